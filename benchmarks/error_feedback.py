@@ -19,8 +19,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from paceline.parallel.capabilities import Capabilities
 from paceline.parallel.compression.sparsify import TopK
 from paceline.parallel.ddp.strategy import DDPStrategy
+from paceline.parallel.registry import StrategySpec
 
 
 class WithoutResidual(TopK):
@@ -70,23 +72,25 @@ class _Varied(DDPStrategy):
 
 
 class NoFeedback(_Varied):
-    name = "no-feedback"
     compressor = WithoutResidual
 
 
 class NoSigns(_Varied):
-    name = "no-signs"
     compressor = Magnitudes
 
+
+_COMPRESSES = Capabilities(reduces_in_buckets=True)
+NO_FEEDBACK = StrategySpec("no-feedback", "error_feedback:NoFeedback", capabilities=_COMPRESSES)
+NO_SIGNS = StrategySpec("no-signs", "error_feedback:NoSigns", capabilities=_COMPRESSES)
 
 VARIANTS = {
     "ddp, nothing compressed": ["parallel.mode=ddp"],
     "topk": ["parallel.mode=ddp", "compression.method=topk"],
     "topk without error feedback": [
-        "parallel.mode=error_feedback:NoFeedback",
+        "parallel.mode=error_feedback:NO_FEEDBACK",
         "compression.method=topk",
     ],
-    "topk with magnitudes": ["parallel.mode=error_feedback:NoSigns", "compression.method=topk"],
+    "topk with magnitudes": ["parallel.mode=error_feedback:NO_SIGNS", "compression.method=topk"],
 }
 
 

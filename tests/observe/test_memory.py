@@ -16,7 +16,7 @@ from paceline.models.shape.outline import outline
 from paceline.observe.memory import split_state
 from paceline.observe.metrics import peak_since, restart_peak
 from paceline.parallel.cost import Workload
-from paceline.parallel.registry import layout, make_strategy
+from paceline.parallel.registry import estimate_cost, layout, make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 WORDS, ROWS = 24, 24
@@ -61,7 +61,7 @@ def _measured(
             )
         strategy.clip_grad_norm(1.0)
         strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
-    cost = strategy.estimate_cost(shape, world.axes, Workload(positions=ROWS), config)
+    cost = estimate_cost(strategy.name, shape, world.axes, Workload(positions=ROWS), config)
     found = split_state(strategy, model, world.device)
     world.barrier()
     return found, {kind: getattr(cost, kind) for kind in found}, strategy.memory_bytes()

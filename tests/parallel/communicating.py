@@ -11,7 +11,7 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.registry import make_strategy
+from paceline.parallel.registry import estimate_cost, make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 
@@ -93,7 +93,7 @@ def train(
         "parts": copied(strategy.state_shards()),
         "weights": {name: one.detach().clone() for name, one in model.named_parameters()},
         "state": strategy.memory_bytes(),
-        "cost": type(strategy).estimate_cost(shape, world.axes, Workload(), config),
+        "cost": estimate_cost(strategy.name, shape, world.axes, Workload(), config),
         "traffic": {name: size for name, size in traffic.items() if size},
         "figures": strategy.report_metrics(float(sum(traffic.values()))),
         "notices": strategy.notices,

@@ -21,6 +21,7 @@ from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import SingleDeviceStrategy
 from paceline.parallel.deepspeed.strategy import DeepSpeedStrategy
+from paceline.parallel.registry import check_strategy, estimate_cost
 from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.precision import Precision
 
@@ -158,8 +159,8 @@ def everything(world, stage, middle):
     for bf16 in (False, True):
         run = run if not bf16 else Run(world, stage, bf16=True)
         low = run.train(0, 4) if bf16 else []
-        cost = DeepSpeedStrategy.estimate_cost(
-            run.shape, ParallelDims(data=world.size), work, run.config
+        cost = estimate_cost(
+            "deepspeed", run.shape, ParallelDims(data=world.size), work, run.config
         )
         costs.append((run.strategy.memory_bytes(), cost, run.sent(), low))
     dtypes = {str(value.dtype) for value in run.saved().whole.values()}
@@ -266,14 +267,14 @@ def test_not_installed_is_said_with_the_command(tmp_path):
         "sys.meta_path[:] = [Without(one) for one in sys.meta_path]\n"
     )
     check = (
-        "from paceline.config.schema import Config; from paceline.parallel.deepspeed.strategy"
-        " import DeepSpeed; "
+        "from paceline.config.schema import Config; from paceline.parallel.registry import"
+        " check_strategy; "
     )
     check += (
         "from paceline.distributed.mesh import ParallelDims; config = Config(model='m',"
         " dataset='d', parallel={'deepspeed_stage': 3}); "
     )
-    check += "DeepSpeed.check(config, ParallelDims(data=2))"
+    check += "check_strategy('deepspeed', config, ParallelDims(data=2))"
     said = said_of(check, str(tmp_path))
     assert "DeepSpeed is not installed" in said
     assert "pip install 'paceline[deepspeed]'" in said
@@ -311,4 +312,4 @@ def test_running_statistics_in_half_precision_are_refused(precision):
 def test_what_cannot_run_is_refused_before_the_start(parallel, rest, says):
     config = Config(model="m", dataset="d", parallel={"mode": "deepspeed", **parallel}, **rest)
     with pytest.raises(ConfigError, match=says):
-        DeepSpeedStrategy.check(config, ParallelDims(data=2))
+        check_strategy("deepspeed", config, ParallelDims(data=2))

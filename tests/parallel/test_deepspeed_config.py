@@ -15,7 +15,7 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Workload
 from paceline.parallel.deepspeed.config import HONOURED_ZERO, REFUSED, check_json, engine_config
-from paceline.parallel.deepspeed.cost import deepspeed_cost
+from paceline.parallel.deepspeed.cost import estimate
 from paceline.parallel.deepspeed.strategy import DeepSpeedStrategy
 
 
@@ -414,7 +414,7 @@ def test_the_stages_of_a_large_model_cost_what_the_paper_says():
         tuple(TensorShape(f"w{one}", (7_500_000, 100), 4, True) for one in range(10)), low_bytes=2
     )
     costs = {
-        stage: deepspeed_cost(
+        stage: estimate(
             shape,
             ParallelDims(data=64),
             Workload(1),

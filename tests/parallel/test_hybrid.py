@@ -17,6 +17,7 @@ from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import SingleDeviceStrategy
 from paceline.parallel.hybrid.strategy import HybridStrategy
+from paceline.parallel.registry import check_strategy, estimate_cost
 from paceline.train.precision import checkpoint_activations
 
 TOKENS, STEPS, MICRO = 14, 20, 2
@@ -128,8 +129,12 @@ def test_layouts_train_as_one_rank_does_and_cost_what_they_say(axes, parallel, t
     for name, value in whole.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4, msg=name)
     shape = outline(make(lora, **train_args), config_of(parallel, train_args))
-    cost = HybridStrategy.estimate_cost(
-        shape, axes, Workload(MICRO // axes.replicas, TOKENS), config_of(parallel, train_args)
+    cost = estimate_cost(
+        "hybrid",
+        shape,
+        axes,
+        Workload(MICRO // axes.replicas, TOKENS),
+        config_of(parallel, train_args),
     )
     assert max(one[3] for one in found) == pytest.approx(cost.state, rel=0.02)
     assert max(one[2] for one in found) == pytest.approx(cost.traffic_per_step, rel=0.02)
@@ -163,7 +168,7 @@ def test_state_moves_from_a_hybrid_to_one_rank_and_back():
         (ParallelDims(tensor=2), {"train_args": {"optim": "adafactor"}}, "adamw"),
         (ParallelDims(shard=2), {"evaluation": {"where": "rank0"}}, "where: all"),
         (ParallelDims(pipeline=2), {"parallel": {"offload": "all"}}, "offload"),
-        (ParallelDims(data=2), {"parallel": {"sequence_parallel": True}}, "without tensor"),
+        (ParallelDims(data=2), {"parallel": {"sequence_parallel": True}}, "there are none"),
         (
             ParallelDims(pipeline=2, tensor=2),
             {"parallel": {"sequence_parallel": True}},
@@ -173,4 +178,4 @@ def test_state_moves_from_a_hybrid_to_one_rank_and_back():
 )
 def test_what_cannot_be_combined_is_refused_before_the_start(axes, settings, message):
     with pytest.raises(ConfigError, match=message):
-        HybridStrategy.check(Config(model="m", dataset="d", **settings), axes)
+        check_strategy("hybrid", Config(model="m", dataset="d", **settings), axes)

@@ -3,15 +3,18 @@ would."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
+from paceline.config.diff import OTHER_TRAINING
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.base import Strategy
-from paceline.parallel.registry import STRATEGIES, layout, mode_of, strategy_class
+from paceline.parallel.registry import STRATEGIES, get_spec, layout, load_object, mode_of
 
 
 @pytest.mark.parametrize(
@@ -84,9 +87,23 @@ def test_modes_and_their_classes() -> None:
     assert mode_of(Parallel(mode="fsdp")) == "zero3"
     with pytest.raises(ConfigError, match=r"zero4.*zero3"):
         mode_of(Parallel(mode="zero4"))
-    for name in STRATEGIES:
-        assert issubclass(strategy_class(name), Strategy)
+    for spec in STRATEGIES.values():
+        assert issubclass(load_object(spec.implementation), Strategy)
+        for function in (spec.cost_model, spec.check_sizes, spec.check_steps):
+            assert function is None or callable(load_object(function))
     with pytest.raises(ConfigError, match="cannot be imported"):
-        strategy_class("no_such_package:Class")
-    with pytest.raises(ConfigError, match="is no strategy"):
-        strategy_class("collections:OrderedDict")
+        get_spec("no_such_package:SPEC")
+    with pytest.raises(ConfigError, match="no StrategySpec `OrderedDict`"):
+        get_spec("collections:OrderedDict")
+    with pytest.raises(ConfigError, match="there is no file"):
+        get_spec("./no_such_file.py:SPEC")
+
+
+def test_the_registry_imports_no_torch() -> None:
+    code = "import sys, paceline.parallel.registry; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_modes_that_are_another_training_are_not_chosen_by_auto() -> None:
+    not_chosen = {name for name, spec in STRATEGIES.items() if not spec.capabilities.chosen_by_auto}
+    assert not_chosen == {"dp", "deepspeed", *OTHER_TRAINING}

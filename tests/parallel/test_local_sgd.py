@@ -28,7 +28,7 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import Workload
 from paceline.parallel.local_sgd.schedule import SyncSchedule, num_workers
-from paceline.parallel.registry import check_strategy, strategy_class
+from paceline.parallel.registry import check_steps, check_strategy, estimate_cost
 
 BITWISE = [
     ({"steps": 4}, (2, 6)),
@@ -137,7 +137,7 @@ def costs_of(world, local, mode="local_sgd"):
         before = world.traffic.total
         one_step(strategy, step)
         sent.append(world.traffic.total - before)
-    cost = type(strategy).estimate_cost(strategy.shape, world.axes, Workload(), strategy.config)
+    cost = estimate_cost(strategy.name, strategy.shape, world.axes, Workload(), strategy.config)
     period = strategy.traffic_period
     counts = 2 * 8  # the loss of each step, added up by the test
     return (
@@ -279,7 +279,7 @@ def test_refused(mode, local, train_args, words):
 
 def test_longer_than_the_epochs():
     with pytest.raises(ConfigError, match="more than the run's 12 steps"):
-        strategy_class("diloco").check_length(config_of("diloco", {"steps": 13}), 12)
+        check_steps("diloco", config_of("diloco", {"steps": 13}), 12)
 
 
 def test_one_rank_is_a_worker():
@@ -293,8 +293,8 @@ def test_one_rank_is_a_worker():
         )
         assert one_step(strategy, 0) > one_step(strategy, 0) > 0
         assert (
-            strategy.estimate_cost(
-                strategy.shape, ParallelDims(), Workload(), strategy.config
+            estimate_cost(
+                strategy.name, strategy.shape, ParallelDims(), Workload(), strategy.config
             ).traffic_per_step
             == 0
         )

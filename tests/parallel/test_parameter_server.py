@@ -24,8 +24,7 @@ from paceline.models.recommend import ClickModel, load_recommender
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.parameter_server.asynchronous import _STORE
-from paceline.parallel.parameter_server.strategy import ParameterServerStrategy
-from paceline.parallel.registry import make_strategy
+from paceline.parallel.registry import check_strategy, estimate_cost, make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 TABLES, DIM, ROWS = (5000, 7, 2), 4, 24
@@ -106,7 +105,7 @@ def train(
         "norms": norms,
         "parts": parts,
         "state": strategy.memory_bytes(),
-        "cost": type(strategy).estimate_cost(shape, world.axes, Workload(), config).state,
+        "cost": estimate_cost(strategy.name, shape, world.axes, Workload(), config).state,
         "serves": not strategy.has_data,
         "table_elements": sum(
             one.numel()
@@ -303,7 +302,7 @@ def test_row_state_is_in_the_checkpoint(optimizer):
         ({"train_args": {"weight_decay": 0.1}}, "weight_decay"),
         ({"train_args": {"precision": "fp16-mixed"}}, "train_args.precision: fp16-mixed"),
         ({"train_args": {"gradient_checkpointing": True}}, "gradient_checkpointing"),
-        ({"task": "sft"}, "`task: sft` has none"),
+        ({"task": "sft"}, "`task: sft` is not supported"),
         (
             {"parameter_server": {"dense": "ddp", "mode": "bounded"}},
             "each worker waits for the slowest",
@@ -314,7 +313,7 @@ def test_row_state_is_in_the_checkpoint(optimizer):
 def test_what_cannot_be_served_is_refused(keys, words):
     config = Config.model_validate({"model": "m", "dataset": "d", "task": "recommend", **keys})
     with pytest.raises(ConfigError, match=words):
-        ParameterServerStrategy.check(config, ParallelDims(data=2))
+        check_strategy("parameter_server", config, ParallelDims(data=2))
 
 
 @pytest.mark.slow

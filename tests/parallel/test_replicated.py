@@ -14,7 +14,8 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.ddp.strategy import DDPStrategy, SingleDeviceStrategy
+from paceline.parallel.ddp.strategy import DDPStrategy
+from paceline.parallel.registry import estimate_cost
 
 
 class Net(nn.Module):
@@ -133,15 +134,13 @@ def test_state_bytes_and_traffic_are_what_the_cost_says():
     shape = outline(model, strategy.config)
     strategy.forward_backward(lambda micro, module: module(batch(0, 0, 0), True).sum(), 1)
     optimizer.step()
-    cost = DDPStrategy.estimate_cost(shape, ParallelDims(data=4), Workload(), strategy.config)
+    cost = estimate_cost("ddp", shape, ParallelDims(data=4), Workload(), strategy.config)
     elements = sum(one.numel() for one in model.parameters() if one.requires_grad)
     assert cost.gradients == 4 * elements
     assert cost.optimizer == 8 * elements
     assert cost.traffic_per_step == all_reduce_bytes(4 * elements, 4) == round(1.5 * 4 * elements)
     assert (
-        SingleDeviceStrategy.estimate_cost(
-            shape, ParallelDims(), Workload(), strategy.config
-        ).traffic_per_step
+        estimate_cost("single", shape, ParallelDims(), Workload(), strategy.config).traffic_per_step
         == 0
     )
     # buckets align each gradient to 64 bytes; Adam keeps a step count a parameter

@@ -11,7 +11,7 @@ from paceline.models.shape.outline import outline
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Workload
 from paceline.parallel.parameter_server.cost import deal, distinct_ids
-from paceline.parallel.parameter_server.strategy import ParameterServerStrategy
+from paceline.parallel.registry import estimate_cost
 
 TABLES, DIM = (10, 6), 4
 
@@ -28,10 +28,10 @@ def test_traffic_without_counts_is_a_bound_and_with_them_is_not(dense: str) -> N
     config = make_config("parameter_server", "adagrad", 2, dense=dense)
     shape = outline(ClickModel(2, TABLES, DIM, [6], [8]), config)
     batch = Workload(micro_batches=3, positions=100.0)
-    bound = ParameterServerStrategy.estimate_cost(shape, ParallelDims(data=2), batch, config)
+    bound = estimate_cost("parameter_server", shape, ParallelDims(data=2), batch, config)
     counts = ((2.0, 1.0), (1.0, 0.5))
-    counted = ParameterServerStrategy.estimate_cost(
-        shape, ParallelDims(data=2), Workload(3, 100.0, distinct=counts), config
+    counted = estimate_cost(
+        "parameter_server", shape, ParallelDims(data=2), Workload(3, 100.0, distinct=counts), config
     )
     assert bound.traffic_is_bound
     assert not counted.traffic_is_bound

@@ -12,6 +12,7 @@ from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import SingleDeviceStrategy
 from paceline.parallel.ddp.threads import ThreadedDPStrategy
+from paceline.parallel.registry import estimate_cost
 
 
 class Tied(nn.Module):
@@ -96,8 +97,12 @@ def measured(world):
     before = world.traffic.bytes_by_collective.get("copy", 0)
     train(strategy, 1, 3, eval_norm=False)
     copied = world.traffic.bytes_by_collective["copy"] - before
-    cost = strategy.estimate_cost(
-        outline(Tied(), strategy.config), ParallelDims(data=3), Workload(3), strategy.config
+    cost = estimate_cost(
+        strategy.name,
+        outline(Tied(), strategy.config),
+        ParallelDims(data=3),
+        Workload(3),
+        strategy.config,
     )
     model, *replicas = strategy.replicas
     storages = [

@@ -12,8 +12,8 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import ModelShape, TensorShape, Workload
 from paceline.parallel.ddp.layout import lay_out
+from paceline.parallel.registry import check_strategy, estimate_cost
 from paceline.parallel.zero1.buckets import ShardedBuckets
-from paceline.parallel.zero1.strategy import Zero1Strategy
 from paceline.train.optimizer import build_optimizer
 
 
@@ -158,7 +158,7 @@ def test_formula_of_the_paper():
     GB a rank, 2Ψ of traffic."""
     config = Config(model="m", dataset="d", train_args={"precision": "bf16-mixed"})
     shape = ModelShape((TensorShape("w", (7_500_000_000,), 4, True),), low_bytes=2)
-    cost = Zero1Strategy.estimate_cost(shape, ParallelDims(data=64), Workload(), config)
+    cost = estimate_cost("zero1", shape, ParallelDims(data=64), Workload(), config)
     assert cost.state / 1e9 == pytest.approx(31.4, rel=0.005)
     assert cost.traffic_per_step == pytest.approx(2 * 7.5e9 * 2 * 63 / 64, rel=1e-3)
 
@@ -172,7 +172,7 @@ def test_formula_of_the_paper():
 )
 def test_what_does_not_fit_is_refused(section, word):
     with pytest.raises(ConfigError, match=word):
-        Zero1Strategy.check(Config(model="m", dataset="d", **section), ParallelDims(data=2))
+        check_strategy("zero1", Config(model="m", dataset="d", **section), ParallelDims(data=2))
 
 
 def test_weight_decay_falls_on_pieces_of_matrices_alone():

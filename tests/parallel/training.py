@@ -10,7 +10,7 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
-from paceline.parallel.registry import make_strategy
+from paceline.parallel.registry import estimate_cost, make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 WIDTH = 20  # does not divide by three: shards get padding
@@ -172,8 +172,8 @@ def train(
         "state_after_evaluation": strategy.memory_bytes(),
         "logits": looked,
         "cost": (
-            type(strategy).estimate_cost(
-                shape, world.axes, Workload(micro_batches=micro_batches), config
+            estimate_cost(
+                strategy.name, shape, world.axes, Workload(micro_batches=micro_batches), config
             )
         ),
         "traffic": {name: size for name, size in traffic.items() if size},

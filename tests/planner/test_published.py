@@ -13,7 +13,7 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.meta import language_model_on_meta
 from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Cost, Workload
-from paceline.parallel.registry import strategy_class
+from paceline.parallel.registry import estimate_cost
 from paceline.planner.api import make_plan
 
 GB = 1e9
@@ -48,7 +48,7 @@ def zero_cost(mode: str, ranks: int, **parallel: object) -> Cost:
         train_args={"precision": "bf16-mixed"},
     )
     axes = ParallelDims(shard=ranks) if mode in ("zero2", "zero3") else ParallelDims(data=ranks)
-    return strategy_class(mode).estimate_cost(shape, axes, Workload(), config)
+    return estimate_cost(mode, shape, axes, Workload(), config)
 
 
 def test_the_memory_of_the_zero_paper() -> None:

@@ -32,12 +32,11 @@ MICRO = (
 WRONG = '''
 import torch
 from paceline.parallel.ddp.strategy import DDPStrategy
+from paceline.parallel.registry import StrategySpec
 
 
 class Forgetful(DDPStrategy):
     """Each rank trains on its own share: the gradients are never summed."""
-
-    name = "forgetful"
 
     def forward_backward(self, micro_step, num_micro_batches):
         self.buckets.zero()
@@ -48,7 +47,6 @@ class Forgetful(DDPStrategy):
 class Crashing(DDPStrategy):
     """One rank raises in its third step, where the others wait for it."""
 
-    name = "crashing"
     steps = 0
 
     def forward_backward(self, micro_step, num_micro_batches):
@@ -56,6 +54,10 @@ class Crashing(DDPStrategy):
         if self.steps == 3 and self.world.rank == 1:
             raise RuntimeError("rank 1 has had enough")
         super().forward_backward(micro_step, num_micro_batches)
+
+
+FORGETFUL = StrategySpec("forgetful", "mine_for_verify:Forgetful")
+CRASHING = StrategySpec("crashing", "mine_for_verify:Crashing")
 '''
 
 
@@ -105,7 +107,7 @@ def test_a_wrong_strategy_is_named_and_one_that_dies_does_not_take_the_others_do
         "--world-size",
         "2",
         "--modes",
-        "mine_for_verify:Crashing,mine_for_verify:Forgetful",
+        "mine_for_verify:CRASHING,mine_for_verify:FORGETFUL",
         "--steps",
         "4",
         "--json",

@@ -51,7 +51,7 @@ def read_mode(text: str) -> dict[str, Any]:
     """The settings of `parallel` that a spelling of the mode stands for, the mode among them.
 
     An unknown spelling is returned as it is, for the registry of strategies to refuse;
-    ``package.module:Class`` too.
+    ``./file.py:SPEC`` too.
     """
     word = text.strip()
     if ":" in word:

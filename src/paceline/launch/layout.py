@@ -14,9 +14,9 @@ from paceline.core.log import CONSOLE_ONLY
 from paceline.parallel.registry import (
     ParallelLayout,
     check_strategy,
+    get_spec,
     layout,
     mode_of,
-    strategy_class,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def choose_layout(
         text = f"strategy: {chosen.text()}, chosen by `mode: auto`: {why}"
     else:
         if outer is not None:  # it has started the serving ranks too
-            num_devices -= strategy_class(name).num_extra_ranks(config)
+            num_devices -= get_spec(name).extra_ranks(config)
         if num_devices < 1:
             raise ConfigError(
                 f"`parallel.mode: {name}` has no worker: all ranks that were started are servers",
@@ -69,20 +69,20 @@ def choose_layout(
             fix="set `parallel.mode: ddp`, or `parallel.nnodes: 1`",
         )
     check_strategy(chosen.strategy, config, chosen.axes)
-    serving = strategy_class(chosen.strategy).num_extra_ranks(config)
+    serving = get_spec(chosen.strategy).extra_ranks(config)
     if serving and device_type != "cpu":
         raise ConfigError(
             f"`parallel.mode: {chosen.strategy}` runs on CPU ranks alone so far, and these are"
             f" {device_type} devices",
             fix="set `parallel.device: cpu`, or `parallel.mode: ddp`",
         )
-    if outer is not None and strategy_class(chosen.strategy).expendable_ranks(config, chosen.axes):
+    if outer is not None and get_spec(chosen.strategy).expendable_ranks(config, chosen.axes):
         raise ConfigError(
             "`parameter_server.on_worker_loss: go_on` needs Paceline's own launcher: an outer one"
             " ends all ranks when one ends",
             fix="start it without torchrun (`paceline sft …`), or set `on_worker_loss: stop`",
         )
-    if config.parallel.hosts != (1, 1) and strategy_class(chosen.strategy).expendable_ranks(
+    if config.parallel.hosts != (1, 1) and get_spec(chosen.strategy).expendable_ranks(
         config, chosen.axes
     ):
         raise ConfigError(

@@ -148,9 +148,9 @@ def expendable(spec: Any) -> frozenset[int]:
     layout = getattr(spec, "layout", None)
     if layout is None:
         return frozenset()
-    from paceline.parallel.registry import strategy_class
+    from paceline.parallel.registry import get_spec
 
-    return strategy_class(layout.strategy).expendable_ranks(spec.config, layout.axes)
+    return get_spec(layout.strategy).expendable_ranks(spec.config, layout.axes)
 
 
 def _role(spec: Any, rank: int) -> str:
@@ -158,9 +158,9 @@ def _role(spec: Any, rank: int) -> str:
     layout = getattr(spec, "layout", None)
     if layout is None:
         return ""
-    from paceline.parallel.registry import strategy_class
+    from paceline.parallel.registry import get_spec
 
-    role = strategy_class(layout.strategy).rank_role(spec.config, layout.axes, rank)
+    role = get_spec(layout.strategy).rank_role(spec.config, layout.axes, rank)
     return f", {role}" if role else ""
 
 

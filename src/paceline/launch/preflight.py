@@ -31,7 +31,7 @@ from paceline.launch.resume import (
 from paceline.launch.sizes import check_sizes, sharing_text
 from paceline.parallel.balance import equal_notice
 from paceline.parallel.compression.cost import compression_notice
-from paceline.parallel.registry import ParallelLayout, mode_of, strategy_class
+from paceline.parallel.registry import ParallelLayout, check_steps, mode_of
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared, Task
 from paceline.train.run_spec import RunSpec
@@ -191,7 +191,7 @@ def _resolve_sizes(
         logger.info(shared)
     unbalanced = equal_notice(config, derived)
     log_notices(logger, [] if unbalanced is None else [unbalanced])
-    strategy_class(layout.strategy).check_length(config, derived.steps)
+    check_steps(layout.strategy, config, derived.steps)
     _check_schedule(config)
     return derived
 

@@ -17,6 +17,7 @@ from paceline.core.processes import host_name
 from paceline.models.attention import attention_of
 from paceline.models.shape.activations import Activations, dims_of, language_activations
 from paceline.observe.run_info import RunInfo
+from paceline.parallel.registry import estimate_cost, get_spec
 
 
 def emit_run_start(
@@ -88,7 +89,7 @@ def _mesh(info: RunInfo) -> dict[str, Any]:
     for rank, (host, device) in enumerate(by_rank):
         dims = comm.axes.coordinates(rank) if rank < comm.axes.size else {}
         coordinates = {axis: dims[axis] for axis in asdict(axes) if axis in dims}
-        role = strategy.rank_role(info.config, axes, rank)
+        role = get_spec(info.layout.strategy).rank_role(info.config, axes, rank)
         entry = {"rank": rank, "host": host, "device": device, "coordinates": coordinates}
         ranks.append(entry if role is None else {**entry, "role": role})
     return {"axes": asdict(axes), "ranks": ranks}
@@ -101,7 +102,7 @@ def _predicted(info: RunInfo, step: int) -> dict[str, Any]:
     if kept is not None:
         blocks = kept.blocks if len(info.shape.blocks) == kept.layers else ()
         work = replace(work, activation_bytes=kept.total, block_activation_bytes=blocks)
-    cost = info.strategy.estimate_cost(info.shape, info.layout.axes, work, info.config)
+    cost = estimate_cost(info.layout.strategy, info.shape, info.layout.axes, work, info.config)
     activations = None if kept is None else cost.activations
     memory = {
         "parameters": cost.parameters,

@@ -15,29 +15,12 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted, weighted_shares
 from paceline.distributed.mesh import ParallelDims
+from paceline.parallel.compression.settings import uses_local_moments
 
 #: Fewer micro-batches per step cannot express a useful ratio of speeds.
 MIN_MICRO_BATCHES = 4
 #: Strategies that support unequal shares, for messages.
 SUPPORTED = "`parallel.mode: ddp` and `zero1`"
-_REASONS = {
-    "zero2": (
-        "it reduces gradients in every micro-batch, so all ranks must run the same number of"
-        " micro-batches"
-    ),
-    "zero3": (
-        "it gathers weights in every micro-batch, so all ranks must run the same number of"
-        " micro-batches"
-    ),
-    "deepspeed": "DeepSpeed requires the same number of micro-batches on all ranks",
-    "local_sgd": (
-        "every worker counts equally in the average, so unequal shares would change the training"
-    ),
-    "diloco": (
-        "every worker counts equally in the average, so unequal shares would change the training"
-    ),
-    "dp": "its devices run their micro-batches in lockstep",
-}
 
 
 def text_of(config: Config) -> str:
@@ -51,17 +34,21 @@ def text_of(config: Config) -> str:
 
 
 def check_balance(
-    config: Config, mode: str, allows_unequal_shares: bool, axes: ParallelDims
+    config: Config, mode: str, unequal_shares: bool, reason: str, axes: ParallelDims
 ) -> None:
     """Raise ConfigError if ``parallel.balance`` is not supported with the strategy ``mode`` or with
-    the rest of the config."""
+    the rest of the config.
+
+    Args:
+        unequal_shares: the strategy supports them.
+        reason: why it does not.
+    """
     balance = config.parallel.balance
     if balance == "equal" or axes.size == 1:
         return
     setting = f"`parallel.balance: {text_of(config)}`"
     whole_replicas = axes.shard == axes.tensor == axes.pipeline == 1
-    if not (allows_unequal_shares and whole_replicas):
-        reason = _REASONS.get(mode, "its ranks communicate in every micro-batch")
+    if not (unequal_shares and whole_replicas):
         raise ConfigError(
             f"{setting} is not supported with `parallel.mode: {mode}`: {reason}",
             allowed=SUPPORTED,
@@ -73,8 +60,6 @@ def check_balance(
 
 
 def _check_compression(config: Config, setting: str) -> None:
-    from paceline.parallel.compression.cost import uses_local_moments
-
     if config.compression.chain[:1] == ("signsgd",):
         raise ConfigError(
             f"{setting} is not supported with `compression.method: signsgd`: every rank has one"

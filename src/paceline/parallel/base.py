@@ -14,10 +14,9 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import ParallelDims
+from paceline.parallel.capabilities import Capabilities
 from paceline.parallel.comm_profile import CommProfile
 from paceline.parallel.compression.checkpoint import dropped
-from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.state import StateReader, TensorShard, local_tensor, read_part, storage_bytes
 
@@ -51,21 +50,15 @@ class Strategy(ABC):
     ``optimizer_step``; between steps ``evaluate``, ``state_shards``, ``memory_bytes``."""
 
     name: str
+    #: As its spec says; set by :func:`~paceline.parallel.registry.make_strategy`.
+    capabilities = Capabilities()
     #: Rank 0 holds the whole model as the task built it, can run it alone, and can save it as it
     #: is.
     rank0_has_full_model = True
-    #: Sums gradients of replicas in buckets: they can be compressed, and summed by an algorithm of
-    #: our own.
-    reduces_in_buckets = False
     #: Groups of ranks hold weights of their own between synchronisations (``local/…`` and
     #: ``outer/…`` in a checkpoint).
     replicas_diverge = False
     handles_overflow = False  # in `optimizer_step`, where the gradient is not finite
-    #: Ranks may run different numbers of micro-batches in a step (``parallel.balance``);
-    #: :attr:`on_computed` must be called.
-    allows_unequal_shares = False
-    #: Ranks may be on devices of different types, over Gloo.
-    allows_mixed_devices = False
     #: Called in :meth:`forward_backward` after the last micro-batch, before waiting for other ranks. Set
     #: while speeds are measured.
     on_computed: Callable[[], None] | None = None
@@ -85,26 +78,6 @@ class Strategy(ABC):
         #: Lines for a person that came up while the model was placed, as (level, text).
         self.notices: list[tuple[str, str]] = []
 
-    @staticmethod
-    def check(config: Config, axes: ParallelDims) -> None:
-        """Raise :class:`~paceline.core.errors.ConfigError` for a config that this strategy cannot
-        run, before anything starts: what was asked for, why not, and the nearest that works."""
-
-    @classmethod
-    def check_length(cls, config: Config, steps: int) -> None:
-        """As :meth:`check`, when the number of steps is known; still before anything starts."""
-
-    @classmethod
-    def num_extra_ranks(cls, config: Config) -> int:
-        """Processes beside the devices' own, with no share of the batch: the last ranks of the
-        world."""
-        return 0
-
-    @classmethod
-    def rank_role(cls, config: Config, axes: ParallelDims, rank: int) -> str | None:
-        """What a rank is, for a person who hears of its end; None where all are alike."""
-        return None
-
     @property
     def low_dtype(self) -> torch.dtype | None:
         """bfloat16 or float16 under mixed precision, else None."""
@@ -121,11 +94,6 @@ class Strategy(ABC):
         """Shares that the global batch is cut into: ``world.axes.replicas``, less those that are
         lost."""
         return self.world.axes.replicas
-
-    @classmethod
-    def expendable_ranks(cls, config: Config, axes: ParallelDims) -> frozenset[int]:
-        """Ranks whose processes may end without ending the run."""
-        return frozenset()
 
     def poll_rank_losses(self) -> list[RankLoss]:
         """Those of them that were lost since the last call; the same on every rank at the same
@@ -178,12 +146,6 @@ class Strategy(ABC):
         """With a :attr:`count_group` that is not all ranks: how many steps a rank may be ahead of
         the news from the others."""
         return 1
-
-    @classmethod
-    def variant(cls, config: Config) -> type[Strategy]:
-        """The class that does what the config asks of this mode: itself, unless a mode comes in
-        several."""
-        return cls
 
     @abstractmethod
     def setup(self, model: nn.Module) -> nn.Module:
@@ -261,14 +223,6 @@ class Strategy(ABC):
     def memory_tensors(self) -> list[Any]:
         """All tensors of training state that this rank holds at the fullest moment of a step:
         parameters, buffers, gradients, optimizer state."""
-
-    @classmethod
-    @abstractmethod
-    def estimate_cost(
-        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
-    ) -> Cost:
-        """Bytes on the fullest rank and bytes that the busiest rank sends in a step, each with its
-        formula's source."""
 
     # -- what follows from the above
     # ----------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.core.processes import available_memory
-from paceline.parallel.registry import OTHER_TRAINING, ParallelLayout, layout
+from paceline.parallel.registry import STRATEGIES, ParallelLayout, layout
 from paceline.planner import machine_profile
 from paceline.planner.advice import advise
 from paceline.planner.devices import recognize
@@ -23,7 +23,9 @@ from paceline.planner.upper_bound import at_most
 from paceline.planner.workload import Batch, micro_batch
 
 #: Never taken by ``auto``: `dp` is there for comparison, and DeepSpeed does what the zero modes do.
-NOT_CHOSEN = ("dp", "deepspeed", *OTHER_TRAINING)
+NOT_CHOSEN = tuple(
+    name for name, spec in STRATEGIES.items() if not spec.capabilities.chosen_by_auto
+)
 #: Of modes within this of the fastest the plainest is taken: an estimate tells no finer.
 _EQUAL = 0.98
 #: Share of the memory below which a rough upper bound is enough.

@@ -11,7 +11,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Cost, Workload
-from paceline.parallel.registry import ParallelLayout, strategy_class
+from paceline.parallel.registry import ParallelLayout, check_strategy, estimate_cost
 from paceline.planner.hardware import Machine
 from paceline.planner.model_profile import Described
 from paceline.planner.workload import Batch, micro_batch_flops, workload
@@ -93,18 +93,14 @@ def estimate(
     stage: int | None = None,
 ) -> Mode:
     """What ``layout`` comes to. ``stage``: of DeepSpeed."""
-    from paceline.parallel.compression.cost import check_communication
-
     name, settings = _names(layout, stage)
     update = dict.fromkeys(("data", "shard", "tensor", "pipeline")) | settings
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=update)})
     work = workload(config, described, batch, machine.is_cpu)
     try:
-        kind = strategy_class(layout.strategy)
-        getattr(kind, "check_settings", kind.check)(config, layout.axes)
-        check_communication(config, kind.name, kind.reduces_in_buckets, layout.axes)
+        check_strategy(layout.strategy, config, layout.axes, installed=False)
         _check_cuts(layout, config, described)
-        cost = kind.estimate_cost(described.shape, layout.axes, work, config)
+        cost = estimate_cost(layout.strategy, described.shape, layout.axes, work, config)
     except ConfigError as error:
         return Mode(name, layout, settings, False, error.what)
     copies = _weight_copies(described.shape, layout, cost)

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.registry import ParallelLayout, layout, mode_of
+from paceline.parallel.registry import OTHER_TRAINING, STRATEGIES, ParallelLayout, layout, mode_of
 
 #: Modes of one axis, in the order of preference where two are equally fast: the plainest first.
-PLAIN = ("ddp", "zero1", "zero2", "zero3", "deepspeed", "tensor", "pipeline", "dp")
+PLAIN = sorted(
+    (name for name in STRATEGIES if name not in ("single", "hybrid", *OTHER_TRAINING)),
+    key=lambda name: STRATEGIES[name].single_process,
+)
 #: Tensor parallelism talks in every layer; beyond a host's devices it does not pay.
 _MOST_TENSOR = 8
 

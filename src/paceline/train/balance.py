@@ -157,7 +157,7 @@ class Balancer:
         balance = self.config.parallel.balance
         record = checkpoint_meta.get(_META)
         stored = None if record is None else tuple(record["shares"])
-        is_supported = self.strategy.allows_unequal_shares and is_divisible(
+        is_supported = self.strategy.capabilities.unequal_shares and is_divisible(
             self.data.num_replicas, self._num_micro_batches
         )
         if balance == "equal" or not is_supported:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import ConfigError
-from paceline.parallel.registry import strategy_class
+from paceline.parallel.registry import get_spec
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config
@@ -37,7 +37,7 @@ def check_mixed_devices(world: Communicator, config: Config, strategy: str) -> N
             allowed="cpu and cuda together",
             fix=f"use hosts with the same device type, {same_type}",
         )
-    if not strategy_class(strategy).allows_mixed_devices:
+    if not get_spec(strategy).capabilities.mixed_devices:
         raise ConfigError(
             f"{what} are not supported with `parallel.mode: {strategy}`",
             allowed="`parallel.mode: ddp` and `local_sgd`",

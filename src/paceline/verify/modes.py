@@ -11,7 +11,7 @@ A name is one of
   :func:`trial_config`;
 - sizes of axes, joined by dashes: ``data2-tensor2``, ``shard2-pipeline2``,
   ``data2-shard2-tensor2``;
-- a strategy of your own: ``package.module:Class``;
+- a strategy of your own: ``./file.py:SPEC``;
 - ``hybrid``: all the products of axes that fit; ``all``: every mode.
 """
 
@@ -225,5 +225,5 @@ def _allowed() -> str:
     return (
         ", ".join(names)
         + ", sizes of axes such as data2-tensor2, hybrid, all, or a strategy of your own as"
-        " package.module:Class"
+        " ./file.py:SPEC"
     )

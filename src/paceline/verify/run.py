@@ -228,13 +228,13 @@ def _group(asked: str) -> bool:
 
 
 def _check_mode(mode: Mode, config: Config) -> None:
-    from paceline.parallel.registry import check_strategy, strategy_class
+    from paceline.parallel.registry import check_strategy, get_spec
     from paceline.tasks import load_task
 
     config = config.model_copy(update={"parallel": mode.parallel})
     load_task(config).check()  # a task may refuse a mode
     check_strategy(mode.layout.strategy, config, mode.layout.axes)
-    if strategy_class(mode.layout.strategy).num_extra_ranks(config):
+    if get_spec(mode.layout.strategy).extra_ranks(config):
         raise ConfigError(
             f"`{mode.name}` is not certified: it has servers beside its ranks, and `paceline"
             " verify` starts ranks alone",

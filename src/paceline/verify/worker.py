@@ -35,6 +35,7 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.models.blocks import DROPOUTS
 from paceline.parallel.base import Strategy
 from paceline.parallel.cost import Workload
+from paceline.parallel.registry import estimate_cost
 from paceline.parallel.state import TensorShard
 from paceline.tasks.base import num_positions
 from paceline.train.run_spec import RunSpec
@@ -186,7 +187,9 @@ def _costs(trainer: Trainer, positions: list[float]) -> dict[str, float]:
     work = Workload(
         spec.derived.gradient_accumulation_steps, statistics.fmean(_after_first(positions))
     )
-    cost = strategy.estimate_cost(trainer.components.shape, spec.layout.axes, work, spec.config)
+    cost = estimate_cost(
+        spec.layout.strategy, trainer.components.shape, spec.layout.axes, work, spec.config
+    )
     return {
         "state_predicted": cost.state,
         "state_measured": strategy.memory_bytes(),

@@ -21,7 +21,7 @@ class Parallel(Section):
         description=(
             "`auto`, `single`, `dp`, `ddp`, `zero1`, `zero2`, `zero3` (also called `fsdp`),"
             " `deepspeed`, `tensor`, `pipeline`, `hybrid`, `local_sgd`, `diloco`,"
-            " `parameter_server`, or a strategy of your own as `package.module:Class`. `auto`: the"
+            " `parameter_server`, or a strategy of your own as `./file.py:SPEC`. `auto`: the"
             " fastest that fits in memory, as `paceline plan` says; `hybrid` where sizes of axes"
             " are given."
         ),

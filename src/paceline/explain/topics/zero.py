@@ -85,18 +85,21 @@ def _measure(world: Communicator, mode: str) -> dict[str, Any]:
     from paceline.models.shape.outline import outline
     from paceline.parallel.base import optimizer_tensors
     from paceline.parallel.cost import Workload
-    from paceline.parallel.registry import layout, strategy_class
+    from paceline.parallel.registry import estimate_cost, layout, make_strategy
     from paceline.parallel.state import storage_bytes
 
     config = training.make_config(mode)
     axes = layout(config.parallel, world.size).axes
     meshed = Communicator(world.env, world.device, axes, world.group, world.ranks, world.waits)
-    made = strategy_class(mode)
     model = training.make_model()
-    cost = made.estimate_cost(
-        outline(model, config), axes, Workload(micro_batches=1, positions=training.ROWS), config
+    cost = estimate_cost(
+        mode,
+        outline(model, config),
+        axes,
+        Workload(micro_batches=1, positions=training.ROWS),
+        config,
     )
-    strategy = made(config, meshed)
+    strategy = make_strategy(mode, config, meshed)
     placed = strategy.setup(model)
     strategy.setup_optimizer(training.build_adamw)
     batch = training.make_batch(world.rank)

@@ -14,6 +14,7 @@ from paceline.health.anomalies import skipped_steps
 from paceline.observe.comm_advisor import CommAdvisor
 from paceline.observe.metrics import StepMetrics, memory_peak
 from paceline.observe.run_info import RunInfo
+from paceline.parallel.registry import estimate_cost
 
 
 def build_report(
@@ -47,7 +48,9 @@ def build_report(
         advice["communication"] = {**advice["communication"], **figures.pop("communication", {})}
     events = read_events(info.run_dir.events) if comm.is_rank_zero else []
     steps = effective_steps(events)
-    cost = strategy.estimate_cost(info.shape, info.layout.axes, info.workload(step), config)
+    cost = estimate_cost(
+        info.layout.strategy, info.shape, info.layout.axes, info.workload(step), config
+    )
     losses = workers_lost(events, step)
     skipped = _skipped_batches(order, skipped_batches)
     seen = samples_seen(order, step) - sum(loss["samples_unseen"] for loss in losses)

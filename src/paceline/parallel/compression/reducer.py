@@ -20,12 +20,9 @@ from paceline.distributed.traffic import uncounted
 from paceline.parallel.comm_profile import CommProfile, CommTimes
 from paceline.parallel.compression.base import BucketShape, CompressorState, TensorSlot
 from paceline.parallel.compression.checkpoint import PREFIX, dropped
-from paceline.parallel.compression.cost import (
-    compressor_of,
-    momentum_correction,
-    uses_local_moments,
-)
+from paceline.parallel.compression.cost import compressor_of
 from paceline.parallel.compression.local_adam import SECOND, DirectionOptimizer, LocalAdam
+from paceline.parallel.compression.settings import momentum_correction, uses_local_moments
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.ddp.reducer import GradientReducer
 from paceline.parallel.gradients import clip_factor

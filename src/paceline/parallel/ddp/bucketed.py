@@ -24,7 +24,6 @@ class BucketedStrategy(Strategy):
     """``trained`` and ``buckets`` are there from :meth:`reduce_in_buckets` on, which a strategy's
     ``setup`` calls."""
 
-    reduces_in_buckets = True
     trained: dict[str, nn.Parameter]
     buckets: GradientBuckets | None = None
     #: Sums the buckets where the backend's all-reduce is not to.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.distributed.collectives.volume import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.base import (
     MicroStep,
     OptimizerFactory,
@@ -19,8 +18,6 @@ from paceline.parallel.base import (
     persistent_buffers,
 )
 from paceline.parallel.comm_profile import CommProfile, CommTimes
-from paceline.parallel.compression.cost import communication_cost
-from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.parallel.ddp.bucketed import BucketedStrategy
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import changing_buffers, clip_to, reduce_in_backward
@@ -32,8 +29,6 @@ class DDPStrategy(BucketedStrategy):
     goes on, once a step, not within an accumulation; every rank then makes the same update."""
 
     name = "ddp"
-    allows_unequal_shares = True
-    allows_mixed_devices = True
     buckets: GradientBuckets
 
     def __init__(self, config: Config, world: Communicator) -> None:
@@ -84,7 +79,7 @@ class DDPStrategy(BucketedStrategy):
 
     @property
     def comm_profile(self) -> CommProfile | None:
-        if self.world.size == 1 or not self.reduces_in_buckets:
+        if self.world.size == 1:
             return None
         reducer_profile = super().comm_profile
         if reducer_profile is not None:
@@ -102,31 +97,8 @@ class DDPStrategy(BucketedStrategy):
             lambda: CommTimes(self.buckets.backward_s),
         )
 
-    @classmethod
-    def estimate_cost(
-        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
-    ) -> Cost:
-        """Everything whole on each rank; the gradients' all-reduce: 2(N-1)/N × their bytes
-        (Rajbhandari et al., "ZeRO", 2020, section 7.1: 2Ψ)."""
-        gradients = total_bytes(shape.trained)
-        elements = sum(one.numel for one in shape.trained)
-        optimizer = elements * shape.optimizer_bytes_per_element
-        traffic: Mapping[str, int] = {"all_reduce": all_reduce_bytes(gradients, axes.data)}
-        other = communication_cost(shape.trained, config, axes.data)
-        if other is not None:
-            optimizer = other.kept + (0 if other.holds_moments else optimizer)
-            traffic = other.traffic
-        return Cost(
-            parameters=shape.parameter_bytes + shape.buffer_bytes,
-            gradients=gradients,
-            optimizer=optimizer,
-            activations=work.activation_bytes,
-            traffic=traffic,
-        )
-
 
 class SingleDeviceStrategy(DDPStrategy):
     """One rank: no collective is issued."""
 
     name = "single"
-    reduces_in_buckets = False

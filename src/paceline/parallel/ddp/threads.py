@@ -22,7 +22,6 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.collate import map_tensors
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.base import (
     MicroStep,
     OptimizerFactory,
@@ -30,7 +29,6 @@ from paceline.parallel.base import (
     optimizer_tensors,
     persistent_buffers,
 )
-from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import clip_to
 from paceline.parallel.state import TensorShard
@@ -176,30 +174,6 @@ class ThreadedDPStrategy(Strategy):
             *self.buckets.flats,
             *optimizer_tensors(self.optimizer),
         ]
-
-    @classmethod
-    def estimate_cost(
-        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
-    ) -> Cost:
-        """Device 0 holds what a `ddp` rank holds; the others hold no optimizer state, so the load
-        is lopsided.
-
-        Traffic is what passes between devices in a step, all of it through device 0: it sends its
-        weights and buffers to N-1 devices and gets as many gradients back, 2(N-1)Ψ, where a rank of
-        an all-reduce sends 2(N-1)/N Ψ (Patarasuk & Yuan, 2009, section 3). The scheme:
-        torch.nn.DataParallel's documentation."""
-        gradients = total_bytes(shape.trained)
-        # each begins at a multiple of 64 bytes
-        in_buckets = sum(-(-one.size_bytes // 64) * 64 for one in shape.trained)
-        elements = sum(one.numel for one in shape.trained)
-        others = axes.data - 1
-        return Cost(
-            parameters=shape.parameter_bytes + shape.buffer_bytes,
-            gradients=in_buckets,
-            optimizer=elements * shape.optimizer_bytes_per_element,
-            activations=work.activation_bytes,
-            traffic={"copy": others * (2 * gradients + shape.buffer_bytes)},
-        )
 
 
 def _devices(first: torch.device, count: int) -> list[torch.device]:

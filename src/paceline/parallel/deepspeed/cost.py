@@ -15,7 +15,7 @@ from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.deepspeed.config import zero_section
 
 
-def deepspeed_cost(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
     """Formulas: Rajbhandari et al., "ZeRO", 2020, sections 3 and 7, with what DeepSpeed's code does
     differently:
 

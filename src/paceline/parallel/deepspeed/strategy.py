@@ -28,16 +28,12 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.models.blocks import BATCH_NORMS
 from paceline.parallel.base import MicroStep, OptimizerFactory, Strategy, persistent_buffers
-from paceline.parallel.cost import Cost, ModelShape, Workload
-from paceline.parallel.deepspeed.config import check_json, engine_config, stage_of
-from paceline.parallel.deepspeed.cost import deepspeed_cost
+from paceline.parallel.deepspeed.config import engine_config, stage_of
 from paceline.parallel.deepspeed.package import (
     Range,
-    check_installed,
     gradient_tensors,
     import_deepspeed,
     owners,
@@ -45,12 +41,9 @@ from paceline.parallel.deepspeed.package import (
     ranges,
     refresh_weights,
 )
+from paceline.parallel.fsdp.check import offload_needs_accelerator
 from paceline.parallel.gradients import changing_buffers
 from paceline.parallel.state import StateReader, TensorShard, read_part, storage_bytes
-
-#: Optimizers that treat every element alone; others do not train as they should on a flat
-#: partition.
-_ELEMENTWISE = ("adamw", "adam", "sgd", "rmsprop")
 
 
 class DeepSpeedStrategy(Strategy):
@@ -74,53 +67,10 @@ class DeepSpeedStrategy(Strategy):
         self.engine: Any = None
         self.most_gradient_bytes = 0
 
-    @staticmethod
-    def check(config: Config, axes: ParallelDims) -> None:
-        DeepSpeedStrategy.check_settings(config, axes)
-        check_installed(stage_of(config.parallel))
-
-    @staticmethod
-    def check_settings(config: Config, axes: ParallelDims) -> None:
-        """As :meth:`check`, whether DeepSpeed is there or not: a plan may be for another machine."""
-        parallel, args = config.parallel, config.train_args
-        if args.optim not in _ELEMENTWISE:
-            raise ConfigError(
-                f"`train_args.optim: {args.optim}` with `parallel.mode: deepspeed`: DeepSpeed hands"
-                " the optimizer flat parts of several parameters, and it does not train the same"
-                " on these",
-                allowed=", ".join(_ELEMENTWISE),
-                fix="set `train_args.optim: adamw`, or `parallel.mode: ddp`",
-            )
-        stage = stage_of(parallel)
-        if stage == 0:
-            raise ConfigError(
-                "ZeRO stage 0 with `parallel.mode: deepspeed`: stage 0 shards nothing",
-                allowed="the stages 1, 2 and 3",
-                fix="set `parallel.mode: ddp`, which does the same",
-            )
-        if stage == 3 and config.evaluation.where == "rank0":
-            raise ConfigError(
-                "`evaluation.where: rank0` with DeepSpeed's stage 3: no rank holds the whole model",
-                allowed="`evaluation.where: all`",
-                fix="leave `evaluation.where` out",
-            )
-        if parallel.offload == "all" and stage < 3:
-            raise ConfigError(
-                f"`parallel.offload: all` with DeepSpeed's stage {stage}: parameters leave the"
-                " device at stage 3 alone",
-                allowed="`parallel.offload: optimizer`, or stage 3",
-                fix="set `parallel.deepspeed_stage: 3`",
-            )
-        if parallel.offload != "none" and (
-            parallel.device == "cpu" or not torch.accelerator.is_available()
-        ):
-            raise _no_offload(parallel.offload)
-        check_json(config, axes.size)
-
     def setup(self, model: nn.Module) -> nn.Module:
         """The model goes to its ranks when the optimizer is built: DeepSpeed takes both at once."""
         if self.settings.offload != "none" and self.world.device.type == "cpu":
-            raise _no_offload(self.settings.offload)
+            raise offload_needs_accelerator(self.settings.offload)
         _check_types(model, self.low_dtype)
         self.model = model
         self.names = {one: name for name, one in model.named_parameters()}
@@ -331,12 +281,6 @@ class DeepSpeedStrategy(Strategy):
             + max(gradients, self.most_gradient_bytes)
         )
 
-    @classmethod
-    def estimate_cost(
-        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
-    ) -> Cost:
-        return deepspeed_cost(shape, axes, work, config)
-
 
 def _check_types(model: nn.Module, low_dtype: torch.dtype | None) -> None:
     norms = [
@@ -353,15 +297,6 @@ def _check_types(model: nn.Module, low_dtype: torch.dtype | None) -> None:
             allowed="models without running statistics, or float32",
             fix="set `parallel.mode: ddp`, or `train_args.precision: 32`",
         )
-
-
-def _no_offload(offload: str) -> ConfigError:
-    return ConfigError(
-        f"`parallel.offload: {offload}` needs an accelerator: on a CPU everything is in the host's"
-        " memory already",
-        allowed="`parallel.offload: none` on a CPU",
-        fix="leave `parallel.offload` out",
-    )
 
 
 def _join(deepspeed: Any, world: Communicator) -> None:

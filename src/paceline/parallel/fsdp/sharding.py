@@ -27,22 +27,12 @@ from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import BATCH_NORMS, find_blocks
 from paceline.parallel.base import persistent_buffers
 from paceline.parallel.ddp.buckets import squared_norm_of
+from paceline.parallel.fsdp.cost import shard_dim
 from paceline.parallel.gradients import changing_buffers
 from paceline.parallel.state import TensorShard, local_tensor, storage_bytes
 from paceline.parallel.zero1.common import batch_norm_parameters
 
 _MESSAGE_BYTES = 64 << 20
-
-
-def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
-    """Dimension along which a parameter is cut: the first, unless that has fewer rows than there
-    are shards (which would leave most of each shard padding, as with the low-rank matrices of LoRA)
-    and another one divides."""
-    if shape[0] < num_shards:
-        for dim, size in enumerate(shape):
-            if size % num_shards == 0:
-                return dim
-    return 0
 
 
 def reduce_dtype(low_dtype: torch.dtype | None, num_replicas: int) -> torch.dtype | None:

@@ -25,11 +25,12 @@ from paceline.models.tensor_plan.style import (
 from paceline.parallel.compression.cost import communication_cost
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.ddp.layout import lay_out
+from paceline.parallel.fsdp.cost import estimate_zero3
 from paceline.parallel.pipeline.cost import PipelineCost, pipeline_cost
 from paceline.parallel.zero1.common import statistics_traffic, step_count_bytes
 
 
-def hybrid_cost(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
     """The rank that is the fullest, with the traffic of the one that sends most: perhaps different
     stages of a pipeline.
 
@@ -161,11 +162,7 @@ def _replicated(shape: ModelShape, axes: ParallelDims, config: Config) -> Cost:
 
 def _sharded(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
     """As `zero3` over the axes shard and data, of what the other axes leave."""
-    from paceline.parallel.fsdp.strategy import FSDPStrategy
-
-    return FSDPStrategy.estimate_cost(
-        shape, ParallelDims(data=axes.data, shard=axes.shard), work, config
-    )
+    return estimate_zero3(shape, ParallelDims(data=axes.data, shard=axes.shard), work, config)
 
 
 # -- within the cut layers

@@ -16,11 +16,8 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError, RunError
+from paceline.core.errors import RunError
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import ParallelDims
-from paceline.models.builtin import config_numbers
-from paceline.models.tensor_plan.plan import check_sizes as check_heads
 from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.tensor_plan.style import Range
 from paceline.parallel.base import (
@@ -29,13 +26,9 @@ from paceline.parallel.base import (
     optimizer_tensors,
     persistent_buffers,
 )
-from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.ddp.bucketed import BucketedStrategy
 from paceline.parallel.ddp.buckets import squared_norm_of
 from paceline.parallel.gradients import accumulate, changing_buffers, clip_to
-from paceline.parallel.hybrid.cost import hybrid_cost
-from paceline.parallel.pipeline.stages import check_sizes as check_layers
-from paceline.parallel.pipeline.stages import num_chunks
 from paceline.parallel.state import TensorShard, frozen_parts
 from paceline.parallel.tensor.shard import TensorParallelizer, TensorSlice, check_plan_sizes
 
@@ -57,10 +50,6 @@ class HybridStrategy(BucketedStrategy):
         self.tensor: TensorParallelizer | None = None
         self.pipeline: PipelineRunner | None = None
         self.sharding: FSDPSharding | None = None
-
-    @staticmethod
-    def check(config: Config, axes: ParallelDims) -> None:
-        _check(config, axes)
 
     # -- placing
     # ------------------------------------------------------------------------------------------------------------
@@ -276,24 +265,6 @@ class HybridStrategy(BucketedStrategy):
             self.sharding.gathered_bytes if self.sharding is not None else 0
         )
 
-    @classmethod
-    def estimate_cost(
-        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
-    ) -> Cost:
-        return hybrid_cost(shape, axes, work, config)
-
-
-class TensorStrategy(HybridStrategy):
-    """Each layer cut over the axis tensor, beside replicas."""
-
-    name = "tensor"
-
-
-class PipelineStrategy(HybridStrategy):
-    """Blocks dealt to stages along the axis pipeline, beside replicas."""
-
-    name = "pipeline"
-
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     assert parameter.grad is not None
@@ -324,53 +295,4 @@ def _cut_parts(part: TensorShard, cut: TensorSlice, owned: bool) -> Iterable[Ten
             shape=cut.shape,
             offset=offset,
             region=region,
-        )
-
-
-def _check(config: Config, axes: ParallelDims) -> None:
-    cut = " × ".join(
-        f"{axis} {getattr(axes, axis)}"
-        for axis in ("shard", "tensor", "pipeline")
-        if getattr(axes, axis) > 1
-    )
-    if config.parallel.sequence_parallel and axes.tensor == 1:
-        raise ConfigError(
-            "`parallel.sequence_parallel: true` without tensor parallelism: there is nothing"
-            " between cut layers",
-            fix="set `parallel.tensor: 2`, or leave `parallel.sequence_parallel` out",
-        )
-    if not cut:
-        return
-    if config.evaluation.where == "rank0":
-        raise ConfigError(
-            f"`evaluation.where: rank0` with {cut}: no rank holds the whole model",
-            fix="set `evaluation.where: all`: the same figures, computed by all ranks",
-        )
-    if config.parallel.offload != "none":
-        raise ConfigError(
-            f"`parallel.offload: {config.parallel.offload}` with {cut} is not built in",
-            allowed="`parallel.mode: zero2`, `zero3` or `deepspeed` on accelerators",
-            fix="set `parallel.offload: none`, or `parallel.mode: zero3`",
-        )
-    if config.train_args.optim == "adafactor" and (axes.tensor > 1 or axes.shard > 1):
-        raise ConfigError(
-            f"`train_args.optim: adafactor` with {cut}: its factored state needs whole matrices",
-            fix="set `train_args.optim: adamw`, or `parallel.mode: ddp`",
-        )
-    if axes.pipeline > 1 and axes.shard > 1 and config.parallel.pipeline_schedule == "zero_bubble":
-        raise ConfigError(
-            f"`parallel.pipeline_schedule: zero_bubble` with {cut}: its split backward passes"
-            " FSDP by",
-            fix="set `parallel.pipeline_schedule: 1f1b`, or `parallel.shard: 1`",
-        )
-    if config.task in ("sft", "pretrain"):
-        numbers = config_numbers(config.model)
-        check_heads(numbers, axes.tensor)
-        chunks = num_chunks(config.parallel.pipeline_schedule, config.parallel.pipeline_chunks)
-        if axes.pipeline > 1:
-            check_layers(numbers, axes.pipeline, chunks)
-    if config.parallel.sequence_parallel and axes.pipeline > 1:
-        raise ConfigError(
-            f"`parallel.sequence_parallel: true` with {cut}: stages hand over whole rows",
-            fix="set `parallel.sequence_parallel: false`, or `parallel.pipeline: 1`",
         )

@@ -14,7 +14,7 @@ from paceline.parallel.local_sgd.schedule import SyncSchedule, num_workers
 from paceline.parallel.local_sgd.sync import fragment, mean_held, mean_traffic, share
 
 
-def local_cost(
+def _estimate(
     name: str, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
 ) -> Cost:
     """All of `ddp`; for `diloco` the outer parameters and their momentum in float32, a share a rank
@@ -77,3 +77,15 @@ def _env(ranks: int) -> RankEnv:
     """The ranks as their launcher has spread them over machines; all on one where no launcher says."""
     env = from_environment()
     return env if env.world_size == ranks else RankEnv(world_size=ranks, local_world_size=ranks)
+
+
+def estimate_local_sgd(
+    shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
+) -> Cost:
+    """See :func:`_estimate`."""
+    return _estimate("local_sgd", shape, axes, work, config)
+
+
+def estimate_diloco(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    """See :func:`_estimate`."""
+    return _estimate("diloco", shape, axes, work, config)

@@ -25,7 +25,6 @@ class DiLoCoStrategy(LocalSGDBase):
     """
 
     name = "diloco"
-    foreign = ("average_moments",)
 
     def setup(self, model: nn.Module) -> nn.Module:
         model = super().setup(model)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from paceline.config.schema import Config
-from paceline.core.errors import ConfigError
-from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.local_sgd.strategy import LocalSGDBase
 from paceline.parallel.local_sgd.sync import FlatParams, GroupMean, PendingSync, fragment
 
@@ -22,27 +19,7 @@ class LocalSGDStrategy(LocalSGDBase):
     """
 
     name = "local_sgd"
-    allows_mixed_devices = True
-    foreign = ("outer_learning_rate", "outer_momentum", "outer_dtype", "overlap_mix")
     flights_are_shared = False  # each worker's correction
-
-    @classmethod
-    def check(cls, config: Config, axes: ParallelDims) -> None:
-        super().check(config, axes)
-        if not config.local_sgd.average_moments:
-            return
-        if config.local_sgd.overlap_steps:
-            raise ConfigError(
-                "`local_sgd.average_moments` with `local_sgd.overlap_steps`: corrected late, a"
-                " second moment could become negative",
-                fix="turn one of them off",
-            )
-        if config.train_args.optim == "adafactor":
-            raise ConfigError(
-                "`local_sgd.average_moments` with `optim: adafactor`, whose moments are factored:"
-                " the mean of factors is not the factors of a mean",
-                fix="leave `local_sgd.average_moments` out, or set `optim: adamw`",
-            )
 
     def depart(self, number: int) -> PendingSync:
         message = self.vector.read(*self.share_of(number))

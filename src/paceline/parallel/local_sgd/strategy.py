@@ -14,11 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.distributed.collectives.volume import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import (
@@ -29,14 +27,12 @@ from paceline.parallel.base import (
     persistent_buffers,
 )
 from paceline.parallel.comm_profile import CommProfile, CommTimes
-from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import changing_buffers, clip_to
-from paceline.parallel.local_sgd.cost import local_cost, mean_bytes
-from paceline.parallel.local_sgd.schedule import SyncSchedule, check_rhythm, num_workers
+from paceline.parallel.local_sgd.cost import mean_bytes
+from paceline.parallel.local_sgd.schedule import SyncSchedule, num_workers
 from paceline.parallel.local_sgd.state import load_local, local_parts, with_mean
 from paceline.parallel.local_sgd.sync import FlatParams, GroupMean, PendingSync, fragment, share
-from paceline.parallel.recovery_check import check_rewind
 from paceline.parallel.state import StateReader, TensorShard, frozen_parts
 
 #: Elements that are averaged at a time where the whole model is, for a checkpoint or an evaluation.
@@ -62,8 +58,6 @@ class LocalSGDBase(Strategy):
     """
 
     replicas_diverge = True
-    #: Settings that the other mode alone has.
-    foreign: tuple[str, ...] = ()
     #: What comes of a synchronisation is the same for all workers.
     flights_are_shared = True
 
@@ -79,38 +73,6 @@ class LocalSGDBase(Strategy):
         self.method_s = 0.0  # in synchronisations, less the waiting
         self.model: nn.Module
         self.buckets: GradientBuckets
-
-    @classmethod
-    def check(cls, config: Config, axes: ParallelDims) -> None:
-        settings, args = config.local_sgd, config.train_args
-        if settings.workers is not None:
-            num_workers(settings, RankEnv(world_size=axes.data, local_world_size=axes.data))
-        if config.parallel.offload != "none":
-            raise ConfigError(
-                f"`parallel.offload: {config.parallel.offload}`, and `mode: {cls.name}` keeps its"
-                " state on the device",
-                fix=(
-                    "leave it out; `local_sgd.workers` with several ranks each cuts the outer state"
-                    " of `diloco` into shares"
-                ),
-            )
-        check_rhythm(settings, args.max_steps)
-        check_rewind(config, f"parallel.mode: {cls.name}")
-        for key in cls.foreign:
-            default = type(settings).model_fields[key].default
-            if getattr(settings, key) != default:
-                raise ConfigError(
-                    f"`local_sgd.{key}: {getattr(settings, key)}` has no meaning under"
-                    f" `parallel.mode: {cls.name}`",
-                    fix=(
-                        "leave it out, or set `parallel.mode:"
-                        f" {'diloco' if cls.name == 'local_sgd' else 'local_sgd'}`"
-                    ),
-                )
-
-    @classmethod
-    def check_length(cls, config: Config, steps: int) -> None:
-        check_rhythm(config.local_sgd, steps)
 
     # -- where things are
     # ----------------------------------------------------------------------------------------------------
@@ -402,9 +364,3 @@ class LocalSGDBase(Strategy):
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + self.most_in_flight
-
-    @classmethod
-    def estimate_cost(
-        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
-    ) -> Cost:
-        return local_cost(cls.name, shape, axes, work, config)

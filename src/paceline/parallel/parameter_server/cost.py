@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from paceline.distributed.collectives.volume import all_reduce_bytes
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import TensorShape
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
-from paceline.parallel.parameter_server.server import STATE, row_ranges
 
 
 def tables_of(shape: ModelShape) -> tuple[list[TensorShape], list[TensorShape]]:
@@ -155,3 +155,24 @@ def distinct_ids(
             ends = np.searchsorted(np.unique(ids), [end for _, end in row_ranges(rows, servers)])
             found[place] += np.diff(ends, prepend=0)
     return tuple(tuple(one) for one in (found / max(1, len(batches))).tolist())
+
+
+#: name → tensors of state an element of a row, and numbers of state a row; beside the step counts
+#: of Adam and Adagrad.
+STATE = {"sgd": (0, 0), "adagrad": (1, 0), "row_wise_adagrad": (0, 1), "adam": (2, 0)}
+
+
+def row_ranges(rows: int, servers: int) -> list[tuple[int, int]]:
+    """[start, end) of each server's rows: even parts, the first ones a row longer where they do not
+    divide."""
+    each, more = divmod(rows, servers)
+    starts = [number * each + min(number, more) for number in range(servers + 1)]
+    return list(pairwise(starts))
+
+
+def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
+    """What the fuller of a worker and a server holds. Traffic is an upper bound, a batch without a
+    repeated id, unless the distinct ids of a micro-batch were counted in the data."""
+    settings = config.parameter_server
+    by_servers = settings.mode != "sync" or settings.dense_on_servers
+    return (cost_of_servers if by_servers else cost_of_ddp)(shape, axes, work, config)

@@ -13,14 +13,11 @@ import torch
 from torch import nn
 from torch.distributed import rpc
 
-from paceline.config.schema import Config
-from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import TRAFFIC, uncounted
 from paceline.parallel.base import OptimizerFactory, optimizer_tensors, persistent_buffers
-from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.gradients import changing_buffers
 from paceline.parallel.parameter_server.client import RemoteEmbedding, bytes_of, rank_name
-from paceline.parallel.parameter_server.cost import cost_of_servers, deal
+from paceline.parallel.parameter_server.cost import deal
 from paceline.parallel.parameter_server.strategy import ParameterServerStrategy
 from paceline.parallel.state import TensorShard
 
@@ -220,12 +217,6 @@ class DenseServerStrategy(ParameterServerStrategy):
             return [*rows, *self.trained.values(), *dense, *optimizer_tensors(self.optimizer)]
         gradients = [one.grad for one in self.trained.values() if one.grad is not None]
         return [*self._dense(self.model).values(), *self.model.buffers(), *gradients]
-
-    @classmethod
-    def estimate_cost(
-        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
-    ) -> Cost:
-        return cost_of_servers(shape, axes, work, config)
 
 
 # -- calls: what runs on a server

@@ -6,26 +6,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.distributed.traffic import TRAFFIC
-
-#: name → tensors of state an element of a row, and numbers of state a row; beside the step counts
-#: of Adam and Adagrad.
-STATE = {"sgd": (0, 0), "adagrad": (1, 0), "row_wise_adagrad": (0, 1), "adam": (2, 0)}
-
-
-def row_ranges(rows: int, servers: int) -> list[tuple[int, int]]:
-    """[start, end) of each server's rows: even parts, the first ones a row longer where they do not
-    divide."""
-    each, more = divmod(rows, servers)
-    starts = [number * each + min(number, more) for number in range(servers + 1)]
-    return list(pairwise(starts))
-
 
 _LOCK = threading.Lock()
 

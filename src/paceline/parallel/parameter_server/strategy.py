@@ -26,7 +26,6 @@ from torch.distributed import rpc
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.models.recommend import Table, named_tables, tables_elsewhere
 from paceline.parallel.base import (
@@ -37,10 +36,8 @@ from paceline.parallel.base import (
     optimizer_tensors,
     persistent_buffers,
 )
-from paceline.parallel.cost import Cost, ModelShape, Workload
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import changing_buffers, clip_factor
-from paceline.parallel.parameter_server.check import check_config, who_does_what
 from paceline.parallel.parameter_server.client import (
     RemoteEmbedding,
     among_workers,
@@ -49,14 +46,9 @@ from paceline.parallel.parameter_server.client import (
     rank_name,
 )
 from paceline.parallel.parameter_server.collectives import ServerCommunicator
-from paceline.parallel.parameter_server.cost import cost_of_ddp
-from paceline.parallel.parameter_server.server import (
-    RowOptimizer,
-    TableShard,
-    push,
-    row_ranges,
-    serve,
-)
+from paceline.parallel.parameter_server.cost import row_ranges
+from paceline.parallel.parameter_server.roles import who_does_what
+from paceline.parallel.parameter_server.server import RowOptimizer, TableShard, push, serve
 from paceline.parallel.state import StateReader, TensorShard
 
 
@@ -81,27 +73,6 @@ class ParameterServerStrategy(Strategy):
         self.own_count = 0.0
         self.whole_count: Callable[[], torch.Tensor] | None = None
 
-    @staticmethod
-    def check(config: Config, axes: ParallelDims) -> None:
-        check_config(config)
-
-    @classmethod
-    def variant(cls, config: Config) -> type[Strategy]:
-        from paceline.parallel.parameter_server.asynchronous import AsyncServerStrategy
-        from paceline.parallel.parameter_server.dense import DenseServerStrategy
-
-        if config.parameter_server.mode != "sync":
-            return AsyncServerStrategy
-        return DenseServerStrategy if config.parameter_server.dense_on_servers else cls
-
-    @classmethod
-    def num_extra_ranks(cls, config: Config) -> int:
-        return config.parameter_server.servers
-
-    @classmethod
-    def rank_role(cls, config: Config, axes: ParallelDims, rank: int) -> str | None:
-        return "a worker" if rank < axes.replicas else "a server of the tables"
-
     @property
     def is_server(self) -> bool:
         return self.world.rank >= self.num_workers
@@ -121,14 +92,6 @@ class ParameterServerStrategy(Strategy):
     @property
     def num_replicas(self) -> int:
         return len(self.members)
-
-    @classmethod
-    def expendable_ranks(cls, config: Config, axes: ParallelDims) -> frozenset[int]:
-        return (
-            frozenset(range(axes.replicas))
-            if config.parameter_server.on_worker_loss == "go_on"
-            else frozenset()
-        )
 
     def poll_rank_losses(self) -> list[RankLoss]:
         if not isinstance(self.world, ServerCommunicator):
@@ -405,16 +368,3 @@ class ParameterServerStrategy(Strategy):
             *self.buckets.flats,
             *optimizer_tensors(self.optimizer),
         ]
-
-    @classmethod
-    def estimate_cost(
-        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
-    ) -> Cost:
-        """See :mod:`~paceline.parallel.parameter_server.cost`. Traffic is an upper bound, a batch
-        without a repeated id, unless the distinct ids of a micro-batch were counted in the data."""
-        chosen = cls.variant(config)
-        return (
-            cost_of_ddp(shape, axes, work, config)
-            if chosen is ParameterServerStrategy
-            else chosen.estimate_cost(shape, axes, work, config)
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError
 from paceline.models.blocks import BATCH_NORMS
 from paceline.parallel.cost import ModelShape, TensorShape
 
@@ -16,18 +15,6 @@ _COUNTING = ("adamw", "adam", "rmsprop", "adagrad")
 def step_count_bytes(config: Config) -> int:
     """Bytes of the step count that the optimizer keeps beside each tensor."""
     return 4 if config.train_args.optim in _COUNTING else 0
-
-
-def check_elementwise(config: Config, mode: str) -> None:
-    """Refuse optimizers whose update of an element depends on others of its matrix: a shard is a
-    part of the matrix."""
-    if config.train_args.optim == "adafactor":
-        raise ConfigError(
-            "`train_args.optim: adafactor` keeps sums over the rows and columns of whole matrices,"
-            f" and `mode: {mode}` cuts matrices into parts",
-            allowed=f"with {mode}: adamw, adam, sgd, rmsprop, adagrad",
-            fix="set `train_args.optim: adamw`, or `parallel.mode: ddp`",
-        )
 
 
 def batch_norm_parameters(model: nn.Module) -> frozenset[nn.Parameter]:

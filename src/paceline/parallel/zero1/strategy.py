@@ -10,10 +10,7 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError
-from paceline.distributed.collectives.volume import scatter_bytes
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import (
     MicroStep,
@@ -22,18 +19,11 @@ from paceline.parallel.base import (
     optimizer_tensors,
     persistent_buffers,
 )
-from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
-from paceline.parallel.ddp.layout import lay_out
 from paceline.parallel.gradients import changing_buffers, clip_to, reduce_in_backward
 from paceline.parallel.state import TensorShard
 from paceline.parallel.zero1.buckets import ShardedBuckets
 from paceline.parallel.zero1.common import (
-    batch_norm_names,
     batch_norm_parameters,
-    check_elementwise,
-    low_bytes_of,
-    statistics_traffic,
-    step_count_bytes,
 )
 
 
@@ -48,27 +38,12 @@ class Zero1Strategy(Strategy):
     """
 
     name = "zero1"
-    allows_unequal_shares = True
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         self.model: nn.Module
         self.trained: dict[str, nn.Parameter]
         self.buckets: ShardedBuckets
-
-    @staticmethod
-    def check(config: Config, axes: ParallelDims) -> None:
-        check_elementwise(config, "zero1")
-        if config.parallel.offload != "none":
-            raise ConfigError(
-                f"`parallel.offload: {config.parallel.offload}`, and `mode: zero1` keeps its state"
-                " on the device",
-                allowed="with zero1: `parallel.offload: none`",
-                fix=(
-                    "set `parallel.mode: zero3` and `parallel.offload: all` on accelerators, or use"
-                    " `deepspeed`"
-                ),
-            )
 
     def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
@@ -133,46 +108,3 @@ class Zero1Strategy(Strategy):
             *self.buckets.flats,
             *optimizer_tensors(self.optimizer),
         ]
-
-    @classmethod
-    def estimate_cost(
-        cls, shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
-    ) -> Cost:
-        """Per trained parameter, N ranks, Adam: 8 + 8/N bytes in float32 (weights and gradients 4
-        each), 4 + 12/N in mixed precision (Rajbhandari et al., 2020, section 5.1, figure 1). A
-        reduce-scatter of the gradients and an all-gather of the weights: 2Ψ(N-1)/N (section 7.2.1).
-        Padding of the buckets is counted."""
-        num_ranks = axes.data
-        low_bytes = shape.low_bytes if num_ranks > 1 else 0
-        normed = batch_norm_names(shape)
-        element_bytes = [low_bytes_of(one, low_bytes, normed) for one in shape.trained]
-        tensors = [
-            (one.numel, size, size) for one, size in zip(shape.trained, element_bytes, strict=True)
-        ]
-        weights = masters = traffic = 0
-        elements, steps = [0] * num_ranks, [0] * num_ranks
-        for layout in lay_out(tensors, config.parallel.bucket_cap_mb * 2**20, num_ranks):
-            each = tensors[layout.members[0]][1]
-            weights += layout.size * each
-            masters += layout.size // num_ranks * 4 if each == low_bytes else 0
-            traffic += scatter_bytes(layout.size * each, num_ranks)
-            size = layout.size // num_ranks
-            for member, offset in zip(layout.members, layout.offsets, strict=True):
-                end = offset + tensors[member][0]
-                for rank in range(offset // size, (max(offset, end - 1)) // size + 1):
-                    elements[rank] += max(0, min(end, (rank + 1) * size) - max(offset, rank * size))
-                    steps[rank] += 1
-        counted = step_count_bytes(config)
-        state = max(
-            one * shape.optimizer_bytes_per_element + counted * step
-            for one, step in zip(elements, steps, strict=True)
-        )
-        frozen = shape.parameter_bytes - total_bytes(shape.trained)
-        return Cost(
-            parameters=frozen + weights + masters + shape.buffer_bytes,
-            gradients=weights,
-            optimizer=state,
-            activations=work.activation_bytes,
-            traffic={"reduce_scatter": traffic, "all_gather": traffic}
-            | statistics_traffic(shape, num_ranks),
-        )

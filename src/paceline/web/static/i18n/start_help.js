@@ -18,7 +18,7 @@ export const help = {
   "task_args": "自定义任务的自由设置,任务中以 `self.config.task_args` 读取。",
   "report_to": "另外接收各项数值的地方。",
   "parallel": "训练如何分布到设备上。",
-  "parallel.mode": "`auto`、`single`、`dp`、`ddp`、`zero1`、`zero2`、`zero3`(又称 `fsdp`)、`deepspeed`、`tensor`、`pipeline`、`hybrid`、`local_sgd`、`diloco`、`parameter_server`,或以 `package.module:Class` 给出的自定义策略。`auto`:按 `paceline plan`,取放得下的最快者;给出各轴大小时为 `hybrid`。",
+  "parallel.mode": "`auto`、`single`、`dp`、`ddp`、`zero1`、`zero2`、`zero3`(又称 `fsdp`)、`deepspeed`、`tensor`、`pipeline`、`hybrid`、`local_sgd`、`diloco`、`parameter_server`,或以 `./file.py:SPEC` 给出的自定义策略。`auto`:按 `paceline plan`,取放得下的最快者;给出各轴大小时为 `hybrid`。",
   "parallel.data": "副本数。默认:其他轴剩下的数目。",
   "parallel.shard": "权重、梯度和优化器状态切成的份数;每份处理批次中各自的部分。",
   "parallel.tensor": "每一层切成的份数。",

@@ -1,0 +1,23 @@
+"""Whether a model's sizes go into the dimensions of a mesh, from its config alone."""
+
+from __future__ import annotations
+
+from paceline.config.schema import Config
+from paceline.distributed.mesh import ParallelDims
+from paceline.models.builtin import config_numbers
+from paceline.models.tensor_plan.plan import check_sizes as check_heads
+from paceline.parallel.pipeline.stages import check_sizes as check_layers
+from paceline.parallel.pipeline.stages import num_chunks
+
+
+def check_sizes(config: Config, dims: ParallelDims) -> None:
+    """Raise ConfigError where the tensor ranks do not divide the heads, or there are too few layers
+    for the stages."""
+    if config.task not in ("sft", "pretrain") or dims.shard * dims.tensor * dims.pipeline == 1:
+        return
+    numbers = config_numbers(config.model)
+    check_heads(numbers, dims.tensor)
+    if dims.pipeline > 1:
+        settings = config.parallel
+        chunks = num_chunks(settings.pipeline_schedule, settings.pipeline_chunks)
+        check_layers(numbers, dims.pipeline, chunks)

@@ -1,0 +1,51 @@
+"""Which ranks serve and which train. Imports no torch."""
+
+from __future__ import annotations
+
+from paceline.config.schema import Config
+from paceline.config.schema.parameter_server import ParameterServer
+from paceline.distributed.mesh import ParallelDims
+
+_PACKAGE = "paceline.parallel.parameter_server"
+
+
+def implementation(config: Config) -> str:
+    """The strategy for the section ``parameter_server``."""
+    settings = config.parameter_server
+    if settings.mode != "sync":
+        return f"{_PACKAGE}.asynchronous:AsyncServerStrategy"
+    if settings.dense_on_servers:
+        return f"{_PACKAGE}.dense:DenseServerStrategy"
+    return f"{_PACKAGE}.strategy:ParameterServerStrategy"
+
+
+def extra_ranks(config: Config) -> int:
+    """The servers: the last ranks of the world."""
+    return config.parameter_server.servers
+
+
+def rank_role(config: Config, dims: ParallelDims, rank: int) -> str | None:
+    """What a rank is, for messages about its end."""
+    return "a worker" if rank < dims.replicas else "a server of the tables"
+
+
+def expendable_ranks(config: Config, dims: ParallelDims) -> frozenset[int]:
+    """The workers, where the others continue without one."""
+    continues = config.parameter_server.on_worker_loss == "go_on"
+    return frozenset(range(dims.replicas)) if continues else frozenset()
+
+
+def who_does_what(said: ParameterServer, num_workers: int, num_ranks: int) -> str:
+    """One line: which ranks serve what, which train, and what a loss among them means."""
+    what = "the tables and all other parameters" if said.dense_on_servers else "the tables"
+    text = f"parameter server: {what} lie on {_ranks(range(num_workers, num_ranks))}; "
+    if num_workers == 1:
+        return text + "rank 0 trains"
+    then = "the others go on" if said.on_worker_loss == "go_on" else "the run ends"
+    return text + f"{_ranks(range(num_workers))} train; where one of these dies, {then}"
+
+
+def _ranks(ranks: range) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {ranks[0]} {'and' if len(ranks) == 2 else 'to'} {ranks[-1]}"

@@ -1,0 +1,101 @@
+"""The table of what each strategy supports, in docs/strategies.md.
+
+python -m paceline.parallel.support_table        # write it anew
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.distributed.mesh import ParallelDims
+from paceline.parallel.capabilities import check_features, check_limits
+from paceline.parallel.registry import STRATEGIES
+
+BEGIN, END = "<!-- support: begin -->\n", "<!-- support: end -->"
+#: Column → the settings that are tried.
+COLUMNS: dict[str, dict[str, Any]] = {
+    "`fp16-mixed`": {"train_args": {"precision": "fp16-mixed"}},
+    "recompute": {"train_args": {"gradient_checkpointing": True}},
+    "`adagrad`": {"train_args": {"optim": "adagrad"}},
+    "`adafactor`": {"train_args": {"optim": "adafactor"}},
+    "`offload: optimizer`": {"parallel": {"offload": "optimizer"}},
+    "`offload: all`": {"parallel": {"offload": "all"}},
+    "`evaluation.where: rank0`": {"evaluation": {"where": "rank0"}},
+    "`compression`": {"compression": {"method": "bf16"}},
+    "`all_reduce: ring`": {"parallel": {"all_reduce": "ring"}},
+    "`balance`": {"parallel": {"balance": "speed"}},
+    "`rewind_on_spike`": {"recovery": {"rewind_on_spike": True}},
+}
+
+#: Those whose reasons are the same for most strategies.
+_FEATURES = [COLUMNS[key] for key in ("`compression`", "`all_reduce: ring`", "`balance`")]
+
+
+def rows() -> Iterator[tuple[str, str, ParallelDims, dict[str, Any]]]:
+    """Name of the row, mode, dimensions and settings: two ranks on the main dimension."""
+    for name, spec in STRATEGIES.items():
+        if name == "hybrid":
+            continue
+        dims = ParallelDims() if name == "single" else ParallelDims(**{spec.main_dim: 2})
+        if name == "deepspeed":
+            for stage in (1, 2, 3):
+                yield f"deepspeed-{stage}", name, dims, {"deepspeed_stage": stage}
+        else:
+            yield name, name, dims, {}
+
+
+def reason_against(
+    mode: str, dims: ParallelDims, parallel: dict[str, Any], settings: dict[str, Any]
+) -> str | None:
+    """Why the strategy does not support the settings; None where it does."""
+    sections = dict(settings)
+    sections["parallel"] = {"mode": mode, **parallel, **settings.get("parallel", {})}
+    task = "recommend" if mode == "parameter_server" else "sft"
+    config = Config.model_validate({"model": "m", "dataset": "d", "task": task, **sections})
+    capabilities = STRATEGIES[mode].capabilities
+    try:
+        check_limits(mode, capabilities, config, dims)
+        check_features(mode, capabilities, config, dims)
+    except ConfigError as error:
+        return error.what
+    return None
+
+
+def table() -> str:
+    """The table and the reasons, as Markdown."""
+    lines = [
+        "| | " + " | ".join(COLUMNS) + " | mixed devices |",
+        "|---|" + "---|" * (len(COLUMNS) + 1),
+    ]
+    reasons: dict[str, None] = {}
+    for name, mode, dims, parallel in rows():
+        cells = []
+        for settings in COLUMNS.values():
+            reason = reason_against(mode, dims, parallel, settings)
+            if reason is not None and settings not in _FEATURES:
+                reasons[f"- {reason}."] = None
+            ignored = "offload" in settings.get("parallel", {})
+            ignored = ignored and STRATEGIES[mode].capabilities.ignores_offload
+            cells.append("–" if reason else "no effect" if ignored else "yes")
+        cells.append("yes" if STRATEGIES[mode].capabilities.mixed_devices else "–")
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    head = (
+        "The reasons, as they are printed (compression and `all_reduce` need replicas whose gradients"
+        " are summed in buckets):"
+    )
+    return "\n".join([*lines, "", head, "", *reasons, "", ""])
+
+
+def updated(page: str) -> str:
+    """The page with the table of today."""
+    before, _, rest = page.partition(BEGIN)
+    return before + BEGIN + table() + END + rest.partition(END)[2]
+
+
+if __name__ == "__main__":
+    PAGE = Path("docs/strategies.md")
+    PAGE.write_text(updated(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
