@@ -35,5 +35,5 @@ def test_source_text_is_whole() -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(ConfigError, match="write `builtin:python-docs`"):
+    with pytest.raises(ConfigError, match="did you mean `builtin:python-docs`"):
         builtin_dataset("pythondocs")

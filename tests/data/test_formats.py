@@ -113,7 +113,7 @@ def test_column_names_can_be_given() -> None:
         rows, columns={"messages": "talk", "role": "who", "content": "said"}, named="messages"
     )
     assert turns(named) == [("user", "q"), ("assistant", "a")]
-    with pytest.raises(ConfigError, match="write `prompt`"):
+    with pytest.raises(ConfigError, match="did you mean `prompt`"):
         RowConverter("here", columns={"promt": "x"})
 
 

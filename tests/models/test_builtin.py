@@ -80,6 +80,6 @@ def test_other_names_come_back_and_unknown_ones_are_refused() -> None:
     assert resolve_model("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     with pytest.raises(
         ConfigError,
-        match=r"`builtin:qwen2-tiny`, `builtin:qwen2-micro`.*write `builtin:qwen2-tiny`",
+        match=r"`builtin:qwen2-tiny`, `builtin:qwen2-micro`.*did you mean `builtin:qwen2-tiny`",
     ):
         resolve_model("builtin:qwen-tiny")

@@ -22,7 +22,7 @@ from paceline.commands.options import (
     Text,
     WholeNumber,
 )
-from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigError, nearest
+from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigError, did_you_mean
 from paceline.core.files import Scratch, human_bytes
 from paceline.core.formatting import counted, printable
 from paceline.data.count.job import (
@@ -87,10 +87,9 @@ class InputFile:
             )
         if not path.exists():
             siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-            near = nearest(path.name, siblings)
             raise ConfigError(
                 f"there is no file `{path}`",
-                fix=f"did you mean `{path.parent / near}`?" if near else "check the path",
+                fix=did_you_mean(path.name, siblings, "check the path", f"`{path.parent / '{}'}`"),
             )
         if not path.is_file():
             raise InvalidValue(

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, did_you_mean, nearest
 from paceline.core.files import write_atomic
 from paceline.core.formatting import printable
 from paceline.core.log import LEVELS, log_notices
@@ -117,9 +117,10 @@ class Choice:
 
     def __call__(self, text: str) -> str:
         if text not in self.values:
-            suggestion = nearest(text, self.values) or self.values[0]
             raise InvalidValue(
-                "is not known", allowed=self.allowed, fix=f"did you mean `{suggestion}`?"
+                "is not known",
+                allowed=self.allowed,
+                fix=did_you_mean(text, self.values, f"write `{self.values[0]}`"),
             )
         return text
 
@@ -379,12 +380,14 @@ class OptionParser(argparse.ArgumentParser):
             if not token.startswith("--") or (self.takes_config and _is_config_key(key)):
                 continue
             loose = self.takes_config and not self.takes_only_known_keys
-            suggestion = nearest(key.replace("_", "-"), names, cutoff=0.8 if loose else 0.6)
-            if suggestion or not loose:
+            question = did_you_mean(
+                key.replace("_", "-"), names, form="`--{}`", cutoff=0.8 if loose else 0.6
+            )
+            if question or not loose:
                 raise ConfigError(
                     f"`{self.prog}` has no option `--{key}`",
                     allowed=None if loose else ", ".join(sorted(self.options)),
-                    fix=f"did you mean `--{suggestion}`?" if suggestion else "leave it out",
+                    fix=question or "leave it out",
                 )
         if tokens and not self.takes_config:
             self.error("")

@@ -15,7 +15,7 @@ from typing import Any
 
 from paceline.cluster.ray.driver import Connection, TorchTrainer, check_ray, connected
 from paceline.config.load import load_config
-from paceline.core.errors import EXIT_DONE, ConfigError, StoppedError, nearest
+from paceline.core.errors import EXIT_DONE, ConfigError, StoppedError, did_you_mean
 
 HELP = """\
 usage: paceline ray CONFIG.yaml --num-workers N [key=value …]
@@ -61,11 +61,9 @@ def check_ray_options(tokens: list[str]) -> None:
     """Raise ConfigError for a token that looks like a misspelled option."""
     for token in tokens:
         name = token[2:].partition("=")[0].replace("_", "-")
-        near = nearest(name, [*VALUES, *FLAGS], cutoff=0.8) if token.startswith("--") else None
-        if near is not None:
-            raise ConfigError(
-                f"`paceline ray` has no option `--{name}`", fix=f"did you mean `--{near}`?"
-            )
+        question = did_you_mean(name, [*VALUES, *FLAGS], form="`--{}`", cutoff=0.8)
+        if token.startswith("--") and question:
+            raise ConfigError(f"`paceline ray` has no option `--{name}`", fix=question)
 
 
 def make_options(

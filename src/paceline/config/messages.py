@@ -12,7 +12,7 @@ from paceline.config.entries import ConfigEntry, Problem, short
 from paceline.config.fields import KEYS, SECTIONS, SOURCE_KEYS, describe, literals, takes
 from paceline.config.schema.data import DatasetSource
 from paceline.config.yaml_read import kind_of
-from paceline.core.errors import nearest
+from paceline.core.errors import did_you_mean
 
 Find = Callable[[str], ConfigEntry | None]
 _EXAMPLES = {
@@ -56,8 +56,7 @@ def refuse(key: str, value: Any, entry: ConfigEntry | None, reason: str) -> Prob
     if entry is not None and (entry.key != key or entry.token):
         same = entry.path[-1] == key.rpartition(".")[2]
         shown = entry.shown() if same else f"{entry.shown()}, which sets `{key}`,"
-    close = nearest(str(value).lower(), literals(info)) if isinstance(value, str) else None
-    fix = f"did you mean `{close}`?" if close else None
+    fix = did_you_mean(value.lower(), literals(info)) if isinstance(value, str) else None
     return Problem(f"{shown} {reason}", entry, allowed=describe(info), fix=fix)
 
 
@@ -97,15 +96,13 @@ def _source(
                 fix="add path: a file, a folder or a hub id",
             )
         if one["type"] == "extra_forbidden":
-            close = nearest(name, DatasetSource.model_fields)
-            fix = f"did you mean `{close}`?" if close else "remove it"
+            fix = did_you_mean(name, DatasetSource.model_fields, "remove it")
             return Problem(
                 f"{shown}: a source of samples has no key `{name}`", entry, describe(KEYS[key]), fix
             )
         info = DatasetSource.model_fields.get(name)
         if info is not None:
-            close = nearest(str(one["input"]), literals(info))
-            fix = f"did you mean `{close}`?" if close else None
+            fix = did_you_mean(str(one["input"]), literals(info))
             return Problem(
                 f"{shown}: `{name}: {short(one['input'])}` is not taken",
                 entry,

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, did_you_mean
 
 KeyPath = tuple[str | int, ...]
 
@@ -114,11 +114,10 @@ def missing_file(path: Path) -> ConfigError:
             f"there is no config file {path}, and no *.yaml in {folder.resolve()}",
             fix="check the path",
         )
-    close = nearest(path.name, near)
-    guess = f"did you mean {folder / close}? " if close else ""
+    guess = did_you_mean(path.name, near, form=str(folder / "{}"))
     listed = ", ".join(near[:8]) + (f" and {len(near) - 8} more" if len(near) > 8 else "")
     return ConfigError(
-        f"there is no config file {path}", fix=f"{guess}In {folder.resolve()} there are: {listed}"
+        f"there is no config file {path}", fix=f"{guess} In {folder.resolve()} there are: {listed}"
     )
 
 

@@ -129,6 +129,33 @@ def _sentence(text: str) -> str:
     return text if text.endswith((".", "!", "?", ":")) else text + "."
 
 
+def unknown_name(
+    kind: str, name: str, known: Iterable[str], *, allowed: str | None = None, fix: str = ""
+) -> ConfigError:
+    """The error for a name that is not one of ``known``.
+
+    Args:
+        kind: what the name is one of, such as "series".
+        allowed: the known names in words; default: as they are.
+        fix: what to do where no known name is near.
+    """
+    names = list(known)
+    return ConfigError(
+        f"there is no {kind} `{name}`",
+        allowed=allowed or ", ".join(f"`{known_name}`" for known_name in names),
+        fix=did_you_mean(name, names, fix),
+    )
+
+
+def did_you_mean(
+    name: str, known: Iterable[str], otherwise: str = "", form: str = "`{}`", cutoff: float = 0.6
+) -> str:
+    """Ask for the known name nearest to ``name``, shown in ``form``; ``otherwise`` where none is
+    near."""
+    close = nearest(name, known, cutoff)
+    return f"did you mean {form.replace('{}', close)}?" if close else otherwise
+
+
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word closest to ``word``, or None where nothing comes near (a likeness of
     ``cutoff``, 1 is equal)."""

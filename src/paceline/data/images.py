@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.core.errors import ConfigError, RunError, nearest
+from paceline.core.errors import ConfigError, RunError, did_you_mean
 from paceline.data.cache import key_of
 from paceline.distributed.seeds import derive_seed
 
@@ -107,11 +107,10 @@ def open_images(given: str, seed: int) -> ImageIndex:
             raise ConfigError(f"`{given}` asks for no images", allowed="path#N with N of 1 or more")
     if name.startswith("builtin:"):
         if name != DIGITS:
-            near = nearest(name, [DIGITS])
             raise ConfigError(
                 f"`dataset: {name}` has no images",
                 allowed=_ALLOWED,
-                fix=f"did you mean `{near}`?" if near else None,
+                fix=did_you_mean(name, [DIGITS]),
             )
         index = _digits_index()
     else:
@@ -151,19 +150,14 @@ def _digits_index() -> ImageIndex:
 # -- folders
 def _folder_index(folder: Path) -> ImageIndex:
     if not folder.is_dir():
-        near = (
-            nearest(folder.name, [one.name for one in folder.parent.iterdir()])
-            if folder.parent.is_dir()
-            else None
-        )
+        fix = "give the folder of the images"
+        if folder.parent.is_dir() and not folder.exists():
+            siblings = [path.name for path in folder.parent.iterdir()]
+            fix = did_you_mean(folder.name, siblings, fix, f"`{folder.parent / '{}'}`")
         raise ConfigError(
             f"`{folder}` is {'a file' if folder.exists() else 'not there'}",
             allowed=_ALLOWED,
-            fix=(
-                f"did you mean `{folder.parent / near}`?"
-                if near and not folder.exists()
-                else "give the folder of the images"
-            ),
+            fix=fix,
         )
     subfolders = sorted(
         one for one in folder.iterdir() if one.is_dir() and not one.name.startswith((".", "__"))

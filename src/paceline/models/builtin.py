@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, unknown_name
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once
 from paceline.data.sources import modelscope
@@ -92,12 +92,8 @@ def resolve_model(name: str) -> str:
         return canonical_id(name)
     short = name.removeprefix("builtin:")
     if short not in _SHAPES:
-        near = nearest(short, _SHAPES)
-        raise ConfigError(
-            f"there is no built-in language model `{name}`",
-            allowed=", ".join(f"`builtin:{one}`" for one in _SHAPES),
-            fix=f"write `builtin:{near}`" if near else None,
-        )
+        known = [f"builtin:{shape}" for shape in _SHAPES]
+        raise unknown_name("built-in language model", name, known)
     folder = cache_dir() / "models" / f"{short}-{python_version()}-v{_LAYOUT}"
     build_once(folder, "config.json", lambda aside: _write_model(aside, _SHAPES[short]))
     return str(folder)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, did_you_mean
 from paceline.models import qwen
 
 Notice = tuple[str, str]
@@ -204,15 +204,10 @@ def _check_names(model: Any, config: Config) -> None:
     if isinstance(targets, list) and (
         absent := _missing([one for one in targets if one not in experts], paths)
     ):
-        near = nearest(absent[0], names)
         raise ConfigError(
             f"`lora.target_modules: {targets}`: the model has no module named {_quoted(absent)}",
             allowed=f"all-linear, a regular expression, or some of: {allowed}",
-            fix=(
-                f"did you mean `{near}`?"
-                if near
-                else "remove the names that belong to another model"
-            ),
+            fix=did_you_mean(absent[0], names, "remove the names that belong to another model"),
         )
     if (
         isinstance(targets, str)
@@ -232,12 +227,11 @@ def _check_names(model: Any, config: Config) -> None:
         leaves = list(
             dict.fromkeys(path.rpartition(".")[2] for path in paths if not path[-1].isdigit())
         )
-        near = nearest(absent[0], leaves)
         raise ConfigError(
             f"`lora.modules_to_save: {lora.modules_to_save}`: the model has no module named"
             f" {_quoted(absent)}",
             allowed="the last parts of names of modules, such as " + ", ".join(leaves[:12]),
-            fix=f"did you mean `{near}`?" if near else None,
+            fix=did_you_mean(absent[0], leaves),
         )
 
 

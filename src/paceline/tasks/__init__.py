@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config
@@ -49,10 +49,9 @@ def load_task(config: Config) -> Task:
         from paceline.tasks.user import load_user_task
 
         return load_user_task(config)
-    near = nearest(name.lower(), BUILT_IN)
     raise ConfigError(
         f"`task: {config.task}` is not known",
         allowed=", ".join(f"{one} ({what})" for one, what in BUILT_IN.items())
         + "; your own as ./file.py:Class or package.module:Class",
-        fix=f"did you mean `task: {near}`?" if near else "choose one of these",
+        fix=did_you_mean(name.lower(), BUILT_IN, "choose one of these", form="`task: {}`"),
     )

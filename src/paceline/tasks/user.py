@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, did_you_mean, nearest
 from paceline.tasks.base import Prepared, Task
 
 if TYPE_CHECKING:
@@ -90,11 +90,11 @@ def load_user_task(config: Config) -> Task:
 def _load_file(where: str) -> ModuleType:
     path = Path(where).expanduser()
     if not path.is_file():
-        near = nearest(path.name, [one.name for one in path.parent.glob("*.py")])
+        siblings = [file.name for file in path.parent.glob("*.py")]
         raise ConfigError(
             f"`task: {where}:…`: there is no file {path.resolve()}",
             allowed=f"{_FORM}, a path from the current folder ({Path.cwd()})",
-            fix=f"did you mean {path.parent / near}?" if near else "check the path",
+            fix=did_you_mean(path.name, siblings, "check the path", f"{path.parent / '{}'}"),
         )
     path = path.resolve()
     loaded = sys.modules.get(_module_name(path))
@@ -302,13 +302,10 @@ def _contract_notices(kind: type[Task]) -> list[tuple[str, str]]:
     }
     known = {name for names in _NOT_CALLED.values() for name in names.split()}
     for name in sorted(defined - hooks - known):
-        intended = nearest(name, hooks - defined, cutoff=0.85)
-        if intended is not None:
-            text = (
-                f"{kind.__name__} defines {name}, which Paceline does not call. Did you mean"
-                f" {intended}?"
-            )
-            notices.append(("warning", text))
+        question = did_you_mean(name, hooks - defined, form="{}", cutoff=0.85)
+        if question:
+            text = f"{kind.__name__} defines {name}, which Paceline does not call. "
+            notices.append(("warning", text + question[0].upper() + question[1:]))
     if not kind.additive:
         text = (
             f"{kind.__name__} sets `additive = False`: the loss depends on the micro-batch size and"

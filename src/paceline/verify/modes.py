@@ -26,7 +26,7 @@ from typing import Any, get_args
 
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, did_you_mean
 from paceline.core.formatting import counted
 from paceline.parallel.balance import MIN_MICRO_BATCHES
 from paceline.parallel.deepspeed.config import stage_of
@@ -173,8 +173,8 @@ def make_mode(name: str, config: Config, world_size: int) -> Mode:
     elif ":" in name:
         settings |= {"mode": name}
     else:
-        near = nearest(name, [*all_modes(config, world_size), *ALIASES, "all", "hybrid"])
-        fix = f"did you mean `{near}`?" if near else "give e.g. `--modes ddp,zero3,data2-tensor2`"
+        known = [*all_modes(config, world_size), *ALIASES, "all", "hybrid"]
+        fix = did_you_mean(name, known, "give e.g. `--modes ddp,zero3,data2-tensor2`")
         raise ConfigError(f"`--modes {name}` is not a mode", allowed=_allowed(), fix=fix)
     ranks = 1 if name == "single" else world_size
     settings["balance"] = _weights(config, ranks) if variant == "balance" else "equal"

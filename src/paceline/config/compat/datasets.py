@@ -9,7 +9,7 @@ from typing import Any
 from paceline.config.compat.conversion import Conversion, UnsupportedValue, words
 from paceline.config.compat.values import chat_template, ratio, roles_to_train, train_on_eos
 from paceline.config.schema.data import DatasetSource
-from paceline.core.errors import nearest
+from paceline.core.errors import did_you_mean
 
 Source = str | dict[str, Any]
 
@@ -179,8 +179,7 @@ def _mapping(item: dict[str, Any], says: list[tuple[str, str]]) -> list[Source]:
     native = set(DatasetSource.model_fields)
     for key in item:
         if key not in native and key not in _FOREIGN:
-            close = nearest(key, native | _FOREIGN)
-            fix = f"did you mean `{close}`?" if close else "remove it"
+            fix = did_you_mean(key, native | _FOREIGN, "remove it")
             raise UnsupportedValue(
                 f"a source has no key `{key}`; it has {_names(sorted(native))}", fix
             )

@@ -11,7 +11,7 @@ from paceline.config.compat.datasets import eval_sources, train_sources
 from paceline.config.compat.lora import targets
 from paceline.config.compat.values import tuner
 from paceline.config.yaml_read import parse_yaml
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, did_you_mean
 
 _FORMATS = {"alpaca": "alpaca", "sharegpt": "sharegpt", None: "auto"}
 _KEYS = (
@@ -61,10 +61,9 @@ def _dataset(value: Any, key: str, otherwise: Callable[[Any], Conversion]) -> Co
 def _source(name: str, entry: Mapping[str, Any], file: str) -> dict[str, Any]:
     for key in entry:
         if key not in _KEYS:
-            near = nearest(key, _KEYS)
             raise UnsupportedValue(
                 f"`{name}` in {file} has `{key}`",
-                f"did you mean `{near}`?" if near else f"use {', '.join(_KEYS)}",
+                did_you_mean(key, _KEYS, f"use {', '.join(_KEYS)}"),
             )
     path = entry.get("path") or entry.get("file_name") or entry.get("hf_hub_url")
     if not path:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, did_you_mean
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once, key_of
 from paceline.distributed.seeds import derive_seed
@@ -202,13 +202,12 @@ def builtin_clicks(name: str) -> Path:
         ConfigError: no such click log.
     """
     if name != CLICKS:
-        near = nearest(name, [CLICKS])
         raise ConfigError(
             f"`dataset: {name}` is no click log",
             allowed=(
                 f"{CLICKS}, or a file with a column of labels (CSV, Parquet, JSON lines, Arrow)"
             ),
-            fix=f"did you mean `{near}`?" if near else None,
+            fix=did_you_mean(name, [CLICKS]),
         )
     numbers = [BUILTIN_TABLES, _NUM_DENSE, _NUM_ROWS, _POWER, _FACTORS]
     return stored(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.config.schema.tasks import Recommend
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.cache import fingerprint
 from paceline.data.clicks.log import ClickLog, stored, stored_meta
 from paceline.data.sources.readers import TABLE_SUFFIXES, read_file
@@ -33,17 +33,14 @@ def read_clicks(given: str, settings: Recommend, train: Path | None = None) -> P
     """
     file = Path(given).expanduser()
     if not file.is_file():
-        near = (
-            nearest(file.name, [one.name for one in file.parent.iterdir()])
-            if file.parent.is_dir()
-            else None
-        )
+        is_folder = file.parent.is_dir()
+        siblings = [path.name for path in file.parent.iterdir()] if is_folder else []
         raise ConfigError(
             f"`{given}` is {'a folder' if file.is_dir() else 'not there'}",
             allowed=(
                 f"builtin:clicks, or a file ({', '.join(TABLE_SUFFIXES)}) with a column of labels"
             ),
-            fix=f"did you mean `{file.parent / near}`?" if near else None,
+            fix=did_you_mean(file.name, siblings, form=f"`{file.parent / '{}'}`"),
         )
     keys = settings.model_dump(mode="json", exclude={"embedding_dim", "bottom", "top"})
     return stored(
@@ -122,17 +119,16 @@ class _Reader:
         wanted = [self.settings.label, *self.settings.dense, *self.settings.categorical]
         missing = [name for name in wanted if name not in row]
         if missing:
-            near = nearest(missing[0], row)
             raise ConfigError(
                 f"`{self.file}` has no column {', '.join(f'`{one}`' for one in missing)}",
                 allowed=(
                     "its columns:"
                     f" {', '.join(list(row)[:_SHOWN])}{', …' if len(row) > _SHOWN else ''}"
                 ),
-                fix=(
-                    f"did you mean `{near}`?"
-                    if near
-                    else "set `recommend.label`, `recommend.dense`, `recommend.categorical`"
+                fix=did_you_mean(
+                    missing[0],
+                    row,
+                    "set `recommend.label`, `recommend.dense`, `recommend.categorical`",
                 ),
             )
 

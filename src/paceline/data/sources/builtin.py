@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, unknown_name
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once
 
@@ -90,12 +90,8 @@ def builtin_dataset(name: str) -> Path:
         ConfigError: no such name, or this Python has no sources of its standard library.
     """
     if name not in builtin_datasets():
-        near = nearest(name, builtin_datasets())
-        raise ConfigError(
-            f"there is no built-in dataset `builtin:{name}`",
-            allowed=", ".join(f"`builtin:{one}`" for one in builtin_datasets()),
-            fix=f"write `builtin:{near}`" if near else None,
-        )
+        known = [f"builtin:{dataset}" for dataset in builtin_datasets()]
+        raise unknown_name("built-in dataset", f"builtin:{name}", known)
     folder = cache_dir() / "builtin" / f"{name}-{python_version()}-v{_LAYOUT}"
     build_once(folder, "rows.jsonl", lambda aside: _write(name, aside / "rows.jsonl"))
     return folder / "rows.jsonl"

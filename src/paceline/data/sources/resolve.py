@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.cache import fingerprint
 from paceline.data.sources import hub, modelscope
 from paceline.data.sources.builtin import builtin_dataset
@@ -293,19 +293,17 @@ def _no_such(name: str, path: Path) -> ConfigError:
     folder = path.parent
     fix = "check the path"
     if folder.is_dir():
-        near = nearest(path.name, [one.name for one in folder.iterdir()])
-        if near:
-            fix = f"did you mean `{folder / near}`?"
-        elif "/" not in name and (known := nearest(name.lower(), HUB_NAMES)):
-            fix = f"did you mean `{known}`?"
+        if "/" not in name:
+            fix = did_you_mean(name.lower(), HUB_NAMES, fix)
+        siblings = [entry.name for entry in folder.iterdir()]
+        fix = did_you_mean(path.name, siblings, fix, f"`{folder / '{}'}`")
     else:
         missing = path
         while not missing.parent.is_dir():
             missing = missing.parent
-        near = nearest(missing.name, [one.name for one in missing.parent.iterdir() if one.is_dir()])
-        fix = f"the folder `{missing}` does not exist" + (
-            f"; did you mean `{missing.parent / near}`?" if near else ""
-        )
+        siblings = [entry.name for entry in missing.parent.iterdir() if entry.is_dir()]
+        question = did_you_mean(missing.name, siblings, form=f"`{missing.parent / '{}'}`")
+        fix = f"the folder `{missing}` does not exist" + (f"; {question}" if question else "")
     what = f"there is no file, folder or known dataset `{name}` (looked from {Path.cwd()})"
     return ConfigError(what, allowed=_ALLOWED, fix=fix)
 

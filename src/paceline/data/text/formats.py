@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.chat_roles import STANDARD_ROLES
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.sources.readers import DOCUMENT
 from paceline.data.sources.rows import MalformedRow, Unsupported, holds_nothing, is_missing
 from paceline.data.text.media import MEDIA, check_column, check_text
@@ -186,13 +186,12 @@ class RowConverter:
     def __post_init__(self) -> None:
         for name in self.columns:
             if name not in _EXPECTED:
-                near = nearest(name, _EXPECTED)
                 raise ConfigError(
                     f"`columns: {{{name}: {self.columns[name]}}}` of {self.label}: no format has a"
                     f" column `{name}`",
                     allowed="the expected name on the left, yours on the right; expected are "
                     + ", ".join(sorted(_EXPECTED)),
-                    fix=f"write `{near}`" if near else None,
+                    fix=did_you_mean(name, _EXPECTED),
                 )
             if self.columns[name] in self.ignore_columns:
                 raise ConfigError(

@@ -21,7 +21,7 @@ from paceline.config.template_names import (
     is_inline,
     is_path,
 )
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
 from paceline.data.text.messages import Message
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
@@ -444,7 +444,6 @@ def _read(value: str, path: Path) -> str:
             return _of_folder(value, path)
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        near = None if is_path(value) else nearest(value.lower(), TEMPLATE_NAMES)
         reason = getattr(error, "strerror", None) or error
         what = (
             f"cannot be read ({reason})"
@@ -457,10 +456,10 @@ def _read(value: str, path: Path) -> str:
                 f"{', '.join(TEMPLATE_NAMES)}, {TOKENIZER_DEFAULT}, a file with a Jinja template,"
                 " or the template itself"
             ),
-            fix=(
-                f"did you mean `{near}`?"
-                if near
-                else "check the name or the path, or leave the key out to use the tokenizer's own"
+            fix=did_you_mean(
+                value.lower(),
+                [] if is_path(value) else TEMPLATE_NAMES,
+                "check the name or the path, or leave the key out to use the tokenizer's own",
             ),
         ) from error
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, did_you_mean
 
 #: what each collective can be run by
 ALGORITHMS = {
@@ -70,7 +70,7 @@ def check_algorithm(algorithm: str, collective: str = "all-reduce") -> None:
         raise ConfigError(
             f"`{algorithm}` is no algorithm for {collective}",
             allowed=", ".join(known),
-            fix=f"did you mean `{nearest(algorithm, known) or known[0]}`?",
+            fix=did_you_mean(algorithm, known, f"write `{known[0]}`"),
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from fastapi import APIRouter, Query, Request
 from starlette.responses import StreamingResponse
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import unknown_name
 from paceline.core.events import Event
 from paceline.core.formatting import finite
 from paceline.web.responses import StrictJSONResponse
@@ -128,12 +128,7 @@ def _names(given: str) -> list[str]:
     names = [name.strip() for name in given.split(",") if name.strip()]
     unknown = [name for name in names if name not in SERIES]
     if unknown:
-        near = nearest(unknown[0], SERIES)
-        raise ConfigError(
-            f"there is no series `{unknown[0][:60]}`",
-            allowed=", ".join(SERIES),
-            fix=f"did you mean `{near}`?" if near else None,
-        )
+        raise unknown_name("series", unknown[0][:60], SERIES)
     return list(dict.fromkeys(names))
 
 

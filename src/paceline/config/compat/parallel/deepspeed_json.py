@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, did_you_mean
 
 #: Keys of `zero_optimization` that are passed on to DeepSpeed, with the type of their value.
 HONOURED_ZERO: dict[str, type] = {
@@ -230,9 +230,7 @@ class DeepSpeedJson:
         if key.startswith(("_", "$")) or key in ("comment", "description"):
             return
         if key not in _KNOWN and key not in _PLAIN and key not in IGNORED and key not in REFUSED:
-            near = nearest(key, [*_KNOWN, *_PLAIN, *IGNORED, *REFUSED])
-            hint = f"; did you mean {near}?" if near else ""
-            self.problems.append(f"{key}: not a key of DeepSpeed that Paceline knows{hint}")
+            self._unknown(key, key, [*_KNOWN, *_PLAIN, *IGNORED, *REFUSED])
         elif key == "zero_optimization":
             self._zero(value)
         elif key in ("bf16", "bfloat16", "fp16"):
@@ -253,6 +251,11 @@ class DeepSpeedJson:
                 self._ignore(key, IGNORED[key])
         elif not any(value == off for off in _OFF_VALUES.get(key, ())):
             self.problems.append(f"{key}: {REFUSED[key]}")
+
+    def _unknown(self, name: str, key: str, known: list[str]) -> None:
+        hint = did_you_mean(key, known, form="{}")
+        hint = f"; {hint}" if hint else ""
+        self.problems.append(f"{name}: not a key of DeepSpeed that Paceline knows{hint}")
 
     def _mapping(self, name: str, value: Any) -> Mapping[str, Any]:
         if isinstance(value, Mapping):
@@ -373,19 +376,8 @@ class DeepSpeedJson:
                 if not is_off(one) and one not in _REFUSED_ZERO[key]:
                     self.problems.append(f"{name}: {_FEATURE}")
             elif not key.startswith("_"):
-                near = nearest(
-                    key,
-                    [
-                        *HONOURED_ZERO,
-                        *SHORT_NAMES,
-                        *_IGNORED_ZERO,
-                        *_REFUSED_ZERO,
-                        "stage",
-                        "offload_param",
-                    ],
-                )
-                hint = f"; did you mean {near}?" if near else ""
-                self.problems.append(f"{name}: not a key of DeepSpeed that Paceline knows{hint}")
+                known = [*HONOURED_ZERO, *SHORT_NAMES, *_IGNORED_ZERO, *_REFUSED_ZERO]
+                self._unknown(name, key, [*known, "stage", "offload_param"])
 
     def _offload(self, section: dict[str, Any]) -> None:
         """Set `parallel.offload` from where the optimizer's state and the parameters are to lie."""

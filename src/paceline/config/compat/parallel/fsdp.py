@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.config.compat.conversion import UnsupportedValue, as_bool, is_off
-from paceline.core.errors import nearest
+from paceline.core.errors import did_you_mean
 
 _STRATEGIES = {
     "full_shard": "zero3",
@@ -68,10 +68,9 @@ def fsdp_plan(flags: list[str], config: Mapping[str, Any]) -> FsdpPlan:
         if word in _STRATEGIES:
             _set_strategy(plan, word)
         elif word not in _OTHER_WORDS:
-            near = nearest(word, [*_STRATEGIES, *_OTHER_WORDS])
             raise UnsupportedValue(
                 f"`{word}` is not a setting of FSDP",
-                f"did you mean `{near}`?" if near else f"use {', '.join(_BY_NUMBER)}",
+                did_you_mean(word, [*_STRATEGIES, *_OTHER_WORDS], f"use {', '.join(_BY_NUMBER)}"),
             )
     plan.offload = "offload" in flags
     settings = {
@@ -127,10 +126,9 @@ def _set_strategy(plan: FsdpPlan, word: str) -> None:
 def _check_names(settings: Mapping[str, Any]) -> None:
     for key, value in settings.items():
         if key not in _WITHOUT_EFFECT and key not in _READ:
-            near = nearest(key, [*_READ, *_WITHOUT_EFFECT])
             raise UnsupportedValue(
                 f"`fsdp_config` has no setting `{key}`",
-                f"did you mean `{near}`?" if near else "remove it",
+                did_you_mean(key, [*_READ, *_WITHOUT_EFFECT], "remove it"),
             )
         if key in ("xla", "xla_fsdp_v2") and _on(value):
             raise UnsupportedValue(
