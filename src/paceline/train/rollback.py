@@ -41,7 +41,7 @@ class RollbackTarget:
         return num_skipped >= settings.max_restarts
 
 
-def find_rollback_target(run_dir: RunDir, step: int, resumed_from: str | None) -> RollbackTarget:
+def find_target(run_dir: RunDir, step: int, resumed_from: str | None) -> RollbackTarget:
     """Return the newest intact checkpoint of at most ``step`` updates, or the one that this attempt
     resumed from."""
     for path in reversed(store.committed(run_dir.checkpoints)):
@@ -86,7 +86,7 @@ def report_no_rollback(events: EventLog, step: int, target: RollbackTarget, limi
     events.notice(text, level="warning")
 
 
-def rollback_meta(state: TrainState, settings: RecoveryConfig) -> dict[str, Any]:
+def checkpoint_meta(state: TrainState, settings: RecoveryConfig) -> dict[str, Any]:
     """Return what a checkpoint's ``meta.json`` keeps of loss spikes."""
     skipped = {_SKIPPED: sorted(state.skipped_batches)} if state.skipped_batches else {}
     recent = {_RECENT: list(state.recent_losses)} if settings.rewind_on_spike else {}

@@ -24,18 +24,11 @@ from paceline.health.anomalies import AnomalyDetector
 from paceline.health.loss_spikes import LossSpike, LossSpikeDetector
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.base import MicroStep
+from paceline.train import rollback
 from paceline.train.balance import Balancer, ComputeTimer
 from paceline.train.callbacks import Callback
 from paceline.train.evaluation import EvalResult, evaluate
 from paceline.train.rank_loss import report_rank_loss, take_over_log
-from paceline.train.rollback import (
-    RollbackTarget,
-    find_rollback_target,
-    recent_losses_from,
-    report_no_rollback,
-    report_rollback,
-    rollback_meta,
-)
 from paceline.train.run_spec import RunSpec
 from paceline.train.state import RankContext, StepResult, TrainComponents, TrainState
 from paceline.train.step_counts import CountQueue, LossAccumulator, StepCounts, check_task_loss
@@ -77,12 +70,13 @@ class Trainer:
         step is on disk afterwards."""
         self.components.model.train()
         state, last_step = self.state, self.spec.derived.steps
+        eval_every_steps = self.spec.derived.eval_every_steps
         while state.step < last_step:
             result = self.run_step()
             self.checkpoints.poll()
             if state.step == last_step or result.stop or self.anomalies.is_exhausted:
                 break
-            if self.is_eval_step():
+            if eval_every_steps and state.step % eval_every_steps == 0:
                 self.evaluate()
             if self.checkpoints.is_due(state.step):
                 self.save(must_succeed=False)
@@ -105,8 +99,7 @@ class Trainer:
         return result
 
     def step(self) -> StepResult:
-        """Make one update over a global batch. All ranks learn in the same step if one of them was
-        asked to stop."""
+        """Make one update over a global batch."""
         state, strategy, progress = self.state, self.strategy, self.ctx.progress
         progress.begin_step(state.step + 1)
         self.metrics.begin()
@@ -188,11 +181,6 @@ class Trainer:
         is_first_or_last = step in (self.state.first_step + 1, derived.steps)
         return is_first_or_last or step % derived.log_every_steps == 0
 
-    def is_eval_step(self) -> bool:
-        if self.data.eval_dataset is None:
-            return False
-        return self.state.step % self.spec.derived.eval_every_steps == 0
-
     def roll_back_on_spike(self, loss_sum: torch.Tensor, count: float) -> bool:
         """Roll back if the loss jumped, instead of the update under way. A collective.
 
@@ -218,17 +206,15 @@ class Trainer:
         state, comm, events = self.state, self.ctx.comm, self.ctx.events
         settings, step = self.spec.config.recovery, state.step
         self.checkpoints.finish()
-        target: Any = None
-        if comm.is_rank_zero:
-            target = find_rollback_target(self.ctx.run_dir, step, self.resumed_from)
-        target = comm.broadcast_object(target)
+        find = partial(rollback.find_target, self.ctx.run_dir, step, self.resumed_from)
+        target: Any = comm.broadcast_object(find() if comm.is_rank_zero else None)
         if target.is_exhausted(state.skipped_batches, settings):
             if not self._has_reported_no_rollback:
                 self._has_reported_no_rollback = True
-                report_no_rollback(events, step, target, settings.max_restarts)
+                rollback.report_no_rollback(events, step, target, settings.max_restarts)
             return False
         state.skipped_batches.add(step)
-        report_rollback(events, step, spike, target)
+        rollback.report_rollback(events, step, spike, target)
         self.strategy.optimizer_step(lambda _: False)
         if target.path is None:
             state.step += 1
@@ -237,17 +223,16 @@ class Trainer:
                 self._load(target)
         return True
 
-    def _load(self, target: RollbackTarget) -> None:
+    def _load(self, target: rollback.RollbackTarget) -> None:
         state, strategy, events = self.state, self.strategy, self.ctx.events
         num_notices = len(strategy.notices)
         with open_checkpoint(Path(str(target.path)), self.checkpoints.side) as opened:
             load_train_state(strategy, opened, self.components.precision.scaler)
         state.step = int(opened.meta["step"])
         state.first_step = min(state.first_step, state.step)
-        state.recent_losses = recent_losses_from(opened.meta, self.spec.config.recovery)
-        state.eval_losses = {
-            step: loss for step, loss in state.eval_losses.items() if step <= state.step
-        }
+        state.recent_losses = rollback.recent_losses_from(opened.meta, self.spec.config.recovery)
+        for step in [step for step in state.eval_losses if step > state.step]:
+            del state.eval_losses[step]
         self.checkpoints.resume_at(state.step, target.is_own)
         self.data.seek(state.step)
         events.emit("resume", step=state.step, path=target.path)
@@ -257,10 +242,9 @@ class Trainer:
     def handle_rank_loss(self) -> bool:
         """Continue without the ranks that were lost. Returns True if some were. Every rank gets the
         same answer at the same place of the same step."""
-        losses = self.strategy.poll_rank_losses()
+        losses, num_left = self.strategy.poll_rank_losses(), self.strategy.num_replicas
         if not losses:
             return False
-        num_left = self.strategy.num_replicas
         self.data.reshard(self.strategy.replica, num_left)
         if self.ctx.comm.is_rank_zero:
             if self.ctx.events.path is None:
@@ -303,7 +287,7 @@ class Trainer:
         step, spec, scaler = self.state.step, self.spec, self.components.precision.scaler
         collect = partial(collect_train_state, self.strategy, step, self.data.order, scaler)
         meta = {
-            **rollback_meta(self.state, spec.config.recovery),
+            **rollback.checkpoint_meta(self.state, spec.config.recovery),
             **self.balancer.meta(),
             "strategy": self.strategy.name,
             "world_size": spec.derived.world_size,
