@@ -1,14 +1,12 @@
 """All-reduce and broadcast of our own, over torch's point-to-point calls.
 
-A schedule (:mod:`paceline.distributed.collectives.schedules`) says who sends what when. It is
-compiled, for one rank, into a short list of operations in which messages are cut into pieces: while
-one piece is on the wire the one before is added up. Results are the same bits on every rank: each
-element is summed on one rank and copied to the others.
+A schedule (:mod:`paceline.distributed.collectives.schedules`) says who sends what when; its steps
+are run one by one. Results are the same bits on every rank: each element is summed on one rank and
+copied to the others.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -16,29 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from paceline.distributed.collectives.program import (
-    RECEIVE,
-    SEND,
-    SENT,
-    TAKE,
-    Program,
-    compile_program,
-)
 from paceline.distributed.collectives.schedules import Sent, Step, check_algorithm, steps
 from paceline.distributed.collectives.trace import Trace
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
-
-#: Largest piece on the wire. Each message has its price in system calls and in wake-ups, after
-#: which the interpreter's code is no longer in the cache: so pieces are large.
-PIECE_BYTES = 4 << 20
-#: Receives that are open at a time; pieces to be added take that many slots of memory. Many, for
-#: gloo tells the sender of each receive that is opened, and a sender that is told while it writes
-#: on the same connection spins until it has written.
-WINDOW = 8
 
 Combine = Callable[[torch.Tensor, torch.Tensor], Any]
 
@@ -79,11 +60,11 @@ def all_reduce(
     elements and dtype. Any shape and strides, also without an element. The sum of bool is "or".
 
     Calls on one group come one after another; threads that call at the same time each need a group
-    of their own. A tensor that lives on (a gradient bucket) is planned for once.
+    of their own.
 
     Args:
         algorithm: ring, tree, halving (recursive halving and doubling) or naive.
-        trace: told of every step. Steps then go one by one, each message whole.
+        trace: gets every step.
         op: SUM, MAX, MIN or PRODUCT.
 
     Raises:
@@ -128,13 +109,7 @@ def _run(
     target = tensor.detach()
     # Always in row-major order: ranks may differ in strides.
     flat = (target if target.is_contiguous() else target.contiguous()).view(-1)
-    by_step = trace is not None or flat.device.type != "cpu"
-    if by_step:
-        done = _by_step(world, flat, _steps(*what, world.size, flat.numel()), combine, trace)
-    else:
-        done = _in_pieces(
-            world, tensor if flat.data_ptr() == tensor.data_ptr() else flat, flat, what, combine
-        )
+    done = _run_steps(world, flat, _steps(*what, world.size, flat.numel()), combine, trace)
     if flat.data_ptr() != target.data_ptr():
         target.copy_(flat.view(target.shape))
     world.traffic.add("send", done.bytes)
@@ -146,15 +121,11 @@ def _steps(collective: str, algorithm: str, root: int, size: int, numel: int) ->
     return tuple(steps(algorithm, size, numel, collective, root))
 
 
-# -- step by step: where it is watched, and on accelerators
-# -----------------------------------------------------------------
-
-
-# Worlds whose ranks have all met in a collective.
+# Communicators whose ranks have all met in a collective.
 _MET: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
-def _by_step(
+def _run_steps(
     world: Communicator,
     flat: torch.Tensor,
     todo: Sequence[Step],
@@ -200,134 +171,6 @@ def _by_step(
         if trace is not None:
             trace.step(step, sends, wide, flat)
     return Sent(num_bytes, num_messages)
-
-
-# -- in pieces
-# --------------------------------------------------------------------------------------------------------------
-
-
-class _Plan:
-    """A compiled collective for one storage: the program, and the views that its operations work
-    on."""
-
-    def __init__(self, program: Program, flat: torch.Tensor, scratch: torch.Tensor) -> None:
-        raw, wide = _as_bytes(flat), flat.element_size()
-        self.program = program
-        self.scratch = scratch
-        self.of = (flat.data_ptr(), flat.numel(), flat.dtype)
-        self.sends = [
-            ([raw[one.start * wide : one.stop * wide]], one.peer) for one in program.sends
-        ]
-        slot_bytes = _slot_bytes(program, wide)
-        self.receives: list[
-            tuple[list[torch.Tensor], int, torch.Tensor | None, torch.Tensor | None]
-        ] = []
-        adds = 0
-        for one in program.receives:
-            if not one.add:
-                self.receives.append(
-                    ([raw[one.start * wide : one.stop * wide]], one.peer, None, None)
-                )
-                continue
-            begin = adds % WINDOW * slot_bytes
-            into = scratch[begin : begin + (one.stop - one.start) * wide]
-            self.receives.append(
-                ([into], one.peer, flat[one.start : one.stop], into.view(flat.dtype))
-            )
-            adds += 1
-        self.total = Sent(sum(part.numel() for [part], _ in self.sends), len(self.sends))
-
-    def fits(self, program: Program, flat: torch.Tensor, scratch: torch.Tensor) -> bool:
-        return (
-            program is self.program
-            and scratch is self.scratch
-            and self.of == (flat.data_ptr(), flat.numel(), flat.dtype)
-        )
-
-    def run(self, group: dist.ProcessGroup | None, combine: Combine) -> Sent:
-        sends, receives = self.sends, self.receives
-        sending: list[Any] = [None] * len(sends)
-        receiving: list[Any] = [None] * len(receives)
-        group = group or dist.group.WORLD
-        assert group is not None
-        # what dist.isend and dist.irecv come to, after checks of a few µs each
-        isend, irecv = group.send, group.recv
-        for kind, number in self.program.operations:
-            if kind == SEND:
-                part, peer = sends[number]
-                sending[number] = isend(part, peer, 0)
-            elif kind == RECEIVE:
-                into, peer, _, _ = receives[number]
-                receiving[number] = irecv(into, peer, 0)
-            elif kind == TAKE:
-                receiving[number].wait()
-                receiving[number] = None
-                _, _, mine, values = receives[number]
-                if mine is not None:
-                    combine(mine, values)  # type: ignore[arg-type]
-            elif kind == SENT:
-                sending[number].wait()
-                sending[number] = None
-        return self.total
-
-
-class _Scratch(threading.local):
-    """Where pieces arrive that are to be added: one buffer a thread, for threads may run
-    collectives at the same time."""
-
-    def __init__(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-
-    def of(self, size_bytes: int) -> torch.Tensor:
-        if self.buffer.numel() < size_bytes:
-            self.buffer = torch.empty(size_bytes, dtype=torch.uint8)
-        return self.buffer
-
-
-_SCRATCH = _Scratch()
-# Plans go with the tensors that they were made for: they hold views of the storage, not the tensor
-# itself.
-_PLANS = WeakTensorKeyDictionary()
-
-
-def _in_pieces(
-    world: Communicator,
-    owner: torch.Tensor,
-    flat: torch.Tensor,
-    what: tuple[str, str, int],
-    combine: Combine,
-) -> Sent:
-    program = _program(
-        *what, world.rank, world.size, flat.numel(), flat.element_size(), PIECE_BYTES
-    )
-    scratch = _SCRATCH.of(min(WINDOW, program.adds) * _slot_bytes(program, flat.element_size()))
-    plans = _PLANS.setdefault(owner, {})
-    key = (what, world.rank, world.size, threading.get_ident())
-    plan = plans.get(key)
-    if plan is None or not plan.fits(program, flat, scratch):
-        plan = plans[key] = _Plan(program, flat, scratch)
-    return plan.run(world.group, combine)
-
-
-def _slot_bytes(program: Program, element_size: int) -> int:
-    """Room for a piece, on a cache line; an odd number of lines, so that slots do not fall on one
-    another in the cache."""
-    return (-(-program.longest * element_size // 64) | 1) * 64
-
-
-@lru_cache(maxsize=256)
-def _program(
-    collective: str,
-    algorithm: str,
-    root: int,
-    rank: int,
-    size: int,
-    numel: int,
-    element_size: int,
-    piece_bytes: int,
-) -> Program:
-    todo = _steps(collective, algorithm, root, size, numel)
-    return compile_program(todo, rank, max(1, piece_bytes // element_size), WINDOW)
 
 
 def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
