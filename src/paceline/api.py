@@ -159,7 +159,7 @@ def _run_on_this_host(
     policy = RestartPolicy(config, prepared.spec.resume_from)
     spec = replace(prepared.spec, notices=list(recorder.notices), launcher_pid=os.getpid())
     launcher = LocalLauncher(spec, spec.layout.num_processes, follow=policy.follow)
-    launcher.signals.on_haste = policy.end_at_once
+    launcher.signals.on_second_signal = policy.end_at_once
     return result_of(launcher.run(), options, config)
 
 

@@ -65,23 +65,23 @@ class EndpointWatch:
     def _has_moved(self) -> bool:
         """Whether the endpoint answers at another address of its name."""
         try:
-            found = socket.getaddrinfo(
+            resolved = socket.getaddrinfo(
                 self.endpoint.name, self.endpoint.port, type=socket.SOCK_STREAM
             )
         except OSError:
             return False
-        addresses = {str(entry[4][0]) for entry in found} - {self.endpoint.address}
+        addresses = {str(entry[4][0]) for entry in resolved} - {self.endpoint.address}
         return any(is_listening(address, self.endpoint.port, _CONNECT_S) for address in addresses)
 
 
 def close_connections(address: str, port: int) -> None:
     """Shut down every TCP connection of this process to this address: whoever waits for an answer
     there gets an error now."""
-    for one in _own_sockets():
+    for descriptor in _own_sockets():
         with contextlib.suppress(OSError):  # not connected, or closed meanwhile
-            there = one.getpeername()
+            there = descriptor.getpeername()
             if (str(there[0]).removeprefix("::ffff:"), there[1]) == (address, port):
-                one.shutdown(socket.SHUT_RDWR)
+                descriptor.shutdown(socket.SHUT_RDWR)
 
 
 def _own_sockets() -> Iterator[socket.socket]:

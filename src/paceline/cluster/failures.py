@@ -63,13 +63,13 @@ class AgentFolder:
 
     def pids(self) -> dict[int, int]:
         """The process of each local rank that runs, or has run last."""
-        found = {}
+        pids = {}
         for file in self.path.glob("rank-*.start.json"):
             with contextlib.suppress(OSError, ValueError, KeyError):
-                found[int(file.name.split("-")[1].partition(".")[0])] = int(
+                pids[int(file.name.split("-")[1].partition(".")[0])] = int(
                     json.loads(file.read_text())["pid"]
                 )
-        return found
+        return pids
 
     def read_state(self) -> dict[str, Any]:
         """What :meth:`write_state` has written in an earlier round, or an empty mapping."""

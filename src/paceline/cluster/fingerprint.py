@@ -12,16 +12,16 @@ from paceline.config.schema import Config
 
 def config_values(config: Config) -> dict[str, Any]:
     """What must be the same on every host: the config by dotted key, without what is a host's own."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in config.model_dump(mode="json").items():
-        found.update(
-            {f"{name}.{key}": one for key, one in value.items()}
+        values.update(
+            {f"{name}.{key}": entry for key, entry in value.items()}
             if isinstance(value, dict)
             else {name: value}
         )
     for name in ("node_rank", "interface", "num_gpus"):
-        del found[f"parallel.{name}"]
-    return found
+        del values[f"parallel.{name}"]
+    return values
 
 
 def plan_values(spec: Any) -> dict[str, Any]:
@@ -52,11 +52,11 @@ def software() -> dict[str, str]:
 
 def _code_digest() -> str:
     """A digest of this package's source."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     root = Path(__file__).resolve().parents[1]
     for path in sorted(root.rglob("*.py")):
-        found.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:16]
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def difference(

@@ -66,7 +66,7 @@ def _stop_flag(member: Membership, loaded: Loaded) -> StopFlag:
     stop.install(sigint=True)
     stop.fail = member.fail
     if member.round.is_first:
-        stop.on_haste = lambda number: RestartPolicy(
+        stop.on_second_signal = lambda number: RestartPolicy(
             loaded.config, None, member.policy_state()
         ).end_at_once(number)
     return stop

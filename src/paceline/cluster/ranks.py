@@ -148,14 +148,14 @@ def enter_round(entry: HostEntry, call: int = 0) -> Round:
     unnumbered = Round(env, [], 0, store)
     posted = [unnumbered._get(f"numbering/{rank}") for rank in range(env.world_size)]
     hosts = [
-        HostEntry(**{key: value for key, value in one.items() if key != "local_rank"})
-        for one in posted
+        HostEntry(**{key: value for key, value in entry_fields.items() if key != "local_rank"})
+        for entry_fields in posted
     ]
     distinct = list(
         {
             host.group_rank: host
-            for host, one in zip(hosts, posted, strict=True)
-            if one["local_rank"] == 0
+            for host, entry_fields in zip(hosts, posted, strict=True)
+            if entry_fields["local_rank"] == 0
         }.values()
     )
     order = ordered(distinct)

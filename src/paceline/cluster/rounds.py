@@ -198,12 +198,12 @@ def agree(member: Membership, name: str, problem: Outcome | None) -> Outcome | N
     """The first problem of any rank, in the order of the ranks, on all of them: then all end with
     it. A collective."""
     problems = member.round.gather(name, problem)
-    for rank, found in enumerate(problems):
-        if found is not None:
+    for rank, outcome in enumerate(problems):
+        if outcome is not None:
             where = (
                 "" if len(set(member.round.hosts)) == 1 else f"on host {member.round.hosts[rank]}: "
             )
-            return {**found, "text": f"{where}{found['text']}", "is_final": True}
+            return {**outcome, "text": f"{where}{outcome['text']}", "is_final": True}
     return None
 
 

@@ -29,7 +29,7 @@ class WorkerProcesses:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def pass_on(self, number: int) -> None:
+    def forward(self, number: int) -> None:
         """Ask the ranks to stop; where none runs, leave the rendezvous."""
         write_atomic(self.folder / STOP_FILE, str(number))
         if not self._send(signal.SIGTERM):

@@ -159,5 +159,5 @@ def did_you_mean(
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word closest to ``word``, or None where nothing comes near (a likeness of
     ``cutoff``, 1 is equal)."""
-    found = get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return found[0] if found else None
+    matches = get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return matches[0] if matches else None

@@ -74,11 +74,11 @@ def _fault(event: Event) -> tuple[str, str]:
 
 def _skipped(event: Event) -> tuple[str, str]:
     cause = f" ({event['cause']})" if event.get("cause") else ""
-    many = formatting.count(event.get("updates"))
+    num_updates = formatting.count(event.get("updates"))
     return (
         WARNING,
         (
-            f"step {formatting.count(event.get('step'))}: {many} update(s) left out, not"
+            f"step {formatting.count(event.get('step'))}: {num_updates} update(s) left out, not"
             f" finite{cause}{_who(event)}"
         ),
     )

@@ -12,10 +12,10 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
   traffic_bytes_per_step, traffic_bytes: {collective: bytes}, traffic_is_bound}, as the strategy
   declares it: memory of the fullest rank, traffic of the busiest. ``total`` is the sum of what is
   known.
-- ``resume``: ``step``, ``path``. Steps logged after that step by an earlier life of the run no
+- ``resume``: ``step``, ``path``. Steps logged after that step by an earlier attempt no
   longer count.
 - ``fault``: ``step`` (the last one logged), ``ranks``, ``hosts``, ``reason``, ``restart`` (how
-  often since the newest checkpoint), ``seen_at``: a life of the run ended, and this one goes on
+  often since the newest checkpoint), ``seen_at``: an attempt ended, and this one goes on
   from the checkpoint that ``resume`` names.
 - ``skipped``: ``step``, ``updates``, ``ranks``, ``hosts``, ``cause`` (loss | gradient | overflow,
   null where not known): a gradient was not finite, on these ranks, and its update was not made.
@@ -61,7 +61,7 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
   last whole one, null before there was one; collectives are counted as an algorithm optimal in
   bandwidth sends them. ``devices`` [{rank, utilisation (0 to 1), temperature_c, power_w}] where
   NVML tells of them, read every few seconds.
-- ``memory``, once, after the second step of a life: ``step``, ``ranks`` [{parameters, gradients,
+- ``memory``, once, after the second step of an attempt: ``step``, ``ranks`` [{parameters, gradients,
   optimizer, activations, total}] in rank order: bytes measured at the fullest moment of a step,
   each storage once, of what is cut over ranks the local part. ``activations``: the device's peak in
   that step less the others, work space among them; null on a CPU.
@@ -116,7 +116,7 @@ class EventLog:
         """Begin to write; also where another process wrote before."""
         self.path, self.listeners = path, listeners
         _end_cut_line(path)
-        self._handle = open(path, "ab", buffering=0)  # noqa: SIM115  (kept open for the life of the run)
+        self._handle = open(path, "ab", buffering=0)  # noqa: SIM115  (kept open until the end of the run)
 
     def emit(self, type: str, file_only: bool = False, **fields: Any) -> Event:
         """Append one event. ``file_only``: the listeners do not get it, because a person has seen
@@ -248,14 +248,14 @@ def effective_steps(events: list[Event]) -> list[Event]:
 
 
 def effective_events(events: Sequence[Event], type: str) -> list[Event]:
-    """The events of a type that count: where a run went back to a checkpoint, the later life's
-    replace the earlier's."""
-    found: list[Event] = []
+    """The events of a type that count: where a run went back to a checkpoint, those of the
+    later attempt replace the earlier ones."""
+    counted: list[Event] = []
     for event in events:
         if event["type"] == "resume":
-            found = [one for one in found if one["step"] <= event["step"]]
+            counted = [earlier for earlier in counted if earlier["step"] <= event["step"]]
         elif event["type"] == "run_start" and not event.get("resumed_from_step"):
-            found = []
+            counted = []
         elif event["type"] == type:
-            found.append(event)
-    return found
+            counted.append(event)
+    return counted

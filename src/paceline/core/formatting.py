@@ -237,7 +237,9 @@ def data_line(data: dict[str, Any]) -> str:
     parts = [f"{count(data.get('read'))} read", f"{count(data.get('kept'))} kept"]
     if data.get("truncated") is not None:
         parts.append(f"{count(data['truncated'])} truncated")
-    named = ", ".join(f"{count(many)} {clean(reason)}" for reason, many in reasons.items() if many)
+    named = ", ".join(
+        f"{count(num_rows)} {clean(reason)}" for reason, num_rows in reasons.items() if num_rows
+    )
     parts.append(f"{count(total)} dropped" + (f" ({named})" if named else ""))
     if data.get("excluded_turns"):
         parts.append(f"{count(data['excluded_turns'])} turns without loss")

@@ -83,11 +83,11 @@ def hidden_main() -> Iterator[None]:
         yield
     finally:
         with _hiding:
-            kept = _hidden.pop()
+            hidden = _hidden.pop()
             if _hidden:
-                _hidden[0].update(kept)  # for the block that ends last
+                _hidden[0].update(hidden)  # for the block that ends last
             else:
-                names.update(kept)
+                names.update(hidden)
 
 
 @contextmanager
@@ -163,20 +163,20 @@ def pid_alive(pid: int, began_before: float | None = None) -> bool:
 def available_memory() -> int:
     """Bytes that a new process could take on this host without swapping; the control group's limit
     counts too."""
-    found = []
+    limits = []
     try:
         with open("/proc/meminfo") as handle:
-            found += [
+            limits += [
                 int(line.split()[1]) * 1024 for line in handle if line.startswith("MemAvailable")
             ]
     except (OSError, ValueError):
-        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
     try:
         group = Path("/sys/fs/cgroup")
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         # files' pages give way
-        found.append(max(0, limit - used + int(stat.get("inactive_file", 0))))
+        limits.append(max(0, limit - used + int(stat.get("inactive_file", 0))))
     except (OSError, ValueError):
         pass  # no control group, or one without a limit
-    return min(found)
+    return min(limits)

@@ -71,12 +71,12 @@ _DEBRIS = re.compile(r"\.(config\.yaml|report\.json|report\.html|model)\.\d+\.(t
 def clear_debris(run_dir: RunDir) -> None:
     """Remove what a process that was killed has left of files and of ``model/``, for whoever holds
     the run's folder. Checkpoints are not looked at."""
-    for one in run_dir.root.iterdir():
-        if _DEBRIS.fullmatch(one.name):
-            if one.is_dir() and not one.is_symlink():
-                shutil.rmtree(one, ignore_errors=True)
+    for path in run_dir.root.iterdir():
+        if _DEBRIS.fullmatch(path.name):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
             else:
-                one.unlink(missing_ok=True)
+                path.unlink(missing_ok=True)
 
 
 def lock_run(run_dir: RunDir, wait_s: float, *, sign: bool = True) -> IO[str]:

@@ -50,7 +50,7 @@ class StopFlag:
         #: (text, ranks to blame).
         self.fail: Callable[[str, Sequence[int]], None] = _end_by_fault
         #: Told of a second signal, just before the end.
-        self.on_haste: Callable[[int], None] = lambda number: None
+        self.on_second_signal: Callable[[int], None] = lambda number: None
 
     @property
     def wanted(self) -> bool:
@@ -80,7 +80,7 @@ class StopFlag:
             self.signal, self._first_at = number, now
         elif self._alone and now - self._first_at > _SAME_SIGNAL_S:
             with contextlib.suppress(Exception):  # nothing holds up who is in haste
-                self.on_haste(number)
+                self.on_second_signal(number)
             os._exit(128 + number)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.core.errors import EXIT_SIGINT, EXIT_SIGTERM
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import hidden_main
-from paceline.launch.rank_processes import RankProcesses, RankRange, open_store
+from paceline.launch.rank_processes import RankProcesses, open_store
 from paceline.launch.worker import RunRank, failed_outcome
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class LocalLauncher:
         """``run_rank``: what a rank does with the spec; default: the training of a
         :class:`~paceline.train.run_spec.RunSpec`. ``follow``: default: no further attempt."""
         self.spec = spec
-        self.more = () if run_rank is None else (run_rank,)
+        self.run_rank = run_rank
         self.num_ranks = num_ranks
         self.follow = follow
         self.on_stop = "finishing this step and saving a checkpoint"  # what a person is told then
@@ -63,31 +63,24 @@ class LocalLauncher:
     def _run_attempt(self) -> dict[str, Any]:
         try:
             store = open_store()
-            rank_range = RankRange(0, self.num_ranks, self.num_ranks, "127.0.0.1", store.port)
             ranks = RankProcesses(
-                self.spec, rank_range, *self.more, expendable=expendable(self.spec), store=store
+                self.spec, self.num_ranks, store, self.run_rank, expendable(self.spec)
             )
             with ranks:
-                return live(ranks, self.spec, self.signals)
+                return _run_ranks(ranks, self.spec, self.signals)
         except (OSError, RuntimeError) as error:
             return failed_outcome(f"the ranks could not be started: {error}")
 
 
-def live(
-    ranks: RankProcesses,
-    spec: Any,
-    signals: SignalForwarder,
-    tick: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """Start the ranks, wait until the last has ended, and say what became of them. ``tick`` is
-    called now and then."""
+def _run_ranks(ranks: RankProcesses, spec: Any, signals: SignalForwarder) -> dict[str, Any]:
+    """Start the ranks, wait until the last has ended, and return what became of them."""
     with signals.to(ranks):
         try:
             ranks.start()
         except (EOFError, ConnectionError):
             return _cut_start(signals.number)
         while not ranks.wait(0.1):
-            tick()
+            pass
     return outcome_of(ranks, spec, signals.number)
 
 
@@ -98,7 +91,9 @@ class SignalForwarder:
     def __init__(self, on_stop: Callable[[], str]) -> None:
         self.number: int | None = None
         self.on_stop = on_stop
-        self.on_haste: Callable[[int], None] = lambda number: None  # called once the ranks are gone
+        self.on_second_signal: Callable[[int], None] = lambda number: (
+            None
+        )  # called once the ranks are gone
         self._ranks: RankProcesses | None = None
         self._before: dict[int, Any] = {}
 
@@ -119,7 +114,7 @@ class SignalForwarder:
         """For the while, these ranks are asked to stop."""
         self._ranks = ranks
         if self.number is not None:  # it came between two attempts
-            ranks.pass_on(self.number)
+            ranks.forward(self.number)
         try:
             yield
         finally:
@@ -134,13 +129,13 @@ class SignalForwarder:
             if self._ranks is not None:
                 self._ranks.kill(wait_s=2.0)
             with contextlib.suppress(Exception):  # nothing holds up who is in haste
-                self.on_haste(number)
+                self.on_second_signal(number)
             os._exit(stop_code(self.number))
         self.number = number
         name = signal.Signals(number).name
         logger.info("\n%s: %s; once more ends at once", name, self.on_stop(), extra=CONSOLE_ONLY)
         if self._ranks is not None:
-            self._ranks.pass_on(number)
+            self._ranks.forward(number)
 
 
 def expendable(spec: Any) -> frozenset[int]:
@@ -176,7 +171,7 @@ def outcome_of(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> dict[
         return _failed_by(lost, ranks, spec)
     if failures:
         return _failed_with(failures[0], ranks, spec)
-    if len(outcomes) + len(ranks.lost_ranks) < ranks.rank_range.num_ranks:
+    if len(outcomes) + len(ranks.lost_ranks) < ranks.num_ranks:
         if stopped_by is not None:
             return {"status": "stopped", "exit_code": stop_code(stopped_by), "report": None}
         return failed_outcome("the ranks were ended")
@@ -209,7 +204,7 @@ def _cut_start(stopped_by: int | None) -> dict[str, Any]:
 
 
 def _failed_by(lost: list[int], ranks: RankProcesses, spec: Any) -> dict[str, Any]:
-    """The outcome of an attempt that ended because these ranks were gone without a word."""
+    """The outcome of an attempt that ended because these ranks were gone without a message."""
     names = "; ".join(
         f"rank {rank}{_role(spec, rank)} (process {ranks.processes[rank].pid})"
         f" {ranks.how_it_ended(rank)}"

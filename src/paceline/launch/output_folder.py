@@ -33,8 +33,8 @@ def check_checkpoint_dir(place: str, output_dir: Path) -> None:
     check_url("checkpoint_dir", place)
     if is_url(place):
         return
-    folder, own = Path(place).absolute(), RunDir(output_dir).checkpoints.absolute()
-    if folder in (own, output_dir.absolute()) or own in folder.parents:
+    folder, checkpoints = Path(place).absolute(), RunDir(output_dir).checkpoints.absolute()
+    if folder in (checkpoints, output_dir.absolute()) or checkpoints in folder.parents:
         raise ConfigError(
             f"`checkpoint_dir: {place}` is inside the run's own folder, which keeps the newest"
             " checkpoint anyway",
@@ -112,12 +112,12 @@ def _check_no_overwriting(loaded: Loaded, run_dir: RunDir) -> None:
                 " name"
             ),
         )
-    taken = [
+    existing = [
         path.name for path in (run_dir.model, run_dir.report, run_dir.report_html) if path.exists()
     ]
-    if taken and not run_dir.config.is_file():
+    if existing and not run_dir.config.is_file():
         raise ConfigError(
             f"`output_dir: {root}` holds no run, and the run would write over what is there:"
-            f" {', '.join(taken)}",
+            f" {', '.join(existing)}",
             fix="set another `output_dir`, e.g. `output_dir=./output/run`",
         )

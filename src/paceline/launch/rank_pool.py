@@ -122,7 +122,7 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
                 ok, value = pipe.recv()  # type: ignore[union-attr]
             except (EOFError, OSError):
                 raise RunError(
-                    f"rank {rank} died without a word (often: out of memory)",
+                    f"rank {rank} ended without a message (often: out of memory)",
                     fix="ask for fewer ranks",
                 ) from None
             if not ok:

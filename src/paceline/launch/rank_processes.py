@@ -16,57 +16,38 @@ import os
 import signal
 import socket
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.files import Scratch, write_atomic
 from paceline.distributed.store_keys import LOST_KEY, MEETING_KEY
-from paceline.launch.worker import STOP_FILE, outcome_file, pid_file, worker_main
+from paceline.launch.worker import STOP_FILE, RunRank, outcome_file, pid_file, worker_main
 
-# How long the other ranks may take to end by themselves after one has failed: they leave a word,
+# How long the other ranks may take to end by themselves after one has failed: they leave a message,
 # and end what they are saving.
 _GRACE_S = 4.0
 
 
-@dataclass(frozen=True)
-class RankRange:
-    """Where this host's ranks stand among all.
-
-    Args:
-        first_rank: global rank of this host's rank 0.
-        num_ranks: on this host.
-        world_size: on all hosts.
-        address, port: of the store at which the ranks meet.
-    """
-
-    first_rank: int
-    num_ranks: int
-    world_size: int
-    address: str
-    port: int
-    environment: tuple[tuple[str, str], ...] = ()  # more of it, for the ranks
-
-
 class RankProcesses:
-    """Starts the ranks, watches them, and says what became of them. Use it in a ``with``: it leaves
+    """Starts the ranks, watches them, and reports what became of them. Use it in a ``with``: it leaves
     no process and no file.
 
     Args:
-        spec: sent to each rank; ``more`` may name what a rank does with it (see
-            :func:`~paceline.launch.worker.worker_main`).
-        expendable: global ranks that may end without ending the others.
-        store: where the ranks meet; needed where some are expendable.
+        spec: sent to each rank.
+        store: where the ranks meet; served by this process.
+        run_rank: what a rank does with ``spec``; default: see
+            :func:`~paceline.launch.worker.worker_main`.
+        expendable: ranks that may end without ending the others.
     """
 
     def __init__(
         self,
         spec: Any,
-        rank_range: RankRange,
-        *more: Any,
+        num_ranks: int,
+        store: Any,
+        run_rank: RunRank | None = None,
         expendable: frozenset[int] = frozenset(),
-        store: Any = None,
     ) -> None:
-        self.rank_range = rank_range
+        self.num_ranks = num_ranks
         self.expendable = expendable
         self.store = store
         self._scratch = Scratch()
@@ -74,14 +55,14 @@ class RankProcesses:
         # rank that the others go on without → pid, reason
         self.lost_ranks: dict[int, dict[str, Any]] = {}
         self._failed_at: float | None = None
-        self._gone: list[int] = []  # without a word, when the first failure was seen
+        self._gone: list[int] = []  # without a message, when the first failure was seen
         self._killed: set[int] = set()  # by this launcher
         context = multiprocessing.get_context("forkserver")
         self.processes: dict[int, Any] = {
-            rank_range.first_rank + number: context.Process(
-                target=_rank, args=(number, rank_range, spec, str(self.folder), *more)
+            rank: context.Process(
+                target=_rank, args=(rank, num_ranks, store.port, spec, str(self.folder), run_rank)
             )
-            for number in range(rank_range.num_ranks)
+            for rank in range(num_ranks)
         }
 
     def __enter__(self) -> RankProcesses:
@@ -106,12 +87,7 @@ class RankProcesses:
         self._end_stuck_ranks()
         return not any(process.is_alive() for process in self.processes.values())
 
-    @property
-    def failing(self) -> bool:
-        """Some rank has failed in a way that the others do not outlive."""
-        return self._failed_at is not None
-
-    def pass_on(self, number: int) -> None:
+    def forward(self, number: int) -> None:
         """Ask all ranks to stop, also those that are only starting."""
         write_atomic(self.folder / STOP_FILE, str(number))
         for pid in self.pids().values():
@@ -127,36 +103,30 @@ class RankProcesses:
         for rank, process in living.items():
             self._killed.add(rank)
             _send(process.pid, signal.SIGKILL)
-        deadline, left = (
-            time.monotonic() + wait_s,
-            [process.sentinel for process in living.values()],
-        )
+        deadline = time.monotonic() + wait_s
+        left = [process.sentinel for process in living.values()]
         while left and (seconds := deadline - time.monotonic()) > 0:
             gone = multiprocessing.connection.wait(left, timeout=seconds)
             left = [sentinel for sentinel in left if sentinel not in gone]
 
     def pids(self) -> dict[int, int]:
-        """Process of each rank that has come as far as to say so."""
-        found = {}
-        for number in range(self.rank_range.num_ranks):
+        """Process of each rank that has recorded it."""
+        pids = {}
+        for rank in range(self.num_ranks):
             with contextlib.suppress(OSError, ValueError):
-                found[self.rank_range.first_rank + number] = int(
-                    pid_file(self.folder, number).read_text()
-                )
-        return found
+                pids[rank] = int(pid_file(self.folder, rank).read_text())
+        return pids
 
     def outcomes(self) -> dict[int, dict[str, Any]]:
         """What each rank that has ended left behind."""
-        found = {}
-        for number in range(self.rank_range.num_ranks):
+        outcomes = {}
+        for rank in range(self.num_ranks):
             with contextlib.suppress(OSError, ValueError):
-                found[self.rank_range.first_rank + number] = json.loads(
-                    outcome_file(self.folder, number).read_text()
-                )
-        return found
+                outcomes[rank] = json.loads(outcome_file(self.folder, rank).read_text())
+        return outcomes
 
     def lost(self) -> list[int]:
-        """Ranks whose process is gone without a word, and not by this launcher's hand."""
+        """Ranks whose process is gone without a message, and that this launcher has not killed."""
         if self._failed_at is not None:  # who was gone then, not those that were ended after them
             return self._gone
         return self._lost_by_now()
@@ -175,9 +145,9 @@ class RankProcesses:
         code = self.processes[rank].exitcode
         if code is None or code >= 0:
             return (
-                "ended without a word"
+                "ended without a message"
                 if not code
-                else f"ended without a word, with exit code {code}"
+                else f"ended without a message, with exit code {code}"
             )
         why = " (often: out of memory; see `dmesg`)" if -code == signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-code).name}{why}"
@@ -212,23 +182,17 @@ class RankProcesses:
         return True
 
 
-def open_store(port: int = 0, address: str = "127.0.0.1") -> Any:
-    """A store for ranks to meet at, served by this process at this address alone; ``port`` 0: any
-    free one.
-
-    Raises:
-        OSError: the port is in use, or the address is none of this host.
-    """
+def open_store() -> Any:
+    """Serve a store for ranks of this host to meet at, on a free port of the loopback interface."""
     from torch.distributed import TCPStore
 
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as listening:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((address, port))
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
         listening.listen(1024)
         port = listening.getsockname()[1]
         # Left to itself, the store would listen on every address of this host.
         return TCPStore(
-            address,
+            "127.0.0.1",
             port,
             is_master=True,
             wait_for_workers=False,
@@ -236,19 +200,23 @@ def open_store(port: int = 0, address: str = "127.0.0.1") -> Any:
         )
 
 
-def _rank(number: int, rank_range: RankRange, spec: Any, folder: str, *more: Any) -> None:
+def _rank(
+    rank: int, num_ranks: int, port: int, spec: Any, folder: str, run_rank: RunRank | None
+) -> None:
     numbers = {
-        "RANK": rank_range.first_rank + number,
-        "LOCAL_RANK": number,
-        "WORLD_SIZE": rank_range.world_size,
-        "LOCAL_WORLD_SIZE": rank_range.num_ranks,
-        "MASTER_PORT": rank_range.port,
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_PORT": port,
     }
     os.environ.update({name: str(value) for name, value in numbers.items()})
-    # The store is a launcher's: no rank opens one.
-    os.environ.update(MASTER_ADDR=rank_range.address, TORCHELASTIC_USE_AGENT_STORE="True")
-    os.environ.update(rank_range.environment)
-    worker_main(spec, folder, *more)
+    # The launcher serves the store: no rank opens one.
+    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
+    if run_rank is None:
+        worker_main(spec, folder)
+    else:
+        worker_main(spec, folder, run_rank)
 
 
 def _send(pid: int, number: int) -> None:

@@ -87,18 +87,18 @@ class RestartPolicy:
     def judge(self, outcome: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
         """What is to be told of a fault after which the ranks shall be started again; None where
         they shall not, with the outcome as it shall be told."""
-        made = self._last_step()
+        last_step = self._last_step()
         newest = self._newest_step()
         if newest != self._newest:
             self._restarts, self._newest, self._last_text = 0, newest, ""
-        why_not = self._why_not(outcome, made)
+        why_not = self._why_not(outcome, last_step)
         if why_not is not None:
             text = outcome["text"] + why_not
-            if self._would_repeat(outcome, made):
+            if self._would_repeat(outcome, last_step):
                 text += _REPEATS if newest is not None else _REPEATS_WITHOUT_CHECKPOINT
             elif outcome.get("fault") is not False:
                 text += _AGAIN
-            self._end("failed", text, made)
+            self._end("failed", text, last_step)
             return None, {**outcome, "text": text}
         self._restarts += 1
         self._last_text = _kind(outcome)
@@ -106,8 +106,8 @@ class RestartPolicy:
         back = "the beginning" if newest is None else f"the checkpoint of step {newest}"
         lost = (
             ""
-            if made is None
-            else f" ({counted(max(0, made - (newest or 0)), 'step')} to be made again)"
+            if last_step is None
+            else f" ({counted(max(0, last_step - (newest or 0)), 'step')} to be made again)"
         )
         reason = str(outcome.get("reason") or outcome["text"]).rstrip(".")
         # The `fault` event holds it.
@@ -125,26 +125,28 @@ class RestartPolicy:
             "ranks": outcome.get("ranks", []),
             "hosts": outcome.get("hosts", []),
             "reason": reason,
-            "step": made,
+            "step": last_step,
             "restart": self._restarts,
             "seen_at": time.time(),
         }, outcome
 
-    def _would_repeat(self, outcome: dict[str, Any], made: int | None) -> bool:
+    def _would_repeat(self, outcome: dict[str, Any], last_step: int | None) -> bool:
         """Whether the same command would end in the same exception of the program."""
         if outcome["exit_code"] == 2:
             return False  # says itself what to change
         if outcome.get("repeats"):
             return True
-        return outcome.get("fault") is None and (made is None or _kind(outcome) == self._last_text)
+        return outcome.get("fault") is None and (
+            last_step is None or _kind(outcome) == self._last_text
+        )
 
-    def _why_not(self, outcome: dict[str, Any], made: int | None) -> str | None:
+    def _why_not(self, outcome: dict[str, Any], last_step: int | None) -> str | None:
         """Why the ranks are not started again: a sentence to be added, "" where what happened says
         enough. None: they are."""
         fault, allowed = outcome.get("fault"), self.config.recovery.max_restarts
         if fault is False or outcome["exit_code"] == 2:
             return ""
-        if fault is None and made is None:
+        if fault is None and last_step is None:
             return ""  # a program that fails before its first step fails again
         if fault is None and _kind(outcome) == self._last_text:
             return " It occurred again after a restart, so there is no further retry."
@@ -165,9 +167,9 @@ class RestartPolicy:
         return self._first if path is None else str(path)
 
     def _newest_step(self) -> int | None:
-        found = store.committed(self.run_dir.checkpoints)
+        checkpoints = store.committed(self.run_dir.checkpoints)
         # by its name: what is in it may be damaged
-        return store.step_of(found[-1]) if found else None
+        return store.step_of(checkpoints[-1]) if checkpoints else None
 
     def _last_step(self) -> int | None:
         """The last step that this attempt has logged."""
@@ -188,7 +190,7 @@ class RestartPolicy:
             "stopped", f"a second {name} ended it at once, without a checkpoint", self._last_step()
         )
 
-    def _end(self, status: str, reason: str, made: int | None) -> None:
+    def _end(self, status: str, reason: str, last_step: int | None) -> None:
         """The ranks are gone: their log gets its end from here, where they had begun one and not
         ended it."""
         events = [
@@ -196,7 +198,7 @@ class RestartPolicy:
         ]
         if events and events[-1]["type"] != "run_end":
             log = EventLog(self.run_dir.events)
-            log.emit("run_end", status=status, step=made, reason=reason[:2000])
+            log.emit("run_end", status=status, step=last_step, reason=reason[:2000])
             log.close()
         self.run_dir.heartbeats.unlink(missing_ok=True)
 

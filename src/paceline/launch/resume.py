@@ -172,7 +172,7 @@ def _check_same_config(
     if allow_change:
         logger.warning("going on with a changed config, as told: %s", listing, extra=CONSOLE_ONLY)
         return
-    kept = next(
+    setting = next(
         (
             f"`train_args.precision={old}`"
             for key, old, _ in changes
@@ -180,12 +180,12 @@ def _check_same_config(
         ),
         None,
     )
-    if kept is not None and len(changes) == 1:
+    if setting is not None and len(changes) == 1:
         raise ConfigError(
             f"`output_dir` holds another run ({where}), made with another precision. Changed:"
             f" {listing}. `precision: auto` follows the device",
             fix=(
-                f"set {kept} to resume in the precision of the run; set another `output_dir` for a"
+                f"set {setting} to resume in the precision of the run; set another `output_dir` for a"
                 " new run; or pass --allow-config-change"
             ),
         )

@@ -12,7 +12,7 @@ from paceline.core.formatting import counted
 def sharing_text(config: Config, derived: ResolvedValues) -> str | None:
     """For a run that goes on on another number of replicas, or with other micro-batches: how its
     global batch is shared now. None where it is as the config says."""
-    given, found = (
+    configured, accumulation = (
         config.train_args.gradient_accumulation_steps,
         derived.gradient_accumulation_steps,
     )
@@ -21,9 +21,9 @@ def sharing_text(config: Config, derived: ResolvedValues) -> str | None:
         counted(derived.replicas, "replica"),
     )
     each = derived.shares if derived.global_batch_size % derived.replicas else None
-    if found != given:
+    if accumulation != configured:
         text = (
-            f"gradient_accumulation_steps: {given} → {found}, which keeps the run's global batch of"
+            f"gradient_accumulation_steps: {configured} → {accumulation}, which keeps the run's global batch of"
             f" {batch} on {replicas}"
         )
         return f"{text}, as {each}" if each else text

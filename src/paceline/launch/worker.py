@@ -133,14 +133,14 @@ def run_guarded(spec: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank
 
 
 def _failed(env: RankEnv, exit_code: int, text: str, fault: bool | None) -> dict[str, Any]:
-    told = {
+    outcome = {
         "status": "failed",
         "rank": env.rank,
         "exit_code": exit_code,
         "text": text,
         "fault": fault,
     }
-    return {**told, "traceback": traceback.format_exc()}
+    return {**outcome, "traceback": traceback.format_exc()}
 
 
 def _is_fault(error: BaseException) -> bool | None:

@@ -94,12 +94,12 @@ def environment(options: KubernetesOptions) -> list[Object]:
         if options.claim
         else None
     )
-    found: list[Object] = [{"name": "HF_HOME", "value": cache}] if cache else []
+    variables: list[Object] = [{"name": "HF_HOME", "value": cache}] if cache else []
     for variable, secret, key in options.secret_env:
-        found.append(
+        variables.append(
             {"name": variable, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
         )
-    return found
+    return variables
 
 
 def pod_resources(options: KubernetesOptions) -> Object:

@@ -209,7 +209,7 @@ def _renumber(order: list[int]) -> None:
     endpoints = _gather((ray.util.get_node_ip_address(), _free_port()) if rank == 0 else None)
     address, port = endpoints[order[0]]
     node_ranks = _gather((os.environ.get("NODE_RANK", "0"), os.environ["LOCAL_RANK"]))
-    nodes = list(dict.fromkeys(node_ranks[one][0] for one in order))
+    nodes = list(dict.fromkeys(node_ranks[member][0] for member in order))
     distributed.barrier()
     distributed.destroy_process_group()
     os.environ.update(
