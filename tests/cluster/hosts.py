@@ -239,7 +239,7 @@ class Cluster:
 
     @property
     def last_step(self) -> int:
-        """The last step that the life under way has logged; 0 where it has logged none."""
+        """The last step that the attempt under way has logged; 0 where it has logged none."""
         log = self.events("run_start", "step")
         return 0 if not log or log[-1]["type"] == "run_start" else int(log[-1]["step"])
 
@@ -277,15 +277,15 @@ class Cluster:
                 raise AssertionError(f"{what}: {why}\n{said}")
             time.sleep(0.05)
 
-    def wait_for_step(self, step: int, life: int | None = None) -> None:
-        """Until the run has logged this step; in its life number so much (from 1), or in any."""
+    def wait_for_step(self, step: int, attempt: int | None = None) -> None:
+        """Until the run has logged this step; in its attempt number so much (from 1), or in any."""
 
         def reached() -> bool:
             return self.last_step >= step and (
-                life is None or len(self.events("run_start")) >= life
+                attempt is None or len(self.events("run_start")) >= attempt
             )
 
-        self.wait(reached, f"step {step}" + (f" of life {life}" if life else ""))
+        self.wait(reached, f"step {step}" + (f" of attempt {attempt}" if attempt else ""))
 
     def wait_for_start(self, number: int, world_size: int | None = None) -> None:
         """Until the run has started for the time number so much (from 1), with so many ranks."""

@@ -58,7 +58,7 @@ def world_sizes(cluster: Cluster) -> list[int]:
 
 
 def check_numbering(cluster: Cluster) -> None:
-    """In each life the endpoint's rank is number 0."""
+    """In each attempt the endpoint's rank is number 0."""
     for start in cluster.events("run_start"):
         by_rank = {one["rank"]: one["host"] for one in start["mesh"]["ranks"]}
         assert by_rank[0] == cluster.hosts[cluster.endpoint].name
@@ -184,10 +184,10 @@ def test_the_host_that_is_left_goes_on_alone_and_takes_the_other_one_in_again(
         cluster.wait_for_step(6)
         cluster.hosts[1].kill()
         cluster.wait_for_start(2, world_size=1)
-        cluster.wait_for_step(cluster.events("run_start")[-1]["resumed_from_step"] + 12, life=2)
+        cluster.wait_for_step(cluster.events("run_start")[-1]["resumed_from_step"] + 12, attempt=2)
         cluster.start(1, *OPEN_END, nnodes="1:2")
         cluster.wait_for_start(3, world_size=2)
-        cluster.wait_for_step(cluster.events("run_start")[-1]["resumed_from_step"] + 6, life=3)
+        cluster.wait_for_step(cluster.events("run_start")[-1]["resumed_from_step"] + 6, attempt=3)
         stop_and_compare(cluster, tmp_path)
     assert world_sizes(cluster) == [2, 1, 2]
     assert faults_of(cluster) == [([1], ["b"])]

@@ -139,7 +139,7 @@ def stop_for(seconds: float, whom: Choice) -> Deed:
     return deed
 
 
-# -- harm to the newest checkpoint between two lives
+# -- harm to the newest checkpoint between two attempts
 
 
 def truncated(shard: Path) -> None:
@@ -162,7 +162,7 @@ Harm = Callable[[Path], str | None]
 
 
 def harm(how: Callable[[Path], None]) -> Harm:
-    """Of the newest checkpoint of a run's folder, one shard. Returns what the next life must
+    """Of the newest checkpoint of a run's folder, one shard. Returns what the next attempt must
     say."""
 
     def do(folder: Path) -> str:
@@ -179,7 +179,7 @@ def harm(how: Callable[[Path], None]) -> Harm:
 @dataclass(frozen=True)
 class Fault:
     """Args: ends: exit code of the command when the fault has had its way; None: the command goes
-    on by itself. lives: so many new lives follow in the same command. harm: to the folder, before
+    on by itself. attempts: so many new attempts follow in the same command. harm: to the folder, before
     the command is given again; may return a word that must be said then. then: words that the
     command is given again with, in the place of those that it had.
     """
@@ -188,7 +188,7 @@ class Fault:
     moment: Moment
     deed: Deed
     ends: int | None = None
-    lives: int = 0
+    attempts: int = 0
     harm: Harm | None = None
     then: tuple[str, ...] = ()
 
@@ -198,7 +198,7 @@ class Fault:
             return False
         ending = {one.pid for one in run.rank_processes()}
         self.deed(run, random)
-        if self.lives:
+        if self.attempts:
             run.begin_life_after(ending)
         return True
 
@@ -223,14 +223,14 @@ _KILLS: Mapping[str, Choice] = {
 }
 _ALL = [
     *(
-        Fault(f"kill -9 of {name}", at_any_time, send(signal.SIGKILL, whom), lives=1)
+        Fault(f"kill -9 of {name}", at_any_time, send(signal.SIGKILL, whom), attempts=1)
         for name, whom in _KILLS.items()
     ),
     Fault(
         "kill -9 of the launcher", at_any_time, send(signal.SIGKILL, launcher), ends=-signal.SIGKILL
     ),
     Fault("SIGSTOP of a rank, 2 s", in_training, stop_for(2.0, any_rank)),
-    Fault("SIGSTOP of a rank, for good", in_training, send(signal.SIGSTOP, any_rank), lives=1),
+    Fault("SIGSTOP of a rank, for good", in_training, send(signal.SIGSTOP, any_rank), attempts=1),
     *(
         Fault(
             f"SIGTERM to {target}, in {moment}",

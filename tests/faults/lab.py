@@ -74,9 +74,9 @@ class Driven:
 
     Args:
         tried: fault → how often it was done.
-        lost: fault → steps made again, at most: from the step that the next life began from to the
+        lost: fault → steps made again, at most: from the step that the next attempt began from to the
             last one logged.
-        starts: lives that came as far as to train.
+        starts: attempts that came as far as to train.
         digest: of the last checkpoint.
         left: processes, ports and files that were left, in words.
         said: by the last command.
@@ -146,18 +146,18 @@ def _strike(
 
 
 def steps_lost(folder: Path, struck: Sequence[tuple[float, Fault]]) -> dict[str, int]:
-    """fault → steps made again at most after a life that it has cut. Fails where more were lost
+    """fault → steps made again at most after an attempt that it has cut. Fails where more were lost
     than lie between two saves, and those made while the last save was being written: it is written
     beside the training, and counts when it is whole."""
     lost: dict[str, int] = {}
-    last, life = 0, 0
+    last, attempt = 0, 0
     for one in read_events(folder / "events.jsonl"):
         if one["type"] == "step":
             last = one["step"]
         elif one["type"] == "run_start":
-            begins, life = one["resumed_from_step"] or 0, life + 1
+            begins, attempt = one["resumed_from_step"] or 0, attempt + 1
             by = [fault for at, fault in struck if at < one["time"]]
-            if life > 1 and by:
+            if attempt > 1 and by:
                 # the newest save that has surely begun; the one before it is whole
                 begun = (last - 1) // EVERY * EVERY
                 harmed = EVERY if by[-1].harm is not None else 0

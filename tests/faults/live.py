@@ -56,7 +56,7 @@ class LiveRun:
             )
         self._read, self._offset = [], self._size()
         self._server: psutil.Process | None = None
-        self._old: set[int] = set()  # ranks of a life that a fault has ended
+        self._old: set[int] = set()  # ranks of an attempt that a fault has ended
 
     @property
     def said(self) -> str:
@@ -85,7 +85,7 @@ class LiveRun:
         return [one for one in psutil.process_iter() if _has_token(one, self.token)]
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Those of the life under way that have said who they are."""
+        """Those of the attempt under way that have said who they are."""
         server, found = self.server(), {}
         for file in self.tmp.glob("paceline-run-*/pid-*"):
             with contextlib.suppress(psutil.Error, OSError, ValueError):
@@ -95,7 +95,7 @@ class LiveRun:
         return found
 
     def rank_processes(self) -> list[psutil.Process]:
-        """Those of the life under way, also where they have only just started."""
+        """Those of the attempt under way, also where they have only just started."""
         server = self.server()
         with contextlib.suppress(psutil.Error):
             return (
@@ -109,7 +109,7 @@ class LiveRun:
         return []
 
     def begin_life_after(self, ending: set[int]) -> None:
-        """These ranks are of a life that a fault has just ended; what they have logged is no more
+        """These ranks are of an attempt that a fault has just ended; what they have logged is no more
         looked at."""
         self.events()
         self._old |= ending
@@ -122,7 +122,7 @@ class LiveRun:
         return 0
 
     def events(self) -> list[dict[str, Any]]:
-        """Of the life under way (whole lines alone)."""
+        """Of the attempt under way (whole lines alone)."""
         with contextlib.suppress(OSError), open(self.folder / "events.jsonl", "rb") as handle:
             handle.seek(self._offset)
             whole, _, _ = handle.read().rpartition(b"\n")
@@ -135,7 +135,7 @@ class LiveRun:
         return self._read[starts[-1] :] if starts else []
 
     def steps(self) -> int:
-        """Steps logged in the life under way."""
+        """Steps logged in the attempt under way."""
         return sum(one["type"] == "step" for one in self.events())
 
     # -- time

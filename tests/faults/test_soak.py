@@ -111,8 +111,8 @@ def test_four_two_four_ranks(tmp_path: Path) -> None:
     stop = replace(
         FAULTS["SIGTERM to the launcher, in training"], name="a world of 4 → 2 → 4 ranks"
     )
-    lives = [replace(stop, then=(f"parallel.num_gpus={number}",)) for number in (2, 4)]
-    found = drive(tmp_path / "run", words, lives, seed=4)
+    attempts = [replace(stop, then=(f"parallel.num_gpus={number}",)) for number in (2, 4)]
+    found = drive(tmp_path / "run", words, attempts, seed=4)
     assert found.left == []
     starts = events(tmp_path / "run", "run_start")
     assert [one["world_size"] for one in starts] == [4, 2, 4]

@@ -50,7 +50,7 @@ def kill_a_rank(process, folder, first):
 
 
 def wait_for_life(folder, number, process, step, timeout_s=60.0):
-    """Until the run is in its ``number``-th life, and has made ``step`` there."""
+    """Until the run is in its ``number``-th attempt, and has made ``step`` there."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
@@ -64,7 +64,7 @@ def wait_for_life(folder, number, process, step, timeout_s=60.0):
         ):
             return
         time.sleep(0.02)
-    raise AssertionError(f"life {number} did not come to step {step}")
+    raise AssertionError(f"attempt {number} did not come to step {step}")
 
 
 def test_killed_ranks_are_replaced_and_the_run_ends_with_the_same_bits(undisturbed, tmp_path):

@@ -21,13 +21,12 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import Scratch, cache_dir, write_json_atomic
 from paceline.core.interruption import polling
+from paceline.core.log import Notice
 from paceline.data.cache import key_of
 from paceline.models.builtin import config_numbers
 
 if TYPE_CHECKING:
     from paceline.parallel.registry import ParallelLayout
-
-Notice = tuple[str, str]
 
 #: By then the fork server has imported what a model needs.
 _START_AFTER_S = 6.0
@@ -45,8 +44,8 @@ def check_model(config: Config, layout: ParallelLayout) -> list[Notice]:
         return []
     remembered = _remembered(config, layout)
     if remembered is not None:
-        with contextlib.suppress(OSError, ValueError):
-            return [(level, text) for level, text in json.loads(remembered.read_text())]
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return [Notice(*entry) for entry in json.loads(remembered.read_text())]
     notices = _build_and_check(config, layout)
     if remembered is not None:
         with contextlib.suppress(OSError):
@@ -81,7 +80,9 @@ def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
         )
     if layout.axes.pipeline > 1:
         check_stages(model, config, layout.axes.pipeline)
-    return adapter_notices(model, config) if config.lora.enable else []
+    return (
+        [Notice(*entry) for entry in adapter_notices(model, config)] if config.lora.enable else []
+    )
 
 
 def check_stages(model: Any, config: Config, num_ranks: int) -> None:

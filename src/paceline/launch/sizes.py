@@ -7,6 +7,7 @@ from paceline.config.diff import OTHER_TRAINING
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
+from paceline.core.log import Notice
 
 
 def sharing_text(config: Config, derived: ResolvedValues) -> str | None:
@@ -30,7 +31,7 @@ def sharing_text(config: Config, derived: ResolvedValues) -> str | None:
     return f"{replicas}: {batch} of the global batch as {each}" if each else None
 
 
-def check_sizes(derived: ResolvedValues, samples: int, mode: str) -> list[tuple[str, str]]:
+def check_sizes(derived: ResolvedValues, samples: int, mode: str) -> list[Notice]:
     """Check that every replica can get part of the run's global batch.
 
     Args:
@@ -40,7 +41,7 @@ def check_sizes(derived: ResolvedValues, samples: int, mode: str) -> list[tuple[
             samples alone.
 
     Returns:
-        Notices as (level, text).
+        Notices for a person.
 
     Raises:
         ConfigError: no sample to train on; more replicas than samples in the global batch of a
@@ -84,7 +85,7 @@ def check_sizes(derived: ResolvedValues, samples: int, mode: str) -> list[tuple[
             f". {counted(idle, 'replica')} of {derived.replicas} {'gets' if idle == 1 else 'get'}"
             f" padding only; {counted(samples, 'replica')} would train on the same samples"
         )
-    return [("warning", text)]
+    return [Notice("warning", text)]
 
 
 def _all_of(samples: int) -> str:

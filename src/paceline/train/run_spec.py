@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
+from paceline.core.log import Notice
 
 if TYPE_CHECKING:
     from paceline.parallel.registry import ParallelLayout
@@ -22,7 +23,7 @@ class RunSpec:
         data: what the task prepared.
         started_at: when the command began, in seconds since the epoch.
         resume_from: the checkpoint to resume from.
-        notices: (level, text) of each message that the launcher already printed.
+        notices: what the launcher has logged, for the event log.
         launcher_pid: the process that outlives the ranks and writes the end of a log that they
             could not end.
         failure: the fields of the ``fault`` event if a failure ended the attempt before this one.
@@ -38,7 +39,7 @@ class RunSpec:
     device_type: str
     started_at: float
     resume_from: str | None = None
-    notices: list[tuple[str, str]] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
     launcher_pid: int | None = None
     failure: dict[str, Any] | None = None
     reports_everywhere: bool = False
