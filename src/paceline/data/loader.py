@@ -74,7 +74,7 @@ def _loader(
 ) -> DataLoader[Any]:
     return DataLoader(
         _KeyedDataset(dataset, seed, purpose),
-        batch_sampler=batches,  # type: ignore[arg-type]
+        batch_sampler=batches,
         collate_fn=collate,
         num_workers=options.num_workers,
         prefetch_factor=options.prefetch_factor if options.num_workers else None,

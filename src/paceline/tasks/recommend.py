@@ -331,8 +331,10 @@ def _split(handle: RecommendData) -> tuple[ClickLog, ClickLog | None]:
         rows, held_out = rows.take(keep), rows.take(out) if len(out) else None
     if handle.mean is None:
         return rows, held_out
-    scaled = {"mean": handle.mean, "std": handle.std}
-    return replace(rows, **scaled), None if held_out is None else replace(held_out, **scaled)
+    rows = replace(rows, mean=handle.mean, std=handle.std)
+    if held_out is not None:
+        held_out = replace(held_out, mean=handle.mean, std=handle.std)
+    return rows, held_out
 
 
 def _about(

@@ -143,19 +143,20 @@ class _Reader:
             if value is None:
                 return f"{name} is no number"
             dense.append(value)
-        found = []
+        rows: list[list[int]] = []
         for place, name in enumerate(self.settings.categorical):
-            ids = [self._id(place, name, value, number) for value in self._cell(row[name])]
-            if any(one is None for one in ids):
+            cell = self._cell(row[name])
+            ids = [self._id(place, name, value, number) for value in cell]
+            rows.append([row_id for row_id in ids if row_id is not None])
+            if len(rows[-1]) < len(cell):
                 return f"{name} is no row number"
-            found.append([one for one in ids if one is not None])
         self.labels.append(label)
         self.dense.append(dense)
-        for place, ids in enumerate(found):
-            self.ids[place] += ids
+        for place, row_ids in enumerate(rows):
+            self.ids[place] += row_ids
             self.starts[place].append(len(self.ids[place]))
             if self.settings.ids == "vocabulary":
-                self.counts[place].update(ids)
+                self.counts[place].update(row_ids)
         return None
 
     def _cell(self, value: Any) -> list[str]:
@@ -209,13 +210,12 @@ class _Reader:
             if self.known is not None:
                 rows = self.known["vocabulary"][self.known["names"].index(name)]
             else:
-                kept = [one for one in values if counts[values[one]] >= self.settings.min_count]
-                kept.sort(
-                    key=lambda one, counts=counts, values=values: (
-                        -counts[values[one]],
-                        values[one],
-                    )
-                )
+                order = [
+                    (-counts[first], first, value)
+                    for value, first in values.items()
+                    if counts[first] >= self.settings.min_count
+                ]
+                kept = [value for _, _, value in sorted(order)]
                 rows = {value: number for number, value in enumerate(kept, 1)}
                 size = self.sizes[place]
                 if size is not None and len(rows) + 1 > size:

@@ -167,7 +167,7 @@ def _chunks(shard: TextShard, reading: ReadOptions) -> Iterator[tuple[int, bytes
 
 
 def _cut(
-    stream: IO[bytes], at: int, stop: int | None, path: Path, reading: ReadOptions
+    stream: IO[bytes] | gzip.GzipFile, at: int, stop: int | None, path: Path, reading: ReadOptions
 ) -> Iterator[tuple[int, bytes]]:
     held: list[bytes] = []
     begin = at  # where what is held begins

@@ -62,7 +62,7 @@ def _piece(size: int, number: int, piece: int) -> int:
 
 
 def _append(paths: list[Path], arrived: torch.Tensor, sizes: list[int]) -> None:
-    raw, at = memoryview(arrived.numpy()), 0
+    raw, at = arrived.numpy().data, 0
     for path, size in zip(paths, sizes, strict=True):
         if size:
             with open(path, "ab") as handle:

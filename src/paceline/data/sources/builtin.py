@@ -204,10 +204,11 @@ def _documented(module: str, tree: ast.Module) -> Iterator[tuple[str, str, str, 
             if answer := _answer(node):
                 yield "class", f"{module}.{node.name}", "", answer
             for inner in node.body:
-                is_method = isinstance(
-                    inner, ast.FunctionDef | ast.AsyncFunctionDef
-                ) and not inner.name.startswith("_")
-                if is_method and (answer := _answer(inner)):
+                if (
+                    isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)
+                    and not inner.name.startswith("_")
+                    and (answer := _answer(inner))
+                ):
                     yield "method", f"{module}.{node.name}.{inner.name}", _args(inner), answer
 
 

@@ -75,7 +75,7 @@ class ChatTemplate:
         """The template that writes this chat: this one, or the one for chats with tools."""
         if self._for_tools is None:
             return self
-        needs = {
+        needs: set[str] = {
             key for one in messages for key in ("tool_calls", "reasoning_content") if key in one
         }
         needs |= {"tools"} if tools else set()

@@ -240,6 +240,7 @@ class RowConverter:
                 else f"columns do not fit `{self.named}`"
             )
         self.seen[kind] += 1
+        used: tuple[str, ...]
         if kind == "text":
             sample = Sample(text=_text(row, _TEXT, "text"))
             used = _TEXT
@@ -361,7 +362,7 @@ class RowConverter:
         """Columns that may be unused, each with those of the same meaning that come before it: it
         is used if they are empty."""
         known = {*MUST_BE_USED, *self.columns.values()}
-        found = [
+        found: list[tuple[str, tuple[str, ...]]] = [
             (name, ())
             for name in names
             if isinstance(name, str) and name not in used and name not in known

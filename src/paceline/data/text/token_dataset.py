@@ -90,8 +90,8 @@ class TokenWriter:
 
     def add(self, input_ids: np.ndarray, labels_mask: np.ndarray) -> None:
         """One sample: token ids [tokens] and the mask [tokens] of those that carry loss."""
-        self._tokens.write(np.ascontiguousarray(input_ids, dtype=np.int32))
-        self._mask.write(np.ascontiguousarray(labels_mask, dtype=np.bool_))
+        self._tokens.write(np.ascontiguousarray(input_ids, dtype=np.int32).data)
+        self._mask.write(np.ascontiguousarray(labels_mask, dtype=np.bool_).data)
         self.lengths.append(len(input_ids))
         self.label_counts.append(int(np.count_nonzero(labels_mask[1:])))
 
