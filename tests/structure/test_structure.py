@@ -1,0 +1,119 @@
+"""The structure of the source tree: import cycles, sizes of files and folders, and the map in docs/architecture.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "paceline"
+MAX_LINES = 500
+MAX_MODULES = 16
+#: One file per command or topic.
+ANY_NUMBER_OF_MODULES = {"commands", "explain/topics"}
+
+
+def modules() -> dict[str, Path]:
+    """Return every module of the package by its dotted name."""
+    return {
+        ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(
+            ".__init__"
+        ): path
+        for path in SOURCE.rglob("*.py")
+    }
+
+
+def imported_modules(path: Path, known: dict[str, Path]) -> set[str]:
+    """Return the modules of the package that a file imports, anywhere in it."""
+
+    def module_of(name: str) -> str:
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        return name
+
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.update(module_of(f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            names.update(module_of(alias.name) for alias in node.names)
+    return names - {""}
+
+
+def find_cycles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected components with more than one module (Tarjan, 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    cycles: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for target in sorted(imports[module]):
+            if target not in index:
+                visit(target)
+                low[module] = min(low[module], low[target])
+            elif target in stack:
+                low[module] = min(low[module], index[target])
+        if low[module] == index[module]:
+            start = stack.index(module)
+            component, stack[start:] = stack[start:], []
+            if len(component) > 1:
+                cycles.append(sorted(component))
+
+    for module in sorted(imports):
+        if module not in index:
+            visit(module)
+    return cycles
+
+
+def test_no_import_cycles() -> None:
+    known = modules()
+    imports = {name: imported_modules(path, known) - {name} for name, path in known.items()}
+    assert find_cycles(imports) == []
+
+
+def test_cycles_are_detected() -> None:
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
+    assert find_cycles(imports) == [["b", "c"]]
+
+
+def test_files_are_at_most_500_lines_long() -> None:
+    lengths = {
+        str(path.relative_to(SOURCE)): len(path.read_text(encoding="utf-8").splitlines())
+        for path in SOURCE.rglob("*.py")
+    }
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_folders_hold_at_most_16_modules() -> None:
+    sizes: dict[str, int] = defaultdict(int)
+    for path in SOURCE.rglob("*.py"):
+        sizes[path.parent.relative_to(SOURCE).as_posix()] += 1
+    too_large = {name: size for name, size in sizes.items() if size > MAX_MODULES}
+    assert {name: too_large[name] for name in too_large.keys() - ANY_NUMBER_OF_MODULES} == {}
+
+
+def rows_of_map() -> list[tuple[str, str]]:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.partition("| I want to change | go to |\n")[2].partition("\n\n")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines()[1:]]
+    return [(topic.strip(), target.strip()) for topic, target in rows]
+
+
+def test_map_has_at_least_30_rows() -> None:
+    assert len(rows_of_map()) >= 30
+
+
+@pytest.mark.parametrize(("topic", "target"), rows_of_map())
+def test_map_names_existing_files(topic: str, target: str) -> None:
+    paths = re.findall(r"`([\w/]+(?:/|\.\w+))`", target)
+    assert paths, f"no path for {topic!r}"
+    for path in paths:
+        pattern = re.sub(r"\b[A-Z]+\b", "*", path).rstrip("/")
+        assert list(SOURCE.glob(pattern)), f"{path} does not exist"
