@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paceline.distributed.collectives.schedules import sent
-from paceline.distributed.link import fit
+from paceline.distributed.link import fit, time_collective
 
 if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 NATIVE = "native"
 #: a measurement goes on for about this long, within these numbers of repeats
 _BUDGET_S = 0.8
-_FEWEST, _MOST = 7, 30
+_MIN_REPEATS, _MAX_REPEATS = 7, 30
 _WARM_UP = 2
 
 
@@ -35,31 +33,23 @@ def measure_rank(
     """
     import torch
 
-    found = []
+    results = []
     for size in sizes:
         tensor = torch.zeros(max(1, size // 4))
-        runs = {case: _runner(world, tensor, *case) for case in cases}
-        longest = 0.0
-        for run in runs.values():
-            for _ in range(_WARM_UP):
-                longest = max(longest, _timed(world, run))
-        slowest = max(world.gather_numbers(longest))
-        repeats = max(_FEWEST, min(_MOST, int(_BUDGET_S / max(slowest, 1e-6))))
-        times: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
-        for _ in range(repeats):
-            for case, run in runs.items():
-                times[case].append(max(world.gather_numbers(_timed(world, run))))
-        for (collective, algorithm), seconds in times.items():
+        runs = [_runner(world, tensor, *case) for case in cases]
+        times, repeats = time_collective(
+            world,
+            runs,
+            num_warm_up=_WARM_UP,
+            min_repeats=_MIN_REPEATS,
+            max_repeats=_MAX_REPEATS,
+            budget_s=_BUDGET_S,
+            starts_together=True,
+        )
+        for (collective, algorithm), seconds in zip(cases, times, strict=True):
             entry = {"collective": collective, "algorithm": algorithm, "bytes": 4 * tensor.numel()}
-            found.append({**entry, "latency_s": median(seconds), "repeats": repeats})
-    return found
-
-
-def _timed(world: Communicator, run: Any) -> float:
-    world.barrier()
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+            results.append({**entry, "latency_s": seconds, "repeats": repeats})
+    return results
 
 
 def _runner(world: Communicator, tensor: Any, collective: str, algorithm: str) -> Any:

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any
 from paceline.distributed.collectives.volume import all_reduce_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from paceline.distributed.communicator import Communicator
 
 #: Elements (float32) of the small all-reduce, whose time is latency alone, and of the larger ones,
 #: tried one after the other for as long as the budget lasts.
 _SMALL = 1
 _MIDDLE = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
-#: About what all of them together may take; and each size, which is repeated within these numbers.
-_BUDGET_S, _SIZE_BUDGET_S = 1.5, 0.2
-_FEWEST, _MOST = 1, 5
+#: About what all of them together may take.
+_BUDGET_S = 1.5
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,11 @@ def measure_link(world: Communicator) -> Link | None:
             if len(points) > 1 and spent_s + 2 * 4 * points[-1][2] > _BUDGET_S:
                 break
             tensor = torch.zeros(numel, device=world.device)
-            seconds, repeats = _time(world, lambda one=tensor: world.wait(world.all_reduce(one)))  # type: ignore[misc]
+
+            def run(tensor: torch.Tensor = tensor) -> None:
+                world.wait(world.all_reduce(tensor))
+
+            [seconds], repeats = time_collective(world, [run], longest_warm_up_s=_BUDGET_S)
             size = all_reduce_bytes(4 * numel, world.size)
             points.append((messages, size, seconds))
             sent_bytes += size * (repeats + 1)
@@ -123,18 +128,61 @@ def measure_link(world: Communicator) -> Link | None:
     )
 
 
-def _time(world: Communicator, run: Callable[[], None]) -> tuple[float, int]:
-    """Seconds of ``run``, and how often it was repeated after a first time: the same on every rank.
-    Where the first time used up the budget, it is the measurement; else it only warms up
-    (connections, what TCP dares to send at once)."""
-    first = max(world.gather_numbers(_once(world, run)))
-    repeats = max(_FEWEST, min(_MOST, int(_SIZE_BUDGET_S / max(first, 1e-6))))
-    if first > _BUDGET_S:
-        return first, 0
-    return max(world.gather_numbers(median(_once(world, run) for _ in range(repeats)))), repeats
+def time_collective(
+    world: Communicator,
+    runs: Sequence[Callable[[], object]],
+    *,
+    num_warm_up: int = 1,
+    min_repeats: int = 1,
+    max_repeats: int = 5,
+    budget_s: float = 0.2,
+    longest_warm_up_s: float = math.inf,
+    starts_together: bool = False,
+) -> tuple[list[float], int]:
+    """Time collectives over the ranks of ``world``, after warming up (connections, the window that
+    TCP dares to send at once). They take turns, so that whatever else the machine does meets all
+    of them alike. A collective.
+
+    Args:
+        runs: each runs one collective and waits for it.
+        num_warm_up: runs of each before those that count.
+        budget_s: about what the repeats of the slowest one may take, between ``min_repeats`` and
+            ``max_repeats`` of them.
+        longest_warm_up_s: where a warm-up takes longer, it is the measurement.
+        starts_together: all ranks meet before each run, so that a rank's time holds no wait for
+            one that comes late.
+
+    Returns:
+        The seconds of each (the median over the repeats of the slowest rank's time) and the number
+        of repeats; the same on every rank.
+    """
+
+    def time_each() -> list[float]:
+        times = []
+        for run in runs:
+            if starts_together:
+                world.barrier()
+            times.append(time_once(world, run))
+        return times
+
+    def slowest(rounds: list[list[float]]) -> list[float]:
+        """Of several rounds of times, the median of each run's on the slowest rank."""
+        by_rank: list[Any] = world.gather_objects(rounds)
+        return [
+            median(max(times[number][run] for times in by_rank) for number in range(len(rounds)))
+            for run in range(len(runs))
+        ]
+
+    warm_up = [time_each() for _ in range(num_warm_up)]
+    longest_s = max(world.gather_numbers(max(max(times) for times in warm_up)))
+    if longest_s > longest_warm_up_s:
+        return slowest(warm_up), 0
+    num_repeats = max(min_repeats, min(max_repeats, int(budget_s / max(longest_s, 1e-6))))
+    return slowest([time_each() for _ in range(num_repeats)]), num_repeats
 
 
-def _once(world: Communicator, run: Callable[[], None]) -> float:
+def time_once(world: Communicator, run: Callable[[], object]) -> float:
+    """Seconds of ``run`` on this rank, until its device is done."""
     import torch
 
     start = time.perf_counter()

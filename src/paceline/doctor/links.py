@@ -10,7 +10,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.processes import host_name
-from paceline.distributed.link import Link, measure_link
+from paceline.distributed.link import Link, measure_link, time_once
 
 if TYPE_CHECKING:
     import torch
@@ -134,11 +134,8 @@ def _speak(world: Communicator, sender: int, receiver: int) -> torch.Tensor:
 def _there_and_back(world: Communicator, tensor: torch.Tensor, peer: int, begins: bool) -> float:
     """Seconds until what was sent is back, in ``tensor`` itself; the other side returns what it
     got."""
-    start = time.perf_counter()
-    for step in (_send, _receive) if begins else (_receive, _send):
-        step(world, tensor, peer)
-    _synchronise(world)
-    return time.perf_counter() - start
+    steps = (_send, _receive) if begins else (_receive, _send)
+    return time_once(world, lambda: [step(world, tensor, peer) for step in steps])
 
 
 def _clock_offset(world: Communicator, clock: torch.Tensor, peer: int, begins: bool) -> float:
@@ -188,13 +185,6 @@ def _receive(world: Communicator, tensor: torch.Tensor, source: int) -> None:
     import torch.distributed as dist
 
     dist.recv(tensor, world.ranks[source], group=world.group)
-
-
-def _synchronise(world: Communicator) -> None:
-    import torch
-
-    if world.device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def check_peer_copies(count: int, device_type: str) -> list[tuple[int, int]]:
