@@ -8,15 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 from paceline.config.compat import conversion, datasets, llamafactory_v1, lora, precision, values
 from paceline.config.compat.conversion import Convert
 from paceline.config.compat.parallel import values as parallel_values
-from paceline.config.yaml_read import SafeLoader
+from paceline.config.compat.tables import read_table
 
 #: modules with the functions that ``convert`` names in ``aliases.yaml``
 _CONVERTERS = {
@@ -77,12 +73,6 @@ class IgnoredTables:
 
     keys: dict[str, Ignored] = field(default_factory=dict)
     prefixes: dict[str, Ignored] = field(default_factory=dict)
-
-
-def read_table(name: str) -> Any:
-    """Read a data file of this package."""
-    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
-    return yaml.load(text, Loader=SafeLoader)
 
 
 @cache

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.chat_roles import STANDARD_ROLES
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.sources.readers import DOCUMENT
 from paceline.data.sources.rows import MalformedRow, Unsupported, holds_nothing, is_missing
 from paceline.data.text.media import MEDIA, check_column, check_text
-from paceline.data.text.messages import Chat, Message, MessageReader, template_lacks
+from paceline.data.text.messages import (
+    Chat,
+    Message,
+    MessageReader,
+    earlier_turns,
+    read_optional_text,
+    read_text,
+    role_names,
+    template_lacks,
+    unpack_list,
+)
 from paceline.data.text.preference import (
     LABELS,
     REJECTED,
     check_label,
     check_pairs,
     check_without_format,
-    two_outputs,
 )
 from paceline.data.text.tool_calls import read_tools
 
@@ -86,18 +93,8 @@ _EXPECTED = {
     *MUST_BE_USED,
     *MEDIA,
     *LABELS,
-    "instruction",
-    "chosen",
-    "rejected",
-    "role",
-    "content",
-    "from",
-    "value",
-    "weight",
-    "train_detail",
-    "tool_calls",
-    "tool_call_id",
-    "name",
+    *("instruction", "chosen", "rejected", "role", "content", "from", "value", "weight"),
+    *("train_detail", "tool_calls", "tool_call_id", "name"),
 }
 
 
@@ -108,7 +105,7 @@ def find_format(columns: Mapping[str, Any], pretrain: bool = False) -> str | Non
     if DOCUMENT in names or (pretrain and "text" in names):
         return "text"
     for key in _CHAT:
-        if key in names and isinstance(turns := _unpacked(columns[key]), list):
+        if key in names and isinstance(turns := unpack_list(columns[key]), list):
             first = next(iter(turns), None)
             return "sharegpt" if isinstance(first, dict) and "from" in first else "messages"
     if "instruction" in names and names & set(_ANSWER):
@@ -201,7 +198,7 @@ class RowConverter:
                 )
         self._read = MessageReader(
             self.columns,
-            _role_names(self.roles, self.label),
+            role_names(self.roles, self.label),
             self.ignore_columns,
             self._supports,
             self.unused,
@@ -242,7 +239,7 @@ class RowConverter:
         self.seen[kind] += 1
         used: tuple[str, ...]
         if kind == "text":
-            sample = Sample(text=_text(row, _TEXT, "text"))
+            sample = Sample(text=read_text(row, _TEXT, "text"))
             used = _TEXT
         elif kind == "prompt_completion":
             sample, used = self._pair(row)
@@ -388,7 +385,7 @@ class RowConverter:
             (pair for pair in pairs if row[pair[0]] is not None and row[pair[1]] is not None),
             pairs[0],
         )
-        prompt, answer = _unpacked(row[prompt_key]), _unpacked(row[answer_key])
+        prompt, answer = unpack_list(row[prompt_key]), unpack_list(row[answer_key])
         if isinstance(prompt, list) and isinstance(answer, list):  # both as chats
             return self._chat(self._read([*prompt, *answer]), row), (
                 prompt_key,
@@ -396,11 +393,11 @@ class RowConverter:
                 *_SYSTEM,
             )
         used = (prompt_key, answer_key, *_SYSTEM, "history", "reasoning_content")
-        pair = (_text(row, (prompt_key,), "prompt"), _text(row, (answer_key,), "answer"))
+        pair = (read_text(row, (prompt_key,), "prompt"), read_text(row, (answer_key,), "answer"))
         self._check_prompts(row, (prompt_key,))
         chat = Chat(
             [
-                *_history(row),
+                *earlier_turns(row),
                 {"role": "user", "content": pair[0]},
                 {"role": "assistant", "content": pair[1]},
             ]
@@ -431,7 +428,7 @@ class RowConverter:
         chat.messages[-1]["reasoning_content"] = chat.messages[-1]["thinking"] = thoughts
 
     def _turns(self, row: dict[str, Any], key: str) -> Chat:
-        turns = _unpacked(row[key])
+        turns = unpack_list(row[key])
         if is_missing(turns):
             raise MalformedRow("no messages")
         if not isinstance(turns, list):
@@ -458,7 +455,7 @@ class RowConverter:
                 fix="use `task: sft`, or list the key in `ignore_columns`",
             )
         off = frozenset(index for index in chat.off if index <= last)
-        system = _optional(row, _SYSTEM)
+        system = read_optional_text(row, _SYSTEM)
         if used[0]["role"] != "system":
             system = system or self.system
             if system:
@@ -481,102 +478,21 @@ def as_chat(sample: Sample, system: str | None) -> list[Message]:
     ]
 
 
-def _role_names(roles: Mapping[str, str | list[str]], label: str) -> dict[str, str]:
-    """`{role: theirs}` turned around."""
-    out: dict[str, str] = {}
-    for role, names in roles.items():
-        if role not in STANDARD_ROLES:
-            raise ConfigError(
-                f"`roles: {{{role}: ...}}` of {label}: unknown role `{role}`",
-                allowed=", ".join(STANDARD_ROLES),
-            )
-        out.update(dict.fromkeys([names] if isinstance(names, str) else names, role))
-    return out
-
-
 def _chat_column(row: dict[str, Any], there: tuple[str, ...]) -> str:
     if len(there) == 1:
         return there[0]
-    return next((name for name in there if isinstance(_unpacked(row[name]), list)), there[0])
+    return next((name for name in there if isinstance(unpack_list(row[name]), list)), there[0])
 
 
 def _alpaca(row: dict[str, Any]) -> list[Message]:
-    instruction = _optional(row, ("instruction",)) or ""
-    more = _optional(row, _INPUT) or ""
-    answer = _text(row, _ANSWER, "answer")
+    instruction = read_optional_text(row, ("instruction",)) or ""
+    more = read_optional_text(row, _INPUT) or ""
+    answer = read_text(row, _ANSWER, "answer")
     question = "\n".join(one for one in (instruction, more) if one.strip())
     if not question:
         raise MalformedRow("empty prompt")
     return [
-        *_history(row),
+        *earlier_turns(row),
         {"role": "user", "content": question},
         {"role": "assistant", "content": answer},
     ]
-
-
-def _history(row: dict[str, Any]) -> list[Message]:
-    """Earlier turns: a list of (question, answer), or of messages."""
-    if "history" not in row:
-        return []
-    history = _unpacked(row["history"])
-    if holds_nothing(history):
-        return []
-    if not isinstance(history, list):
-        raise MalformedRow("history is no list of (question, answer)")
-    messages: list[Message] = []
-    for turn in history:
-        if isinstance(turn, dict):
-            messages += MessageReader({}, {}, (), lambda name: False, Counter())([turn]).messages
-        elif (
-            isinstance(turn, list | tuple)
-            and len(turn) == 2
-            and all(isinstance(one, str) for one in turn)
-        ):
-            messages += [
-                {"role": "user", "content": turn[0]},
-                {"role": "assistant", "content": turn[1]},
-            ]
-        else:
-            raise MalformedRow("history is no list of (question, answer)")
-    return messages
-
-
-def _unpacked(value: Any) -> Any:
-    """A list that a CSV file had to carry as JSON text."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
-
-
-def _text(row: dict[str, Any], keys: tuple[str, ...], what: str) -> str:
-    """The first of the columns that is there, as text; a number counts as its digits."""
-    key = next((key for key in keys if key in row and not is_missing(row[key])), None)
-    if key is None:
-        raise MalformedRow(f"empty {what}")
-    value = row[key]
-    if isinstance(value, int | float):
-        value = str(value)
-    if not isinstance(value, str):
-        if (
-            what == "answer"
-            and isinstance(value, list)
-            and len(value) == 2
-            and all(isinstance(one, str) for one in value)
-        ):
-            raise two_outputs(key)
-        raise MalformedRow(f"{what} is not text")
-    if not value.strip():
-        raise MalformedRow(f"empty {what}")
-    return value
-
-
-def _optional(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
-    value = next((row[key] for key in keys if not is_missing(row.get(key))), None)
-    if value is None:
-        return None
-    if not isinstance(value, str | int | float):
-        raise MalformedRow(f"{keys[0]} is not text")
-    return str(value)

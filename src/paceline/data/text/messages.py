@@ -9,9 +9,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.config.chat_roles import CALL, ROLES
+from paceline.config.chat_roles import CALL, ROLES, STANDARD_ROLES
+from paceline.core.errors import ConfigError
 from paceline.data.sources.rows import MalformedRow, Unsupported, holds_nothing, is_missing
 from paceline.data.text.media import MEDIA, TEXT_PARTS, check_column, check_text, other_part
+from paceline.data.text.preference import two_outputs
 from paceline.data.text.tool_calls import name_calls, read_calls
 
 Message = dict[str, Any]
@@ -299,3 +301,84 @@ def template_lacks(name: str, key: str | None = None) -> Unsupported:
     return Unsupported(
         f"the rows have `{column}`, and the chat template does not use `{name}`", fix=fix
     )
+
+
+def role_names(roles: Mapping[str, str | list[str]], label: str) -> dict[str, str]:
+    """`{role: theirs}` turned around."""
+    out: dict[str, str] = {}
+    for role, names in roles.items():
+        if role not in STANDARD_ROLES:
+            raise ConfigError(
+                f"`roles: {{{role}: ...}}` of {label}: unknown role `{role}`",
+                allowed=", ".join(STANDARD_ROLES),
+            )
+        out.update(dict.fromkeys([names] if isinstance(names, str) else names, role))
+    return out
+
+
+def earlier_turns(row: dict[str, Any]) -> list[Message]:
+    """Earlier turns: a list of (question, answer), or of messages."""
+    if "history" not in row:
+        return []
+    history = unpack_list(row["history"])
+    if holds_nothing(history):
+        return []
+    if not isinstance(history, list):
+        raise MalformedRow("history is no list of (question, answer)")
+    messages: list[Message] = []
+    for turn in history:
+        if isinstance(turn, dict):
+            messages += MessageReader({}, {}, (), lambda name: False, Counter())([turn]).messages
+        elif (
+            isinstance(turn, list | tuple)
+            and len(turn) == 2
+            and all(isinstance(one, str) for one in turn)
+        ):
+            messages += [
+                {"role": "user", "content": turn[0]},
+                {"role": "assistant", "content": turn[1]},
+            ]
+        else:
+            raise MalformedRow("history is no list of (question, answer)")
+    return messages
+
+
+def unpack_list(value: Any) -> Any:
+    """A list that a CSV file had to carry as JSON text."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def read_text(row: dict[str, Any], keys: tuple[str, ...], what: str) -> str:
+    """The first of the columns that is there, as text; a number counts as its digits."""
+    key = next((key for key in keys if key in row and not is_missing(row[key])), None)
+    if key is None:
+        raise MalformedRow(f"empty {what}")
+    value = row[key]
+    if isinstance(value, int | float):
+        value = str(value)
+    if not isinstance(value, str):
+        if (
+            what == "answer"
+            and isinstance(value, list)
+            and len(value) == 2
+            and all(isinstance(one, str) for one in value)
+        ):
+            raise two_outputs(key)
+        raise MalformedRow(f"{what} is not text")
+    if not value.strip():
+        raise MalformedRow(f"empty {what}")
+    return value
+
+
+def read_optional_text(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
+    value = next((row[key] for key in keys if not is_missing(row.get(key))), None)
+    if value is None:
+        return None
+    if not isinstance(value, str | int | float):
+        raise MalformedRow(f"{keys[0]} is not text")
+    return str(value)

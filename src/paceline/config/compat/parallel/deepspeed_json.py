@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.config.compat.tables import read_table
 from paceline.core.errors import ConfigError, did_you_mean
 
 #: Keys of `zero_optimization` that are passed on to DeepSpeed, with the type of their value.
@@ -38,106 +39,30 @@ SHORT_NAMES = {
     key.removeprefix("stage3_"): key for key in HONOURED_ZERO if key.startswith("stage3_")
 }
 
-_LOGS = "Paceline logs and reports by itself"
-_CHECKPOINTS = "checkpoints are written by Paceline and load under every strategy"
+
+def _reasons(section: str) -> dict[str, str]:
+    """A section of ``deepspeed.yaml``: the reason of each key."""
+    return {
+        key: group["reason"]
+        for group in read_table("parallel/deepspeed.yaml")[section]
+        for key in group["keys"].split()
+    }
+
+
+#: Top-level keys that do not change what is trained, with the reason.
+IGNORED = _reasons("ignored")
+#: Top-level keys that cannot be honored when they are on, with the reason.
+REFUSED = _reasons("refused")
+#: Keys of `zero_optimization` without effect here, with the reason.
+_IGNORED_ZERO = _reasons("ignored_zero")
 _OFFLOAD_DETAIL = "Paceline configures the offload"
-#: Top-level keys that do not change what is trained, with the reason why they have no effect here.
-IGNORED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "comet", "comms_config", "comms_logger", "csv_monitor", "dump_state", "flops_profiler",
-            "log_level", "memory_breakdown", "monitor_config", "steps_per_print", "timers",
-            "wall_clock_breakdown", "wandb",
-        ),
-        _LOGS,
-    ),
-    "tensorboard": "set `report_to: [tensorboard]`",
-    "activation_checkpointing": "set `train_args.gradient_checkpointing`",
-    "aio": "it concerns offloading to NVMe",
-    "autotuning": "Paceline does not run DeepSpeed's autotuning",
-    "checkpoint": _CHECKPOINTS,
-    "nebula": _CHECKPOINTS,
-    "load_universal_checkpoint": _CHECKPOINTS,
-    "use_node_local_storage": _CHECKPOINTS,
-    "compile": "torch.compile is not used",
-    "dataloader_drop_last": "Paceline loads the data; every sample comes once per epoch",
-    "disable_python_gc": "Paceline tunes the garbage collector",
-    "gradient_allreduce_op": "gradients are divided by the global number of label tokens",
-    "managed_gradient_accumulation": "set `train_args.gradient_accumulation_steps`",
-    "seq_parallel_communication_data_type": "it concerns sequence parallelism",
-    "use_data_before_expert_parallelism": "it concerns expert parallelism",
-    "zero_allow_untested_optimizer": "the optimizer is `train_args.optim`",
-    "zero_force_ds_cpu_optimizer": "the optimizer is `train_args.optim`",
-}  # fmt: skip
-_SUM = "gradients are summed and divided by the global count of the loss"
 _DTYPES = "the types follow from the precision in `train_args`"
 _FEATURE = "Paceline does not use this feature of DeepSpeed"
-#: Top-level keys that would change the training or its layout and cannot be honored when they are
-#: on.
-REFUSED: dict[str, str] = {
-    "amp": _DTYPES,
-    "communication_data_type": _DTYPES,
-    "data_types": _DTYPES,
-    "fp8": "Paceline does not train in 8-bit precision",
-    "gradient_predivide_factor": _SUM,
-    "prescale_gradients": _SUM,
-    "torch_autocast": _DTYPES,
-    "sequence_parallel": "Paceline does not split sequences over ranks",
-    "sequence_parallel_size": "Paceline does not split sequences over ranks",
-    "tensor_parallel": (
-        "for tensor parallelism set `parallel.mode: hybrid` with `parallel.tensor` and"
-        " `parallel.shard`"
-    ),
-    **dict.fromkeys(
-        (
-            "compression_training",
-            "curriculum_learning",
-            "data_efficiency",
-            "disable_allgather",
-            "eigenvalue",
-            "elasticity",
-            "expert_parallel",
-            "hybrid_engine",
-            "pipeline",
-            "progressive_layer_drop",
-            "quantize_training",
-            "sparse_attention",
-            "sparse_gradients",
-            "weight_quantization",
-        ),
-        _FEATURE,
-    ),
-}
 #: Values that mean "off" for keys of REFUSED whose off is not false or null.
 _OFF_VALUES: dict[str, tuple[Any, ...]] = {
     "gradient_predivide_factor": (1, 1.0),
     "sequence_parallel_size": (0, 1),
     "tensor_parallel": ({"autotp_size": 0}, {"autotp_size": 1}),
-}
-#: Keys of `zero_optimization` without effect here.
-_IGNORED_ZERO: dict[str, str] = {
-    **dict.fromkeys(
-        ("gather_16bit_weights_on_model_save", "gather_fp16_weights_on_model_save"),
-        "`model/` is always written in full",
-    ),
-    **dict.fromkeys(
-        ("elastic_checkpoint", "load_from_fp32_weights", "pipeline_loading_checkpoint"),
-        _CHECKPOINTS,
-    ),
-    **dict.fromkeys(("log_trace_cache_warnings", "enable_sanity_checks"), _LOGS),
-    **dict.fromkeys(
-        (
-            "allgather_sequential",
-            "memory_efficient_linear",
-            "module_granularity_threshold",
-            "override_module_apply",
-            "use_all_reduce_for_fetch_params",
-        ),
-        "it does not change the results",
-    ),
-    "cpu_offload_use_pin_memory": _OFFLOAD_DETAIL,
-    "save_muon_momentum_buffer_in_memory": "it concerns the Muon optimizer",
-    "compute_grad_norm": "the norm is always computed",
 }
 #: Keys of `zero_optimization` that cannot be honored when they are on, with the values that mean
 #: "off".
