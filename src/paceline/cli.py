@@ -5,21 +5,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import json
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from importlib import import_module
-from pathlib import Path
-from typing import Any
 
 from paceline.commands.options import OptionParser, add_common
 from paceline.core.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_SIGINT,
-    ConfigError,
     PacelineError,
 )
 from paceline.core.log import configure_logging
@@ -41,6 +37,7 @@ VERBS = {
     "slurm": "write a batch script for Slurm",
     "kubernetes": "write manifests for Kubernetes",
     "ray": "train on a Ray cluster",
+    "completion": "print a completion script for a shell",
 }
 ALIASES = {"train": "sft"}
 
@@ -114,10 +111,6 @@ def _dispatch(tokens: list[str]) -> int:
         return EXIT_DONE
     if not tokens or tokens[0] == "help":
         tokens = ["--help"]
-    if tokens[0] in _LEGACY and {"-h", "--help"} & set(tokens):
-        tokens = ["--help"]
-    if tokens[0] in _LEGACY:
-        return _LEGACY[tokens[0]](tokens[1:], 0.0)
     verb = next((token for token in tokens if not token.startswith("-")), "")
     parser, rest = build_parser([verb]).resolve(tokens)
     if {"-h", "--help"} & set(rest):
@@ -128,102 +121,6 @@ def _dispatch(tokens: list[str]) -> int:
     args.build_parser = partial(build_parser, VERBS)
     code: int = args.run(args)
     return code
-
-
-def _verify(tokens: list[str], _: float) -> int:
-    from paceline.config.load import load_config
-    from paceline.config.overrides import split_cli
-    from paceline.models.positions import fit_length
-    from paceline.verify.run import Request, verify
-
-    flags, tokens = _take_flags(tokens, "json", "debug")
-    values, tokens = _take_values(
-        tokens, {"modes": str, "world-size": int, "steps": int, "output": Path}
-    )
-    path, overrides = split_cli(tokens)
-    request = Request(**{key.replace("-", "_"): value for key, value in values.items()})
-    result = verify(fit_length(load_config(path, overrides)), request)
-    if result.certificate is not None and flags["json"]:
-        print(json.dumps(result.certificate, indent=2))
-    elif result.certificate is not None:
-        from paceline.verify.table import print_certificate
-
-        print_certificate(result.certificate)
-    return result.exit_code
-
-
-def _doctor(tokens: list[str], _: float) -> int:
-    from paceline.config.overrides import split_cli
-    from paceline.doctor.run import doctor, make_request
-
-    flags, tokens = _take_flags(tokens, "json", "debug")
-    values, tokens = _take_values(tokens, {"ranks": str})
-    path, overrides = split_cli(tokens)
-    return doctor(make_request(path, overrides, values.get("ranks")), flags["json"])
-
-
-def _ray(tokens: list[str], _: float) -> int:
-    from paceline.commands.ray import FLAGS, VALUES, check_ray_options, make_options, train_on_ray
-    from paceline.config.overrides import split_cli
-
-    flags, tokens = _take_flags(tokens, *FLAGS)
-    values, tokens = _take_values(tokens, VALUES)
-    check_ray_options(tokens)
-    path, overrides = split_cli(tokens)
-    return train_on_ray(make_options(path, overrides, values, flags), flags["json"])
-
-
-_LEGACY: dict[str, Callable[[list[str], float], int]] = {
-    "verify": _verify,
-    "doctor": _doctor,
-    "ray": _ray,
-}
-
-
-def _take_flags(tokens: list[str], *names: str) -> tuple[dict[str, bool], list[str]]:
-    def name_of(token: str) -> str:
-        return token[2:].replace("_", "-") if token.startswith("--") else ""
-
-    given = {name_of(one) for one in tokens}
-    return {name: name in given for name in names}, [
-        one for one in tokens if name_of(one) not in names
-    ]
-
-
-def _take_values(
-    tokens: list[str], kinds: dict[str, Callable[[str], Any]]
-) -> tuple[dict[str, Any], list[str]]:
-    """Options with a value, as ``--name value`` or ``--name=value``."""
-    values: dict[str, Any] = {}
-    rest = []
-    left = iter(tokens)
-    for token in left:
-        name, equals, value = token.removeprefix("--").partition("=")
-        if not token.startswith("--") or name.replace("_", "-") not in kinds:
-            rest.append(token)
-            continue
-        name = name.replace("_", "-")
-        if not equals:
-            value = next(left, "")
-        try:
-            values[name] = kinds[name](value)
-        except ValueError as error:
-            raise ConfigError(
-                f"`--{name} {value}` is not of type {kinds[name].__name__}"
-            ) from error
-    return values, rest
-
-
-def _exactly(tokens: list[str], verb: str, *names: str) -> list[str]:
-    unknown = [one for one in tokens if one.startswith("--")]
-    if unknown or len(tokens) != len(names):
-        got = " ".join(tokens) or "nothing"
-        raise ConfigError(
-            f"`paceline {verb}` was given {got}",
-            allowed=f"paceline {verb} {' '.join(names)}",
-            fix="see `paceline --help`",
-        )
-    return tokens
 
 
 def _print_error(text: str) -> None:

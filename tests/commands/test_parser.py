@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from commands import parse
 
-from paceline.cli import _LEGACY, VERBS, main
+from paceline.cli import VERBS, main
 from paceline.config.load import load_config
 from paceline.config.overrides import split_cli
 from paceline.core.errors import ConfigError
@@ -17,7 +18,7 @@ from paceline.core.errors import ConfigError
 _HEAVY = ("torch", "transformers", "datasets", "ray", "numpy", "fastapi")
 
 
-@pytest.mark.parametrize("verb", ["", *(verb for verb in VERBS if verb not in _LEGACY)])
+@pytest.mark.parametrize("verb", ["", *VERBS])
 def test_help_imports_nothing_heavy(verb: str) -> None:
     code = (
         "import sys, time; started = time.process_time()\n"
@@ -42,7 +43,7 @@ def test_help_imports_nothing_heavy(verb: str) -> None:
     [
         (["plann"], "`paceline plann` is not a command"),
         (["plan", "--world-size", "two"], "`--world-size two` is not a whole number"),
-        (["plan", "--world-size"], "`--world-size` needs a value"),
+        (["plan", "--world-size"], "`--world-size` has no value"),
         (["plan", "--json=1"], "`--json` takes no value"),
         (["plan", "--world-siz", "2"], "did you mean `--world-size`?"),
         (["watch"], "`paceline watch` was given nothing. Allowed: paceline watch RUN"),
@@ -92,3 +93,44 @@ def test_errors_of_overrides_are_those_of_the_config(
         load_config(*split_cli(tokens))
     assert main(["plan", *tokens]) == 2
     assert capsys.readouterr().err == f"error: {caught.value}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["pl"], ["plan"]),
+        (["plan", "--wo"], ["--world-size"]),
+        (["data", "st"], ["stats"]),
+        (["data", "count", "--by", ""], ["words", "tokens"]),
+        (["bench", "collectives", "--algorithms", "r"], ["ring"]),
+        (["explain", "all"], ["all-reduce"]),
+        (["train", "--dry"], ["--dry-run"]),
+    ],
+)
+def test_bash_completion(words: list[str], expected: list[str], bash_script: str) -> None:
+    line = " ".join(repr(word) for word in ["paceline", *words])
+    code = (
+        f"{bash_script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words)}; _paceline\n"
+        'printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == expected
+
+
+@pytest.fixture(scope="module")
+def bash_script() -> str:
+    return completion_script("bash")
+
+
+def completion_script(shell: str) -> str:
+    command = [sys.executable, "-m", "paceline", "completion", shell]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_completions_name_every_verb(shell: str) -> None:
+    script = completion_script(shell)
+    assert all(verb in script for verb in VERBS)
+    assert "world-size" in script
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=script, text=True, check=True)

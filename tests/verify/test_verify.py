@@ -131,7 +131,7 @@ def test_a_wrong_strategy_is_named_and_one_that_dies_does_not_take_the_others_do
     [
         (("--modes", "ddp,zero4"), "`--modes zero4` is not a mode"),
         (("--modes", "data2-tensor2", "--world-size", "2"), "does not make 2 ranks"),
-        (("--world-size", "1"), "too few"),
+        (("--world-size", "1"), "2 or more"),
     ],
 )
 def test_what_cannot_be_verified_is_said_before_anything_starts(

@@ -56,13 +56,15 @@ def _value_cases(command: OptionParser) -> dict[str, tuple[str, ...]]:
 
 
 def _case_table(parser: OptionParser) -> str:
-    """Lines of a `case` statement over the command and the previous word, which set `words`."""
+    """Lines of a `case` statement over the command and the previous word, which set `candidates`."""
     lines = []
     for path, command in _commands(parser):
         for option, choices in _value_cases(command).items():
-            lines.append(f"    {shlex.quote(f'{path}:{option}')}) words='{' '.join(choices)}' ;;")
-        lines.append(f"    {shlex.quote(f'{path}:')}*) words='{' '.join(_words(command))}' ;;")
-    lines.append(f"    *) words='{' '.join([*parser.commands, '--help', '--version'])}' ;;")
+            lines.append(
+                f"    {shlex.quote(f'{path}:{option}')}) candidates='{' '.join(choices)}' ;;"
+            )
+        lines.append(f"    {shlex.quote(f'{path}:')}*) candidates='{' '.join(_words(command))}' ;;")
+    lines.append(f"    *) candidates='{' '.join([*parser.commands, '--help', '--version'])}' ;;")
     return "\n".join(lines)
 
 
@@ -71,7 +73,7 @@ def _bash(parser: OptionParser) -> str:
     return f"""\
 # bash completion for paceline
 _paceline() {{
-  local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" words
+  local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" candidates
   local command=''
   (( COMP_CWORD > 1 )) && command="${{COMP_WORDS[1]}}"
   case "$command" in
@@ -80,7 +82,7 @@ _paceline() {{
   case "$command:$previous" in
 {_case_table(parser)}
   esac
-  COMPREPLY=($(compgen -W "$words" -- "$current"))
+  COMPREPLY=($(compgen -W "$candidates" -- "$current"))
 }}
 complete -o default -F _paceline paceline
 """
@@ -91,17 +93,15 @@ def _zsh(parser: OptionParser) -> str:
     return f"""\
 #compdef paceline
 _paceline() {{
-  local previous="${{words[CURRENT-1]}}" command=''
-  local -a line=("${{words[@]}}")
-  (( CURRENT > 2 )) && command="${{line[2]}}"
+  local previous="${{words[CURRENT-1]}}" command='' candidates=''
+  (( CURRENT > 2 )) && command="${{words[2]}}"
   case "$command" in
-    {nested}) (( CURRENT > 3 )) && command="$command ${{line[3]}}" ;;
+    {nested}) (( CURRENT > 3 )) && command="$command ${{words[3]}}" ;;
   esac
-  local words=''
   case "$command:$previous" in
 {_case_table(parser)}
   esac
-  compadd -- ${{=words}}
+  compadd -- ${{=candidates}}
   _files
 }}
 compdef _paceline paceline

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -34,6 +35,8 @@ from paceline.data.count.job import (
     write_table,
 )
 from paceline.data.count.runs import merged, rows
+
+logger = logging.getLogger(__name__)
 
 _MAX_RANKS = 64
 _MAX_DEFAULT_RANKS = 8
@@ -165,7 +168,7 @@ def run(args: Namespace) -> int:
         if options.engine == "local"
         else f"Ray, {options.ranks} CPUs"
     )
-    _print_notice(
+    logger.info(
         f"counting {spec.by}: {human_bytes(size_bytes)} in {counted(len(spec.files), 'file')},"
         f" {where}"
     )
@@ -174,10 +177,10 @@ def run(args: Namespace) -> int:
         with _sigterm_as_exception():
             result = _count(options)
     except KeyboardInterrupt:
-        _print_notice("\nstopped; every process is ended, nothing was written")
+        print("\nstopped; every process is ended, nothing was written", file=sys.stderr)
         return EXIT_SIGINT
     except _Terminated:
-        _print_notice("stopped; every process is ended, nothing was written")
+        print("stopped; every process is ended, nothing was written", file=sys.stderr)
         return EXIT_SIGTERM
     summary = _summary(options, result, size_bytes, time.perf_counter() - started)
     _print_notices(summary)
@@ -307,21 +310,16 @@ def _print_notices(summary: dict[str, Any]) -> None:
     """Print what the user should know beside the counts."""
     if summary["spills"]:
         memory, size = human_bytes(summary["memory_bytes"]), human_bytes(summary["spilled_bytes"])
-        _print_notice(
+        logger.info(
             f"{summary['spills']:,} full tables were spilled to disk, {size} in all ({memory} a"
             " rank)"
         )
     if summary["replaced"]:
-        _print_notice(
-            f"warning: {summary['replaced']:,} stretches of bytes that are not UTF-8 counted as"
-            " U+FFFD"
+        logger.warning(
+            f"{summary['replaced']:,} stretches of bytes that are not UTF-8 counted as U+FFFD"
         )
     if summary["output"]:
-        _print_notice(f"written: {summary['output']}")
-
-
-def _print_notice(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+        logger.info(f"written: {summary['output']}")
 
 
 class _Terminated(BaseException):

@@ -4,42 +4,50 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.cluster.ray.driver import Connection, TorchTrainer, check_ray, connected
+from paceline.commands.options import (
+    ExistingFolder,
+    InvalidValue,
+    OptionParser,
+    WholeNumber,
+    add_config,
+    config_and_overrides,
+)
 from paceline.config.load import load_config
-from paceline.core.errors import EXIT_DONE, ConfigError, StoppedError, did_you_mean
+from paceline.core.errors import EXIT_DONE, ConfigError, StoppedError
 
-HELP = """\
-usage: paceline ray CONFIG.yaml --num-workers N [key=value …]
+logger = logging.getLogger(__name__)
 
-Train on N workers of a Ray cluster, through Ray Train (`pip install "paceline[ray]"`, Ray 2.50 or newer).
+if TYPE_CHECKING:
+    from paceline.cluster.ray.driver import Connection, TorchTrainer
 
-  --num-workers N       workers, one rank each
-  --address HOST:PORT   cluster to use; default: RAY_ADDRESS, the cluster that runs on this machine, or one that is started
-                        for this run and ended with it
-  --use-gpu             one GPU for each worker; default: if `parallel.device` or the cluster has GPUs
-  --cpus-per-worker N   CPU cores that Ray reserves for each worker (default 1); also the threads of a CPU worker
-  --max-failures N      how often Ray starts all workers again after a failure; -1: without a limit
-                        (default: `recovery.max_restarts`)
-  --working-dir DIR     folder that Ray copies to the nodes, for relative paths of the config; default: the workers use this
-                        folder, which all nodes must see
-  --allow-config-change resume although the config has changed
-  --json                print the report alone on standard output
-"""
 
-#: The options of the verb: how each is read.
-VALUES: dict[str, Callable[[str], Any]] = {
-    "num-workers": int, "address": str, "cpus-per-worker": int, "max-failures": int, "working-dir": Path,
-}  # fmt: skip
-FLAGS = ("json", "debug", "use-gpu", "allow-config-change")
+@dataclass(frozen=True)
+class RayAddress:
+    """The address of a cluster."""
+
+    allowed: str = "HOST:PORT of the head node (`ray start --head` prints it), auto, or local"
+
+    def __call__(self, text: str) -> str:
+        if not text or text.startswith("ray://"):
+            raise InvalidValue(
+                "is not supported: Ray Train does not run through the Ray Client",
+                allowed=self.allowed,
+                fix=(
+                    "run the command on a node of the cluster, or submit it: `ray job submit --"
+                    " paceline ray …`"
+                ),
+            )
+        return text
 
 
 @dataclass(frozen=True)
@@ -57,58 +65,90 @@ class RayOptions:
     allow_config_change: bool
 
 
-def check_ray_options(tokens: list[str]) -> None:
-    """Raise ConfigError for a token that looks like a misspelled option."""
-    for token in tokens:
-        name = token[2:].partition("=")[0].replace("_", "-")
-        question = did_you_mean(name, [*VALUES, *FLAGS], form="`--{}`", cutoff=0.8)
-        if token.startswith("--") and question:
-            raise ConfigError(f"`paceline ray` has no option `--{name}`", fix=question)
+def add_arguments(parser: OptionParser) -> None:
+    add_config(parser)
+    parser.add_argument(
+        "--num-workers",
+        type=WholeNumber(1),
+        metavar="N",
+        help="workers, one rank each; required",
+    )
+    parser.add_argument(
+        "--address",
+        type=RayAddress(),
+        metavar="HOST:PORT",
+        help=(
+            "cluster to use; default: RAY_ADDRESS, the cluster that runs on this machine, or one"
+            " that is started for this run and ended with it"
+        ),
+    )
+    parser.add_argument(
+        "--use-gpu",
+        action="store_true",
+        help="one GPU for each worker; default: if `parallel.device` or the cluster has GPUs",
+    )
+    parser.add_argument(
+        "--cpus-per-worker",
+        type=WholeNumber(1),
+        default=1,
+        metavar="N",
+        help="CPU cores that Ray reserves for each worker; also the threads of a CPU worker",
+    )
+    parser.add_argument(
+        "--max-failures",
+        type=WholeNumber(-1, range_text="-1 (without a limit) or more"),
+        metavar="N",
+        help=(
+            "how often Ray starts all workers again after a failure; default:"
+            " `recovery.max_restarts`"
+        ),
+    )
+    parser.add_argument(
+        "--working-dir",
+        type=ExistingFolder(),
+        metavar="DIR",
+        help=(
+            "folder that Ray copies to the nodes, for relative paths of the config; default: the"
+            " workers use this folder, which all nodes must see"
+        ),
+    )
+    parser.add_argument(
+        "--allow-config-change", action="store_true", help="resume although the config has changed"
+    )
+    parser.example = "paceline ray CONFIG.yaml --num-workers 4 --address auto"
 
 
-def make_options(
-    path: Path | None, overrides: list[str], values: dict[str, Any], flags: dict[str, bool]
-) -> RayOptions:
-    """Check the options of the command line.
-
-    Raises:
-        ConfigError: an option is missing, unknown or out of range.
-    """
-    if "num-workers" not in values:
+def make_options(args: Namespace) -> RayOptions:
+    """Raises ConfigError if an option is missing."""
+    path, overrides = config_and_overrides(args)
+    if args.num_workers is None:
         raise ConfigError(
             "`paceline ray` needs the number of workers",
             fix="add `--num-workers N`: with GPUs, one worker for each of them",
         )
-    for name, least in (("num-workers", 1), ("cpus-per-worker", 1), ("max-failures", -1)):
-        if name in values and values[name] < least:
-            raise ConfigError(
-                f"`--{name} {values[name]}` is out of range", allowed=f"{least} or more"
-            )
-    address = values.get("address")
-    if address == "" or (address or "").startswith("ray://"):
-        raise ConfigError(
-            f"`--address {address}` is not supported: Ray Train does not run through the Ray Client",
-            allowed="HOST:PORT of the head node (`ray start --head` prints it), auto, or local",
-            fix="run the command on a node of the cluster, or submit it: `ray job submit -- paceline ray …`",
-        )
-    working_dir = values.get("working-dir")
-    if working_dir is not None and not working_dir.is_dir():
-        raise ConfigError(
-            f"`--working-dir {working_dir}` is not a folder", fix="give a folder, such as `.`"
-        )
     return RayOptions(
-        path, overrides, values["num-workers"], address, flags["use-gpu"], values.get("cpus-per-worker", 1),
-        values.get("max-failures"), working_dir, flags["allow-config-change"],
-    )  # fmt: skip
+        config=path,
+        overrides=overrides,
+        num_workers=args.num_workers,
+        address=args.address,
+        use_gpu=args.use_gpu,
+        cpus_per_worker=args.cpus_per_worker,
+        max_failures=args.max_failures,
+        working_dir=args.working_dir,
+        allow_config_change=args.allow_config_change,
+    )
 
 
-def train_on_ray(options: RayOptions, as_json: bool) -> int:
-    """Connect, train, and print. Returns the exit code.
+def run(args: Namespace) -> int:
+    """Connect to the cluster, train, and print the report.
 
     Raises:
         ConfigError: the config, an option or the address is wrong.
         RunError: the run failed.
     """
+    from paceline.cluster.ray.driver import check_ray, connected
+
+    options = make_options(args)
     check_ray()
     load_config(options.config, options.overrides)  # before a cluster is started
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -123,7 +163,7 @@ def train_on_ray(options: RayOptions, as_json: bool) -> int:
         trainer = _trainer(options, connection)
         results = _until_done(trainer)
     result = results[0]
-    if as_json:
+    if args.json:
         print(json.dumps(result["report"], indent=2))
     elif result["exit_code"] == EXIT_DONE:
         print(f"report: {trainer.loaded.config.output_dir}/report.html", file=sys.stderr)
@@ -132,6 +172,8 @@ def train_on_ray(options: RayOptions, as_json: bool) -> int:
 
 def _trainer(options: RayOptions, connection: Connection) -> TorchTrainer:
     from ray.train import ScalingConfig
+
+    from paceline.cluster.ray.driver import TorchTrainer
 
     device = load_config(options.config, options.overrides).config.parallel.device
     use_gpu = _uses_gpus(options, device, connection)
@@ -151,12 +193,12 @@ def _trainer(options: RayOptions, connection: Connection) -> TorchTrainer:
         else "a cluster on this machine, started for this run"
     )
     kind = "GPU" if use_gpu else "CPU"
-    _say(f"Ray: {options.num_workers} {kind} workers on {where}")
+    logger.info(f"Ray: {options.num_workers} {kind} workers on {where}")
     for name, per_worker in resources.items():
         available = connection.resources.get(name, 0.0)
         if per_worker * options.num_workers > available:
-            _say(
-                f"warning: the workers need {per_worker * options.num_workers} {name}s and the cluster has {available:g}: Ray "
+            logger.warning(
+                f"the workers need {per_worker * options.num_workers} {name}s and the cluster has {available:g}: Ray "
                 "waits until nodes join. Press Ctrl-C to end"
             )
     return trainer
@@ -213,7 +255,9 @@ def _until_done(trainer: TorchTrainer) -> list[dict[str, Any]]:
             )
         if len(received) > 2:
             os._exit(128 + received[0])
-        _say(f"{name}: finishing this step and saving a checkpoint; once more ends the run at once")
+        logger.info(
+            f"{name}: finishing this step and saving a checkpoint; once more ends the run at once"
+        )
         trainer.request_stop(number)
 
     before = {
@@ -230,8 +274,3 @@ def _until_done(trainer: TorchTrainer) -> list[dict[str, Any]]:
     if errors:
         raise errors[0]
     return results
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import os
 import secrets
 import sys
@@ -18,6 +19,8 @@ from paceline.commands.options import AnyPath, OptionParser, Text, WholeNumber
 from paceline.core.errors import EXIT_DONE, ConfigError
 from paceline.web.binding import PORT, bind, is_loopback, shown_host
 from paceline.web.files import shown
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from paceline.web.server import PanelServer
@@ -64,10 +67,10 @@ def run(args: Namespace) -> int:
     folder_text = shown(os.path.realpath(folder))
     url = f"http://{shown_host(args.host)}:{port}/?token={token}"
     if args.port not in (0, port):
-        _print_notice(f"port {args.port} is in use; this is {port}.")
+        logger.info(f"port {args.port} is in use; this is {port}.")
     if not is_loopback(args.host):
-        _print_notice(
-            f"warning: bound to {args.host}: everyone in this network who has the link can see the"
+        logger.warning(
+            f"bound to {args.host}: everyone in this network who has the link can see the"
             f" runs of {folder_text}, start and stop them. The link holds the token, and nothing is"
             " encrypted: who listens in the network reads it. To keep the panel to this machine:"
             " leave out --host."
@@ -81,7 +84,7 @@ def run(args: Namespace) -> int:
         _open(url)
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn passes the signal on once it has ended
         _server(folder, port, args.host, token).run(sockets=[listener])
-    _print_notice("the panel has ended; runs go on.")
+    logger.info("the panel has ended; runs go on.")
     return EXIT_DONE
 
 
@@ -110,7 +113,7 @@ def _existing_folder(requested: Path | None) -> Path:
             fix=f"mkdir -p {folder}",
         )
     folder.mkdir()
-    _print_notice(f"made the folder {folder}: runs that are started from the panel go there.")
+    logger.info(f"made the folder {folder}: runs that are started from the panel go there.")
     return folder
 
 
@@ -122,11 +125,7 @@ def _open(url: str) -> None:
     if screen:
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
     else:
-        _print_notice(
+        logger.info(
             "there is no screen here: open the link in a browser (from another machine through `ssh"
             " -L`, with the same port)."
         )
-
-
-def _print_notice(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

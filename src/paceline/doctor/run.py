@@ -3,14 +3,12 @@ have."""
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.load import Loaded, load_config
+from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.check import Check, broken, doubtful, well
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, PacelineError
@@ -37,8 +35,6 @@ if TYPE_CHECKING:
     from paceline.distributed.environment import RankEnv
     from paceline.doctor.hosts import HostsReport
 
-MAX_RANKS = 64
-_STAND_IN = ("model=builtin:qwen2-tiny", "dataset=builtin:python-docs")
 #: A link this many times slower than the middle one is named.
 _SLOWER = 3.0
 #: Clocks of hosts further apart than this make their logs hard to compare.
@@ -46,18 +42,27 @@ _CLOCKS_APART_S = 1.0
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the command line says. ``given``: a config was named; else ``loaded`` is a stand-in, of
+class DoctorOptions:
+    """What is checked. ``has_config``: a config was named; else ``loaded`` is a placeholder, of
     which only the section `parallel` counts."""
 
     loaded: Loaded
-    given: bool
+    has_config: bool
     num_ranks: int | None = None
 
 
 @dataclass(frozen=True)
-class Examination:
-    """What a rank is given to do."""
+class DoctorResult:
+    """``report`` is None if another rank or host prints it, or if a signal ended the command."""
+
+    exit_code: int
+    report: dict[str, Any] | None = None
+    checks: list[Check] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class HostExam:
+    """What a rank checks and measures."""
 
     config: Config
     device_type: str
@@ -69,116 +74,101 @@ class Examination:
     gradient_bytes: int | None = None
 
 
-def make_request(path: str | Path | None, words: list[str], ranks: str | None) -> Request:
-    """Check the words of the command line.
-
-    Raises:
-        ConfigError: the config is wrong, or the number of ranks.
-    """
-    if ranks is not None and (not ranks.isdecimal() or not 1 <= int(ranks) <= MAX_RANKS):
-        raise ConfigError(
-            f"`--ranks {ranks}` is no number of ranks",
-            allowed=f"1 to {MAX_RANKS}",
-            fix="write e.g. `--ranks 2`",
-        )
-    count = int(ranks) if ranks is not None else None
-    given = path is not None or any(not word.lstrip("-").startswith("parallel.") for word in words)
-    loaded = load_config(path, [*([] if given else _STAND_IN), *words])
-    if count is not None and loaded.config.parallel.num_gpus not in ("auto", count):
-        raise ConfigError(
-            f"`--ranks {count}` was given, and `parallel.num_gpus` is"
-            f" {loaded.config.parallel.num_gpus}",
-            fix="leave one of them out",
-        )
-    return Request(loaded, given, count)
-
-
-def doctor(request: Request, as_json: bool) -> int:
-    """Look, measure, print; exit code 1 where something would make a run fail.
+def doctor(options: DoctorOptions) -> DoctorResult:
+    """Check this machine, and measure between the ranks.
 
     Raises:
         ConfigError: the devices that the config asks for are not there.
-        RunError: the ranks could not speak with each other at all.
+        RunError: the ranks could not communicate at all.
     """
     from paceline.distributed.environment import outer_launcher, scheduled_host, with_scheduler
 
     configure_logging()
-    log_notices(logger, request.loaded.notices)
+    log_notices(logger, options.loaded.notices)
     outer = outer_launcher()
     parallel = with_scheduler(
-        request.loaded.config.parallel, scheduled_host() if outer is None else None
+        options.loaded.config.parallel, scheduled_host() if outer is None else None
     )
-    request = replace(request, loaded=request.loaded.with_parallel(parallel))
-    devices = _devices(request, outer)
-    several = outer is None and parallel.hosts != (1, 1)
-    if several or (outer is None and devices.count > 1):
+    options = replace(options, loaded=options.loaded.with_parallel(parallel))
+    devices = _devices(options, outer)
+    has_several_hosts = outer is None and parallel.hosts != (1, 1)
+    starts_ranks = has_several_hosts or (outer is None and devices.count > 1)
+    if starts_ranks:
         _warm_up()
     checks: list[Check] = []
-    gradients = None
-    between: HostsReport | None = None
-    if several:
-        between = _between_hosts(request, devices)
-        if between.blocks_ranks and not between.is_first:
+    gradient_bytes = None
+    hosts: HostsReport | None = None
+    if has_several_hosts:
+        hosts = _between_hosts(options, devices)
+        if hosts.blocks_ranks and not hosts.is_first:
             logger.info(
                 "the checks between the hosts found what would make a run fail; the endpoint host"
                 " prints it"
             )
-            return EXIT_FAILED
-        checks, gradients = between.checks, between.gradient_bytes
+            return DoctorResult(EXIT_FAILED)
+        checks, gradient_bytes = hosts.checks, hosts.gradient_bytes
     elif outer is None:
-        checks, gradients = examine_host(
-            request.loaded.config, request.given, devices.type, devices.count
+        checks, gradient_bytes = examine_host(
+            options.loaded.config, options.has_config, devices.type, devices.count
         )
     measured = None
-    job = Examination(
-        request.loaded.config, devices.type, request.given, 60.0, outer is not None, gradients
-    )
-    if between is not None and between.blocks_ranks:
+    if hosts is not None and hosts.blocks_ranks:
         logger.info("no ranks were started, because a run between these hosts would fail")
-    elif outer is not None or several or devices.count > 1:
-        outcome = _on_ranks(job, devices, outer)
+    elif outer is not None or starts_ranks:
+        exam = HostExam(
+            options.loaded.config,
+            devices.type,
+            options.has_config,
+            60.0,
+            outer is not None,
+            gradient_bytes,
+        )
+        outcome = _on_ranks(exam, devices, outer)
         if outcome["status"] == "stopped":
-            return int(outcome["exit_code"])
+            return DoctorResult(int(outcome["exit_code"]))
         if outcome["status"] == "failed":
-            text = outcome["text"].partition(" To go on:")[0]
-            checks.append(
-                broken(
-                    "links",
-                    text,
-                    "see which host or interface the text names; `--ranks 1` looks at this host"
-                    " alone",
-                )
-            )
+            checks.append(_failed_links(outcome["text"]))
         else:
             measured = outcome["report"]
     if measured is not None:
-        checks += [Check(**one) for one in measured["checks"]]
+        checks += [Check(**check) for check in measured["checks"]]
     elif not checks:  # under an outer launcher, rank 0 prints for all
-        return EXIT_DONE
-    if between is not None and not between.is_first:  # the endpoint host prints for all
-        return EXIT_DONE
-    found = {
-        "ok": not any(one.fatal for one in checks),
-        "checks": [one.as_dict() for one in checks],
+        return DoctorResult(EXIT_DONE)
+    if hosts is not None and not hosts.is_first:  # the endpoint host prints for all
+        return DoctorResult(EXIT_DONE)
+    report = _report(checks, measured, hosts)
+    _keep(devices.type, measured)
+    return DoctorResult(EXIT_DONE if report["ok"] else EXIT_FAILED, report, checks)
+
+
+def _failed_links(text: str) -> Check:
+    return broken(
+        "links",
+        text.partition(" To go on:")[0],
+        "see which host or interface the text names; `--ranks 1` looks at this host alone",
+    )
+
+
+def _report(
+    checks: list[Check], measured: dict[str, Any] | None, hosts: HostsReport | None
+) -> dict[str, Any]:
+    """What `--json` prints."""
+    return {
+        "ok": not any(check.fatal for check in checks),
+        "checks": [check.as_dict() for check in checks],
         "links": measured["links"] if measured else [],
         "all_reduce": measured["all_reduce"] if measured else None,
-        "host_links": between.links if between else (measured or {}).get("host_links", []),
-        "hosts": between.hosts if between else (measured or {}).get("hosts", []),
+        "host_links": hosts.links if hosts else (measured or {}).get("host_links", []),
+        "hosts": hosts.hosts if hosts else (measured or {}).get("hosts", []),
     }
-    _keep(devices.type, measured)
-    if as_json:
-        print(json.dumps(found, indent=2))
-    else:
-        _show(checks, found)
-    return EXIT_DONE if found["ok"] else EXIT_FAILED
 
 
-def _between_hosts(request: Request, devices: Devices) -> HostsReport:
+def _between_hosts(options: DoctorOptions, devices: Devices) -> HostsReport:
     """Look at this host, and measure between all hosts before a rank is started."""
     from paceline.cluster.endpoint import check_endpoint, is_listening, resolve_endpoint
     from paceline.doctor.hosts import MeetingPoint, inspect_endpoint_and_hosts
 
-    config = request.loaded.config
+    config = options.loaded.config
     check_endpoint(config.parallel)
     try:
         resolved = resolve_endpoint(config)
@@ -196,7 +186,7 @@ def _between_hosts(request: Request, devices: Devices) -> HostsReport:
     )
     endpoint = MeetingPoint(address, port, resolved.local_address, resolved.interface, is_host)
     checks, gradients = examine_host(
-        config, request.given and is_host, devices.type, devices.count, address
+        config, options.has_config and is_host, devices.type, devices.count, address
     )
     return inspect_endpoint_and_hosts(endpoint, config.parallel.hosts, checks, gradients)
 
@@ -274,7 +264,7 @@ def _peer_copies(count: int, device_type: str) -> Check:
 
 # -- ranks
 # ---------------------------------------------------------------------------------------------------------------------
-def examine_rank(job: Examination, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
+def examine_rank(job: HostExam, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     """Measure the network with the other ranks; a collective."""
     from paceline.distributed.communicator import init_communicator
     from paceline.doctor.links import measure_network
@@ -307,7 +297,7 @@ def examine_rank(job: Examination, env: RankEnv, stop: StopFlag) -> dict[str, An
         world.close()
 
 
-def examine_member(job: Examination, member: Membership, stop: StopFlag) -> dict[str, Any]:
+def examine_member(job: HostExam, member: Membership, stop: StopFlag) -> dict[str, Any]:
     """As :func:`examine_rank`, on a rank of several hosts. Nothing is started again after a
     failure."""
     from paceline.launch.worker import run_guarded
@@ -317,7 +307,7 @@ def examine_member(job: Examination, member: Membership, stop: StopFlag) -> dict
 
 
 def _look_at_hosts(
-    job: Examination, env: RankEnv
+    job: HostExam, env: RankEnv
 ) -> tuple[list[Check], int | None, dict[str, Any], bool]:
     """Under an outer launcher: the first rank of each host looks at it, and all hosts measure
     between them.
@@ -411,7 +401,7 @@ def _between(network: Any, pair: Any) -> str:
     return f"{ends[0]} ↔ {ends[1]}"
 
 
-def _on_ranks(job: Examination, devices: Devices, outer: RankEnv | None) -> dict[str, Any]:
+def _on_ranks(job: HostExam, devices: Devices, outer: RankEnv | None) -> dict[str, Any]:
     if outer is not None:
         from paceline.core.stop import StopFlag
         from paceline.launch.worker import run_guarded
@@ -436,17 +426,17 @@ def _warm_up() -> None:
     warm_up(["paceline.launch.worker", "paceline.doctor.links"])
 
 
-def _devices(request: Request, outer: RankEnv | None) -> Devices:
+def _devices(options: DoctorOptions, outer: RankEnv | None) -> Devices:
     from paceline.distributed.devices import accelerators, choose_devices
 
-    parallel = request.loaded.config.parallel
-    if request.num_ranks is not None:
+    parallel = options.loaded.config.parallel
+    if options.num_ranks is not None:
         # Asked for by number alone: of GPUs where there are some, else of CPU ranks.
         device = (
             "cpu" if parallel.device == "auto" and accelerators()[0] is None else parallel.device
         )
         parallel = parallel.model_copy(
-            update={"num_gpus": request.num_ranks, "mode": "auto", "device": device}
+            update={"num_gpus": options.num_ranks, "mode": "auto", "device": device}
         )
     devices = choose_devices(
         parallel, ranks_given=None if outer is None else outer.local_world_size
@@ -475,50 +465,3 @@ def _keep(device_type: str, measured: dict[str, Any] | None) -> None:
         logger.warning("the measurements could not be kept for the planner: %s", error)
     else:
         logger.info("kept for `paceline plan`: %s", path)
-
-
-# -- for a person
-# --------------------------------------------------------------------------------------------------------------
-def _show(checks: list[Check], found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 120, highlight=False)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for one in checks:
-        mark, style = (
-            ("ok", "green") if one.ok else ("FAIL", "bold red") if one.fatal else ("warn", "yellow")
-        )
-        text = Text(one.value)
-        if one.advice:
-            text.append(f"\n→ {one.advice}", style="bold" if one.fatal else "")
-        table.add_row(Text(mark, style=style), one.name, text)
-    console.print(table)
-    for one in (
-        sorted(found["links"], key=lambda link: link["bandwidth_bytes_s"])[:8]
-        if len(found["links"]) > 1
-        else []
-    ):
-        rate = f"{human_bytes(one['bandwidth_bytes_s'])}/s"
-        console.print(
-            Text(
-                f"  rank {one['from']} ↔ rank {one['to']}  {short_duration(one['latency_s']):>9} "
-                f" {rate:>12}"
-            )
-        )
-    if len(found["links"]) > 8:
-        console.print(Text(f"  and {len(found['links']) - 8} faster ones (--json)"))
-    console.print(Text(_verdict(checks), style="bold green" if found["ok"] else "bold red"))
-
-
-def _verdict(checks: list[Check]) -> str:
-    fatal = [one.name for one in checks if one.fatal]
-    doubts = [one.name for one in checks if not one.ok and not one.fatal]
-    tail = f"; worth a look: {', '.join(doubts)}" if doubts else ""
-    if fatal:
-        return f"\na run would fail: {', '.join(fatal)}{tail}"
-    return f"\n{counted(len(checks), 'check')}, nothing that would make a run fail{tail}"

@@ -21,7 +21,6 @@ from paceline.core.errors import (
     EXIT_FAILED,
     EXIT_USAGE,
     ConfigError,
-    PacelineError,
     RunError,
 )
 from paceline.core.files import write_atomic, write_json_atomic
@@ -50,9 +49,9 @@ _CPU_RANKS = 4
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the command line says beside the config. ``modes``: see :mod:`paceline.verify.modes`;
-    None for all."""
+class VerifyOptions:
+    """What is verified. ``modes``: see :mod:`paceline.verify.modes`; None for all. ``output``: the
+    folder of the certificate."""
 
     modes: str | None = None
     world_size: int | None = None
@@ -61,14 +60,14 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Certified:
+class VerifyResult:
     """The exit code and the certificate; None where a signal ended it."""
 
     exit_code: int
     certificate: dict[str, Any] | None
 
 
-def verify(loaded: Loaded, request: Request) -> Certified:
+def verify(loaded: Loaded, options: VerifyOptions) -> VerifyResult:
     """Make the certificate of a config. Exit code 1: a mode passed a bound, or failed; 2: one that
     was asked for was refused.
 
@@ -80,41 +79,41 @@ def verify(loaded: Loaded, request: Request) -> Certified:
     from paceline.launch.fork_server import start_fork_server
     from paceline.tasks import load_task
 
-    _check(request)
+    _check(options)
     configure_logging()
     log_notices(logger, loaded.notices)
-    config = _calm(loaded.config, request.steps)
-    devices = _devices(config, request.world_size)
+    config = _calm(loaded.config, options.steps)
+    devices = _devices(config, options.world_size)
     parallel, notices = without_idle_offload(config.parallel, devices.type)
     config = config.model_copy(update={"parallel": parallel})
     log_notices(logger, notices)
     config, precision = with_precision(config, devices.type, devices.names[: devices.count])
     logger.info(f"{precision}; all modes are compared in it")
-    names = _names(config, devices.count, request.modes)
+    names = _names(config, devices.count, options.modes)
     start_fork_server(
         config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": "zero3"})})
     )
     load_task(config).check()
-    modes, refused = _modes(config, devices.count, names, request.modes)
+    modes, refused = _modes(config, devices.count, names, options.modes)
     folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
     try:
         base = _base_job(replace(loaded, config=config), devices, folder)
-        modes, trials = _trials(modes, config, base, names, request.modes, refused)
-        found = _run(trials, request.steps, folder, devices.count)
+        modes, trials = _trials(modes, config, base, names, options.modes, refused)
+        found = _run(trials, options.steps, folder, devices.count)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if isinstance(found, int):
-        return Certified(found, None)
-    certificate = _certificate(names, config, base, devices, request.steps, modes, found, refused)
-    if request.output is not None:
-        _write(certificate, request.output)
-    late = request.modes is not None and any(one["ok"] is None for one in certificate["modes"])
-    return Certified(
+        return VerifyResult(found, None)
+    certificate = _certificate(names, config, base, devices, options.steps, modes, found, refused)
+    if options.output is not None:
+        _write(certificate, options.output)
+    late = options.modes is not None and any(one["ok"] is None for one in certificate["modes"])
+    return VerifyResult(
         EXIT_FAILED if not certificate["ok"] else EXIT_USAGE if late else EXIT_DONE, certificate
     )
 
 
-def _check(request: Request) -> None:
+def _check(options: VerifyOptions) -> None:
     from paceline.distributed.environment import outer_launcher
 
     if outer_launcher() is not None:
@@ -122,20 +121,10 @@ def _check(request: Request) -> None:
             "`paceline verify` starts its own ranks",
             fix="start it without torchrun: `paceline verify CONFIG`",
         )
-    for flag, value, least in (
-        ("steps", request.steps, 1),
-        ("world-size", request.world_size or 2, 2),
-    ):
-        if value < least:
-            raise ConfigError(
-                f"`--{flag} {value}` is too few",
-                allowed=f"{least} or more",
-                fix=f"leave `--{flag}` out",
-            )
-    if request.output is not None:
+    if options.output is not None:
         from paceline.launch.preflight import check_output_dir
 
-        check_output_dir(request.output)
+        check_output_dir(options.output)
 
 
 def _calm(config: Config, steps: int) -> Config:
@@ -423,6 +412,3 @@ def _write(certificate: dict[str, Any], folder: Path) -> None:
             fix="give another `--output`",
         ) from error
     logger.info(f"written: {folder / 'verify.html'}, {folder / 'verify.json'}")
-
-
-__all__ = ["Certified", "PacelineError", "Request", "verify"]
