@@ -11,6 +11,7 @@ import pytest
 
 from paceline.core import log
 from paceline.core.events import EventLog, read_events
+from paceline.observe.console import Console
 
 logger = logging.getLogger("paceline.launch.test")
 
@@ -45,7 +46,7 @@ def test_a_notice_is_printed_once_and_is_one_event(
     log.configure_logging()
     heard: list[dict[str, Any]] = []
     events = EventLog(tmp_path / "events.jsonl", [heard.append])
-    with log.log_to_events(events, replaces_console=True):
+    with log.log_to_events(events):
         logger.warning("a warning")
         logger.info("only for a person", extra=log.CONSOLE_ONLY)
         logger.debug("for a developer")
@@ -61,14 +62,18 @@ def test_a_quiet_console_keeps_no_notice_from_the_event_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log.configure_logging(quiet=True)
-    events = EventLog(tmp_path / "events.jsonl")
-    with log.log_to_events(events, replaces_console=log.shows_progress()):
+    assert not log.is_shown()
+    assert log.is_shown("warning")
+    events = EventLog(tmp_path / "events.jsonl", [Console()])
+    with log.log_to_events(events):
         logger.info("info")
         logger.warning("warning")
+        events.emit("step", step=1, loss=1.0)
     events.close()
-    assert [event["text"] for event in read_events(tmp_path / "events.jsonl")] == [
+    assert [event.get("text") for event in read_events(tmp_path / "events.jsonl")] == [
         "info",
         "warning",
+        None,
     ]
     assert capsys.readouterr().err == "warning: warning\n"
 

@@ -75,9 +75,9 @@ def hide_on_console(messages: Iterable[str]) -> None:
         console.hidden = frozenset(messages)
 
 
-def shows_progress() -> bool:
-    """Return whether the console shows what is below a warning, such as the lines of steps."""
-    return _number_of(os.environ.get(_LEVEL_VARIABLE, "info")) <= logging.INFO
+def is_shown(level: str = "info") -> bool:
+    """Return whether the console of this process shows messages of this level."""
+    return _number_of(level) >= _number_of(os.environ.get(_LEVEL_VARIABLE, "info"))
 
 
 def log_notices(logger: logging.Logger, notices: Iterable[tuple[str, str]]) -> None:
@@ -157,16 +157,12 @@ def recorded_notices() -> Iterator[NoticeRecorder]:
 
 
 @contextmanager
-def log_to_events(events: EventLog, replaces_console: bool) -> Iterator[None]:
-    """Within the block, write notices to ``events``.
-
-    Args:
-        replaces_console: a listener of ``events`` prints notices, or nobody is to read them.
-    """
+def log_to_events(events: EventLog) -> Iterator[None]:
+    """Within the block, write notices to ``events``, whose listeners print them."""
     console = _console_handler()
     with _attached(EventLogHandler(events)):
         if console is not None:
-            console.is_replaced = replaces_console
+            console.is_replaced = True
         try:
             yield
         finally:

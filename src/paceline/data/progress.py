@@ -8,7 +8,7 @@ import time
 from typing import TextIO
 
 from paceline.core import formatting
-from paceline.core.log import shows_progress
+from paceline.core.log import is_shown
 
 _QUIET_S = 2.0  # short work needs no progress line
 _TERMINAL_EVERY_S, _PLAIN_EVERY_S = 0.2, 10.0
@@ -36,7 +36,7 @@ class Progress:
         self.rows += rows
         self.done_bytes += size_bytes
         now = time.monotonic()
-        if now >= self._next and shows_progress():
+        if now >= self._next and is_shown():
             self._next = now + (_TERMINAL_EVERY_S if self._on_terminal else _PLAIN_EVERY_S)
             self._print(self.text(now - self._begun))
 

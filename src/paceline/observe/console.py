@@ -16,6 +16,7 @@ from paceline.core import formatting
 from paceline.core.event_text import event_text
 from paceline.core.events import Event
 from paceline.core.formatting import shares_text
+from paceline.core.log import is_shown
 from paceline.observe.terminal import LiveTerminal, PlainTerminal, SafeStream
 
 _PLAIN_GAP_S = 1.0  # of a long run that logs every step, at most about one plain line per second
@@ -170,7 +171,10 @@ class Console:
         if handler is None or self._stream.broken:
             return
         try:
-            handler(event)
+            if is_shown() or is_shown(event_text(event)[0]):
+                handler(event)
+            else:
+                self.catch_up(event)
         except Exception as error:  # the display is worth less than the training
             self._give_up(error, event)
 

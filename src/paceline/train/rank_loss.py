@@ -11,7 +11,6 @@ from paceline.checkpoint.saver import CheckpointManager
 from paceline.config.schema import Config
 from paceline.core.events import Event, EventLog, read_events
 from paceline.core.formatting import counted
-from paceline.core.log import shows_progress
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.data.order import SampleOrder
 from paceline.observe.console import Console
@@ -21,7 +20,7 @@ from paceline.train.state import RankContext, TrainState
 
 def event_listeners(config: Config, run_dir: RunDir) -> list[Callable[[Event], None]]:
     """Return what gets each event on the rank that writes the event log."""
-    listeners: list[Callable[[Event], None]] = [Console()] if shows_progress() else []
+    listeners: list[Callable[[Event], None]] = [Console()]
     if "tensorboard" in config.report_to:
         from paceline.observe.tensorboard import TensorBoardListener
 

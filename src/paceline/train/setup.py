@@ -22,7 +22,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.events import EventLog
 from paceline.core.files import write_atomic
-from paceline.core.log import log_to_events, shows_progress
+from paceline.core.log import log_to_events
 from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.core.stop import StopFlag
 from paceline.data.loader import LoaderOptions
@@ -98,9 +98,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
         with _locked(run_dir, comm):
             if comm.is_rank_zero:
                 events = _open_events(spec, run_dir)
-                logging_context.enter_context(
-                    log_to_events(events, replaces_console=shows_progress())
-                )
+                logging_context.enter_context(log_to_events(events))
             watchdog.watch(components.strategy, events)
             ctx = RankContext(comm, run_dir, events, stop)
             store = _claim_store(spec, ctx)

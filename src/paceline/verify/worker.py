@@ -139,7 +139,7 @@ def _train(
 ) -> dict[str, Any]:
     heard: list[Event] = []
     events = EventLog(None, [heard.append])
-    with log_to_events(events, replaces_console=True):
+    with log_to_events(events):
         components, data, notices = build_components(trial.spec, world, adjust=turn_off_dropout)
         run_dir = RunDir(Path(trial.spec.config.output_dir))  # of no run: nothing is written there
         ctx = RankContext(components.strategy.world, run_dir, EventLog(None, [heard.append]), stop)
