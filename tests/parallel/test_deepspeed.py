@@ -4,6 +4,7 @@ and send what they declare."""
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from paceline.distributed.collectives.volume import scatter_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
+from paceline.health.anomalies import UpdateDecision
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import SingleDeviceStrategy
@@ -99,7 +101,8 @@ class Run:
                 group["lr"] = 1e-2 * (1 + step % 3)
             self.strategy.forward_backward(micro_step, count)
             norm = self.strategy.clip_grad_norm(0.5)
-            assert self.strategy.optimizer_step(self.precision.step)
+            decision = UpdateDecision(None)
+            assert self.strategy.optimizer_step(partial(self.precision.step, decision=decision))
             found.append((self.world.sum(float(seen))[0] / (4 * MICRO_BATCHES), float(norm)))
         return found
 

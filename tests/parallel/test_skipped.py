@@ -11,6 +11,7 @@ from training import ROWS, WORDS, Net, Plain
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
+from paceline.health.anomalies import UpdateDecision
 from paceline.parallel.registry import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.precision import Precision
@@ -76,10 +77,10 @@ class Run:
         own = self.strategy.local_grad_finite()
         norm_seen = None if self.strategy.handles_overflow else norm
         made = self.strategy.optimizer_step(
-            lambda optimizer: self.precision.step(optimizer, norm_seen)
+            lambda optimizer: self.precision.step(optimizer, UpdateDecision(norm_seen))
         )
         if self.strategy.handles_overflow:
-            self.precision.settle(made)
+            self.precision.update_scale(made)
         return made, None if own is None else bool(own.isfinite()), bool(norm.isfinite())
 
     def state(self):
@@ -191,7 +192,9 @@ def an_element_that_is_not_sent(world):
 
     run.strategy.forward_backward(micro_step, 1)
     norm = run.strategy.clip_grad_norm(0.5)
-    made = run.strategy.optimizer_step(lambda optimizer: run.precision.step(optimizer, norm))
+    made = run.strategy.optimizer_step(
+        lambda optimizer: run.precision.step(optimizer, UpdateDecision(norm))
+    )
     return made, same(before, run.state())
 
 
@@ -241,7 +244,7 @@ def test_an_accelerators_optimizer_can_leave_a_step_out_by_itself(optim):
         for _, one in named:
             one.grad = torch.full_like(one, value)
         before = state()
-        assert precision.step(optimizer, torch.tensor(value), late=True)
+        assert precision.step(optimizer, UpdateDecision(torch.tensor(value), on_device=True))
         unchanged = len(before) == len(state()) and all(
             torch.equal(a, b) for a, b in zip(before, state(), strict=True)
         )

@@ -40,9 +40,9 @@ class UpdateDecision:
     """
 
     grad_norm: torch.Tensor | None
-    on_device: bool
-    local_grad: torch.Tensor | None
-    is_local: bool
+    on_device: bool = False
+    local_grad: torch.Tensor | None = None
+    is_local: bool = False
 
 
 @dataclass(frozen=True)
