@@ -24,6 +24,7 @@ from paceline.models.recommend import ClickModel, load_recommender
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.parameter_server.asynchronous import _STORE
+from paceline.parallel.protocols import close_servers, model_init_context
 from paceline.parallel.registry import check_strategy, estimate_cost, make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
@@ -66,7 +67,7 @@ def train(
     config = make_config(mode, optimizer, servers, rhythm, dense)
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(0)
-    with strategy.model_init_context():
+    with model_init_context(strategy):
         model = ClickModel(2, TABLES, DIM, [6], [8])
     shape, matrices = outline(model, config), matrices_of(model)
     strategy.setup(model)
@@ -114,7 +115,7 @@ def train(
         ),
     }
     world.barrier()
-    strategy.close()
+    close_servers(strategy)
     return result
 
 
@@ -221,7 +222,7 @@ def drift(world, rhythm, steps, far):
         "parameter_server", make_config("parameter_server", "sgd", 1, rhythm), world
     )
     torch.manual_seed(0)
-    with strategy.model_init_context():
+    with model_init_context(strategy):
         model = ClickModel(2, TABLES, DIM, [6], [8])
     matrices = matrices_of(model)
     strategy.setup(model)
@@ -246,7 +247,7 @@ def drift(world, rhythm, steps, far):
         strategy.optimizer_step(lambda one: True)
     figures = strategy.report_metrics(None)
     world.barrier()
-    strategy.close()
+    close_servers(strategy)
     return figures["staleness"]
 
 

@@ -4,9 +4,8 @@ its business."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,24 +23,6 @@ from paceline.parallel.state import StateReader, TensorShard, local_tensor, read
 #: ready for backward.
 MicroStep = Callable[[int, nn.Module], torch.Tensor]
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class RankLoss:
-    """A rank whose process has ended, and without which the others go on.
-
-    Args:
-        reason: for a person, as in ``was killed by SIGKILL``.
-        replica, replicas: which share of the batch it had, of how many.
-        steps_missed: of the steps made so far, the last ones in which its share was not trained on.
-    """
-
-    rank: int
-    pid: int
-    reason: str
-    replica: int
-    replicas: int
-    steps_missed: int
 
 
 class Strategy(ABC):
@@ -95,29 +76,10 @@ class Strategy(ABC):
         lost."""
         return self.world.axes.replicas
 
-    def poll_rank_losses(self) -> list[RankLoss]:
-        """Those of them that were lost since the last call; the same on every rank at the same
-        place of the same step. From here on :attr:`replica` and :attr:`num_replicas` are those of
-        the living."""
-        return []
-
-    def set_token_counts(self, own: float, whole: Callable[[], torch.Tensor]) -> None:
-        """Told before each :meth:`forward_backward`: the count of this rank's share, and what gives the one
-        that the loss is divided by."""
-
     @property
     def has_data(self) -> bool:
         """False on a rank that has no share of the batch at all."""
         return True
-
-    @contextmanager
-    def model_init_context(self) -> Iterator[None]:
-        """For the while, a task's model is built as this rank can hold it."""
-        yield
-
-    def close(self) -> None:
-        """Called once, at the end of a run that went well: end what was opened beside the process
-        group. A collective."""
 
     @property
     def reports_loss(self) -> bool:
@@ -207,12 +169,6 @@ class Strategy(ABC):
         that do not hold the result (:attr:`reports_loss` is true on the one that does)."""
         found = run(model)
         return found if self.reports_loss else None
-
-    @contextmanager
-    def consolidated(self) -> Iterator[None]:
-        """For the while, the weights are those that a checkpoint would hold under ``model/``: what
-        is evaluated, and what is saved where :attr:`rank0_has_full_model`. A collective."""
-        yield
 
     @abstractmethod
     def tensor_shards(self) -> Iterable[TensorShard]:

@@ -15,6 +15,7 @@ from paceline.core.errors import RunError
 from paceline.core.files import human_bytes, replace_dir
 from paceline.core.run_dir import RunDir
 from paceline.parallel.base import load_whole
+from paceline.parallel.protocols import consolidated
 from paceline.train.state import RankContext, TrainComponents
 
 
@@ -38,7 +39,7 @@ def save_model_folder(
     lost_ranks = None
     while lost_ranks != ctx.comm.lost:  # again if the rank that wrote it was lost
         lost_ranks = ctx.comm.lost
-        with components.strategy.consolidated():
+        with consolidated(components.strategy):
             if ctx.comm.is_rank_zero:
                 _write_model(ctx.run_dir, components, build, step)
         ctx.comm.barrier()

@@ -14,7 +14,7 @@ from paceline.core.formatting import counted
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.data.order import SampleOrder
 from paceline.observe.console import Console
-from paceline.parallel.base import RankLoss
+from paceline.parallel.protocols import RankLoss
 from paceline.train.state import RankContext, TrainState
 
 

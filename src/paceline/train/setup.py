@@ -45,6 +45,7 @@ from paceline.observe.report.build import build_report
 from paceline.observe.report.write import write_reports
 from paceline.observe.run_info import RunInfo
 from paceline.observe.run_start import emit_run_start
+from paceline.parallel.protocols import close_servers, model_init_context
 from paceline.parallel.registry import make_strategy
 from paceline.tasks import is_user_task, load_task
 from paceline.tasks.base import Task
@@ -160,7 +161,7 @@ def _run(trainer: Trainer) -> dict[str, Any]:
     if spec.reports_everywhere:
         report = ctx.comm.broadcast_object(report)
     ctx.comm.barrier()
-    strategy.close()
+    close_servers(strategy)
     has_report = ctx.comm.is_rank_zero or spec.reports_everywhere
     return {"status": status, "report": report if has_report else None}
 
@@ -270,7 +271,7 @@ def build_components(
     task = load_task(spec.config)
     task.prepared = spec.data
     strategy = make_strategy(spec.layout.strategy, spec.config, comm)
-    with strategy.model_init_context():
+    with model_init_context(strategy):
         model = _build_model(task, spec.config)
     if adjust is not None:
         adjust(model)

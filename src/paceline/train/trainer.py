@@ -24,6 +24,7 @@ from paceline.health.anomalies import AnomalyDetector
 from paceline.health.loss_spikes import LossSpike, LossSpikeDetector
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.base import MicroStep
+from paceline.parallel.protocols import SupportsElasticWorkers, consolidated
 from paceline.train import rollback
 from paceline.train.balance import Balancer, ComputeTimer
 from paceline.train.callbacks import Callback
@@ -109,7 +110,8 @@ class Trainer:
         counts = self.counts.start(batches)  # summed over the ranks while the first forward runs
         losses = LossAccumulator(self.ctx.device)
         timer = self.balancer.begin_step(batches)
-        strategy.set_token_counts(counts.local_count, counts.denominator)
+        if isinstance(strategy, SupportsElasticWorkers):
+            strategy.set_token_counts(counts.local_count, counts.denominator)
         strategy.forward_backward(self.micro_step(batches, counts, losses, timer), len(batches))
         counts.denominator()  # an early pipeline stage computes no loss and waits here
         progress.enter("optimizer")
@@ -242,9 +244,11 @@ class Trainer:
     def handle_rank_loss(self) -> bool:
         """Continue without the ranks that were lost. Returns True if some were. Every rank gets the
         same answer at the same place of the same step."""
-        losses, num_left = self.strategy.poll_rank_losses(), self.strategy.num_replicas
+        strategy = self.strategy
+        losses = strategy.poll_rank_losses() if isinstance(strategy, SupportsElasticWorkers) else []
         if not losses:
             return False
+        num_left = self.strategy.num_replicas
         self.data.reshard(self.strategy.replica, num_left)
         if self.ctx.comm.is_rank_zero:
             if self.ctx.events.path is None:
@@ -262,7 +266,7 @@ class Trainer:
             return
         result: EvalResult | None = None
         while self.handle_rank_loss() or result is None:  # again if a rank was lost meanwhile
-            with self.ctx.progress.during("evaluation"), self.strategy.consolidated():
+            with self.ctx.progress.during("evaluation"), consolidated(self.strategy):
                 result = evaluate(
                     parts.task,
                     parts.model,

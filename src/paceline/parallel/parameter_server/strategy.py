@@ -31,7 +31,6 @@ from paceline.models.recommend import Table, named_tables, tables_elsewhere
 from paceline.parallel.base import (
     MicroStep,
     OptimizerFactory,
-    RankLoss,
     Strategy,
     optimizer_tensors,
     persistent_buffers,
@@ -49,6 +48,7 @@ from paceline.parallel.parameter_server.collectives import ServerCommunicator
 from paceline.parallel.parameter_server.cost import row_ranges
 from paceline.parallel.parameter_server.roles import who_does_what
 from paceline.parallel.parameter_server.server import RowOptimizer, TableShard, push, serve
+from paceline.parallel.protocols import RankLoss
 from paceline.parallel.state import StateReader, TensorShard
 
 
