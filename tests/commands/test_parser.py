@@ -65,7 +65,8 @@ def test_wrong_usage(tokens: list[str], message: str, capsys: pytest.CaptureFixt
 def test_options_and_arguments_mix_and_underscores_are_dashes() -> None:
     args = parse("generate", "a", "--max_new_tokens=5", "Why?", "--temperature", "-0.5", "--json")
     expected = {
-        "run_dir": Path("a"), "question": "Why?", "max_new_tokens": 5, "temperature": -0.5, "json": True, "serve": False,
+        "run_dir": Path("a"), "question": "Why?", "max_new_tokens": 5, "temperature": -0.5,
+        "json": True, "serve": False,
     }  # fmt: skip
     assert expected.items() <= vars(args).items()
 

@@ -179,9 +179,9 @@ def harm(how: Callable[[Path], None]) -> Harm:
 @dataclass(frozen=True)
 class Fault:
     """Args: ends: exit code of the command when the fault has had its way; None: the command goes
-    on by itself. attempts: so many new attempts follow in the same command. harm: to the folder, before
-    the command is given again; may return a word that must be said then. then: words that the
-    command is given again with, in the place of those that it had.
+    on by itself. attempts: so many new attempts follow in the same command. harm: to the folder,
+    before the command is given again; may return a word that must be said then. then: words that
+    the command is given again with, in the place of those that it had.
     """
 
     name: str

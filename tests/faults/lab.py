@@ -74,8 +74,8 @@ class Driven:
 
     Args:
         tried: fault → how often it was done.
-        lost: fault → steps made again, at most: from the step that the next attempt began from to the
-            last one logged.
+        lost: fault → steps made again, at most: from the step that the next attempt began from to
+            the last one logged.
         starts: attempts that came as far as to train.
         digest: of the last checkpoint.
         left: processes, ports and files that were left, in words.

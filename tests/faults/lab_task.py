@@ -2,9 +2,10 @@
 
 - ``rank``, ``fault``, ``from_step``: from that step on that rank is ``slow`` (by 200 ms), or in it
   leaves out a collective that the others call (``skip``).
-- ``cut``: ``rank`` kills itself in the first save of an attempt, but not in the run's very first, so
-  that one is there to be pruned: at the first thing that it does to the disk, in the next attempt at
-  the second, and so on, until an attempt has come through. In ``flags`` it is written what each was.
+- ``cut``: ``rank`` kills itself in the first save of an attempt, but not in the run's very first,
+  so that one is there to be pruned: at the first thing that it does to the disk, in the next
+  attempt at the second, and so on, until an attempt has come through. In ``flags`` it is written
+  what each was.
 - ``base_s``: how long a loss takes at least.
 """
 

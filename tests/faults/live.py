@@ -109,8 +109,8 @@ class LiveRun:
         return []
 
     def begin_life_after(self, ending: set[int]) -> None:
-        """These ranks are of an attempt that a fault has just ended; what they have logged is no more
-        looked at."""
+        """These ranks are of an attempt that a fault has just ended; what they have logged is no
+        more looked at."""
         self.events()
         self._old |= ending
         self._read = []

@@ -18,8 +18,8 @@ from paceline.checkpoint import store
 pytestmark = pytest.mark.slow
 
 MICRO_BATCH, SAMPLES = 4, 16  # samples of a micro-batch (as in MICRO), and of a global batch
-# A constant rate: each attempt of the run ends at its own last step, on which another schedule would
-# depend.
+# A constant rate: each attempt of the run ends at its own last step, on which another schedule
+# would depend.
 WORDS = (
     "train_args.learning_rate=1e-3",
     "train_args.warmup_steps=2",

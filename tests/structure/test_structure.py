@@ -1,4 +1,5 @@
-"""The structure of the source tree: import cycles, sizes of files and folders, and the map in docs/architecture.md."""
+"""The structure of the source tree: import cycles, sizes of files and folders, and the map in
+docs/architecture.md."""
 
 from __future__ import annotations
 

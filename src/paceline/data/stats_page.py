@@ -12,8 +12,10 @@ _WIDTH, _HEIGHT = 560, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 22, 40
 
 _STYLE = """
-:root { --bg:#f6f7f9; --panel:#fff; --ink:#1b2430; --soft:#5c6878; --line:#dfe4ea; --c1:#2563a8; --c2:#d9772b; }
-@media (prefers-color-scheme: dark) { :root { --bg:#11151b; --panel:#191f27; --ink:#e4e9ef; --soft:#93a0b0; --line:#2f3843;
+:root { --bg:#f6f7f9; --panel:#fff; --ink:#1b2430; --soft:#5c6878; --line:#dfe4ea; --c1:#2563a8;
+  --c2:#d9772b; }
+@media (prefers-color-scheme: dark) { :root { --bg:#11151b; --panel:#191f27; --ink:#e4e9ef;
+  --soft:#93a0b0; --line:#2f3843;
   --c1:#6aa9ee; --c2:#f0a062; } }
 * { box-sizing:border-box; } body { margin:0; background:var(--bg); color:var(--ink); font:15px/1.5
   system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans",sans-serif; }
@@ -22,19 +24,24 @@ h1 { margin:4px 0 14px; font-size:27px; overflow-wrap:anywhere; }
 .eyebrow { color:var(--soft); font-size:12px; letter-spacing:.08em; text-transform:uppercase; }
 dl { display:grid; grid-template-columns:max-content 1fr; gap:2px 18px; margin:0 0 22px; }
 dt { color:var(--soft); } dd { margin:0; }
-.plots { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr)); gap:18px; margin-bottom:18px; }
-figure, .table { margin:0 0 18px; background:var(--panel); border:1px solid var(--line); border-radius:12px; padding:16px 18px;
+.plots { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr));
+  gap:18px; margin-bottom:18px; }
+figure, .table { margin:0 0 18px; background:var(--panel); border:1px solid var(--line);
+  border-radius:12px; padding:16px 18px;
   overflow-x:auto; }
 .plots figure { margin:0; } figcaption { font-weight:600; margin-bottom:8px; }
 svg { display:block; width:100%; height:auto; font-size:11.5px; }
 svg text { fill:var(--soft); } .grid { stroke:var(--line); } .bar { fill:var(--c1); }
 .limit { stroke:var(--c2); stroke-dasharray:5 4; }
-.cut { fill:none; stroke:var(--c1); stroke-width:2; } .lost { fill:none; stroke:var(--c2); stroke-width:2; }
+.cut { fill:none; stroke:var(--c1); stroke-width:2; } .lost { fill:none; stroke:var(--c2);
+  stroke-width:2; }
 .key { display:inline-block; width:14px; height:3px; margin:0 6px 0 14px; vertical-align:middle; }
 .legend { color:var(--soft); font-size:13px; margin:8px 0 0; }
 table { width:100%; border-collapse:collapse; font-size:14px; font-variant-numeric:tabular-nums; }
-th, td { padding:5px 10px; text-align:right; border-bottom:1px solid var(--line); white-space:nowrap; }
-th { color:var(--soft); font-weight:500; } .text { text-align:left; white-space:normal; overflow-wrap:anywhere; }
+th, td { padding:5px 10px; text-align:right; border-bottom:1px solid var(--line);
+  white-space:nowrap; }
+th { color:var(--soft); font-weight:500; } .text { text-align:left; white-space:normal;
+  overflow-wrap:anywhere; }
 """
 
 

@@ -23,10 +23,28 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("samples", f"{result['samples']:,}{uncut}{held}"),
         ("tokens", f"{result['tokens']:,}, {result['label_tokens']:,} with loss"),
-        ("length", f"mean {lengths['mean']:,.1f}, median {lengths['p50']:,}, 99 % at most {lengths['p99']:,}, {spread}"),
-        ("duplicates", f"{repeats['samples']:,} ({100 * repeats['share']:.2f} %) repeat an earlier sample, token for token"),
-        ("vocabulary", f"{words['used']:,} of {words['size']:,} tokens are used ({100 * words['coverage']:.1f} %)"),
-    ]  # fmt: skip
+        (
+            "length",
+            (
+                f"mean {lengths['mean']:,.1f}, median {lengths['p50']:,}, 99 % at most"
+                f" {lengths['p99']:,}, {spread}"
+            ),
+        ),
+        (
+            "duplicates",
+            (
+                f"{repeats['samples']:,} ({100 * repeats['share']:.2f} %) repeat an earlier sample,"
+                " token for token"
+            ),
+        ),
+        (
+            "vocabulary",
+            (
+                f"{words['used']:,} of {words['size']:,} tokens are used"
+                f" ({100 * words['coverage']:.1f} %)"
+            ),
+        ),
+    ]
 
 
 def limit_rows(result: dict[str, Any]) -> list[list[str]]:
