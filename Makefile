@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # The stamp's name holds a checksum of what the installation follows from: touched files change nothing, edited ones do.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr -s ' \t' '-')
 
-.PHONY: help setup demo browser test soak lint format bench bench-network clean
+.PHONY: help setup demo browser test test-lowest soak lint format bench bench-network clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,17 @@ browser: setup
 # Most of a test is waiting for processes that start: two run side by side, those marked `alone` by themselves.
 test: browser  ## Run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# Torch's build for CUDA is large: make test-lowest LOWEST_ARGS='torch==2.11.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu'
+LOWEST := build/lowest
+LOWEST_TESTS := tests/config tests/distributed/test_torch_compat.py tests/models/test_builtin.py tests/models/test_trace.py \
+  tests/parallel/test_sharded.py tests/parallel/test_pipeline.py tests/parallel/test_deepspeed.py
+test-lowest:  ## Run a smoke set with the lowest supported versions, in an environment of its own
+	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip install --disable-pip-version-check --quiet uv
+	$(LOWEST)/bin/uv pip install --python $(LOWEST)/bin/python --resolution lowest-direct \
+	  -r pyproject.toml --extra deepspeed --extra tensorboard 'pytest>=8.3' $(LOWEST_ARGS)
+	PYTHONPATH=src $(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
 
 soak: setup  ## Run the long tests that `make test` leaves out
 	$(BIN)/python -m pytest -m soak

@@ -161,3 +161,9 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     ``cutoff``, 1 is equal)."""
     matches = get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return matches[0] if matches else None
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, to be part of a message."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300].rstrip(".")

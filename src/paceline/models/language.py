@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, first_line
 from paceline.core.hub import go_offline_if_unreachable
 from paceline.models import qwen
 from paceline.models.builtin import resolve_model
@@ -43,7 +43,7 @@ def load_language_model(config: Config) -> nn.Module:
         )
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(
-            f"`model: {config.model}` cannot be loaded: {_first_line(error)}",
+            f"`model: {config.model}` cannot be loaded: {first_line(error)}",
             allowed=(
                 "a folder with config.json and weights, a hub id that this machine can download, or"
                 " builtin:qwen2-tiny"
@@ -138,7 +138,7 @@ def qwen_folder(name: str) -> Path | None:
             return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
         except Exception:
             raise ConfigError(
-                f"`model: {name}` cannot be downloaded: {_first_line(error)}",
+                f"`model: {name}` cannot be downloaded: {first_line(error)}",
                 allowed=(
                     "a folder with the original repository's config.json, qwen.tiktoken and"
                     " *.safetensors"
@@ -148,11 +148,6 @@ def qwen_folder(name: str) -> Path | None:
                     " `model=/path/to/folder`"
                 ),
             ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]
 
 
 def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError, did_you_mean
+from paceline.core.errors import ConfigError, did_you_mean, first_line
 from paceline.models import qwen
 
 Notice = tuple[str, str]
@@ -69,7 +69,7 @@ def _load_adapters(model: Any, config: Config, read_weights: bool) -> Any:
             adapted = get_peft_model(model, settings)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"`lora.adapter: {lora.adapter}` cannot be loaded: {_first_line(error)}"
+            f"`lora.adapter: {lora.adapter}` cannot be loaded: {first_line(error)}"
         ) from error
     if any(_refuses_dropout(layer) for _, layer in adapter_layers(adapted)):
         # such an adapter is saved without its dropout: peft would not load it
@@ -113,7 +113,7 @@ def _create_adapters(model: Any, config: Config) -> Any:
         RuntimeError,
     ) as error:
         raise ConfigError(
-            f"`lora.target_modules: {targets}` does not fit this model: {_first_line(error)}",
+            f"`lora.target_modules: {targets}` does not fit this model: {first_line(error)}",
             allowed=allowed,
             fix=(
                 None
@@ -388,8 +388,3 @@ def _left_out(base: Any, saved: list[str]) -> list[Notice]:
             )
         )
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300]

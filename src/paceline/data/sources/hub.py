@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, first_line
 from paceline.core.files import cache_dir, write_json_atomic
 from paceline.core.hub import FIX, go_offline, unreachable
-from paceline.data.text.tokenizer import first_line
 
 _TIMEOUT_S = 10.0
 

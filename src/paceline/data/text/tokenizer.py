@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, first_line
 from paceline.core.hub import go_offline_if_unreachable
 from paceline.data.cache import fingerprint
 from paceline.data.text.qwen_tokenizer import QWEN2_WORDS, converted_tokenizer, is_qwen_tokenizer
@@ -290,9 +290,3 @@ def _loaded(backend: Any, python: Any, special: dict[str, str], template: Any) -
         vocab_size=size,
         special_ids=frozenset(special_ids),
     )
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for a message of our own."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300].rstrip(".")

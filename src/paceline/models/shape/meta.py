@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, first_line
 from paceline.core.hub import go_offline_if_unreachable
-from paceline.models import language, qwen
+from paceline.models import qwen
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import config_folder, download_config, known_ids, read_config
 
@@ -55,7 +55,7 @@ def language_model_on_meta(config: Config) -> nn.Module:
         ) as error:  # transformers raises what it likes on a config.json that does not fit together
             raise ConfigError(
                 f"`model: {config.model}` cannot be laid out from its config.json:"
-                f" {language._first_line(error)}",
+                f" {first_line(error)}",
                 allowed=(
                     "a folder with the config.json of a causal language model, one of the"
                     f" {len(known_ids())} hub ids whose config.json comes with Paceline, another"
