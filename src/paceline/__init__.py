@@ -10,7 +10,9 @@ Nothing heavy is imported until it is used.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from paceline.version import __version__
@@ -29,3 +31,14 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+
+
+class _Package(ModuleType):
+    """Importing the package ``paceline.train`` does not replace the function of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _MODULES or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
