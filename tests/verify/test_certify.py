@@ -62,7 +62,7 @@ def test_positions_are_tokens_with_padding_or_rows() -> None:
 
 
 def strategy(*parts: TensorShard) -> Any:
-    return SimpleNamespace(state=lambda: list(parts))
+    return SimpleNamespace(state_shards=lambda: list(parts))
 
 
 def test_boxes_and_flat_ranges_are_held_against_the_reference(tmp_path: Path) -> None:
@@ -101,12 +101,12 @@ def test_what_is_left_out_counts_neither_as_a_difference_nor_as_missing(tmp_path
 
 def watched(model: nn.Module, steps: int, loss: Any) -> dict[str, tuple[float, torch.Tensor]]:
     parts = [TensorShard.whole(name, one, key=one) for name, one in model.named_parameters()]
-    here = SimpleNamespace(parts=lambda: parts, clip=lambda norm: torch.ones(()))
+    here = SimpleNamespace(tensor_shards=lambda: parts, clip_grad_norm=lambda norm: torch.ones(()))
     watch = GradientWatch(here)  # type: ignore[arg-type]
     for step in range(steps):
         model.zero_grad()
         loss(step).backward()
-        here.clip(1.0)
+        here.clip_grad_norm(1.0)
     return watch.negligible()
 
 
