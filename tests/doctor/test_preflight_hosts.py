@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from namespaces import network_of, two_hosts
 from not_run import note, skip_loudly
-from paceline.doctor.check import Check
 
+from paceline.core.check import Check
 from paceline.doctor.host_facts import HostFacts
 from paceline.doctor.host_pairs import Findings, schedule
 from paceline.doctor.host_probe import Probe

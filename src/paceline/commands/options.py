@@ -161,19 +161,6 @@ class OutputFile:
 
 
 @dataclass(frozen=True)
-class ExistingFolder:
-    """A folder that exists."""
-
-    allowed: str = "a folder"
-
-    def __call__(self, text: str) -> Path:
-        path = Path(text)
-        if not path.is_dir():
-            raise InvalidValue("is not a folder", fix="give a folder, such as `.`")
-        return path
-
-
-@dataclass(frozen=True)
 class Pattern:
     """Text of which the whole matches a regular expression."""
 

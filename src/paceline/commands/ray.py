@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.commands.options import (
-    ExistingFolder,
     InvalidValue,
     OptionParser,
     WholeNumber,
@@ -29,6 +28,19 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from paceline.cluster.ray.driver import Connection, TorchTrainer
+
+
+@dataclass(frozen=True)
+class ExistingFolder:
+    """A folder that exists."""
+
+    allowed: str = "a folder"
+
+    def __call__(self, text: str) -> Path:
+        path = Path(text)
+        if not path.is_dir():
+            raise InvalidValue("is not a folder", fix="give a folder, such as `.`")
+        return path
 
 
 @dataclass(frozen=True)
