@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
 from typing import Any
@@ -166,7 +167,7 @@ def _table(results: list[dict[str, Any]], models: list[dict[str, Any]]) -> str:
     return "".join(f'<div class="table" style="margin-top:18px">{one}</div>' for one in tables)
 
 
-def _rows(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     first = "".join(f"<th>{escape(one)}</th>" for one in head)
     rest = "".join(
         "<tr>" + "".join(f"<td>{escape(one)}</td>" for one in row) + "</tr>" for row in rows

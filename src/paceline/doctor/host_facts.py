@@ -131,7 +131,7 @@ def _address_messages() -> list[tuple[socket.AddressFamily, dict[int, bytes]]]:
     netlink = getattr(socket, "AF_NETLINK", None)
     if netlink is None:
         raise OSError("netlink is not available")
-    addresses = []
+    addresses: list[tuple[socket.AddressFamily, dict[int, bytes]]] = []
     with socket.socket(netlink, socket.SOCK_RAW, 0) as kernel:
         kernel.settimeout(2.0)
         request = struct.pack("=IHHII", 24, _RTM_GETADDR, _NLM_F_REQUEST_DUMP, 1, 0) + struct.pack(

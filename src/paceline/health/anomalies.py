@@ -149,6 +149,7 @@ class AnomalyDetector:
             [rank for rank, row in enumerate(by_rank) if row is not None and not row[column]]
             for column in (0, 1)
         )
+        cause: str | None
         if bad_losses:
             cause = "loss"
         elif self.scaler is not None:

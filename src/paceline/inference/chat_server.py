@@ -34,9 +34,9 @@ class Models:
     def __init__(self, run: Path, device: str) -> None:
         import torch
 
-        accelerator = torch.accelerator.is_available() and device != "cpu"
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         self.device = (
-            torch.accelerator.current_accelerator() if accelerator else torch.device("cpu")
+            accelerator if accelerator is not None and device != "cpu" else torch.device("cpu")
         )
         self.run = run
         self.adapted = (model_folder(run) / "adapter_config.json").is_file()

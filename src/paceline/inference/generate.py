@@ -50,7 +50,7 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
             json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
         )
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(base), dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(str(base), dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -71,7 +71,7 @@ def check_trained_length(model: Any, num_tokens: int) -> None:
     Raises:
         ConfigError: ``num_tokens`` is above it.
     """
-    config = getattr(
+    config: Any = getattr(
         model.get_base_model() if hasattr(model, "get_base_model") else model, "config", None
     )
     if getattr(config, CONVERTED_KEY, None) and num_tokens > config.max_position_embeddings:

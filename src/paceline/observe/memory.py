@@ -38,16 +38,16 @@ def emit_memory(strategy: Strategy, model: nn.Module, events: EventLog, step: in
     peak = peak_since(device)
     if peak is not None:
         activations = max(0, peak - state)
-    mine: dict[str, int | None] = {
+    local: dict[str, int | None] = {
         **held,
         "activations": activations,
         "total": state + (activations or 0),
     }
     with uncounted():
         columns = [
-            comm.gather_numbers(_UNKNOWN if mine[kind] is None else float(mine[kind]))
-            for kind in _KINDS
-        ]  # type: ignore[arg-type]
+            comm.gather_numbers(_UNKNOWN if size_bytes is None else float(size_bytes))
+            for size_bytes in (local[kind] for kind in _KINDS)
+        ]
     ranks = [
         {kind: None if size < 0 else int(size) for kind, size in zip(_KINDS, row, strict=True)}
         for row in zip(*columns, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -253,10 +254,10 @@ def _device_memory() -> int:
     from paceline.distributed.devices import accelerators
 
     kind, names = accelerators()
-    module = getattr(torch, kind or "", None)
+    module: Any = getattr(torch, kind or "", None)
     try:
         return min(
             int(module.get_device_properties(index).total_memory) for index in range(len(names))
-        )  # type: ignore[union-attr]
+        )
     except (AttributeError, RuntimeError, ValueError):
         return 0

@@ -133,7 +133,7 @@ def unknown_machine(name: str, memory_bytes: int, count: int) -> Machine:
 
     Modes still need an order of preference: they are ranked as if the devices computed and
     communicated like a usual one."""
-    notes = (
+    notes: tuple[str, ...] = (
         (
             f"{name} is not in the table of devices: its memory is what it reports, its rates are"
             " not known, so no times are given, and modes are ranked as for a device of 100"

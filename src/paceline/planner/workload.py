@@ -53,9 +53,9 @@ def micro_batch(config: Config) -> Batch:
     size = args.per_device_train_batch_size
     if config.task not in ("sft", "pretrain"):
         return Batch(size, size, has_tokens=False)
-    from paceline.data.text.prepare import cached_lengths
+    from paceline.data.text.prepare import TextTask, cached_lengths
 
-    task = "pretrain" if config.task == "pretrain" else "sft"
+    task: TextTask = "pretrain" if config.task == "pretrain" else "sft"
     found = cached_lengths(config, task, resolve_model)
     if found is None or len(found[0]) == 0:
         longest = float(size * args.max_length)

@@ -81,7 +81,7 @@ def write_reports(run_dir: RunDir, report: dict[str, Any]) -> None:
 
 def _certificate(run_dir: RunDir, events: list[Event]) -> dict[str, Any] | None:
     """That of ``paceline verify --output RUN``, where it is of the run's model and task."""
-    config = next(
+    config: dict[str, Any] = next(
         (event["config"] for event in reversed(events) if event["type"] == "run_start"), {}
     )
     try:
