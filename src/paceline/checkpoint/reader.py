@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class CheckpointReader:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _broken(path) from error
 
-    def __enter__(self) -> CheckpointReader:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

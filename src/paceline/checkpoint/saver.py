@@ -330,7 +330,7 @@ class CheckpointManager:
 
     def _agree(self, error: Failure | None) -> Failure | None:
         with uncounted():
-            return self.world.broadcast_object(error)  # type: ignore[return-value]
+            return self.world.broadcast_object(error)
 
     def _land(self, wait: bool) -> None:
         """The end of the save in flight, if there is one: join it and say what became of it."""
@@ -384,7 +384,7 @@ class CheckpointManager:
             size_bytes=saved.size_bytes if saved else None,
             wall_s=flight.wall_s if saved else None,
             blocked_s=flight.blocked_s,
-            **({} if self.store is None else {"url": f"{self.store.url}/{name_of(flight.step)}"}),
+            **({} if self.store is None else {"url": f"{self.store.url}/{name_of(flight.step)}"}),  # type: ignore[arg-type]
             **failed,
         )
         for text in flight.warnings:

@@ -75,8 +75,8 @@ class ClockServer:
         self._clock = clock
         self._stop_token = uuid.uuid4().hex
         self._accepted: dict[str, ClockSkew] = {}
-        self._control = store.clone()
-        self._store = store.clone()
+        self._control = store.clone()  # type: ignore[attr-defined]
+        self._store = store.clone()  # type: ignore[attr-defined]
         self._store.set_timeout(_FOREVER)
         self._thread = threading.Thread(target=self._serve, name="clock server", daemon=True)
         self._thread.start()
@@ -151,7 +151,7 @@ def check_clock(
         RunError: no :class:`ClockServer` answered within ``timeout_s``.
         torch.distributed.DistNetworkError: the connection to the store was lost.
     """
-    client = store.clone()
+    client = store.clone()  # type: ignore[attr-defined]
     client.set_timeout(timedelta(seconds=timeout_s))
     skew = min(
         (_round_trip(client, clock, timeout_s) for _ in range(_NUM_ROUND_TRIPS)),

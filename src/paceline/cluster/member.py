@@ -173,7 +173,7 @@ def _prepare(
     axes = ParallelDims(**plan["layout"]["axes"])
     layout = ParallelLayout(plan["layout"]["strategy"], axes, plan["layout"]["num_processes"])
     leader = LeaderPlan(plan["resume_from"], plan["global_batch_size"])
-    prepared = _on_all_ranks(
+    prepared: PreparedRun = _on_all_ranks(
         member, "planned", lambda: leading if round_.is_first else prepare(layout, leader)
     )
     _compare(round_, "plans", plan_values(prepared.spec))

@@ -63,7 +63,7 @@ def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
         timedelta(seconds=float(params.get(name)))
         for name in ("join_timeout", "rejoin_timeout", "last_call_timeout")
     )
-    return _Handler.from_backend(
+    return _Handler.from_backend(  # type: ignore[no-any-return]
         params.run_id,
         store,
         backend,

@@ -34,7 +34,7 @@ def is_local_address(address: str) -> bool:
 
 def interface_of(address: str) -> str | None:
     """Return the network interface that has this address."""
-    import psutil  # type: ignore[import-untyped]
+    import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.split("%")[0] == address for entry in addresses):

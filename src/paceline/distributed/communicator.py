@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,14 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.progress import COLLECTIVE, PROGRESS
 from paceline.distributed.traffic import Traffic, count_collectives
+
+T = TypeVar("T")
+
+
+class Waitable(Protocol):
+    """Communication that has been started: a `torch.distributed.Work` or a :class:`PendingComm`."""
+
+    def wait(self) -> object: ...
 
 
 class CommWaitTime:
@@ -132,7 +140,7 @@ class Communicator:
         """Start an all-reduce in place; pass the result to :meth:`wait`. None with one rank."""
         if self.size == 1:
             return None
-        return dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+        return cast(dist.Work, dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work | None:
         """Start adding up ``tensor`` [N × n] over the ranks, each keeping its part in ``output``
@@ -140,20 +148,18 @@ class Communicator:
         if self.size == 1:
             output.copy_(tensor)
             return None
-        return _newest("reduce_scatter_single", "reduce_scatter_tensor")(
-            output, tensor, group=self.group, async_op=True
-        )
+        start = _newest("reduce_scatter_single", "reduce_scatter_tensor")
+        return cast(dist.Work, start(output, tensor, group=self.group, async_op=True))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work | None:
         """Start gathering each rank's ``tensor`` [n] into ``output`` [N × n]."""
         if self.size == 1:
             output.copy_(tensor)
             return None
-        return _newest("all_gather_single", "all_gather_into_tensor")(
-            output, tensor, group=self.group, async_op=True
-        )
+        start = _newest("all_gather_single", "all_gather_into_tensor")
+        return cast(dist.Work, start(output, tensor, group=self.group, async_op=True))
 
-    def wait(self, work: dist.Work | None) -> None:
+    def wait(self, work: Waitable | None) -> None:
         """Wait for a collective, and count the seconds it took."""
         if work is None:
             return
@@ -201,7 +207,7 @@ class Communicator:
                 ):
                     tensor.copy_(part.view(tensor.shape))
 
-    def broadcast_object(self, value: object) -> object:
+    def broadcast_object(self, value: T) -> T:
         """Rank 0's value on every rank (a small picklable object)."""
         if self.size == 1:
             return value
@@ -210,11 +216,11 @@ class Communicator:
         dist.broadcast_object_list(box, src=self.ranks[0], group=self.group, device=device)
         return box[0]
 
-    def gather_objects(self, value: object) -> list[object]:
+    def gather_objects(self, value: T) -> list[T]:
         """Each rank's (small, picklable) object, in order of rank, on every rank."""
         if self.size == 1:
             return [value]
-        found: list[object] = [None] * self.size
+        found: list[T] = [value] * self.size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
@@ -299,7 +305,7 @@ def init_communicator(
 def _exchange_device_types(store: dist.Store, world_size: int, device_type: str) -> frozenset[str]:
     """Return the device types of all ranks. The backend depends on them, so this comes before the
     process group."""
-    store.append("types", f"{device_type} ")
+    store.append("types", f"{device_type} ")  # type: ignore[attr-defined]
     if store.add("ranks", 1) == world_size:
         store.set("complete", "1")
     store.wait(["complete"])

@@ -52,7 +52,7 @@ def accelerators() -> tuple[str | None, list[str]]:
     current = torch.accelerator.current_accelerator()
     assert current is not None
     count = torch.accelerator.device_count()
-    module = getattr(torch, current.type, None)
+    module: Any = getattr(torch, current.type, None)
     names = []
     for index in range(count):
         try:

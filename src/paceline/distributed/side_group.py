@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -173,13 +173,15 @@ class SideGroup:
     # between ranks.
     def _send(self, peer: int, data: np.ndarray[Any, Any]) -> dist.Work:
         try:
-            return self._group.send([torch.from_numpy(data)], self.members.index(peer), 0)
+            work = self._group.send([torch.from_numpy(data)], self.members.index(peer), 0)
+            return cast(dist.Work, work)
         except RuntimeError as error:
             raise self._failed(error) from error
 
     def _receive(self, peer: int, data: np.ndarray[Any, Any]) -> dist.Work:
         try:
-            return self._group.recv([torch.from_numpy(data)], self.members.index(peer), 0)
+            work = self._group.recv([torch.from_numpy(data)], self.members.index(peer), 0)
+            return cast(dist.Work, work)
         except RuntimeError as error:
             raise self._failed(error) from error
 

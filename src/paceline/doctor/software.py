@@ -108,7 +108,7 @@ def _why_no_cuda() -> str:
     import torch
 
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         return str(error).strip().splitlines()[0]
     return "no GPU is visible" + (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.models.blocks import base_model
 from paceline.models.language import qwen_folder
 from paceline.models.qwen import CONVERTED_KEY, converted_folder
 
@@ -71,9 +72,7 @@ def check_trained_length(model: Any, num_tokens: int) -> None:
     Raises:
         ConfigError: ``num_tokens`` is above it.
     """
-    config: Any = getattr(
-        model.get_base_model() if hasattr(model, "get_base_model") else model, "config", None
-    )
+    config: Any = getattr(base_model(model), "config", None)
     if getattr(config, CONVERTED_KEY, None) and num_tokens > config.max_position_embeddings:
         raise ConfigError(
             f"the prompt and the answer can have {num_tokens} tokens together, and the model was"

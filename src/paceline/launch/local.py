@@ -8,8 +8,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from paceline.core.errors import EXIT_SIGINT, EXIT_SIGTERM
 from paceline.core.log import CONSOLE_ONLY
@@ -84,6 +84,14 @@ def _run_ranks(ranks: RankProcesses, spec: Any, signals: SignalForwarder) -> dic
     return outcome_of(ranks, spec, signals.number)
 
 
+class ForwardsSignals(Protocol):
+    """Processes of ranks to which a signal can be sent."""
+
+    def forward(self, number: int) -> None: ...
+
+    def kill(self, wait_s: float) -> None: ...
+
+
 class SignalForwarder:
     """SIGINT, SIGTERM and SIGHUP to the launcher: the first asks all ranks to stop, a second ends
     everything at once."""
@@ -94,7 +102,7 @@ class SignalForwarder:
         self.on_second_signal: Callable[[int], None] = lambda number: (
             None
         )  # called once the ranks are gone
-        self._ranks: RankProcesses | None = None
+        self._ranks: ForwardsSignals | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> SignalForwarder:
@@ -110,7 +118,7 @@ class SignalForwarder:
             signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def to(self, ranks: RankProcesses) -> Any:
+    def to(self, ranks: ForwardsSignals) -> Iterator[None]:
         """For the while, these ranks are asked to stop."""
         self._ranks = ranks
         if self.number is not None:  # it came between two attempts

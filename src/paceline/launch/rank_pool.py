@@ -117,9 +117,10 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
                 fix="ask for fewer ranks or less work",
             )
         for pipe in ready:
-            rank = waiting[pipe]  # type: ignore[index]
+            assert isinstance(pipe, multiprocessing.connection.Connection)
+            rank = waiting[pipe]
             try:
-                ok, value = pipe.recv()  # type: ignore[union-attr]
+                ok, value = pipe.recv()
             except (EOFError, OSError):
                 raise RunError(
                     f"rank {rank} ended without a message (often: out of memory)",

@@ -3,6 +3,8 @@ pipeline stages."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 #: Batch and instance normalizations: layers with running statistics, or that could have them.
@@ -29,6 +31,11 @@ DROPOUTS = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
+
+
+def base_model(model: Any) -> Any:
+    """Return the model inside peft's wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

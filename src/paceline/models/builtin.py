@@ -176,7 +176,8 @@ def _normal(name: str, size: tuple[int, int]) -> np.ndarray:
     halves = raw.astype("<u8").view("<u2").reshape(count, 4)
     total = halves.sum(axis=1, dtype=np.int64) - 4 * 65535 // 2
     std = 65536 / 3**0.5  # of the sum of four uniform numbers of that width
-    return (total.astype(np.float64) * (_INIT_STD / std)).astype(np.float32).reshape(size)
+    weights: np.ndarray = (total.astype(np.float64) * (_INIT_STD / std)).astype(np.float32)
+    return weights.reshape(size)
 
 
 def builtin_tokenizer() -> Path:

@@ -9,6 +9,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.hub import go_offline_if_unreachable
 from paceline.models import qwen
+from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import download_config, read_config, read_raw_config
 from paceline.models.positions import check_length
@@ -56,7 +57,7 @@ def load_language_model(config: Config) -> nn.Module:
     check_length(config, model.config.to_dict())
     model.config.use_cache = False
     if not config.lora.enable:
-        return model  # type: ignore[no-any-return]
+        return model
     check_finite(model, config)
     from paceline.models.lora import add_adapters
 
@@ -204,7 +205,7 @@ def choose_packing(model: Any, device: torch.device) -> str:
 
     from paceline.models import attention
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     numbers = base.config.get_text_config()
     if getattr(numbers, "attention_chunk_size", None):
         # chunks are counted from the beginning of the row, which two short samples do not show

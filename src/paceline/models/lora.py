@@ -188,7 +188,7 @@ def _expert_names(model: Any) -> frozenset[str]:
     try:
         from peft.utils import transformers_weight_conversion as conversion
 
-        pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
+        pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)  # type: ignore[attr-defined, arg-type]
         return frozenset(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))
     except (ImportError, AttributeError):
         return frozenset()
@@ -285,7 +285,7 @@ def _read_by_parent(model: Any, names: Iterable[str]) -> list[str]:
     found = []
     for name in names:
         parent, _, leaf = name.rpartition(".")
-        if leaf in _weights_read_by(type(model.get_submodule(parent))):
+        if leaf in _weights_read_by(type(model.get_submodule(parent))):  # type: ignore[arg-type]
             found.append(name)
     return found
 

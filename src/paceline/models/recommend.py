@@ -160,7 +160,8 @@ class ClickModel(nn.Module):
         dots = torch.bmm(stacked, stacked.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
         # The vectors themselves go up too, beside their products: an id's own weight needs no
         # partner.
-        return self.top(torch.cat([stacked.flatten(1), dots], dim=1)).squeeze(1)
+        scores: torch.Tensor = self.top(torch.cat([stacked.flatten(1), dots], dim=1))
+        return scores.squeeze(1)
 
 
 def _layers(widths: Sequence[int], last: bool = False) -> nn.Sequential:

@@ -15,6 +15,7 @@ import torch
 from paceline.core.events import EventLog
 from paceline.core.processes import host_name
 from paceline.models.attention import attention_of
+from paceline.models.blocks import base_model
 from paceline.models.shape.activations import Activations, dims_of, language_activations
 from paceline.observe.run_info import RunInfo
 from paceline.parallel.registry import estimate_cost, get_spec
@@ -125,7 +126,7 @@ def _activations(info: RunInfo) -> Activations | None:
     """Of the fullest micro-batch; None where the model's widths do not tell, as with all that are
     no language models."""
     model: Any = info.model
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     lengths, labels = (
         getattr(info.train_dataset, name, None) for name in ("lengths", "label_counts")
     )

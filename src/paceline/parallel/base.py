@@ -281,7 +281,7 @@ class Strategy(ABC):
         self.after_load()
 
     def _set_entry(self, part: TensorShard, entry: str, value: torch.Tensor) -> None:
-        entries = self.optimizer.state.setdefault(part.key, {})
+        entries = self.optimizer.state.setdefault(part.key, {})  # type: ignore[arg-type]
         if (
             part.region is None
             or part.key is None

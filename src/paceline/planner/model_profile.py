@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.models.blocks import base_model
 from paceline.models.shape.activations import LanguageDims, dims_of
 from paceline.models.shape.record import ModelShape
 
@@ -59,7 +60,7 @@ def _language(config: Config) -> Described:
 
     _check_folder(config)
     model: Any = language_model_on_meta(config)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     found = base.config.to_dict()
     dims = dims_of(found)
     notes = (

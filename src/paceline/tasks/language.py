@@ -11,6 +11,7 @@ from typing import Any
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models import language
+from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.files import check_files, check_hub
 from paceline.models.qwen import CONVERTED_KEY, module_notice
@@ -83,7 +84,7 @@ class LanguageTask(Task):
         return adapter_notices(model, self.config)
 
     def _choose_rows(self, model: Any) -> list[tuple[str, str]]:
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base = base_model(model)
         self.picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
         notices = []
         if getattr(getattr(base, "config", None), CONVERTED_KEY, None):

@@ -189,7 +189,11 @@ class Balancer:
             )
         elif stored is None:
             self.phase = "first"
-        elif len(stored) == self.data.num_replicas and sum(stored) == self._num_micro_batches:
+        elif (
+            record is not None
+            and len(stored) == self.data.num_replicas
+            and sum(stored) == self._num_micro_batches
+        ):
             self._set(stored)
             self.phase = "fixed" if record.get("fixed") else "watch"
             self._note(

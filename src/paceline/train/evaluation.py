@@ -83,7 +83,7 @@ def evaluate(
                     )
     finally:
         model.train(was_training)
-    names = sorted({name for found in world.gather_objects(sorted(sums)) for name in found or ()})  # type: ignore[attr-defined]
+    names = sorted({name for found in world.gather_objects(sorted(sums)) for name in found or ()})
     total, *values = world.sum(
         float(count), *(float(sums[name]) if name in sums else 0.0 for name in names)
     )

@@ -107,7 +107,7 @@ def check_schedule(args: TrainArgs) -> str | None:
 
     accepted = set(
         inspect.signature(
-            TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(args.lr_scheduler_type)]
+            TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(args.lr_scheduler_type)]  # type: ignore[arg-type]
         ).parameters
     )
     accepted -= {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}

@@ -23,6 +23,7 @@ from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
 from paceline.models import attention
+from paceline.models.blocks import base_model
 from paceline.parallel.base import Strategy
 from paceline.tasks.base import Task
 from paceline.tasks.language import LanguageTask
@@ -307,4 +308,4 @@ def _plain_attention(model: Any) -> Iterator[None]:
 
 def _base(model: Any) -> Any:
     """Within adapters."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return base_model(model)

@@ -153,7 +153,9 @@ def _run(trainer: Trainer) -> dict[str, Any]:
     if ctx.comm.is_rank_zero:
         write_reports(ctx.run_dir, report)
         reason = _stop_reason(ctx.stop) if status == "stopped" else None
-        network = {} if advisor is None or advisor.summary is None else {"network": advisor.summary}
+        network: dict[str, Any] = (
+            {} if advisor is None or advisor.summary is None else {"network": advisor.summary}
+        )
         wall_s = report["wall_s"]
         events.emit(
             "run_end", status=status, step=state.step, reason=reason, wall_s=wall_s, **network
@@ -477,7 +479,8 @@ def _resume(
         local_path is not None
         and Path(local_path).resolve().parent == ctx.run_dir.checkpoints.resolve()
     )
-    path, is_own = ctx.comm.broadcast_object((local_path, is_own))  # type: ignore[misc]
+    path: str | None
+    path, is_own = ctx.comm.broadcast_object((local_path, is_own))
     if path is None:
         return TrainState(recent_losses=recent_losses_from({}, settings)), None, {}
     with open_checkpoint(Path(path), checkpoints.side) as opened:

@@ -10,7 +10,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from paceline.config.derive import derive
 from paceline.config.load import Loaded
@@ -122,7 +122,7 @@ def _check(options: VerifyOptions) -> None:
             fix="start it without torchrun: `paceline verify CONFIG`",
         )
     if options.output is not None:
-        from paceline.launch.preflight import check_output_dir
+        from paceline.launch.output_folder import check_output_dir
 
         check_output_dir(options.output)
 
@@ -245,7 +245,7 @@ def _base_job(loaded: Loaded, devices: Devices, folder: Path) -> RunSpec:
         device_type=devices.type,
         devices=devices,
     )
-    return prepared.spec
+    return cast("RunSpec", prepared.spec)
 
 
 def _trials(

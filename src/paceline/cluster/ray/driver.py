@@ -145,7 +145,7 @@ class TorchTrainer:
             ray.init()
         directory = _directory(ray, self.loaded)
         context = ray.get_runtime_context()
-        record_class = ray.remote(num_cpus=0, max_concurrency=1)(RunRecord)
+        record_class = ray.remote(num_cpus=0, max_concurrency=1)(RunRecord)  # type: ignore[call-overload]
         here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             context.get_node_id(), soft=False
         )
@@ -191,7 +191,7 @@ class TorchTrainer:
                 run_config, callbacks=[*(run_config.callbacks or []), _callback(self._record)]
             )
             trainer = RayTorchTrainer(
-                train_loop,
+                train_loop,  # type: ignore[arg-type]
                 scaling_config=self.scaling_config,
                 run_config=run_config,
                 torch_config=self.torch_config

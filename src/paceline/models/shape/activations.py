@@ -193,7 +193,7 @@ def language_activations(
     # copies of weights alone).
     inputs = 0 if frozen else low * dims.hidden * (2 if low == _FLOAT32 else 5 if dims.gated else 4)
     # queries, keys, values, result; row sums
-    attention = low * (2 * dims.queries + 2 * dims.keys) + _FLOAT32 * dims.heads
+    attention: float = low * (2 * dims.queries + 2 * dims.keys) + _FLOAT32 * dims.heads
     if args.packing is not False:
         attention += low * dims.queries  # the samples' results, joined
     if dims.normed_queries:
@@ -203,7 +203,7 @@ def language_activations(
         attention += dims.heads * longest * 2 * low
     wide = dims.feed_forward * dims.experts_per_token
     kept_inner = (3 if frozen else 4) if dims.gated else (1 if frozen else 2)
-    layer = 2 * norm + inputs + attention + low * kept_inner * wide
+    layer: float = 2 * norm + inputs + attention + low * kept_inner * wide
     if frozen:
         layer += _adapters(dims, config, low, mask_bytes)
     block, recomputed = (

@@ -13,7 +13,7 @@ from torch import nn
 from paceline.config.derive import optimizer_bytes_per_element
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.models.blocks import find_blocks
+from paceline.models.blocks import base_model, find_blocks
 from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.models.shape.trace import trace_model
 from paceline.models.tensor_plan.plan import find_tensor_plan
@@ -81,9 +81,9 @@ def _tensor_plan(model: nn.Module, config: Config) -> dict[str, str]:
 def _block_outputs(model: nn.Module, probe: Probe | None) -> tuple[float, ...]:
     """Elements that each block gives out for each token or sample; empty where not known."""
     blocks = find_blocks(model)
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    config = getattr(inner, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    inner = base_model(model)
+    config: Any = getattr(inner, "config", None)
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else None
     if isinstance(getattr(text, "hidden_size", None), int):
         return (float(text.hidden_size),) * len(blocks)
     return () if probe is None else _probed(model, [block for _, block in blocks], probe)

@@ -17,7 +17,7 @@ from paceline.data.collate import find_tensors
 from paceline.distributed import torch_compat
 from paceline.distributed.torch_compat import TorchDispatchMode
 from paceline.models import attention
-from paceline.models.blocks import find_blocks
+from paceline.models.blocks import base_model, find_blocks
 
 BEFORE, INSIDE, BETWEEN, AFTER = "before", "inside", "between", "after"
 _ERRORS = (
@@ -78,7 +78,7 @@ class _Recorder(TorchDispatchMode):
     calling its module."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.blocks = [block for _, block in find_blocks(model)]
         inside = {id(one) for block in self.blocks for one in block.modules()}
@@ -176,7 +176,7 @@ def made_up_inputs(model: nn.Module) -> dict[str, Any] | None:
     not known here."""
     config = getattr(model, "config", None)
     first = next(model.parameters(), None)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     if config is None or first is None:
         return None
     taken = inspect.signature(base.forward).parameters

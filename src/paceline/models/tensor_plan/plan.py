@@ -14,6 +14,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, nearest
+from paceline.models.blocks import base_model
 from paceline.models.tensor_plan.families import family_plan, unsupported
 from paceline.models.tensor_plan.style import (
     COLUMN,
@@ -93,7 +94,7 @@ def find_tensor_plan(model: nn.Module, given: Mapping[str, str]) -> dict[str, st
 def _own_plan(
     model: nn.Module, names: Mapping[str, nn.Module], parameters: Iterable[str]
 ) -> dict[str, str]:
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = base_model(model)
     config = getattr(inner, "config", None)
     prefix = _PEFT_PREFIX if inner is not model else ""
     before = getattr(inner, "base_model_prefix", "")
@@ -176,7 +177,7 @@ def _check_experts(plan: Mapping[str, str]) -> None:
 def _given_plan(
     model: nn.Module, names: Mapping[str, nn.Module], given: Mapping[str, str]
 ) -> dict[str, str]:
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = base_model(model)
     before = getattr(inner, "base_model_prefix", "") or ""
     prefixes = {"", _PEFT_PREFIX, f"{before}.", f"{_PEFT_PREFIX}{before}."}
     plan = {}
@@ -268,7 +269,7 @@ def _element_wise() -> tuple[type, ...]:
 
 
 def _class_name(model: Any) -> str:
-    return type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
+    return type(base_model(model)).__name__
 
 
 # -- what follows from names and sizes alone

@@ -44,7 +44,7 @@ class Codec(ABC):
 class Float32Codec(Codec):
     """As they are."""
 
-    width, header, dtype = 4, 0, torch.float32  # type: ignore[assignment]
+    width, header, dtype = 4, 0, torch.float32
 
     def encode(
         self, values: torch.Tensor, chance: torch.Generator
@@ -58,7 +58,7 @@ class Float32Codec(Codec):
 class BFloat16Codec(Codec):
     """8 bits of mantissa, float32's range: no scale is needed. Rounds to nearest."""
 
-    width, header, dtype = 2, 0, torch.bfloat16  # type: ignore[assignment]
+    width, header, dtype = 2, 0, torch.bfloat16
 
     def encode(
         self, values: torch.Tensor, chance: torch.Generator
@@ -74,7 +74,7 @@ class Float16Codec(Codec):
     to the largest there is, so that small gradients do not become zero, and large ones not infinite
     (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2)."""
 
-    width, header, dtype = 2, 4, torch.float16  # type: ignore[assignment]
+    width, header, dtype = 2, 4, torch.float16
 
     def encode(
         self, values: torch.Tensor, chance: torch.Generator
@@ -91,7 +91,7 @@ class Int8Codec(Codec):
     Quantization and Encoding", 2017, section 3.1). A value that is not finite makes the whole
     message not finite: it is not hidden."""
 
-    width, header, dtype = 1, 4, torch.int8  # type: ignore[assignment]
+    width, header, dtype = 1, 4, torch.int8
 
     def encode(
         self, values: torch.Tensor, chance: torch.Generator

@@ -138,7 +138,7 @@ class CompressedReducer(GradientReducer):
             self.buckets.scale(clip_factor(norm, max_norm / math.sqrt(ranks)))
         for parameters, decay in self._decays:
             torch_compat.foreach_add_(
-                [one.grad for one in parameters],
+                [one.grad for one in parameters],  # type: ignore[misc]
                 [one.detach() for one in parameters],
                 alpha=decay / ranks,
             )

@@ -70,8 +70,8 @@ class DDPStrategy(BucketedStrategy):
     def tensor_shards(self) -> Iterable[TensorShard]:
         for name, one in self.trained.items():
             yield TensorShard.whole(name, one, key=one, owned=self.world.is_rank_zero)
-        for name, one in persistent_buffers(self.model).items():
-            yield TensorShard.whole(name, one, owned=self.world.is_rank_zero)
+        for name, buffer in persistent_buffers(self.model).items():
+            yield TensorShard.whole(name, buffer, owned=self.world.is_rank_zero)
 
     def memory_tensors(self) -> list[Any]:
         state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *self.reducer_tensors()]

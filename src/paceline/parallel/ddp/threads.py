@@ -161,8 +161,8 @@ class ThreadedDPStrategy(Strategy):
     def tensor_shards(self) -> Iterable[TensorShard]:
         for name, one in self.trained.items():
             yield TensorShard.whole(name, one, key=one)
-        for name, one in persistent_buffers(self.model).items():
-            yield TensorShard.whole(name, one)
+        for name, buffer in persistent_buffers(self.model).items():
+            yield TensorShard.whole(name, buffer)
 
     def memory_tensors(self) -> list[Any]:
         """Device 0's load, the fullest: its weights, the summed gradients, the optimizer. The other

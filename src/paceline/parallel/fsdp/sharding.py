@@ -329,7 +329,7 @@ def _group(line: Communicator) -> dist.ProcessGroup:
     if line.size == 1:
         if not dist.is_initialized():
             backend = dist.get_default_backend_for_device(line.device)
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         made = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         assert isinstance(made, dist.ProcessGroup)
         return made

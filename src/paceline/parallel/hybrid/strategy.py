@@ -246,8 +246,8 @@ class HybridStrategy(BucketedStrategy):
             return
         for name, one in self.trained.items():
             yield TensorShard.whole(name, one, key=one)
-        for name, one in persistent_buffers(self.model).items():
-            yield TensorShard.whole(name, one)
+        for name, buffer in persistent_buffers(self.model).items():
+            yield TensorShard.whole(name, buffer)
 
     def memory_tensors(self) -> list[Any]:
         if self.sharding is not None:

@@ -294,8 +294,8 @@ class LocalSGDBase(Strategy):
     def tensor_shards(self) -> Iterable[TensorShard]:
         for name, one in self.trained.items():
             yield TensorShard.whole(name, one, key=one, owned=self.world.is_rank_zero)
-        for name, one in persistent_buffers(self.model).items():
-            yield TensorShard.whole(name, one, owned=self.world.is_rank_zero)
+        for name, buffer in persistent_buffers(self.model).items():
+            yield TensorShard.whole(name, buffer, owned=self.world.is_rank_zero)
 
     def state_shards(self) -> list[TensorShard]:
         return with_mean(self, super().state_shards())

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from torch.distributed import rpc
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.store_keys import LOST_KEY, MEETING_KEY
 from paceline.parallel.parameter_server.client import rank_name
+
+T = TypeVar("T")
+
 
 _POLL_S = 0.05
 _LEAVE_S = 10.0
@@ -196,11 +199,11 @@ class ServerCommunicator(Communicator):
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
 
-    def broadcast_object(self, value: object) -> object:
+    def broadcast_object(self, value: T) -> Any:
         words = self._words(value)
         return words[min(words)]
 
-    def gather_objects(self, value: object) -> list[object]:
+    def gather_objects(self, value: T) -> list[Any]:
         """None for a rank that is lost."""
         words = self._words(value)
         return [words.get(rank) for rank in range(self.size)]

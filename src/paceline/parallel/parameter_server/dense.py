@@ -191,13 +191,13 @@ class DenseServerStrategy(ParameterServerStrategy):
             for name, one in self.trained.items():
                 yield TensorShard.whole(name, one, key=one)
         else:
-            for name, one in persistent_buffers(self.model).items():
-                yield TensorShard.whole(name, one, owned=self.world.is_rank_zero)
+            for name, buffer in persistent_buffers(self.model).items():
+                yield TensorShard.whole(name, buffer, owned=self.world.is_rank_zero)
 
     def optimizer_entries(self, part: TensorShard) -> dict[str, torch.Tensor]:
         if self.dense_optimizer is None or part.key not in self.dense_optimizer.state:
             return super().optimizer_entries(part)
-        entries = self.dense_optimizer.state[part.key]
+        entries = self.dense_optimizer.state[part.key]  # type: ignore[index]
         return {
             str(key): torch.as_tensor(value).detach()
             for key, value in entries.items()

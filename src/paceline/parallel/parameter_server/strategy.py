@@ -310,8 +310,8 @@ class ParameterServerStrategy(Strategy):
         if not self.is_server:
             for name, one in self.trained.items():
                 yield TensorShard.whole(name, one, key=one, owned=self.world.is_rank_zero)
-            for name, one in persistent_buffers(self.model).items():
-                yield TensorShard.whole(name, one, owned=self.world.is_rank_zero)
+            for name, buffer in persistent_buffers(self.model).items():
+                yield TensorShard.whole(name, buffer, owned=self.world.is_rank_zero)
 
     def state_shards(self) -> list[TensorShard]:
         found = super().state_shards()

@@ -169,7 +169,7 @@ class PartitionedModel:
     ) -> Any:
         for block in self.foreign:
             if getattr(block, "gradient_checkpointing", False):
-                block.gradient_checkpointing = False  # nothing to recompute
+                vars(block)["gradient_checkpointing"] = False  # nothing to recompute
         self._received, self._probing, self._position, self._active = received, probing, 0, True
         try:
             value = call()

@@ -271,7 +271,7 @@ class PipelineRunner:
                 module.training = training
         hidden: dict[int, Hidden] = {}
         for one in self.line.gather_objects(mine):
-            hidden |= one  # type: ignore[arg-type]
+            hidden.update(one)
         self._known[before] = tuple(hidden[stage] for stage in range(self.division.num_stages - 1))
         self._keeps_shape = self._keeps_shape and all(
             shape == before for shape, _ in self._known[before]

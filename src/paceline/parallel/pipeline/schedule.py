@@ -214,7 +214,10 @@ class DynamicStage(_PipelineStageBase):
                 return
             else:
                 found, groups = stage_backward_input(
-                    [output], gradients, inputs, iter(self._trained)
+                    [output],
+                    gradients,
+                    inputs,
+                    iter(self._trained),  # type: ignore[arg-type]
                 )
                 self._split[bwd_chunk_id] = (output, gradients, groups)
         self._input_grads[bwd_chunk_id] = found[0] if found else None
@@ -270,4 +273,4 @@ def make_schedule(schedule: str, stages: list[DynamicStage], micro_batches: int)
         "zero_bubble": ScheduleInterleavedZeroBubble,
         "looped": ScheduleLoopedBFS,
     }
-    return kinds[schedule](stages, micro_batches, **settings)  # type: ignore[abstract, arg-type]
+    return kinds[schedule](stages, micro_batches, **settings)

@@ -83,7 +83,7 @@ class _Pair(torch.autograd.Function):
 
 def _paired(x: torch.Tensor, there: _Op, back: _Op) -> torch.Tensor:
     """``there(x)``, whose gradient goes through ``back``."""
-    return _Pair.apply(x, there, back)  # type: ignore[no-any-return]
+    return _Pair.apply(x, there, back)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def sum_gradient(x: torch.Tensor, line: Communicator) -> torch.Tensor:

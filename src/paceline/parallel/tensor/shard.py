@@ -21,6 +21,7 @@ from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
+from paceline.models.blocks import base_model
 from paceline.models.tensor_plan.families import family_plan
 from paceline.models.tensor_plan.plan import check_sizes, find_tensor_plan, refuse_sizes
 from paceline.models.tensor_plan.style import (
@@ -215,7 +216,7 @@ class TensorParallelizer:
         and takes its part, so that the mask is the one that a single rank would draw."""
         for key, one in getattr(module, "lora_dropout", nn.ModuleDict()).items():
             if isinstance(one, nn.Dropout) and one.p > 0:
-                module.lora_dropout[key] = ShardedDropout(one.p, self.line)  # type: ignore[index, operator]
+                module.lora_dropout[key] = ShardedDropout(one.p, self.line)  # type: ignore[assignment]
 
     # -- forward
     # ------------------------------------------------------------------------------------------------------------
@@ -361,9 +362,7 @@ def check_plan_sizes(model: nn.Module, plan: Mapping[str, str], size: int) -> No
 
 
 def _config(model: Any) -> Any:
-    return getattr(
-        model.get_base_model() if hasattr(model, "get_base_model") else model, "config", None
-    )
+    return getattr(base_model(model), "config", None)
 
 
 def _is_here(name: str, modules: Mapping[str, nn.Module]) -> bool:
@@ -392,7 +391,9 @@ class _SharedInput:
 
     def __init__(self, line: Communicator) -> None:
         self.line = line
-        self.forget()
+        self._given: torch.Tensor | None = None
+        self._found: torch.Tensor | None = None
+        self._version = -1
 
     def entered(self, x: torch.Tensor) -> torch.Tensor:
         if (
@@ -406,8 +407,7 @@ class _SharedInput:
 
     def forget(self) -> None:
         """Keep no tensor alive longer than the layers that share it."""
-        self._given: torch.Tensor | None = None
-        self._found: torch.Tensor | None = None
+        self._given = self._found = None
         self._version = -1
 
 
