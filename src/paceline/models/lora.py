@@ -188,8 +188,8 @@ def _expert_names(model: Any) -> frozenset[str]:
     try:
         from peft.utils import transformers_weight_conversion as conversion
 
-        pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)  # type: ignore[attr-defined, arg-type]
-        return frozenset(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))
+        pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)  # type: ignore[attr-defined]
+        return frozenset(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))  # type: ignore[arg-type]
     except (ImportError, AttributeError):
         return frozenset()
 

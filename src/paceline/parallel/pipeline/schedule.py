@@ -215,9 +215,9 @@ class DynamicStage(_PipelineStageBase):
             else:
                 found, groups = stage_backward_input(
                     [output],
-                    gradients,
+                    gradients,  # type: ignore[arg-type]
                     inputs,
-                    iter(self._trained),  # type: ignore[arg-type]
+                    iter(self._trained),
                 )
                 self._split[bwd_chunk_id] = (output, gradients, groups)
         self._input_grads[bwd_chunk_id] = found[0] if found else None

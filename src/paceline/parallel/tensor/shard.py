@@ -216,7 +216,7 @@ class TensorParallelizer:
         and takes its part, so that the mask is the one that a single rank would draw."""
         for key, one in getattr(module, "lora_dropout", nn.ModuleDict()).items():
             if isinstance(one, nn.Dropout) and one.p > 0:
-                module.lora_dropout[key] = ShardedDropout(one.p, self.line)  # type: ignore[assignment]
+                module.lora_dropout[key] = ShardedDropout(one.p, self.line)  # type: ignore[index, operator, assignment]
 
     # -- forward
     # ------------------------------------------------------------------------------------------------------------
