@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.checkpoint.remote import CheckpointStore
 from paceline.checkpoint.saver import CheckpointManager
-from paceline.checkpoint.train_state import check_same_model, frozen_digest, load_train_state
+from paceline.checkpoint.train_state import check_same_model, frozen_digest
 from paceline.checkpoint.transfer import open_checkpoint, transfer_notices
 from paceline.config.load import to_yaml
 from paceline.config.schema import Config
@@ -66,10 +66,10 @@ from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_noti
 from paceline.train.optimizer import Schedule, build_optimizer, matrices_of
 from paceline.train.precision import Precision, check_same_precision, checkpoint_activations
 from paceline.train.rank_loss import event_listeners
-from paceline.train.rollback import recent_losses_from, skipped_batches_from
+from paceline.train.resume import resume
 from paceline.train.run_spec import RunSpec
 from paceline.train.sampling import SampleGenerator
-from paceline.train.state import RankContext, TrainComponents, TrainState
+from paceline.train.state import RankContext, TrainComponents
 from paceline.train.trainer import Trainer
 
 
@@ -386,7 +386,7 @@ def build_trainer(
     checkpoints = _build_checkpoints(spec, ctx, side, store)
     num_notices = len(strategy.notices)
     with ctx.progress.during("loading"):
-        state, path, meta = _resume(spec, ctx, components, checkpoints)
+        state, path, meta = resume(spec, ctx, components, checkpoints)
     data.seek(state.step)
     # what the checkpoint did not hold, or what it holds in vain
     resume_notices = strategy.notices[num_notices:]
@@ -466,34 +466,6 @@ def _attempt_began(spec: RunSpec) -> float:
 def _balance_lengths(dataset: Any, task: Task) -> Any:
     # Padded rows want equal counts a rank; packed rows want equal tokens.
     return getattr(dataset, "lengths", None) if getattr(task, "packed", True) else None
-
-
-def _resume(
-    spec: RunSpec, ctx: RankContext, components: TrainComponents, checkpoints: CheckpointManager
-) -> tuple[TrainState, str | None, dict[str, Any]]:
-    """Load the checkpoint that the run resumes from. Returns the state, the checkpoint's path and
-    its ``meta.json``; without a checkpoint a new state, None and nothing. A collective."""
-    settings = spec.config.recovery
-    local_path = spec.resume_from
-    is_own = (
-        local_path is not None
-        and Path(local_path).resolve().parent == ctx.run_dir.checkpoints.resolve()
-    )
-    path: str | None
-    path, is_own = ctx.comm.broadcast_object((local_path, is_own))
-    if path is None:
-        return TrainState(recent_losses=recent_losses_from({}, settings)), None, {}
-    with open_checkpoint(Path(path), checkpoints.side) as opened:
-        load_train_state(components.strategy, opened, components.precision.scaler)
-    step = int(opened.meta["step"])
-    checkpoints.resume_at(step, is_own)
-    state = TrainState(
-        step=step,
-        first_step=step,
-        skipped_batches=skipped_batches_from(opened.meta),
-        recent_losses=recent_losses_from(opened.meta, settings),
-    )
-    return state, path, opened.meta
 
 
 def _quiet_libraries(config: Config, device_type: str) -> None:

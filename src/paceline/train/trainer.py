@@ -25,7 +25,7 @@ from paceline.health.loss_spikes import LossSpike, LossSpikeDetector
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.base import MicroStep
 from paceline.parallel.protocols import SupportsElasticWorkers, consolidated
-from paceline.train import rollback
+from paceline.train import resume
 from paceline.train.balance import Balancer, ComputeTimer
 from paceline.train.callbacks import Callback
 from paceline.train.evaluation import EvalResult, evaluate
@@ -208,15 +208,15 @@ class Trainer:
         state, comm, events = self.state, self.ctx.comm, self.ctx.events
         settings, step = self.spec.config.recovery, state.step
         self.checkpoints.finish()
-        find = partial(rollback.find_target, self.ctx.run_dir, step, self.resumed_from)
+        find = partial(resume.find_target, self.ctx.run_dir, step, self.resumed_from)
         target: Any = comm.broadcast_object(find() if comm.is_rank_zero else None)
         if target.is_exhausted(state.skipped_batches, settings):
             if not self._has_reported_no_rollback:
                 self._has_reported_no_rollback = True
-                rollback.report_no_rollback(events, step, target, settings.max_restarts)
+                resume.report_no_rollback(events, step, target, settings.max_restarts)
             return False
         state.skipped_batches.add(step)
-        rollback.report_rollback(events, step, spike, target)
+        resume.report_rollback(events, step, spike, target)
         self.strategy.optimizer_step(lambda _: False)
         if target.path is None:
             state.step += 1
@@ -225,14 +225,14 @@ class Trainer:
                 self._load(target)
         return True
 
-    def _load(self, target: rollback.RollbackTarget) -> None:
+    def _load(self, target: resume.RollbackTarget) -> None:
         state, strategy, events = self.state, self.strategy, self.ctx.events
         num_notices = len(strategy.notices)
         with open_checkpoint(Path(str(target.path)), self.checkpoints.side) as opened:
             load_train_state(strategy, opened, self.components.precision.scaler)
         state.step = int(opened.meta["step"])
         state.first_step = min(state.first_step, state.step)
-        state.recent_losses = rollback.recent_losses_from(opened.meta, self.spec.config.recovery)
+        state.recent_losses = resume.recent_losses_from(opened.meta, self.spec.config.recovery)
         for step in [step for step in state.eval_losses if step > state.step]:
             del state.eval_losses[step]
         self.checkpoints.resume_at(state.step, target.is_own)
@@ -291,14 +291,9 @@ class Trainer:
         step, spec, scaler = self.state.step, self.spec, self.components.precision.scaler
         collect = partial(collect_train_state, self.strategy, step, self.data.order, scaler)
         meta = {
-            **rollback.checkpoint_meta(self.state, spec.config.recovery),
+            **resume.checkpoint_meta(self.state, spec),
             **self.balancer.meta(),
             "strategy": self.strategy.name,
-            "world_size": spec.derived.world_size,
-            "global_batch_size": spec.derived.global_batch_size,
-            "fingerprint": spec.data.fingerprint,
             "frozen": self.components.frozen_digest,
-            "config": spec.config.model_dump(mode="json"),
-            "torch": torch.__version__,
         }
         self.checkpoints.save(step, collect, meta, must_succeed=must_succeed)

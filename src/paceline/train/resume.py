@@ -1,10 +1,10 @@
-"""Where a run goes back to after a loss spike, and what it reports then
+"""Resume from a checkpoint: at the start of a run, and after a loss spike
 (``recovery.rewind_on_spike``).
 
-The batch at which the loss jumped is skipped from then on. Its step is counted, so that schedule
-and order of samples continue as they would have. The losses that a loss is compared with and the
-skipped steps are saved with each checkpoint, so a run that is killed and resumes decides as one
-that was not.
+After a spike, the batch at which the loss jumped is skipped. Its step is counted, so the schedule
+and the order of samples do not change. The losses that a loss is compared with and the skipped
+steps are saved with each checkpoint, so a run that is killed and resumes decides as one that was
+not.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from paceline.checkpoint import store
+from paceline.checkpoint.saver import CheckpointManager
+from paceline.checkpoint.train_state import load_train_state
+from paceline.checkpoint.transfer import open_checkpoint
 from paceline.config.schema.recovery import RecoveryConfig
 from paceline.core.events import EventLog
 from paceline.core.run_dir import RunDir
 from paceline.health.loss_spikes import LossSpike
-from paceline.train.state import TrainState
+from paceline.train.run_spec import RunSpec
+from paceline.train.state import RankContext, TrainComponents, TrainState
 
 _SKIPPED, _RECENT = "skipped_batches", "recent_losses"
 
@@ -86,11 +92,20 @@ def report_no_rollback(events: EventLog, step: int, target: RollbackTarget, limi
     events.notice(text, level="warning")
 
 
-def checkpoint_meta(state: TrainState, settings: RecoveryConfig) -> dict[str, Any]:
-    """Return what a checkpoint's ``meta.json`` keeps of loss spikes."""
-    skipped = {_SKIPPED: sorted(state.skipped_batches)} if state.skipped_batches else {}
-    recent = {_RECENT: list(state.recent_losses)} if settings.rewind_on_spike else {}
-    return {**skipped, **recent}
+def checkpoint_meta(state: TrainState, spec: RunSpec) -> dict[str, Any]:
+    """Return what a checkpoint's ``meta.json`` records of the run and of loss spikes."""
+    meta = {
+        "world_size": spec.derived.world_size,
+        "global_batch_size": spec.derived.global_batch_size,
+        "fingerprint": spec.data.fingerprint,
+        "config": spec.config.model_dump(mode="json"),
+        "torch": torch.__version__,
+    }
+    if state.skipped_batches:
+        meta[_SKIPPED] = sorted(state.skipped_batches)
+    if spec.config.recovery.rewind_on_spike:
+        meta[_RECENT] = list(state.recent_losses)
+    return meta
 
 
 def skipped_batches_from(meta: dict[str, Any]) -> set[int]:
@@ -101,3 +116,31 @@ def skipped_batches_from(meta: dict[str, Any]) -> set[int]:
 def recent_losses_from(meta: dict[str, Any], settings: RecoveryConfig) -> deque[float]:
     """Return the recent losses of a checkpoint's ``meta.json``."""
     return deque(meta.get(_RECENT, ()), maxlen=settings.spike_window)
+
+
+def resume(
+    spec: RunSpec, ctx: RankContext, components: TrainComponents, checkpoints: CheckpointManager
+) -> tuple[TrainState, str | None, dict[str, Any]]:
+    """Load the checkpoint that the run resumes from. Returns the state, the checkpoint's path and
+    its ``meta.json``; without a checkpoint a new state, None and nothing. A collective."""
+    settings = spec.config.recovery
+    local_path = spec.resume_from
+    is_own = (
+        local_path is not None
+        and Path(local_path).resolve().parent == ctx.run_dir.checkpoints.resolve()
+    )
+    path: str | None
+    path, is_own = ctx.comm.broadcast_object((local_path, is_own))
+    if path is None:
+        return TrainState(recent_losses=recent_losses_from({}, settings)), None, {}
+    with open_checkpoint(Path(path), checkpoints.side) as opened:
+        load_train_state(components.strategy, opened, components.precision.scaler)
+    step = int(opened.meta["step"])
+    checkpoints.resume_at(step, is_own)
+    state = TrainState(
+        step=step,
+        first_step=step,
+        skipped_batches=skipped_batches_from(opened.meta),
+        recent_losses=recent_losses_from(opened.meta, settings),
+    )
+    return state, path, opened.meta
