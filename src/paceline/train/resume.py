@@ -94,7 +94,7 @@ def report_no_rollback(events: EventLog, step: int, target: RollbackTarget, limi
 
 def checkpoint_meta(state: TrainState, spec: RunSpec) -> dict[str, Any]:
     """Return what a checkpoint's ``meta.json`` records of the run and of loss spikes."""
-    meta = {
+    meta: dict[str, Any] = {
         "world_size": spec.derived.world_size,
         "global_batch_size": spec.derived.global_batch_size,
         "fingerprint": spec.data.fingerprint,
