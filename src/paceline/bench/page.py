@@ -1,4 +1,5 @@
-"""The page of `paceline bench collectives`: plots and tables in one HTML file that opens offline."""
+"""The page of `paceline bench collectives`: plots and tables in one HTML file that opens
+offline."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from paceline.core.files import human_bytes
@@ -14,31 +16,7 @@ _COLOURS = {"native": "c1", "ring": "c2", "tree": "c3", "halving": "c4", "naive"
 _WIDTH, _HEIGHT = 520, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 14, 14, 34
 
-_STYLE = """
-:root { --bg:#f6f7f9; --panel:#fff; --ink:#1b2430; --soft:#5c6878; --line:#dfe4ea; --c1:#2563a8; --c2:#d9772b; --c3:#2c8a72;
-  --c4:#b0476b; --c5:#6b5fb5; }
-@media (prefers-color-scheme: dark) { :root { --bg:#11151b; --panel:#191f27; --ink:#e4e9ef; --soft:#93a0b0; --line:#2f3843;
-  --c1:#6aa9ee; --c2:#f0a062; --c3:#5cc2a6; --c4:#e583a5; --c5:#a89cf0; } }
-* { box-sizing:border-box; } body { margin:0; background:var(--bg); color:var(--ink); font:15px/1.5
-  system-ui,-apple-system,"Segoe UI", Roboto,"Noto Sans",sans-serif; } main { max-width:1160px; margin:0 auto; padding:36px
-  24px 56px; }
-h1 { margin:4px 0 6px; font-size:27px; } h2 { margin:34px 0 12px; font-size:18px; } p, small { color:var(--soft); }
-.eyebrow { color:var(--soft); font-size:12px; letter-spacing:.08em; text-transform:uppercase; }
-.plots { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(100%,440px),1fr)); gap:18px; }
-figure, .table { margin:0; background:var(--panel); border:1px solid var(--line); border-radius:12px; padding:16px 18px;
-overflow-x:auto; } figcaption { font-weight:600; margin-bottom:8px; } svg { display:block; width:100%; height:auto;
-font-size:11.5px; } svg text { fill:var(--soft); } .grid { stroke:var(--line); } .mean { fill:none; stroke-width:2; }
-.model { fill:none; stroke-width:1.2; stroke-dasharray:5 4; opacity:.8; }
-.legend { display:flex; flex-wrap:wrap; gap:2px 16px; margin:8px 0 0; color:var(--soft); font-size:13px; }
-.legend i { display:inline-block; width:14px; height:3px; margin-right:6px; vertical-align:middle; }
-table { width:100%; border-collapse:collapse; font-size:14px; font-variant-numeric:tabular-nums; }
-th, td { padding:5px 10px; text-align:right; border-bottom:1px solid var(--line); white-space:nowrap; }
-th:first-child, td:first-child { text-align:left; } th { color:var(--soft); font-weight:500; } .table + .table {
-margin-top:18px; }
-@media (max-width: 640px) { main { padding:24px 14px 40px; } figure, .table { padding:10px; } svg { font-size:16px; }
-  table { font-size:13px; }
-  th, td { padding:4px 3px; } }
-"""
+_STYLE = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 
 
 def render(results: list[dict[str, Any]], models: list[dict[str, Any]]) -> str:
@@ -176,7 +154,8 @@ def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def model_words(one: dict[str, Any]) -> tuple[str, str, str]:
-    """α, 1/β and the residual of a model, as they are shown: ``35.0 µs``, ``1.2 GiB/s``, ``8 %``."""
+    """α, 1/β and the residual of a model, as they are shown: ``35.0 µs``, ``1.2 GiB/s``, ``8
+    %``."""
     rate = (
         f"{human_bytes(1 / one['beta_s_per_byte'])}/s"
         if one["beta_s_per_byte"]

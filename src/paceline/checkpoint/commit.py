@@ -121,7 +121,8 @@ def aside_name(step: int, pid: int) -> str:
 
 
 def clear_debris(folder: Path) -> None:
-    """Remove what saves that were cut have left below ``folder``; no other save may be under way."""
+    """Remove what saves that were cut have left below ``folder``; no other save may be under
+    way."""
     for one in folder.glob(".step-*"):
         remove(one)
 

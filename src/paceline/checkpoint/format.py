@@ -186,7 +186,8 @@ def merge(parts: Sequence[Index]) -> Index:
 
 
 def add(index: Index, name: str, entry: Entry) -> None:
-    """Add pieces of a tensor. ValueError where what is there says otherwise of its dtype or shape."""
+    """Add pieces of a tensor. ValueError where what is there says otherwise of its dtype or
+    shape."""
     before = index.get(name, Entry(entry.dtype, entry.shape, ()))
     if (before.dtype, before.shape) != (entry.dtype, entry.shape):
         raise ValueError(

@@ -105,7 +105,8 @@ def _index_problem(path: Path, files: set[str]) -> str | None:
 
 
 def foreign_files(path: Path) -> list[str]:
-    """What lies in the folder of a whole checkpoint and is not in its manifest. It is never read."""
+    """What lies in the folder of a whole checkpoint and is not in its manifest. It is never
+    read."""
     return sorted({one.name for one in path.iterdir()} - read_manifest(path).keys() - {MANIFEST})
 
 

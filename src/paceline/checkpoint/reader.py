@@ -41,8 +41,8 @@ _RUN_BYTES = 64 << 10
 
 
 class CheckpointReader:
-    """The state in a checkpoint's folder, as a :class:`~paceline.parallel.state.StateReader`. Use it
-    in a ``with``.
+    """The state in a checkpoint's folder, as a :class:`~paceline.parallel.state.StateReader`. Use
+    it in a ``with``.
 
     Raises:
         ConfigError: ``path`` is no checkpoint, or a broken one.
@@ -73,7 +73,6 @@ class CheckpointReader:
         self._files.clear()
 
     # -- a StateReader
-    # --------------------------------------------------------------------------------------------------
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of each whole tensor, by name."""
         return {name: (_torch_dtype(one.dtype), one.shape) for name, one in self._index.items()}
@@ -93,7 +92,6 @@ class CheckpointReader:
         return _as_tensor(out, entry)
 
     # -- in blocks
-    # ------------------------------------------------------------------------------------------------------
     @property
     def entries(self) -> Index:
         return self._index
@@ -126,7 +124,6 @@ class CheckpointReader:
             yield out.view(np.uint8).data
 
     # -- without torch
-    # --------------------------------------------------------------------------------------------------
     def describe(self, name: str) -> dict[str, Any]:
         """``{dtype, shape, sha256}`` of a whole tensor, its bytes in row-major order, read in
         blocks."""
@@ -148,7 +145,6 @@ class CheckpointReader:
         return sorted(self._index)
 
     # -- how it is put together
-    # -------------------------------------------------------------------------------------------
     def _entry(self, name: str) -> Entry:
         entry = self._index.get(name)
         if entry is None:

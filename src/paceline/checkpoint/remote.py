@@ -108,7 +108,6 @@ class CheckpointStore:
         self._number: int | None = None  # of this run's claim
 
     # -- what is there
-    # ----------------------------------------------------------------------------------------------------
     def names(self) -> list[str]:
         """The committed checkpoints, oldest first."""
         return sorted(
@@ -148,7 +147,6 @@ class CheckpointStore:
             ) from error
 
     # -- reading
-    # ------------------------------------------------------------------------------------------------------------
     def fetch_newest(self, folder: Path, warn: Warn) -> None:
         """Download the newest whole checkpoint to ``folder``, unless it is there. ``warn`` gets
         what is wrong with each newer one. Processes of a host that do this at the same time
@@ -188,7 +186,8 @@ class CheckpointStore:
         return folder / name
 
     def _fetch(self, name: str, folder: Path) -> str | None:
-        """Returns what is wrong with the checkpoint; it appears in ``folder`` whole or not at all."""
+        """Returns what is wrong with the checkpoint; it appears in ``folder`` whole or not at
+        all."""
         final, aside = folder / name, folder / f".{name}.{os.getpid()}.fetch"
         manifest = self._fs.cat_file(self._path(name, MANIFEST))
         is_copy = (final / MANIFEST).is_file() and (final / MANIFEST).read_bytes() == manifest
@@ -222,7 +221,6 @@ class CheckpointStore:
         return None
 
     # -- writing
-    # ------------------------------------------------------------------------------------------------------------
     def claim(self, output_dir: Path) -> dict[str, Any] | None:
         """Make this run the one that writes here, and remove what interrupted uploads left. Returns
         the record of the run that wrote here before, if that was another one.
@@ -321,7 +319,6 @@ class CheckpointStore:
             )
 
     # -- claims
-    # -------------------------------------------------------------------------------------------------------------
     def _claims(self) -> list[int]:
         found = [
             one.partition("/")[2] for one in self._objects() if one.startswith(f"{_CLAIMS}/claim-")
@@ -356,7 +353,6 @@ class CheckpointStore:
         )
 
     # -- objects
-    # ------------------------------------------------------------------------------------------------------------
     def _path(self, *names: str) -> str:
         return "/".join((self._root, *names))
 

@@ -30,8 +30,8 @@ MakeParts = Callable[[], list[TensorShard]]
 _LONG_WAIT_S = 10.0
 #: How often a save is tried again while the run stands still for it.
 _RETRY_S = 5.0
-#: What rank 0 may request of all ranks (:meth:`CheckpointManager.next_request`): an ordinary save, or
-#: one for which training pauses.
+#: What rank 0 may request of all ranks (:meth:`CheckpointManager.next_request`): an ordinary save,
+#: or one for which training pauses.
 _SAVE, _PAUSE = 1.0, 2.0
 
 
@@ -183,7 +183,8 @@ class CheckpointManager:
     def _stand_still(
         self, error: Failure, step: int, make_parts: MakeParts, meta: dict[str, Any]
     ) -> Failure | None:
-        """Try again until it is written, or until a rank is asked to stop. Said once. On all ranks."""
+        """Try again until it is written, or until a rank is asked to stop. Said once. On all
+        ranks."""
         start = time.monotonic()
         found: Failure | None = error
         if self.world.is_rank_zero and not self.stop():
@@ -217,7 +218,8 @@ class CheckpointManager:
             self._land(wait=False)
 
     def finish(self, hurry: bool = False) -> None:
-        """Wait for the save in flight. ``hurry``: the run has failed, and other ranks may be gone."""
+        """Wait for the save in flight. ``hurry``: the run has failed, and other ranks may be
+        gone."""
         if self._flight is not None and hurry:
             self._flight.patience_s = HURRY_S
         self._land(wait=True)

@@ -73,8 +73,11 @@ def check_same_model(
         if name.startswith("model/")
     }
     trained = {one.name: one.shape for one in shape.trained}
-    lines = [f"{name}: {list(stored[name])} there, {list(trained[name])} here" for name in stored.keys() & trained.keys()
-             if tuple(stored[name]) != trained[name]]  # fmt: skip
+    lines = [
+        f"{name}: {list(stored[name])} there, {list(trained[name])} here"
+        for name in stored.keys() & trained.keys()
+        if tuple(stored[name]) != trained[name]
+    ]
     lines += [f"{name} is trained there, not here" for name in stored.keys() - trained.keys()]
     lines += [f"{name} is trained here, not there" for name in trained.keys() - stored.keys()]
     if lines:

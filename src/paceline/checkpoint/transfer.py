@@ -45,7 +45,6 @@ _LONG_SAVE_S = 60.0
 
 
 # -- saving
-# -----------------------------------------------------------------------------------------------------------------
 def send_part(
     side: SideGroup, rank: int, num_ranks: int, parts: Sequence[TensorShard], tick: Tick
 ) -> None:
@@ -156,7 +155,6 @@ class _Writer:
 
 
 # -- reading
-# ------------------------------------------------------------------------------------------------------------------
 class OpenCheckpoint(StateReader, Protocol):
     """The state in a checkpoint together with its ``meta.json``."""
 
@@ -337,7 +335,6 @@ def _error_from(raw: dict[str, Any]) -> ConfigError | RunError:
 
 
 # -- what it costs
-# ------------------------------------------------------------------------------------------------------------
 def transfer_notices(
     strategy: Strategy, side: SideGroup | None, moment_bytes: int
 ) -> list[tuple[str, str]]:

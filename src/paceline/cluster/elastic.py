@@ -50,7 +50,8 @@ class HostAgent:
 
     Args:
         num_ranks: workers of this host.
-        target, payload: what each worker does (see :data:`~paceline.cluster.elastic_worker.Target`).
+        target, payload: what each worker does (see
+            :data:`~paceline.cluster.elastic_worker.Target`).
     """
 
     def __init__(self, config: Config, num_ranks: int, target: Target, payload: Any) -> None:

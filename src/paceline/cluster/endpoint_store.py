@@ -90,8 +90,8 @@ class EndpointStore:
         try:
             # Shared with elastic's own, which is opened at the same port in this process.
             self._store = TCPStore(
-                endpoint.address, endpoint.port, is_master=True, wait_for_workers=False, multi_tenant=True,
-                timeout=timedelta(seconds=60),
+                endpoint.address, endpoint.port, is_master=True, wait_for_workers=False,
+                multi_tenant=True, timeout=timedelta(seconds=60),
             )  # fmt: skip
         except (DistError, OSError, RuntimeError) as error:
             raise _in_use(endpoint) from error

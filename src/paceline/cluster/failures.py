@@ -47,7 +47,8 @@ class AgentFolder:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def take(self, local_rank: int) -> Record:
-        """What the rank before this one in the same place has left, and remove it. Empty: nothing."""
+        """What the rank before this one in the same place has left, and remove it. Empty:
+        nothing."""
         record: Record = {}
         for name in ("start", "end", "terminated", "exit"):
             file = self._file(local_rank, name)
@@ -223,6 +224,7 @@ def _lost_host(host: str, ranks: list[int], came_back: bool) -> Failure:
 
 def _fault(reason: str, ranks: list[int], host: str) -> dict[str, Any]:
     return {
-        "status": "failed", "exit_code": EXIT_FAILED, "text": f"{reason}. The other ranks were stopped.", "traceback": "",
-        "report": None, "fault": True, "ranks": ranks, "hosts": [host], "reason": reason, "gone": True,
+        "status": "failed", "exit_code": EXIT_FAILED,
+        "text": f"{reason}. The other ranks were stopped.", "traceback": "", "report": None,
+        "fault": True, "ranks": ranks, "hosts": [host], "reason": reason, "gone": True,
     }  # fmt: skip

@@ -11,7 +11,8 @@ from paceline.config.schema import Config
 
 
 def config_values(config: Config) -> dict[str, Any]:
-    """What must be the same on every host: the config by dotted key, without what is a host's own."""
+    """What must be the same on every host: the config by dotted key, without what is a host's
+    own."""
     values: dict[str, Any] = {}
     for name, value in config.model_dump(mode="json").items():
         values.update(

@@ -240,7 +240,6 @@ def _compare(round_: Any, name: str, values: dict[str, Any]) -> None:
 
 
 # -- the run's folder
-# ---------------------------------------------------------------------------------------------------------
 def _sees_run_folder(member: Membership, output_dir: Path) -> bool:
     """Whether this rank's host sees the run's folder of rank 0's host. A collective."""
     round_ = member.round
@@ -282,7 +281,8 @@ def _sees(file: Path, token: str) -> bool:
 
 
 def _is_on_a_local_disk(folder: Path) -> bool:
-    """Whether what another host writes into ``folder`` can never be seen here, or is seen at once."""
+    """Whether what another host writes into ``folder`` can never be seen here, or is seen at
+    once."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent

@@ -61,8 +61,8 @@ class Membership:
         """End this process and record a fault of the run. Any thread may call this while the main
         thread is blocked."""
         self.end({
-            "status": "failed", "exit_code": EXIT_FAILED, "text": text, "fault": True, "traceback": "", "of_all": True,
-            "blamed": list(blamed),
+            "status": "failed", "exit_code": EXIT_FAILED, "text": text, "fault": True,
+            "traceback": "", "of_all": True, "blamed": list(blamed),
         })  # fmt: skip
         os._exit(EXIT_FAILED)
 

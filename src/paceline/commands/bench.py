@@ -25,7 +25,16 @@ from paceline.distributed.collectives.schedules import ALGORITHMS
 
 _MAX_RANKS = 16
 _MAX_BYTES = 1 << 30
-_UNITS = {"": 1, "B": 1, "K": 1 << 10, "KB": 1 << 10, "M": 1 << 20, "MB": 1 << 20, "G": 1 << 30, "GB": 1 << 30}  # fmt: skip
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 1 << 10,
+    "KB": 1 << 10,
+    "M": 1 << 20,
+    "MB": 1 << 20,
+    "G": 1 << 30,
+    "GB": 1 << 30,
+}
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ def _value_cases(command: OptionParser) -> dict[str, tuple[str, ...]]:
 
 
 def _case_table(parser: OptionParser) -> str:
-    """Lines of a `case` statement over the command and the previous word, which set `candidates`."""
+    """Lines of a `case` statement over the command and the previous word, which set
+    `candidates`."""
     lines = []
     for path, command in _commands(parser):
         for option, choices in _value_cases(command).items():

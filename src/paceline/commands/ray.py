@@ -210,8 +210,8 @@ def _trainer(options: RayOptions, connection: Connection) -> TorchTrainer:
         available = connection.resources.get(name, 0.0)
         if per_worker * options.num_workers > available:
             logger.warning(
-                f"the workers need {per_worker * options.num_workers} {name}s and the cluster has {available:g}: Ray "
-                "waits until nodes join. Press Ctrl-C to end"
+                f"the workers need {per_worker * options.num_workers} {name}s and the cluster has"
+                f" {available:g}: Ray waits until nodes join. Press Ctrl-C to end"
             )
     return trainer
 
@@ -231,8 +231,10 @@ def _uses_gpus(options: RayOptions, device: str, connection: Connection) -> bool
     if num_gpus < options.num_workers:
         raise ConfigError(
             f"`--num-workers {options.num_workers}`: the cluster has {num_gpus} GPUs",
-            fix=f"set `--num-workers {num_gpus}`; train on CPU workers with `parallel.device=cpu`; or, if the cluster grows on "
-            "demand, add `--use-gpu`",
+            fix=(
+                f"set `--num-workers {num_gpus}`; train on CPU workers with `parallel.device=cpu`;"
+                " or, if the cluster grows on demand, add `--use-gpu`"
+            ),
         )
     return True
 

@@ -3,15 +3,15 @@ reads it.
 
 Types and their fields (every line also has ``time``, seconds since the epoch, and ``type``):
 
-- ``run_start``: ``config`` (resolved), ``derived`` (see :class:`paceline.config.derive.ResolvedValues`),
-  ``world_size``, ``device``, ``precision``, ``strategy``, ``model`` {name, parameters,
-  trainable_parameters}, ``data`` {read, kept, truncated, dropped, and excluded_turns where the loss
-  is switched off for turns}, ``versions``; ``mesh`` {axes: {name: size}, ranks: [{rank, host,
-  device, coordinates: {axis: n}}]} (no coordinates and a ``role`` where a rank only serves others);
-  ``predicted`` {memory_bytes: {parameters, gradients, optimizer, activations, total},
-  traffic_bytes_per_step, traffic_bytes: {collective: bytes}, traffic_is_bound}, as the strategy
-  declares it: memory of the fullest rank, traffic of the busiest. ``total`` is the sum of what is
-  known.
+- ``run_start``: ``config`` (resolved), ``derived`` (see
+  :class:`paceline.config.derive.ResolvedValues`), ``world_size``, ``device``, ``precision``,
+  ``strategy``, ``model`` {name, parameters, trainable_parameters}, ``data`` {read, kept, truncated,
+  dropped, and excluded_turns where the loss is switched off for turns}, ``versions``; ``mesh``
+  {axes: {name: size}, ranks: [{rank, host, device, coordinates: {axis: n}}]} (no coordinates and a
+  ``role`` where a rank only serves others); ``predicted`` {memory_bytes: {parameters, gradients,
+  optimizer, activations, total}, traffic_bytes_per_step, traffic_bytes: {collective: bytes},
+  traffic_is_bound}, as the strategy declares it: memory of the fullest rank, traffic of the
+  busiest. ``total`` is the sum of what is known.
 - ``resume``: ``step``, ``path``. Steps logged after that step by an earlier attempt no
   longer count.
 - ``fault``: ``step`` (the last one logged), ``ranks``, ``hosts``, ``reason``, ``restart`` (how
@@ -61,10 +61,10 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
   last whole one, null before there was one; collectives are counted as an algorithm optimal in
   bandwidth sends them. ``devices`` [{rank, utilisation (0 to 1), temperature_c, power_w}] where
   NVML tells of them, read every few seconds.
-- ``memory``, once, after the second step of an attempt: ``step``, ``ranks`` [{parameters, gradients,
-  optimizer, activations, total}] in rank order: bytes measured at the fullest moment of a step,
-  each storage once, of what is cut over ranks the local part. ``activations``: the device's peak in
-  that step less the others, work space among them; null on a CPU.
+- ``memory``, once, after the second step of an attempt: ``step``, ``ranks`` [{parameters,
+  gradients, optimizer, activations, total}] in rank order: bytes measured at the fullest moment of
+  a step, each storage once, of what is cut over ranks the local part. ``activations``: the device's
+  peak in that step less the others, work space among them; null on a CPU.
 - ``eval``: ``step``, ``loss``, ``count``, ``wall_s``, ``metrics``.
 - ``sample``, at each evaluation of a language task: ``step``, ``samples`` [{prompt, text,
   reference}], ``wall_s``: what the model answers by greedy decoding, the same held-out prompts each

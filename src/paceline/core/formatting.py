@@ -94,7 +94,7 @@ def finite(value: Any) -> float | None:
 
 
 def loss(value: Any) -> str:
-    """Four significant digits at least: ``12.35``, ``1.2346``, ``0.01235``, ``1.2e-05``, ``nan``."""
+    """At least four significant digits: ``12.35``, ``1.2346``, ``0.01235``, ``1.2e-05``, ``nan``."""
     figure = number(value)
     if figure is None:
         return UNKNOWN
@@ -169,9 +169,14 @@ def bit_rate(bytes_a_second: Any) -> str:
     figure = finite(bytes_a_second)
     if figure is None:
         return UNKNOWN
-    bits, unit = next(((8 * figure / scale, unit) for scale, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s")) if 8 * figure >= scale),
-                      (8 * figure / 1e3, "kbit/s"))  # fmt: skip
-    return f"{bits:.0f} {unit}" if bits >= 9.95 else f"{bits:.2g} {unit}"
+    bits = 8 * figure
+    if bits >= 1e9:
+        scaled, unit = bits / 1e9, "Gbit/s"
+    elif bits >= 1e6:
+        scaled, unit = bits / 1e6, "Mbit/s"
+    else:
+        scaled, unit = bits / 1e3, "kbit/s"
+    return f"{scaled:.0f} {unit}" if scaled >= 9.95 else f"{scaled:.2g} {unit}"
 
 
 def clock(value: Any) -> str:

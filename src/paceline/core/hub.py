@@ -107,7 +107,8 @@ def _problem(host: str, port: int, name: str) -> str | None:
 
 
 def go_offline() -> None:
-    """Make the hub's libraries use what was downloaded before, without requests, in this process."""
+    """Make the hub's libraries use what was downloaded before, without requests, in this
+    process."""
     constants = importlib.import_module("huggingface_hub.constants")
     constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     if "datasets.config" in sys.modules:

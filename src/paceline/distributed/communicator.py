@@ -1,4 +1,5 @@
-"""The process group of a run, its lines along the axes of the mesh, and the collectives among them."""
+"""The process group of a run, its lines along the axes of the mesh, and the collectives among
+them."""
 
 from __future__ import annotations
 

@@ -138,7 +138,6 @@ class ProgressTracker:
         self._phase_waited = self._step_at = self._step_waited = self._step_held = 0.0
 
     # -- phases and steps
-    # -------------------------------------------------------------------------------------------------
     def enter(self, phase: str) -> None:
         """From here on: data, forward, backward, optimizer, logging, evaluation, saving, loading;
         by whichever thread."""
@@ -193,7 +192,6 @@ class ProgressTracker:
         )
 
     # -- collectives
-    # --------------------------------------------------------------------------------------------------------
     def issue(self, function: str, tensor: Any, group: dist.ProcessGroup | None) -> None:
         """A collective, or a message between two ranks, is about to be issued. ``tensor``: or a
         list, or None."""
@@ -242,7 +240,6 @@ class ProgressTracker:
         return {name: one.ranks for name, one in list(self._groups.items())}
 
     # -- waits
-    # ----------------------------------------------------------------------------------------------------------------
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """The main thread stands still for others meanwhile; waits within count once."""
@@ -323,7 +320,8 @@ def watch_wait(wait: Callable[..., Any], is_work: bool) -> Callable[..., Any]:
 
 
 def issue_from(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """As :meth:`ProgressTracker.issue`, from the arguments of a function of ``torch.distributed``."""
+    """As :meth:`ProgressTracker.issue`, from the arguments of a function of
+    ``torch.distributed``."""
     if not PROGRESS.active:
         return
     if function == "batch_isend_irecv":
@@ -342,7 +340,6 @@ def issue_from(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 # -- frames
-# -----------------------------------------------------------------------------------------------------------------
 _IS_BELOW: dict[CodeType, bool] = {}
 
 

@@ -49,7 +49,8 @@ class SegmentCounter:
 
 
 def _sockets() -> Iterator[tuple[str, tuple[int, int]]]:
-    """(inode, (segments sent, sent again)) of each TCP connection of this process to another host."""
+    """(inode, (segments sent, sent again)) of each TCP connection of this process to another
+    host."""
     if sys.platform != "linux":
         return
     for number in os.listdir("/proc/self/fd"):

@@ -87,7 +87,6 @@ class SideGroup:
         self.is_broken = False
 
     # -- frames
-    # -----------------------------------------------------------------------------------------------------------
     def send_frame(self, peer: int, value: Any) -> None:
         """Send a JSON value to rank ``peer``. Waits until the peer receives it, for any time."""
         raw = json.dumps(value).encode()
@@ -119,7 +118,6 @@ class SideGroup:
         return json.loads(raw.tobytes())
 
     # -- transfers
-    # ----------------------------------------------------------------------------------------------------------
     def outgoing(
         self, peer: int, size_bytes: int, tick: Callable[[], None] = lambda: None
     ) -> Outgoing:
@@ -167,7 +165,6 @@ class SideGroup:
             consume(buffer.data)
 
     # -- messages
-    # -------------------------------------------------------------------------------------------------------------
     # The group's own methods, not those of torch.distributed: these would count the bytes as
     # traffic of the training and put the calls among the collectives that the watchdog compares
     # between ranks.
@@ -202,7 +199,6 @@ class SideGroup:
         )
 
     # -- measurement
-    # ----------------------------------------------------------------------------------------------------------
     def measure_bytes_per_s(self) -> float | None:
         """Measure how many bytes a second arrive at rank 0 from the slowest of the hosts that do
         not see the folder. A collective of the members; None on ranks that are not members."""

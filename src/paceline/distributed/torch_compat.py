@@ -94,7 +94,8 @@ def _find_flight_recorder() -> tuple[str, Callable[[], bytes] | None]:
 
 
 def flight_recorder_variable() -> str:
-    """The environment variable with the number of collectives that torch's flight recorder keeps."""
+    """The environment variable with the number of collectives that torch's flight recorder
+    keeps."""
     return _find_flight_recorder()[0]
 
 

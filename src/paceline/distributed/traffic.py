@@ -1,10 +1,10 @@
 """Bytes that this rank sends, counted at torch.distributed's own functions, whoever calls them.
 
-FSDP, DeepSpeed, the pipeline schedules and :class:`~paceline.distributed.communicator.Communicator` all go
-through the functions of the ``torch.distributed`` package, so these are wrapped, once a process, to
-add up what passes. What is counted is what an algorithm optimal in bandwidth sends: the figure by
-which strategies are compared, and the same for every backend. The same wrappers tell the process's
-:data:`~paceline.distributed.progress.PROGRESS` which collectives were issued.
+FSDP, DeepSpeed, the pipeline schedules and :class:`~paceline.distributed.communicator.Communicator`
+all go through the functions of the ``torch.distributed`` package, so these are wrapped, once a
+process, to add up what passes. What is counted is what an algorithm optimal in bandwidth sends: the
+figure by which strategies are compared, and the same for every backend. The same wrappers tell the
+process's :data:`~paceline.distributed.progress.PROGRESS` which collectives were issued.
 
 Objects (``broadcast_object_list`` and its like) are not counted: they go through the functions'
 module, not the package, and are no part of a step.
@@ -41,7 +41,8 @@ KINDS = (
 
 
 class Traffic:
-    """Bytes sent by this rank, by collective (of :data:`KINDS`). Threads may add at the same time."""
+    """Bytes sent by this rank, by collective (of :data:`KINDS`). Threads may add at the same
+    time."""
 
     def __init__(self) -> None:
         self.bytes_by_collective: dict[str, int] = {}

@@ -164,7 +164,6 @@ class Responder:
 
 
 # -- the measuring side
-# ----------------------------------------------------------------------------------------------------
 
 
 def try_port(address: str, port: int, token: bytes | None = None, timeout_s: float = 3.0) -> str:

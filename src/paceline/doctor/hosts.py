@@ -140,7 +140,6 @@ def inspect_over_store(
 
 
 # -- under an outer launcher
-# -----------------------------------------------------------------------------------------------
 def inspect_from_ranks(
     env: RankEnv, examine: Callable[[str], tuple[list[Check], int | None]]
 ) -> tuple[HostsReport | None, bool]:
@@ -181,7 +180,6 @@ def inspect_from_ranks(
 
 
 # -- the endpoint
-# ----------------------------------------------------------------------------------------------------------
 def check_own_port(endpoint: MeetingPoint) -> Check | None:
     """On the endpoint host: None if it can listen on the endpoint's port and connect to it, else
     what prevents it."""

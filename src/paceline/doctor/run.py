@@ -263,7 +263,6 @@ def _peer_copies(count: int, device_type: str) -> Check:
 
 
 # -- ranks
-# ---------------------------------------------------------------------------------------------------------------------
 def examine_rank(job: HostExam, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     """Measure the network with the other ranks; a collective."""
     from paceline.distributed.communicator import init_communicator

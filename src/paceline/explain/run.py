@@ -35,7 +35,8 @@ class ExplainOptions:
 
 @dataclass(frozen=True)
 class Recording:
-    """An algorithm that has run. ``content``: what was recorded, as the topic's module describes."""
+    """An algorithm that has run. ``content``: what was recorded, as the topic's module
+    describes."""
 
     topic: str
     content: dict[str, Any]

@@ -81,7 +81,6 @@ class HeartbeatExchange:
         self._store = _connect()
 
     # -- writing
-    # -------------------------------------------------------------------------------------------------------
     def publish(self) -> None:
         """Say where this rank is."""
         self._number += 1
@@ -131,9 +130,9 @@ class HeartbeatExchange:
         self._store.multi_set(list(written), [json.dumps(one) for one in written.values()])
 
     # -- reading
-    # -------------------------------------------------------------------------------------------------------
     def read(self) -> list[PeerState]:
-        """All ranks that have given a beat so far, as this one knows them now, itself among them."""
+        """All ranks that have given a beat so far, as this one knows them now, itself among
+        them."""
         met = [
             one
             for one in self._peers.values()

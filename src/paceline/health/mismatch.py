@@ -1,8 +1,8 @@
 """Ranks that issue different collectives, found by comparing what each has issued last. Pure
 functions.
 
-A call is a dict as of :meth:`paceline.distributed.progress.CollectiveCall.as_dict`: number, function, dtype,
-numel, group, site.
+A call is a dict as of :meth:`paceline.distributed.progress.CollectiveCall.as_dict`: number,
+function, dtype, numel, group, site.
 """
 
 from __future__ import annotations

@@ -121,7 +121,6 @@ class Watchdog:
             self._beats.kind = None if stage is None else f"stage {stage}"
 
     # -- the thread
-    # ----------------------------------------------------------------------------------------------------
     def _run(self) -> None:
         each_s, losses = period_s(self.world.size, _PERIOD_S), 0
         last = waits_since = time.perf_counter()
@@ -198,7 +197,6 @@ class Watchdog:
             self.stop.fail(found[1], found[0])
 
     # -- hangs
-    # ---------------------------------------------------------------------------------------------------------
     def _judge_hangs(self, ranks: list[RankStatus]) -> None:
         found = {one.rank: one for one in find_hangs(ranks, self.settings.hang_after_s)}
         self._found = {rank: self._found.get(rank, 0) + 1 for rank in found}
@@ -277,7 +275,6 @@ class Watchdog:
         return path
 
     # -- stragglers
-    # ----------------------------------------------------------------------------------------------------
     def _judge_stragglers(self, peers: list[PeerState]) -> None:
         assert self._beats is not None
         kinds = {one.rank: one.kind for one in peers}
@@ -336,7 +333,6 @@ class Watchdog:
                 )
 
     # -- what failed
-    # ---------------------------------------------------------------------------------------------------
     def explain(self, error: BaseException) -> BaseException:
         """``error``, or one that says more: where a collective failed because the ranks have issued
         different ones, or while a rank stood still. Takes some seconds at most."""
@@ -385,7 +381,6 @@ class Watchdog:
         return None
 
     # -- speaking
-    # ------------------------------------------------------------------------------------------------------
     def _say(self, text: str, type: str | None = None, **fields: Any) -> None:
         """An event where this rank writes the log, else a line on standard error, with this rank
         before it."""

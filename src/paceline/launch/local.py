@@ -19,8 +19,8 @@ from paceline.launch.worker import RunRank, failed_outcome
 
 logger = logging.getLogger(__name__)
 
-#: What follows an attempt that a fault has ended: the spec of the next one; None where there is none,
-#: with the outcome as it shall be reported.
+#: What follows an attempt that a fault has ended: the spec of the next one; None where there is
+#: none, with the outcome as it shall be reported.
 Follow = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 
 
@@ -203,8 +203,8 @@ def _failed_with(failure: dict[str, Any], ranks: RankProcesses, spec: Any) -> di
 
 
 def _cut_start(stopped_by: int | None) -> dict[str, Any]:
-    """The outcome of an attempt that ended before all its ranks were there: multiprocessing starts the
-    fork server anew."""
+    """The outcome of an attempt that ended before all its ranks were there: multiprocessing starts
+    the fork server anew."""
     if stopped_by is not None:
         return {"status": "stopped", "exit_code": stop_code(stopped_by), "report": None}
     text = "the process from which the ranks are forked ended while it started them"

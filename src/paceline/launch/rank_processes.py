@@ -1,4 +1,5 @@
-"""The ranks of this host in one attempt of a run: from their start until the last of them has ended.
+"""The ranks of this host in one attempt of a run: from their start until the last of them has
+ended.
 
 They are plain processes of the fork server and meet at a store that belongs to the launcher, not to
 a rank. On one host this launcher is used instead of torch's elastic agent, because it restarts the
@@ -28,8 +29,8 @@ _GRACE_S = 4.0
 
 
 class RankProcesses:
-    """Starts the ranks, watches them, and reports what became of them. Use it in a ``with``: it leaves
-    no process and no file.
+    """Starts the ranks, watches them, and reports what became of them. Use it in a ``with``: it
+    leaves no process and no file.
 
     Args:
         spec: sent to each rank.

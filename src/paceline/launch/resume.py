@@ -185,8 +185,8 @@ def _check_same_config(
             f"`output_dir` holds another run ({where}), made with another precision. Changed:"
             f" {listing}. `precision: auto` follows the device",
             fix=(
-                f"set {setting} to resume in the precision of the run; set another `output_dir` for a"
-                " new run; or pass --allow-config-change"
+                f"set {setting} to resume in the precision of the run; set another `output_dir` for"
+                " a new run; or pass --allow-config-change"
             ),
         )
     raise ConfigError(

@@ -24,8 +24,8 @@ def sharing_text(config: Config, derived: ResolvedValues) -> str | None:
     each = derived.shares if derived.global_batch_size % derived.replicas else None
     if accumulation != configured:
         text = (
-            f"gradient_accumulation_steps: {configured} → {accumulation}, which keeps the run's global batch of"
-            f" {batch} on {replicas}"
+            f"gradient_accumulation_steps: {configured} → {accumulation}, which keeps the run's"
+            f" global batch of {batch} on {replicas}"
         )
         return f"{text}, as {each}" if each else text
     return f"{replicas}: {batch} of the global batch as {each}" if each else None

@@ -42,8 +42,8 @@ _OF_A_LINK_OR_DEVICE = re.compile(
 
 #: Exceptions of Python that the same code on the same data raises again.
 _REPEATABLE = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError, NameError, NotImplementedError,
-    RecursionError, SyntaxError, TypeError, ValueError,
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError,
+    NameError, NotImplementedError, RecursionError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
 
 #: How torch reports shapes, types and indices that do not fit.

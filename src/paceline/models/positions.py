@@ -30,7 +30,8 @@ _UNLIMITED = frozenset({
 
 #: Models whose positions begin after the padding token's number.
 _OFFSET = frozenset({
-    "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "data2vec-text", "xmod",
+    "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm",
+    "data2vec-text", "xmod",
 })  # fmt: skip
 
 

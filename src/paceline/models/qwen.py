@@ -54,7 +54,6 @@ _BUFFERS = re.compile(r"transformer\.(.+\.)?(rotary_emb\.inv_freq|masked_bias|lo
 
 
 # -- config.json
-# --------------------------------------------------------------------------------------------------------------
 def is_qwen(content: Mapping[str, Any] | None) -> bool:
     """Whether a config.json is that of a first-generation Qwen model."""
     return content is not None and content.get("model_type") == MODEL_TYPE
@@ -149,7 +148,6 @@ def check_length(config: Config, content: Mapping[str, Any] | None) -> None:
 
 
 # -- names of modules in `lora`
-# -----------------------------------------------------------------------------------------------
 #: What configs for the original models name, and where it is in the Qwen2 form.
 _MODULES = {
     "c_attn": ["q_proj", "k_proj", "v_proj"],
@@ -210,7 +208,6 @@ def _unsupported(name: str, what: str, allowed: str) -> ConfigError:
 
 
 # -- weights
-# ------------------------------------------------------------------------------------------------------------------
 def check_weights(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint.
 

@@ -28,7 +28,6 @@ _FORMAT = "paceline-image-classifier"
 
 
 # -- built-in models
-# ------------------------------------------------------------------------------------------------------
 def build_small_cnn(
     *, in_channels: int, image_size: int, hidden: int, num_classes: int
 ) -> nn.Module:
@@ -59,7 +58,8 @@ def build_small_cnn(
 
 
 def build_mlp(*, in_channels: int, image_size: int, hidden: int, num_classes: int) -> nn.Module:
-    """Two hidden layers over the pixels: [N, C, image_size, image_size] to logits [N, num_classes]."""
+    """Two hidden layers over the pixels: [N, C, image_size, image_size] to logits [N,
+    num_classes]."""
     from torch import nn
 
     return nn.Sequential(
@@ -82,7 +82,6 @@ def is_builtin(name: str) -> bool:
 
 
 # -- before any rank exists
-# -----------------------------------------------------------------------------------------------
 def check_image_model(config: Config) -> None:
     """Raise ConfigError for a name or folder that is no image classifier. Reads a local config.json
     at most."""
@@ -218,7 +217,6 @@ def _preprocessor_file(name: str) -> Path | None:
 
 
 # -- on every rank
-# --------------------------------------------------------------------------------------------------------
 def load_image_model(config: Config, form: ImageForm, classes: list[str]) -> nn.Module:
     """The model to train, on the CPU in float32: [N, C, H, W] to logits [N, num_classes].
 
@@ -293,7 +291,6 @@ def _few(names: list[str]) -> str:
 
 
 # -- saving and loading
-# ---------------------------------------------------------------------------------------------------
 def save_image_model(
     model: Any, config: Config, form: ImageForm, classes: list[str], folder: Path
 ) -> None:
@@ -333,7 +330,8 @@ def load_classifier(folder: str | Path) -> tuple[nn.Module, list[str]]:
     Example::
 
         model, classes = load_classifier("output/digits/model")
-        logits = model(images)                   # images: float32 [N, C, H, W] in [0, 1]; logits: [N, len(classes)]
+        # images: float32 [N, C, H, W] in [0, 1]; logits: [N, len(classes)]
+        logits = model(images)
         names = [classes[one] for one in logits.argmax(dim=1)]
 
     A Hugging Face classifier comes back as ``transformers`` loads it: its logits are

@@ -244,7 +244,6 @@ class CommAdvisor:
         )
 
     # -- at the start
-    # -------------------------------------------------------------------------------------------------------
     def opening(self) -> tuple[str, str] | None:
         """What was measured and what it means, as (level, text); None where nothing was."""
         link, line, exchange = self.link, self.line, self.exchange
@@ -275,7 +274,6 @@ class CommAdvisor:
         )
 
     # -- step by step
-    # -------------------------------------------------------------------------------------------------------
     def after_step(self, step: int) -> tuple[str, str] | None:
         """Count a step, the number ``step`` of the run. After the first few: how it stands, as
         (level, text)."""
@@ -365,7 +363,6 @@ class CommAdvisor:
         return f"{self.exchange.method} {how} on this link: {verdict.why}"
 
     # -- at the end
-    # ---------------------------------------------------------------------------------------------------------
     def report(self) -> dict[str, Any]:
         """Keys of the report: ``link`` where one was measured, ``communication``."""
         measured, exchange = self.measured(), self.exchange

@@ -354,8 +354,8 @@ def derived_lines(derived: dict[str, Any]) -> list[tuple[str, str]]:
     """(label, text) of what the config's numbers come to (the dict of
     :class:`paceline.config.derive.ResolvedValues`).
 
-    Worded here, not by ``ResolvedValues.lines``: importing the schema takes longer than ``paceline watch``
-    may take to start.
+    Worded here, not by ``ResolvedValues.lines``: importing the schema takes longer than ``paceline
+    watch`` may take to start.
     """
     if not derived:
         return []

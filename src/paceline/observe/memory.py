@@ -111,7 +111,8 @@ def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _optimizers(strategy: Strategy) -> list[torch.optim.Optimizer]:
-    """Its own, and the one that a server of a parameter server has beside it for what is no table."""
+    """Its own, and the one that a server of a parameter server has beside it for what is no
+    table."""
     return [
         one
         for one in (strategy.optimizer, getattr(strategy, "dense_optimizer", None))

@@ -111,7 +111,8 @@ class _Watcher:
         self.console(event)
 
     def _over(self) -> bool:
-        """Called when every event there is has been read: True ends the watch, with ``exit_code``."""
+        """Called when every event there is has been read: True ends the watch, with
+        ``exit_code``."""
         if self._history is not None:
             self._show_history()
         if self.console.broken:  # `paceline watch RUN | head`

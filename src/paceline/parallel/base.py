@@ -27,8 +27,9 @@ OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimi
 
 class Strategy(ABC):
     """How training is spread over the ranks of a world. The engine calls, in this order: ``setup``,
-    ``setup_optimizer``, perhaps ``load_state``; then for each step ``forward_backward``, ``clip_grad_norm``,
-    ``optimizer_step``; between steps ``evaluate``, ``state_shards``, ``memory_bytes``."""
+    ``setup_optimizer``, perhaps ``load_state``; then for each step ``forward_backward``,
+    ``clip_grad_norm``, ``optimizer_step``; between steps ``evaluate``, ``state_shards``,
+    ``memory_bytes``."""
 
     name: str
     #: As its spec says; set by :func:`~paceline.parallel.registry.make_strategy`.
@@ -40,8 +41,8 @@ class Strategy(ABC):
     #: ``outer/…`` in a checkpoint).
     replicas_diverge = False
     handles_overflow = False  # in `optimizer_step`, where the gradient is not finite
-    #: Called in :meth:`forward_backward` after the last micro-batch, before waiting for other ranks. Set
-    #: while speeds are measured.
+    #: Called in :meth:`forward_backward` after the last micro-batch, before waiting for other
+    #: ranks. Set while speeds are measured.
     on_computed: Callable[[], None] | None = None
     optimizer: torch.optim.Optimizer
     #: Of float16 training; the loss that :meth:`forward_backward` gets is multiplied by its scale.
@@ -133,7 +134,8 @@ class Strategy(ABC):
         self.scaler = scaler
 
     def unscale(self) -> None:
-        """Divide the gradients by the loss scale; called between :meth:`forward_backward` and :meth:`clip_grad_norm`."""
+        """Divide the gradients by the loss scale; called between :meth:`forward_backward` and
+        :meth:`clip_grad_norm`."""
         if self.scaler is not None:
             parameters = [one for group in self.optimizer.param_groups for one in group["params"]]
             self.scaler.unscale(
@@ -158,8 +160,8 @@ class Strategy(ABC):
 
     def local_grad_finite(self) -> torch.Tensor | None:
         """A float32 scalar that is not finite where this rank's own gradient of the last
-        :meth:`forward_backward` was not, before it met that of the others. None where they meet within
-        backward."""
+        :meth:`forward_backward` was not, before it met that of the others. None where they meet
+        within backward."""
         return None
 
     def evaluate(
@@ -229,8 +231,8 @@ class Strategy(ABC):
 
     @property
     def replica_group(self) -> Communicator | None:
-        """The ranks that hold, after this step, the same bits of :meth:`replicated_tensors`; None where no
-        two do."""
+        """The ranks that hold, after this step, the same bits of :meth:`replicated_tensors`; None
+        where no two do."""
         return None
 
     def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -295,7 +297,8 @@ class Strategy(ABC):
         entries[entry][part.region] = value
 
     def after_load(self) -> None:
-        """Bring the weights to where the next forward wants them, after ``tensor_shards`` were written to."""
+        """Bring the weights to where the next forward wants them, after ``tensor_shards`` were
+        written to."""
 
     def load_optimizer_entry(
         self,

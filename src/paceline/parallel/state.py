@@ -1,4 +1,5 @@
-"""Tensors by name, as a rank holds parts of them: what checkpoints are written from and read into."""
+"""Tensors by name, as a rank holds parts of them: what checkpoints are written from and read
+into."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class TensorShard:
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), key, owned)
 
     def of_key(self, value: torch.Tensor) -> torch.Tensor:
-        """What belongs to this part of a value that the optimizer keeps for the whole of ``key``."""
+        """What belongs to this part of a value that the optimizer keeps for the whole of
+        ``key``."""
         if self.region is None or self.key is None or value.shape != self.key.shape:
             return value
         return value[self.region]
@@ -62,7 +64,8 @@ class TensorShard:
 
 
 class StateReader(Protocol):
-    """Where a state is read from: a checkpoint. Every rank reads the parts it holds, and no more."""
+    """Where a state is read from: a checkpoint. Every rank reads the parts it holds, and no
+    more."""
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of each whole tensor, by name."""

@@ -84,8 +84,8 @@ def table() -> str:
         cells.append("yes" if STRATEGIES[mode].capabilities.mixed_devices else "–")
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     head = (
-        "The reasons, as they are printed (compression and `all_reduce` need replicas whose gradients"
-        " are summed in buckets):"
+        "The reasons, as they are printed (compression and `all_reduce` need replicas whose"
+        " gradients are summed in buckets):"
     )
     return "\n".join([*lines, "", head, "", *reasons, "", ""])
 

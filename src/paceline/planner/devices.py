@@ -71,7 +71,8 @@ class Device:
 
 @cache
 def devices() -> tuple[Device, ...]:
-    """All rows, in the order of the file. Of rows that share an alias the first is the usual one."""
+    """All rows, in the order of the file. Of rows that share an alias the first is the usual
+    one."""
     content = json.loads((files("paceline.planner") / "devices.json").read_text(encoding="utf-8"))
     return tuple(_device(row) for row in content["devices"])
 

@@ -59,7 +59,8 @@ def misfit(config: Config, num_devices: int) -> ConfigError | None:
 
 
 def _hybrids(num_devices: int) -> Iterator[ParallelDims]:
-    """Products of at least two axes. FSDP within hosts and replicas across (HSDP) is one of them."""
+    """Products of at least two axes. FSDP within hosts and replicas across (HSDP) is one of
+    them."""
     for data in _divisors(num_devices):
         for shard in _divisors(num_devices // data):
             for tensor in _divisors(num_devices // data // shard):

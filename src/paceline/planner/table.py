@@ -66,7 +66,8 @@ def _head(plan: Plan) -> list[str]:
 
 
 def _configured(plan: Plan) -> list[str]:
-    """The mode that the config names: what it takes on each rank and on all, and what makes it fit."""
+    """The mode that the config names: what it takes on each rank and on all, and what makes it
+    fit."""
     mode = plan.configured
     if mode is None or mode.cost is None:
         return []

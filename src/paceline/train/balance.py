@@ -137,7 +137,6 @@ class Balancer:
     _unsent: dict[str, Any] | None = field(default=None, init=False)
 
     # -- at the start
-    # ----------------------------------------------------------------------------------------------
     @property
     def _num_micro_batches(self) -> int:
         return self.data.num_replicas * self.data.accumulation
@@ -205,8 +204,8 @@ class Balancer:
             self.phase = "first"
             text = (
                 f"balance: the checkpoint's shares {counts_text(stored)} do not fit"
-                f" {self.data.num_replicas} ranks with {self._num_micro_batches} micro-batches per step:"
-                " equal shares, and speeds are measured again"
+                f" {self.data.num_replicas} ranks with {self._num_micro_batches} micro-batches per"
+                " step: equal shares, and speeds are measured again"
             )
             self._note(step, "reset", text)
 
@@ -229,7 +228,6 @@ class Balancer:
         }
 
     # -- a step
-    # -------------------------------------------------------------------------------------------------------------
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> ComputeTimer | None:
         """Return a timer that was started, in steps that are measured."""
         strategy = self.strategy
@@ -293,7 +291,6 @@ class Balancer:
         return Measured([row[0] * positions for row in rows], max(row[2] for row in rows))
 
     # -- decisions
-    # ----------------------------------------------------------------------------------------------------------
     def _decide(self, step: int, measured: Measured) -> None:
         if self.phase == "check":
             self._check(step, measured)
@@ -352,9 +349,9 @@ class Balancer:
         )
 
     # -- kept with a checkpoint, and reported
-    # -------------------------------------------------------------------------------
     def meta(self) -> dict[str, Any]:
-        """Return what goes into a checkpoint's ``meta.json``; empty before the shares are decided."""
+        """Return what goes into a checkpoint's ``meta.json``; empty before the shares are
+        decided."""
         if (
             self.config.parallel.balance == "equal"
             or self.phase == "first"

@@ -1,10 +1,10 @@
 """Runs whose hosts have devices of different types, such as a CPU host and a GPU host: what is
 supported, and equal replicas.
 
-All ranks use Gloo then, see :func:`paceline.distributed.communicator.init_communicator`. Every replica
-makes its own update from the same gradient. Devices of different types round it differently, so
-replicas are not compared by their bits: rank 0's weights and optimizer state are broadcast instead,
-as often as they would be compared.
+All ranks use Gloo then, see :func:`paceline.distributed.communicator.init_communicator`. Every
+replica makes its own update from the same gradient. Devices of different types round it
+differently, so replicas are not compared by their bits: rank 0's weights and optimizer state are
+broadcast instead, as often as they would be compared.
 """
 
 from __future__ import annotations

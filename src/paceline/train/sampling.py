@@ -144,7 +144,6 @@ class SampleGenerator:
             self.events.notice(text)
 
     # -- who generates
-    # ------------------------------------------------------------------------------------------------------
     def _why_not(self) -> str | None:
         strategy, axes = self.strategy, self.comm.axes
         if strategy.rank0_has_full_model:
@@ -172,7 +171,6 @@ class SampleGenerator:
         )
 
     # -- prompts
-    # ------------------------------------------------------------------------------------------------------------
     def _read(self) -> None:
         """The same prompts at every evaluation: spread evenly over the validation data."""
         assert self.task.prepared is not None
@@ -213,7 +211,6 @@ class SampleGenerator:
         )
 
     # -- answers
-    # ------------------------------------------------------------------------------------------------------------
     def _generate(self, deadline: float) -> tuple[dict[int, list[int]], bool, str | None]:
         """This rank's answers by number of the prompt, whether some were cut short, and what went
         wrong."""

@@ -1,5 +1,5 @@
-"""The training loop, to be read from top to bottom. Every rank runs it; rank 0 alone logs and writes
-reports."""
+"""The training loop, to be read from top to bottom. Every rank runs it; rank 0 alone logs and
+writes reports."""
 
 from __future__ import annotations
 

@@ -220,7 +220,6 @@ def turn_off_dropout(model: nn.Module) -> int:
 
 
 # -- weights
-# ------------------------------------------------------------------------------------------------------------
 def _trained_parts(strategy: Strategy) -> list[TensorShard]:
     """Running statistics are left out: under data parallelism they are those of rank 0's share, by
     definition."""
@@ -307,7 +306,6 @@ def _cut(whole: torch.Tensor, part: TensorShard) -> torch.Tensor:
 
 
 # -- among the ranks
-# ----------------------------------------------------------------------------------------------------
 def _all_have_done(
     certification: Certification, trial: Trial, env: RankEnv, found: dict[str, Any], stop: StopFlag
 ) -> bool:

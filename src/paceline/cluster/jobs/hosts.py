@@ -1,4 +1,5 @@
-"""A config on the hosts of a cluster: what the writers of job files for Slurm and Kubernetes share."""
+"""A config on the hosts of a cluster: what the writers of job files for Slurm and Kubernetes
+share."""
 
 from __future__ import annotations
 

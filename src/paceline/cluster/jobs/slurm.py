@@ -112,23 +112,25 @@ _SCRIPT = """\
 #!/bin/bash
 {header}
 
-# One command per node, which starts the ranks of its node. When Slurm sends SIGTERM, all ranks finish the same step, write a
-# checkpoint and end with exit code {stopped}.
+# One command per node, which starts the ranks of its node. When Slurm sends SIGTERM, all ranks
+# finish the same step, write a checkpoint and end with exit code {stopped}.
 {rendezvous}
 srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --cpus-per-task={cpus}{gpus} \\
   --cpu-bind=none --kill-on-bad-exit=0 --wait=0 \\
   {command}{endpoint}
 code=$?
 
-# srun returns the highest exit code of the nodes: 0: done, 1: the run failed, 2: the config or the data are wrong,
-# {stopped}: stopped with a checkpoint, 128 + N: the command of a node was killed by signal N, 253: out of memory.
+# srun returns the highest exit code of the nodes: 0: done, 1: the run failed, 2: the config or the
+# data are wrong, {stopped}: stopped with a checkpoint, 128 + N: the command of a node was killed by
+# signal N, 253: out of memory.
 reason=
 case "$code" in
   {stopped})
     reason="stopped by a signal" ;;
   129 | 13[1-9] | 1[4-9][0-9])
-    # Slurm does not start the killed command again within this allocation. After a requeue the run resumes from its newest
-    # checkpoint. A job that is killed more than {max_restarts} times without a new checkpoint fails.
+    # Slurm does not restart the killed command within this allocation. After a requeue the run
+    # resumes from its latest checkpoint. A job that is killed more than {max_restarts} times
+    # without a new checkpoint fails.
     state=".$SLURM_JOB_NAME-$SLURM_JOB_ID.killed"
     newest=$(ls -d {checkpoints}/step-* 2> /dev/null | tail -n 1)
     {{ read -r count && read -r previous; }} 2> /dev/null < "$state" || count=0
@@ -136,11 +138,12 @@ case "$code" in
     count=$((count + 1))
     printf '%s\\n' "$count" "$newest" > "$state"
     if [ "$count" -le {max_restarts} ]; then
-      reason="killed on a node by signal $((code - 128)) (time $count of {max_restarts} without a new checkpoint)"
+      reason="killed on a node by signal $((code - 128))"
+      reason="$reason (time $count of {max_restarts} without a new checkpoint)"
     fi ;;
 esac
 if [ -n "$reason" ]; then
-  echo "$reason: job $SLURM_JOB_ID goes back into the queue; to end it for good: scancel $SLURM_JOB_ID"
+  echo "$reason: job $SLURM_JOB_ID goes back into the queue; to end it: scancel $SLURM_JOB_ID"
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
@@ -148,8 +151,8 @@ exit "$code"
 
 _RENDEZVOUS = """\
 
-# The rendezvous endpoint is the first node, under the address that Slurm itself uses for it; the port follows from the job's
-# number.
+# The rendezvous endpoint is the first node, under the address that Slurm itself uses for it; the
+# port follows from the job's number.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(scontrol show node --oneliner "$first" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
 address=${address:-$first}

@@ -75,7 +75,6 @@ class RunRecord:
         self._stop_signal: int | None = None
 
     # -- workers
-    # ----------------------------------------------------------------------------------------------------------
     def final_failure(self) -> dict[str, Any] | None:
         """The failure after which no attempt may follow (:meth:`fail_finally`), or None."""
         return self._final_failure
@@ -130,11 +129,11 @@ class RunRecord:
         return len(self._final_ranks)
 
     def finish(self, rank: int, result: dict[str, Any]) -> None:
-        """The worker that Paceline numbers ``rank`` has its result: status, exit code and report."""
+        """The worker that Paceline numbers ``rank`` has its result: status, exit code and
+        report."""
         self._results[rank] = result
 
     # -- the driver
-    # ---------------------------------------------------------------------------------------------------------
     def lose_workers(self, ray_ranks: list[int]) -> None:
         """Ray reports that these workers are gone without an exception of their program."""
         self._lost.update(ray_ranks)

@@ -20,8 +20,8 @@ from paceline.config.schema import Config
 
 #: Model types whose MLP is two layers without a gate.
 _UNGATED = {
-    "gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "codegen", "phi", "starcoder2", "gpt_bigcode",
-    "xglm", "biogpt", "nemotron",
+    "gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "codegen", "phi",
+    "starcoder2", "gpt_bigcode", "xglm", "biogpt", "nemotron",
 }  # fmt: skip
 #: Model types that normalise queries and keys.
 _NORMED_QUERIES = {"qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "smollm3"}
@@ -227,7 +227,8 @@ def _adapters(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> 
     lora = config.lora
     layers = {
         "q_proj": dims.hidden, "k_proj": dims.hidden, "v_proj": dims.hidden, "o_proj": dims.queries,
-        "up_proj": dims.hidden, "gate_proj": dims.hidden, "down_proj": dims.feed_forward * dims.experts_per_token,
+        "up_proj": dims.hidden, "gate_proj": dims.hidden,
+        "down_proj": dims.feed_forward * dims.experts_per_token,
     }  # fmt: skip
     named = lora.target_modules
     if isinstance(named, str) and named != "all-linear":

@@ -128,7 +128,8 @@ def _skipped_batches(order: SampleOrder, steps: Collection[int]) -> dict[str, An
 def _tokens_seen(
     info: RunInfo, step: int, skipped_batches: Collection[int]
 ) -> tuple[int | None, int | None]:
-    """Return (tokens, label tokens) up to ``step``, over all attempts; None if samples have none."""
+    """Return (tokens, label tokens) up to ``step``, over all attempts; None if samples have
+    none."""
     dataset, order = info.train_dataset, info.order
     lengths, labels = getattr(dataset, "lengths", None), getattr(dataset, "label_counts", None)
     if lengths is None:

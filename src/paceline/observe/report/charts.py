@@ -19,7 +19,8 @@ Point = tuple[float, float | None]
 
 @dataclass
 class Series:
-    """One line (or row of dots, or layer of a stack): ``points`` are (step, value); None is a gap."""
+    """One line (or row of dots, or layer of a stack): ``points`` are (step, value); None is a
+    gap."""
 
     name: str
     points: list[Point]

@@ -328,8 +328,14 @@ def _plots(
     if not steps:
         return []
     batch = (start.get("derived") or {}).get("global_batch_size")
-    made = [_loss_plot(steps, evals), _rate_plot(steps), _throughput_plot(steps, batch), _time_plot(steps),
-            _memory_plot(steps), _norm_plot(steps)]  # fmt: skip
+    made = [
+        _loss_plot(steps, evals),
+        _rate_plot(steps),
+        _throughput_plot(steps, batch),
+        _time_plot(steps),
+        _memory_plot(steps),
+        _norm_plot(steps),
+    ]
     markers = [
         (life["from"], f"resumed at step {life['from']:,}") for life in lives if life["from"]
     ]

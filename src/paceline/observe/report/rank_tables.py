@@ -11,8 +11,15 @@ from paceline.core.events import Event, effective_events
 #: Of a step line's ``ranks``: what the parts of a step have taken the place of, and how these are
 #: named for a person.
 _OLDER = ("data_wait_s", "comm_wait_s")
-_NAMES = {"data_s": "data", "forward_s": "forward", "backward_s": "backward", "communication_s": "communication, not hidden",
-          "optimizer_s": "optimizer", "other_s": "rest", "memory_bytes": "memory"}  # fmt: skip
+_NAMES = {
+    "data_s": "data",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "communication_s": "communication, not hidden",
+    "optimizer_s": "optimizer",
+    "other_s": "rest",
+    "memory_bytes": "memory",
+}
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "total")
 
 

@@ -12,14 +12,15 @@ from paceline.core.run_dir import RunDir
 from paceline.observe.report.certificate import certificate_page
 
 REPORT_KEYS = (
-    "status", "strategy", "world_size", "device", "steps", "epochs", "samples_seen", "train_tokens", "label_tokens",
-    "tokens_per_second", "time_to_first_step_s", "wall_s", "first_train_loss", "final_train_loss", "final_eval_loss",
-    "peak_memory_bytes", "state_memory_bytes", "traffic_bytes_per_step", "restarts", "resumed_from_step", "data",
+    "status", "strategy", "world_size", "device", "steps", "epochs", "samples_seen", "train_tokens",
+    "label_tokens", "tokens_per_second", "time_to_first_step_s", "wall_s", "first_train_loss",
+    "final_train_loss", "final_eval_loss", "peak_memory_bytes", "state_memory_bytes",
+    "traffic_bytes_per_step", "restarts", "resumed_from_step", "data",
 )  # fmt: skip
 #: may stand beside them
 MORE_KEYS = (
-    "samples_per_second", "final_eval_metrics", "communication", "link", "staleness", "workers_lost", "skipped_steps",
-    "precision", "balance",
+    "samples_per_second", "final_eval_metrics", "communication", "link", "staleness",
+    "workers_lost", "skipped_steps", "precision", "balance",
 )  # fmt: skip
 _PREDICTED = ("predicted", "measured")
 _INNER_KEYS = {

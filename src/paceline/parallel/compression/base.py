@@ -80,8 +80,8 @@ def blocks(*flats: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 class Compressor(ABC):
-    """One method, with its settings. What it keeps is in the :class:`CompressorState` of each bucket, so it
-    can go into a checkpoint.
+    """One method, with its settings. What it keeps is in the :class:`CompressorState` of each
+    bucket, so it can go into a checkpoint.
 
     The sum that comes out is the same on every rank, to the bit. What a rank sent and what it keeps
     make up what it was given: ``residual after = gradient + residual before - sent``, and the sum
@@ -139,7 +139,8 @@ class Compressor(ABC):
     def sends(
         self, bucket: BucketShape, num_ranks: int, step: int | None = None
     ) -> Mapping[str, int]:
-        """Bytes that one rank sends for a bucket, by collective. ``step``: None after any warm-up."""
+        """Bytes that one rank sends for a bucket, by collective. ``step``: None after any
+        warm-up."""
 
     def generator(
         self, step: int, bucket: BucketShape, device: torch.device, *more: int

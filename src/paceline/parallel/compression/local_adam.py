@@ -28,7 +28,8 @@ SECOND = "exp_avg_sq"
 
 
 class LocalAdam:
-    """Turns gradients into directions. The moment is in the :class:`CompressorState` of each bucket.
+    """Turns gradients into directions. The moment is in the :class:`CompressorState` of each
+    bucket.
 
     Args:
         beta, epsilon: Adam's beta 2 and epsilon.

@@ -85,7 +85,6 @@ class CompressedReducer(GradientReducer):
         return state
 
     # -- a step
-    # -------------------------------------------------------------------------------------------------------------
     def start(self, number: int, flat: torch.Tensor) -> PendingComm:
         step, age, shape, state = self.step, self.age + 1, self.shapes[number], self.states[number]
 
@@ -170,7 +169,6 @@ class CompressedReducer(GradientReducer):
         return DirectionOptimizer(groups)
 
     # -- state
-    # --------------------------------------------------------------------------------------------------------------
     def memory_tensors(self) -> list[torch.Tensor]:
         return [tensor for state in self.states for tensor in state.held]
 

@@ -53,8 +53,8 @@ def check_compression(
         )
     if not whole and (len(settings.chain) > 1 or settings.chain[0] not in FOR_PARTS):
         raise ConfigError(
-            f"{what} is not supported with {axes.text()}: parts of one replica that hold the same weight would"
-            " choose differently for it",
+            f"{what} is not supported with {axes.text()}: parts of one replica that hold the same"
+            " weight would choose differently for it",
             allowed=(
                 f"with mode {name}: {', '.join(FOR_PARTS)}; with `parallel.mode: ddp` every method"
             ),
@@ -62,8 +62,8 @@ def check_compression(
         )
     if own != "native":
         raise ConfigError(
-            f"{what} is not supported with `parallel.all_reduce: {own}`: compressed gradients travel by the"
-            " backend's collectives",
+            f"{what} is not supported with `parallel.all_reduce: {own}`: compressed gradients"
+            " travel by the backend's collectives",
             fix="set `parallel.all_reduce: native`, or leave `compression` out",
         )
     _check_training(config, what)

@@ -151,7 +151,8 @@ class GradientBuckets:
         return self.world.all_reduce(bucket.flat)
 
     def finish(self) -> None:
-        """Send what no gradient has completed (unused parameters count as zero), then wait for all."""
+        """Send what no gradient has completed (unused parameters count as zero), then wait for
+        all."""
         self.backward_s += time.perf_counter() - self._backward_began
         if not self._reducing:
             # they are summed later

@@ -1,4 +1,5 @@
-"""A whole replica of the model on each rank: `ddp`, and `single`, which is the same with one rank."""
+"""A whole replica of the model on each rank: `ddp`, and `single`, which is the same with one
+rank."""
 
 from __future__ import annotations
 

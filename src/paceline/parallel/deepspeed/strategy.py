@@ -112,7 +112,6 @@ class DeepSpeedStrategy(Strategy):
         return ranges(self.zero, self.stage, self.world.rank)
 
     # -- a step
-    # -------------------------------------------------------------------------------------------------------------
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         engine = self.engine
         for number in range(num_micro_batches):
@@ -179,7 +178,6 @@ class DeepSpeedStrategy(Strategy):
         )
 
     # -- state
-    # --------------------------------------------------------------------------------------------------------------
     @property
     def replica_group(self) -> Communicator | None:
         return None if self.stage == 3 else self.world

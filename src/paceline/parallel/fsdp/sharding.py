@@ -222,7 +222,6 @@ class FSDPSharding:
         )
 
     # -- a step
-    # --------------------------------------------------------------------------------------------------------------
     def begin_step(self) -> None:
         self._set_frees_in_backward(not self.keeps_weights)
         self._set_all_reduces(not self._defers_all_reduce)
@@ -289,7 +288,6 @@ class FSDPSharding:
             torch_compat.foreach_mul_(gradients, factor.to(device))
 
     # -- what it holds
-    # -------------------------------------------------------------------------------------------------------
     def named_pieces(self) -> list[tuple[str, nn.Parameter]]:
         """What the optimizer updates: every trained parameter, also where none of its elements fell
         to this rank."""

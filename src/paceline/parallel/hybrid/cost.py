@@ -166,7 +166,6 @@ def _sharded(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
 
 
 # -- within the cut layers
-# ----------------------------------------------------------------------------------------------------
 def _tensor_traffic(
     stage: ModelShape,
     whole: ModelShape,
@@ -317,7 +316,8 @@ def _special(
     first_trained: int,
     ends_block: bool,
 ) -> _Layer | None:
-    """The collectives of experts, and of the projection before a latent attention's column layers."""
+    """The collectives of experts, and of the projection before a latent attention's column
+    layers."""
     kind, number = kind_of(style), parse_style(style).number
     if kind == EXPERTS:
         weights = [one for parameter, one in shapes.items() if parameter.startswith(f"{name}.")]

@@ -52,7 +52,6 @@ class HybridStrategy(BucketedStrategy):
         self.sharding: FSDPSharding | None = None
 
     # -- placing
-    # ------------------------------------------------------------------------------------------------------------
     def setup(self, model: nn.Module) -> nn.Module:
         axes = self.world.axes
         for line in (
@@ -108,7 +107,6 @@ class HybridStrategy(BucketedStrategy):
         return self.optimizer
 
     # -- a step
-    # -------------------------------------------------------------------------------------------------------------
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         if self.sharding is not None:
             self.sharding.begin_step()
@@ -211,7 +209,6 @@ class HybridStrategy(BucketedStrategy):
         return found
 
     # -- state
-    # --------------------------------------------------------------------------------------------------------------
     def tensor_shards(self) -> Iterable[TensorShard]:
         first_replica = self.world.coordinates["data"] == 0
         for part in self._local_parts():
@@ -272,7 +269,8 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _cut_parts(part: TensorShard, cut: TensorSlice, owned: bool) -> Iterable[TensorShard]:
-    """The parts of the whole that a part of this rank's tensor part is: one for each range of rows."""
+    """The parts of the whole that a part of this rank's tensor part is: one for each range of
+    rows."""
     pieces = cut.pieces(part.offset[cut.dim], part.tensor.shape[cut.dim])
     if not pieces:  # a shard without elements: named all the same, for its optimizer's step
         offset = tuple(cut.start if dim == cut.dim else 0 for dim in range(len(cut.shape)))

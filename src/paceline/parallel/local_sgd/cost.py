@@ -74,7 +74,8 @@ def _in_flight(name: str, rhythm: SyncSchedule, shares: list[int], workers: int,
 
 
 def _env(ranks: int) -> RankEnv:
-    """The ranks as their launcher has spread them over machines; all on one where no launcher says."""
+    """The ranks as their launcher has spread them over machines; all on one where no launcher
+    says."""
     env = from_environment()
     return env if env.world_size == ranks else RankEnv(world_size=ranks, local_world_size=ranks)
 

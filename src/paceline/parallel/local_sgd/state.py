@@ -125,7 +125,8 @@ def local_parts(strategy: Workers) -> list[TensorShard]:
 
 
 def load_local(strategy: Workers, source: StateReader) -> None:
-    """The reverse, after the mean and the first worker's optimizer were loaded into every worker."""
+    """The reverse, after the mean and the first worker's optimizer were loaded into every
+    worker."""
     known = source.tensors()
     workers = _number(source, f"{PREFIX}workers")
     steps = _number(source, f"{PREFIX}steps")

@@ -75,7 +75,6 @@ class LocalSGDBase(Strategy):
         self.buckets: GradientBuckets
 
     # -- where things are
-    # ----------------------------------------------------------------------------------------------------
     def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
         self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
@@ -146,7 +145,6 @@ class LocalSGDBase(Strategy):
         )
 
     # -- a step
-    # -------------------------------------------------------------------------------------------------------------
     @property
     def is_warming(self) -> bool:
         """True before and in the steps of plain data parallelism."""
@@ -264,7 +262,6 @@ class LocalSGDBase(Strategy):
         return whole[: stop - start]
 
     # -- evaluation and state
-    # ------------------------------------------------------------------------------------------
     def average(self) -> torch.Tensor:
         """The mean over the workers of :attr:`apart`, whole. A collective; no part of a step."""
         vector, found = self.apart, []

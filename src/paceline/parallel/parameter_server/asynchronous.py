@@ -81,7 +81,6 @@ class AsyncServerStrategy(DenseServerStrategy):
         return max(0, self.clock - self.world.losses[rank].clock)
 
     # -- a step
-    # -----------------------------------------------------------------------------------------------------------
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         self.clock += 1
         if self.is_server:
@@ -122,7 +121,8 @@ class AsyncServerStrategy(DenseServerStrategy):
         return norm
 
     def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
-        """Push to every server, and wait until each has applied it: a worker reads what it wrote."""
+        """Push to every server, and wait until each has applied it: a worker reads what it
+        wrote."""
         if self.is_server:
             return True
         stand_in = SimpleNamespace(step=self._push_all, param_groups=self.optimizer.param_groups)
@@ -147,7 +147,6 @@ class AsyncServerStrategy(DenseServerStrategy):
             call.wait()
 
     # -- state
-    # ------------------------------------------------------------------------------------------------------------
     def state_shards(self) -> list[TensorShard]:
         with uncounted():
             # every push has been applied, and none comes before the state is copied
@@ -188,7 +187,6 @@ def _summed(
 
 
 # -- calls: what runs on a server
-# -----------------------------------------------------------------------------------------
 class ServerStore:
     """The optimizer of this server's rows, and, on the first server, the workers' clocks: the step
     that each has begun, and the last one that was applied."""

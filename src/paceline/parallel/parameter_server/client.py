@@ -82,7 +82,8 @@ class RemoteEmbedding:
         return wait
 
     def _by_server(self, ids: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """(server, places of its rows there) for each server that has some of the sorted ``ids``."""
+        """(server, places of its rows there) for each server that has some of the sorted
+        ``ids``."""
         ends = torch.searchsorted(ids, self.starts).tolist()
         for server, (low, high) in enumerate(pairwise(ends)):
             if high > low:

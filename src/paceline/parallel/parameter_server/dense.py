@@ -31,7 +31,6 @@ class DenseServerStrategy(ParameterServerStrategy):
         self.dense_optimizer: torch.optim.Optimizer | None = None
 
     # -- placing
-    # ----------------------------------------------------------------------------------------------------------
     def setup(self, model: nn.Module) -> nn.Module:
         # Before the tables are known to this object: what is on the meta device is no table's
         # business.
@@ -90,7 +89,6 @@ class DenseServerStrategy(ParameterServerStrategy):
         return self.optimizer
 
     # -- a step
-    # -----------------------------------------------------------------------------------------------------------
     def _before_forward(self) -> None:
         self._pull_dense()
         for one in self.trained.values():
@@ -177,7 +175,6 @@ class DenseServerStrategy(ParameterServerStrategy):
             self.world.barrier()
 
     # -- state
-    # ------------------------------------------------------------------------------------------------------------
     def tensor_shards(self) -> Iterable[TensorShard]:
         for shard in self.shards:
             yield TensorShard(
@@ -220,7 +217,6 @@ class DenseServerStrategy(ParameterServerStrategy):
 
 
 # -- calls: what runs on a server
-# -----------------------------------------------------------------------------------------
 class DenseParameters:
     """The parameters of this server that are no tables, their optimizer, and what was pushed for
     them."""
@@ -250,7 +246,8 @@ class DenseParameters:
                 one.grad *= weight
 
     def step(self, factor: float) -> None:
-        """Update by the gradients at hand, and drop them. ``factor``: of the peak learning rates."""
+        """Update by the gradients at hand, and drop them. ``factor``: of the peak learning
+        rates."""
         if self.optimizer is None:
             return
         for group in self.optimizer.param_groups:

@@ -123,7 +123,6 @@ class ParameterServerStrategy(Strategy):
             yield
 
     # -- placing
-    # ----------------------------------------------------------------------------------------------------------
     def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
         self.tables = named_tables(model)
@@ -198,7 +197,6 @@ class ParameterServerStrategy(Strategy):
                 rpc.shutdown()
 
     # -- a step
-    # -----------------------------------------------------------------------------------------------------------
     def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         if not self.is_server:
             self.optimizer = build(list(self.trained.items()))
@@ -302,7 +300,6 @@ class ParameterServerStrategy(Strategy):
         return made
 
     # -- state
-    # ------------------------------------------------------------------------------------------------------------
     def tensor_shards(self) -> Iterable[TensorShard]:
         for shard in self.shards:
             shape = (shard.rows, shard.values.shape[1])

@@ -77,7 +77,6 @@ class PartitionedModel:
                 self._stand_in(name, region == "both" or any(stage == 0 for stage in mine))
 
     # -- patching
-    # -----------------------------------------------------------------------------------------------------------
     def _stand_in(self, name: str, holds_first: bool) -> None:
         """Let a module before the blocks give out shapes alone on the later stages."""
         parent_name, _, leaf = name.rpartition(".")
@@ -139,7 +138,6 @@ class PartitionedModel:
         return self.forms[number](passed)
 
     # -- running
-    # ------------------------------------------------------------------------------------------------------------
     def probe(self, call: Callable[[], object]) -> tuple[int, ...]:
         """Shape of what ``call`` hands to the first block, by a forward that ends there. The same
         on every rank of the line."""

@@ -93,7 +93,6 @@ class PipelineRunner:
         self._legal(config.train_args.gradient_accumulation_steps)
 
     # -- who has what
-    # -------------------------------------------------------------------------------------------------------
     def has(self, name: str) -> bool:
         """True where this rank keeps the parameter or buffer (a name in the whole model)."""
         return bool(set(self.division.stages[name]) & set(self.mine))
@@ -142,7 +141,6 @@ class PipelineRunner:
                 gradient.copy_(total)
 
     # -- a step
-    # -------------------------------------------------------------------------------------------------------------
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         """Forward and backward over the micro-batches by the schedule; gradients are added to
         ``.grad``. ``micro_step`` returns the loss on the rank of the last stage alone; on the
@@ -225,7 +223,6 @@ class PipelineRunner:
             )
 
     # -- shapes
-    # -------------------------------------------------------------------------------------------------------------
     def _shapes(self, num_micro_batches: int) -> list[tuple[Hidden, ...]]:
         """What is passed behind each stage but the last, for each micro-batch; every rank of the
         line finds the same.
@@ -278,7 +275,6 @@ class PipelineRunner:
         )
 
     # -- forward alone
-    # ------------------------------------------------------------------------------------------------------
     def evaluate(
         self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module
     ) -> dict[str, torch.Tensor] | None:

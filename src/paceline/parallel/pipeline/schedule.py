@@ -73,7 +73,6 @@ class DynamicStage(_PipelineStageBase):
         self._clear()
 
     # -- what a schedule asks for once
-    # --------------------------------------------------------------------------------------
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         return ()
 
@@ -109,7 +108,6 @@ class DynamicStage(_PipelineStageBase):
         pass
 
     # -- messages
-    # -----------------------------------------------------------------------------------------------------------
     def _receive(
         self, store: dict[int, torch.Tensor], number: int, behind: int, source: int
     ) -> list[dist.P2POp]:
@@ -157,7 +155,6 @@ class DynamicStage(_PipelineStageBase):
         self._output_grads[mb_index] = next_stage_bwd_outputs[0]
 
     # -- work
-    # ---------------------------------------------------------------------------------------------------------------
     def forward_one_chunk(
         self,
         fwd_chunk_id: int,

@@ -61,7 +61,6 @@ class SequenceParallelizer:
         return [one for one in found if id(one) not in cut and id(one) not in row_biases]
 
     # -- hooks
-    # --------------------------------------------------------------------------------------------------------------
     def _before_first(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         hidden = _hidden(args, kwargs)
         self._tokens = hidden.shape[1]
@@ -109,7 +108,8 @@ def _replaced(args: Any, kwargs: Any, hidden: torch.Tensor) -> tuple[Any, Any]:
 
 
 def _told_tokens(kwargs: Any) -> int | None:
-    """Tokens of the whole row, from what the model gives each of its blocks beside the activations."""
+    """Tokens of the whole row, from what the model gives each of its blocks beside the
+    activations."""
     positions = kwargs.get("position_ids")
     if isinstance(positions, torch.Tensor):
         return int(positions.shape[-1])

@@ -152,7 +152,6 @@ class TensorParallelizer:
         ]
 
     # -- cutting
-    # ------------------------------------------------------------------------------------------------------------
     def _cut_module(self, name: str, module: Any, style: str) -> None:
         kind = kind_of(style)
         if kind == SUMMED:
@@ -219,7 +218,6 @@ class TensorParallelizer:
                 module.lora_dropout[key] = ShardedDropout(one.p, self.line)  # type: ignore[index, operator, assignment]
 
     # -- forward
-    # ------------------------------------------------------------------------------------------------------------
     def _column(
         self, inner: Any, gathered: bool, shared: bool, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
@@ -272,7 +270,6 @@ class TensorParallelizer:
         return found
 
     # -- checks
-    # -------------------------------------------------------------------------------------------------------------
     def _say_dropout(self, modules: Mapping[str, nn.Module]) -> None:
         for parent in {name.rpartition(".")[0] for name in self.plan if name.rpartition(".")[0]}:
             rate = getattr(modules[parent], "attention_dropout", 0.0)
@@ -303,7 +300,6 @@ class TensorParallelizer:
         return {id(one.bias) for one in rows if one.bias is not None}
 
     # -- after backward
-    # -----------------------------------------------------------------------------------------------------
     def sum_partial_gradients(self, gradients: list[torch.Tensor]) -> None:
         """Sum over the line, in place, the gradients (of :attr:`partial`, in its order; local parts
         where they are sharded)."""
