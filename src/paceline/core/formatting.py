@@ -94,7 +94,7 @@ def finite(value: Any) -> float | None:
 
 
 def loss(value: Any) -> str:
-    """At least four significant digits: ``12.35``, ``1.2346``, ``0.01235``, ``1.2e-05``, ``nan``."""
+    """Return at least four digits: ``12.35``, ``1.2346``, ``0.01235``, ``1.2e-05``, ``nan``."""
     figure = number(value)
     if figure is None:
         return UNKNOWN
