@@ -344,12 +344,12 @@ import resource, signal, sys
 from pathlib import Path
 import torch
 from paceline.core.errors import RunError
-from paceline.train import checkpoint
+from paceline.checkpoint import store
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 state = {"model/weight": torch.ones(100_000)}
 resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
 try:
-    checkpoint.save(Path(sys.argv[1]), 2, state, {"strategy": "single", "world_size": 1})
+    store.save(Path(sys.argv[1]), 2, state, {"strategy": "single", "world_size": 1})
 except RunError as error:
     print(error.paragraph())
 else:
