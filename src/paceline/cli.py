@@ -19,25 +19,26 @@ from paceline.core.errors import (
     PacelineError,
 )
 from paceline.core.log import configure_logging
+from paceline.version import __version__
 
 #: Every verb: its name, and what it does.
 VERBS = {
-    "sft": "train what a config says",
+    "sft": "train a model from a config",
     "plan": "estimate memory, traffic and time of each parallel mode",
-    "verify": "train a few steps under each parallel mode and certify that they agree",
-    "doctor": "check this machine and the links between its ranks",
+    "verify": "train a few steps under each parallel mode and check that they agree",
+    "doctor": "check this machine and the network between ranks",
     "watch": "follow a run from another terminal",
-    "ui": "see and start runs in a browser",
-    "generate": "answer a question with the model of a run",
-    "export": "write the merged model of a run, ready for plain transformers",
-    "inspect": "show what a checkpoint holds, and its digest",
-    "explain": "record an algorithm on real ranks and show it step by step",
-    "bench": "measure latency and bandwidth of the collectives",
-    "data": "count words, show statistics or a preview of a dataset",
-    "slurm": "write a batch script for Slurm",
-    "kubernetes": "write manifests for Kubernetes",
+    "ui": "view and start runs in the browser",
+    "generate": "generate text with the model of a run",
+    "export": "write the merged model of a run for use with transformers",
+    "inspect": "show the tensors and the digest of a checkpoint",
+    "explain": "run an algorithm on real ranks and show it step by step",
+    "bench": "measure the latency and bandwidth of collectives",
+    "data": "preview a dataset, or show its statistics or word counts",
+    "slurm": "write a Slurm batch script",
+    "kubernetes": "write Kubernetes manifests",
     "ray": "train on a Ray cluster",
-    "completion": "print a completion script for a shell",
+    "completion": "print a shell completion script",
 }
 ALIASES = {"train": "sft"}
 
@@ -89,7 +90,10 @@ def entry() -> None:
 def build_parser(names: Collection[str]) -> OptionParser:
     """The parser of the command line, with the options of the verbs in ``names``: the modules of
     the others are not imported."""
-    parser = OptionParser("paceline", "Distributed fine-tuning.")
+    parser = OptionParser("paceline", "Train PyTorch models on all of your devices.")
+    parser.add_argument(
+        "--version", action="version", version=__version__, help="print the version"
+    )
     parser.example = "paceline sft model=builtin:qwen2-tiny dataset=builtin:python-docs"
     for name, summary in VERBS.items():
         aliases = [alias for alias, target in ALIASES.items() if target == name]
@@ -105,8 +109,6 @@ def build_parser(names: Collection[str]) -> OptionParser:
 
 def _dispatch(tokens: list[str]) -> int:
     if tokens[:1] == ["--version"]:
-        from paceline.version import __version__
-
         print(__version__)
         return EXIT_DONE
     if not tokens or tokens[0] == "help":

@@ -1,4 +1,4 @@
-"""`paceline sft` (or `train`): train what a config says."""
+"""`paceline sft` (or `train`): train a model from a config."""
 
 from __future__ import annotations
 
