@@ -31,7 +31,7 @@ from paceline.launch.resume import (
 from paceline.launch.sizes import check_sizes, sharing_text
 from paceline.parallel.balance import equal_notice
 from paceline.parallel.compression.cost import compression_notice
-from paceline.parallel.registry import ParallelLayout, check_steps, mode_of
+from paceline.parallel.registry import ParallelLayout, check_steps, get_spec, mode_of
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared, Task
 from paceline.train.run_spec import RunSpec
@@ -132,6 +132,7 @@ def prepare_run(
     task = load_task(config)
     data = _prepare_data(task, config, layout, dry_run)
     _warn_about_loaders(config, layout, devices)
+    _warn_about_offload(config, layout)
     wasted = compression_notice(config, layout.axes.data)
     log_notices(logger, [] if wasted is None else [wasted])
     path: Path | None = None
@@ -206,6 +207,17 @@ def _warn_about_loaders(config: Config, layout: ParallelLayout, devices: Devices
             "%d loader processes on %d cores: fewer (`dataloader_num_workers`) may be faster",
             loaders,
             cores,
+        )
+
+
+def _warn_about_offload(config: Config, layout: ParallelLayout) -> None:
+    offload = config.parallel.offload
+    if offload != "none" and get_spec(layout.strategy).capabilities.ignores_offload:
+        logger.warning(
+            "`parallel.offload: %s` has no effect with `parallel.mode: %s`; strategies that shard"
+            " the state use it: zero2, zero3, deepspeed",
+            offload,
+            layout.strategy,
         )
 
 
