@@ -62,7 +62,7 @@ def _steps(
     )
     with contextlib.redirect_stderr(io.StringIO()) as said:
         watchdog.start()
-        watchdog.watch(SimpleNamespace(world=world, works=True), log)  # type: ignore[arg-type]
+        watchdog.watch(SimpleNamespace(world=world, has_data=True), log)  # type: ignore[arg-type]
         try:
             for step in range(1, steps + 1):
                 _step(world, step, fault if step == 10 else "")
@@ -296,7 +296,8 @@ def test_different_collectives_end_the_run_and_both_places_are_shown(tmp_path: P
     assert process.returncode == 1
     assert "all_reduce of 10 float32 at" in said
     assert "broadcast of 3 float32 at" in said
-    assert "faulty.py:20 in loss" in said
+    line = TASK.splitlines().index("            dist.all_reduce(torch.ones(10))") + 1
+    assert f"faulty.py:{line} in loss" in said
     assert "in fault" in said
 
 

@@ -46,16 +46,19 @@ CASES["frozen weights in ddp"] = {"mode": "ddp", "net": HalfFrozen}
 
 def saved(run):
     parts = copied(run.strategy.state_shards())
-    if run.world.is_rank_zero:
-        parts += [TensorShard.whole(name, value) for name, value in run.precision.state().items()]
+    if run.world.is_rank_zero and run.precision.scaler is not None:
+        parts += [
+            TensorShard.whole(f"scaler/{name}", value)
+            for name, value in run.precision.scaler.state().items()
+        ]
     return run.world.gather_objects(parts)
 
 
 def resumed(world, arguments, parts):
     run = Run(world, **arguments, precision="fp16-mixed")
     source = assemble(parts)
-    run.precision.load_state(
-        {name: float(value) for name, value in source.whole.items() if name.startswith("scaler/")}
+    run.precision.scaler.load(
+        *(float(source.whole[f"scaler/{name}"]) for name in ("scale", "growth_tracker"))
     )
     run.strategy.load_state(source)
     return run

@@ -84,6 +84,18 @@ def uncounted(*collectives: str) -> Iterator[None]:
 
 
 @contextmanager
+def inside_collective() -> Iterator[None]:
+    """As :func:`uncounted`, for the calls of which a collective of our own consists: the call log
+    has the collective itself."""
+    _MUTED.nested = True
+    try:
+        with uncounted():
+            yield
+    finally:
+        _MUTED.nested = False
+
+
+@contextmanager
 def counted_again() -> Iterator[None]:
     """Within :func:`uncounted`, a stretch that is counted after all."""
     before = getattr(_MUTED, "on", False)
@@ -186,7 +198,8 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        progress.issue_from(name, args, kwargs)
+        if not getattr(_MUTED, "nested", False):
+            progress.issue_from(name, args, kwargs)
         if size_of is not None and label is not None:
             muted = getattr(_MUTED, "on", False)
             if muted is not True and not (muted and label in muted):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.models.blocks import base_model
 from paceline.models.shape.activations import LanguageDims, dims_of
 from paceline.models.shape.record import ModelShape
 
@@ -55,6 +54,7 @@ def describe(config: Config) -> Described:
 
 def _language(config: Config) -> Described:
     from paceline.models.attention import attention_of
+    from paceline.models.blocks import base_model
     from paceline.models.shape.meta import language_model_on_meta
     from paceline.models.shape.outline import outline
 

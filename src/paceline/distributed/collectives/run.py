@@ -19,7 +19,7 @@ from paceline.distributed.collectives.schedules import Sent, Step, check_algorit
 from paceline.distributed.collectives.trace import Trace
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
-from paceline.distributed.traffic import uncounted
+from paceline.distributed.traffic import inside_collective, uncounted
 
 Combine = Callable[[torch.Tensor, torch.Tensor], Any]
 
@@ -161,7 +161,7 @@ def _run_steps(
             calls.append(dist.P2POp(dist.isend, part, group=world.group, group_peer=one.target))
             num_bytes, num_messages = num_bytes + part.numel(), num_messages + 1
         if calls:
-            with uncounted():  # counted by the caller, as what goes through isend is
+            with inside_collective():  # the caller counts the bytes
                 works = dist.batch_isend_irecv(calls)
             for work in works:
                 work.wait()
