@@ -136,7 +136,7 @@ def test_training_stands_still_until_it_can_be_saved(tmp_path: Path) -> None:
     # said once, however often it was tried
     assert tried(tmp_path) == [(1, False), (2, True), (2, False)]
     still, on = notices(tmp_path)
-    assert "stands still at step 2" in still
+    assert "training is paused at step 2" in still
     assert "File too large (on rank 1)" in still
     assert "goes on after" in on
 
@@ -232,7 +232,7 @@ def test_what_lies_beyond_the_step_it_went_on_from(tmp_path: Path) -> None:
         assert steps_of(folder) == [30, 40]
     assert store.newest_whole(folder) == (folder / "step-00000040", [])
     (said,) = notices(tmp_path)
-    assert "step-00000030, step-00000040, of an earlier life" in said
+    assert "step-00000030, step-00000040, of an earlier attempt" in said
 
 
 def test_a_save_that_fails_removes_nothing(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
         words = (*MICRO, f"output_dir={folder}", *WORDS, "recovery.on_save_error=pause")
         process = start(*words)
         try:
-            wait_for_notice(folder, process, "stands still at step")
+            wait_for_notice(folder, process, "training is paused at step")
             stopped_at = events(folder, "step")[-1]["step"]
             assert 6 <= stopped_at < 12  # the first save fits, no second one does
             # as it stands: a last try, and the checkpoint before is kept
@@ -148,14 +148,14 @@ def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
             assert [one.name for one in (folder / "checkpoints").iterdir()] == ["step-00000003"]
 
             process = start(*words)
-            wait_for_notice(folder, process, "stands still at step", 2)
+            wait_for_notice(folder, process, "training is paused at step", 2)
             subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path / "small")], check=True)
             _, err = process.communicate(timeout=120)
         finally:
             process.kill()
             process.communicate()
         assert process.returncode == 0, err
-        assert err.count("stands still at step") == 1
+        assert err.count("training is paused at step") == 1
         assert "missing: " in err
         assert "training goes on after" in err
         assert report(folder)["status"] == "done"

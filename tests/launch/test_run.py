@@ -169,7 +169,7 @@ def test_a_changed_config_is_shown_and_refused_unless_told(lora):
     assert "train_args.learning_rate: 0.01 → 0.005" in refused.stderr
     assert "--allow-config-change" in refused.stderr
     told = train(lora, *words, "--allow-config-change")
-    assert "going on with a changed config" in told.stderr
+    assert "resuming with config changes" in told.stderr
     assert report(lora)["resumed_from_step"] == 4
     assert report(lora)["steps"] == 6
 

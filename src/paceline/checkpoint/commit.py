@@ -269,7 +269,7 @@ def commit(
         _marker(aside, rank, "json").unlink()
     fsync_dir(aside)
     old = folder / f".{final.name}.{os.getpid()}.old"
-    # left by an earlier life of the run that was rewound; the new one says the same
+    # left by an earlier attempt that was rolled back; the new checkpoint has the same content
     if final.exists():
         os.replace(final, old)
     try:
@@ -306,7 +306,7 @@ def not_written(folder: Path, step: int, size_bytes: int, reason: str) -> SaveEr
         f"(it needs {size_bytes:,} bytes, {human_bytes(size_bytes)}; free: {free_text}{missing})",
         fix=(
             "free some space, or set another `output_dir`; earlier checkpoints are untouched and"
-            " the same command goes on from the newest"
+            " the same command resumes from the latest one"
         ),
     )
 

@@ -37,7 +37,7 @@ HURRY_S = 20.0
 class InFlightSave:
     """Args: aside: the hidden folder it is written in; None where it could not be made. writers:
     all ranks, in order. keep: checkpoints that are kept; None: all. superseded: steps of
-    checkpoints that an earlier life of the run wrote, beyond the one that this life goes on from.
+    checkpoints that an earlier attempt wrote, beyond the one from which this attempt resumed.
     start: when the save was begun, on the clock of ``time.perf_counter``. side: the group over
     which ranks that do not see the folder send what they own to rank 0. senders: those of them that
     own something. store: where the checkpoint is uploaded; on rank 0. The newest one alone is then
@@ -170,8 +170,8 @@ class InFlightSave:
         names = [one.name for one in gone if step_of(one) in self.superseded]
         if names:
             self.warnings.append(
-                f"removed from {self.folder}: {', '.join(names)}, of an earlier life of this run"
-                f" beyond the step that it went on from; {name_of(self.step)} takes their place"
+                f"removed from {self.folder}: {', '.join(names)}, of an earlier attempt of this run"
+                f" beyond the step from which it resumed; {name_of(self.step)} takes their place"
             )
 
     def _patience(self) -> float:

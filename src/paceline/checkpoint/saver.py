@@ -45,7 +45,7 @@ class CheckpointManager:
             what this rank owns. One save is in flight at most.
         every_steps: a save is due after this many steps; None or 0: never.
         every_s: request a save whenever so many seconds have passed since the last was begun.
-        pause: where a save cannot be written, stand still until it can be, or until ``stop()`` is
+        pause: if a save cannot be written, wait until it can be, or until ``stop()`` is
             true on some rank.
         side: the group over which ranks that do not see ``folder`` send what they own to rank 0;
             None if all see it.
@@ -78,7 +78,7 @@ class CheckpointManager:
         self.stop = stop
         self.side = side
         self.store = store
-        self.first_step = 0  # that this life of the run goes on from
+        self.first_step = 0  # from which this attempt resumed
         self.last_step: int | None = None  # saved, or being saved in the background
         self.num_begun = 0  # saves; the last one at:
         self._since = time.monotonic()
@@ -189,8 +189,8 @@ class CheckpointManager:
         found: Failure | None = error
         if self.world.is_rank_zero and not self.stop():
             text = (
-                f"training stands still at step {step} (`recovery.on_save_error: pause`), and goes"
-                " on when this is mended"
+                f"training is paused at step {step} (`recovery.on_save_error: pause`) until the"
+                " checkpoint can be written"
             )
             self.events.notice(f"{text}: {error.what}", level="warning")
         while found is not None and not self._wait_for_retry():

@@ -47,8 +47,8 @@ alone means true. Values are YAML: `[a, b]`, `{min_lr: 1e-6}`, `null`. An overri
 key that it names; a list is replaced as a whole; `key=null` goes back to the default. Environment
 variables never change a value.
 
-**Mistakes.** An unknown key is refused with its line and the nearest key there is; all mistakes of
-a file are told at once. Keys of `train_args` may stand at the top level too.
+**Mistakes.** An unknown key is an error that names its line and the nearest key; all mistakes in a
+file are reported at once. Keys of `train_args` may also be given at the top level.
 """
 
 _BY_TOOL = """# Keys of other tools, by tool

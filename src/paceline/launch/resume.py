@@ -170,7 +170,9 @@ def _check_same_config(
         return
     listing = "; ".join(f"{key}: {old!r} → {new!r}" for key, old, new in changes)
     if allow_change:
-        logger.warning("going on with a changed config, as told: %s", listing, extra=CONSOLE_ONLY)
+        logger.warning(
+            "resuming with config changes (--allow-config-change): %s", listing, extra=CONSOLE_ONLY
+        )
         return
     setting = next(
         (

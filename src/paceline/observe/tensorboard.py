@@ -73,7 +73,7 @@ class TensorBoardListener:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # After a resume, what an earlier life wrote for later steps no longer counts:
+            # After a resume, what an earlier attempt wrote for later steps no longer counts:
             # purge_step hides it.
             purge = None if self._resumed_from is None else int(self._resumed_from) + 1
             self._writer = SummaryWriter(str(self.folder), purge_step=purge)
