@@ -21,7 +21,8 @@ WORDS = (
 )  # fmt: skip
 # Steps of 0.1 s at least.
 _SLOW = (
-    *SLOW, "dataloader_num_workers=1", "warmup_steps=3", "parallel.timeout_s=60", "save_steps=0",
+    *SLOW, "parallel.mode=ddp", "dataloader_num_workers=1", "warmup_steps=3",
+    "parallel.timeout_s=60", "save_steps=0",
     "task_args.step_s=0.1",
 )  # fmt: skip
 BRIEF = (*_SLOW, "max_steps=120")
