@@ -9,8 +9,6 @@ command with `parallel.balance: equal`, in the same round. Throughput is counted
 which speeds are measured and checked. Needs root for the quota.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,8 +1,6 @@
 """The work that every contender does, the data it is done on, and how a contender is started and
 read."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -7,8 +7,6 @@ steps and the loss on held-out samples.
     python benchmarks/error_feedback.py [--steps 200] [--ratio 0.01] [--optim adamw] [--rate 1e-3]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ devices are there) python benchmarks/link.py serve ADDRESS PORT python benchmark
 ADDRESS PORT SECONDS               (prints one JSON value)
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

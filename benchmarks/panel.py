@@ -9,8 +9,6 @@ in turns, and the steps that lie wholly in a stretch with them are compared with
 stretch without them beside it: two runs of the same work differ by more than what is looked for.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ round opens a browser page with an empty cache. The logs are made by the helpers
 lines as a run writes them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

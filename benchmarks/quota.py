@@ -1,8 +1,6 @@
 """A cgroup that limits the CPU time of the processes in it: version 1 or 2, whichever is mounted.
 Needs root and Linux."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

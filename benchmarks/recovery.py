@@ -11,8 +11,6 @@ end. Beside it stands the time that the watchdog's thread was on a core. The has
 every so many steps; what such a step takes longer is divided by how often they come by default.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -16,8 +16,6 @@ every figure is a median over the rounds.
   minimum, to the start of its rank.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

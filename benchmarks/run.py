@@ -4,8 +4,6 @@ print the ratios.
 python benchmarks/run.py [--rounds N] [--steps N] [--only NAME,NAME] [--json] [--output FILE]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ The hosts are network namespaces of this machine, so this needs Linux, root and 
 benchmarks/README.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """What runs over a slow network come to: times to a loss, ratios to plain DDP, tables and plots."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

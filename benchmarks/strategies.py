@@ -4,8 +4,6 @@ loop, on the same work.
 python benchmarks/strategies.py [--rounds N] [--steps N] [--only ddp,zero3] [--json] [--output FILE]
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

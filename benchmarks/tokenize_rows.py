@@ -15,8 +15,6 @@ The contender with one process may use one core only: without that, the Rust tok
 batch on all cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

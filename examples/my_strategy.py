@@ -7,8 +7,6 @@
 has the losses of `ddp`.
 """
 
-from __future__ import annotations
-
 import torch
 
 from paceline.parallel.capabilities import Capabilities, Limit

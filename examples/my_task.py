@@ -3,8 +3,6 @@
 paceline sft --config examples/my_task.yaml
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Tiny models with random weights, one for each family whose modules are unlike those of Llama."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Locks on two files that the workers share. Whoever begins a test goes through th
 shall be alone holds it while it waits for the others to end theirs, so that no more begin.
 """
 
-from __future__ import annotations
-
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What every test can rely on, and what every test must leave as it found it."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

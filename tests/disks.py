@@ -1,7 +1,5 @@
 """Small and read-only disks, real ones, where this machine lets tests mount."""
 
-from __future__ import annotations
-
 import subprocess
 import warnings
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Tiny random models of many families, and the equivalent of `paceline verify` for them on one pair
 of long-lived ranks."""
 
-from __future__ import annotations
-
 import json
 import time
 import traceback

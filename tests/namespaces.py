@@ -1,7 +1,5 @@
 """Hosts that are network namespaces of this machine, where it lets tests make them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

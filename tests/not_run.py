@@ -1,8 +1,6 @@
 """What was left out of a session, and why: said at its end, also where workers of pytest-xdist have
 found it."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 import pytest

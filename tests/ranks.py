@@ -1,7 +1,5 @@
 """Run a function on real gloo ranks, forked from one warm server that has torch imported."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import multiprocessing

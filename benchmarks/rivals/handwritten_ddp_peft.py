@@ -4,8 +4,6 @@ the longest of the batch.
 torchrun --standalone --nproc-per-node 2 handwritten_ddp_peft.py SPEC.json
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model

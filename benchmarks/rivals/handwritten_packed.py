@@ -4,8 +4,6 @@ only for the answers.
 torchrun --standalone --nproc-per-node 2 handwritten_packed.py SPEC.json
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model

@@ -5,8 +5,6 @@ torchrun --standalone --nproc-per-node 2 handwritten_strategies.py SPEC.json    
 mode)
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

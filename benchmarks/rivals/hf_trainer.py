@@ -3,8 +3,6 @@
 torchrun --standalone --nproc-per-node 2 hf_trainer.py SPEC.json
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

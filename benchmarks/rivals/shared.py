@@ -1,8 +1,6 @@
 """What the rivals have in common: samples, the evaluation after training, and the result file. No
 tricks, no Paceline."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,8 +1,6 @@
 """The command line: the parser, error messages and exit codes. Each verb is a module of
 :mod:`paceline.commands`."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os

@@ -15,8 +15,6 @@
 It needs the extra: ``pip install "paceline[ray]"``. `paceline ray` is the same as a command.
 """
 
-from __future__ import annotations
-
 from paceline.cluster.ray.driver import TorchTrainer
 
 __all__ = ["TorchTrainer"]

@@ -1,8 +1,6 @@
 """`paceline bench collectives`: every case is measured, the model is the one that fits, wrong words
 are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A checkpoint is there whole or not at all, keeps what it says, and is never a pickle."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """`checkpoint_dir` in an object store (a real S3 API: moto in server mode) and in a folder."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

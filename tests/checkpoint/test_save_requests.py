@@ -1,8 +1,6 @@
 """Saves by the clock, runs that stand still until a save can be written, and what earlier lives of
 a run have left."""
 
-from __future__ import annotations
-
 import resource
 import threading
 import time

@@ -1,8 +1,6 @@
 """Saves by many ranks, in the background or not: a snapshot, whole or not at all, the same bits in
 every layout."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

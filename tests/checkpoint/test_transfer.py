@@ -1,8 +1,6 @@
 """Checkpoints of ranks that do not see the run's folder: real Gloo ranks of which half have another
 `output_dir`, as on a host without shared storage."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

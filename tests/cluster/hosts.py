@@ -2,8 +2,6 @@
 killed, paused, or cut off; a host comes back, under another address, or under a name that resolves
 late."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,8 +1,6 @@
 """A real Ray cluster of two nodes on this machine, in a process of its own: `with ray_nodes() as
 address`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -8,8 +8,6 @@ and so does a wrong type.
   `kubernetes-validate` (PyPI), and the models as well.
 """
 
-from __future__ import annotations
-
 import typing
 from typing import Any
 

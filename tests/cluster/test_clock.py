@@ -1,8 +1,6 @@
 """Clocks of hosts, compared between real processes through a TCPStore. Each process names its host
 by ``PACELINE_HOST``."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 """A run goes on at another number of replicas, whichever: the same global batches, the same
 losses."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """A read that waits for a host that has vanished ends when the connection is closed from another
 thread."""
 
-from __future__ import annotations
-
 import os
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Which addresses of the rendezvous are warned about."""
 
-from __future__ import annotations
-
 import psutil
 import pytest
 

@@ -2,8 +2,6 @@
 endpoint. After each fault the run ends with the bits of an undisturbed run, and a `fault` event
 names the rank and the host that failed first."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

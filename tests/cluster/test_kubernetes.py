@@ -1,8 +1,6 @@
 """The manifests of `paceline kubernetes`, held against the schemas of Kubeflow Trainer, JobSet and
 Kubernetes; what their pods run; and what is refused. No cluster takes part."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

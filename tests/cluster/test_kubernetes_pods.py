@@ -2,8 +2,6 @@
 the manifest gives them. The pods' names are in /etc/hosts, as the cluster's DNS would have them;
 kubelet and controllers do not take part."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Runs on a real Ray cluster of two nodes."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The time limits of the rendezvous, with elastic's own store and handler."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The script that `paceline slurm` writes, and what it refuses. On a real Slurm: tests/slurm."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """`paceline data` as a person types it: real ranks, real Ray, and nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The command line: help, errors, and what is left to the config."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

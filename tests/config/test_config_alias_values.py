@@ -1,7 +1,5 @@
 """What each key and value of the other tools is read as."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The generated pages are those of the schema as it is."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

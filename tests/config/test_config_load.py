@@ -1,8 +1,6 @@
 """Defaults < file < overrides; unknown keys, wrong values and disagreements, each with its line,
 its key and its way out."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Configs for training methods that Paceline does not have are refused, by name or by the keys of
 those methods."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

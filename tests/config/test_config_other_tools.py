@@ -1,8 +1,6 @@
 """Configs of ms-swift, LLaMA-Factory, axolotl and TRL load; every key of theirs is read or
 named."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """YAML is read safely, with lines, and every way to break a file has its own words."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The ways in which other tools name their data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

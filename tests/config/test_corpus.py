@@ -1,8 +1,6 @@
 """Configs in the style of each tool, and what Paceline makes of them. Run as a script, it writes
 the expectations anew."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A form's edit changes its key in the text, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 
 from paceline.config.load import load_text

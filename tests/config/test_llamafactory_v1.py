@@ -1,8 +1,6 @@
 """Configs of LLaMA-Factory v1 load: data sets listed in a YAML file, `peft_config`,
 `dist_config`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Parallelism settings of other tools, and spellings of `parallel.mode`: read as the strategy, or
 refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every spelling of the precision setting, and what several of them in one config come to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Resolved values: what the numbers in the config come to."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

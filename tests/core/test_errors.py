@@ -1,7 +1,5 @@
 """Errors are one paragraph: what, what is allowed, how to fix it."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """What events say to a person."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The event log: lines that stand alone, whatever happens while they are written."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

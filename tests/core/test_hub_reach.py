@@ -1,8 +1,6 @@
 """Whether the hub can be reached is found out within seconds, and without a network one message
 says what to do."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

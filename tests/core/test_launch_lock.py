@@ -1,7 +1,5 @@
 """One launcher at a time in a run's folder."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Each notice is printed once and written to the event log once."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whom a process obeys, and with whom it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

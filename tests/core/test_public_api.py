@@ -1,7 +1,5 @@
 """The functions of the package stay callable whatever is imported below it."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The names in a run's folder, and one run a folder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Whether processes are there: by number, by when they began, by who signed a run's lock."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

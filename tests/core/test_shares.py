@@ -1,7 +1,5 @@
 """Sharing a whole number evenly, in one fixed order."""
 
-from __future__ import annotations
-
 import pytest
 
 from paceline.core.formatting import edges, shares, shares_text

@@ -1,7 +1,5 @@
 """Signal handlers of a run: who may install them, and what they leave behind."""
 
-from __future__ import annotations
-
 import signal
 import threading
 

@@ -1,7 +1,5 @@
 """The data made from the standard library's sources."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """Where in a rendered chat the answers stand, under templates of many manners; transformers is the
 reference."""
 
-from __future__ import annotations
-
 import pytest
 
 from paceline.core.errors import ConfigError

@@ -1,8 +1,6 @@
 """Tokenization in several processes: the same files and the same account as in one; errors and
 interruptions leave nothing."""
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import gzip

@@ -1,7 +1,5 @@
 """From columns to samples, and every reason for which a row is dropped."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

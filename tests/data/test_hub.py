@@ -1,7 +1,5 @@
 """A dataset from a hub: a small server that answers as the hub does, on this machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The rows of a preview are those of the training: the same tokens, labels and cuts."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

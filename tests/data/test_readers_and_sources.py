@@ -1,7 +1,5 @@
 """Every kind of file and place that `dataset:` may name, and what is said where it is broken."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

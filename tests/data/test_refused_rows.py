@@ -1,8 +1,6 @@
 """Rows that ask for another kind of training are refused: preference data, images, columns that
 must not be left out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The figures of a dataset against what training's own preparation does with it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Named chat templates: their text, their marks, and the choice between them and the tokenizer's
 own."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

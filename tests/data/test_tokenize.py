@@ -1,8 +1,6 @@
 """From config to tokens on disk: masks, accounting, cache, split, and what is said where it cannot
 be done."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

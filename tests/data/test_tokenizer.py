@@ -1,8 +1,6 @@
 """Tokenizers of other kinds than the built-in: with a first token of their own, without offsets, in
 an adapter's folder."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

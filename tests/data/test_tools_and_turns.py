@@ -1,7 +1,5 @@
 """History, tools, reasoning, and turns on which the data or the config switches the loss off."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

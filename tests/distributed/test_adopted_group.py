@@ -1,7 +1,5 @@
 """A process group that exists before the run."""
 
-from __future__ import annotations
-
 import pytest
 from ranks import run_ranks
 

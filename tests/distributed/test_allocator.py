@@ -1,7 +1,5 @@
 """What a rank frees stays with it, and what it imported is out of the collector's sight."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The last collectives of a rank can be read by the others of its host, also when it has ended."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,8 +1,6 @@
 """Collectives of our own: the same values as the backend's, the bytes that the formulas say, on
 real ranks."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which devices a run takes: what was asked for is there, or it is an error."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Who this process is among the ranks, and this host among those of a job."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

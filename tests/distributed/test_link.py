@@ -1,8 +1,6 @@
 """The link between ranks: what is measured is what was set, nothing of it counts as training, and
 the model's arithmetic."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

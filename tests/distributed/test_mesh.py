@@ -1,8 +1,6 @@
 """The mesh: every rank on exactly one line along each set of axes, and sums along a line are those
 of its ranks."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

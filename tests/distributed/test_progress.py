@@ -1,8 +1,6 @@
 """What a process knows of where it stands: phases, step times, collectives with their numbers and
 places, waits."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

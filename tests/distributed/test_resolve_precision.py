@@ -1,7 +1,5 @@
 """What `precision: auto` is on the devices of a run."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

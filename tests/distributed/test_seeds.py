@@ -1,7 +1,5 @@
 """Randomness is a function of (seed, purpose, counters) alone."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

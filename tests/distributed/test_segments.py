@@ -1,7 +1,5 @@
 """Segments are counted per connection that leaves the host, also after it has been closed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

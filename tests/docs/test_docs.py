@@ -1,8 +1,6 @@
 """The documentation: its links lead somewhere, its commands parse, its configs load, its two
 languages show the same."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

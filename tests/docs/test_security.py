@@ -1,7 +1,5 @@
 """The firewall rules of the security page, loaded in network namespaces."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

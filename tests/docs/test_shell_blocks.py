@@ -5,8 +5,6 @@ network: …``). It runs here on a stand-in: a Hugging Face cache that holds a t
 name of the real one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`paceline doctor` as a user gives it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

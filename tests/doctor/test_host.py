@@ -1,8 +1,6 @@
 """What can be seen of this host without a second rank: each check on conditions that are really
 there."""
 
-from __future__ import annotations
-
 import os
 import resource
 import socket

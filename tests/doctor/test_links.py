@@ -1,7 +1,5 @@
 """Between real ranks: what is measured, and that damage is seen."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

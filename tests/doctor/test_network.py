@@ -1,8 +1,6 @@
 """A run that saves traffic tells what it measured, at its start and in its report; its bytes count
 for no step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """The preflight between hosts that are network namespaces of this machine, with what goes wrong
 between real ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

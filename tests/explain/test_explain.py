@@ -1,8 +1,6 @@
 """`paceline explain`: what is told is what happened on real ranks; wrong words are refused; no
 process is left."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

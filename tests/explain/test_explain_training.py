@@ -1,7 +1,5 @@
 """`paceline explain ddp|zero|dp`: a small real training, told as it was measured."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 

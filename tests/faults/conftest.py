@@ -1,7 +1,5 @@
 """Prints the table of the fault laboratory when its tests have run."""
 
-from __future__ import annotations
-
 import lab
 import pytest
 

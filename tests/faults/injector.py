@@ -4,8 +4,6 @@ A fault is a moment and a deed. What a run itself must do wrong (a bit that flip
 slow) is in :mod:`lab_task` and ``tests/faulty_task.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,8 +1,6 @@
 """Drives real runs into faults until they end by themselves, and looks at what is left: the digest,
 the steps that were lost, processes, ports, files. What came of it is a table."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

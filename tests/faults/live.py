@@ -1,7 +1,5 @@
 """A command under way, seen from outside: its processes, its events, its temporary files."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -1,8 +1,6 @@
 """A chosen few of the laboratory's faults; all of them, many times over: test_soak.py. Kills of
 single ranks, of the launcher, and signals: tests/launch/test_restart.py; hosts: tests/cluster."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ docs/how-to/faults.md.
 To write the table anew: PACELINE_WRITE_TABLE=1 make soak.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from pathlib import Path

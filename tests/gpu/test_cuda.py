@@ -1,7 +1,5 @@
 """Runs on CUDA devices by the command line. Deselected on a machine without one."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """What a run on CUDA devices says of its memory and of the devices. Deselected on a machine without
 one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 """On a CUDA device the optimizer itself leaves out an update without a finite gradient; the host
 hears of it a step later."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

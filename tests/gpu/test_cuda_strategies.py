@@ -1,8 +1,6 @@
 """The strategies on CUDA devices: each alone on one device, and, where there are two or more, over
 two with NCCL."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

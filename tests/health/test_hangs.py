@@ -1,7 +1,5 @@
 """Who holds up the others, from what each rank last said."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """``heartbeats.json``: where each rank is, for whoever looks from outside."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

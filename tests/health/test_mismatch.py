@@ -1,7 +1,5 @@
 """Where ranks issue different collectives, both are shown, and who left one out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from paceline.health.mismatch import describe, find_mismatch

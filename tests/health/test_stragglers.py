@@ -1,7 +1,5 @@
 """A rank that is slower is named soon, with the cause; none is on an even world, however noisy."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

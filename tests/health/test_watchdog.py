@@ -1,8 +1,6 @@
 """Who hangs, who issues other collectives and who is slow is named, by real ranks; nobody on an
 even world."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

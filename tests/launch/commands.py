@@ -1,7 +1,5 @@
 """Run the command line as a user does: a process of its own, real ranks."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,8 +1,6 @@
 """Everything that can be wrong with what a person gives: exit code 2, one clear paragraph, nothing
 started, nothing written."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing.util
 import os

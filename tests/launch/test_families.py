@@ -1,8 +1,6 @@
 """Tiny models of many families train alike under every kind of cut, or are refused with the true
 reason."""
 
-from __future__ import annotations
-
 import functools
 import re
 import tempfile

@@ -1,8 +1,6 @@
 """Configs written in the keys of ms-swift, LLaMA-Factory, axolotl and TRL train as they stand,
 given a model and data."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

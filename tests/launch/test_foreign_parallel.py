@@ -1,8 +1,6 @@
 """Strategies that are chosen with other tools' settings train on real ranks, with the same
 losses."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

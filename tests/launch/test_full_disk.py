@@ -1,8 +1,6 @@
 """A disk that fills during a run: training goes on, the last good checkpoint stays, the path and
 the bytes are said."""
 
-from __future__ import annotations
-
 import errno
 import shutil
 import signal

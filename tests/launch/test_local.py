@@ -1,7 +1,5 @@
 """The launcher of one host, when what it starts ranks from is gone."""
 
-from __future__ import annotations
-
 import multiprocessing.forkserver
 import os
 import signal

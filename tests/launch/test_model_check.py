@@ -1,7 +1,5 @@
 """A model that training would refuse is refused by a dry run, and ends a long tokenization."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An error that would occur again is neither retried nor is its command advised to be repeated."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

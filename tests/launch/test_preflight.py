@@ -1,7 +1,5 @@
 """Warnings about settings that have no effect."""
 
-from __future__ import annotations
-
 import pytest
 
 from paceline.config.schema import Config

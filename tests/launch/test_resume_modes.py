@@ -1,8 +1,6 @@
 """A checkpoint written under any strategy and number of ranks goes on under any other, as if
 nothing had been changed."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

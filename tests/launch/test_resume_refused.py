@@ -1,8 +1,6 @@
 """A run that cannot go on exactly is refused: exit code 2, one paragraph that says what differs,
 nothing written."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

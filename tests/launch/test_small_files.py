@@ -1,7 +1,5 @@
 """Files with fewer rows than ranks, or than a global batch, train like any other file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

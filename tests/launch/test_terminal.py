@@ -1,7 +1,5 @@
 """What a terminal does to a run: it is closed, its reader goes away."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

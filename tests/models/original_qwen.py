@@ -5,8 +5,6 @@ The forward pass and the tokenizer are written from the description in modeling_
 tokenization_qwen.py of https://huggingface.co/Qwen/Qwen-7B, with none of Paceline's code.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import math

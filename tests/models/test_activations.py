@@ -1,7 +1,5 @@
 """The declared model of activations, against what autograd keeps."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,8 +1,6 @@
 """LoRA on every family of language models: training, reloading, merging, and what is refused or
 reported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

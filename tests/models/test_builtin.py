@@ -1,7 +1,5 @@
 """The built-in models: ordinary folders, the same bytes each time."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """The types in which a language model is loaded: frozen weights in the compute type, trained ones
 in float32."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Well-known models of the hub, planned for without a network."""
 
-from __future__ import annotations
-
 import json
 import socket
 from importlib.resources import files

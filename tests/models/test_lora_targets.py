@@ -1,8 +1,6 @@
 """Which modules get adapters: names, a regular expression, all linear layers; and what matches
 nothing is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

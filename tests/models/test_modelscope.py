@@ -1,7 +1,5 @@
 """Ids of ModelScope: how they are read, and what is said without the package."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import ModuleType

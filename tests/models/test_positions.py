@@ -1,7 +1,5 @@
 """How long a sample can be: the positions of the model, from its config.json."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

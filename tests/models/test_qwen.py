@@ -1,8 +1,6 @@
 """First-generation Qwen checkpoints, converted to Qwen2: against a reference that shares none of
 the code."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

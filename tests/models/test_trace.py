@@ -1,8 +1,6 @@
 """A traced forward shows which parameters are used before, inside and after the blocks, whatever
 their names and order."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

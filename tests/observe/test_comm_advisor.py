@@ -1,8 +1,6 @@
 """Whether a method pays on the link that was measured: the arithmetic, real steps over links of two
 speeds, and who is told."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

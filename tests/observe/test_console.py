@@ -1,8 +1,6 @@
 """The console: what is printed to a pipe, what is drawn on a terminal, and that neither can hurt
 the run."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

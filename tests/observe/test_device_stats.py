@@ -1,7 +1,5 @@
 """What is told of accelerators, and that nothing is told where there are none."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

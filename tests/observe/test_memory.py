@@ -1,7 +1,5 @@
 """The parts of the memory that are measured are those that each strategy declares."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What a step line says of each rank: the parts of its step, and what was sent by collective."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,8 +1,6 @@
 """`report.json` and `report.html`: the fixed keys, and a page that is whole, safe and offline
 whatever the run was."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """`paceline watch`: replay, follow, and what it says of runs that died or are not there."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,8 +1,6 @@
 """Shares of the micro-batches by speed: the arithmetic, and what is refused before anything
 starts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

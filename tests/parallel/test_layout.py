@@ -1,8 +1,6 @@
 """From `parallel` in a config to the mesh: what fits, and what is refused with the sizes that
 would."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,8 +1,6 @@
 """What works with what: each strategy with each switch on two ranks, tried, against what its
 capabilities say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Pipeline stages on real ranks give the gradients of the whole model, whatever the schedule and
 the shapes."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

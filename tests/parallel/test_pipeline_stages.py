@@ -1,7 +1,5 @@
 """Dealing blocks to stages, from names and sizes alone."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations, pairwise
 

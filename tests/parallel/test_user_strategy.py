@@ -1,7 +1,5 @@
 """A strategy in a user's file: the one in examples/."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

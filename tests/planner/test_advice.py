@@ -1,7 +1,5 @@
 """What makes a configured mode fit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sizes and devices by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from paceline.core.errors import ConfigError

@@ -1,7 +1,5 @@
 """The verb, the function, and what `auto` takes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the planner says, against figures that others have published."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

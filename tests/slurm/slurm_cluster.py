@@ -5,8 +5,6 @@ From a shell, for trying things out: ``python tests/slurm/slurm_cluster.py`` sta
 to export, and stops it at Ctrl-C.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

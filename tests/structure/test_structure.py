@@ -1,8 +1,6 @@
 """The structure of the source tree: import cycles, sizes of files and folders, and the map in
 docs/architecture.md."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import defaultdict

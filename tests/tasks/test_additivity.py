@@ -1,8 +1,6 @@
 """A user's loss must be a sum over samples; a mean, or a loss that compares samples, is found
 before the first step."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """`task: classify`: digits, folders, Hugging Face classifiers, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

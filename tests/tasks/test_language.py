@@ -1,8 +1,6 @@
 """Language models: packed rows, padded rows and samples alone give the same loss and the same
 gradients."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`task: recommend`: the model, its tables, AUC over ranks, and a folder that loads again."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The user's own task: found, refused with the reason, guarded."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

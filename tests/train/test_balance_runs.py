@@ -1,8 +1,6 @@
 """`parallel.balance` in whole runs on two Gloo ranks: the losses of equal shares, each sample once,
 shares in checkpoints."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Evaluation over ranks gives the loss of one process over the whole set, also where the rows do
 not divide."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

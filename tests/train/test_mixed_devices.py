@@ -1,8 +1,6 @@
 """Hosts with devices of different types: what is refused, how ranks learn of it, and replicas that
 stay equal."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

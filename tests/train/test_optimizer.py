@@ -1,8 +1,6 @@
 """Schedules are transformers' own, as functions of the step; weight decay falls on matrices
 alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

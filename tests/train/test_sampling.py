@@ -1,8 +1,6 @@
 """Answers at evaluations: what they are, that the training is the same with and without, and which
 runs have none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

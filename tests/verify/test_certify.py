@@ -1,8 +1,6 @@
 """A rank's part of the certificate: dropout that is off wherever it stands, weights compared part
 by part."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

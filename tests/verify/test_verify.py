@@ -1,8 +1,6 @@
 """`paceline verify`: agreement is certified, a wrong strategy is named, a name that stands for
 nothing starts nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

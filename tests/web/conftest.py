@@ -1,7 +1,5 @@
 """A panel for a test."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 

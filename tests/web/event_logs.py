@@ -1,7 +1,5 @@
 """Event logs as runs write them, of any length."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

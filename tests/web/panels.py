@@ -1,7 +1,5 @@
 """A panel on a port of its own, served as `paceline ui` serves it."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -1,7 +1,5 @@
 """Small real runs, started through the panel."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The API as its own OpenAPI document describes it, with values that nobody thought of: never a
 500."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

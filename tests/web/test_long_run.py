@@ -1,8 +1,6 @@
 """A run of a million steps with eight ranks: opened at once, read in the background, in little
 memory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

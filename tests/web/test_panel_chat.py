@@ -1,8 +1,6 @@
 """Chat with the model of a real run, tuned and base; the worker stops when told and ends when
 nobody asks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil

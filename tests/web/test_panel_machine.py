@@ -1,7 +1,5 @@
 """What the panel says of accelerators that are there."""
 
-from __future__ import annotations
-
 import pytest
 
 from paceline.web.api.machine import machine

@@ -1,8 +1,6 @@
 """Runs are found and read as they are: live, finished, empty, cut off, from another version,
 gone."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

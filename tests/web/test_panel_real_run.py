@@ -1,7 +1,5 @@
 """A real training, read by the panel while it goes on and when it is done."""
 
-from __future__ import annotations
-
 import pytest
 from commands import MICRO, start
 from panels import until

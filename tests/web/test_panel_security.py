@@ -1,8 +1,6 @@
 """Nobody reaches the panel by a detour: another site's page, another name, a path, a link, a wrong
 token."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """The curves: thinned, exact, zoomed, over a resume, and of a log too long to be read at once."""
 
-from __future__ import annotations
-
 import json
 import os
 

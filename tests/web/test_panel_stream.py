@@ -1,7 +1,5 @@
 """Events on their way to browsers: soon, to many, and never at a run's cost."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The form is the schema; checks name line and key; an edit of the form is an edit of the text."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

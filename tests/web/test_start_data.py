@@ -1,7 +1,5 @@
 """Datasets of the folder, uploads that stay within their bounds, and a look at the rows."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

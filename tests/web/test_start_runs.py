@@ -1,7 +1,5 @@
 """Real runs, started, stopped and resumed through the panel."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

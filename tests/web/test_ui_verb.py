@@ -1,7 +1,5 @@
 """`paceline ui` as a person starts it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

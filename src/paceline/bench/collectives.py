@@ -1,8 +1,6 @@
 """`paceline bench collectives`: latency and bandwidth of each collective on this machine, by size
 and number of ranks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

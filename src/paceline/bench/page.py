@@ -1,8 +1,6 @@
 """The page of `paceline bench collectives`: plots and tables in one HTML file that opens
 offline."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from html import escape

@@ -8,8 +8,6 @@ other file). A checkpoint may also hold one ``state.safetensors`` with the whole
 index, as they were written before there were pieces.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,8 +1,6 @@
 """One save, on one rank: what it writes, and on rank 0 the commit. Speaks with the other ranks
 through files alone, in the foreground or in a thread."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

@@ -1,8 +1,6 @@
 """Whether a checkpoint's folder holds what its manifest says, and nothing that it should not. No
 torch here."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

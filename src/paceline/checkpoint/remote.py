@@ -13,8 +13,6 @@ not exist. The highest number owns the place; a run that finds a higher one when
 commit ends. No torch here.
 """
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import json

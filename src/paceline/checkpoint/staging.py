@@ -1,7 +1,5 @@
 """Where a save in the background writes from: a copy of what a rank owns, in the host's memory."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The full training state as named tensors: what a checkpoint holds."""
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -1,8 +1,6 @@
 """The entry of a rank that elastic starts: it joins the round of all ranks, runs, and decides
 whether the agents of all hosts start another round."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

@@ -1,8 +1,6 @@
 """The rendezvous endpoint of a run over several hosts: its address, whether it is this host, the
 interface that leads to it."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The store at the rendezvous endpoint: this host finds it, or serves it."""
 
-from __future__ import annotations
-
 import logging
 import time
 from datetime import timedelta

@@ -5,8 +5,6 @@ from it without authentication (``torch/distributed/elastic/rendezvous/dynamic_r
 docs/security.md.
 """
 
-from __future__ import annotations
-
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 _CONSEQUENCE = (

@@ -7,8 +7,6 @@ consequence of another one is named. A rank without a record of its end was kill
 missing was lost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What must be the same on all hosts of a run."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A rank that torchrun, `accelerate launch` or Ray has started: its part of a run, from the config
 to the result."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 

@@ -7,8 +7,6 @@ the host that writes the run's folder. The ranks therefore number themselves: th
 first, then the others in the order of the round before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,8 +1,6 @@
 """Elastic's c10d rendezvous with two time limits: one for the first round, one for a host that must
 come back later."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path

@@ -5,8 +5,6 @@ The same code runs under Paceline's own agent (:mod:`paceline.cluster.elastic`),
 `accelerate launch`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -1,7 +1,5 @@
 """The processes that elastic has started on this host: how they are stopped, and how they ended."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """`paceline bench`: latency and bandwidth of the collectives on this machine."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

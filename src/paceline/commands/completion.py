@@ -4,8 +4,6 @@ The script completes verbs, options and the words that an option accepts; elsewh
 file names.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from argparse import Namespace

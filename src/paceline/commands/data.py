@@ -1,7 +1,5 @@
 """`paceline data`: count words, show statistics or a preview of a dataset."""
 
-from __future__ import annotations
-
 from paceline.commands import data_count, data_preview, data_stats
 from paceline.commands.options import OptionParser, add_common
 

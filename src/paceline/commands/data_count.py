@@ -1,7 +1,5 @@
 """`paceline data count`: count the words or tokens of files."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

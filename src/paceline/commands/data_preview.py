@@ -1,7 +1,5 @@
 """`paceline data preview`: the first rows of a dataset as the model will see them."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 

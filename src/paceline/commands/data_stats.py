@@ -1,7 +1,5 @@
 """`paceline data stats`: the figures of a config's dataset as a table, as JSON, and as a page."""
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """`paceline explain`: run an algorithm on real ranks and show it step by step."""
 
-from __future__ import annotations
-
 import json
 import sys
 from argparse import Namespace

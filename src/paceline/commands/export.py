@@ -1,7 +1,5 @@
 """`paceline export`: write the merged model of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """`paceline generate`: answer a question with the model of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

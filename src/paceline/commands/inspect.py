@@ -1,7 +1,5 @@
 """`paceline inspect`: what a checkpoint holds, and its digest."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

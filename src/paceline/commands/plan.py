@@ -1,7 +1,5 @@
 """`paceline plan`: estimate memory, traffic and time of each parallel mode."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 

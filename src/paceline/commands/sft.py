@@ -1,7 +1,5 @@
 """`paceline sft` (or `train`): train a model from a config."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

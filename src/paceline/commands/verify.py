@@ -1,7 +1,5 @@
 """`paceline verify`: certify that the parallel modes agree and cost what was estimated."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 

@@ -1,7 +1,5 @@
 """`paceline watch`: follow a run from another terminal."""
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 

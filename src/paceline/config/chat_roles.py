@@ -1,7 +1,5 @@
 """Names of the roles in chats, in the spellings of the tools that write datasets."""
 
-from __future__ import annotations
-
 CALL = "tool_call"
 ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "prompter": "user",

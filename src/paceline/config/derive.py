@@ -1,7 +1,5 @@
 """What an optimizer keeps. No torch here: the planner reads it too."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict, dataclass
 from typing import Any

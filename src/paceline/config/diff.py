@@ -1,7 +1,5 @@
 """Which changes of a config a run may go on with as if nothing were changed."""
 
-from __future__ import annotations
-
 #: Modes that are another training than `single`: to hold them against it says nothing, and `auto`
 #: never takes them.
 OTHER_TRAINING = ("local_sgd", "diloco", "parameter_server")

@@ -1,7 +1,5 @@
 """A config as a person wrote it: each key of a file or a command line is an entry."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

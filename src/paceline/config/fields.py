@@ -1,7 +1,5 @@
 """The schema, looked at from outside: every key by its dotted name, and its type in plain words."""
 
-from __future__ import annotations
-
 import types
 import typing
 from typing import Any, Literal, Union, get_args, get_origin

@@ -1,8 +1,6 @@
 """Files of other tools that are not a config of a training run: named as what they are, with how to
 use them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The schema's complaints in plain words: what was given, what is allowed, how to fix it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Spellings of `parallel.mode`: `ZeRO-3`, `FSDP2`, `deepspeed_zero2`, `tp` and others."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The words of a command line after the verb: a config file, then overrides."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ keys-of-other-tools.md.
 ``python -m paceline.config.reference`` writes them, ``--check`` exits with 1 where they are stale.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Names of chat templates: Paceline's, and those by which other tools call the same templates."""
 
-from __future__ import annotations
-
 import re
 
 #: template → other names of it in LLaMA-Factory, ms-swift and axolotl

@@ -1,7 +1,5 @@
 """Safe YAML with the line of every key. Builds plain values only: no tag can make an object."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path

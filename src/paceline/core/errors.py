@@ -1,7 +1,5 @@
 """Errors that say what was given, what is allowed, and how to fix it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from difflib import get_close_matches
 

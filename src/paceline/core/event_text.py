@@ -1,8 +1,6 @@
 """What an event says to a person, in one sentence: for the console, the log and the marks of the
 panel."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -77,8 +77,6 @@ Types and their fields (every line also has ``time``, seconds since the epoch, a
   took.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import math

@@ -1,7 +1,5 @@
 """A whole number of things shared among so many: as evenly as it can be, in one fixed order."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

@@ -4,8 +4,6 @@ The hub's own client retries every request for half a minute, which is too long 
 machine has no network.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import socket

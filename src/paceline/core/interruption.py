@@ -1,7 +1,5 @@
 """Calls that a long computation makes now and then, so that others can end it by an exception."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The addresses and network interfaces of this host."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 import struct

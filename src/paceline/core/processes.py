@@ -1,7 +1,5 @@
 """Processes that do not outlive those they work for."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -1,7 +1,5 @@
 """The names of the files in a run's folder (`output_dir`)."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

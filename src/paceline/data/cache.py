@@ -1,8 +1,6 @@
 """Entries of the cache: keyed by what they are made from, built by one process at a time, there
 whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

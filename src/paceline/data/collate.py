@@ -4,8 +4,6 @@ Both give the same loss and gradient. The language-model head is needed only whe
 carries loss, so a batch names these positions and the rest of the logits are never computed.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

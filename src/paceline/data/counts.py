@@ -1,7 +1,5 @@
 """The accounting of the rows of a dataset."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -6,8 +6,6 @@ micro-batches; with the same product the micro-batches are the same however the 
 Where the product does not divide the batch, sizes differ by one, and so do the sums of each rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

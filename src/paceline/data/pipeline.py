@@ -1,7 +1,5 @@
 """The training batches of one rank, from any step on, and the evaluation set beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A progress line on standard error for work that takes long: rows, rate, time left."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

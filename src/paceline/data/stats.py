@@ -6,8 +6,6 @@ config's own `max_length` has cut something, the dataset is tokenised a second t
 into an entry of its own: what was cut is in no other place.
 """
 
-from __future__ import annotations
-
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path

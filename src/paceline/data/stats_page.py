@@ -1,8 +1,6 @@
 """The page of `paceline data stats`: a length histogram, what each `max_length` cuts, tables; one
 HTML file, opens offline."""
 
-from __future__ import annotations
-
 from html import escape
 from typing import Any
 

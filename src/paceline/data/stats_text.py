@@ -1,7 +1,5 @@
 """The figures of a dataset as text; :mod:`paceline.data.stats` computes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from paceline.core.formatting import counted, printable

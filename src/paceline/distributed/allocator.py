@@ -1,8 +1,6 @@
 """How a rank's process keeps house with its memory: what was freed is used again, and what stays is
 not looked at again."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -1,8 +1,6 @@
 """A thread with a process group of its own, so that communication made of many calls runs beside
 backward."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import weakref

@@ -1,8 +1,6 @@
 """Which devices a run takes. Never a silent fallback: what was asked for is there, or it is an
 error."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field

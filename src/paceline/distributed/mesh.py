@@ -1,8 +1,6 @@
 """How the ranks are laid out: the sizes of the axes, and where a rank stands on them. No torch
 here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product

@@ -5,8 +5,6 @@ augmentation of a sample, dropout in a micro-batch. So a resumed run needs no sa
 the number of ranks or loader workers plays no part.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from functools import cache

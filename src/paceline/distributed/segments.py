@@ -6,8 +6,6 @@ transport and of the stores alike. RDMA bypasses TCP and is not counted. Systems
 report nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

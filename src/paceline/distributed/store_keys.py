@@ -1,8 +1,6 @@
 """How the launcher tells the ranks that go on which ones have ended: through the store by which
 they met."""
 
-from __future__ import annotations
-
 #: Set by the ranks when the run can go on without one of them.
 MEETING_KEY = "paceline/meeting"
 #: Set by the launcher: JSON of rank → {"pid", "reason"} of those that have ended.

@@ -6,8 +6,6 @@ schedules. A name that the installed torch lacks raises a ConfigError that names
 range, or is replaced by a loop over public functions where that gives the same numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

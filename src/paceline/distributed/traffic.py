@@ -10,8 +10,6 @@ Objects (``broadcast_object_list`` and its like) are not counted: they go throug
 module, not the package, and are no part of a step.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

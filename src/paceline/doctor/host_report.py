@@ -1,8 +1,6 @@
 """What the measurements between hosts mean for a run, with one sentence of advice for each problem.
 No input or output here."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What this host gives to a run: memory and clocks."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

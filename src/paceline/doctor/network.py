@@ -1,7 +1,5 @@
 """How this host is found by others: its name and its interface."""
 
-from __future__ import annotations
-
 import os
 import socket
 

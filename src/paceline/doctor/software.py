@@ -1,7 +1,5 @@
 """Versions that must fit each other: Paceline's dependencies, torch's build and the driver."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import platform
 import re

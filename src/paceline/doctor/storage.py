@@ -1,7 +1,5 @@
 """Where a run writes: its folder, and the cache."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The report of `paceline doctor` for a terminal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Group

@@ -1,7 +1,5 @@
 """The page of an explanation: one HTML file that opens offline and plays what was recorded."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

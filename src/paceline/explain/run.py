@@ -1,8 +1,6 @@
 """`paceline explain`: an algorithm on real ranks, recorded step by step; as text, as JSON, and as a
 page that plays it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module

@@ -1,8 +1,6 @@
 """What the explanations of a step on a clock have in common: spans, their facts, and the picture
 that plays them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 Story = dict[str, Any]

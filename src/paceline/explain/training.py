@@ -1,8 +1,6 @@
 """The small training that the explanations of strategies record: a stack of equal layers, AdamW,
 one batch a rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -6,8 +6,6 @@ optimizer can (torch's fused ones), and the host reads the decision a step later
 for the device.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass

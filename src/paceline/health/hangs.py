@@ -1,8 +1,6 @@
 """Which rank holds up the others, from what each has last said of itself. Pure functions: no
 thread, no store."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """``heartbeats.json``: where each rank is just now, for whoever looks at a run from outside."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

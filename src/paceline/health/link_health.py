@@ -1,8 +1,6 @@
 """Links that lose packets, and ranks that stood still for a while: both slow all ranks down and end
 none of them. No thread."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 

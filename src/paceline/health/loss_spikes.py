@@ -1,7 +1,5 @@
 """Detection of loss spikes (``recovery.rewind_on_spike``)."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

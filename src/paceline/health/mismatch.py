@@ -5,8 +5,6 @@ A call is a dict as of :meth:`paceline.distributed.progress.CollectiveCall.as_di
 function, dtype, numel, group, site.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,8 +1,6 @@
 """Replicas hold the same bits. Now and then they compare a sum over them: one that has drifted (a
 flipped bit, a fault of a driver) would train on beside the others without a word, and be saved."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ A rank is busy in a step for as long as it does not wait for others. What is com
 step that ends in a collective, all ranks take the same time, and the slow one alone does not wait.
 """
 
-from __future__ import annotations
-
 import statistics
 from bisect import bisect_left
 from collections import Counter, deque

@@ -8,8 +8,6 @@ collectives (:mod:`~paceline.health.mismatch`), and, on the first rank, who is s
 (:mod:`~paceline.health.link_health`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

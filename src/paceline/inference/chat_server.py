@@ -8,8 +8,6 @@ grows and one ``{id, end: {num_tokens, wall_s, stopped}}`` or ``{id, error: {wha
 When its input ends, so does the worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Write a run's model to be used elsewhere."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ask the model of a run a question."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -4,8 +4,6 @@ The ranks are then forked from it, so the imports are paid once a host and besid
 started before torch is imported here, and never after an accelerator was touched.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.util

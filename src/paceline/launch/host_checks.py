@@ -1,7 +1,5 @@
 """The checks of this host that cost nothing, made at the start of every run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """Whether a run may write into its `output_dir`, and keep checkpoints in its `checkpoint_dir`."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Ranks of this host for a short piece of work: started from a warm server, ended with the command,
 whatever becomes of it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.connection
 import os

@@ -1,7 +1,5 @@
 """After a fault: whether the ranks are started again, and from where."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import time

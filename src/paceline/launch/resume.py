@@ -1,7 +1,5 @@
 """From which checkpoint a run continues, and whether it can continue from it exactly."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """How the global batch is shared among the replicas, and whether the data are enough for it."""
 
-from __future__ import annotations
-
 from paceline.config.derive import ResolvedValues
 from paceline.config.diff import OTHER_TRAINING
 from paceline.config.schema import Config

@@ -1,7 +1,5 @@
 """One rank's process: who it obeys, what it leaves behind for the launcher to read."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ With position_ids alone, transformers masks the whole row: its cost grows with t
 row. Here it grows with the square of each sample, and no mask is built.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 """The repeated blocks of a model: the units of sharding, of activation checkpointing and of
 pipeline stages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,8 +1,6 @@
 """What can be seen of a model's folder without importing anything, so that it is said before
 anything starts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ of well-known models.
 No torch here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from functools import cache

@@ -1,7 +1,5 @@
 """LoRA adapters on a language model, through peft."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -1,8 +1,6 @@
 """How many positions a language model has, from its configuration alone, and whether ``max_length``
 fits in. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any

@@ -15,8 +15,6 @@ The conversion renames and splits tensors in the headers of the safetensors file
 copied as they are, so it needs neither torch nor memory for the weights.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

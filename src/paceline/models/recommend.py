@@ -2,8 +2,6 @@
 Personalization and Recommendation Systems" (2019): vectors of the ids and of the dense numbers,
 their pairwise dot products, a network on top."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -4,8 +4,6 @@ A console is a listener of :class:`paceline.core.events.EventLog`. It never rais
 terminal, a broken pipe or an event it does not understand must not touch the training.
 """
 
-from __future__ import annotations
-
 import shlex
 import statistics
 import sys

@@ -2,8 +2,6 @@
 NVML does not answer, or nvidia-ml-py is not installed, there is nothing to read, and step lines say
 nothing of it."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Time, tokens, memory and traffic of the steps, cheap enough to be always on."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What the ``run_start`` event and the report need to know of a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run says of itself when it begins: the ``run_start`` event, and what is known by then."""
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

@@ -1,7 +1,5 @@
 """TensorBoard event files beside the run's own event log (``report_to: [tensorboard]``)."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """``paceline watch RUN``: follow a run from another terminal. It only reads the run's events; the
 run does not notice."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -6,8 +6,6 @@ computes a micro-batch changes. The loss is divided by the global count, so the 
 up to the order in which it is summed. No torch here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from paceline.config.derive import ResolvedValues

@@ -1,8 +1,6 @@
 """The contract of a strategy. What is orthogonal (precision, activation checkpointing, LoRA) is not
 its business."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a strategy supports, stated once, and the check of a config against it. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce

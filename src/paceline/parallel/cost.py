@@ -1,8 +1,6 @@
 """What a strategy's cost is declared from besides the model's shape, and the declaration itself.
 Numbers alone: no torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

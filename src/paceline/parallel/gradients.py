@@ -1,7 +1,5 @@
 """Backward over micro-batches and clipping, as most strategies do them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

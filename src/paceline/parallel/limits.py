@@ -1,7 +1,5 @@
 """The settings that each strategy does not support. Imports no torch."""
 
-from __future__ import annotations
-
 from paceline.config.schema import Config
 from paceline.config.schema.local_sgd import LocalSgd
 from paceline.distributed.mesh import ParallelDims

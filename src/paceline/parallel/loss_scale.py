@@ -1,8 +1,6 @@
 """Dynamic loss scaling for float16 (Micikevicius et al., "Mixed Precision Training", 2018, section
 3.2)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

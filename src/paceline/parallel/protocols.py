@@ -1,8 +1,6 @@
 """What some strategies do beside the contract of :class:`~paceline.parallel.base.Strategy`. Users
 ask with ``isinstance``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

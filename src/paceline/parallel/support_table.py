@@ -3,8 +3,6 @@
 python -m paceline.parallel.support_table        # write it anew
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Python files and modules of a user, by the name that a config gives them."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location

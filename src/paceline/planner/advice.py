@@ -1,8 +1,6 @@
 """What makes a mode fit that does not: each change of the config with its predicted memory, and the
 smallest set that fits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """``paceline plan`` and ``paceline.planner``: from a config to every mode's estimate."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property

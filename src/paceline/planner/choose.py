@@ -1,8 +1,6 @@
 """Which mode ``auto`` takes: the fastest by estimate that fits, and quickly so where the plainest
 is known to fit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,8 +4,6 @@ with a source per row.
 No torch here.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -1,8 +1,6 @@
 """One layout on one machine: memory of the fullest rank, traffic and time of a step. Estimates,
 from what each strategy declares."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 

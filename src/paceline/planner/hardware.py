@@ -1,8 +1,6 @@
 """Machines to plan for: the devices of the table (:mod:`paceline.planner.devices`), or this
 machine's own."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The ways there are to spread a run over a number of devices. No torch here."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from paceline.config.schema import Config

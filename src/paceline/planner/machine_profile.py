@@ -1,7 +1,5 @@
 """What was measured on this machine, kept for the planner."""
 
-from __future__ import annotations
-
 import json
 import socket
 from dataclasses import asdict, dataclass

@@ -1,8 +1,6 @@
 """An upper bound on what a rank under ``ddp`` takes, from files alone: no model is built and no
 torch imported."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The work of one step: tokens of a micro-batch, and what they keep in memory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from paceline.config.schema import Config

@@ -1,8 +1,6 @@
 """Causal language models: `task: sft` (loss on the answers) and `task: pretrain` (loss on every
 token)."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from pathlib import Path

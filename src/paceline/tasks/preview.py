@@ -1,8 +1,6 @@
 """The first rows of a config's dataset as the model will see them: template applied, label tokens
 marked, what is cut."""
 
-from __future__ import annotations
-
 from itertools import islice, pairwise
 from typing import Any
 

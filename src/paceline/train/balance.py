@@ -9,8 +9,6 @@ after the same step. The shares are part of each checkpoint's ``meta.json``, and
 ``balance`` event.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

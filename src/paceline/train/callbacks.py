@@ -1,7 +1,5 @@
 """What observes a training at fixed points of the loop."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import nn

@@ -1,8 +1,6 @@
 """Evaluation over all ranks, exact to the last row: sums and counts are added up, then divided
 once."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The trained model's folder, ``model/``, at the end of a run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable, Iterator

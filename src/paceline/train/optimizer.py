@@ -1,7 +1,5 @@
 """The optimizer and the learning rate's schedule, by torch and transformers."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Mixed precision and activation checkpointing."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 """What follows when the process of a rank has ended and the others continue: the report of the lost
 rank and of the samples that were not trained on, and the hand-over of the event log."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import IO
 

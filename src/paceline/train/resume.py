@@ -7,8 +7,6 @@ steps are saved with each checkpoint, so a run that is killed and resumes decide
 not.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Collection

@@ -6,8 +6,6 @@ as they were, so a run with samples is the run without. Ranks that hold whole we
 prompts. Where a forward is a collective all ranks work on each prompt together.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """From a spec to a finished run, on one rank: model, strategy, optimizer, resume, training, model
 folder, report."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager

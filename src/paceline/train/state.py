@@ -1,7 +1,5 @@
 """What a rank's training consists of: its services, its components and its mutable state."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal

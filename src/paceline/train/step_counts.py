@@ -1,8 +1,6 @@
 """The global counts of a step, which are summed over all ranks while its first forward runs, and
 the sum of its losses."""
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from typing import Any

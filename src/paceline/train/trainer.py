@@ -1,8 +1,6 @@
 """The training loop, to be read from top to bottom. Every rank runs it; rank 0 alone logs and
 writes reports."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field

@@ -1,8 +1,6 @@
 """The certificate: what each mode's figures are judged by, and how they read. Numbers and text
 alone: no torch here."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -15,8 +15,6 @@ A name is one of
 - ``hybrid``: all the products of axes that fit; ``all``: every mode.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

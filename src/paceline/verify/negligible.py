@@ -7,8 +7,6 @@ it is not exactly 0, and AdamW divides it by its own size: rounding errors, whic
 strategies, become steps as large as any other.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The certificate as a table in a terminal of 100 columns."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from rich.console import Group

@@ -6,8 +6,6 @@ in a folder, so that no collective waits for a rank that has none to take part i
 failed.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

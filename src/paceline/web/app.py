@@ -1,7 +1,5 @@
 """The application: routes, the page, and what stands before them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

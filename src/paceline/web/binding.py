@@ -1,7 +1,5 @@
 """Which address and port a server listens on."""
 
-from __future__ import annotations
-
 import errno
 import ipaddress
 import os

@@ -1,8 +1,6 @@
 """Opening what lies in the served folder, and nothing outside it: a link is not followed, a pipe
 does not block."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """How the server answers: JSON that every browser reads, and errors of one shape."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

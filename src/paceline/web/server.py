@@ -1,7 +1,5 @@
 """The server itself: uvicorn with the panel's application."""
 
-from __future__ import annotations
-
 import socket
 
 import uvicorn

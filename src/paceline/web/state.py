@@ -1,7 +1,5 @@
 """What every route needs of the server it belongs to."""
 
-from __future__ import annotations
-
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The files of the page, from memory: a page is some twenty of them, and shall be there before one
 has looked for it."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import mimetypes

@@ -1,8 +1,6 @@
 """Click logs: the generative model, the exact AUC, and files of the user's with their accounting
 and refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

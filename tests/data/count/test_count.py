@@ -1,8 +1,6 @@
 """Counting words and tokens: the pieces of the three phases, each against what Python itself
 says."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,8 +1,6 @@
 """One browser and one server for all tests of the page: a real headless Chromium, a real `paceline
 ui`."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 

@@ -1,8 +1,6 @@
 """Logs of runs that no test machine can make: many ranks on hosts with accelerators, faults, and
 names that mean harm."""
 
-from __future__ import annotations
-
 import math
 import random
 from itertools import product

@@ -1,7 +1,5 @@
 """A running panel, and pages of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ python tests/web/browser/take_pictures.py FOLDER      # runs in it: at least two
 of them named `first`
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

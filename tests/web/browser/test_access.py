@@ -1,8 +1,6 @@
 """For everyone: no serious finding of axe-core on any page in either theme, keys alone, a phone's
 width, Chinese."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

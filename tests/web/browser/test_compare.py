@@ -1,7 +1,5 @@
 """Comparing runs in a real browser."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from panel_pages import Server, run_id

@@ -1,7 +1,5 @@
 """From the form to a trained model and a chat with it, in a real browser, with real runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """What the front end is made of: small, without markup made of data, without a source elsewhere, in
 two languages."""
 
-from __future__ import annotations
-
 import gzip
 import re
 from collections import Counter

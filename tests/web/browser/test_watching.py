@@ -1,8 +1,6 @@
 """Watching runs in a real browser: the list, a real run from its start to its end, every tab, and
 what happens to a page."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 """A config on the hosts of a cluster: what the writers of job files for Slurm and Kubernetes
 share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -4,8 +4,6 @@ values of this config.
 API: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/
 """
 
-from __future__ import annotations
-
 from paceline.cluster.jobs import pods
 from paceline.cluster.jobs.kubernetes_options import KubernetesOptions
 from paceline.cluster.jobs.pods import Object

@@ -4,8 +4,6 @@ API: https://www.kubeflow.org/docs/components/trainer/ (version 2.2, which intro
 ``runtimePatches``, or newer).
 """
 
-from __future__ import annotations
-
 from paceline.cluster.jobs import pods
 from paceline.cluster.jobs.kubernetes_options import (
     COSCHEDULING_RUNTIME_NAME,

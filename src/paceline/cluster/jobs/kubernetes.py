@@ -1,8 +1,6 @@
 """`paceline kubernetes`: manifests that train a config on several nodes, for Kubeflow Trainer or as
 a plain JobSet."""
 
-from __future__ import annotations
-
 from pathlib import PurePosixPath
 from typing import Any
 

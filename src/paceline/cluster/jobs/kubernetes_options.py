@@ -1,7 +1,5 @@
 """What a manifest for Kubernetes is written from, and the values that follow from the config."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """Parts of the manifests that TrainJobs and JobSets share. The policies of the pods are in
 ``runtime.yaml``."""
 
-from __future__ import annotations
-
 import copy
 from importlib import resources
 from typing import Any

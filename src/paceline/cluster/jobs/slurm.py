@@ -2,8 +2,6 @@
 checkpoint when Slurm sends SIGTERM, goes back into the queue, and resumes; so it does when the
 command of a node was killed. https://slurm.schedmd.com/sbatch.html"""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

@@ -5,8 +5,6 @@ nothing of the old ones. The actor remembers which workers an attempt had, which
 how they ended, and whether the run can be retried at all.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import asdict, dataclass
 from typing import Any

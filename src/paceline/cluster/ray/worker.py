@@ -1,8 +1,6 @@
 """A Ray Train worker: the same path as a rank under torchrun, with a config that the driver has
 read."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

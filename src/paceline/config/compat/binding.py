@@ -1,8 +1,6 @@
 """What each entry's key is: Paceline's own, another tool's, or unknown; and the errors for keys
 that have no place here."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """What can only be decided once all keys are known: keys of other tools that act on another key,
 and keys that exclude each other when they come from the file and from an override."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Values of other tools' keys, turned into Paceline's. Each function takes one value and gives an
 :class:`Conversion`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,8 +1,6 @@
 """LLaMA-Factory's ``dataset_info.json``: names of datasets as sources. Every key of an entry is
 read, or refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

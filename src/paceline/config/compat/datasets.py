@@ -1,7 +1,5 @@
 """The ways in which other tools name their data, turned into a list of sources."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The tables are data: ``aliases.yaml`` (keys that are read as a key of ours) and ``ignored.yaml``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache

@@ -1,7 +1,5 @@
 """Settings of LLaMA-Factory v1: data sets listed in a YAML file, and `peft_config`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

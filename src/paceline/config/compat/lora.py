@@ -1,8 +1,6 @@
 """The modules that get adapters, as other tools name them: a list, a regular expression, or all
 linear layers."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Entries to one value for each native key: conversion, disagreement, precedence (file <
 overrides)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

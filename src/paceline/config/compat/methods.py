@@ -7,8 +7,6 @@ are chosen by the script that reads the file. So a method is recognized by the k
 trainers of that method read.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The spellings of the precision setting, Paceline's and other tools'."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from paceline.config.compat.conversion import Conversion, UnsupportedValue, as_bool, is_off

@@ -1,7 +1,5 @@
 """How several keys of one config that name a precision agree."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

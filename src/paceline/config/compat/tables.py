@@ -1,7 +1,5 @@
 """The tables of other tools' keys: YAML files in this package."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Values of other tools' keys, one function for each kind of value. Read beside
 ``aliases.yaml``."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """What every section of the schema is made of."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict

@@ -1,7 +1,5 @@
 """The section ``evaluation`` of the schema."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The section ``local_sgd`` of the schema: training with communication every so many steps."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The section ``lora`` of the schema."""
 
-from __future__ import annotations
-
 from pydantic import Field, field_validator
 
 from paceline.config.compat.conversion import words

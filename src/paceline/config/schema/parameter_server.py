@@ -1,7 +1,5 @@
 """Settings of `parallel.mode: parameter_server`."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The section ``recovery`` of the schema: what a run does about faults."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """The sections of the built-in tasks other than language modeling: ``classify``, ``recommend``."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

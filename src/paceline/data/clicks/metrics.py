@@ -1,7 +1,5 @@
 """The area under the ROC curve, exact."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

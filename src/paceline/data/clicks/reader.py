@@ -1,7 +1,5 @@
 """The user's own click logs: a file with columns of labels, numbers and ids."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import Counter

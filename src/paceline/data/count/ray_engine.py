@@ -1,8 +1,6 @@
 """`paceline data count --engine ray`: the same job on Ray Data, which also runs it beyond one
 machine. An optional extra."""
 
-from __future__ import annotations
-
 import heapq
 import json
 import logging

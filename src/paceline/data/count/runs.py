@@ -5,8 +5,6 @@ surrogates let through, sorted by the words' bytes within each destination; that
 their code points too.
 """
 
-from __future__ import annotations
-
 import heapq
 import zlib
 from collections.abc import Iterable, Iterator

@@ -1,8 +1,6 @@
 """Texts to count, cut into shards: byte ranges of files, between words or lines, so that nothing is
 cut in two."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,8 +1,6 @@
 """The shuffle: each rank hands every other its part of the words, all to all, in rounds that fit
 into memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

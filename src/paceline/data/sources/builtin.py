@@ -4,8 +4,6 @@ Sources are parsed, never imported: some modules act when they are imported. Wha
 on the Python version alone, so that version is part of the name under which it is kept.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

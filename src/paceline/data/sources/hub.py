@@ -1,8 +1,6 @@
 """Datasets on the Hugging Face hub, through the `datasets` library; what cannot be had fails within
 seconds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field

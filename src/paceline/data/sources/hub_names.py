@@ -1,7 +1,5 @@
 """Names that people know a dataset by, and where it is on the Hugging Face hub."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

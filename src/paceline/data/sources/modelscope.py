@@ -1,8 +1,6 @@
 """Models and datasets of ModelScope, ``modelscope:OWNER/NAME``, through the optional package
 `modelscope`."""
 
-from __future__ import annotations
-
 import importlib
 import re
 

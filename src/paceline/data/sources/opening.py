@@ -1,8 +1,6 @@
 """Open data files that may be compressed (gzip, bzip2, xz, zstd) and may be UTF-8 or UTF-16
 text."""
 
-from __future__ import annotations
-
 import codecs
 import io
 import os

@@ -1,7 +1,5 @@
 """What can be wrong with a row, and what counts as an empty value."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

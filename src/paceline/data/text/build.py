@@ -1,7 +1,5 @@
 """Fill one entry of the token cache from its sources, and account for every row."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Samples to token ids with the mask of those that carry loss, in batches through the Rust
 tokenizer."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Recognize rows with images, video or audio, which a language model trained on text must not see
 as literal text."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

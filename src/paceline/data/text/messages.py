@@ -1,8 +1,6 @@
 """The turns of a chat, whatever their keys and roles are called, as the messages that chat
 templates read."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping

@@ -1,8 +1,6 @@
 """Recognize preference data (DPO, KTO, reward models), which `task: sft` and `task: pretrain` must
 not train on."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From the config's sources to tokens on disk: read, convert, render, tokenise, cache, split."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

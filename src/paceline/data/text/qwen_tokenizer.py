@@ -6,8 +6,6 @@ so the merges of a byte-pair tokenizer follow from them; words, normalization an
 those of tokenization_qwen.py in https://huggingface.co/Qwen/Qwen-7B. Its remote code is not needed.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

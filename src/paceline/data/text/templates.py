@@ -5,8 +5,6 @@ content and end of turn. Their formats are those that the model families documen
 `chat_template` of their tokenizers.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cache

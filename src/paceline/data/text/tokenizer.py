@@ -1,8 +1,6 @@
 """Tokenizers: found in a folder or on the hub, loaded without transformers where nothing of it is
 needed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tools and tool calls in the spellings of OpenAI, ShareGPT, LLaMA-Factory and ms-swift, as chat
 templates expect them."""
 
-from __future__ import annotations
-
 import ast
 import json
 from typing import Any

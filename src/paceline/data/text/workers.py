@@ -4,8 +4,6 @@ The results are taken in the order of the chunks, so the number of worker proces
 change neither tokens nor counts.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

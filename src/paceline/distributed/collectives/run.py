@@ -5,8 +5,6 @@ are run one by one. Results are the same bits on every rank: each element is sum
 copied to the others.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from functools import lru_cache

@@ -9,8 +9,6 @@ workstations" (2009), section 3; halving-doubling and the binomial tree, Thakur,
 Gropp, "Optimization of collective communication operations in MPICH" (2005), sections 4.1 and 4.5.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from paceline.core.errors import ConfigError, did_you_mean

@@ -1,7 +1,5 @@
 """What a collective did, step by step, as one rank saw it."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """How much a collective moves: numbers alone, no torch here."""
 
-from __future__ import annotations
-
 
 def all_reduce_bytes(size_bytes: float, num_ranks: int) -> int:
     """Bytes one rank sends in a bandwidth-optimal all-reduce of ``size_bytes``: 2(N-1)/N of them

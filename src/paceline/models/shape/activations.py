@@ -9,8 +9,6 @@ stores no scores (their section 5; Dao et al., "FlashAttention", 2022, section 3
 compute in float32, and a frozen weight keeps no input of its own (Hu et al., "LoRA", 2021).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Floating-point operations of a micro-batch. No torch here."""
 
-from __future__ import annotations
-
 from paceline.config.schema import Config
 from paceline.models.shape.activations import LanguageDims
 

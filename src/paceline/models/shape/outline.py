@@ -1,8 +1,6 @@
 """A model's shape, read from the module itself: on a device, on the CPU, or on torch's meta device,
 where nothing is stored."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A model as numbers: what its cost follows from. No torch here."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

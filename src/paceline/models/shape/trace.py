@@ -1,8 +1,6 @@
 """When a model uses its parameters: before, inside or after its blocks. Observed in a forward, not
 read from names."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -6,8 +6,6 @@ stands for one part of a name. A plan that transformers has for the model counts
 modules that are named here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

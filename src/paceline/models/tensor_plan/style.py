@@ -5,8 +5,6 @@ A style is text, as in transformers' plans: a kind, for some a number after a co
 ``/transposed`` for a weight that is stored [inputs, outputs] (transformers' Conv1D).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """The figures of ``report.json``, from a run and its events. What was not measured is None."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Sequence
 from typing import Any

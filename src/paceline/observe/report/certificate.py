@@ -1,7 +1,5 @@
 """What a certificate of ``paceline verify`` shows: its table, its summary and its page."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

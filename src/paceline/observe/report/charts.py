@@ -4,8 +4,6 @@ The drawing area is a stretched SVG (lines keep their width), the labels beside 
 text has the same size on a phone as on a large screen. Everything is visible without JavaScript.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The report's table of what was sent between the replicas, what it took, and whether that pays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from paceline.core import formatting

@@ -1,7 +1,5 @@
 """``report.html``: one file that opens offline, from a run's report, events and config."""
 
-from __future__ import annotations
-
 import json
 import time
 from functools import cache, partial

@@ -1,7 +1,5 @@
 """The report's tables by rank: where its step went, and what its memory is filled with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

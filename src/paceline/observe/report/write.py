@@ -1,7 +1,5 @@
 """A run's result: ``report.json`` for programs, ``report.html`` for people."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,8 +1,6 @@
 """The contract of a compressor: it sums a bucket of gradients over the ranks, sending less than the
 bucket."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping

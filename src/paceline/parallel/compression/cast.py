@@ -1,7 +1,5 @@
 """Every element is sent, in fewer bits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """The names of compression state in a checkpoint."""
 
-from __future__ import annotations
-
 from paceline.parallel.compression.local_adam import SECOND
 from paceline.parallel.state import StateReader
 

@@ -1,8 +1,6 @@
 """Which strategies can sum gradients by an algorithm of our own, or compressed; and what that sends
 and keeps."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

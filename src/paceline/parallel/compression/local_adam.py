@@ -14,8 +14,6 @@ would make, and both together would be late twice. The memory is so that of Adam
 second moment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

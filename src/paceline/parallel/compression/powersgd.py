@@ -1,7 +1,5 @@
 """Matrices of low rank stand for the gradient's matrices."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping

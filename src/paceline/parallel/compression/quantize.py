@@ -1,7 +1,5 @@
 """Numbers in fewer bits, and the sum over ranks of numbers that travel so."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 

@@ -1,8 +1,6 @@
 """Gradients summed compressed, and what the compression keeps: in the checkpoint, so that a resumed
 run goes on to the bit."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """What gradient compression is supported with, and what its settings come to. Imports no torch."""
 
-from __future__ import annotations
-
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims

@@ -1,7 +1,5 @@
 """One bit an element: its sign."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

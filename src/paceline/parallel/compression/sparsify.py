@@ -1,7 +1,5 @@
 """Few elements are sent: the largest, or some drawn by chance; the others wait in the residual."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

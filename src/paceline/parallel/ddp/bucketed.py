@@ -1,8 +1,6 @@
 """The base of strategies whose replicas sum gradients in buckets, compressed or by our own
 all-reduce where the config asks for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

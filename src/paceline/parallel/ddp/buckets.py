@@ -6,8 +6,6 @@ the parameters alone: where an element lies in its bucket decides in which order
 it up, so a layout that changed would make a resumed run round otherwise.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a whole replica on each rank holds and sends."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from paceline.config.schema import Config

@@ -1,7 +1,5 @@
 """How tensors are laid out in flat buckets. Imports no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """How buckets of gradients are summed over the replicas, where the backend's all-reduce is not to
 do it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A whole replica of the model on each rank: `ddp`, and `single`, which is the same with one
 rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

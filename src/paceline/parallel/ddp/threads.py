@@ -7,8 +7,6 @@ accumulation over micro-batches have no place in it; and it hides the traffic th
 slow, which is what it is here to show.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """What of a config DeepSpeed cannot do."""
 
-from __future__ import annotations
-
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims

@@ -4,8 +4,6 @@ Which keys of a user's DeepSpeed JSON are honored is in
 :mod:`paceline.config.compat.parallel.deepspeed_json`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """What DeepSpeed's ZeRO costs, as its code lays it out: padding, buckets and second copies
 included. Numbers alone."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate

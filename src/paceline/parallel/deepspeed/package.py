@@ -2,8 +2,6 @@
 read as ranges of the named parameters they were cut from. No other module touches private names of
 DeepSpeed."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

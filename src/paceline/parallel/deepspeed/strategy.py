@@ -12,8 +12,6 @@ exact where the number of ranks is a power of two, and elsewhere rounds once, by
 gradient in float32.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Where state can be offloaded."""
 
-from __future__ import annotations
-
 import torch
 
 from paceline.config.schema import Config

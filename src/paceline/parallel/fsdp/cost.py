@@ -1,7 +1,5 @@
 """What ZeRO stages 2 and 3 hold and send."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container
 from functools import lru_cache

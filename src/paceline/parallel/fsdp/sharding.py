@@ -1,8 +1,6 @@
 """A module cut into shards over a line of ranks by FSDP2: the component that `zero2`, `zero3` and
 the hybrids share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`zero2` and `zero3`: weights, gradients and optimizer state in shards, by torch's FSDP2."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether a model's sizes go into the dimensions of a mesh, from its config alone."""
 
-from __future__ import annotations
-
 from paceline.config.schema import Config
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.builtin import config_numbers

@@ -1,7 +1,5 @@
 """What each rank of a hybrid holds and sends, from the model's shape alone."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Container, Mapping

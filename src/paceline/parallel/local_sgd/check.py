@@ -1,7 +1,5 @@
 """Whether the numbers of local training go together."""
 
-from __future__ import annotations
-
 from paceline.config.schema import Config
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims

@@ -1,7 +1,5 @@
 """What local training takes: memory of the fullest rank, and the mean traffic of a step."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

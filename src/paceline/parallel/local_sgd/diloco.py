@@ -1,8 +1,6 @@
 """`diloco`: workers train on their own; how far they came in so many steps is the gradient of an
 outer optimizer."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

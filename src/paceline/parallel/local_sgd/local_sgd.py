@@ -1,7 +1,5 @@
 """`local_sgd`: workers train on their own, and average their parameters every so many steps."""
 
-from __future__ import annotations
-
 import torch
 
 from paceline.parallel.local_sgd.strategy import LocalSGDBase

@@ -14,8 +14,6 @@ workers goes on bit for bit:
   effect when it is due all the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol

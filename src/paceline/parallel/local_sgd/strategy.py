@@ -1,8 +1,6 @@
 """What `local_sgd` and `diloco` have in common: workers that train on their own, and are
 synchronised every so many steps."""
 
-from __future__ import annotations
-
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator

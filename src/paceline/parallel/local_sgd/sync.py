@@ -1,8 +1,6 @@
 """What local training sends: parameters as one long vector, and the mean of such vectors over the
 workers, in float32 or less."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate

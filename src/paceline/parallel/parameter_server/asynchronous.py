@@ -8,8 +8,6 @@ rows as its forward needs them, and pushes one gradient: the mean over its own s
 Log lines, evaluation and checkpoints are points where all ranks meet.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

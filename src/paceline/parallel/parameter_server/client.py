@@ -1,7 +1,5 @@
 """A worker's side of the servers: the connection, and the rows of a table that lie elsewhere."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise

@@ -1,8 +1,6 @@
 """What a parameter server costs: bytes on the fullest process, and bytes that the busiest one sends
 in a step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

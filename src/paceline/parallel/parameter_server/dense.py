@@ -2,8 +2,6 @@
 A worker pulls the others before its step and pushes one gradient of each after it; the servers sum
 what all workers pushed and make the update."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Which ranks serve and which train. Imports no torch."""
 
-from __future__ import annotations
-
 from paceline.config.schema import Config
 from paceline.config.schema.parameter_server import ParameterServer
 from paceline.distributed.mesh import ParallelDims

@@ -1,8 +1,6 @@
 """What a server holds and does: ranges of the tables' rows, their optimizer, and the calls by which
 workers pull and push."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field

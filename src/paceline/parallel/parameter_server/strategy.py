@@ -11,8 +11,6 @@ With ``on_worker_loss: go_on`` all collectives go through the first server (``se
 as soon as it is reached, and none through a process group, which would break with the first worker.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """Can a model run as a pipeline? Checked before anything is cut: from its modules, and from a
 traced forward over a few made-up tokens, one made-up image, or a sample of the task."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What each rank of a pipeline holds and sends, from the model's shape alone. No torch here."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from paceline.models.shape.record import ModelShape, modules_around

@@ -7,8 +7,6 @@ On a stage that is not the last, the call of the block behind its last ends the 
 positions, packing and the loss are the model's and the task's own.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

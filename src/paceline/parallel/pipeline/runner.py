@@ -5,8 +5,6 @@ A component for a strategy: it cuts the model in place, drives the schedules of
 torch.distributed.pipelining, evaluates hop by hop, and says which rank holds and owns what.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ versions. This stage keeps to what the schedules ask of a stage: which messages 
 after a micro-batch, and its forward and backward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

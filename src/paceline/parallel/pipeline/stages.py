@@ -1,8 +1,6 @@
 """Which stage holds what: from names and sizes alone. No torch here: the launcher and the plan ask
 too."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass

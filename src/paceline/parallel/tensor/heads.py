@@ -1,8 +1,6 @@
 """Attention modules that compute with a number of heads: under tensor parallelism each rank has a
 share of them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

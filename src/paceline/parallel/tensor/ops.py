@@ -6,8 +6,6 @@ Large Transformer Models", 2022, section 4.2.2: the same along the tokens). All 
 issue the same collectives in the same order, as their graphs are the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

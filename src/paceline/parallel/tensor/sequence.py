@@ -7,8 +7,6 @@ tokens; attention and the feed-forward layers gather them and scatter their sum.
 block (norms) sees a part of the tokens, so its gradient is a part, to be summed over the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

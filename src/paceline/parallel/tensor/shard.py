@@ -6,8 +6,6 @@ Parallelism" (2019), section 3. The parameters stay ordinary ones, so whatever s
 them afterwards needs to know nothing of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

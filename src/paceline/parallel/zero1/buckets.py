@@ -1,7 +1,5 @@
 """Weights and gradients in flat buckets that are cut into one shard a rank (ZeRO stage 1)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

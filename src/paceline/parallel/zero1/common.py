@@ -1,7 +1,5 @@
 """What the ZeRO strategies have in common."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from paceline.config.schema import Config

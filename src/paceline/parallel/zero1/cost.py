@@ -1,7 +1,5 @@
 """What ZeRO stage 1 holds and sends."""
 
-from __future__ import annotations
-
 from paceline.config.schema import Config
 from paceline.distributed.collectives.volume import scatter_bytes
 from paceline.distributed.mesh import ParallelDims

@@ -1,8 +1,6 @@
 """`zero1`: whole weights and gradients on every rank, the optimizer's state cut into one shard a
 rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

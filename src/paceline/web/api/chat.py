@@ -1,7 +1,5 @@
 """Routes for the trained model: chat."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 

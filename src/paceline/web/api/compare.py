@@ -1,7 +1,5 @@
 """What differs between configs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _ABSENT = object()

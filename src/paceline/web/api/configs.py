@@ -1,8 +1,6 @@
 """Configs as the page has them: what is wrong with one as it is typed, edits of the form put into
 it, where two differ."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

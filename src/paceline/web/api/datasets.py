@@ -1,7 +1,5 @@
 """Routes for datasets: those in the folder, uploading one, and a look at its rows."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Annotated, Any

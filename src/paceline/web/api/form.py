@@ -1,8 +1,6 @@
 """The form: one field a key of the config, made from the JSON schema of the config, and presets for
 the common jobs."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

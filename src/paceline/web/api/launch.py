@@ -1,7 +1,5 @@
 """Routes for starting runs: the form, checks as one types, the plan, start, stop, resume."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Request

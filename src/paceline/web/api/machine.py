@@ -1,7 +1,5 @@
 """What this machine has, and what its NVIDIA accelerators say of themselves."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

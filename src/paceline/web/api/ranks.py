@@ -2,8 +2,6 @@
 lines of the log that are spread over the steps asked for, so that a million steps of many ranks
 cost no more than a thousand."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The routes that read one run or all of them, but for its curves and streams."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Annotated, Any
 

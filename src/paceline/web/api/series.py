@@ -1,7 +1,5 @@
 """``/series``, ``/csv``: the curves of a run, thinned."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

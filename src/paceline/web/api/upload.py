@@ -1,8 +1,6 @@
 """A file that comes by multipart/form-data, taken in as it comes: counted, given a safe name, never
 over another file."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

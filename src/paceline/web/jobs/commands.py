@@ -1,8 +1,6 @@
 """Verbs of the command line as processes of their own: what needs torch is never done by the server
 itself."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

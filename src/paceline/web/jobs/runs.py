@@ -1,8 +1,6 @@
 """Starting, stopping and resuming runs. A run is a process of its own session: it outlives the
 server, and owes it nothing."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

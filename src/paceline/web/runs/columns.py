@@ -1,7 +1,5 @@
 """The steps of a run as columns of numbers, and their thinning for a plot."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

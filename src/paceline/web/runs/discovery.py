@@ -1,8 +1,6 @@
 """The runs below a folder: found again and again, each known by an id that no path can be made
 of."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

@@ -1,8 +1,6 @@
 """Lines of an event log by their place in the file: what is read of a log too long to be read
 whole."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator
 from typing import IO, Any

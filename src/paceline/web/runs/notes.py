@@ -1,8 +1,6 @@
 """Notes and tags on runs. They are the panel's own, in a file of the served folder; a run is never
 written to."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

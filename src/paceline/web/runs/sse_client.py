@@ -1,7 +1,5 @@
 """One browser that listens: what is on its way to it, and the answer that carries it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

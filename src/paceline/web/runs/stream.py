@@ -1,7 +1,5 @@
 """Server-sent events: one reader of a run's log for all who watch it, another of the list."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -1,8 +1,6 @@
 """Where a run stands, for the list: from the ends of its event log, and from what is added to
 it."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

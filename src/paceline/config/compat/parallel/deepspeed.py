@@ -1,8 +1,6 @@
 """The strategy and the settings that DeepSpeed's keys ask for, of other tools and Paceline's
 own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -5,8 +5,6 @@ No import of DeepSpeed or torch: the JSON is read while the config is loaded. Na
 those of DeepSpeed's `runtime/constants.py` and `runtime/zero/config.py`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

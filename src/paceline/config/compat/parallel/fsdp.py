@@ -1,8 +1,6 @@
 """Settings of torch's FSDP as transformers, Accelerate and axolotl write them, read as a strategy
 of Paceline."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The strategy and the settings that the keys of FSDP ask for together."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The keys of other tools that choose a strategy, taken out of the merge to be read together."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -7,8 +7,6 @@ so :mod:`paceline.config.compat.parallel.values` keeps them under names with ``_
 the sizes of axes, and values that a DeepSpeed JSON has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

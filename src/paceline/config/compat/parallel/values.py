@@ -5,8 +5,6 @@ kept under names with ``_`` in front and put together by
 :mod:`paceline.config.compat.parallel.strategy`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
