@@ -8,7 +8,7 @@ import pytest
 
 _PROGRAM = """
 import gc, resource, sys
-from paceline.distributed.allocator import tune_allocator
+from paceline.distributed.communicator import tune_allocator
 if sys.argv[1] == "settled":
     tune_allocator("cpu")
 def step():

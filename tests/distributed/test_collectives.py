@@ -10,10 +10,13 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from paceline.core.errors import ConfigError
-from paceline.distributed.collectives.run import all_reduce, broadcast
-from paceline.distributed.collectives.schedules import ALGORITHMS, sent, sent_bytes
-from paceline.distributed.collectives.trace import Trace
-from paceline.distributed.collectives.volume import all_reduce_bytes
+from paceline.distributed.collectives.run import Trace, all_reduce, broadcast
+from paceline.distributed.collectives.schedules import (
+    ALGORITHMS,
+    all_reduce_bytes,
+    sent,
+    sent_bytes,
+)
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
@@ -144,26 +147,28 @@ def test_bytes_sent_are_those_of_the_formulas(size: int) -> None:
     assert {rank["naive"] for rank in ranks[1:]} == {4000}
 
 
-def _check_trace(world: Communicator) -> list[dict[str, Any]]:
+def _check_trace(world: Communicator) -> Trace:
     trace = Trace()
     tensor = torch.full((10,), 2.0**world.rank)
     all_reduce(world, tensor, "ring", trace)
-    assert trace.first == [2.0**world.rank] * 10
-    assert trace.steps[-1]["held"] == tensor.tolist()
+    assert trace.values[0] == [2.0**world.rank] * 10
+    assert trace.values[-1] == tensor.tolist()
     alone = Communicator(RankEnv(), world.device)
     assert all_reduce(alone, tensor, "ring", Trace()).messages == 0
     world.barrier()
-    return trace.steps
+    return trace
 
 
 def test_a_trace_tells_each_step() -> None:
     ranks = run_ranks(_check_trace, 5)
-    assert [step["phase"] for step in ranks[0]] == ["scatter-reduce"] * 4 + ["all-gather"] * 4
-    for rank, steps in enumerate(ranks):
-        assert {send["to"] for step in steps for send in step["sends"]} == {(rank + 1) % 5}
+    phases = [step.phase for step in ranks[0].steps]
+    assert phases == ["scatter-reduce"] * 4 + ["all-gather"] * 4
+    for rank, trace in enumerate(ranks):
+        sends = [send for step in trace.steps for send in step.sends if send.source == rank]
+        assert {send.target for send in sends} == {(rank + 1) % 5}
         # After the scatter-reduce, rank r holds the whole sum of chunk r + 1 and of no other.
         chunk = (rank + 1) % 5
-        whole = [number for number, value in enumerate(steps[3]["held"]) if value == 31.0]
+        whole = [number for number, value in enumerate(trace.values[4]) if value == 31.0]
         assert whole == [2 * chunk, 2 * chunk + 1]
 
 

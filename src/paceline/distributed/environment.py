@@ -15,6 +15,11 @@ from paceline.core.formatting import counted
 if TYPE_CHECKING:
     from paceline.config.schema.parallel import Parallel
 
+#: Set by the ranks when the run can go on without one of them.
+MEETING_KEY = "paceline/meeting"
+#: Set by the launcher: JSON of rank → {"pid", "reason"} of those that have ended.
+LOST_KEY = "paceline/lost"
+
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 

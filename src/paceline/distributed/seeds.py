@@ -7,6 +7,7 @@ the number of ranks or loader workers plays no part.
 
 import hashlib
 import random
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -16,10 +17,9 @@ _MASK_63 = (1 << 63) - 1
 def derive_seed(seed: int, purpose: str, *counters: int) -> int:
     """A 63-bit seed from the run's seed, a purpose, and counters; independent for any two different
     arguments."""
-    text = f"{seed}/{purpose}/" + "/".join(str(int(one)) for one in counters)
-    return (
-        int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") & _MASK_63
-    )
+    text = f"{seed}/{purpose}/" + "/".join(str(int(counter)) for counter in counters)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & _MASK_63
 
 
 def seed_everything(seed: int, purpose: str, *counters: int) -> None:
@@ -33,35 +33,22 @@ def seed_everything(seed: int, purpose: str, *counters: int) -> None:
     # Not torch.manual_seed: where no accelerator is in use it records a stack trace each time, a
     # hundred times the cost.
     torch.default_generator.manual_seed(value)
-    accelerator = _accelerator_module()
-    if accelerator is not None and accelerator.is_initialized():
-        accelerator.manual_seed_all(value)
+    seeding = _accelerator_seeding()
+    if seeding is not None:
+        is_initialized, seed_all = seeding
+        if is_initialized():
+            seed_all(value)
 
 
 @cache
-def _accelerator_module() -> Any:
-    """torch.cuda or its like; None without an accelerator, or where it has no generators of its own
-    to set."""
+def _accelerator_seeding() -> tuple[Callable[[], bool], Callable[[int], object]] | None:
+    """Return (whether the accelerator is in use, what seeds all of its devices); None without an
+    accelerator."""
     import torch
 
     if not torch.accelerator.is_available():
         return None
-    module = torch.get_device_module(torch.accelerator.current_accelerator())
-    return (
-        module
-        if hasattr(module, "is_initialized") and hasattr(module, "manual_seed_all")
-        else _AlwaysReady(module)
-    )
-
-
-class _AlwaysReady:
-    """An accelerator module without ``is_initialized`` (mps)."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def is_initialized(self) -> bool:
-        return True
-
-    def manual_seed_all(self, value: int) -> None:
-        self.module.manual_seed(value)
+    module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+    # mps has only `manual_seed`, and is always initialized
+    seed_all = getattr(module, "manual_seed_all", module.manual_seed)
+    return getattr(module, "is_initialized", lambda: True), seed_all

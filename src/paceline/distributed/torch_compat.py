@@ -104,58 +104,48 @@ def dump_flight_recorder() -> bytes:
 
 
 # -- one kernel for many tensors
-@torch.no_grad()
+def _foreach(
+    kernel_name: str,
+    operation: Callable[..., Any],
+    *tensors: Sequence[torch.Tensor],
+    args: tuple[Any, ...] = (),
+    **options: Any,
+) -> list[Any]:
+    """Run torch's kernel for many tensors, or else ``operation`` on each; both take ``args`` after
+    the tensors, and ``options``."""
+    with torch.no_grad():
+        kernel = _find(torch, kernel_name, None)
+        if kernel is not None:
+            return list(kernel(*tensors, *args, **options) or ())
+        return [operation(*each, *args, **options) for each in zip(*tensors, strict=True)]
+
+
 def foreach_zero_(tensors: Sequence[torch.Tensor]) -> None:
     """Set each tensor to zero."""
-    kernel = _find(torch, "_foreach_zero_", None)
-    if kernel is not None:
-        kernel(tensors)
-        return
-    for tensor in tensors:
-        tensor.zero_()
+    _foreach("_foreach_zero_", torch.Tensor.zero_, tensors)
 
 
-@torch.no_grad()
 def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target."""
-    kernel = _find(torch, "_foreach_copy_", None)
-    if kernel is not None:
-        kernel(targets, sources)
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
+    _foreach("_foreach_copy_", torch.Tensor.copy_, targets, sources)
 
 
-@torch.no_grad()
 def foreach_add_(
     tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], alpha: float = 1.0
 ) -> None:
     """Add ``alpha`` times its counterpart to each tensor."""
-    kernel = _find(torch, "_foreach_add_", None)
-    if kernel is not None:
-        kernel(tensors, others, alpha=alpha)
-        return
-    for tensor, other in zip(tensors, others, strict=True):
-        tensor.add_(other, alpha=alpha)
+    _foreach("_foreach_add_", torch.Tensor.add_, tensors, others, alpha=alpha)
 
 
-@torch.no_grad()
 def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply each tensor by a number, or by a tensor with one element."""
-    kernel = _find(torch, "_foreach_mul_", None)
-    if kernel is not None:
-        kernel(tensors, factor)
-        return
-    for tensor in tensors:
-        tensor.mul_(factor)
+    _foreach("_foreach_mul_", torch.Tensor.mul_, tensors, args=(factor,))
 
 
 def foreach_norm(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
     """The 2-norm of each tensor, computed in ``dtype``."""
-    kernel = _find(torch, "_foreach_norm", None)
-    if kernel is not None:
-        return list(kernel(tensors, 2, dtype=dtype))
-    return [torch.linalg.vector_norm(tensor, 2, dtype=dtype) for tensor in tensors]
+    norm = torch.linalg.vector_norm
+    return _foreach("_foreach_norm", norm, tensors, args=(2,), dtype=dtype)
 
 
 # -- tensors, operations, optimizers

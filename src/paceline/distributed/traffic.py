@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.distributed import progress, torch_compat
-from paceline.distributed.collectives.volume import all_reduce_bytes, scatter_bytes
+from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
 
 #: Names in the count: collectives, messages between two ranks, copies between the devices of one
 #: process, and what workers fetch from the servers of a parameter server and send them.

@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 from paceline.core.files import Scratch, write_atomic
-from paceline.distributed.store_keys import LOST_KEY, MEETING_KEY
+from paceline.distributed.environment import LOST_KEY, MEETING_KEY
 from paceline.launch.worker import STOP_FILE, RunRank, outcome_file, pid_file, worker_main
 
 # How long the other ranks may take to end by themselves after one has failed: they leave a message,

@@ -7,6 +7,7 @@ copied to the others.
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -14,12 +15,24 @@ import torch
 import torch.distributed as dist
 
 from paceline.distributed.collectives.schedules import Sent, Step, check_algorithm, steps
-from paceline.distributed.collectives.trace import Trace
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import inside_collective, uncounted
 
 Combine = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+@dataclass
+class Trace:
+    """What a collective did, as one rank saw it.
+
+    Args:
+        steps: of the schedule, those that were run.
+        values: this rank's values before the first step and after each.
+    """
+
+    steps: list[Step] = field(default_factory=list)
+    values: list[list[float]] = field(default_factory=list)
 
 
 def _add(into: torch.Tensor, one: torch.Tensor) -> None:
@@ -101,7 +114,7 @@ def _run(
 ) -> Sent:
     if world.size == 1 or tensor.numel() == 0:
         if trace is not None:
-            trace.begin(tensor.reshape(-1))
+            trace.values.append(tensor.reshape(-1).tolist())
         return Sent(0, 0)
     PROGRESS.issue(f"{what[1]} {what[0]}", tensor, world.group)
     target = tensor.detach()
@@ -142,7 +155,7 @@ def _run_steps(
     wide, rank = flat.element_size(), world.rank
     num_bytes = num_messages = 0
     if trace is not None:
-        trace.begin(flat)
+        trace.values.append(flat.tolist())
     for step in todo:
         sends = [one for one in step.sends if one.source == rank]
         takes = [one for one in step.sends if one.target == rank]
@@ -167,7 +180,8 @@ def _run_steps(
             values, mine = into.view(flat.dtype), flat[one.start : one.stop]
             combine(mine, values) if one.add else mine.copy_(values)
         if trace is not None:
-            trace.step(step, sends, wide, flat)
+            trace.steps.append(step)
+            trace.values.append(flat.tolist())
     return Sent(num_bytes, num_messages)
 
 

@@ -124,11 +124,9 @@ def _record_rank(
     import torch.distributed as dist
 
     from paceline.distributed.collectives import run as collectives
-    from paceline.distributed.collectives.schedules import steps
-    from paceline.distributed.collectives.trace import Trace
 
     tensor = torch.full((elements,), 2.0**world.rank)
-    backend, trace = tensor.clone(), Trace()
+    backend, trace = tensor.clone(), collectives.Trace()
     if collective == "all-reduce":
         done = collectives.all_reduce(world, tensor, algorithm, trace)
     else:
@@ -139,14 +137,31 @@ def _record_rank(
         else:
             dist.broadcast(backend, src=0)
     cuts = {0, elements}
-    for step in steps(algorithm, world.size, elements, collective):
+    for step in trace.steps:
         cuts |= {edge for send in step.sends for edge in (send.start, send.stop)}
     edges = sorted(cuts)
     segments = list(pairwise(edges))
-    states = [trace.first, *(step["held"] for step in trace.steps)]
+    steps = [
+        {
+            "phase": step.phase,
+            "step": step.step,
+            "sends": [
+                {
+                    "to": send.target,
+                    "chunk": send.chunk,
+                    "start": send.start,
+                    "stop": send.stop,
+                    "bytes": send.count * tensor.element_size(),
+                }
+                for send in step.sends
+                if send.source == world.rank
+            ],
+        }
+        for step in trace.steps
+    ]
     return {
-        "steps": [{key: step[key] for key in ("phase", "step", "sends")} for step in trace.steps],
-        "held": [[int(state[start]) for start, _ in segments] for state in states],
+        "steps": steps,
+        "held": [[int(values[start]) for start, _ in segments] for values in trace.values],
         "segments": segments,
         "bytes": done.bytes,
         "messages": done.messages,

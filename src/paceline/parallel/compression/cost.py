@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.schedules import steps
-from paceline.distributed.collectives.volume import all_reduce_bytes
+from paceline.distributed.collectives.schedules import all_reduce_bytes, steps
 from paceline.models.shape.record import TensorShape
 from paceline.parallel.compression.base import BucketShape, Compressor, TensorSlot
 from paceline.parallel.compression.local_adam import LocalAdam

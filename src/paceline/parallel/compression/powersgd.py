@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from paceline.config.schema.compression import Compression
-from paceline.distributed.collectives.volume import all_reduce_bytes
+from paceline.distributed.collectives.schedules import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.seeds import derive_seed
 from paceline.parallel.compression.base import BucketShape, Compressor, CompressorState, TensorSlot

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from paceline.distributed.collectives.volume import scatter_bytes
+from paceline.distributed.collectives.schedules import scatter_bytes
 from paceline.distributed.communicator import Communicator
 
 #: A source of chance for the message of a round.

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.distributed import torch_compat
-from paceline.distributed.collectives.volume import all_reduce_bytes
+from paceline.distributed.collectives.schedules import all_reduce_bytes
 from paceline.distributed.comm_thread import PendingComm
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted

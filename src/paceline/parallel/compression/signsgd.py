@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from paceline.distributed.collectives.volume import scatter_bytes
+from paceline.distributed.collectives.schedules import scatter_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.parallel.compression.base import BucketShape, Compressor, CompressorState
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from paceline.config.schema.compression import Compression
-from paceline.distributed.collectives.volume import all_reduce_bytes, scatter_bytes
+from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.parallel.compression.base import BucketShape, Compressor, CompressorState, blocks
 from paceline.parallel.compression.local_adam import SECOND

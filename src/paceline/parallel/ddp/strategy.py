@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.volume import all_reduce_bytes
+from paceline.distributed.collectives.schedules import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.parallel.base import (
     MicroStep,

@@ -5,7 +5,7 @@ from collections.abc import Container
 from functools import lru_cache
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.volume import all_reduce_bytes, scatter_bytes
+from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import modules_around
 from paceline.parallel.cost import Cost, ModelShape, TensorShape, Workload

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.volume import all_reduce_bytes, scatter_bytes
+from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import ModelShape, TensorShape, modules_around
 from paceline.models.tensor_plan.plan import cut_dim, held_ranges, is_summed

@@ -221,7 +221,7 @@ def share(start: int, stop: int, num_ranks: int, rank: int) -> tuple[int, int]:
 def mean_traffic(size: int, workers: int, dtype: str) -> dict[str, int]:
     """Bytes that one rank sends for :class:`GroupMean` of ``size`` float32 elements, by
     collective."""
-    from paceline.distributed.collectives.volume import all_reduce_bytes, scatter_bytes
+    from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
 
     if dtype == "float32" or workers == 1:
         return {"all_reduce": all_reduce_bytes(4 * size, workers)}

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.store_keys import LOST_KEY, MEETING_KEY
+from paceline.distributed.environment import LOST_KEY, MEETING_KEY
 from paceline.parallel.parameter_server.client import rank_name
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """What ZeRO stage 1 holds and sends."""
 
 from paceline.config.schema import Config
-from paceline.distributed.collectives.volume import scatter_bytes
+from paceline.distributed.collectives.schedules import scatter_bytes
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 from paceline.parallel.ddp.layout import lay_out
