@@ -8,10 +8,11 @@ from typing import Any
 from paceline.config.compat.conversion import UnsupportedValue
 from paceline.config.compat.dataset_info import FILE, in_folder
 from paceline.config.compat.datasets import limit, with_fields
-from paceline.config.compat.lora import ALL_LINEAR, split_beside_all
 from paceline.config.compat.merge import RESET, Assignment, Merge
-from paceline.config.compat.precision_conflicts import resolve_precision
+from paceline.config.compat.precision import resolve_precision
+from paceline.config.compat.values import split_beside_all
 from paceline.config.entries import OVERRIDE, Problem, short
+from paceline.config.schema.lora import ALL_LINEAR
 from paceline.config.schema.train_args import TrainArgs
 
 Notices = list[tuple[str, str]]

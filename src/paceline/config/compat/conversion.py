@@ -1,24 +1,40 @@
-"""Values of other tools' keys, turned into Paceline's. Each function takes one value and gives an
-:class:`Conversion`."""
+"""Values of other tools' keys, turned into Paceline's: each converter takes one value and returns a
+:class:`Conversion`. Those that need no code are in ``values.yaml``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import yaml
+from pydantic import JsonValue
+
+from paceline.config.entries import short
+from paceline.config.yaml_read import SafeLoader
+
+
+@cache
+def read_table(name: str) -> Any:
+    """Read a data file of this package, once. ``name``: its path below the package."""
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return yaml.load(text, Loader=SafeLoader)
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What one foreign value comes to.
+    """What a value of another tool is read as.
 
     ``sets``: values by dotted native key (a name with ``_`` in front is settled later, against the
     other keys).
     ``weak``: the same, but giving way to any other spelling that sets the key. ``says``: (level,
-    words), said after the key. Nothing set and nothing said means the value is off there as it is
-    here.
+    message), reported after the key. Nothing set and nothing reported means the value is off there
+    as it is here.
     """
 
-    sets: dict[str, Any] = field(default_factory=dict)
-    weak: dict[str, Any] = field(default_factory=dict)
+    sets: dict[str, JsonValue] = field(default_factory=dict)
+    weak: dict[str, JsonValue] = field(default_factory=dict)
     says: tuple[tuple[str, str], ...] = ()
 
 
@@ -33,16 +49,63 @@ class UnsupportedValue(Exception):
 Convert = Callable[[Any], Conversion]
 
 
-def info(words: str, **sets: Any) -> Conversion:
-    return Conversion(sets=_dotted(sets), says=(("info", words),))
+@dataclass(frozen=True)
+class Case:
+    """A case of a converter in ``values.yaml``; the comment there explains the fields."""
+
+    of: str = ""
+    sets: dict[str, JsonValue] = field(default_factory=dict)
+    weak: dict[str, JsonValue] = field(default_factory=dict)
+    same: str = ""
+    lower: str = ""
+    info: str = ""
+    warning: str = ""
+    refused: str = ""
+    fix: str = ""
+    like: str = ""
+
+    def fits(self, value: Any) -> bool:
+        patterns = self.of.split()
+        if not patterns or ("off" in patterns and is_off(value)):
+            return True
+        text = "null" if value is None else str(value).lower()
+        return any(fnmatchcase(text, pattern) for pattern in patterns)
+
+    def convert(self, value: Any) -> Conversion:
+        if self.like:
+            return by_case(self.like)(value)
+        shown = short(value)
+        if self.refused:
+            raise UnsupportedValue(
+                self.refused.replace("{value}", shown), self.fix.replace("{value}", shown)
+            )
+        sets = dict(self.sets)
+        if self.same:
+            sets[self.same] = as_bool(value)
+        if self.lower:
+            sets[self.lower] = value.lower() if isinstance(value, str) else value
+        says = (("info", self.info), ("warning", self.warning))
+        reported = tuple((level, text.replace("{value}", shown)) for level, text in says if text)
+        return Conversion(sets, self.weak, reported)
 
 
-def warning(words: str, **sets: Any) -> Conversion:
-    return Conversion(sets=_dotted(sets), says=(("warning", words),))
+def by_case(name: str) -> Convert:
+    """Return the converter of that name in ``values.yaml``."""
+
+    def convert(value: Any) -> Conversion:
+        cases = (Case(**entry) for entry in read_table("values.yaml")[name])
+        case = next((case for case in cases if case.fits(value)), None)
+        return Conversion() if case is None else case.convert(value)
+
+    return convert
 
 
-def _dotted(sets: dict[str, Any]) -> dict[str, Any]:
-    return {key.replace("__", "."): value for key, value in sets.items()}
+def info(text: str, sets: dict[str, JsonValue] | None = None) -> Conversion:
+    return Conversion(sets or {}, says=(("info", text),))
+
+
+def warning(text: str, sets: dict[str, JsonValue] | None = None) -> Conversion:
+    return Conversion(sets or {}, says=(("warning", text),))
 
 
 def is_off(value: object) -> bool:
@@ -101,9 +164,3 @@ def weakly(target: str) -> Convert:
 
 def listed(target: str) -> Convert:
     return lambda value: Conversion({target: words(value)})
-
-
-def on_here(why: str) -> Convert:
-    """A feature that is always on here: asking for it is fine, turning it off changes the numbers
-    and is said."""
-    return lambda value: warning(why) if as_bool(value) is False else info(why)

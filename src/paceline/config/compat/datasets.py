@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import Conversion, UnsupportedValue, words
-from paceline.config.compat.values import chat_template, ratio, roles_to_train, train_on_eos
+from paceline.config.compat.conversion import Conversion, UnsupportedValue, by_case, words
+from paceline.config.compat.values import chat_template, ratio, roles_to_train
 from paceline.config.schema.data import DatasetSource
 from paceline.core.errors import did_you_mean
 
@@ -49,8 +49,8 @@ _MATTER = {
 #: Settings of the loss: taken where they say what Paceline does, and refused otherwise.
 _LOSS = {
     "roles_to_train": roles_to_train,
-    "train_on_eos": train_on_eos,
-    "train_on_eot": train_on_eos,
+    "train_on_eos": by_case("train_on_eos"),
+    "train_on_eot": by_case("train_on_eos"),
 }
 #: Keys of a message that `message_property_mappings` may rename.
 _PROPERTIES = {

@@ -7,19 +7,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
-from paceline.config.compat import conversion, datasets, llamafactory_v1, lora, precision, values
-from paceline.config.compat.conversion import Convert
+from paceline.config.compat import conversion, datasets, llamafactory_v1, values
+from paceline.config.compat.conversion import Convert, by_case, read_table
 from paceline.config.compat.parallel import values as parallel_values
-from paceline.config.compat.tables import read_table
 
 #: modules with the functions that ``convert`` names in ``aliases.yaml``
 _CONVERTERS = {
     "": conversion,
     "datasets": datasets,
     "llamafactory_v1": llamafactory_v1,
-    "lora": lora,
     "parallel.values": parallel_values,
-    "precision": precision,
     "values": values,
 }
 
@@ -88,6 +85,8 @@ def alias_tables() -> AliasTables:
 def _alias(tools: str = "", target: str = "", convert: str = "to()", meaning: str = "") -> Alias:
     path, bracket, argument = convert.removesuffix(")").partition("(")
     module, _, name = path.rpartition(".")
+    if not module and not bracket:
+        return Alias(target, tools, by_case(name), meaning)
     function = getattr(_CONVERTERS[module], name)
     return Alias(target, tools, function(argument or target) if bracket else function, meaning)
 

@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import Conversion, UnsupportedValue, info, is_off
+from paceline.config.compat.conversion import Conversion, UnsupportedValue, by_case, is_off
 from paceline.config.compat.datasets import eval_sources, train_sources
-from paceline.config.compat.lora import targets
-from paceline.config.compat.values import tuner
+from paceline.config.compat.values import targets
 from paceline.config.yaml_read import parse_yaml
 from paceline.core.errors import ConfigError, did_you_mean
 
@@ -95,12 +94,6 @@ def _weights(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
     )
 
 
-def model_class(value: Any) -> Conversion:
-    if str(value).lower() in ("llm", "auto"):
-        return info("`task: sft` and `task: pretrain` train language models")
-    raise UnsupportedValue(f"`{value}` is not a kind of model that `task: sft` trains", "use llm")
-
-
 def peft_config(value: Any) -> Conversion:
     """`peft_config: {name: lora, r: 16, ...}`."""
     if is_off(value):
@@ -108,7 +101,7 @@ def peft_config(value: Any) -> Conversion:
     if not isinstance(value, Mapping):
         raise UnsupportedValue("expected a mapping", "write peft_config: {name: lora, r: 16}")
     rest = {key: one for key, one in value.items() if one is not None}
-    outs = [tuner(rest.pop("name", "lora"))]
+    outs = [by_case("tuner")(rest.pop("name", "lora"))]
     for key, name in (
         ("r", "rank"),
         ("lora_rank", "rank"),

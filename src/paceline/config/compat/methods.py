@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from paceline.config.compat.conversion import read_table
 from paceline.config.compat.keys import Ignored
-from paceline.config.compat.tables import read_table
 
 _NAMED_BY = ("task", "stage", "rl", "rlhf_type")
 #: keys that hold the data; their columns may ask for a method, and they are read all the same

@@ -15,16 +15,17 @@ def _only_str(value: object) -> object:
 Text = Annotated[str, BeforeValidator(_only_str)]
 
 
-def _words(value: object) -> object:
-    return (
-        [word for word in (part.strip() for part in value.split(",")) if word]
-        if isinstance(value, str)
-        else value
-    )
+def split_names(text: str) -> list[str]:
+    """Split text at its commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _as_names(value: object) -> object:
+    return split_names(value) if isinstance(value, str) else value
 
 
 #: A list of names, also written as text with commas.
-Names = Annotated[list[Text], BeforeValidator(_words)]
+Names = Annotated[list[Text], BeforeValidator(_as_names)]
 
 
 class Section(BaseModel):

@@ -1,10 +1,17 @@
 """The section ``lora`` of the schema."""
 
+import re
+
 from pydantic import Field, field_validator
 
-from paceline.config.compat.conversion import words
-from paceline.config.compat.lora import ALL_LINEAR, is_regex
-from paceline.config.schema.base import Section, Text
+from paceline.config.schema.base import Section, Text, split_names
+
+ALL_LINEAR = "all-linear"
+
+
+def is_regex(text: str) -> bool:
+    """Return whether text has a sign that a name of modules does not have."""
+    return re.search(r"[\\()\[\]|*+?^${}]", text) is not None
 
 
 class Lora(Section):
@@ -37,4 +44,4 @@ class Lora(Section):
         """Text without the signs of a regular expression is one name, or several with commas."""
         if isinstance(value, list) or value == ALL_LINEAR or is_regex(value):
             return value
-        return words(value) or value
+        return split_names(value) or value

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.tables import read_table
+from paceline.config.compat.conversion import read_table
 from paceline.core.errors import ConfigError, did_you_mean
 
 #: Keys of `zero_optimization` that are passed on to DeepSpeed, with the type of their value.

@@ -13,15 +13,11 @@ from paceline.config.compat.conversion import (
     Convert,
     UnsupportedValue,
     as_bool,
+    by_case,
     info,
     is_off,
 )
 from paceline.config.modes import is_hsdp, read_mode
-
-_LONG_SAMPLES = (
-    "remove it; for long samples set `train_args.gradient_checkpointing: true`, or cut the layers"
-    " with `parallel.tensor` and `parallel.sequence_parallel: true`"
-)
 
 
 def mode(value: Any) -> Conversion:
@@ -80,15 +76,6 @@ def fsdp_config(value: Any) -> Conversion:
     )
 
 
-def fsdp_version(value: Any) -> Conversion:
-    if str(value) in ("1", "2"):
-        return Conversion({"_fsdp_version": int(value)})
-    raise UnsupportedValue(
-        f"`{value}` is not a version of FSDP",
-        "use 2; Paceline shards with torch's `fully_shard` (FSDP2) either way",
-    )
-
-
 def fsdp_setting(name: str) -> Convert:
     """A setting of FSDP that is written as a key of its own: as if it were in `fsdp_config`."""
     return lambda value: Conversion({"_fsdp_setting": {name: value}})
@@ -120,13 +107,6 @@ def distributed_type(value: Any) -> Conversion:
     )
 
 
-def num_processes(value: Any) -> Conversion:
-    """The number of ranks on all hosts together."""
-    if value in ("gpu", "auto", -1):
-        return Conversion({"parallel.num_gpus": "auto"})
-    return Conversion({"_num_processes": value})
-
-
 # -- sizes
 
 
@@ -134,62 +114,11 @@ def size(target: str) -> Convert:
     """The size of an axis. 1 sets nothing, and neither does -1 (what the other axes leave)."""
 
     def convert(value: Any) -> Conversion:
-        if value == 1 and not isinstance(value, bool):
-            return info("1 is the default")
-        return (
-            info("it follows from the number of ranks")
-            if _no_axis(value)
-            else Conversion({target: value})
-        )
+        if isinstance(value, bool) or value not in (1, -1, "auto"):
+            return Conversion({target: value})
+        return info("1 is the default" if value == 1 else "it follows from the number of ranks")
 
     return convert
-
-
-def _no_axis(value: Any) -> bool:
-    return value in (1, -1, "auto") and not isinstance(value, bool)
-
-
-def context(what: str = "context parallelism") -> Convert:
-    """The size of an axis that Paceline does not have: 1 means nothing, more is refused."""
-
-    def convert(value: Any) -> Conversion:
-        if is_off(value) or _no_axis(value):
-            return info("1 is the default")
-        why = (
-            "samples are not split over ranks"
-            if what == "context parallelism"
-            else "each rank holds all experts of a layer"
-        )
-        fix = (
-            _LONG_SAMPLES
-            if what == "context parallelism"
-            else "remove it; `parallel.mode: zero3` shards the experts too"
-        )
-        raise UnsupportedValue(f"{what} is not supported: {why}", fix)
-
-    return convert
-
-
-def autotp(value: Any) -> Conversion:
-    """ms-swift's `deepspeed_autotp_size`."""
-    if is_off(value) or _no_axis(value):
-        return info("1 is the default")
-    raise UnsupportedValue(
-        "tensor parallelism inside DeepSpeed is not supported",
-        f"remove it and `deepspeed`, and set `parallel: {{mode: hybrid, tensor: {value}, shard:"
-        " ...}`",
-    )
-
-
-def hpz(value: Any) -> Conversion:
-    """ms-swift's `zero_hpz_partition_size` (ZeRO++)."""
-    if is_off(value) or _no_axis(value):
-        return info("1 is the default")
-    raise UnsupportedValue(
-        "ZeRO++'s secondary partition is not supported",
-        "remove it; for shards within each host set `parallel.mode: zero3` and `parallel.data` to"
-        " the number of hosts",
-    )
 
 
 _SIZES: dict[str, Convert] = {
@@ -199,9 +128,9 @@ _SIZES: dict[str, Convert] = {
     "dp_replicate_size": size("parallel.data"),
     "mp_shard_size": size("parallel.shard"),
     "mp_replicate_size": size("parallel.data"),
-    "cp_size": context(),
-    "sp_size": context(),
-    "ep_size": context("expert parallelism"),
+    "cp_size": by_case("context_parallel_size"),
+    "sp_size": by_case("context_parallel_size"),
+    "ep_size": by_case("expert_parallel_size"),
 }
 _SIZE_DETAILS = ("cp_", "sp_", "ep_", "tp_", "dp_")
 
@@ -278,7 +207,3 @@ def tp_config(value: Any) -> Conversion:
     if not isinstance(value, Mapping):
         raise UnsupportedValue("expected a mapping", "write tp_config: {tp_size: 2}")
     return size("parallel.tensor")(value.get("tp_size", 1))
-
-
-def ddp(value: Any) -> Conversion:
-    return Conversion({"parallel.mode": "ddp"}) if as_bool(value) is True else Conversion()
