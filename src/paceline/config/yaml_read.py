@@ -1,15 +1,20 @@
 """Safe YAML with the line of every key. Builds plain values only: no tag can make an object."""
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
 from paceline.core.errors import ConfigError, did_you_mean
 
 KeyPath = tuple[str | int, ...]
+#: A value of a YAML or JSON file whose keys are not known beforehand.
+YamlValue: TypeAlias = (
+    "str | int | float | bool | Sequence[YamlValue] | Mapping[str, YamlValue] | None"
+)
 
 _FLOAT = re.compile(
     r"^[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?"

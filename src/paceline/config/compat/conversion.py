@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import JsonValue
 
 from paceline.config.entries import short
-from paceline.config.yaml_read import SafeLoader
+from paceline.config.yaml_read import SafeLoader, YamlValue
 
 
 @cache
@@ -33,8 +32,8 @@ class Conversion:
     as it is here.
     """
 
-    sets: dict[str, JsonValue] = field(default_factory=dict)
-    weak: dict[str, JsonValue] = field(default_factory=dict)
+    sets: dict[str, YamlValue] = field(default_factory=dict)
+    weak: dict[str, YamlValue] = field(default_factory=dict)
     says: tuple[tuple[str, str], ...] = ()
 
 
@@ -54,8 +53,8 @@ class Case:
     """A case of a converter in ``values.yaml``; the comment there explains the fields."""
 
     of: str = ""
-    sets: dict[str, JsonValue] = field(default_factory=dict)
-    weak: dict[str, JsonValue] = field(default_factory=dict)
+    sets: dict[str, YamlValue] = field(default_factory=dict)
+    weak: dict[str, YamlValue] = field(default_factory=dict)
     same: str = ""
     lower: str = ""
     info: str = ""
@@ -100,11 +99,11 @@ def by_case(name: str) -> Convert:
     return convert
 
 
-def info(text: str, sets: dict[str, JsonValue] | None = None) -> Conversion:
+def info(text: str, sets: dict[str, YamlValue] | None = None) -> Conversion:
     return Conversion(sets or {}, says=(("info", text),))
 
 
-def warning(text: str, sets: dict[str, JsonValue] | None = None) -> Conversion:
+def warning(text: str, sets: dict[str, YamlValue] | None = None) -> Conversion:
     return Conversion(sets or {}, says=(("warning", text),))
 
 

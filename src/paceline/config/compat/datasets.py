@@ -80,11 +80,9 @@ def eval_sources(value: Any) -> Conversion:
 
 def pretraining_sources(value: Any) -> Conversion:
     out = _all(value, "dataset")
-    listed = out.sets["dataset"] if isinstance(out.sets["dataset"], list) else [out.sets["dataset"]]
-    texts = [
-        {"path": one, "format": "text"} if isinstance(one, str) else {**one, "format": "text"}
-        for one in listed
-    ]
+    sources = out.sets["dataset"]
+    listed = with_fields(sources if isinstance(sources, list) else [sources], {})
+    texts = [{**source, "format": "text"} for source in listed]
     return Conversion({"dataset": texts, "task": "pretrain"}, says=out.says)
 
 
