@@ -15,10 +15,8 @@ import pytest
 from event_logs import begin, emit_steps, finished
 from panels import Served, until
 
-from paceline.web.runs import sse_client as viewer_module
 from paceline.web.runs import stream as stream_module
-from paceline.web.runs.sse_client import SSEClient
-from paceline.web.runs.stream import without_ranks
+from paceline.web.runs.stream import SSEClient, without_ranks
 
 
 @contextmanager
@@ -137,7 +135,7 @@ def test_a_slow_viewer_loses_the_oldest_and_is_told_how_many():
         viewer.put("append", body, 1, number)
         viewer.put("status", b'{"number":%d}' % number)
     said = b"".join(iter(viewer.take, b"")).decode()
-    assert len(said) < viewer_module._QUEUE_BYTES + 200_000
+    assert len(said) < stream_module._QUEUE_BYTES + 200_000
     data = [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: ")]
     appended = [one for one in data if "events" in one]
     assert appended[0]["dropped"] + len(appended) == 100

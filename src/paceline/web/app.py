@@ -8,13 +8,13 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.staticfiles import StaticFiles
 
 from paceline.web.api import chat, datasets, launch, ranks, runs, series
 from paceline.web.jobs import context
 from paceline.web.responses import StrictJSONResponse, add_handlers
 from paceline.web.security import SecurityMiddleware
 from paceline.web.state import AppState
-from paceline.web.static_files import StaticFiles
 
 STATIC = Path(__file__).parent / "static"
 
@@ -40,7 +40,7 @@ def create_app(panel: AppState) -> FastAPI:
     add_handlers(app)
     for routes in (runs, series, ranks, launch, datasets, chat):
         app.include_router(routes.router)
-    app.mount("/", StaticFiles(STATIC))
+    app.mount("/", StaticFiles(directory=STATIC, html=True))
     app.add_middleware(GZipMiddleware, minimum_size=1000, compresslevel=5)
     app.add_middleware(SecurityMiddleware, host=panel.host, port=panel.port, token=panel.token)
     return app

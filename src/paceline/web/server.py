@@ -5,7 +5,6 @@ import socket
 import uvicorn
 
 from paceline.web.app import create_app
-from paceline.web.runs.sse_client import LinkedProtocol
 from paceline.web.state import AppState
 
 
@@ -15,7 +14,7 @@ class PanelServer(uvicorn.Server):
     def __init__(self, panel: AppState) -> None:
         super().__init__(
             uvicorn.Config(
-                create_app(panel), http=LinkedProtocol, ws="none", log_level="warning",
+                create_app(panel), http="h11", ws="none", log_level="warning",
                 access_log=False, server_header=False, timeout_graceful_shutdown=3,
             )
         )  # fmt: skip

@@ -18,7 +18,7 @@ from paceline.web.responses import NotFound, StrictJSONResponse
 from paceline.web.runs.discovery import Run
 from paceline.web.runs.index import TimelineEvent, mark_of
 from paceline.web.runs.log_lines import parse
-from paceline.web.runs.sse_client import EventStream
+from paceline.web.runs.stream import EventStream
 from paceline.web.state import AppState, panel_of
 
 router = APIRouter()

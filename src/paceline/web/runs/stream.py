@@ -1,19 +1,22 @@
 """Server-sent events: one reader of a run's log for all who watch it, another of the list."""
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
+
+from starlette.responses import StreamingResponse
 
 from paceline.core.events import Event
 from paceline.web.files import open_inside, stat_inside
 from paceline.web.responses import encode
 from paceline.web.runs.discovery import Run, Runs
 from paceline.web.runs.log_lines import parse
-from paceline.web.runs.sse_client import SSEClient
 
 # at most five times a second; with more than so many viewers less often:
 _TICK_S, _CROWD_TICK_S = 0.2, 0.7
@@ -22,6 +25,95 @@ _STATUS_S = 1.0  # a summary at most once a second
 _READ_BYTES = 1 << 20  # of new lines in one tick, and of what was before a viewer came
 _MANY = 4  # so many step events in one message come without their ranks
 _CHUNK_BYTES = 1 << 20
+_QUEUE_BYTES = 2 << 20  # waiting for one slow viewer
+_HEARTBEAT_S = 15.0
+_PIECE_BYTES = 1 << 16
+
+
+class SSEClient:
+    """Messages on their way to one browser. If it is too slow, the oldest events are left out, and
+    counted."""
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[str, bytes, int, int]] = deque()
+        self._bytes = 0
+        self._dropped = 0
+        self._has_news = asyncio.Event()
+        self._ended = False
+
+    def put(self, name: str, body: bytes, num_events: int = 0, end: int = 0) -> None:
+        """Queue a message. ``body``: JSON; of an ``append`` the list of its events, which end at
+        byte ``end`` of the log."""
+        if name == "status":  # only the newest matters
+            for message in [queued for queued in self._queue if queued[0] == name]:
+                self._queue.remove(message)
+                self._bytes -= len(message[1])
+        self._queue.append((name, body, num_events, end))
+        self._bytes += len(body)
+        while self._bytes > _QUEUE_BYTES and len(self._queue) > 1:
+            _, body, count, _ = self._queue.popleft()
+            self._bytes -= len(body)
+            self._dropped += count
+        self._has_news.set()
+
+    def drop(self, count: int) -> None:
+        """Count events that were left out before they reached the queue."""
+        self._dropped += count
+
+    def end(self) -> None:
+        """End the answer once everything that waits is sent."""
+        self._ended = True
+        self._has_news.set()
+
+    def take(self) -> bytes:
+        """Return what waits, in one piece, up to a size: a write costs more than its bytes."""
+        messages: list[bytes] = []
+        size = 0
+        while self._queue and size < _PIECE_BYTES:
+            name, body, _, end = self._queue.popleft()
+            self._bytes -= len(body)
+            if name == "append":
+                body = b'{"events":%s,"bytes":%d,"dropped":%d}' % (body, end, self._dropped)
+                self._dropped = 0
+            messages.append(b"event: %s\ndata: %s\n\n" % (name.encode(), body))
+            size += len(body)
+        return b"".join(messages)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield what is to be written, and a comment now and then so that the link stays open."""
+        while self._queue or not self._ended:
+            if not self._queue:
+                self._has_news.clear()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._has_news.wait(), _HEARTBEAT_S)
+            yield self.take() or b": still there\n\n"
+
+
+class EventStream(StreamingResponse):
+    """The answer that carries a viewer's messages until it leaves, or they end.
+
+    Args:
+        listen: adds a viewer to a source for as long as the block lasts.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        listen: Callable[[SSEClient], AbstractAsyncContextManager[None]],
+        status_code: int = 200,
+    ) -> None:
+        super().__init__(_send(listen), status_code, headers={"x-accel-buffering": "no"})
+
+
+async def _send(
+    listen: Callable[[SSEClient], AbstractAsyncContextManager[None]],
+) -> AsyncIterator[bytes]:
+    yield b"retry: 1000\n\n"
+    viewer = SSEClient()
+    async with listen(viewer):
+        async for piece in viewer.pieces():
+            yield piece
 
 
 class _Source:
@@ -52,8 +144,6 @@ class _Source:
     async def _run(self) -> None:
         while self.viewers:
             await self._tick()
-            for viewer in self.viewers:
-                viewer.flush()
             # Writing to a hundred browsers costs a core some milliseconds, which may be one that
             # trains.
             await asyncio.sleep(_TICK_S if len(self.viewers) <= _CROWD else _CROWD_TICK_S)
@@ -245,7 +335,6 @@ class Streams:
     async def _serve(self, source: _Source, viewer: SSEClient) -> AsyncIterator[None]:
         source.hello(viewer)
         source.join(viewer)
-        viewer.flush()
         self._viewers.add(viewer)
         if self._closed:
             viewer.end()
