@@ -13,9 +13,8 @@ from commands import end_by, parse, run, start
 from paceline.commands.explain import make_options
 from paceline.core.errors import ConfigError
 from paceline.distributed.collectives.schedules import ALGORITHMS, sent
-from paceline.explain.page import render
-from paceline.explain.run import TOPICS, ExplainOptions
-from paceline.explain.topics import collective as told
+from paceline.explain.run import TOPICS, ExplainOptions, Recording
+from paceline.explain.topics import collective as topic
 
 FIXED = {"algorithm", "ranks", "elements", "steps", "bytes_sent", "messages_sent", "result_ok"}
 
@@ -95,25 +94,31 @@ def test_the_command_tells_the_ring_as_json_and_as_a_page(tmp_path: Path) -> Non
 def test_every_state_follows_from_the_messages(
     collective: str, algorithm: str, ranks: int, elements: int
 ) -> None:
-    story = told.tell(ExplainOptions(collective, ranks, elements, algorithm))
+    recording = topic.record(ExplainOptions(collective, ranks, elements, algorithm))
+    story = recording.content
+    assert recording.is_correct
     assert story["result_ok"]
-    _replay(story)
+    _replay({**story, **recording.player})
     formula = sent(algorithm, ranks, elements, 4, collective)
     assert story["bytes_sent"] == [one.bytes for one in formula]
     assert story["messages_sent"] == [one.messages for one in formula]
-    said = told.text(story)
+    said = recording.text()
     assert said.count("→") == sum(story["messages_sent"])
     assert "the same as the backend's own" in said
 
 
 def test_what_is_told_cannot_end_the_script() -> None:
-    page = render(
-        "</script><b>",
-        "a < b",
-        [("x", "<i>")],
-        {"kind": "chunks", "captions": ["</script>"]},
-        "<pre>",
+    recording = Recording(
+        title="</script><b>",
+        about="a < b",
+        is_correct=True,
+        facts=[("x", "<i>")],
+        lines=["<pre>"],
+        captions=["</script>"],
+        player={"kind": "chunks"},
+        content={},
     )
+    page = recording.page()
     assert page.count("</script>") == 2
     assert "<i>" not in page
     assert "<b>" not in page
@@ -157,4 +162,4 @@ def test_an_interrupt_ends_every_rank(number: signal.Signals) -> None:
 def test_algorithms_have_a_text_each() -> None:
     for collective, known in ALGORITHMS.items():
         for algorithm in known:
-            assert told.about({"collective": collective, "algorithm": algorithm, "ranks": 3})
+            assert topic.about(collective, algorithm, 3)

@@ -1,34 +1,31 @@
 """`paceline explain ddp|zero|dp`: a small real training, told as it was measured."""
 
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from paceline.explain.page import render
-from paceline.explain.run import ExplainOptions
+from paceline.explain.run import ExplainOptions, Recording
 from paceline.explain.topics import ddp, dp, zero
 
 
-def _page(topic: ModuleType, story: dict, folder: Path) -> str:
-    player = topic.player(story)
-    page = render(
-        topic.title(story), topic.about(story), topic.facts(story), player, topic.text(story)
-    )
+def _page(recording: Recording, folder: Path) -> str:
+    player = recording.player
+    page = recording.page()
     (folder / "page.html").write_text(page, encoding="utf-8")
     if player["kind"] == "timeline":
         assert player["times"] == sorted(player["times"])
         assert all(
             0 <= bar["start"] <= bar["end"] <= player["end"] + 1e-9 for bar in player["bars"]
         )
-        assert len(player["times"]) == len(player["captions"])
+        assert len(player["times"]) == len(recording.captions)
         assert {bar["kind"] for bar in player["bars"]} <= set(player["colours"])
     return page
 
 
 @pytest.mark.slow
 def test_ddp_tells_buckets_in_the_order_of_backward(tmp_path: Path) -> None:
-    story = ddp.tell(ExplainOptions("ddp", 2, 0, ""))
+    recording = ddp.record(ExplainOptions("ddp", 2, 0, ""))
+    story = recording.content
     assert story["result_ok"]
     assert sum(story["buckets"]) == 8 * (512 * 512 + 512) * 4
     for rank in range(2):
@@ -51,16 +48,17 @@ def test_ddp_tells_buckets_in_the_order_of_backward(tmp_path: Path) -> None:
         )
         assert all(span["start"] < backward["end"] for span in reduces[:-1])
     assert 0 <= story["overlap"] <= 1
-    assert "bucket 0 is full" in _page(ddp, story, tmp_path)
+    assert "bucket 0 is full" in _page(recording, tmp_path)
 
 
 @pytest.mark.slow
 def test_dp_runs_the_replicas_at_the_same_time_between_copies(tmp_path: Path) -> None:
-    story = dp.tell(ExplainOptions("dp", 3, 0, ""))
+    recording = dp.record(ExplainOptions("dp", 3, 0, ""))
+    story = recording.content
     assert story["result_ok"]
     # weights to two devices, gradients back
     assert story["copied_bytes"] == 2 * 2 * 8 * (512 * 512 + 512) * 4
-    spans = {kind: [one for one in story["spans"] if one["kind"] == kind] for kind in dp._COLOURS}
+    spans = {kind: [one for one in story["spans"] if one["kind"] == kind] for kind in dp._COLORS}
     assert (
         {one["rank"] for one in spans["forward"]}
         == {one["rank"] for one in spans["backward"]}
@@ -68,12 +66,13 @@ def test_dp_runs_the_replicas_at_the_same_time_between_copies(tmp_path: Path) ->
     )
     assert all(spans["copy weights"][0]["end"] <= one["start"] for one in spans["forward"])
     assert all(one["end"] <= spans["sum gradients"][0]["start"] for one in spans["backward"])
-    assert "through device 0" in _page(dp, story, tmp_path)
+    assert "through device 0" in _page(recording, tmp_path)
 
 
 @pytest.mark.slow
 def test_zero_measures_what_the_strategies_declare(tmp_path: Path) -> None:
-    story = zero.tell(ExplainOptions("zero", 2, 0, ""))
+    recording = zero.record(ExplainOptions("zero", 2, 0, ""))
+    story = recording.content
     assert story["result_ok"]
     held = {stage["mode"]: stage["ranks"][0] for stage in story["stages"]}
     assert list(held) == ["ddp", "zero1", "zero2", "zero3"]
@@ -86,4 +85,4 @@ def test_zero_measures_what_the_strategies_declare(tmp_path: Path) -> None:
                 stage["declared"][kind], rel=0.02
             )
         assert stage["traffic"] == pytest.approx(stage["declared"]["traffic"], rel=0.02)
-    assert "ZeRO-3" in _page(zero, story, tmp_path)
+    assert "ZeRO-3" in _page(recording, tmp_path)

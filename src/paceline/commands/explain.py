@@ -53,7 +53,7 @@ def run(args: Namespace) -> int:
     if args.output is not None:
         write_atomic(args.output, recording.page())
         print(f"written: {args.output}", file=sys.stderr)
-    print(json.dumps(recording.as_dict()) if args.json else recording.text())
+    print(json.dumps(recording.content) if args.json else recording.text())
     return EXIT_DONE if recording.is_correct else EXIT_FAILED
 
 

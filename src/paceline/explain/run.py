@@ -1,12 +1,10 @@
 """`paceline explain`: an algorithm on real ranks, recorded step by step; as text, as JSON, and as a
 page that plays it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
-
-from paceline.distributed.collectives.schedules import ALGORITHMS
+from pathlib import Path
 
 #: Each topic: its module in :mod:`paceline.explain.topics`, and what it shows.
 TOPICS = {
@@ -33,51 +31,45 @@ class ExplainOptions:
 
 @dataclass(frozen=True)
 class Recording:
-    """An algorithm that has run. ``content``: what was recorded, as the topic's module
-    describes."""
+    """An algorithm that has run.
 
-    topic: str
-    content: dict[str, Any]
+    Args:
+        about: what the algorithm does, in a few sentences.
+        is_correct: the result was what it must be.
+        facts: labels and values for the head of the page.
+        lines: the recording for a terminal.
+        captions: one for each frame that the page plays.
+        player: what page.js draws: ``kind`` (chunks, timeline or memory), and the data of that
+            kind.
+        content: what `--json` prints.
+    """
 
-    @property
-    def is_correct(self) -> bool:
-        """Whether the result was what it must be."""
-        return bool(self.content["result_ok"])
-
-    def as_dict(self) -> dict[str, Any]:
-        """What `--json` prints."""
-        if self.topic in ALGORITHMS:
-            printed: dict[str, Any] = _module(self.topic).surface(self.content)
-            return printed
-        return self.content
+    title: str
+    about: str
+    is_correct: bool
+    facts: list[tuple[str, str]]
+    lines: list[str]
+    captions: list[str]
+    player: Mapping[str, object]
+    content: object
 
     def text(self) -> str:
-        """The recording for a terminal."""
-        render: Callable[[dict[str, Any]], str] = _module(self.topic).text
-        return render(self.content)
+        """Return the recording for a terminal."""
+        return "\n".join(self.lines)
 
     def page(self) -> str:
-        """The recording as an HTML page that plays it."""
-        from paceline.explain.page import render
+        """Return one HTML file that opens offline and plays the recording."""
+        from paceline.observe.report.html import template
 
-        topic = _module(self.topic)
-        return render(
-            topic.title(self.content),
-            topic.about(self.content),
-            topic.facts(self.content),
-            topic.player(self.content),
-            self.text(),
-        )
+        page = template("page.html.jinja", Path(__file__).parent)
+        return str(page.render(recording=self, data={"captions": self.captions, **self.player}))
 
 
 def record(options: ExplainOptions) -> Recording:
     """Run the algorithm on real ranks."""
     from paceline.launch.rank_pool import warm_up
 
-    topic = _module(options.topic)
+    topic = import_module(f"paceline.explain.topics.{TOPICS[options.topic][0]}")
     warm_up(topic.PRELOAD)
-    return Recording(options.topic, topic.tell(options))
-
-
-def _module(topic: str) -> Any:
-    return import_module(f"paceline.explain.topics.{TOPICS[topic][0]}")
+    record_topic: Callable[[ExplainOptions], Recording] = topic.record
+    return record_topic(options)

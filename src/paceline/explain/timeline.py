@@ -1,65 +1,78 @@
-"""What the explanations of a step on a clock have in common: spans, their facts, and the picture
-that plays them."""
+"""What the explanations of a step on a clock have in common: spans, and the picture that plays
+them."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import NotRequired, TypedDict
 
-Story = dict[str, Any]
 Moments = list[tuple[float, str]]
 
 
-def in_order(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Spans by rank, then by when they began."""
-    return sorted(spans, key=lambda span: (span["rank"], span["start"]))
+class Span(TypedDict):
+    """A stretch of time of a rank, in a lane of the picture. Seconds, on the clock that the
+    processes of a host share until :func:`on_step_clock` is called."""
+
+    lane: str
+    kind: str
+    label: str
+    start: float
+    end: float
+    bucket: NotRequired[int]
+    rank: int
 
 
-def shifted(spans: list[dict[str, Any]], begin: float) -> list[dict[str, Any]]:
-    """The spans on a clock that is 0 at ``begin``; seconds."""
-    return [{**span, "start": span["start"] - begin, "end": span["end"] - begin} for span in spans]
+def on_step_clock(spans: list[Span]) -> float:
+    """Put the spans on a clock that is 0 at the first of them, in the order of their ranks and
+    starts. Returns the 0 of that clock."""
+    begin = min(span["start"] for span in spans)
+    for span in spans:
+        span["start"] -= begin
+        span["end"] -= begin
+    spans.sort(key=lambda span: (span["rank"], span["start"]))
+    return begin
 
 
-def end_of(story: Story) -> float:
-    """Seconds from the start of the step to its end."""
-    return float(max(span["end"] for span in story["spans"]))
+def end_of(spans: list[Span]) -> float:
+    """Return the seconds from the start of the step to its end."""
+    return max(span["end"] for span in spans)
 
 
-def step_fact(story: Story) -> tuple[str, str]:
-    return "Step", f"{1000 * end_of(story):.1f} ms"
+def step_fact(spans: list[Span]) -> tuple[str, str]:
+    return "Step", f"{1000 * end_of(spans):.1f} ms"
 
 
-def gradients_fact(story: Story) -> tuple[str, str]:
-    return "Gradients", "those of one process" if story["result_ok"] else "NOT those of one process"
+def gradients_fact(is_correct: bool) -> tuple[str, str]:
+    return "Gradients", "those of one process" if is_correct else "NOT those of one process"
 
 
-def gradients_line(story: Story) -> str:
-    """The same fact, in a text."""
-    label, value = gradients_fact(story)
-    return f"{label.lower()}: {value}"
+def captions(moments: Moments) -> list[str]:
+    """Return a line for each moment at which something changes."""
+    return [f"{1000 * time:.1f} ms. {text}" for time, text in moments]
 
 
 def player(
-    story: Story,
+    spans: list[Span],
+    ranks: int,
     moments: Moments,
     lanes: list[str],
-    bars: list[dict[str, Any]],
-    colours: dict[str, str],
-    **more: Any,
-) -> dict[str, Any]:
-    """What page.js draws as a timeline.
+    lane_numbers: list[int],
+    colors: dict[str, str],
+) -> Mapping[str, object]:
+    """Return what page.js draws as a timeline.
 
     Args:
         moments: when something changes, and what: a frame each.
         lanes: names of the rows.
-        bars: the spans, each with the number of its ``lane``.
-        colours: kind of span → colour.
+        lane_numbers: the row of each span.
+        colors: kind of span → color.
     """
     return {
         "kind": "timeline",
-        "captions": [f"{1000 * when:.1f} ms. {text}" for when, text in moments],
-        "times": [when for when, _ in moments],
-        "ranks": story["ranks"],
+        "times": [time for time, _ in moments],
+        "ranks": ranks,
         "lanes": lanes,
-        "bars": bars,
-        "end": end_of(story),
-        "colours": colours,
-        **more,
+        "bars": [
+            {**span, "lane": number} for span, number in zip(spans, lane_numbers, strict=True)
+        ],
+        "end": end_of(spans),
+        "colours": colors,
     }

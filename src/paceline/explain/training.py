@@ -1,8 +1,6 @@
 """The small training that the explanations of strategies record: a stack of equal layers, AdamW,
 one batch a rank."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -34,7 +32,7 @@ def make_config(mode: str, bucket_cap_mb: float = 25.0) -> Config:
 
 
 def build_adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([one for _, one in named], lr=1e-3)
+    return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3)
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor, replicas: int) -> torch.Tensor:
@@ -54,23 +52,15 @@ def _apply(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-def reference_gradients(replicas: int) -> list[torch.Tensor]:
-    """What the gradients of the first step must be: those of one process that sees every batch."""
-    model = make_model()
+def has_reference_gradients(model: nn.Module, replicas: int) -> bool:
+    """Return whether the gradients of the first step are, to rounding, those of one process that
+    sees every batch."""
+    reference = make_model()
     for number in range(replicas):
-        loss_of(model, make_batch(number), replicas).backward()
-    return [one.grad for one in model.parameters() if one.grad is not None]
-
-
-def as_reference(found: list[torch.Tensor], replicas: int) -> bool:
-    """True where the gradients are the reference's, to rounding."""
-    wanted = reference_gradients(replicas)
-    return len(found) == len(wanted) and all(
-        torch.allclose(one, other, rtol=1e-4, atol=1e-7)
-        for one, other in zip(found, wanted, strict=True)
+        loss_of(reference, make_batch(number), replicas).backward()
+    return all(
+        parameter.grad is not None
+        and wanted.grad is not None
+        and torch.allclose(parameter.grad, wanted.grad, rtol=1e-4, atol=1e-7)
+        for parameter, wanted in zip(model.parameters(), reference.parameters(), strict=True)
     )
-
-
-def span(lane: str, kind: str, label: str, start: float, end: float, **more: Any) -> dict[str, Any]:
-    """A stretch of time in a timeline; seconds on the clock that the processes of a host share."""
-    return {"lane": lane, "kind": kind, "label": label, "start": start, "end": end, **more}

@@ -3,20 +3,23 @@ recorded."""
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
+from paceline.explain.run import ExplainOptions, Recording
 from paceline.launch.rank_pool import run_on_ranks
 
 if TYPE_CHECKING:
+    from paceline.distributed.collectives.run import Trace
+    from paceline.distributed.collectives.schedules import Send, Sent
     from paceline.distributed.communicator import Communicator
-    from paceline.explain.run import ExplainOptions
 
 PRELOAD = ("paceline.distributed.collectives.run",)
-
-Story = dict[str, Any]
+_ELEMENT_BYTES = 4  # float32
 
 _ABOUT = {
     "ring": (
@@ -51,75 +54,131 @@ _ABOUT_BROADCAST = {
 }
 
 
-def tell(options: ExplainOptions) -> Story:
-    """What was recorded, as :func:`record`."""
-    return record(options.topic, options.algorithm, options.ranks, options.elements)
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank recorded. ``is_correct``: the result is that of the backend's own
+    collective."""
+
+    trace: Trace
+    sent: Sent
+    is_correct: bool
 
 
-def surface(story: Story) -> Story:
-    """The part of it that is printed as JSON, whose keys are fixed."""
-    steps = [
-        {
-            **step,
-            "sends": [
-                {key: send[key] for key in ("from", "to", "chunk", "bytes")}
-                for send in step["sends"]
-            ],
-        }
-        for step in story["steps"]
-    ]
-    kept = {key: story[key] for key in ("algorithm", "ranks", "elements")}
-    return {
-        **kept,
-        "steps": steps,
-        **{key: story[key] for key in ("bytes_sent", "messages_sent", "result_ok")},
-    }
-
-
-def title(story: Story) -> str:
-    return (
-        f"{story['collective'].capitalize()} by {story['algorithm']},"
-        f" {counted(story['ranks'], 'rank')}"
-    )
-
-
-def record(collective: str, algorithm: str, ranks: int, elements: int) -> Story:
+def record(options: ExplainOptions) -> Recording:
     """Run it on real processes. Rank r begins with 2^r in every element, so that each value tells
     whose parts are in it.
 
-    Returns: the fixed keys (``algorithm, ranks, elements, steps, bytes_sent, messages_sent,
-    result_ok``; bytes and messages one a rank), and beside them ``collective``, ``segments``
-    (ranges of elements that move together) and ``held`` (before the first step and after each: for
-    each rank, for each segment, the value).
+    The content: ``algorithm, ranks, elements, steps, bytes_sent, messages_sent, result_ok`` (bytes
+    and messages one a rank). The player has beside it ``segments`` (ranges of elements that move
+    together) and ``held`` (before the first step and after each: for each rank, for each segment,
+    the value).
     """
-    found = run_on_ranks(_record_rank, ranks, collective, algorithm, elements)
-    first = found[0]
-    steps = []
-    for number, step in enumerate(first["steps"]):
-        sends = [
-            {"from": rank, **send}
-            for rank, one in enumerate(found)
-            for send in one["steps"][number]["sends"]
+    collective, algorithm = options.topic, options.algorithm
+    ranks, elements = options.ranks, options.elements
+    traces: list[RankTrace] = run_on_ranks(_record_rank, ranks, collective, algorithm, elements)
+    steps = traces[0].trace.steps
+    edges = {edge for step in steps for send in step.sends for edge in (send.start, send.stop)}
+    segments = list(pairwise(sorted({0, elements} | edges)))
+    held = [
+        [[int(rank.trace.values[number][start]) for start, _ in segments] for rank in traces]
+        for number in range(len(steps) + 1)
+    ]
+    totals = Counter(step.phase for step in steps)
+    names = [f"{step.phase}, step {step.step + 1} of {totals[step.phase]}" for step in steps]
+    is_correct = all(rank.is_correct for rank in traces)
+    size_bytes = elements * _ELEMENT_BYTES
+    text = about(collective, algorithm, ranks)
+    tensor = counted(elements, "element")
+    caption = "The start: each rank holds its own values"
+    rest = "; rank 0's are to be everyone's." if collective == "broadcast" else "."
+    captions = [caption + rest]
+    lines = [
+        f"{collective} by {algorithm}: {counted(ranks, 'rank')}, {tensor} of float32"
+        f" ({human_bytes(size_bytes)})",
+        text,
+        "",
+        "Rank r begins with 2^r in every element. Below: whose parts each rank holds, by elements.",
+        *_held_lines(segments, held[0]),
+    ]
+    for number, step in enumerate(steps):
+        sent_bytes = sum(send.count for send in step.sends) * _ELEMENT_BYTES
+        messages = counted(len(step.sends), "message")
+        captions.append(f"{names[number]}: {messages}, {human_bytes(sent_bytes)} in all")
+        lines += ["", names[number], *map(_send_line, step.sends)]
+        lines += _held_lines(segments, held[number + 1])
+    lines.append("")
+    for number, rank in enumerate(traces):
+        share = f", {rank.sent.bytes / size_bytes:.2f} × the tensor" if size_bytes else ""
+        messages = counted(rank.sent.messages, "message")
+        lines.append(f"rank {number} sent {human_bytes(rank.sent.bytes)} in {messages}{share}")
+    verdict = "the same as the backend's own" if is_correct else "NOT the same as the backend's own"
+    lines.append(f"result: {verdict} {collective}")
+    bytes_sent = [rank.sent.bytes for rank in traces]
+    messages_sent = [rank.sent.messages for rank in traces]
+    busiest = max(bytes_sent)
+    sends = [
+        [
+            {
+                "from": send.source,
+                "to": send.target,
+                "chunk": send.chunk,
+                "bytes": send.count * _ELEMENT_BYTES,
+            }
+            for send in step.sends
         ]
-        steps.append({"phase": step["phase"], "step": step["step"], "sends": sends})
-    return {
-        "algorithm": algorithm,
-        "ranks": ranks,
-        "elements": elements,
-        "steps": steps,
-        "bytes_sent": [one["bytes"] for one in found],
-        "messages_sent": [one["messages"] for one in found],
-        "result_ok": all(one["ok"] for one in found),
-        "collective": collective,
-        "element_size": first["element_size"],
-        "segments": first["segments"],
-        "held": [[one["held"][number] for one in found] for number in range(len(steps) + 1)],
-    }
+        for step in steps
+    ]
+    return Recording(
+        title=f"{collective.capitalize()} by {algorithm}, {counted(ranks, 'rank')}",
+        about=text,
+        is_correct=is_correct,
+        facts=[
+            ("Ranks", str(ranks)),
+            ("Tensor", f"{tensor}, {human_bytes(size_bytes)}"),
+            ("Steps", str(len(steps))),
+            (
+                "Busiest rank sends",
+                f"{human_bytes(busiest)} ({busiest / size_bytes:.2f} × the tensor)",
+            ),
+            ("Messages of the busiest rank", str(max(messages_sent))),
+            ("Result", "as the backend's" if is_correct else "differs from the backend's"),
+        ],
+        lines=lines,
+        captions=captions,
+        player={
+            "kind": "chunks",
+            "ranks": ranks,
+            "elements": elements,
+            "steps": [
+                {
+                    "phase": step.phase,
+                    "step": step.step,
+                    "sends": [
+                        {**listed, "start": send.start, "stop": send.stop}
+                        for listed, send in zip(sends[number], step.sends, strict=True)
+                    ],
+                }
+                for number, step in enumerate(steps)
+            ],
+            "segments": segments,
+            "held": held,
+        },
+        content={
+            "algorithm": algorithm,
+            "ranks": ranks,
+            "elements": elements,
+            "steps": [
+                {"phase": step.phase, "step": step.step, "sends": sends[number]}
+                for number, step in enumerate(steps)
+            ],
+            "bytes_sent": bytes_sent,
+            "messages_sent": messages_sent,
+            "result_ok": is_correct,
+        },
+    )
 
 
-def _record_rank(
-    world: Communicator, collective: str, algorithm: str, elements: int
-) -> dict[str, Any]:
+def _record_rank(world: Communicator, collective: str, algorithm: str, elements: int) -> RankTrace:
     import torch
     import torch.distributed as dist
 
@@ -128,164 +187,44 @@ def _record_rank(
     tensor = torch.full((elements,), 2.0**world.rank)
     backend, trace = tensor.clone(), collectives.Trace()
     if collective == "all-reduce":
-        done = collectives.all_reduce(world, tensor, algorithm, trace)
+        sent = collectives.all_reduce(world, tensor, algorithm, trace)
     else:
-        done = collectives.broadcast(world, tensor, algorithm, trace=trace)
+        sent = collectives.broadcast(world, tensor, algorithm, trace=trace)
     if world.size > 1:
         if collective == "all-reduce":
             dist.all_reduce(backend)
         else:
             dist.broadcast(backend, src=0)
-    cuts = {0, elements}
-    for step in trace.steps:
-        cuts |= {edge for send in step.sends for edge in (send.start, send.stop)}
-    edges = sorted(cuts)
-    segments = list(pairwise(edges))
-    steps = [
-        {
-            "phase": step.phase,
-            "step": step.step,
-            "sends": [
-                {
-                    "to": send.target,
-                    "chunk": send.chunk,
-                    "start": send.start,
-                    "stop": send.stop,
-                    "bytes": send.count * tensor.element_size(),
-                }
-                for send in step.sends
-                if send.source == world.rank
-            ],
-        }
-        for step in trace.steps
-    ]
-    return {
-        "steps": steps,
-        "held": [[int(values[start]) for start, _ in segments] for values in trace.values],
-        "segments": segments,
-        "bytes": done.bytes,
-        "messages": done.messages,
-        "element_size": tensor.element_size(),
-        "ok": bool(torch.equal(tensor, backend)),
-    }
+    return RankTrace(trace, sent, torch.equal(tensor, backend))
+
+
+def about(collective: str, algorithm: str, ranks: int) -> str:
+    """What the algorithm does, in a few sentences."""
+    table = _ABOUT if collective == "all-reduce" else _ABOUT_BROADCAST
+    return table[algorithm].format(chunks=counted(ranks, "chunk"))
 
 
 def holders(value: int, ranks: int) -> str:
-    """Whose parts a value holds: ``0+2``, ``all``, or how many where there are too many to name."""
+    """Whose parts a value holds: ``0+2``, ``all``, or how many if there are too many to name."""
     parts = [rank for rank in range(ranks) if value >> rank & 1]
     if len(parts) == ranks and ranks > 1:
         return "all"
     return "+".join(map(str, parts)) if len(parts) <= 4 else f"{len(parts)} of {ranks}"
 
 
-def about(story: Story) -> str:
-    """What the algorithm does, in a few sentences."""
-    table = _ABOUT if story["collective"] == "all-reduce" else _ABOUT_BROADCAST
-    return table[story["algorithm"]].format(chunks=counted(story["ranks"], "chunk"))
+def _send_line(send: Send) -> str:
+    span = f"elements {send.start}–{send.stop - 1}" if send.count > 1 else f"element {send.start}"
+    size = human_bytes(send.count * _ELEMENT_BYTES)
+    return f"  rank {send.source} → rank {send.target}   chunk {send.chunk} ({span})   {size}"
 
 
-def text(story: Story) -> str:
-    """Every step for a terminal."""
-    ranks = story["ranks"]
-    size = story["elements"] * story["element_size"]
-    lines = [
-        (
-            f"{story['collective']} by {story['algorithm']}: {counted(ranks, 'rank')},"
-            f" {counted(story['elements'], 'element')} of float32 ({human_bytes(size)})"
-        ),
-        about(story),
-        "",
-        "Rank r begins with 2^r in every element. Below: whose parts each rank holds, by elements.",
-        *_held(story, 0),
-    ]
-    totals: dict[str, int] = {}
-    for step in story["steps"]:
-        totals[step["phase"]] = totals.get(step["phase"], 0) + 1
-    for number, step in enumerate(story["steps"], 1):
-        lines += ["", f"{step['phase']}, step {step['step'] + 1} of {totals[step['phase']]}"]
-        for send in step["sends"]:
-            lines.append(
-                f"  rank {send['from']} → rank {send['to']}   {what(send)}  "
-                f" {human_bytes(send['bytes'])}"
-            )
-        lines += _held(story, number)
-    lines += ["", *_totals(story, size)]
-    return "\n".join(lines)
-
-
-def what(send: dict[str, Any]) -> str:
-    """``chunk 2 (elements 4–5)``."""
-    last = send["stop"] - 1
-    span = f"element {last}" if last == send["start"] else f"elements {send['start']}–{last}"
-    return f"chunk {send['chunk']} ({span})"
-
-
-def _held(story: Story, state: int) -> list[str]:
-    heads = [
-        f"{start}" if stop - start == 1 else f"{start}–{stop - 1}"
-        for start, stop in story["segments"]
-    ]
-    rows = [[holders(value, story["ranks"]) for value in row] for row in story["held"][state]]
-    widths = [max(len(head), *(len(row[at]) for row in rows)) for at, head in enumerate(heads)]
-    lines = [
-        "  holds    "
-        + "  ".join(head.ljust(width) for head, width in zip(heads, widths, strict=True))
-    ]
-    for rank, row in enumerate(rows):
-        lines.append(
-            f"  rank {rank:<3} "
-            + "  ".join(one.ljust(width) for one, width in zip(row, widths, strict=True))
-        )
-    return [line.rstrip() for line in lines]
-
-
-def _totals(story: Story, size: int) -> list[str]:
-    lines = []
-    for rank, (sent, messages) in enumerate(
-        zip(story["bytes_sent"], story["messages_sent"], strict=True)
-    ):
-        share = f", {sent / size:.2f} × the tensor" if size else ""
-        lines.append(
-            f"rank {rank} sent {human_bytes(sent)} in {counted(messages, 'message')}{share}"
-        )
-    verdict = (
-        "the same as the backend's own"
-        if story["result_ok"]
-        else "NOT the same as the backend's own"
-    )
-    return [*lines, f"result: {verdict} {story['collective']}"]
-
-
-def player(story: Story) -> dict[str, Any]:
-    """What the page plays."""
-    captions = ["The start: each rank holds its own values."]
-    if story["collective"] == "broadcast":
-        captions = ["The start: each rank holds its own values; rank 0's are to be everyone's."]
-    totals: dict[str, int] = {}
-    for step in story["steps"]:
-        totals[step["phase"]] = totals.get(step["phase"], 0) + 1
-    for step in story["steps"]:
-        many, moved = (
-            counted(len(step["sends"]), "message"),
-            human_bytes(sum(send["bytes"] for send in step["sends"])),
-        )
-        captions.append(
-            f"{step['phase']}, step {step['step'] + 1} of {totals[step['phase']]}: {many}, {moved}"
-            " in all"
-        )
-    keys = ("ranks", "elements", "steps", "segments", "held")
-    return {"kind": "chunks", "captions": captions, **{key: story[key] for key in keys}}
-
-
-def facts(story: Story) -> list[tuple[str, str]]:
-    """Figures for the head of the page."""
-    size = story["elements"] * story["element_size"]
-    busiest = max(story["bytes_sent"])
+def _held_lines(segments: list[tuple[int, int]], held: list[list[int]]) -> list[str]:
+    """Whose parts each rank holds, as a table of ranks and segments."""
+    heads = [f"{start}" if stop - start == 1 else f"{start}–{stop - 1}" for start, stop in segments]
+    rows = [[holders(value, len(held)) for value in row] for row in held]
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    labels = ["  holds    ", *(f"  rank {rank:<3} " for rank in range(len(rows)))]
     return [
-        ("Ranks", str(story["ranks"])),
-        ("Tensor", f"{counted(story['elements'], 'element')}, {human_bytes(size)}"),
-        ("Steps", str(len(story["steps"]))),
-        ("Busiest rank sends", f"{human_bytes(busiest)} ({busiest / size:.2f} × the tensor)"),
-        ("Messages of the busiest rank", str(max(story["messages_sent"]))),
-        ("Result", "as the backend's" if story["result_ok"] else "differs from the backend's"),
+        (label + "  ".join(map(str.ljust, row, widths))).rstrip()
+        for label, row in zip(labels, [heads, *rows], strict=True)
     ]

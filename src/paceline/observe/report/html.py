@@ -74,12 +74,12 @@ def render_certificate(certificate: dict[str, Any]) -> str:
 
 
 @cache
-def template(name: str) -> Any:
-    """A template of this folder; all that it is given is escaped."""
+def template(name: str, folder: Path = Path(__file__).parent / "templates") -> Any:
+    """A template of a folder; all that it is given is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        loader=FileSystemLoader(folder),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
