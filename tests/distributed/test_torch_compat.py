@@ -23,7 +23,6 @@ EXCEPTIONS = {
     "parallel/pipeline/schedule.py",  # implements the stage of torch's pipeline schedules
     "parallel/deepspeed/package.py",
     "models/attention.py",
-    "models/lora.py",  # peft names the projections of experts in two private tables alone
 }
 #: Names that begin with an underscore and are documented all the same.
 DOCUMENTED = {"_exit", "_current_frames", "_fields", "_asdict", "_replace"}

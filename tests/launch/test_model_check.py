@@ -13,7 +13,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 from paceline.launch import model_check
-from paceline.models.shape.meta import language_model_on_meta
+from paceline.models.language import language_model_on_meta
 from paceline.parallel.registry import ParallelLayout
 
 

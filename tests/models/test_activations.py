@@ -11,8 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from paceline.config.schema import Config
 from paceline.models import attention
 from paceline.models.lora import add_adapters
-from paceline.models.shape.activations import dims_of, language_activations
-from paceline.models.shape.flops import language_flops
+from paceline.models.shape.activations import dims_of, language_activations, language_flops
 from paceline.train.precision import checkpoint_activations
 
 WIDTHS = {

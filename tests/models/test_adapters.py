@@ -12,13 +12,13 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.inference.export import export
 from paceline.inference.generate import load_model
+from paceline.models.language import language_model_on_meta
 from paceline.models.lora import (
     adapter_layers,
     adapter_notices,
     bypassed_modules,
     ineffective_adapters,
 )
-from paceline.models.shape.meta import language_model_on_meta
 from paceline.tasks.language import LanguageTask
 
 #: Families that stand for the others in every run of the tests: experts in parameters, a state

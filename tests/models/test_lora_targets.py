@@ -7,7 +7,7 @@ import pytest
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.models.shape.meta import language_model_on_meta
+from paceline.models.language import language_model_on_meta
 
 
 def build(**lora: Any) -> Any:

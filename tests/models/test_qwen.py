@@ -152,9 +152,9 @@ def test_damaged_and_pickled_checkpoints_are_refused(tmp_path: Path) -> None:
     second = folder / "model-00002-of-00002.safetensors"
     whole = second.read_bytes()
     second.write_bytes(whole[:-100])
-    assert "is cut off" in refusal(folder)
+    assert "is not a complete safetensors file" in refusal(folder)
     second.write_bytes(b"\xff" * 40)
-    assert "is not a safetensors file" in refusal(folder)
+    assert "is not a complete safetensors file" in refusal(folder)
     second.unlink()
     assert "no tensor for" in refusal(folder)
     (folder / "model-00001-of-00002.safetensors").unlink()

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.config.schema import Config
 from paceline.distributed.mesh import ParallelDims
-from paceline.models.shape.meta import language_model_on_meta
+from paceline.models.language import language_model_on_meta
 from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.registry import estimate_cost

@@ -55,9 +55,9 @@ def check_model(config: Config, layout: ParallelLayout) -> list[Notice]:
 
 
 def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
+    from paceline.models.language import language_model_on_meta
     from paceline.models.lora import adapter_notices
     from paceline.models.positions import check_length
-    from paceline.models.shape.meta import language_model_on_meta
     from paceline.train.precision import checkpoint_activations
 
     model: Any = language_model_on_meta(config)

@@ -11,6 +11,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from pydantic import JsonValue
+
+from paceline.models.json_config import read_object
 from paceline.models.qwen import as_qwen2_config
 
 
@@ -27,7 +30,7 @@ def known_ids() -> list[str]:
     return [model_id for model_id, _ in _table().values()]
 
 
-def read_config(name: str) -> dict[str, Any] | None:
+def read_config(name: str) -> dict[str, JsonValue] | None:
     """The config.json of ``name`` (a folder or a hub id) as transformers reads it; None if a
     network would be needed.
 
@@ -41,15 +44,11 @@ def read_config(name: str) -> dict[str, Any] | None:
     return content if content is None else as_qwen2_config(content, name)
 
 
-def read_raw_config(name: str) -> dict[str, Any] | None:
+def read_raw_config(name: str) -> dict[str, JsonValue] | None:
     """As :func:`read_config`, as it is stored."""
     folder = config_folder(name)
     if folder is not None:
-        try:
-            content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return content if isinstance(content, dict) else None
+        return read_object(folder / "config.json")
     entry = _table().get(name.lower())
     return None if entry is None else dict(entry[1])
 
@@ -82,7 +81,7 @@ def download_config(name: str) -> None:
 
 
 @cache
-def _table() -> dict[str, tuple[str, dict[str, Any]]]:
+def _table() -> dict[str, tuple[str, dict[str, JsonValue]]]:
     """Hub id in lower case → (id, fields of its config.json)."""
     content = json.loads(
         (files("paceline.models") / "hub_configs.json").read_text(encoding="utf-8")

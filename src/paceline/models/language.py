@@ -1,7 +1,11 @@
-"""Hugging Face causal language models: loading, adapters, saving."""
+"""Hugging Face causal language models: loading, also without weights; saving."""
 
 from __future__ import annotations
 
+import logging
+import shutil
+import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +15,18 @@ from paceline.core.hub import go_offline_if_unreachable
 from paceline.models import qwen
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
-from paceline.models.hub_configs import download_config, read_config, read_raw_config
+from paceline.models.hub_configs import (
+    config_folder,
+    download_config,
+    known_ids,
+    read_config,
+    read_raw_config,
+)
 from paceline.models.positions import check_length
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
     from torch import nn
 
@@ -62,6 +74,85 @@ def load_language_model(config: Config) -> nn.Module:
     from paceline.models.lora import add_adapters
 
     return add_adapters(model, config)
+
+
+def language_model_on_meta(config: Config) -> nn.Module:
+    """The model as :func:`paceline.models.language.load_language_model` gives it, adapters and
+    precision included, without values. Needs its config.json alone.
+
+    Raises:
+        ConfigError: there is none, or transformers knows no such model.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from paceline.models.lora import add_adapters
+
+    args = config.train_args
+    name = str(Path(resolve_model(config.model)).expanduser())
+    low = getattr(torch, args.mixed_dtype or "float32")
+    with _quiet():
+        try:
+            found = _config_of(name, config.trust_remote_code)
+            with torch.device("meta"):
+                model: Any = AutoModelForCausalLM.from_config(
+                    found,
+                    dtype=low if config.lora.enable else torch.float32,
+                    trust_remote_code=config.trust_remote_code,
+                )
+                if config.lora.enable:
+                    model = add_adapters(model, config, read_weights=False)
+        except ConfigError:
+            raise
+        except (
+            Exception
+        ) as error:  # transformers raises what it likes on a config.json that does not fit together
+            raise ConfigError(
+                f"`model: {config.model}` cannot be laid out from its config.json:"
+                f" {first_line(error)}",
+                allowed=(
+                    "a folder with the config.json of a causal language model, one of the"
+                    f" {len(known_ids())} hub ids whose config.json comes with Paceline, another"
+                    " hub id if it can be downloaded, or builtin:qwen2-tiny"
+                ),
+                fix=(
+                    "check the name; without a network give a folder with the model's config.json:"
+                    " `model=/path/to/folder`"
+                ),
+            ) from error
+    return model  # type: ignore[no-any-return]
+
+
+def _config_of(name: str, trust_remote_code: bool) -> Any:
+    """The transformers config of a folder or hub id, from the hub only if nothing here has it."""
+    from transformers import AutoConfig
+
+    content = read_config(name)
+    if content is None:
+        go_offline_if_unreachable(name)
+        download_config(name)
+        content = read_config(name)
+    folder = config_folder(name)
+    if content is None or (folder is not None and qwen.CONVERTED_KEY not in content):
+        return AutoConfig.from_pretrained(
+            name if folder is None else str(folder), trust_remote_code=trust_remote_code
+        )
+    return AutoConfig.for_model(**content)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of libraries about what nobody here could change."""
+    from transformers.utils import logging as transformers_logging
+
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def check_finite(model: nn.Module, config: Config) -> None:
@@ -156,12 +247,10 @@ def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) ->
     tokenizer."""
     use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = True
-    extra: dict[str, Any] = {}
-    if hasattr(model, "peft_config"):
-        # "auto" would ask the hub whether the base model's vocabulary changed; here it never does.
-        extra["save_embedding_layers"] = False
+    # "auto" would ask the hub whether the base model's vocabulary changed; here it never does.
+    options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
     try:
-        model.save_pretrained(str(folder), **extra)
+        model.save_pretrained(str(folder), **options)
     finally:
         model.config.use_cache = use_cache
     if tokenizer_path is not None:
@@ -171,8 +260,6 @@ def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) ->
 def copy_tokenizer(source: str, folder: Path) -> None:
     """Put the tokenizer's files beside the weights: copied as they are from a folder, written by
     transformers from a hub id."""
-    import shutil
-
     path = Path(source).expanduser()
     if not path.is_dir():
         from transformers import AutoTokenizer

@@ -24,6 +24,9 @@ _READS_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|siz
 
 _WHY_BYPASSED = "the model's code reads these weights instead of calling the modules"
 
+#: The names that peft knows of an expert's router and projections.
+_EXPERT_PROJECTIONS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+
 #: Layers of peft that refuse dropout.
 _WITHOUT_DROPOUT = ("ParamWrapper", "MultiheadAttention")
 
@@ -134,13 +137,11 @@ def set_dropout(adapted: Any, dropout: float) -> None:
     parameters that names a dropout."""
     if dropout <= 0:
         return
-    everywhere = True
-    for _, layer in adapter_layers(adapted):
-        if _refuses_dropout(layer):
-            everywhere = False
-        else:
-            layer.lora_dropout[_ADAPTER] = nn.Dropout(dropout).train(layer.training)
-    if everywhere:
+    layers = [layer for _, layer in adapter_layers(adapted)]
+    accepting = [layer for layer in layers if not _refuses_dropout(layer)]
+    for layer in accepting:
+        layer.lora_dropout[_ADAPTER] = nn.Dropout(dropout).train(layer.training)
+    if len(accepting) == len(layers):
         adapted.peft_config[_ADAPTER].lora_dropout = dropout
 
 
@@ -183,13 +184,12 @@ def target_names(model: Any) -> list[str]:
 def _expert_names(model: Any) -> frozenset[str]:
     """Names of projections that no module has, which peft maps to parameters of this architecture's
     experts."""
-    try:
-        from peft.utils import transformers_weight_conversion as conversion
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-        pattern = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)  # type: ignore[attr-defined]
-        return frozenset(conversion._MOE_TARGET_MODULE_MAPPING.get(pattern, {}))  # type: ignore[arg-type]
-    except (ImportError, AttributeError):
-        return frozenset()
+    settings = LoraConfig(target_modules=list(_EXPERT_PROJECTIONS))
+    convert_peft_config_for_transformers(settings, model, None)  # replaces those that it maps
+    return _EXPERT_PROJECTIONS - set(settings.target_modules or ())
 
 
 def _check_names(model: Any, config: Config) -> None:
@@ -280,12 +280,11 @@ def ineffective_adapters(adapted: Any) -> list[str]:
 
 
 def _read_by_parent(model: Any, names: Iterable[str]) -> list[str]:
-    found = []
-    for name in names:
+    def is_read(name: str) -> bool:
         parent, _, leaf = name.rpartition(".")
-        if leaf in _weights_read_by(type(model.get_submodule(parent))):  # type: ignore[arg-type]
-            found.append(name)
-    return found
+        return leaf in _weights_read_by(type(model.get_submodule(parent)))
+
+    return [name for name in names if is_read(name)]
 
 
 @functools.cache
@@ -359,16 +358,16 @@ def _left_out(base: Any, saved: list[str]) -> list[Notice]:
     bypassed = bypassed_modules(base)
     if bypassed:
         found.append(("info", f"LoRA: no adapter on {_short_names(bypassed)}: {_WHY_BYPASSED}"))
-    wrapped = tuple(
-        name for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)
+    inside = tuple(
+        f"{name}." for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)
     )
-    inside = tuple(f"{name}." for name in wrapped)
     linear = [
         name
         for name in _linear_modules(base)
-        if name not in bypassed and not name.startswith(inside)
+        if name not in bypassed
+        and not name.startswith(inside)
+        and not any(part in saved for part in name.split("."))
     ]
-    linear = [name for name in linear if not any(part in saved for part in name.split("."))]
     experts = [
         name
         for name, one in base.named_parameters()

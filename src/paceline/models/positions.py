@@ -3,12 +3,12 @@ fits in. No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models.builtin import config_numbers
+from paceline.models.json_config import JsonObject, first_number, language_fields
 
 #: Names of the number in a config.json, the most telling first.
 _KEYS = (
@@ -48,13 +48,12 @@ class PositionLimit:
     is_fixed: bool
 
 
-def position_limit(content: Mapping[str, Any]) -> PositionLimit | None:
+def position_limit(content: JsonObject) -> PositionLimit | None:
     """Return the limit that a config.json names, rope scaling included; None if it names none."""
-    text = content.get("text_config")
-    content = {**content, **text} if isinstance(text, Mapping) else content
+    content = language_fields(content)
     for key in _KEYS:
-        value = content.get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        value = first_number(content, key)
+        if value is not None:
             kind = content.get("model_type")
             if kind in _OFFSET:
                 padding = content.get("pad_token_id")
@@ -64,16 +63,16 @@ def position_limit(content: Mapping[str, Any]) -> PositionLimit | None:
     return None
 
 
-def _scaled(content: Mapping[str, Any], positions: int) -> int:
+def _scaled(content: JsonObject, positions: int) -> int:
     """The positions that rope scaling covers; 0 without it."""
     scaling = content.get("rope_scaling") or content.get("rope_parameters")
     if not isinstance(scaling, Mapping):
         return 0
     nested = [value for value in scaling.values() if isinstance(value, Mapping)]
-    return max((_scaled_by(one, positions) for one in (scaling, *nested)), default=0)
+    return max(_scaled_by(part, positions) for part in (scaling, *nested))
 
 
-def _scaled_by(scaling: Mapping[str, Any], positions: int) -> int:
+def _scaled_by(scaling: JsonObject, positions: int) -> int:
     factor = scaling.get("factor")
     if not isinstance(factor, int | float) or scaling.get("rope_type", scaling.get("type")) in (
         None,
@@ -116,7 +115,7 @@ def fit_length(loaded: Loaded) -> Loaded:
     )
 
 
-def check_length(config: Config, content: Mapping[str, Any]) -> None:
+def check_length(config: Config, content: JsonObject) -> None:
     """The same check where the model itself is at hand: a model of the hub has no configuration
     before.
 

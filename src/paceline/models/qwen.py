@@ -11,27 +11,33 @@ of attention fused and without grouped heads, so the checkpoint is converted by 
 - Up to ``seq_length`` tokens, dynamic NTK scaling and log-n attention change nothing. Longer
   samples are refused.
 
-The conversion renames and splits tensors in the headers of the safetensors files; their bytes are
-copied as they are, so it needs neither torch nor memory for the weights.
+The conversion renames and splits the tensors of one safetensors file after the other; the file is
+mapped, not read into memory.
 """
+
+from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import IO, Any
+from typing import TYPE_CHECKING
+
+from pydantic import JsonValue
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir, human_bytes
+from paceline.models.json_config import JsonObject, first_number, read_object
+
+if TYPE_CHECKING:
+    import torch
 
 MODEL_TYPE = "qwen"
 #: Marks a converted model in its config.json, and in that of the models trained from it.
 CONVERTED_KEY = "paceline_converted_from"
 _LAYOUT = 1
-_COPY_BYTES = 16 << 20
-_LARGEST_HEADER_BYTES = 100 << 20
 
 _LAYER = re.compile(r"transformer\.h\.(\d+)\.(.+)")
 _OUTSIDE = {
@@ -52,12 +58,12 @@ _BUFFERS = re.compile(r"transformer\.(.+\.)?(rotary_emb\.inv_freq|masked_bias|lo
 
 
 # -- config.json
-def is_qwen(content: Mapping[str, Any] | None) -> bool:
+def is_qwen(content: JsonObject | None) -> bool:
     """Whether a config.json is that of a first-generation Qwen model."""
     return content is not None and content.get("model_type") == MODEL_TYPE
 
 
-def as_qwen2_config(content: dict[str, Any], name: str) -> dict[str, Any]:
+def as_qwen2_config(content: dict[str, JsonValue], name: str) -> dict[str, JsonValue]:
     """``content`` in the Qwen2 form if it is that of a first-generation Qwen model, else as it is.
 
     Raises:
@@ -116,12 +122,12 @@ def as_qwen2_config(content: dict[str, Any], name: str) -> dict[str, Any]:
     }
 
 
-def trained_length(content: Mapping[str, Any], name: str) -> int:
+def trained_length(content: JsonObject, name: str) -> int:
     """Tokens up to which the converted model computes what the original does."""
     return _number(content, name, "seq_length", "n_ctx")
 
 
-def check_length(config: Config, content: Mapping[str, Any] | None) -> None:
+def check_length(config: Config, content: JsonObject | None) -> None:
     """Refuse samples longer than the model was trained on: the original would change its attention
     for them.
 
@@ -184,16 +190,15 @@ def _translated(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(new for name in names for new in _MODULES.get(name, [name])))
 
 
-def _number(content: Mapping[str, Any], name: str, *keys: str) -> int:
-    for key in keys:
-        value = content.get(key)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    raise _unsupported(
-        name,
-        f"its config.json has no number `{keys[0]}`",
-        "the config.json of the original repository",
-    )
+def _number(content: JsonObject, name: str, *keys: str) -> int:
+    value = first_number(content, *keys)
+    if value is None:
+        raise _unsupported(
+            name,
+            f"its config.json has no number `{keys[0]}`",
+            "the config.json of the original repository",
+        )
+    return value
 
 
 def _unsupported(name: str, what: str, allowed: str) -> ConfigError:
@@ -257,7 +262,9 @@ def _check_space(final: Path, needed: int) -> None:
         )
 
 
-def _convert(source: Path, weights: list[Path], content: dict[str, Any], target: Path) -> None:
+def _convert(
+    source: Path, weights: list[Path], content: dict[str, JsonValue], target: Path
+) -> None:
     from paceline.data.text.qwen_tokenizer import END_OF_TEXT, TURN_END, write_qwen_tokenizer
 
     config = as_qwen2_config(content, str(source))
@@ -265,7 +272,8 @@ def _convert(source: Path, weights: list[Path], content: dict[str, Any], target:
     for number, file in enumerate(weights, start=1):
         name = f"model-{number:05}-of-{len(weights):05}.safetensors"
         files |= dict.fromkeys(_convert_file(file, target / name), name)
-    missing = sorted(_expected_names(config) - set(files))
+    num_layers = _number(config, str(source), "num_hidden_layers")
+    missing = sorted(_expected_names(config, num_layers) - set(files))
     if missing:
         raise ConfigError(
             f"{source} has no tensor for"
@@ -289,121 +297,62 @@ def _convert(source: Path, weights: list[Path], content: dict[str, Any], target:
     (target / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
 
 
-def _generation_config(source: Path) -> dict[str, Any]:
+def _generation_config(source: Path) -> dict[str, JsonValue]:
     """Those of its settings that transformers knows."""
-    kept = ("do_sample", "top_k", "top_p", "temperature", "repetition_penalty", "max_new_tokens")
-    try:
-        content = json.loads((source / "generation_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {key: content[key] for key in kept if content.get(key) is not None}
+    known = ("do_sample", "top_k", "top_p", "temperature", "repetition_penalty", "max_new_tokens")
+    content = read_object(source / "generation_config.json") or {}
+    return {key: content[key] for key in known if content.get(key) is not None}
 
 
 def _convert_file(source: Path, target: Path) -> list[str]:
     """Copy a safetensors file under Qwen2's names; returns these."""
-    with open(source, "rb") as reader, open(target, "wb") as writer:
-        header, start = _read_header(reader, source)
-        # name, entry, first and last byte in the source
-        pieces: list[tuple[str, dict[str, Any], int, int]] = []
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            for new_name, shape, first, last in _renamed(name, entry, source):
-                pieces.append((new_name, {"dtype": entry["dtype"], "shape": shape}, first, last))
-        new_header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        for name, entry, first, last in pieces:
-            new_header[name] = entry | {"data_offsets": [position, position + last - first]}
-            position += last - first
-        raw = json.dumps(new_header, separators=(",", ":")).encode()
-        raw += b" " * (-len(raw) % 8)
-        writer.write(len(raw).to_bytes(8, "little") + raw)
-        for _, _, first, last in pieces:
-            _copy_bytes(reader, writer, start + first, last - first, source)
-    return [name for name, _, _, _ in pieces]
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
 
-
-def _read_header(reader: IO[bytes], source: Path) -> tuple[dict[str, Any], int]:
-    """(entries by tensor name, where the data begins)."""
+    tensors: dict[str, torch.Tensor] = {}
     try:
-        size = int.from_bytes(reader.read(8), "little")
-        if not 0 < size <= _LARGEST_HEADER_BYTES:
-            raise ValueError(f"a header of {size} bytes")
-        header = json.loads(reader.read(size))
-        header.pop("__metadata__", None)
-        for entry in header.values():
-            first, last = entry["data_offsets"]
-            if not 0 <= first <= last or not isinstance(entry["shape"], list):
-                raise ValueError("a tensor without a place")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        with safe_open(str(source), framework="pt") as reader:
+            for name in reader.keys():  # noqa: SIM118  (not a dictionary)
+                tensors |= _renamed(name, reader.get_tensor(name), source)
+            save_file(tensors, str(target), metadata={"format": "pt"})
+    except SafetensorError as error:
         raise ConfigError(
-            f"{source} is not a safetensors file: {error}", fix="copy the file again"
+            f"{source} is not a complete safetensors file: {error}", fix="copy the file again"
         ) from error
-    return header, 8 + size
+    return list(tensors)
 
 
-def _copy_bytes(reader: IO[bytes], writer: IO[bytes], start: int, size: int, source: Path) -> None:
-    reader.seek(start)
-    while size:
-        chunk = reader.read(min(size, _COPY_BYTES))
-        if not chunk:
-            raise ConfigError(
-                f"{source} is cut off: it ends before its last tensor", fix="copy the file again"
-            )
-        writer.write(chunk)
-        size -= len(chunk)
-
-
-def _renamed(
-    name: str, entry: dict[str, Any], source: Path
-) -> Iterator[tuple[str, list[int], int, int]]:
-    """Qwen2's (name, shape, first byte, last byte) for a tensor: none for a constant, three for the
-    fused projection."""
-    first, last = entry["data_offsets"]
-    shape = entry["shape"]
+def _renamed(name: str, tensor: torch.Tensor, source: Path) -> dict[str, torch.Tensor]:
+    """Qwen2's tensors for one of the original: none for a constant, three for the fused
+    projection."""
     if _BUFFERS.fullmatch(name):
-        return
+        return {}
     if name in _OUTSIDE:
-        yield _OUTSIDE[name], shape, first, last
-        return
+        return {_OUTSIDE[name]: tensor}
     layer = _LAYER.fullmatch(name)
     part = layer.group(2) if layer else ""
     prefix = f"model.layers.{layer.group(1)}." if layer else ""
     if part in _IN_LAYER:
-        yield prefix + _IN_LAYER[part], shape, first, last
-    elif part in ("attn.c_attn.weight", "attn.c_attn.bias") and shape and shape[0] % 3 == 0:
-        third = (last - first) // 3
-        for number, letter in enumerate("qkv"):
-            new_name = f"{prefix}self_attn.{letter}_proj.{part.rpartition('.')[2]}"
-            yield (
-                new_name,
-                [shape[0] // 3, *shape[1:]],
-                first + number * third,
-                first + (number + 1) * third,
-            )
-    else:
-        raise ConfigError(
-            f"{source} has a tensor `{name}` of shape {shape} that the original Qwen models do not"
-            " have",
-            allowed="the tensors of modeling_qwen.py in https://huggingface.co/Qwen/Qwen-7B",
-            fix=(
-                "merge adapters into the weights before, and give the checkpoint of the whole model"
-            ),
-        )
-
-
-def _expected_names(config: Mapping[str, Any]) -> set[str]:
-    names = {"model.embed_tokens.weight", "model.norm.weight"} | (
-        {"lm_head.weight"} - _tied(config)
+        return {prefix + _IN_LAYER[part]: tensor}
+    shape = list(tensor.shape)
+    if part in ("attn.c_attn.weight", "attn.c_attn.bias") and shape and shape[0] % 3 == 0:
+        kind = part.rpartition(".")[2]
+        thirds = zip("qkv", tensor.chunk(3), strict=True)
+        return {f"{prefix}self_attn.{letter}_proj.{kind}": third for letter, third in thirds}
+    raise ConfigError(
+        f"{source} has a tensor `{name}` of shape {shape} that the original Qwen models do not"
+        " have",
+        allowed="the tensors of modeling_qwen.py in https://huggingface.co/Qwen/Qwen-7B",
+        fix="merge adapters into the weights before, and give the checkpoint of the whole model",
     )
+
+
+def _expected_names(config: JsonObject, num_layers: int) -> set[str]:
+    names = {"model.embed_tokens.weight", "model.norm.weight"}
+    if not config["tie_word_embeddings"]:
+        names.add("lm_head.weight")
     parts = [
         *_IN_LAYER.values(),
         *(f"self_attn.{letter}_proj.{kind}" for letter in "qkv" for kind in ("weight", "bias")),
     ]
-    return names | {
-        f"model.layers.{layer}.{part}"
-        for layer in range(config["num_hidden_layers"])
-        for part in parts
-    }
-
-
-def _tied(config: Mapping[str, Any]) -> set[str]:
-    return {"lm_head.weight"} if config["tie_word_embeddings"] else set()
+    return names | {f"model.layers.{layer}.{part}" for layer in range(num_layers) for part in parts}

@@ -55,7 +55,7 @@ def describe(config: Config) -> Described:
 def _language(config: Config) -> Described:
     from paceline.models.attention import attention_of
     from paceline.models.blocks import base_model
-    from paceline.models.shape.meta import language_model_on_meta
+    from paceline.models.language import language_model_on_meta
     from paceline.models.shape.outline import outline
 
     _check_folder(config)

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from paceline.config.schema import Config
 from paceline.models.builtin import resolve_model
-from paceline.models.shape.activations import Activations, language_activations
-from paceline.models.shape.flops import language_flops
+from paceline.models.shape.activations import Activations, language_activations, language_flops
 from paceline.parallel.cost import Workload
 from paceline.planner.model_profile import Described
 

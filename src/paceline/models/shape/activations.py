@@ -1,5 +1,5 @@
-"""What a language model keeps for backward, from the numbers in its config.json alone. No torch
-here.
+"""What a language model keeps for backward and computes, from the numbers in its config.json.
+No torch here.
 
 The model is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
 Models" (2022), section 4: each operation keeps its inputs. Their layer of ``sbh(34 + 5as/h)`` bytes
@@ -10,11 +10,11 @@ compute in float32, and a frozen weight keeps no input of its own (Hu et al., "L
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from paceline.config.schema import Config
+from paceline.models.json_config import JsonObject, first_number, language_fields
 
 #: Model types whose MLP is two layers without a gate.
 _UNGATED = {
@@ -79,32 +79,21 @@ class LanguageDims:
         return self.layers * (layer + small) + tables * self.hidden
 
 
-def dims_of(config: Mapping[str, Any]) -> LanguageDims | None:
+def dims_of(config: JsonObject) -> LanguageDims | None:
     """The widths in the content of a config.json; None where it is not that of a decoder this
     module knows how to read."""
-    nested = config.get("text_config")
-    if isinstance(nested, Mapping):
-        config = {**config, **nested}
-
-    def number(*names: str, default: int | None = None) -> int | None:
-        for name in names:
-            found = config.get(name)
-            if isinstance(found, int) and not isinstance(found, bool) and found > 0:
-                return found
-        return default
-
-    hidden, layers = (
-        number("hidden_size", "n_embd", "d_model"),
-        number("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    )
+    config = language_fields(config)
+    number = partial(first_number, config)
+    hidden = number("hidden_size", "n_embd", "d_model")
+    layers = number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     heads, vocabulary = number("num_attention_heads", "n_head", "n_heads"), number("vocab_size")
     if hidden is None or layers is None or heads is None or vocabulary is None:
         return None
     kind = str(config.get("model_type", ""))
-    key_heads = number("num_key_value_heads", default=heads) or heads
-    size = number("head_dim", default=hidden // heads) or 1
-    experts = number("num_local_experts", "num_experts", "n_routed_experts", default=1) or 1
-    inner = number("intermediate_size", "n_inner", "ffn_dim", "inner_dim", default=4 * hidden) or 1
+    key_heads = number("num_key_value_heads") or heads
+    size = number("head_dim") or hidden // heads or 1
+    experts = number("num_local_experts", "num_experts", "n_routed_experts") or 1
+    inner = number("intermediate_size", "n_inner", "ffn_dim", "inner_dim") or 4 * hidden
     tied = config.get("tie_word_embeddings")
     return LanguageDims(
         hidden=hidden,
@@ -118,9 +107,9 @@ def dims_of(config: Mapping[str, Any]) -> LanguageDims | None:
         gated=kind not in _UNGATED,
         tied=bool(tied) if tied is not None else kind in ("gpt2", "gemma", "gemma2", "gemma3_text"),
         experts=experts,
-        experts_per_token=number("num_experts_per_tok", "num_experts_per_token", default=1) or 1,
+        experts_per_token=number("num_experts_per_tok", "num_experts_per_token") or 1,
         positions=(
-            (number("n_positions", "max_position_embeddings", default=0) or 0)
+            (number("n_positions", "max_position_embeddings") or 0)
             if kind in ("gpt2", "opt")
             else 0
         ),
@@ -211,6 +200,30 @@ def language_activations(
     ends = norm * tokens + head_input
     logits = 3 * _FLOAT32 * dims.vocabulary * labels
     return Activations(block * tokens, recomputed * tokens, ends, logits, dims.layers)
+
+
+def language_flops(
+    dims: LanguageDims, config: Config, tokens: float, labels: float, sample_tokens: float
+) -> float:
+    """Operations of forward and backward over a micro-batch.
+
+    A weight that multiplies each token costs 2 forward, 2 for the gradient of its input and 2 for
+    its own (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1: 6 a
+    parameter and token); with adapters the frozen weights have no gradient of their own (4), and
+    recomputation adds a forward (Korthikanti et al., 2022, appendix A: 8). Attention's two products
+    cost 4 × queries × tokens looked back at, half of the sample on average, and twice that
+    backward.
+
+    Args:
+        tokens: of the micro-batch; labels: those that go through the head; sample_tokens: of a
+            sample.
+    """
+    weights = dims.attention_weights + dims.experts_per_token * dims.expert_weights
+    again = 1 if config.train_args.gradient_checkpointing else 0
+    passes = (2 if config.lora.enable else 3) + again
+    attention = 4 * dims.queries * sample_tokens / 2 * (3 + again)
+    head = 2 * dims.hidden * dims.vocabulary * (2 if config.lora.enable else 3)
+    return dims.layers * tokens * (2 * weights * passes + attention) + labels * head
 
 
 def _norm(width: int, frozen: bool) -> int:

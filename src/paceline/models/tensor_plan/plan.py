@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import reduce
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.core.errors import ConfigError, nearest
 from paceline.models.blocks import base_model
+from paceline.models.json_config import JsonObject, first_number, language_fields
 from paceline.models.tensor_plan.families import family_plan, unsupported
 from paceline.models.tensor_plan.style import (
     COLUMN,
@@ -331,11 +332,11 @@ def _owner(parameter: str, plan: Mapping[str, str]) -> tuple[str, str, str]:
 
 def fitting_sizes(numbers: Iterable[int]) -> list[int]:
     """Sizes of the tensor axis that divide all ``numbers``."""
-    common = reduce(math.gcd, numbers, 0)
+    common = math.gcd(*numbers)
     return [size for size in range(1, min(common, 1024) + 1) if common % size == 0]
 
 
-def check_sizes(config_json: Mapping[str, Any], tensor: int) -> None:
+def check_sizes(config_json: JsonObject, tensor: int) -> None:
     """From the numbers of a transformers model's config.json: can its layers be cut into ``tensor``
     parts? Silent where it does not say.
 
@@ -343,16 +344,13 @@ def check_sizes(config_json: Mapping[str, Any], tensor: int) -> None:
         ConfigError: heads, key_value heads or the intermediate size do not divide; says which sizes
             would.
     """
-    text = config_json.get("text_config")
-    numbers = text if isinstance(text, Mapping) else config_json
-    heads = _first(
-        numbers, "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads"
-    )
-    keys = _first(numbers, "num_key_value_heads", "n_kv_heads", "num_kv_heads") or heads
+    number = partial(first_number, language_fields(config_json))
+    heads = number("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
+    keys = number("num_key_value_heads", "n_kv_heads", "num_kv_heads") or heads
     sizes = {
         "attention heads": heads,
         "key_value heads": None if keys == 1 else keys,  # all ranks hold a single head
-        "intermediate size": _first(numbers, "intermediate_size", "ffn_dim", "n_inner"),
+        "intermediate size": number("intermediate_size", "ffn_dim", "n_inner"),
     }
     refuse_sizes({name: size for name, size in sizes.items() if size}, tensor)
 
@@ -375,10 +373,3 @@ def refuse_sizes(sizes: Mapping[str, int], tensor: int) -> None:
             else "leave tensor parallelism out: `parallel.mode: zero3` cuts every model"
         ),
     )
-
-
-def _first(numbers: Mapping[str, Any], *names: str) -> int | None:
-    for name in names:
-        if isinstance(numbers.get(name), int):
-            return int(numbers[name])
-    return None

@@ -5,10 +5,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
+from paceline.models.json_config import JsonObject, first_number, language_fields
 
 #: For models of which no forward can be traced. Modules registered before the blocks and used after
 #: them, and the reverse: order of registration alone would misplace them.
@@ -220,21 +220,16 @@ def num_chunks(schedule: str, chunks: int) -> int:
     return chunks if schedule in ("interleaved_1f1b", "zero_bubble") else 1
 
 
-def check_sizes(config_json: Mapping[str, Any], pipeline: int, chunks: int = 1) -> None:
+def check_sizes(config_json: JsonObject, pipeline: int, chunks: int = 1) -> None:
     """Before anything is loaded: does a Hugging Face ``config.json`` name enough layers? Says
     nothing where it names none.
 
     Raises:
         ConfigError: more stages than layers.
     """
-    inner = config_json.get("text_config")
-    for source in (config_json, inner if isinstance(inner, Mapping) else {}):
-        for key in _LAYER_KEYS:
-            layers = source.get(key)
-            if isinstance(layers, int):
-                if pipeline * chunks > layers:
-                    raise too_many_stages(pipeline * chunks, layers, pipeline, chunks)
-                return
+    layers = first_number(language_fields(config_json), *_LAYER_KEYS)
+    if layers is not None and pipeline * chunks > layers:
+        raise too_many_stages(pipeline * chunks, layers, pipeline, chunks)
 
 
 def too_many_stages(
