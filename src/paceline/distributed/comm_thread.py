@@ -5,13 +5,10 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.environment import RankEnv
 
 Work = Callable[[Communicator], object]
 
@@ -52,7 +49,7 @@ class CommThread:
     """
 
     def __init__(self, world: Communicator, *axes: str, timeout_s: float = 600.0) -> None:
-        self.world = _make_subgroup(world, axes, timeout_s)
+        self.world = world.split(world.axes.subgroups(axes), timeout_s=timeout_s)
         self._todo: queue.SimpleQueue[tuple[Work, PendingComm, torch.Event | None] | None] = (
             queue.SimpleQueue()
         )
@@ -73,22 +70,6 @@ class CommThread:
         return pending
 
 
-def _make_subgroup(world: Communicator, axes: tuple[str, ...], timeout_s: float) -> Communicator:
-    """The line along ``axes`` as a world with a process group of its own, and its own count of
-    seconds waited: the thread's waits are not the training's."""
-    mine, group = [world.ranks[world.rank]], None
-    for line in world.axes.subgroups(axes):
-        ranks = [world.ranks[one] for one in line]
-        made = (
-            dist.new_group(ranks, timeout=timedelta(seconds=timeout_s)) if len(ranks) > 1 else None
-        )
-        if world.rank in line:
-            mine, group = ranks, made
-    place = mine.index(world.ranks[world.rank])
-    env = RankEnv(place, len(mine), world.env.local_rank, world.env.local_world_size)
-    return Communicator(env, world.device, world.axes, group, mine)
-
-
 def _run(
     todo: queue.SimpleQueue[tuple[Work, PendingComm, torch.Event | None] | None], line: Communicator
 ) -> None:
@@ -98,8 +79,8 @@ def _run(
         torch.accelerator.set_device_index(line.device.index or 0)
         stream = torch.Stream(line.device)
         torch.accelerator.set_stream(stream)
-    while (one := todo.get()) is not None:
-        work, pending, ready = one
+    while (task := todo.get()) is not None:
+        work, pending, ready = task
         done = None
         if failed is None:
             try:
@@ -113,4 +94,4 @@ def _run(
             except BaseException as error:
                 failed = error
         pending.end(failed, done)
-        del one, work, pending  # else the last one would live until the next comes
+        del task, work, pending  # else the last one would live until the next comes

@@ -7,15 +7,16 @@ import ctypes
 import gc
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from paceline.core.errors import RunError
 from paceline.distributed import torch_compat
+from paceline.distributed.devices import cpu_cores
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.progress import COLLECTIVE, PROGRESS
@@ -124,23 +125,33 @@ class Communicator:
         collective the first time: every rank asks for the same lines in the same order."""
         key = tuple(sorted(axes))
         if key not in self._subgroups:
-            self._subgroups[key] = self._make_subgroup(key)
+            groups = self.axes.subgroups(key)
+            is_all = len(groups[0]) == self.size
+            self._subgroups[key] = self if is_all else self.split(groups, self.waits)
         return self._subgroups[key]
 
-    def _make_subgroup(self, axes: tuple[str, ...]) -> Communicator:
-        lines = self.axes.subgroups(axes)
-        mine = next(one for one in lines if self.rank in one)
-        if len(mine) == self.size:
-            return self
-        group = None
-        if len(mine) > 1:
-            for ranks in lines:  # every rank takes part in making every group
-                made = dist.new_group(ranks)
-                group = made if ranks is mine else group
-        env = RankEnv(
-            mine.index(self.rank), len(mine), self.env.local_rank, self.env.local_world_size
-        )
-        return Communicator(env, self.device, self.axes, group, mine, self.waits)
+    def split(
+        self,
+        groups: Sequence[Sequence[int]],
+        waits: CommWaitTime | None = None,
+        timeout_s: float | None = None,
+    ) -> Communicator:
+        """The one of ``groups`` that this rank is in, with a process group of its own. A
+        collective.
+
+        Args:
+            groups: ranks; each rank is in one group.
+            waits: counts the seconds waited; a new count where not given.
+        """
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        for ranks in groups:  # every rank takes part in making every group
+            members = [self.ranks[rank] for rank in ranks]
+            group = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
+            if self.rank in ranks:
+                place, size = ranks.index(self.rank), len(members)
+                env = RankEnv(place, size, self.env.local_rank, self.env.local_world_size)
+                mine = Communicator(env, self.device, self.axes, group, members, waits)
+        return mine
 
     def all_reduce(
         self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
@@ -156,16 +167,16 @@ class Communicator:
         if self.size == 1:
             output.copy_(tensor)
             return None
-        start = _newest("reduce_scatter_single", "reduce_scatter_tensor")
-        return cast(dist.Work, start(output, tensor, group=self.group, async_op=True))
+        names = "reduce_scatter_single", "reduce_scatter_tensor"
+        return _start(names, output, tensor, self.group)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work | None:
         """Start gathering each rank's ``tensor`` [n] into ``output`` [N × n]."""
         if self.size == 1:
             output.copy_(tensor)
             return None
-        start = _newest("all_gather_single", "all_gather_into_tensor")
-        return cast(dist.Work, start(output, tensor, group=self.group, async_op=True))
+        names = "all_gather_single", "all_gather_into_tensor"
+        return _start(names, output, tensor, self.group)
 
     def wait(self, work: Waitable | None) -> None:
         """Wait for a collective, and count the seconds it took."""
@@ -211,7 +222,7 @@ class Communicator:
             dist.broadcast(flat, src=self.ranks[0], group=self.group)
             if self.rank != 0:
                 for tensor, part in zip(
-                    tensors, flat.split([one.numel() for one in tensors]), strict=True
+                    tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
                 ):
                     tensor.copy_(part.view(tensor.shape))
 
@@ -228,9 +239,9 @@ class Communicator:
         """Each rank's (small, picklable) object, in order of rank, on every rank."""
         if self.size == 1:
             return [value]
-        found: list[T] = [value] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def gather_numbers(self, value: float) -> list[float]:
         """Each rank's value, in order of rank, on every rank."""
@@ -239,7 +250,7 @@ class Communicator:
         tensor = torch.zeros(self.size, dtype=self.wide_dtype, device=self.device)
         tensor[self.rank] = value
         self.wait(self.all_reduce(tensor))
-        return [float(one) for one in tensor.tolist()]
+        return [float(number) for number in tensor.tolist()]
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -287,22 +298,27 @@ def init_communicator(
     elif env.world_size > 1:
         Communicator.has_adopted_group = False
         timeout = timedelta(seconds=timeout_s)
-        options: dict[str, Any] = {}
+        store: dist.Store | None = None
         if env.local_world_size < env.world_size:
-            store, _, _ = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))
-            store.set_timeout(timeout)
-            options["store"] = dist.PrefixStore("default_pg", store)
+            root, _, _ = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))
+            root.set_timeout(timeout)
+            store = dist.PrefixStore("default_pg", root)
             device_types = _exchange_device_types(
-                dist.PrefixStore("device_types", store), env.world_size, device_type
+                dist.PrefixStore("device_types", root), env.world_size, device_type
             )
         backend = dist.get_default_backend_for_device(device) if len(device_types) == 1 else "gloo"
-        if device.type != "cpu" and backend != "gloo":
-            options["device_id"] = device
+        uses_device = device.type != "cpu" and backend != "gloo"
+        if uses_device:
             os.environ.setdefault(
                 torch_compat.flight_recorder_variable(), _FLIGHT_RECORDER_COLLECTIVES
             )
         dist.init_process_group(
-            backend, rank=env.rank, world_size=env.world_size, timeout=timeout, **options
+            backend,
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timeout,
+            store=store,
+            device_id=device if uses_device else None,
         )
     count_collectives()
     world = Communicator(env, device, axes)
@@ -350,9 +366,15 @@ def _check_adopted(env: RankEnv, device: torch.device) -> None:
 _FLIGHT_RECORDER_COLLECTIVES = "2000"
 
 
-def _newest(name: str, older: str) -> Any:
-    """A function of torch.distributed, which older releases of torch have under another name."""
-    return getattr(dist, name, None) or getattr(dist, older)
+def _start(
+    names: tuple[str, str],
+    output: torch.Tensor,
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+) -> dist.Work:
+    """Start a collective that older releases of torch have under the second name only."""
+    function = getattr(dist, names[0], None) or getattr(dist, names[1])
+    return cast(dist.Work, function(output, tensor, group=group, async_op=True))
 
 
 def tune_allocator(device_type: str) -> None:
@@ -383,7 +405,4 @@ def set_cpu_threads(local_world_size: int) -> None:
     is kept."""
     if "OMP_NUM_THREADS" in os.environ:
         return
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    torch.set_num_threads(max(1, cores // local_world_size))
+    torch.set_num_threads(max(1, cpu_cores() // local_world_size))

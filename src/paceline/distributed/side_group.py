@@ -9,10 +9,12 @@ with zeros and says so in the frame: the two ends never lose step.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -20,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from paceline.core.errors import RunError
+from paceline.core.errors import RunError, first_line
 from paceline.core.processes import host_name
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
@@ -80,7 +82,7 @@ class SideGroup:
 
     def reopen(self) -> None:
         """Make new connections. A collective of all ranks."""
-        ranks = [self.world.ranks[one] for one in self.members]
+        ranks = [self.world.ranks[rank] for rank in self.members]
         # Gloo keeps an old group's threads until the process ends; this happens only after a failed
         # transfer.
         self._group = dist.new_group(ranks, timeout=_TURN_TIMEOUT, backend="gloo")
@@ -127,9 +129,10 @@ class SideGroup:
     def receive(self, peer: int, size_bytes: int, consume: Consume) -> Any:
         """Receive a transfer, handing each chunk to ``consume``, which must not keep it. Returns
         the frame that ends it."""
-        staging = [np.empty(min(CHUNK_BYTES, max(1, size_bytes)), np.uint8) for _ in range(_WINDOW)]
+        staging = _make_staging(size_bytes)
         buffers = (
-            staging[number % _WINDOW][:size] for number, size in enumerate(_chunk_sizes(size_bytes))
+            staging[start // CHUNK_BYTES % _WINDOW][: size_bytes - start]
+            for start in range(0, size_bytes, CHUNK_BYTES)
         )
         return self._receive_all(peer, buffers, consume)
 
@@ -147,8 +150,7 @@ class SideGroup:
         # round trip.
         ending = np.empty(_FRAME_BYTES, np.uint8)
         pending: deque[tuple[dist.Work, np.ndarray[Any, Any]]] = deque()
-        remaining = _chain_last(buffers, ending)
-        for buffer in remaining:
+        for buffer in itertools.chain(buffers, [ending]):
             pending.append((self._receive(peer, buffer), buffer))
             if len(pending) == _WINDOW:
                 self._consume_next(pending, ending, consume)
@@ -169,34 +171,33 @@ class SideGroup:
     # traffic of the training and put the calls among the collectives that the watchdog compares
     # between ranks.
     def _send(self, peer: int, data: np.ndarray[Any, Any]) -> dist.Work:
-        try:
+        with self._failing():
             work = self._group.send([torch.from_numpy(data)], self.members.index(peer), 0)
-            return cast(dist.Work, work)
-        except RuntimeError as error:
-            raise self._failed(error) from error
+        return cast(dist.Work, work)
 
     def _receive(self, peer: int, data: np.ndarray[Any, Any]) -> dist.Work:
-        try:
+        with self._failing():
             work = self._group.recv([torch.from_numpy(data)], self.members.index(peer), 0)
-            return cast(dist.Work, work)
-        except RuntimeError as error:
-            raise self._failed(error) from error
+        return cast(dist.Work, work)
 
     def _wait(self, work: dist.Work, timeout: timedelta | None = None) -> None:
-        try:
+        with self._failing():
             work.wait(timeout or timedelta(seconds=STALL_TIMEOUT_S))
-        except RuntimeError as error:
-            raise self._failed(error) from error
         self.num_moved += 1
 
-    def _failed(self, error: RuntimeError) -> TransferError:
-        self.is_broken = True
-        text = str(error).splitlines()[0]
-        if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
-            return TransferError("the connection was closed")
-        return TransferError(
-            f"nothing arrived for {STALL_TIMEOUT_S:.0f} s" if "imed out" in text else text
-        )
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Raise TransferError for an error of the group."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.is_broken = True
+            text = first_line(error)
+            if "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
+                text = "the connection was closed"
+            elif "imed out" in text:
+                text = f"nothing arrived for {STALL_TIMEOUT_S:.0f} s"
+            raise TransferError(text) from error
 
     # -- measurement
     def measure_bytes_per_s(self) -> float | None:
@@ -219,16 +220,16 @@ class SideGroup:
         return min(hosts.values())
 
     def _measure(self, peer: int) -> float:
-        rate = 0.0
-        for size_bytes in (_PROBE_BYTES, _LARGE_PROBE_BYTES):
+        def probe(size_bytes: int) -> float:
             start = time.perf_counter()
             self.send_frame(peer, size_bytes)
             self.receive(peer, size_bytes, lambda _: None)
-            wall_s = max(time.perf_counter() - start, 1e-6)
-            rate = size_bytes / wall_s
-            if wall_s > _SHORT_PROBE_S:
-                break
-        return rate
+            return max(time.perf_counter() - start, 1e-6)
+
+        wall_s = probe(_PROBE_BYTES)
+        if wall_s > _SHORT_PROBE_S:
+            return _PROBE_BYTES / wall_s
+        return _LARGE_PROBE_BYTES / probe(_LARGE_PROBE_BYTES)
 
 
 class Outgoing:
@@ -242,9 +243,7 @@ class Outgoing:
         self.side, self.peer, self.tick = side, peer, tick
         self.left_bytes = size_bytes
         self.ending: Any = {}
-        self._staging = [
-            np.empty(min(CHUNK_BYTES, max(1, size_bytes)), np.uint8) for _ in range(_WINDOW)
-        ]
+        self._staging = _make_staging(size_bytes)
         self._number = self._used = 0
         self._pending: deque[dist.Work] = deque()
 
@@ -286,13 +285,6 @@ class Outgoing:
         return count
 
 
-def _chunk_sizes(size_bytes: int) -> Iterator[int]:
-    for start in range(0, size_bytes, CHUNK_BYTES):
-        yield min(CHUNK_BYTES, size_bytes - start)
-
-
-def _chain_last(
-    buffers: Iterator[np.ndarray[Any, Any]], last: np.ndarray[Any, Any]
-) -> Iterator[np.ndarray[Any, Any]]:
-    yield from buffers
-    yield last
+def _make_staging(size_bytes: int) -> list[np.ndarray[Any, Any]]:
+    """The buffers of a transfer."""
+    return [np.empty(min(CHUNK_BYTES, max(1, size_bytes)), np.uint8) for _ in range(_WINDOW)]

@@ -1,6 +1,9 @@
 """The repeated blocks of a model: the units of sharding, of activation checkpointing and of
 pipeline stages."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -34,6 +37,36 @@ DROPOUTS = (
 def base_model(model: Any) -> Any:
     """Return the model inside peft's wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further name → first name of each parameter that is used under several."""
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        name: first[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if first[id(parameter)] != name
+    }
+
+
+def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """Have ``wrapper(original, …)`` run in the place of ``module.forward``, where ``original`` is
+    that method. Returns what undoes it."""
+    original = module.forward
+    module.forward = partial(wrapper, original)
+    return partial(setattr, module, "forward", original)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Within it, running statistics stay as they are and nothing is dropped."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -137,7 +137,7 @@ def _config_of(name: str, trust_remote_code: bool) -> Any:
         return AutoConfig.from_pretrained(
             name if folder is None else str(folder), trust_remote_code=trust_remote_code
         )
-    return AutoConfig.for_model(**content)
+    return AutoConfig.for_model(str(content.pop("model_type")), **content)
 
 
 @contextmanager

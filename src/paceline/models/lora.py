@@ -282,7 +282,7 @@ def ineffective_adapters(adapted: Any) -> list[str]:
 def _read_by_parent(model: Any, names: Iterable[str]) -> list[str]:
     def is_read(name: str) -> bool:
         parent, _, leaf = name.rpartition(".")
-        return leaf in _weights_read_by(type(model.get_submodule(parent)))
+        return leaf in _weights_read_by(type(model.get_submodule(parent)))  # type: ignore[arg-type]
 
     return [name for name in names if is_read(name)]
 

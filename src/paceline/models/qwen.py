@@ -94,12 +94,14 @@ def as_qwen2_config(content: dict[str, JsonValue], name: str) -> dict[str, JsonV
             )
     hidden = _number(content, name, "hidden_size", "n_embd")
     heads = _number(content, name, "num_attention_heads", "n_head")
-    if hidden % heads or content.get("kv_channels", hidden // heads) * heads != hidden:
+    head_size = first_number(content, "kv_channels") or hidden // heads
+    if hidden % heads or head_size * heads != hidden:
         raise _unsupported(
             name,
             "its attention heads do not add up to `hidden_size`",
             "`kv_channels` × heads = `hidden_size`",
         )
+    rope_theta = content.get("rotary_emb_base")
     return {
         "architectures": ["Qwen2ForCausalLM"],
         "model_type": "qwen2",
@@ -112,7 +114,7 @@ def as_qwen2_config(content: dict[str, JsonValue], name: str) -> dict[str, JsonV
         "max_position_embeddings": trained_length(content, name),
         "hidden_act": "silu",
         "rms_norm_eps": content.get("layer_norm_epsilon", 1e-6),
-        "rope_theta": float(content.get("rotary_emb_base", 10000)),
+        "rope_theta": float(rope_theta) if isinstance(rope_theta, int | float) else 10000.0,
         "attention_dropout": content.get("attn_dropout_prob", 0.0),
         "initializer_range": content.get("initializer_range", 0.02),
         "tie_word_embeddings": bool(content.get("tie_word_embeddings", False)),

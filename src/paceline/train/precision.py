@@ -12,6 +12,7 @@ from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.health.anomalies import UpdateDecision
+from paceline.models.blocks import wrap_forward
 from paceline.parallel.loss_scale import LossScaler
 
 
@@ -114,4 +115,4 @@ def checkpoint_activations(model: nn.Module) -> None:
             ),
         )
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        wrap_forward(block, partial(checkpoint, use_reentrant=False))

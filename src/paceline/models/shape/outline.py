@@ -2,6 +2,7 @@
 where nothing is stored."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import nn
 from paceline.config.derive import optimizer_bytes_per_element
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.models.blocks import base_model, find_blocks
+from paceline.models.blocks import base_model, evaluation_mode, find_blocks, tied_names
 from paceline.models.shape.record import ModelShape, TensorShape
-from paceline.models.shape.trace import trace_model
+from paceline.models.shape.trace import on_meta, trace_model
 from paceline.models.tensor_plan.plan import find_tensor_plan
 
 
@@ -29,19 +30,11 @@ class Probe:
 def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> ModelShape:
     """The shape of ``model`` as the task built it, before a strategy has placed it."""
     args = config.train_args
-    first: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    parameters = []
-    for name, one in model.named_parameters(remove_duplicate=False):
-        if id(one) in first:
-            aliases[name] = first[id(one)]
-            continue
-        first[id(one)] = name
-        parameters.append(
-            TensorShape(name, tuple(one.shape), one.element_size(), one.requires_grad)
-        )
     return ModelShape(
-        parameters=tuple(parameters),
+        parameters=tuple(
+            TensorShape(name, tuple(one.shape), one.element_size(), one.requires_grad)
+            for name, one in model.named_parameters()
+        ),
         buffers=tuple(
             TensorShape(name, tuple(one.shape), one.element_size())
             for name, one in model.named_buffers()
@@ -50,7 +43,7 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
         low_bytes=2 if args.mixed_dtype else 0,
         blocks=tuple(name for name, _ in find_blocks(model)),
         tensor_plan=_tensor_plan(model, config),
-        aliases=aliases,
+        aliases=tied_names(model),
         block_output_elements=_block_outputs(model, probe),
         phases=_phases(model, probe),
     )
@@ -60,11 +53,10 @@ def _phases(model: nn.Module, probe: Probe | None) -> dict[str, tuple[str, ...]]
     """When parameters outside the blocks are used. Traced for a pipeline, and on the meta device,
     where it costs little; there some models cannot run their blocks, and what was not used before
     the first block counts as used after the last."""
-    on_meta = any(one.device.type == "meta" for one in model.parameters())
-    if probe is None and not on_meta:
+    if probe is None and not on_meta(model):
         return None
     found = trace_model(model, None if probe is None else probe.run)
-    if found is None or (found.error is not None and not (on_meta and found.reached_blocks)):
+    if found is None or (found.error is not None and not (on_meta(model) and found.reached_blocks)):
         return None
     return {name: tuple(sorted(phases)) for name, phases in found.phases.items()}
 
@@ -94,18 +86,10 @@ def _probed(model: nn.Module, blocks: list[nn.Module], probe: Probe) -> tuple[fl
         if isinstance(output, torch.Tensor):
             sizes[id(block)] = output.numel() / probe.rows
 
-    handles = [block.register_forward_hook(note) for block in blocks]
-    was_training = model.training
-    model.eval()  # running statistics stay as they are
-    try:
-        with torch.no_grad():
-            probe.run(model)
-    finally:
-        model.train(was_training)
-        for handle in handles:
-            handle.remove()
-    return (
-        tuple(sizes[id(block)] for block in blocks)
-        if len(sizes) == len({id(block) for block in blocks})
-        else ()
-    )
+    with ExitStack() as stack, evaluation_mode(model), torch.no_grad():
+        for block in blocks:
+            stack.enter_context(block.register_forward_hook(note))
+        probe.run(model)
+    if any(id(block) not in sizes for block in blocks):
+        return ()
+    return tuple(sizes[id(block)] for block in blocks)

@@ -3,7 +3,7 @@ read from names."""
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from paceline.data.collate import find_tensors
 from paceline.distributed import torch_compat
 from paceline.distributed.torch_compat import TorchDispatchMode
 from paceline.models import attention
-from paceline.models.blocks import base_model, find_blocks
+from paceline.models.blocks import base_model, evaluation_mode, find_blocks
 
 BEFORE, INSIDE, BETWEEN, AFTER = "before", "inside", "between", "after"
 _ERRORS = (
@@ -60,14 +60,12 @@ def trace(model: nn.Module, run: Callable[[nn.Module], object]) -> Trace:
     """Run ``run(model)`` once, in evaluation mode and without gradients, and record what it uses.
     The model may be on the meta device."""
     recorder = _Recorder(model)
-    with _evaluating(model), recorder.hooks(), torch.no_grad(), recorder:
+    with evaluation_mode(model), recorder.hooks(), torch.no_grad(), recorder:
         try:
             run(model)
         except _ERRORS as error:
-            recorder.trace.error = (
-                f"{type(error).__name__}:"
-                f" {(str(error).strip() or 'no message').splitlines()[0][:300]}"
-            )
+            message = (str(error).strip() or "no message").splitlines()[0][:300]
+            recorder.trace.error = f"{type(error).__name__}: {message}"
     return recorder.trace
 
 
@@ -121,24 +119,19 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
-        handles = []
-        for number, block in enumerate(self.blocks):
-            handles.append(
-                block.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True)
-            )
-            handles.append(block.register_forward_hook(partial(self._leave, number)))
-        for module in self.owners.values():
-            handles.append(
-                module.register_forward_pre_hook(lambda one, _: self._active.append(id(one)))
-            )
-            handles.append(
-                module.register_forward_hook(lambda one, *_: self._active.pop() and None)
-            )
-        try:
+        with ExitStack() as stack:
+            for number, block in enumerate(self.blocks):
+                enter, leave = partial(self._enter, number), partial(self._leave, number)
+                stack.enter_context(block.register_forward_pre_hook(enter, with_kwargs=True))
+                stack.enter_context(block.register_forward_hook(leave))
+            for module in self.owners.values():
+                stack.enter_context(
+                    module.register_forward_pre_hook(lambda user, _: self._active.append(id(user)))
+                )
+                stack.enter_context(
+                    module.register_forward_hook(lambda *_: self._active.pop() and None)
+                )
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _enter(
         self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -158,18 +151,7 @@ class _Recorder(TorchDispatchMode):
         self._depth -= 1
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()  # running statistics stay as they are
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def made_up_inputs(model: nn.Module) -> dict[str, Any] | None:
+def made_up_inputs(model: nn.Module) -> dict[str, torch.Tensor | tuple[int, ...] | bool] | None:
     """A few tokens or one image for a Hugging Face model; None for other models: what those take is
     not known here."""
     config = getattr(model, "config", None)
@@ -179,7 +161,7 @@ def made_up_inputs(model: nn.Module) -> dict[str, Any] | None:
         return None
     taken = inspect.signature(base.forward).parameters
     if "input_ids" in taken and "decoder_input_ids" not in taken:
-        inputs: dict[str, Any] = {
+        inputs: dict[str, torch.Tensor | tuple[int, ...] | bool] = {
             "input_ids": torch.zeros((1, 2), dtype=torch.int64, device=first.device)
         }
         # it must be given the samples' lengths
@@ -204,10 +186,10 @@ def trace_model(model: nn.Module, run: Callable[[nn.Module], object] | None = No
     suit it, of ``run``. None if there is neither."""
     inputs = made_up_inputs(model)
     found = None if inputs is None else trace(model, lambda module: module(**inputs))
-    if run is not None and (found is None or found.error is not None) and not _on_meta(model):
+    if run is not None and (found is None or found.error is not None) and not on_meta(model):
         return trace(model, run)
     return found
 
 
-def _on_meta(model: nn.Module) -> bool:
-    return any(one.device.type == "meta" for one in model.parameters())
+def on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())

@@ -20,8 +20,6 @@ from torch.distributed import rpc
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.environment import RankEnv
-from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import TRAFFIC, uncounted
 from paceline.parallel.base import MicroStep, OptimizerFactory
 from paceline.parallel.gradients import clip_factor
@@ -42,13 +40,7 @@ class AsyncServerStrategy(DenseServerStrategy):
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
-        self.alone = Communicator(
-            RankEnv(0, 1, world.env.local_rank, world.env.local_world_size),
-            world.device,
-            ParallelDims(),
-            None,
-            [world.rank],
-        )
+        self.alone = world.split([[rank] for rank in range(world.size)])
         self.bound = self.said.staleness if self.said.mode == "bounded" else None
         self.clock = 0
 

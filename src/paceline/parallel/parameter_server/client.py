@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch.distributed import rpc
 
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.environment import RankEnv
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.parameter_server.server import pull
 
@@ -97,21 +95,6 @@ class RemoteEmbedding:
                 yield self.first_server + server, rows, vectors.grad[begin : begin + len(rows)]
                 begin += len(rows)
         self.pulled.clear()
-
-
-def among_workers(world: Communicator, num_workers: int) -> Communicator:
-    """The workers as a world of their own; on a server, one of itself. A collective."""
-    group = dist.new_group(list(range(num_workers))) if num_workers > 1 else None
-    if world.rank >= num_workers:
-        return Communicator(
-            RankEnv(0, 1, world.env.local_rank, world.env.local_world_size),
-            world.device,
-            None,
-            None,
-            [world.rank],
-        )
-    env = RankEnv(world.rank, num_workers, world.env.local_rank, world.env.local_world_size)
-    return Communicator(env, world.device, world.axes, group, list(range(num_workers)), world.waits)
 
 
 def rank_name(rank: int) -> str:

@@ -37,7 +37,6 @@ from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import changing_buffers, clip_factor
 from paceline.parallel.parameter_server.client import (
     RemoteEmbedding,
-    among_workers,
     bytes_of,
     connect,
     rank_name,
@@ -61,7 +60,9 @@ class ParameterServerStrategy(Strategy):
         super().__init__(config, world)
         self.said = config.parameter_server
         self.num_workers = world.axes.replicas
-        self.workers = among_workers(world, self.num_workers)
+        servers = [[rank] for rank in range(self.num_workers, world.size)]
+        #: On a worker all of them, on a server itself.
+        self.workers = world.split([range(self.num_workers), *servers], world.waits)
         self.tables: dict[str, Table] = {}
         self.shards: list[TableShard] = []
         self.trained: dict[str, nn.Parameter] = {}

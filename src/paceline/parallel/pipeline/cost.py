@@ -29,10 +29,6 @@ class PipelineCost:
     in_flight: tuple[int, ...]
     activation_bytes: tuple[int, ...]
 
-    @property
-    def busiest_send_bytes(self) -> int:
-        return max(self.send_bytes)
-
 
 def pipeline_cost(
     shape: ModelShape,
@@ -72,7 +68,7 @@ def pipeline_cost(
         send[rank_of_stage(stage, num_ranks)] += boundary
         send[rank_of_stage(stage + 1, num_ranks)] += boundary
     for one in shape.trained:
-        ranks = sorted({rank_of_stage(stage, num_ranks) for stage in division.stages[one.name]})
+        ranks = division.ranks_of(one.name, num_ranks)
         for rank in ranks if len(ranks) > 1 else []:
             send[rank] += one.size_bytes * (len(ranks) - 1)
     in_flight = tuple(
@@ -115,17 +111,12 @@ def _holdings(shape: ModelShape, num_ranks: int, num_stages: int) -> tuple[Stage
         def held(names: list[str]) -> Names:
             by_rank: list[list[str]] = [[] for _ in range(num_ranks)]
             for name in names:
-                for rank in sorted(
-                    {rank_of_stage(stage, num_ranks) for stage in division.stages[name]}
-                ):
+                for rank in division.ranks_of(name, num_ranks):
                     by_rank[rank].append(name)
             return tuple(tuple(names) for names in by_rank)
 
-        parameters, buffers = (
-            held([one.name for one in shape.parameters]),
-            held([one.name for one in shape.buffers]),
-        )
-        shape.memo[key] = (division, parameters, buffers)
+        parameters = held([parameter.name for parameter in shape.parameters])
+        shape.memo[key] = (division, parameters, held([buffer.name for buffer in shape.buffers]))
     return shape.memo[key]  # type: ignore[no-any-return]
 
 

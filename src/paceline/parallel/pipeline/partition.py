@@ -17,6 +17,7 @@ from torch import nn
 
 from paceline.core.errors import RunError
 from paceline.data.collate import find_tensors, map_tensors
+from paceline.models.blocks import wrap_forward
 from paceline.parallel.pipeline.stages import StagePlan
 
 _UNFIT = (
@@ -55,20 +56,14 @@ class PartitionedModel:
         mine: list[int],
     ) -> None:
         self.model, self.division, self.forms = model, division, forms
-        self.foreign = [
-            block
-            for number, (_, block) in enumerate(blocks)
-            if not any(
-                first <= number < beyond
-                for first, beyond in (division.blocks[stage] for stage in mine)
-            )
-        ]
+        held = {number for stage in mine for number in range(*division.blocks[stage])}
+        self.foreign = [block for number, (_, block) in enumerate(blocks) if number not in held]
         self._active = self._probing = False
         self._first = self._beyond = self._position = 0
         self._received: torch.Tensor | None = None
         self._last_output: torch.Tensor | None = None
         for number, (_, block) in enumerate(blocks):
-            block.forward = partial(self._block, number, block.forward)
+            wrap_forward(block, partial(self._block, number))
             block.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True)
         for name, region in division.regions.items():
             if region in ("before", "both") and any(stage > 0 for stage in mine):
@@ -81,18 +76,17 @@ class PartitionedModel:
         parent = self.model.get_submodule(parent_name)
         module = getattr(parent, leaf)
         if isinstance(module, nn.Module):
-            memo = {
-                id(one): nn.Parameter(_meta(one), requires_grad=False)
-                for one in module.parameters()
+            memo: dict[int, torch.Tensor] = {
+                id(parameter): nn.Parameter(_meta(parameter), requires_grad=False)
+                for parameter in module.parameters()
             }
-            memo |= {id(one): _meta(one) for one in module.buffers()}  # type: ignore[misc]
-            module.forward = partial(self._before, module.forward, copy.deepcopy(module, memo))
+            memo |= {id(buffer): _meta(buffer) for buffer in module.buffers()}
+            wrap_forward(module, partial(self._before, copy.deepcopy(module, memo)))
         elif not holds_first:  # a parameter of a module that holds the blocks
-            delattr(parent, leaf)
-            setattr(parent, leaf, stand_in(module))
+            _replace_by_stand_in(parent, leaf, module)
 
     def _before(
-        self, original: Callable[..., Any], ghost: nn.Module, *args: Any, **kwargs: Any
+        self, ghost: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         # used again after the blocks
         if not self._active or self._first == 0 or self._position > 0:
@@ -192,6 +186,11 @@ def stand_in(like: torch.Tensor, device: torch.device | None = None) -> torch.Te
     return torch.full((), value, dtype=like.dtype, device=device or like.device).expand(like.shape)
 
 
+def _replace_by_stand_in(module: nn.Module, leaf: str, parameter: torch.Tensor) -> None:
+    delattr(module, leaf)
+    setattr(module, leaf, stand_in(parameter.detach()))
+
+
 def drop(model: nn.Module, division: StagePlan, mine: list[int]) -> None:
     """Let go of the parameters and buffers of other ranks' stages. A parameter leaves a stand-in
     without memory: some models ask their embedding for its device or type. A buffer's place holds
@@ -204,19 +203,18 @@ def drop(model: nn.Module, division: StagePlan, mine: list[int]) -> None:
 
         for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if is_elsewhere(leaf):
-                delattr(module, leaf)
-                setattr(module, leaf, stand_in(parameter.detach()))
+                _replace_by_stand_in(module, leaf, parameter)
         for leaf, _ in list(module.named_buffers(recurse=False, remove_duplicate=False)):
             if is_elsewhere(leaf):
                 setattr(module, leaf, None)
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, torch.Tensor):
-            return one
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            return value
     raise unfit("a block takes no tensor")
 
 
-def _meta(one: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(one, device="meta")
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")

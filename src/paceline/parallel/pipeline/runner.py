@@ -15,7 +15,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
-from paceline.models.blocks import find_blocks
+from paceline.models.blocks import evaluation_mode, find_blocks, tied_names
 from paceline.models.shape.trace import Trace
 from paceline.parallel.base import MicroStep
 from paceline.parallel.pipeline.check import check_blocks
@@ -102,14 +102,9 @@ class PipelineRunner:
     def _find_shared(self) -> list[tuple[str, list[int]]]:
         """Trained parameters that several ranks hold, with their places in the line; in one order
         on all ranks."""
-        found = []
-        for name, one in self.model.named_parameters():
-            ranks = sorted(
-                {rank_of_stage(stage, self.line.size) for stage in self.division.stages[name]}
-            )
-            if one.requires_grad and len(ranks) > 1:
-                found.append((name, ranks))
-        return found
+        trained = [name for name, one in self.model.named_parameters() if one.requires_grad]
+        holders = [(name, self.division.ranks_of(name, self.line.size)) for name in trained]
+        return [(name, ranks) for name, ranks in holders if len(ranks) > 1]
 
     def sum_shared_gradients(self) -> None:
         """Add up the gradients of tied weights over the ranks that hold them: each sends its own to
@@ -123,15 +118,16 @@ class PipelineRunner:
                 one.grad = torch.zeros_like(one)
             gradient = local_tensor(one.grad)
             mine = gradient.detach().clone(memory_format=torch.contiguous_format)
-            others = {rank: torch.empty_like(mine) for rank in ranks if rank != self.line.rank}
+            parts = {rank: torch.empty_like(mine) for rank in ranks}
             operations = []
-            for rank, buffer in others.items():
-                peer = self.line.ranks[rank]
-                operations.append(dist.P2POp(dist.isend, mine, peer, self.line.group))
-                operations.append(dist.P2POp(dist.irecv, buffer, peer, self.line.group))
+            for rank in ranks:
+                if rank != self.line.rank:
+                    peer = self.line.ranks[rank]
+                    operations.append(dist.P2POp(dist.isend, mine, peer, self.line.group))
+                    operations.append(dist.P2POp(dist.irecv, parts[rank], peer, self.line.group))
             for work in dist.batch_isend_irecv(operations):
                 self.line.wait(work)
-            parts = {**others, self.line.rank: mine}
+            parts[self.line.rank] = mine
             total = torch.zeros_like(mine)
             for rank in ranks:  # in one order, so that every copy gets the same bits
                 total += parts[rank]
@@ -175,15 +171,11 @@ class PipelineRunner:
         return schedule
 
     def _make_stage(self, stage: int) -> DynamicStage:
-        trained, seen = [], set()
-        for name, one in self.model.named_parameters(remove_duplicate=False):
-            if (
-                one.requires_grad
-                and id(one) not in seen
-                and stage in self.division.stages.get(name, (stage,))
-            ):
-                seen.add(id(one))
-                trained.append(one)
+        trained = {
+            id(parameter): parameter
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+            if parameter.requires_grad and stage in self.division.stages.get(name, (stage,))
+        }
         peers = [
             self.line.ranks[rank_of_stage(one, self.line.size)]
             for one in range(self.division.num_stages)
@@ -193,9 +185,9 @@ class PipelineRunner:
             peers,
             self.line.device,
             self.line.group,
-            trained,
+            list(trained.values()),
             self._run_stage,
-            lambda *said: self.before_backward(*said),
+            lambda *place: self.before_backward(*place),
         )
 
     def _run_stage(self, stage: int, number: int, received: torch.Tensor | None) -> torch.Tensor:
@@ -256,17 +248,11 @@ class PipelineRunner:
 
     def _learn(self, before: tuple[int, ...], number: int) -> None:
         mine: dict[int, Hidden] = {}
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()  # running statistics stay as they are
-        try:
-            with torch.no_grad(), uncounted():
-                self._hop(lambda: self._micro(number), mine, with_last=False)
-        finally:
-            for module, training in modes:
-                module.training = training
+        with evaluation_mode(self.model), torch.no_grad(), uncounted():
+            self._hop(lambda: self._micro(number), mine, with_last=False)
         hidden: dict[int, Hidden] = {}
-        for one in self.line.gather_objects(mine):
-            hidden.update(one)
+        for sent in self.line.gather_objects(mine):
+            hidden.update(sent)
         self._known[before] = tuple(hidden[stage] for stage in range(self.division.num_stages - 1))
         self._keeps_shape = self._keeps_shape and all(
             shape == before for shape, _ in self._known[before]
@@ -282,7 +268,6 @@ class PipelineRunner:
             return self._hop(lambda: run(model), {}, with_last=True)  # type: ignore[no-any-return]
 
     def _hop(self, call: Callable[[], Any], seen: dict[int, Hidden], with_last: bool) -> Any:
-        result = None
         last = self.division.num_stages - 1
         for stage in self.mine:
             received = None
@@ -293,7 +278,7 @@ class PipelineRunner:
             out = self.cut.run(stage, call, received).detach()
             seen[stage] = (tuple(out.shape), out.dtype)
             self._send(out, self.line.ranks[rank_of_stage(stage + 1, self.line.size)])
-        return result
+        return None
 
     def _send(self, tensor: torch.Tensor, target: int) -> None:
         header = [tensor.dim(), _DTYPES.index(tensor.dtype), *tensor.shape]
@@ -317,21 +302,11 @@ def divide_model(
     trace: Trace | None = None,
 ) -> StagePlan:
     """The stages of a model that is still whole."""
-    first: dict[int, str] = {}
-    sizes: dict[str, int] = {}
-    aliases: dict[str, str] = {}
-    for name, one in model.named_parameters(remove_duplicate=False):
-        if id(one) in first:
-            aliases[name] = first[id(one)]
-        else:
-            first[id(one)] = name
-            sizes[name] = one.numel()
-    buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
     return divide(
-        sizes,
+        {name: parameter.numel() for name, parameter in model.named_parameters()},
         [name for name, _ in blocks],
         num_stages,
-        aliases,
-        buffers,
+        tied_names(model),
+        [name for name, _ in model.named_buffers(remove_duplicate=False)],
         trace.phases if trace else None,
     )

@@ -39,6 +39,10 @@ class StagePlan:
     def num_stages(self) -> int:
         return len(self.blocks)
 
+    def ranks_of(self, name: str, num_ranks: int) -> list[int]:
+        """The ranks of the pipeline's line that hold a parameter or buffer, in order."""
+        return sorted({rank_of_stage(stage, num_ranks) for stage in self.stages[name]})
+
 
 def divide(
     sizes: Mapping[str, int],
@@ -110,13 +114,11 @@ def divide(
     stages = {name: tuple(sorted(held[aliases.get(name, name)])) for name in where}
     for name in buffers:
         unit = _unit(name, container)
-        if unit in place or unit in regions:
-            stages[name] = tuple(
-                sorted(set(stages_of(place[unit] if unit in place else regions[unit])))
-            )
-        else:
-            # rotary frequencies and their like: every stage computes them
-            stages[name] = tuple(range(num_stages))
+        spot = place.get(unit, regions.get(unit))
+        # rotary frequencies and their like: every stage computes them
+        stages[name] = (
+            tuple(range(num_stages)) if spot is None else tuple(sorted(set(stages_of(spot))))
+        )
     return StagePlan(tuple(ranges), stages, regions)
 
 
