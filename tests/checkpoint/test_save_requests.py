@@ -4,6 +4,8 @@ a run have left."""
 import resource
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from paceline.checkpoint import saver, store
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog, read_events
+from paceline.core.log import log_to_events
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.parallel.state import TensorShard
@@ -96,10 +99,17 @@ def limit(size_bytes: int) -> None:
     )
 
 
-def pausing(world: Communicator, root: Path, **more: Any) -> CheckpointManager:
+@contextmanager
+def pausing(
+    world: Communicator, root: Path, log: Path | None = None, **more: Any
+) -> Iterator[CheckpointManager]:
     saver._RETRY_S = 0.05
-    events = EventLog(root / "events.jsonl") if world.is_rank_zero else EventLog(None)
-    return CheckpointManager(world, root / "checkpoints", None, events, pause=True, **more)
+    events = EventLog(log or root / "events.jsonl") if world.is_rank_zero else EventLog(None)
+    with (
+        log_to_events(events),
+        CheckpointManager(world, root / "checkpoints", None, events, pause=True, **more) as one,
+    ):
+        yield one
 
 
 def half(world: Communicator, value: float) -> list[TensorShard]:
@@ -199,8 +209,8 @@ def test_a_full_disk_names_what_is_missing(tmp_path: Path) -> None:
         ballast = tmp_path / "small" / "ballast"
         ballast.write_bytes(bytes(400_000))
         threading.Timer(0.7, ballast.unlink).start()
-        with pausing(alone(), tmp_path / "small", background=False) as one:
-            one.events = EventLog(tmp_path / "events.jsonl")
+        log = tmp_path / "events.jsonl"
+        with pausing(alone(), tmp_path / "small", log, background=False) as one:
             one.save(1, lambda: parts(1.0, 75_000), META, must_succeed=True)
         assert steps_of(tmp_path / "small" / "checkpoints") == [1]
         still, _ = notices(tmp_path)
@@ -217,9 +227,11 @@ def test_what_lies_beyond_the_step_it_went_on_from(tmp_path: Path) -> None:
     for step in (30, 40):
         (folder / store.name_of(step) / "meta.json").write_text("{}")
     assert store.newest_whole(folder)[0] == folder / "step-00000020"
-    with CheckpointManager(
-        alone(), folder, 2, EventLog(tmp_path / "events.jsonl"), background=False
-    ) as one:
+    events = EventLog(tmp_path / "events.jsonl")
+    with (
+        log_to_events(events),
+        CheckpointManager(alone(), folder, 2, events, background=False) as one,
+    ):
         one.first_step = one.last_step = 20
         assert steps_of(folder) == [10, 20, 30, 40]  # nothing is lost before there is something new
         one.save(25, parts, META, must_succeed=False)

@@ -22,6 +22,7 @@ from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog, read_events
 from paceline.core.files import sha256_file
+from paceline.core.log import log_to_events
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.parallel.state import TensorShard
@@ -218,9 +219,11 @@ def test_memory_that_cannot_be_pinned_is_said_once(tmp_path: Path) -> None:
     there is no more to be had."""
     live = torch.ones(1000)
     world = Communicator(RankEnv(0, 1, 0, 1), torch.device("cuda"))
-    with CheckpointManager(
-        world, tmp_path / "checkpoints", None, EventLog(tmp_path / "events.jsonl"), background=True
-    ) as saver:
+    events = EventLog(tmp_path / "events.jsonl")
+    with (
+        log_to_events(events),
+        CheckpointManager(world, tmp_path / "checkpoints", None, events, background=True) as saver,
+    ):
         for step in (1, 2):
             saver.save(
                 step, lambda: [TensorShard.whole("model/weight", live)], META, must_succeed=False

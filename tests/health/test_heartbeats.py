@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from commands import MICRO, end_by, events, start, wait_for_step
 
-from paceline.health import heartbeat_file
+from paceline.health import heartbeats
 from paceline.health.hangs import RankStatus
-from paceline.health.heartbeat_file import HeartbeatFile
+from paceline.health.heartbeats import HeartbeatFile
 
 
 def seen(rank: int, **more: object) -> RankStatus:
@@ -34,7 +34,7 @@ def seen(rank: int, **more: object) -> RankStatus:
 def test_what_was_told_last_is_in_the_file_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat_file, "_EVERY_S", 0.0)
+    monkeypatch.setattr(heartbeats, "_EVERY_S", 0.0)
     file = HeartbeatFile(tmp_path / "heartbeats.json")
     assert not file.path.exists()
     file.tell([seen(0, waits_for="all_reduce number 12 of 2 ranks"), seen(1)])

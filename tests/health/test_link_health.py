@@ -1,6 +1,6 @@
 """Links that lose packets are named once, until they have recovered."""
 
-from paceline.health.link_health import WINDOW_S, LinkJudge
+from paceline.health.stragglers import WINDOW_S, LinkJudge
 
 
 def judged(judge, counts, start_s=0.0):

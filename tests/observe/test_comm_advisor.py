@@ -17,7 +17,7 @@ from paceline.models.shape.outline import outline
 from paceline.observe.comm_advisor import CommAdvisor, Method, StepTimings, judge, judge_plain
 from paceline.observe.console import Progress, end_lines
 from paceline.observe.metrics import StepMetrics
-from paceline.observe.report.communication_table import communication_rows
+from paceline.observe.report.tables import communication_rows
 from paceline.parallel.comm_profile import CommTimes
 from paceline.parallel.registry import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import transfer
-from paceline.checkpoint.commit import (
+from paceline.checkpoint.format import name_of
+from paceline.checkpoint.remote import CheckpointStore, ClaimLostError
+from paceline.checkpoint.remote import reason_of as store_reason_of
+from paceline.checkpoint.store import prune, step_of
+from paceline.checkpoint.writer import (
     STALL_S,
     SavedCheckpoint,
     ShardWriter,
@@ -19,10 +23,6 @@ from paceline.checkpoint.commit import (
     wait_for_parts,
     write_part,
 )
-from paceline.checkpoint.format import name_of
-from paceline.checkpoint.remote import CheckpointStore, ClaimLostError
-from paceline.checkpoint.remote import reason_of as store_reason_of
-from paceline.checkpoint.store import prune, step_of
 from paceline.core.errors import RunError, SaveError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.side_group import SideGroup

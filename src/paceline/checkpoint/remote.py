@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from paceline.checkpoint.commit import remove
 from paceline.checkpoint.format import MANIFEST, is_file_of_checkpoint, name_of
 from paceline.checkpoint.integrity import read_manifest, verify
+from paceline.checkpoint.writer import remove
 from paceline.core.errors import ConfigError
 from paceline.core.processes import host_name
 

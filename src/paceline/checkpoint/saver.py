@@ -3,18 +3,19 @@ training goes on."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paceline.checkpoint.commit import ShardWriter, clear_debris, prepare, reason_of, write_part
 from paceline.checkpoint.format import name_of
 from paceline.checkpoint.in_flight import HURRY_S, InFlightSave
 from paceline.checkpoint.remote import CheckpointStore, ClaimLostError
 from paceline.checkpoint.staging import StagingBuffer
 from paceline.checkpoint.store import committed, step_of
+from paceline.checkpoint.writer import ShardWriter, clear_debris, prepare, reason_of, write_part
 from paceline.core.errors import RunError
 from paceline.core.events import EventLog
 from paceline.distributed.communicator import Communicator
@@ -22,6 +23,8 @@ from paceline.distributed.progress import PROGRESS
 from paceline.distributed.side_group import SideGroup
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.state import TensorShard
+
+logger = logging.getLogger(__name__)
 
 Failure = RunError | ClaimLostError
 MakeParts = Callable[[], list[TensorShard]]
@@ -188,15 +191,14 @@ class CheckpointManager:
         start = time.monotonic()
         found: Failure | None = error
         if self.world.is_rank_zero and not self.stop():
-            text = (
+            logger.warning(
                 f"training is paused at step {step} (`recovery.on_save_error: pause`) until the"
-                " checkpoint can be written"
+                f" checkpoint can be written: {error.what}"
             )
-            self.events.notice(f"{text}: {error.what}", level="warning")
         while found is not None and not self._wait_for_retry():
             found = self._begin(step, make_parts, meta, background=False, quiet=True)
         if found is None and self.world.is_rank_zero:
-            self.events.notice(
+            logger.info(
                 "the checkpoint is written: training goes on after"
                 f" {time.monotonic() - start:.0f} s"
             )
@@ -356,10 +358,9 @@ class CheckpointManager:
         if flight.saved is not None or flight.error is not None:
             self._say(flight)
         if waited_s > _LONG_WAIT_S and self.world.is_rank_zero:
-            self.events.notice(
+            logger.warning(
                 f"training stood still for {waited_s:.0f} s until the checkpoint of step"
-                f" {flight.step} was written; a higher `save_steps` saves more seldom",
-                level="warning",
+                f" {flight.step} was written; a higher `save_steps` saves more seldom"
             )
 
     def _say_unpinned(self, reasons: dict[int, str]) -> None:
@@ -367,11 +368,10 @@ class CheckpointManager:
             return
         self._said_unpinned = True
         where = f" of rank {', '.join(map(str, reasons))}" if self.world.size > 1 else ""
-        self.events.notice(
+        logger.warning(
             f"the copy{where} that is saved from in the background lies in ordinary memory, for no"
             " more could be pinned: training stands still longer at each save"
-            f" ({next(iter(reasons.values()))})",
-            level="warning",
+            f" ({next(iter(reasons.values()))})"
         )
 
     def _say(self, flight: InFlightSave) -> None:
@@ -390,4 +390,4 @@ class CheckpointManager:
             **failed,
         )
         for text in flight.warnings:
-            self.events.notice(text, level="warning")
+            logger.warning(text)

@@ -2,7 +2,7 @@
 pickle, no torch here.
 
 What lies in the folder is said in :mod:`paceline.checkpoint.format`. It is written beside under a
-hidden name, synced, and renamed (:mod:`paceline.checkpoint.commit`); what is left over of a save
+hidden name, synced, and renamed (:mod:`paceline.checkpoint.writer`); what is left over of a save
 that was cut is cleared by the next.
 """
 
@@ -17,7 +17,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoint.commit import (
+from paceline.checkpoint.format import META, name_of
+from paceline.checkpoint.integrity import foreign_files, verify
+from paceline.checkpoint.reader import CheckpointReader, read_state
+from paceline.checkpoint.writer import (
     SavedCheckpoint,
     ShardWriteError,
     ShardWriter,
@@ -30,9 +33,6 @@ from paceline.checkpoint.commit import (
     write_errors,
     write_part,
 )
-from paceline.checkpoint.format import META, name_of
-from paceline.checkpoint.integrity import foreign_files, verify
-from paceline.checkpoint.reader import CheckpointReader, read_state
 from paceline.core.errors import ConfigError
 from paceline.core.files import fsync_dir
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import logging
 import math
 import os
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from paceline.checkpoint.commit import deliver, has_failed, write_part
 from paceline.checkpoint.format import DTYPES, index_to_json, state_file
 from paceline.checkpoint.store import CheckpointReader, read_meta
-from paceline.checkpoint.writer import StateFile
+from paceline.checkpoint.writer import StateFile, deliver, has_failed, write_part
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import human_bytes
+from paceline.core.log import ON_EVERY_RANK
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.side_group import CHUNK_BYTES, SideGroup, TransferError
 from paceline.distributed.traffic import uncounted
@@ -37,6 +37,8 @@ from paceline.parallel.state import StateReader
 if TYPE_CHECKING:
     from paceline.parallel.base import Strategy
     from paceline.parallel.state import TensorShard
+
+logger = logging.getLogger(__name__)
 
 Tick = Callable[[], None]
 
@@ -49,7 +51,7 @@ def send_part(
     side: SideGroup, rank: int, num_ranks: int, parts: Sequence[TensorShard], tick: Tick
 ) -> None:
     """Send what this rank owns to rank 0, which writes it as
-    :func:`~paceline.checkpoint.commit.write_part` does. Raises nothing: rank 0 reports a failure as
+    :func:`~paceline.checkpoint.writer.write_part` does. Raises nothing: rank 0 reports a failure as
     one of the save."""
     try:
         try:
@@ -64,8 +66,10 @@ def send_part(
             sha256 = file.write(out)
             out.finish({"sha256": sha256, "tensors": index_to_json(file.index)})
     except Exception as error:
-        text = f"the part of rank {rank} of a checkpoint did not reach rank {side.root}: {error}"
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        logger.warning(
+            f"the part of rank {rank} of a checkpoint did not reach rank {side.root}: {error}",
+            extra=ON_EVERY_RANK,
+        )
 
 
 def receive_parts(

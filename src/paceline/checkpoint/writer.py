@@ -6,11 +6,35 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.checkpoint.format import DTYPE_NAMES, DTYPES, Entry, Index, Piece, add
+from paceline.checkpoint.format import (
+    DTYPE_NAMES,
+    DTYPES,
+    INDEX,
+    MANIFEST,
+    META,
+    Entry,
+    Index,
+    Piece,
+    add,
+    index_from_json,
+    index_to_json,
+    merge,
+    name_of,
+    state_file,
+)
+from paceline.core.errors import SaveError
+from paceline.core.files import fsync_dir, human_bytes
 
 if TYPE_CHECKING:
     from paceline.parallel.state import TensorShard
@@ -132,3 +156,295 @@ def _write(sink: Sink, digest: Any, data: memoryview) -> None:
         digest.update(chunk)
         while len(chunk):
             chunk = chunk[sink.write(chunk) :]
+
+
+#: A rank whose files do not grow for so long is taken for dead (a sync of a large file on a slow
+#: disk shows no growth).
+STALL_S = 900.0
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint that was written."""
+
+    path: Path
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class ShardWriter:
+    """A rank that takes part in a save: its process, and the bytes of its tensors."""
+
+    host: str
+    pid: int
+    size_bytes: int
+
+    @classmethod
+    def here(cls, parts: Sequence[TensorShard]) -> ShardWriter:
+        return cls(_process_space(), os.getpid(), size_of(parts))
+
+    @property
+    def has_ended(self) -> bool:
+        """True where the process is known to be gone; one on another host, or in another container,
+        is not looked at."""
+        if self.host != _process_space():
+            return False
+        try:
+            os.kill(self.pid, 0)
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except ProcessLookupError:
+            return True
+        except (OSError, IndexError):  # another user's, or a system without /proc
+            return False
+        return state in "ZX"
+
+
+@cache
+def _process_space() -> str:
+    """Within it, process numbers mean the same: hosts may share a name, and containers of a host
+    have numbers of their own."""
+    found = [socket.gethostname()]
+    with suppress(OSError):
+        found += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
+    return " ".join(found)
+
+
+class ShardWriteError(Exception):
+    """A rank could not write what it owns."""
+
+
+def prepare(folder: Path, step: int, num_ranks: int) -> Path:
+    """The hidden folder for a save of ``step`` below ``folder``; what is left of saves that were
+    cut is removed. OSError where it cannot be made."""
+    aside = folder / aside_name(step, os.getpid())
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_debris(folder)
+    aside.mkdir()
+    try:
+        for rank in range(num_ranks):
+            _marker(aside, rank, "writing").touch()
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return aside
+
+
+def aside_name(step: int, pid: int) -> str:
+    """Of the hidden folder in which the process ``pid`` leads a save."""
+    return f".{name_of(step)}.{pid}.tmp"
+
+
+def clear_debris(folder: Path) -> None:
+    """Remove what saves that were cut have left below ``folder``; no other save may be under
+    way."""
+    for one in folder.glob(".step-*"):
+        remove(one)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder and what is in it, as far as that can be done; of a link the link alone."""
+    if path.is_symlink() or path.is_file():
+        with suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def write_part(aside: Path, rank: int, num_ranks: int, parts: Sequence[TensorShard]) -> None:
+    """Write what this rank owns and say so to rank 0, or why it could not. Raises nothing."""
+
+    def write(path: Path) -> dict[str, Any]:
+        if not parts:
+            return {"file": None, "size_bytes": 0, "sha256": None, "tensors": {}}
+        size_bytes, sha256, index = write_state(path, parts)
+        return {
+            "file": path.name,
+            "size_bytes": size_bytes,
+            "sha256": sha256,
+            "tensors": index_to_json(index),
+        }
+
+    deliver(aside, rank, num_ranks, write)
+
+
+def deliver(
+    aside: Path, rank: int, num_ranks: int, write: Callable[[Path], dict[str, Any]]
+) -> Exception | None:
+    """Let ``write`` bring a rank's file to the disk, and leave for rank 0 what it says of it, or
+    why it could not. Raises nothing; returns why."""
+    writing = _marker(aside, rank, "writing")
+    path = aside / state_file(rank, num_ranks)
+    try:
+        writing.write_text(json.dumps(write(path)))
+        os.replace(writing, _marker(aside, rank, "json"))
+    except Exception as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)  # makes room for the reason
+            writing.write_text(reason_of(error))
+        # where nothing can be said on this disk, rank 0 waits until its patience ends
+        with suppress(OSError):
+            os.replace(
+                writing, _marker(aside, rank, f"failed-{getattr(error, 'errno', None) or 0}")
+            )
+        return error
+    return None
+
+
+def has_failed(aside: Path) -> bool:
+    """Whether some rank could not write its part of the save in this folder."""
+    return any(aside.glob("rank-*.failed-*"))
+
+
+def wait_for_parts(
+    aside: Path,
+    writers: Sequence[ShardWriter],
+    patience_s: Callable[[], float] = lambda: STALL_S,
+    tick: Callable[[], None] = lambda: None,
+) -> list[dict[str, Any]]:
+    """What each rank said of its file, in order of rank, when all have ended. ``tick`` is called as
+    they grow.
+
+    Raises:
+        ShardWriteError: a rank could not write, or its process ended, or nothing has grown for
+            ``patience_s()``.
+    """
+    seen, since, pause_s = -1, time.monotonic(), 0.001
+    while True:
+        names = {one.name for one in aside.iterdir()}
+        open_ranks = [rank for rank in range(len(writers)) if f"rank-{rank:05d}.writing" in names]
+        # A rank that ended before the folder was listed has left its last word in it.
+        lost = [
+            rank
+            for rank in open_ranks
+            if writers[rank].has_ended and _marker(aside, rank, "writing").exists()
+        ]
+        grown = sum(_size(aside / name) for name in names) + len(writers) - len(open_ranks)
+        if grown != seen:
+            seen, since = grown, time.monotonic()
+            tick()
+        if (
+            not open_ranks
+            or len(lost) == len(open_ranks)
+            or time.monotonic() - since > patience_s()
+        ):
+            break
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, 0.05)
+    return [_outcome(aside, rank, len(writers)) for rank in range(len(writers))]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _outcome(aside: Path, rank: int, num_ranks: int) -> dict[str, Any]:
+    who = f" (on rank {rank})" if num_ranks > 1 else ""
+    for failed in aside.glob(f"rank-{rank:05d}.failed-*"):
+        # a disk that is full may have no room for the words
+        number = int(failed.name.rpartition("-")[2])
+        raise ShardWriteError(
+            (os.strerror(number) if number else failed.read_text() or "it is not known why") + who
+        )
+    if not _marker(aside, rank, "json").exists():
+        raise ShardWriteError(f"rank {rank} ended, or stopped writing, before its part was on disk")
+    return dict(json.loads(_marker(aside, rank, "json").read_text()))
+
+
+def commit(
+    folder: Path, step: int, aside: Path, meta: dict[str, Any], said: Sequence[dict[str, Any]]
+) -> SavedCheckpoint:
+    """Give the folder its name, when every rank's file is in it.
+
+    Raises:
+        OSError: it could not be written.
+        ValueError: the pieces do not make up the state.
+    """
+    final = folder / name_of(step)
+    index = merge([index_from_json(one["tensors"]) for one in said])
+    files = {
+        one["file"]: {"size_bytes": one["size_bytes"], "sha256": one["sha256"]}
+        for one in said
+        if one["file"]
+    }
+    for name, value in (
+        (INDEX, {"format": 2, "tensors": index_to_json(index)}),
+        (META, {**meta, "step": step}),
+    ):
+        raw = (json.dumps(value, indent=2 if name == META else None) + "\n").encode()
+        _write_synced(aside / name, raw)
+        files[name] = {"size_bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    _write_synced(
+        aside / MANIFEST, (json.dumps({"format": 2, "files": files}, indent=2) + "\n").encode()
+    )
+    for rank in range(len(said)):
+        _marker(aside, rank, "json").unlink()
+    fsync_dir(aside)
+    old = folder / f".{final.name}.{os.getpid()}.old"
+    # left by an earlier attempt that was rolled back; the new checkpoint has the same content
+    if final.exists():
+        os.replace(final, old)
+    try:
+        os.replace(aside, final)
+    except OSError:
+        if old.exists():
+            os.replace(old, final)
+        raise
+    fsync_dir(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    return SavedCheckpoint(final, sum(int(one["size_bytes"]) for one in files.values()))
+
+
+def _write_synced(path: Path, raw: bytes) -> None:
+    with open(path, "wb") as handle:
+        handle.write(raw)
+        handle.flush()
+        os.fsync(handle.fileno())
+
+
+def _marker(aside: Path, rank: int, what: str) -> Path:
+    return aside / f"rank-{rank:05d}.{what}"
+
+
+def not_written(folder: Path, step: int, size_bytes: int, reason: str) -> SaveError:
+    """The error of a save that failed, as a person reads it."""
+    free = _free_bytes(folder)
+    free_text = human_bytes(free) if free is not None else "not known"
+    missing = (
+        f"; missing: {size_bytes - free:,} bytes" if free is not None and free < size_bytes else ""
+    )
+    return SaveError(
+        f"the checkpoint of step {step} could not be written to {folder / name_of(step)}: {reason} "
+        f"(it needs {size_bytes:,} bytes, {human_bytes(size_bytes)}; free: {free_text}{missing})",
+        fix=(
+            "free some space, or set another `output_dir`; earlier checkpoints are untouched and"
+            " the same command resumes from the latest one"
+        ),
+    )
+
+
+def write_errors() -> tuple[type[Exception], ...]:
+    """What a write of tensors may raise: safetensors has an error of its own for a full disk."""
+    from safetensors import SafetensorError
+
+    return OSError, SafetensorError
+
+
+def reason_of(error: BaseException) -> str:
+    """``No space left on device``, out of whatever words a library puts around it."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    inner = re.search(r"I/O error: (.+?)(?: \(os error \d+\))?$", str(error))
+    return inner[1] if inner else str(error) or type(error).__name__
+
+
+def _free_bytes(folder: Path) -> int | None:
+    try:
+        return shutil.disk_usage(folder if folder.exists() else folder.parent).free
+    except OSError:
+        return None

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 LEVELS = ("debug", "info", "warning", "error", "critical")
 #: ``extra`` of a record that is no notice.
 CONSOLE_ONLY = {"is_notice": False}
+#: As :data:`CONSOLE_ONLY`, and printed by every rank, also where another rank prints the rest.
+ON_EVERY_RANK = {"is_notice": False, "is_of_this_rank": True}
 
 #: Carries the level to the processes that this one starts.
 _LEVEL_VARIABLE = "PACELINE_LOG_LEVEL"
@@ -58,14 +60,15 @@ def configure_logging(level: str | None = None, quiet: bool = False) -> None:
         _PACKAGE_LOGGER.propagate = False  # a program's own root handler would print it again
     console.setLevel(number)
     console.hidden = frozenset()
+    console.is_muted = False
 
 
 def mute_console() -> None:
-    """Print errors only: another rank prints the rest."""
+    """Print errors, and what only this rank knows: another rank prints the rest."""
     configure_logging()
     console = _console_handler()
     if console is not None:
-        console.setLevel(logging.ERROR)
+        console.is_muted = True
 
 
 def hide_on_console(messages: Iterable[str]) -> None:
@@ -91,16 +94,21 @@ class ConsoleHandler(logging.Handler):
 
     Attributes:
         hidden: messages that are not printed.
+        is_muted: only errors and records with :data:`ON_EVERY_RANK` are printed.
         is_replaced: notices are left to the console of a run, which listens to its event log.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.hidden: frozenset[str] = frozenset()
+        self.is_muted = False
         self.is_replaced = False
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
+        is_muted = self.is_muted and record.levelno < logging.ERROR
+        if is_muted and not hasattr(record, "is_of_this_rank"):
+            return
         if message in self.hidden or (self.is_replaced and _is_notice(record)):
             return
         prefix = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""

@@ -6,6 +6,7 @@ optimizer can (torch's fused ones), and the host reads the decision a step later
 for the device.
 """
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import Strategy
 from paceline.parallel.loss_scale import LossScaler
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,7 @@ class AnomalyDetector:
             cause=cause,
             **fields,
         )
-        self.events.notice(f"step {step}: {text}", level="warning")
+        logger.warning(f"step {step}: {text}")
 
     def _check_limit(self, step: int, in_row: int, whose: str) -> None:
         if in_row < self.settings.max_skipped_steps or self.error is not None:

@@ -5,12 +5,12 @@ Ranks beat through the store (:mod:`paceline.health.heartbeats`). Each judges by
 hears: who hangs (:mod:`~paceline.health.hangs`), whether the ranks have issued different
 collectives (:mod:`~paceline.health.mismatch`), and, on the first rank, who is slow
 (:mod:`~paceline.health.stragglers`), who was paused and whose link loses packets
-(:mod:`~paceline.health.link_health`).
+(:mod:`~paceline.health.stragglers`).
 """
 
 import contextlib
+import logging
 import os
-import sys
 import threading
 import time
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from paceline.config.schema.recovery import RecoveryConfig
 from paceline.core.errors import FaultError, MismatchError, PacelineError
 from paceline.core.events import EventLog
+from paceline.core.log import ON_EVERY_RANK
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
@@ -28,12 +29,19 @@ from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS, StepTimes
 from paceline.health.hangs import Hang, RankStatus, find_hangs
-from paceline.health.heartbeat_file import HeartbeatFile
-from paceline.health.heartbeats import UNKNOWN_KIND, HeartbeatExchange, PeerState, period_s, reads
-from paceline.health.link_health import LinkJudge, Pause
+from paceline.health.heartbeats import (
+    UNKNOWN_KIND,
+    HeartbeatExchange,
+    HeartbeatFile,
+    PeerState,
+    period_s,
+    reads,
+)
 from paceline.health.mismatch import find_mismatch
-from paceline.health.stragglers import RankBusyTime, Straggler, StragglerDetector
+from paceline.health.stragglers import LinkJudge, Pause, RankBusyTime, Straggler, StragglerDetector
 from paceline.parallel.base import Strategy
+
+logger = logging.getLogger(__name__)
 
 _PERIOD_S = 0.4
 #: A look that comes so much late: this process has stood still itself.
@@ -385,7 +393,8 @@ class Watchdog:
         if type is not None and self.events is not None and self.events.path is not None:
             self.events.emit(type, text=text, **fields)
         else:
-            print(f"[rank {self.world.rank}] {text}", file=sys.stderr, flush=True)
+            level = logging.INFO if type in (None, "hang_end") else logging.WARNING
+            logger.log(level, f"[rank {self.world.rank}] {text}", extra=ON_EVERY_RANK)
 
 
 class _Steps:

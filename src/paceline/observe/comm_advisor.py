@@ -3,6 +3,7 @@ ddp's step is communication."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.core import formatting
-from paceline.core.events import EventLog
+from paceline.core.log import log_notices
 from paceline.distributed.link import Link, measure_link
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import StepMetrics
@@ -21,6 +22,8 @@ from paceline.parallel.comm_profile import CommProfile, CommTimes
 if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
     from paceline.parallel.base import Strategy
+
+logger = logging.getLogger(__name__)
 
 #: A gain of less is within what measuring and predicting can miss.
 _MARGIN = 0.05
@@ -395,7 +398,7 @@ class CommAdvisor:
 
 
 def make_advisor(
-    strategy: Strategy, metrics: StepMetrics, events: EventLog, first_step: int, last_step: int
+    strategy: Strategy, metrics: StepMetrics, first_step: int, last_step: int
 ) -> CommAdvisor | None:
     """Measure the link if the run's strategy saves traffic, and report the result; None if there is
     nothing to advise on. A collective."""
@@ -405,6 +408,5 @@ def make_advisor(
     advisor = CommAdvisor(profile, strategy.world, metrics, first_step, last_step)
     opening = advisor.opening()
     if opening is not None:
-        level, text = opening
-        events.notice(text, level)
+        log_notices(logger, [opening])
     return advisor

@@ -1,22 +1,90 @@
 """What a run says of itself when it begins: the ``run_start`` event, and what is known by then."""
 
+import logging
 import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from paceline.config.derive import ResolvedValues
+from paceline.config.schema import Config
 from paceline.core.events import EventLog
+from paceline.core.log import log_notices
 from paceline.core.processes import host_name
+from paceline.core.run_dir import RunDir
+from paceline.data.order import SampleOrder
 from paceline.models.attention import attention_of
 from paceline.models.blocks import base_model
 from paceline.models.shape.activations import Activations, dims_of, language_activations
-from paceline.observe.run_info import RunInfo
-from paceline.parallel.registry import estimate_cost, get_spec
+from paceline.models.shape.record import ModelShape
+from paceline.parallel.base import Strategy
+from paceline.parallel.cost import Workload
+from paceline.parallel.parameter_server.cost import distinct_ids
+from paceline.parallel.registry import ParallelLayout, estimate_cost, get_spec
+
+logger = logging.getLogger(__name__)
+
+#: Steps whose micro-batches are counted to estimate how many distinct ids one has.
+_COUNTED_STEPS = 8
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A run as rank 0 describes it.
+
+    Args:
+        data_counts: the accounting of the training data.
+        started_at: when the command began, in seconds since the epoch.
+        model: as the strategy placed it.
+        shape: of the model as the task built it.
+        predicts_activations: the model is a language model, whose widths give the size of its
+            activations.
+    """
+
+    config: Config
+    derived: ResolvedValues
+    layout: ParallelLayout
+    data_counts: dict[str, Any]
+    started_at: float
+    run_dir: RunDir
+    strategy: Strategy
+    model: nn.Module
+    shape: ModelShape
+    train_dataset: Any
+    order: SampleOrder
+    predicts_activations: bool
+
+    def workload(self, step: int) -> Workload:
+        """Return the mean work of a replica in a step, as far as it is known at ``step``."""
+        derived = self.derived
+        lengths = getattr(self.train_dataset, "lengths", None)
+        mean_length = 1.0 if lengths is None else float(np.mean(lengths))
+        return Workload(
+            derived.gradient_accumulation_steps,
+            derived.samples_per_micro_batch * mean_length,
+            distinct=self._distinct_ids(step),
+        )
+
+    def _distinct_ids(self, step: int) -> tuple[tuple[float, ...], ...]:
+        """Return how many ids a micro-batch asks of each table and server, counted in some
+        micro-batches of the run; empty if the data have no ids."""
+        count_ids = getattr(self.train_dataset, "distinct_ids", None)
+        if count_ids is None or self.strategy.name != "parameter_server" or step == 0:
+            return ()
+        num_parts = self.derived.replicas * self.derived.gradient_accumulation_steps
+        steps = sorted({step * number // _COUNTED_STEPS for number in range(_COUNTED_STEPS)})
+        micro_batches = (
+            part for counted in steps for part in self.order.micro_batches(counted, num_parts)
+        )
+        counts = [count_ids(part) for part in micro_batches if len(part)]
+        num_servers = self.config.parameter_server.servers
+        return distinct_ids(counts, self.train_dataset.tables, num_servers)
 
 
 def emit_run_start(
@@ -69,8 +137,7 @@ def emit_run_start(
         events.emit("fault", file_only=True, **failure)
     for level, text in launcher_notices:
         events.notice(text, level, file_only=True)
-    for level, text in notices:
-        events.notice(text, level)
+    log_notices(logger, notices)
     if resumed is not None:
         path, step = resumed
         events.emit("resume", step=step, path=path)

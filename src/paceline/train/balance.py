@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from paceline.checkpoint.saver import CheckpointManager
 from paceline.config.schema import Config
 from paceline.core import formatting
 from paceline.core.events import EventLog
@@ -31,6 +32,8 @@ from paceline.observe.metrics import StepMetrics
 from paceline.parallel.balance import is_divisible, rank_weights, shares_by_speed, step_seconds
 from paceline.parallel.base import Strategy
 from paceline.tasks.base import num_positions
+from paceline.train.callbacks import Callback
+from paceline.train.state import StepResult, TrainState
 
 _META = "balance"
 #: Steps that are not measured after the start and after a change, and steps of a measurement.
@@ -116,7 +119,7 @@ class Measured:
 
 
 @dataclass
-class Balancer:
+class Balancer(Callback):
     """Decides on the shares of the replicas, which :attr:`DataPipeline.shares` holds."""
 
     config: Config
@@ -124,6 +127,7 @@ class Balancer:
     data: DataPipeline
     events: EventLog
     metrics: StepMetrics
+    checkpoints: CheckpointManager
     phase: Phase = "fixed"
     _timer: ComputeTimer | None = field(default=None, init=False)
     _steps: list[StepTime] = field(default_factory=list, init=False)
@@ -238,15 +242,14 @@ class Balancer:
         self._timer.begin()
         return self._timer
 
-    def end_step(self, step: int, is_disturbed: bool) -> None:
-        """Count a step, the number ``step`` of the run; after the last one of a measurement,
-        decide, which is a collective. ``is_disturbed``: a checkpoint is being written."""
+    def on_step_end(self, result: StepResult, state: TrainState) -> None:
+        """Count a step; after the last one of a measurement, decide, which is a collective."""
         if self.phase == "fixed":
             return
         if self._wait_steps > 0:
             self._wait_steps -= 1
             return
-        self._record(is_disturbed)
+        self._record()
         self._left -= 1
         if self._left > 0:
             return
@@ -255,10 +258,11 @@ class Balancer:
         if measured is None:
             self._wait_steps = _INTERVAL_STEPS
         else:
-            self._decide(step, measured)
+            self._decide(state.step, measured)
 
-    def _record(self, is_disturbed: bool) -> None:
-        if self._timer is None or is_disturbed:  # no timer in a step without forward
+    def _record(self) -> None:
+        # no timer in a step without forward
+        if self._timer is None or self.checkpoints.is_writing:
             return
         compute_s = self._timer.seconds()
         if compute_s > 0 and self._positions > 0:

@@ -1,11 +1,13 @@
 """What observes a training at fixed points of the loop."""
 
+import logging
+import math
 from functools import partial
 
 from torch import nn
 
-from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.events import EventLog
+from paceline.core.log import log_notices
 from paceline.data.order import SampleOrder
 from paceline.distributed.progress import PROGRESS
 from paceline.health.anomalies import AnomalyDetector
@@ -14,10 +16,10 @@ from paceline.observe.comm_advisor import CommAdvisor
 from paceline.observe.memory import STEPS_BEFORE, emit_memory
 from paceline.observe.metrics import StepMetrics, restart_peak
 from paceline.parallel.base import Strategy
-from paceline.train.balance import Balancer
 from paceline.train.evaluation import EvalResult
-from paceline.train.sampling import SampleGenerator
 from paceline.train.state import StepResult, TrainState
+
+logger = logging.getLogger(__name__)
 
 
 class Callback:
@@ -57,20 +59,18 @@ class StepLogger(Callback):
             grad_norm = float(result.grad_norm)
         figures = self.metrics.gather(grad_norm, self.anomalies.local_counts())
         self.anomalies.report_local_skips(state.step, self.metrics.extra_by_rank)
-        event = {
-            "step": state.step,
-            "epoch": state.step / self.order.steps_per_epoch,
-            "learning_rate": result.learning_rate,
+        self.events.emit(
+            "step",
+            step=state.step,
+            epoch=state.step / self.order.steps_per_epoch,
+            learning_rate=result.learning_rate,
             **figures,
-        }
-        self.events.emit("step", **event)
-        is_nan = figures["loss"] != figures["loss"]
-        if is_nan and not self._has_reported_nan:
+        )
+        if math.isnan(figures["loss"]) and not self._has_reported_nan:
             self._has_reported_nan = True
-            self.events.notice(
+            logger.warning(
                 f"step {state.step}: the loss is not a number; lower the learning rate or set"
-                " `precision: bf16-mixed`",
-                level="warning",
+                " `precision: bf16-mixed`"
             )
 
 
@@ -121,36 +121,13 @@ class ReplicaCheck(Callback):
             self.check(step)
 
 
-class BalanceUpdate(Callback):
-    """Lets the balancer count the step, and change the shares of the ranks."""
-
-    def __init__(self, balancer: Balancer, checkpoints: CheckpointManager) -> None:
-        self.balancer = balancer
-        self.checkpoints = checkpoints
-
-    def on_step_end(self, result: StepResult, state: TrainState) -> None:
-        self.balancer.end_step(state.step, self.checkpoints.is_writing)
-
-
 class CommAdvice(Callback):
     """Reports once whether the method that saves traffic pays on this link."""
 
-    def __init__(self, advisor: CommAdvisor, events: EventLog) -> None:
+    def __init__(self, advisor: CommAdvisor) -> None:
         self.advisor = advisor
-        self.events = events
 
     def on_step_end(self, result: StepResult, state: TrainState) -> None:
         advice = self.advisor.after_step(state.step)
         if advice is not None:
-            level, text = advice
-            self.events.notice(text, level)
-
-
-class SampleReport(Callback):
-    """Shows samples of a language model at each evaluation."""
-
-    def __init__(self, generator: SampleGenerator) -> None:
-        self.generator = generator
-
-    def on_evaluation_end(self, result: EvalResult, state: TrainState) -> None:
-        self.generator.generate(state.step, result.wall_s)
+            log_notices(logger, [advice])

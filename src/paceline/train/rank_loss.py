@@ -1,8 +1,8 @@
 """What follows when the process of a rank has ended and the others continue: the report of the lost
 rank and of the samples that were not trained on, and the hand-over of the event log."""
 
+import logging
 from collections.abc import Callable
-from typing import IO
 
 from paceline.checkpoint.remote import CheckpointStore
 from paceline.checkpoint.saver import CheckpointManager
@@ -15,6 +15,8 @@ from paceline.observe.console import Console
 from paceline.parallel.protocols import RankLoss
 from paceline.train.state import RankContext, TrainState
 
+logger = logging.getLogger(__name__)
+
 
 def event_listeners(config: Config, run_dir: RunDir) -> list[Callable[[Event], None]]:
     """Return what gets each event on the rank that writes the event log."""
@@ -26,10 +28,9 @@ def event_listeners(config: Config, run_dir: RunDir) -> list[Callable[[Event], N
     return listeners
 
 
-def take_over_log(config: Config, ctx: RankContext, checkpoints: CheckpointManager) -> IO[str]:
-    """Continue the event log and the uploads of a rank 0 that was lost. Returns the lock on the
-    run's folder, which must be kept open."""
-    lock = lock_run(ctx.run_dir, wait_s=20.0)
+def take_over_log(config: Config, ctx: RankContext, checkpoints: CheckpointManager) -> None:
+    """Continue the event log and the uploads of a rank 0 that was lost."""
+    ctx.cleanup.callback(lock_run(ctx.run_dir, wait_s=20.0).close)
     listeners = event_listeners(config, ctx.run_dir)
     console = next((listener for listener in listeners if isinstance(listener, Console)), None)
     if console is not None:
@@ -39,7 +40,6 @@ def take_over_log(config: Config, ctx: RankContext, checkpoints: CheckpointManag
     if config.checkpoint_dir is not None:
         checkpoints.store = CheckpointStore(config.checkpoint_dir)
         checkpoints.store.claim(ctx.run_dir.root)
-    return lock
 
 
 def report_rank_loss(
@@ -80,7 +80,7 @@ def report_rank_loss(
         samples_unseen=unseen,
         file_only=True,
     )
-    events.notice(text, level="warning")
+    logger.warning(text)
 
 
 def _samples_unseen(

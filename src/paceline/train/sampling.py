@@ -6,6 +6,7 @@ as they were, so a run with samples is the run without. Ranks that hold whole we
 prompts. Where a forward is a collective all ranks work on each prompt together.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,10 @@ from paceline.models.blocks import base_model
 from paceline.parallel.base import Strategy
 from paceline.tasks.base import Task
 from paceline.tasks.language import LanguageTask
+from paceline.train.callbacks import Callback
+from paceline.train.evaluation import EvalResult
 from paceline.train.precision import Precision
+from paceline.train.state import TrainState
 
 #: Strategies whose forward all ranks run together, on the same input where they are given the same.
 _TOGETHER = ("zero2", "zero3", "tensor", "hybrid", "deepspeed")
@@ -42,6 +46,9 @@ _GIVEN, _TOLD_CHARACTERS = 32, 4000
 _FEWER = "Fewer or shorter ones: `evaluation.samples`, `evaluation.max_new_tokens`; 0 samples: none"
 
 
+logger = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True)
 class _Prompt:
     """``given``, ``reference``: token ids; ``ends``: ids that end an answer."""
@@ -51,7 +58,7 @@ class _Prompt:
     ends: frozenset[int | None]
 
 
-class SampleGenerator:
+class SampleGenerator(Callback):
     """Generates samples at evaluations.
 
     Args:
@@ -87,9 +94,8 @@ class SampleGenerator:
         # Logits of a whole prompt can take more memory than a step of training.
         self._last_logits = {"logits_to_keep": 1} if getattr(task, "picks_logits", False) else {}
 
-    def generate(self, step: int, eval_wall_s: float) -> None:
-        """Generate, and emit a ``sample`` event; a collective. ``eval_wall_s``: how long the rest
-        of the evaluation took."""
+    def on_evaluation_end(self, result: EvalResult, state: TrainState) -> None:
+        """Generate, and emit a ``sample`` event; a collective."""
         if not self.active:
             return
         if (why := self._why_not()) is not None:
@@ -103,7 +109,7 @@ class SampleGenerator:
         began = time.perf_counter()
         if self._prompts is None:
             self._read()
-        limit_s = max(_LIMIT_S, _SHARE * eval_wall_s)
+        limit_s = max(_LIMIT_S, _SHARE * result.wall_s)
         answers, cut, problem = self._gather(*self._generate(began + limit_s))
         wall_s = time.perf_counter() - began
         if problem is not None:
@@ -123,23 +129,23 @@ class SampleGenerator:
             for number, one in enumerate(self._prompts)
             if number in answers
         ]
-        self.events.emit("sample", step=step, samples=samples, wall_s=wall_s)
+        self.events.emit("sample", step=state.step, samples=samples, wall_s=wall_s)
         if cut:
             self._report(
                 "cut",
                 f"the samples of this evaluation were cut short after {limit_s:.0f} s. {_FEWER}",
             )
-        elif wall_s > max(_MUCH_S, _SHARE * eval_wall_s):
-            took = (
+        elif wall_s > max(_MUCH_S, _SHARE * result.wall_s):
+            self._report(
+                "slow",
                 f"the samples of this evaluation took {wall_s:.1f} s, and all the rest of it"
-                f" {eval_wall_s:.1f} s"
+                f" {result.wall_s:.1f} s. {_FEWER}",
             )
-            self._report("slow", f"{took}. {_FEWER}")
 
     def _report(self, what: str, text: str) -> None:
         if what not in self._reported:
             self._reported.add(what)
-            self.events.notice(text)
+            logger.info(text)
 
     # -- who generates
     def _why_not(self) -> str | None:

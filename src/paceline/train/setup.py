@@ -1,13 +1,16 @@
 """From a spec to a finished run, on one rank: model, strategy, optimizer, resume, training, model
 folder, report."""
 
+import logging
 import os
+import sys
+import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch import nn
 
@@ -41,8 +44,7 @@ from paceline.observe.device_stats import DeviceMonitor
 from paceline.observe.metrics import StepMetrics
 from paceline.observe.report.build import build_report
 from paceline.observe.report.write import write_reports
-from paceline.observe.run_info import RunInfo
-from paceline.observe.run_start import emit_run_start
+from paceline.observe.run_start import RunInfo, emit_run_start
 from paceline.parallel.protocols import close_servers, model_init_context
 from paceline.parallel.registry import make_strategy
 from paceline.tasks import is_user_task, load_task
@@ -51,12 +53,10 @@ from paceline.tasks.language import LanguageTask
 from paceline.tasks.user import guard_model
 from paceline.train.balance import Balancer
 from paceline.train.callbacks import (
-    BalanceUpdate,
     Callback,
     CommAdvice,
     MemoryReport,
     ReplicaCheck,
-    SampleReport,
     StepLogger,
 )
 from paceline.train.final_model import save_model_folder
@@ -64,11 +64,12 @@ from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_noti
 from paceline.train.optimizer import Schedule, build_optimizer, matrices_of
 from paceline.train.precision import Precision, check_same_precision, checkpoint_activations
 from paceline.train.rank_loss import event_listeners
-from paceline.train.resume import resume
 from paceline.train.run_spec import RunSpec
 from paceline.train.sampling import SampleGenerator
-from paceline.train.state import RankContext, TrainComponents
+from paceline.train.state import RankContext, TrainComponents, resume
 from paceline.train.trainer import Trainer
+
+logger = logging.getLogger(__name__)
 
 
 def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
     PROGRESS.start(active=spec.config.recovery.watchdog, on_cpu=spec.device_type == "cpu")
     comm = init_communicator(env, spec.device_type, spec.config.parallel.timeout_s, axes)
     run_dir = RunDir(Path(spec.config.output_dir))
-    events, logging_context = EventLog(None), ExitStack()
+    events = EventLog(None)
     watchdog = Watchdog(
         spec.config.recovery, spec.config.parallel.timeout_s, comm, stop, run_dir.root
     )
@@ -94,12 +95,11 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
             with open_checkpoint(Path(spec.resume_from), side) as opened:
                 digest = components.frozen_digest
                 check_same_model(opened, spec.resume_from, components.shape, digest)
-        with _locked(run_dir, comm):
+        with ExitStack() as cleanup, log_to_events(events):
             if comm.is_rank_zero:
-                events = _open_events(spec, run_dir)
-                logging_context.enter_context(log_to_events(events))
+                _open_run(spec, run_dir, events, cleanup)
             watchdog.watch(components.strategy, events)
-            ctx = RankContext(comm, run_dir, events, stop)
+            ctx = RankContext(comm, run_dir, events, stop, cleanup)
             store = _claim_store(spec, ctx)
             trainer = build_trainer(spec, ctx, components, data, notices, side, store)
             return _run(trainer)
@@ -115,7 +115,6 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
         raise
     finally:
         watchdog.close()
-        logging_context.close()
         events.close()
         for listener in events.listeners:
             close = getattr(listener, "close", None)
@@ -128,7 +127,7 @@ def _run(trainer: Trainer) -> dict[str, Any]:
     """Train, save the model and write the report. Returns the result of :func:`run_rank`."""
     spec, ctx, strategy = trainer.spec, trainer.ctx, trainer.strategy
     state, events = trainer.state, ctx.events
-    advisor = make_advisor(strategy, trainer.metrics, events, state.first_step, spec.derived.steps)
+    advisor = make_advisor(strategy, trainer.metrics, state.first_step, spec.derived.steps)
     trainer.callbacks += _monitoring(trainer, advisor)
     with trainer.checkpoints:  # a save in flight is waited for, however the training ends
         status = _train(trainer)
@@ -194,10 +193,10 @@ def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]
     callbacks: list[Callback] = [
         MemoryReport(parts.strategy, parts.model, events),
         ReplicaCheck(parts.strategy, events, spec.config.recovery.check_replicas_steps),
-        BalanceUpdate(trainer.balancer, trainer.checkpoints),
-        SampleReport(samples),
+        trainer.balancer,
+        samples,
     ]
-    return callbacks if advisor is None else [*callbacks, CommAdvice(advisor, events)]
+    return callbacks if advisor is None else [*callbacks, CommAdvice(advisor)]
 
 
 def _open_side_group(spec: RunSpec, world: Communicator) -> tuple[SideGroup | None, RunSpec]:
@@ -216,12 +215,11 @@ def _claim_store(spec: RunSpec, ctx: RankContext) -> CheckpointStore | None:
     store = CheckpointStore(spec.config.checkpoint_dir)
     before = store.claim(ctx.run_dir.root)
     if before is not None:
-        text = (
+        logger.warning(
             f"`checkpoint_dir: {store.url}` was last written by the run in"
             f" {before.get('output_dir')} on host {before.get('host')}; this run takes it over, and"
             " that one ends at its next checkpoint if it still runs"
         )
-        ctx.events.notice(text, level="warning")
     return store
 
 
@@ -233,25 +231,13 @@ def _stop_reason(stop: StopFlag) -> str:
     return "asked to stop by a signal" if stop.wanted else "another rank was asked to stop"
 
 
-@contextmanager
-def _locked(run_dir: RunDir, world: Communicator) -> Any:
-    """Rank 0 holds the run's folder, so that no second run writes into it. The lock ends with the
-    process."""
-    handle: IO[str] | None = None
-    if world.is_rank_zero:
-        run_dir.root.mkdir(parents=True, exist_ok=True)
-        handle = lock_run(run_dir, wait_s=20.0)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            handle.close()
-
-
-def _open_events(spec: RunSpec, run_dir: RunDir) -> EventLog:
+def _open_run(spec: RunSpec, run_dir: RunDir, events: EventLog, cleanup: ExitStack) -> None:
+    """Lock the run's folder, so that no second run writes into it, and begin its event log."""
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    cleanup.callback(lock_run(run_dir, wait_s=20.0).close)
     clear_debris(run_dir)
     write_atomic(run_dir.config, to_yaml(spec.config))
-    return EventLog(run_dir.events, event_listeners(spec.config, run_dir))
+    events.open(run_dir.events, event_listeners(spec.config, run_dir))
 
 
 def build_components(
@@ -389,7 +375,7 @@ def build_trainer(
     # what the checkpoint did not hold, or what it holds in vain
     resume_notices = strategy.notices[num_notices:]
     resume_notices += transfer_notices(strategy, side, components.shape.optimizer_bytes_per_element)
-    balancer = Balancer(spec.config, strategy, data, events, metrics)
+    balancer = Balancer(spec.config, strategy, data, events, metrics, checkpoints)
     balancer.begin(state.step, meta)
     emit_run_start(
         _run_info(spec, ctx, components, data),
@@ -467,10 +453,6 @@ def _balance_lengths(dataset: Any, task: Task) -> Any:
 
 
 def _quiet_libraries(config: Config, device_type: str) -> None:
-    import logging
-    import sys
-    import warnings
-
     if device_type == "cpu":
         # transformers imports DeepSpeed where it is installed, which else looks for accelerators
         # and says that it found none.

@@ -1,12 +1,13 @@
 """The training loop, to be read from top to bottom. Every rank runs it; rank 0 alone logs and
 writes reports."""
 
+import logging
 import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.train_state import collect_train_state, load_train_state
 from paceline.checkpoint.transfer import open_checkpoint
+from paceline.core.log import log_notices
 from paceline.data.loader import MicroBatch
 from paceline.data.pipeline import DataPipeline
 from paceline.distributed.seeds import seed_everything
@@ -23,14 +25,25 @@ from paceline.health.loss_spikes import LossSpike, LossSpikeDetector
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.base import MicroStep
 from paceline.parallel.protocols import SupportsElasticWorkers, consolidated
-from paceline.train import resume
 from paceline.train.balance import Balancer, ComputeTimer
 from paceline.train.callbacks import Callback
 from paceline.train.evaluation import EvalResult, evaluate
 from paceline.train.rank_loss import report_rank_loss, take_over_log
 from paceline.train.run_spec import RunSpec
-from paceline.train.state import RankContext, StepResult, TrainComponents, TrainState
+from paceline.train.state import (
+    RankContext,
+    RollbackTarget,
+    StepResult,
+    TrainComponents,
+    TrainState,
+    checkpoint_meta,
+    find_target,
+    recent_losses_from,
+    report_rollback,
+)
 from paceline.train.step_counts import CountQueue, LossAccumulator, StepCounts, check_task_loss
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -62,7 +75,6 @@ class Trainer:
             parts.task, parts.strategy, ctx.comm, ctx.stop, self.checkpoints, self.metrics
         )
         self._has_reported_no_rollback = False
-        self._run_lock: IO[str] | None = None  # of the run's folder, taken over from another rank
 
     def train(self) -> Literal["done", "stopped"]:
         """Train to the last step, or until a stop is requested. Either way a checkpoint of the last
@@ -203,18 +215,22 @@ class Trainer:
     def roll_back(self, spike: LossSpike) -> bool:
         """Go back to the checkpoint before the step under way, and skip its batch from now on.
         Returns False if that was done too often since that checkpoint. A collective."""
-        state, comm, events = self.state, self.ctx.comm, self.ctx.events
+        state, comm = self.state, self.ctx.comm
         settings, step = self.spec.config.recovery, state.step
         self.checkpoints.finish()
-        find = partial(resume.find_target, self.ctx.run_dir, step, self.resumed_from)
+        find = partial(find_target, self.ctx.run_dir, step, self.resumed_from)
         target: Any = comm.broadcast_object(find() if comm.is_rank_zero else None)
         if target.is_exhausted(state.skipped_batches, settings):
             if not self._has_reported_no_rollback:
                 self._has_reported_no_rollback = True
-                resume.report_no_rollback(events, step, target, settings.max_restarts)
+                logger.warning(
+                    f"step {step + 1}: the loss jumped again, and so many batches are left out"
+                    f" since step {target.step} already (`recovery.max_restarts:"
+                    f" {settings.max_restarts}`) that the run goes on with this one"
+                )
             return False
         state.skipped_batches.add(step)
-        resume.report_rollback(events, step, spike, target)
+        report_rollback(self.ctx.events, step, spike, target)
         self.strategy.optimizer_step(lambda _: False)
         if target.path is None:
             state.step += 1
@@ -223,21 +239,20 @@ class Trainer:
                 self._load(target)
         return True
 
-    def _load(self, target: resume.RollbackTarget) -> None:
-        state, strategy, events = self.state, self.strategy, self.ctx.events
+    def _load(self, target: RollbackTarget) -> None:
+        state, strategy = self.state, self.strategy
         num_notices = len(strategy.notices)
         with open_checkpoint(Path(str(target.path)), self.checkpoints.side) as opened:
             load_train_state(strategy, opened, self.components.precision.scaler)
         state.step = int(opened.meta["step"])
         state.first_step = min(state.first_step, state.step)
-        state.recent_losses = resume.recent_losses_from(opened.meta, self.spec.config.recovery)
+        state.recent_losses = recent_losses_from(opened.meta, self.spec.config.recovery)
         for step in [step for step in state.eval_losses if step > state.step]:
             del state.eval_losses[step]
         self.checkpoints.resume_at(state.step, target.is_own)
         self.data.seek(state.step)
-        events.emit("resume", step=state.step, path=target.path)
-        for level, text in strategy.notices[num_notices:]:
-            events.notice(text, level)
+        self.ctx.events.emit("resume", step=state.step, path=target.path)
+        log_notices(logger, strategy.notices[num_notices:])
 
     def handle_rank_loss(self) -> bool:
         """Continue without the ranks that were lost. Returns True if some were. Every rank gets the
@@ -250,7 +265,7 @@ class Trainer:
         self.data.reshard(self.strategy.replica, num_left)
         if self.ctx.comm.is_rank_zero:
             if self.ctx.events.path is None:
-                self._run_lock = take_over_log(self.spec.config, self.ctx, self.checkpoints)
+                take_over_log(self.spec.config, self.ctx, self.checkpoints)
             accumulation = self.spec.derived.gradient_accumulation_steps
             order, events = self.data.order, self.ctx.events
             for loss in losses:
@@ -289,7 +304,7 @@ class Trainer:
         step, spec, scaler = self.state.step, self.spec, self.components.precision.scaler
         collect = partial(collect_train_state, self.strategy, step, self.data.order, scaler)
         meta = {
-            **resume.checkpoint_meta(self.state, spec),
+            **checkpoint_meta(self.state, spec),
             **self.balancer.meta(),
             "strategy": self.strategy.name,
             "frozen": self.components.frozen_digest,

@@ -140,15 +140,15 @@ def _train(
     with log_to_events(events):
         components, data, notices = build_components(trial.spec, world, adjust=turn_off_dropout)
         run_dir = RunDir(Path(trial.spec.config.output_dir))  # of no run: nothing is written there
-        ctx = RankContext(components.strategy.world, run_dir, EventLog(None, [heard.append]), stop)
-    trainer = build_trainer(trial.spec, ctx, components, data, notices)
-    strategy, positions = trainer.strategy, list[float]()
-    trainer.data.observers.append(lambda batches: positions.append(_mean_positions(batches)))
-    components.model.train()
-    watch = GradientWatch(strategy) if trial.number == 0 else None
-    for _ in range(certification.steps):
-        if trainer.run_step().stop or trainer.anomalies.is_exhausted:
-            return {"status": "stopped"}
+        ctx = RankContext(components.strategy.world, run_dir, events, stop)
+        trainer = build_trainer(trial.spec, ctx, components, data, notices)
+        strategy, positions = trainer.strategy, list[float]()
+        trainer.data.observers.append(lambda batches: positions.append(_mean_positions(batches)))
+        components.model.train()
+        watch = GradientWatch(strategy) if trial.number == 0 else None
+        for _ in range(certification.steps):
+            if trainer.run_step().stop or trainer.anomalies.is_exhausted:
+                return {"status": "stopped"}
     steps = [one for one in heard if one["type"] == "step"]
     reference = Path(certification.folder) / "reference.safetensors"
     left_out = {} if watch is None else watch.negligible()

@@ -11,7 +11,7 @@ from paceline.data.order import SampleOrder
 from paceline.health.anomalies import skipped_steps
 from paceline.observe.comm_advisor import CommAdvisor
 from paceline.observe.metrics import StepMetrics, memory_peak
-from paceline.observe.run_info import RunInfo
+from paceline.observe.run_start import RunInfo
 from paceline.parallel.registry import estimate_cost
 
 

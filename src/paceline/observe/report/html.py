@@ -10,8 +10,7 @@ from paceline.core import formatting
 from paceline.core.events import Event, effective_steps
 from paceline.observe.report.certificate import certificate_page
 from paceline.observe.report.charts import Plot, Point, Series, draw, raw_and_smooth
-from paceline.observe.report.communication_table import communication_rows
-from paceline.observe.report.rank_tables import memory_table, rank_table
+from paceline.observe.report.tables import communication_rows, memory_table, rank_table
 
 _RANK_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 
