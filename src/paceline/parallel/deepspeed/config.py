@@ -7,9 +7,12 @@ Which keys of a user's DeepSpeed JSON are honored is in
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.config.compat.parallel.deepspeed_json import HONOURED_ZERO as HONOURED_ZERO
-from paceline.config.compat.parallel.deepspeed_json import REFUSED as REFUSED
-from paceline.config.compat.parallel.deepspeed_json import SHORT_NAMES, interpret, read_json
+from paceline.config.compat.parallel.deepspeed_json import (
+    HONORED_ZERO,
+    SHORT_NAMES,
+    interpret,
+    read_json,
+)
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
@@ -60,7 +63,7 @@ def cannot_honour(key: str, problems: list[str]) -> ConfigError:
     return ConfigError(
         f"`{key}` has settings that cannot be honored:\n  " + "\n  ".join(problems),
         allowed='"auto" for what the config sets itself; in `zero_optimization`: '
-        + ", ".join(HONOURED_ZERO),
+        + ", ".join(HONORED_ZERO),
         fix="remove these settings, or set them as the lines above say",
     )
 
@@ -95,8 +98,8 @@ def zero_section(config: Config, trained_elements: int, low_bytes: int) -> dict[
     theirs = read_json(parallel.deepspeed_config).get("zero_optimization") or {}
     for key, value in theirs.items():
         name = SHORT_NAMES.get(key, key)
-        if name in HONOURED_ZERO and value not in ("auto", None):
-            section[name] = HONOURED_ZERO[name](value)
+        if name in HONORED_ZERO and value not in ("auto", None):
+            section[name] = HONORED_ZERO[name](value)
     # A larger bucket changes nothing, and DeepSpeed allocates it in full.
     section["reduce_bucket_size"] = max(2, min(section["reduce_bucket_size"], trained_elements))
     return section

@@ -6,16 +6,17 @@ those of DeepSpeed's `runtime/constants.py` and `runtime/zero/config.py`.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.config.compat.conversion import read_table
+from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError, did_you_mean
 
 #: Keys of `zero_optimization` that are passed on to DeepSpeed, with the type of their value.
-HONOURED_ZERO: dict[str, type] = {
+HONORED_ZERO: dict[str, type] = {
     "allgather_bucket_size": int,
     "allgather_partitions": bool,
     "contiguous_gradients": bool,
@@ -32,79 +33,37 @@ HONOURED_ZERO: dict[str, type] = {
     "sub_group_size": int,
     "use_multi_rank_bucket_allreduce": bool,
 }
-#: DeepSpeed takes these names without `stage3_` too.
 SHORT_NAMES = {
-    key.removeprefix("stage3_"): key for key in HONOURED_ZERO if key.startswith("stage3_")
+    key.removeprefix("stage3_"): key for key in HONORED_ZERO if key.startswith("stage3_")
 }
 
 
-def _reasons(section: str) -> dict[str, str]:
-    """A section of ``deepspeed.yaml``: the reason of each key."""
-    return {
-        key: group["reason"]
-        for group in read_table("parallel/deepspeed.yaml")[section]
-        for key in group["keys"].split()
-    }
+@dataclass(frozen=True)
+class Rule:
+    """Why keys of ``deepspeed.yaml`` have no effect, or cannot be honored, and the further values
+    that mean "off"."""
+
+    reason: str
+    keys: str
+    off_values: Sequence[YamlValue] = ()
 
 
-#: Top-level keys that do not change what is trained, with the reason.
-IGNORED = _reasons("ignored")
-#: Top-level keys that cannot be honored when they are on, with the reason.
-REFUSED = _reasons("refused")
-#: Keys of `zero_optimization` without effect here, with the reason.
-_IGNORED_ZERO = _reasons("ignored_zero")
-_OFFLOAD_DETAIL = "Paceline configures the offload"
-_DTYPES = "the types follow from the precision in `train_args`"
-_FEATURE = "Paceline does not use this feature of DeepSpeed"
-#: Values that mean "off" for keys of REFUSED whose off is not false or null.
-_OFF_VALUES: dict[str, tuple[Any, ...]] = {
-    "gradient_predivide_factor": (1, 1.0),
-    "sequence_parallel_size": (0, 1),
-    "tensor_parallel": ({"autotp_size": 0}, {"autotp_size": 1}),
-}
-#: Keys of `zero_optimization` that cannot be honored when they are on, with the values that mean
-#: "off".
-_REFUSED_ZERO: dict[str, tuple[Any, ...]] = {
-    "leaf_module": (),
-    "legacy_stage1": (),
-    "mics_hierarchical_params_gather": (),
-    "mics_shard_size": (-1, 0),
-    "parameter_alignment": (),
-    "zenflow": (),
-    "zero_hpz_partition_size": (0, 1),
-    "zero_quantized_gradients": (),
-    "zero_quantized_nontrainable_weights": (),
-    "zero_quantized_weights": (),
-}
-_PLAIN = {
-    "train_micro_batch_size_per_gpu": "train_args.per_device_train_batch_size",
-    "gradient_accumulation_steps": "train_args.gradient_accumulation_steps",
-    "gradient_clipping": "train_args.max_grad_norm",
-}
-_OPTIMIZER_PARAMS = {
-    "lr": "train_args.learning_rate",
-    "eps": "train_args.adam_epsilon",
-    "weight_decay": "train_args.weight_decay",
-    "momentum": "train_args.momentum",
-}
+def _rules(section: str) -> dict[str, Rule]:
+    rules = [Rule(**group) for group in read_table("parallel/deepspeed.yaml")[section]]
+    return {key: rule for rule in rules for key in rule.keys.split()}
+
+
+#: Keys that do not change what is trained.
+IGNORED = _rules("ignored")
+#: Keys that cannot be honored when they are on.
+REFUSED = _rules("refused")
+_SECTIONS: list[str] = read_table("parallel/deepspeed.yaml")["sections"].split()
+_SETS: dict[str, str] = read_table("parallel/deepspeed.yaml")["sets"]
 _SCHEDULERS = {
     "warmuplr": "constant_with_warmup",
     "warmupdecaylr": "linear",
     "warmupcosinelr": "cosine",
 }
-_SCHEDULER_PARAMS = {
-    "warmup_max_lr": "train_args.learning_rate",
-    "warmup_num_steps": "train_args.warmup_steps",
-}
-_KNOWN = (
-    "bf16",
-    "bfloat16",
-    "fp16",
-    "optimizer",
-    "scheduler",
-    "train_batch_size",
-    "zero_optimization",
-)
 
 
 @dataclass(frozen=True)
@@ -148,172 +107,126 @@ class DeepSpeedJson:
     def _set(self, name: str, value: Any, target: str, sets: Any = None) -> None:
         self.settings.append(Setting(name, value, target, value if sets is None else sets))
 
-    # -- sections
-    def _top(self, key: str, value: Any) -> None:
-        if key.startswith(("_", "$")) or key in ("comment", "description"):
-            return
-        if key not in _KNOWN and key not in _PLAIN and key not in IGNORED and key not in REFUSED:
-            self._unknown(key, key, [*_KNOWN, *_PLAIN, *IGNORED, *REFUSED])
-        elif key == "zero_optimization":
-            self._zero(value)
-        elif key in ("bf16", "bfloat16", "fp16"):
-            self._precision(key, value)
-        elif key in _PLAIN:
+    def read(self, name: str, value: Any) -> None:
+        """Sort one key, by its dotted name, or all keys of a section."""
+        section, _, key = name.rpartition(".")
+        # DeepSpeed takes most names without `stage3_` too
+        plain = name.replace(".stage3_", ".")
+        if plain not in IGNORED and plain not in REFUSED:
+            plain = f"{section}.*"
+        if name in _SECTIONS:
+            self._section(name, value)
+        elif name in _SETS:
             if value not in ("auto", None):
-                self._set(key, value, _PLAIN[key])
-        elif (
-            is_off(value) or key == "train_batch_size"
-        ):  # the number of ranks decides whether the latter agrees
-            pass
-        elif key == "optimizer":
-            self._optimizer(value)
-        elif key == "scheduler":
-            self._scheduler(value)
-        elif key in IGNORED:
-            if key != "zero_allow_untested_optimizer":  # which Paceline sets itself
-                self._ignore(key, IGNORED[key])
-        elif not any(value == off for off in _OFF_VALUES.get(key, ())):
-            self.problems.append(f"{key}: {REFUSED[key]}")
+                self._set(name, value, _SETS[name])
+        elif section == "zero_optimization" and SHORT_NAMES.get(key, key) in HONORED_ZERO:
+            self._check_type(name, value, HONORED_ZERO[SHORT_NAMES.get(key, key)])
+        elif plain in REFUSED:
+            refused = REFUSED[plain]
+            if not is_off(value) and value not in refused.off_values:
+                self.problems.append(f"{name}: {refused.reason.replace('{value}', str(value))}")
+        elif plain in IGNORED:
+            if IGNORED[plain].reason and not is_off(value):
+                self._ignore(name, IGNORED[plain].reason)
+        elif not key.startswith(("_", "$")):
+            self._report_unknown(section, name, key)
 
-    def _unknown(self, name: str, key: str, known: list[str]) -> None:
+    def _section(self, name: str, value: Any) -> None:
+        """Read what is not decided key by key, then each key."""
+        section = self._mapping(name, value)
+        if name in ("bf16", "bfloat16", "fp16"):
+            enabled = section.get("enabled")
+            if isinstance(enabled, bool):
+                setting = "fp16" if name == "fp16" else "bf16"
+                self._set(f"{name}.enabled", enabled, f"train_args.{setting}")
+            if enabled is not True:
+                return
+        elif name == "optimizer":
+            self._optimizer(section)
+        elif name == "scheduler":
+            self._scheduler(section)
+        elif name == "zero_optimization":
+            self._zero(section)
+        for key, item in section.items():
+            self.read(f"{name}.{key}", item)
+
+    def _check_type(self, name: str, value: Any, kind: type) -> None:
+        if value is not None and value != "auto" and not _is_a(value, kind):
+            expected = "a whole number" if kind is int else "true or false"
+            self.problems.append(f"{name}: {value!r} is not {expected}")
+
+    def _report_unknown(self, section: str, name: str, key: str) -> None:
+        names = [other.rpartition(".") for other in (*_SECTIONS, *_SETS, *IGNORED, *REFUSED)]
+        known = [last for prefix, _, last in names if prefix == section]
+        if section == "zero_optimization":
+            known += [*HONORED_ZERO, *SHORT_NAMES]
         hint = did_you_mean(key, known, form="{}")
         hint = f"; {hint}" if hint else ""
         self.problems.append(f"{name}: not a key of DeepSpeed that Paceline knows{hint}")
 
-    def _mapping(self, name: str, value: Any) -> Mapping[str, Any]:
+    def _mapping(self, name: str, value: Any) -> dict[str, Any]:
         if isinstance(value, Mapping):
-            return value
+            return dict(value)
         if not is_off(value):
             self.problems.append(f"{name}: {value} is not an object")
         return {}
 
-    def _precision(self, key: str, value: Any) -> None:
-        section = self._mapping(key, value)
-        name = "fp16" if key == "fp16" else "bf16"
-        enabled = section.get("enabled", False)
-        if isinstance(enabled, bool) and "enabled" in section:
-            self._set(f"{key}.enabled", enabled, f"train_args.{name}")
-        if enabled is not True:
-            return
-        for one in (
-            "fp16_master_weights_and_grads",
-            "bf16_master_weights_and_grads",
-            "bf16_optimizer_states",
-        ):
-            if not is_off(section.get(one)):
-                self.problems.append(f"{key}.{one}: {_DTYPES}")
-        if key == "fp16" and section.get("loss_scale", 0) not in (0, "auto"):
-            self.problems.append(
-                "fp16.loss_scale: a fixed loss scale; Paceline scales the loss dynamically (0)"
-            )
-
-    def _optimizer(self, value: Any) -> None:
-        section = self._mapping("optimizer", value)
-        self.problems += [
-            f"optimizer.{key}: {_FEATURE}"
-            for key in section
-            if key not in ("type", "params", "legacy_fusion")
-        ]
-        params = dict(self._mapping("optimizer.params", section.get("params", {})))
+    def _optimizer(self, section: dict[str, Any]) -> None:
+        """Read the type, and the two betas that one key holds."""
+        params = _params(section)
         kind = str(section.get("type", "auto")).lower()
-        decoupled = params.pop("adam_w_mode", True)
-        if kind == "adam" and decoupled is not False:
+        if kind == "adam" and params.get("adam_w_mode") is not False:
             kind = "adamw"  # DeepSpeed's own default for the name Adam
         if kind != "auto":
             self._set("optimizer.type", section["type"], "train_args.optim", kind)
-        for key, one in params.items():
-            if one == "auto" or key in ("torch_adam", "fused", "foreach", "fp32_optimizer_states"):
-                continue
-            if key == "betas" and isinstance(one, list | tuple) and len(one) == 2:
-                if one[0] != "auto":
-                    self._set("optimizer.params.betas[0]", one[0], "train_args.adam_beta1")
-                if one[1] != "auto":
-                    self._set("optimizer.params.betas[1]", one[1], "train_args.adam_beta2")
-            elif key in _OPTIMIZER_PARAMS:
-                self._set(f"optimizer.params.{key}", one, _OPTIMIZER_PARAMS[key])
-            elif not (key == "bias_correction" and one is True) and not is_off(one):
-                self.problems.append(
-                    f"optimizer.params.{key}: the optimizer is built from `train_args`"
-                )
+        betas = params.get("betas")
+        if isinstance(betas, list | tuple) and len(betas) == 2:
+            for index, beta in enumerate(betas):
+                if beta != "auto":
+                    name = f"optimizer.params.betas[{index}]"
+                    self._set(name, beta, f"train_args.adam_beta{index + 1}")
+        elif not is_off(betas):
+            self.problems.append(
+                "optimizer.params.betas: expected two numbers, as `train_args.adam_beta1` and"
+                " `adam_beta2` are"
+            )
 
-    def _scheduler(self, value: Any) -> None:
-        section = self._mapping("scheduler", value)
+    def _scheduler(self, section: dict[str, Any]) -> None:
+        """Read the type. A schedule that Paceline does not have takes its other settings along."""
         kind = str(section.get("type", "auto"))
-        if kind != "auto" and kind.lower() not in _SCHEDULERS:
+        if kind == "auto":
+            return
+        if kind.lower() not in _SCHEDULERS:
             self.problems.append(
                 f"scheduler.type: {kind}; set `train_args.lr_scheduler_type` and"
                 " `lr_scheduler_kwargs`"
             )
+            section.clear()
             return
-        if kind != "auto":
-            self._set(
-                "scheduler.type", kind, "train_args.lr_scheduler_type", _SCHEDULERS[kind.lower()]
+        name = _SCHEDULERS[kind.lower()]
+        self._set("scheduler.type", kind, "train_args.lr_scheduler_type", name)
+        if "warmup_type" not in _params(section):
+            self._ignore(
+                "scheduler.params.warmup_type",
+                "the warm-up is linear; DeepSpeed's default is logarithmic",
             )
-            if "warmup_type" not in self._mapping("scheduler.params", section.get("params", {})):
-                self._ignore(
-                    "scheduler.params.warmup_type",
-                    "the warm-up is linear; DeepSpeed's default is logarithmic",
-                )
-        for key, one in self._mapping("scheduler.params", section.get("params", {})).items():
-            if (
-                one == "auto"
-                or (key in ("warmup_min_lr", "warmup_min_ratio") and one == 0)
-                or key == "last_batch_iteration"
-            ):
-                continue
-            if key in _SCHEDULER_PARAMS:
-                self._set(f"scheduler.params.{key}", one, _SCHEDULER_PARAMS[key])
-            elif key == "warmup_type" and one == "linear":
-                continue
-            else:
-                self.problems.append(
-                    f"scheduler.params.{key}: the schedule is that of"
-                    " `train_args.lr_scheduler_type`"
-                )
 
-    def _zero(self, value: Any) -> None:
-        section = dict(self._mapping("zero_optimization", value))
-        stage = section.pop("stage", None)
+    def _zero(self, section: dict[str, Any]) -> None:
+        """Read the stage, and where the optimizer's state and the parameters are to lie."""
+        stage = section.get("stage")
         if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
             self.problems.append(
                 f"zero_optimization.stage: {stage}; there are the stages 0, 1, 2 and 3"
             )
         elif stage is not None:
             self.stage = int(stage)
-        self._offload(section)
-        for key, one in section.items():
-            name = f"zero_optimization.{key}"
-            plain = key.removeprefix("stage3_")
-            if key in HONOURED_ZERO or key in SHORT_NAMES:
-                kind = HONOURED_ZERO[SHORT_NAMES.get(key, key)]
-                if one is not None and one != "auto" and not _is_a(one, kind):
-                    self.problems.append(
-                        f"{name}: {one!r} is not"
-                        f" {'a whole number' if kind is int else 'true or false'}"
-                    )
-            elif plain in _IGNORED_ZERO:
-                # which Paceline does in any case
-                if not is_off(one) and not plain.startswith("gather_"):
-                    self._ignore(name, _IGNORED_ZERO[plain])
-            elif key in _REFUSED_ZERO:
-                if not is_off(one) and one not in _REFUSED_ZERO[key]:
-                    self.problems.append(f"{name}: {_FEATURE}")
-            elif not key.startswith("_"):
-                known = [*HONOURED_ZERO, *SHORT_NAMES, *_IGNORED_ZERO, *_REFUSED_ZERO]
-                self._unknown(name, key, [*known, "stage", "offload_param"])
-
-    def _offload(self, section: dict[str, Any]) -> None:
-        """Set `parallel.offload` from where the optimizer's state and the parameters are to lie."""
-        given = {key: section.pop(key, None) for key in ("offload_optimizer", "offload_param")}
-        devices = {
-            key: self._offload_device(f"zero_optimization.{key}", one) for key, one in given.items()
-        }
-        for legacy, key in (
-            ("cpu_offload", "offload_optimizer"),
-            ("cpu_offload_param", "offload_param"),
+        devices = {}
+        for key, legacy in (
+            ("offload_optimizer", "cpu_offload"),
+            ("offload_param", "cpu_offload_param"),
         ):
-            if section.pop(legacy, None) is True:
-                devices[key] = "cpu"
+            device = self._offload_device(f"zero_optimization.{key}", section.get(key))
+            devices[key] = "cpu" if section.get(legacy) is True else device
         parameters = devices["offload_param"] == "cpu"
         if parameters and self.stage is not None and self.stage < 3:
             self._ignore(
@@ -331,30 +244,26 @@ class DeepSpeedJson:
             self._set("zero_optimization.offload_optimizer", "cpu", "parallel.offload", "optimizer")
 
     def _offload_device(self, name: str, value: Any) -> str:
-        device = value.get("device", "none") if isinstance(value, Mapping) else value
+        section = value if isinstance(value, Mapping) else {"device": value}
+        device = section.get("device", "none")
         device = "none" if device in (None, "auto", False) else str(device)
         if device not in ("none", "cpu"):
             self.problems.append(
                 f"{name}.device: {device}; Paceline offloads to the host's memory (cpu) only"
             )
             return "none"
-        if device == "cpu" and isinstance(value, Mapping):
-            if value.get("ratio", 1) not in (1, "auto"):
-                self.problems.append(
-                    f"{name}.ratio: {value['ratio']}; Paceline offloads all of it (1.0) or nothing"
-                )
-            if not is_off(value.get("super_offload")):
-                self.problems.append(f"{name}.super_offload: {_FEATURE}")
-            details = [
-                key
-                for key in value
-                if key not in ("device", "ratio", "super_offload", "pin_memory") and value[key]
-            ]
-            for key in details:
-                self._ignore(f"{name}.{key}", _OFFLOAD_DETAIL)
-            if value.get("pin_memory") is False:
-                self._ignore(f"{name}.pin_memory", _OFFLOAD_DETAIL)
+        if device == "cpu":
+            for key, item in section.items():
+                self.read(f"{name}.{key}", item)
+            if section.get("pin_memory") is False:
+                self._ignore(f"{name}.pin_memory", IGNORED[f"{name}.*"].reason)
         return device
+
+
+def _params(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `params` of an optimizer or a scheduler; empty if they are not a mapping."""
+    params = section.get("params")
+    return params if isinstance(params, Mapping) else {}
 
 
 def is_off(value: Any) -> bool:
@@ -389,7 +298,7 @@ def interpret(given: Mapping[str, Any]) -> DeepSpeedJson:
     """Sort every key of a DeepSpeed JSON."""
     out = DeepSpeedJson()
     for key, value in given.items():
-        out._top(key, value)
+        out.read(key, value)
     return out
 
 
