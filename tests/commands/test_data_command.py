@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import end_by, parse, run, start
+from commands import end_by, parse, run, spawned, start
 
 from paceline.commands.data_count import make_options
 from paceline.core.errors import ConfigError
@@ -180,7 +180,7 @@ def test_a_signal_ends_every_rank_and_clears_away(number: signal.Signals, tmp_pa
         start_new_session=True, env={**os.environ, "TMPDIR": str(temporary)},
     )  # fmt: skip
     spilled = "paceline-count-*/rank-*/run-*"
-    err = end_by(process, number, 2, ready=lambda: any(temporary.glob(spilled)))
+    err = end_by(process, number, 2, ready=lambda: any(temporary.glob(spilled)), find_ranks=spawned)
     assert process.returncode == 128 + number
     assert "nothing was written" in err
     assert list(temporary.iterdir()) == []

@@ -100,11 +100,22 @@ def forked(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return found
 
 
+def spawned(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The worker processes of a command that starts them itself."""
+    workers = []
+    for child in psutil.Process(process.pid).children():
+        with contextlib.suppress(psutil.Error):
+            if "spawn_main" in " ".join(child.cmdline()):
+                workers.append(child)
+    return workers
+
+
 def end_by(
     process: subprocess.Popen[str],
     number: signal.Signals,
     num_ranks: int,
     ready: Callable[[], object] = lambda: True,
+    find_ranks: Callable[[subprocess.Popen[str]], list[psutil.Process]] = forked,
 ) -> str:
     """Send a command a signal when it has its ranks and is ``ready``; fails where a rank lives on.
     A Ctrl-C goes to the whole group, as from a terminal: start it with ``start_new_session``.
@@ -113,7 +124,7 @@ def end_by(
     deadline = time.monotonic() + 120
     while not (len(ranks) == num_ranks and ready()) and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
-        ranks = forked(process)
+        ranks = find_ranks(process)
         time.sleep(0.02)
     assert len(ranks) == num_ranks
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)

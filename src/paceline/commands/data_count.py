@@ -9,7 +9,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,9 @@ from paceline.commands.options import (
     WholeNumber,
 )
 from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigError, did_you_mean
-from paceline.core.files import Scratch, human_bytes
+from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, printable
-from paceline.data.count.job import (
-    LEAST_MEMORY_BYTES,
-    CountResult,
-    CountSpec,
-    combined,
-    count_rank,
-    write_table,
-)
-from paceline.data.count.runs import merged, rows
+from paceline.data.count.job import LEAST_MEMORY_BYTES, CountResult, CountSpec, count_locally
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +32,6 @@ _MAX_RANKS = 64
 _MAX_DEFAULT_RANKS = 8
 _MAX_TOP = 100_000
 _ENGINES, _UNITS, _ERROR_HANDLERS = ("local", "ray"), ("words", "tokens"), ("strict", "replace")
-_SCRATCH_PREFIX = "paceline-count-"  # of the folder for what does not fit into memory
-#: A rank that dies is noticed at once, and a large file takes long without being a failure.
-_NO_TIMEOUT_S = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -221,7 +210,6 @@ def make_options(args: Namespace) -> CountOptions:
         errors=args.errors,
         memory_bytes=CountSpec.memory_bytes if args.memory is None else args.memory,
         top=args.top,
-        keep_table=output is not None,
     )
     return CountOptions(spec, args.ranks, args.engine, output)
 
@@ -260,24 +248,7 @@ def _count(options: CountOptions) -> CountResult:
         from paceline.data.count.ray_engine import count_on_ray
 
         return count_on_ray(options.spec, options.ranks, options.output)
-    from paceline.launch.rank_pool import run_on_ranks, warm_up
-
-    # Ranks are ended before the folder is removed: what a killed rank still writes has nowhere to
-    # go otherwise.
-    with Scratch(_SCRATCH_PREFIX) as folder:
-        warm_up(["paceline.data.count.shuffle", "paceline.data.count.job"])
-        parts: list[CountResult] = run_on_ranks(
-            count_rank,
-            options.ranks,
-            replace(options.spec, folder=folder),
-            timeout_s=_NO_TIMEOUT_S,
-            collective_timeout_s=_NO_TIMEOUT_S,
-        )
-        if options.output is not None:
-            tables = [part.table for part in parts if part.table is not None]
-            readers = [rows(path, 0, path.stat().st_size, 1 << 18) for path in tables]
-            write_table(options.output, merged(readers))
-        return combined(parts, options.spec.top)
+    return count_locally(options.spec, options.ranks, options.output)
 
 
 def _summary(

@@ -3,28 +3,19 @@ says."""
 
 import gzip
 import json
+import multiprocessing
 import random
+import time
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks
 
 from paceline.core.errors import ConfigError, RunError
-from paceline.data.count.job import (
-    CountResult,
-    CountSpec,
-    MapSeen,
-    combined,
-    count_rank,
-    tables,
-    write_table,
-)
-from paceline.data.count.runs import Spills, encoded, merged, rows
+from paceline.data.count.job import CountSpec, count_locally, tables, write_table
+from paceline.data.count.runs import Spills, encoded
 from paceline.data.count.shards import ReadOptions, ScanStats, plan_shards, texts, white_space
 from paceline.data.text.tokenizer import load_tokenizer
-from paceline.distributed.communicator import Communicator
 from paceline.models.builtin import builtin_tokenizer
 
 SPACES = [chr(code) for code in range(0x110000) if chr(code).isspace()]
@@ -205,10 +196,10 @@ def test_runs_merge_to_the_sum_in_the_order_of_words(tmp_path: Path) -> None:
 
 def test_memory_bounds_the_tables(tmp_path: Path) -> None:
     files = [save(tmp_path / "a.txt", " ".join(f"word-{number}" for number in range(40_000)))]
-    job = CountSpec(tuple(files), memory_bytes=1 << 20)
-    seen = MapSeen()
-    found = list(tables(plan_shards(files, 1)[0], job, seen))
-    assert seen.full >= 10
+    spec = CountSpec(tuple(files), memory_bytes=1 << 20)
+    seen = ScanStats()
+    found = list(tables(plan_shards(files, 1)[0], spec, seen))
+    assert seen.full_tables >= 10
     assert max(map(len, found)) < 5000
     assert Counter(word for table in found for word in table) == Counter(
         f"word-{number}" for number in range(40_000)
@@ -226,49 +217,45 @@ def test_tokens_do_not_depend_on_the_shards(tmp_path: Path) -> None:
         token for one in units for token in backend.encode(one, add_special_tokens=False).tokens
     )
     for num_shards in (1, 3):
-        job = CountSpec(tuple(files), by="tokens", tokenizer=folder)
+        spec = CountSpec(tuple(files), by="tokens", tokenizer=folder)
         found: Counter[str] = Counter()
         for share in plan_shards(files, num_shards):
-            for table in tables(share, job, MapSeen()):
+            for table in tables(share, spec, ScanStats()):
                 found.update(table)
         assert found == expected
 
 
-def _count(
-    world: Communicator, job: CountSpec
-) -> tuple[list[CountResult], list[tuple[bytes, int]]]:
-    jobs = [
-        job,
-        replace(job, folder=job.folder / "spilling", memory_bytes=1 << 18, keep_table=False),
-    ]
-    found, table = [], []
-    for one in jobs:
-        one.folder.mkdir(exist_ok=True)
-        found.append(count_rank(world, one))
-        world.barrier()
-        if found[-1].table is not None:
-            table = list(rows(found[-1].table, 0, found[-1].table.stat().st_size, 4096))
-    return found, table
-
-
-def test_ranks_count_what_python_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_processes", [1, 3])
+def test_processes_count_what_python_counts(tmp_path: Path, num_processes: int) -> None:
     files, expected = corpus(tmp_path)
     many = [f"{number:05d}-{'x' * 30}" for number in range(6000)]
     files.append(save(tmp_path / "many.txt", "\n".join(many)))
     expected.update(many)
-    job = CountSpec(tuple(files), top=25, folder=tmp_path / "work", keep_table=True)
-    results = run_ranks(_count, 3, job)
-    best = sorted(expected.items(), key=lambda one: (-one[1], one[0]))[:25]
-    for turn in range(2):
-        whole = combined([found[turn] for found, _ in results], 25)
-        assert (whole.total, whole.distinct, whole.top) == (expected.total(), len(expected), best)
-        assert (whole.spills > 0) == (turn == 1)
-        assert whole.shuffled_bytes > 0
-    output = tmp_path / "table.tsv"
-    write_table(output, merged([iter(table) for _, table in results]))
-    lines = [line.split("\t") for line in output.read_bytes().decode().split("\n")[:-1]]
-    assert [word for word, _ in lines] == sorted(expected)
-    assert {word: int(count) for word, count in lines} == expected
+    best = sorted(expected.items(), key=lambda entry: (-entry[1], entry[0]))[:25]
+    for memory_bytes in (CountSpec.memory_bytes, 1 << 18):
+        output = tmp_path / "table.tsv"
+        spec = CountSpec(tuple(files), top=25, memory_bytes=memory_bytes)
+        result = count_locally(spec, num_processes, output)
+        assert (result.total, result.distinct) == (expected.total(), len(expected))
+        assert result.top == best
+        assert (result.spills > 0) == (memory_bytes == 1 << 18)
+        assert (result.spilled_bytes > 0) == (result.spills > 0)
+        assert (result.shuffled_bytes > 0) == (num_processes > 1)
+        assert list(result.seconds) == ["map", "shuffle", "reduce"]
+        lines = [line.split("\t") for line in output.read_bytes().decode().split("\n")[:-1]]
+        assert [word for word, _ in lines] == sorted(expected)
+        assert {word: int(count) for word, count in lines} == expected
+        assert count_locally(spec, num_processes, None).top == best
+
+
+def test_a_process_that_fails_ends_the_others(tmp_path: Path) -> None:
+    long = save(tmp_path / "a.txt", " ".join(map(str, range(3_000_000))))
+    broken = save(tmp_path / "b.txt", b"word \xff " * (long[1] // 7))
+    started = time.perf_counter()
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        count_locally(CountSpec((long, broken), memory_bytes=1 << 20), 2, None)
+    assert time.perf_counter() - started < 30
+    assert not multiprocessing.active_children()
 
 
 def test_a_table_of_odd_words_is_utf8(tmp_path: Path) -> None:

@@ -1,47 +1,58 @@
-"""Count words or tokens over all ranks in three phases: map on shards, shuffle by hash, reduce.
-Exact, in bounded memory.
+"""Count words or tokens by several processes in three phases: map on shards, shuffle by hash,
+reduce. Exact, in bounded memory.
 
-1. Map: each rank counts its share of the bytes into a table. A table that is full is written to
-  disk as a sorted run.
-2. Shuffle: the runs of a rank are merged, and each word goes to the rank that its hash names, all
-  to all.
-3. Reduce: each rank adds up the sorted runs that came in, one row in memory at a time.
+1. Map: each process counts its share of the bytes into a table. A table that is full is written to
+  disk as a sorted run, cut by the process that its words' hashes name.
+2. Shuffle: each process merges its runs into one.
+3. Reduce: each process adds up its part of every run, one row of each in memory at a time.
 
 (J. Dean and S. Ghemawat, MapReduce: Simplified Data Processing on Large Clusters, OSDI 2004, with
 their combiner in the map.)
 """
 
-from __future__ import annotations
-
 import errno
 import heapq
 import os
+import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from itertools import chain, islice, pairwise
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from paceline.core.errors import RunError
-from paceline.data.count.runs import Row, Spills, decoded, lines, merged, rows
+from paceline.core.files import Scratch
+from paceline.data.count.runs import (
+    Row,
+    Run,
+    Spills,
+    decoded,
+    lines,
+    merge_buffer_bytes,
+    merged,
+    rows,
+)
 from paceline.data.count.shards import Errors, ReadOptions, ScanStats, TextShard, plan_shards, texts
-
-if TYPE_CHECKING:
-    from paceline.distributed.communicator import Communicator
+from paceline.data.worker_pool import worker_pool
+from paceline.distributed.devices import cpu_cores
 
 #: below this a chunk of text does not fit beside the table
 LEAST_MEMORY_BYTES = 1 << 20
 _COUNT_BYTES = 32  # of an int that is a table's value
 _MOST_CHUNK_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 18
+_SCRATCH_PREFIX = "paceline-count-"  # of the folder for what does not fit into memory
 
 
 @dataclass(frozen=True)
 class CountSpec:
-    """What is counted. Picklable: it is sent to every rank.
+    """What is counted. Picklable: it is sent to every process.
 
     Args:
         files: path and size in bytes.
@@ -50,10 +61,8 @@ class CountSpec:
         tokenizer: the folder of a tokenizer, with ``by="tokens"``.
         field: the files are JSON lines, and this key of each is the text.
         errors: as for ``bytes.decode``.
-        memory_bytes: what a rank's tables and buffers may take.
+        memory_bytes: what the tables and buffers of a process may take.
         top: most frequent words to name.
-        folder: for what does not fit into memory; removed by whoever made it.
-        keep_table: whether the whole table is wanted, and not its figures alone.
     """
 
     files: tuple[tuple[Path, int], ...]
@@ -63,8 +72,6 @@ class CountSpec:
     errors: Errors = "strict"
     memory_bytes: int = 256_000_000
     top: int = 10
-    folder: Path = Path()
-    keep_table: bool = False
 
     @property
     def reading(self) -> ReadOptions:
@@ -84,8 +91,8 @@ class CountSpec:
 
 @dataclass
 class CountResult:
-    """What one rank, or one engine, has found. ``top``: (word, count), most frequent first, then by
-    word."""
+    """What one process, or one engine, has counted. ``top``: (word, count), most frequent first,
+    then by word. ``seconds``: of each phase, the slowest process's."""
 
     total: int = 0
     distinct: int = 0
@@ -94,82 +101,122 @@ class CountResult:
     spilled_bytes: int = 0
     shuffled_bytes: int = 0
     replaced: int = 0
-    table: Path | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass
-class MapSeen(ScanStats):
-    """As :class:`ScanStats`, with the tables given out because they were full."""
+@dataclass(frozen=True)
+class MapResult:
+    """The counts of one process's shards: a run with a part for each process."""
 
-    full: int = 0
+    run: Run
+    stats: ScanStats
+    spilled_bytes: int
+    map_s: float
+    merge_s: float
 
 
-def count_rank(world: Communicator, job: CountSpec) -> CountResult:
-    """This rank's part of the work; every rank calls it. The words of a rank are those whose hash
-    names it.
+def count_locally(spec: CountSpec, num_processes: int, output: Path | None) -> CountResult:
+    """Count in ``num_processes`` processes of this machine. The table goes to ``output``, where one
+    is given.
 
     Raises:
         ConfigError: text that is not as it must be.
-        RunError: the disk is full, or a word too long.
+        RunError: the disk is full, a word is too long, or a process was killed.
     """
-    if job.by == "tokens":
-        import torch
-
-        os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))
-    try:
-        return _count(world, job)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    # The processes end before the folder is removed: what they still write has nowhere to go
+    # otherwise.
+    with (
+        Scratch(_SCRATCH_PREFIX) as folder,
+        worker_pool(
+            num_processes, partial(_share_cores, num_processes), kill_on_error=True
+        ) as pool,
+    ):
+        try:
+            maps = _results(
+                pool.submit(count_shards, shards, spec, folder / f"rank-{rank:03d}", num_processes)
+                for rank, shards in enumerate(plan_shards(list(spec.files), num_processes))
+            )
+            runs = [mapped.run for mapped in maps]
+            tables = [
+                None if output is None else folder / f"table-{rank:03d}"
+                for rank in range(num_processes)
+            ]
+            sums = _results(
+                pool.submit(reduce, runs, rank, spec, table) for rank, table in enumerate(tables)
+            )
+        except BrokenProcessPool as error:
             raise RunError(
-                f"the disk filled up while counts were written to {job.folder}",
-                fix="make room, set TMPDIR to a folder on another disk, or give more with --memory",
+                "a process that counts ended without a message (often: out of memory)",
+                fix="give fewer --ranks, or less --memory to each",
             ) from error
-        raise
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise RunError(
+                    f"the disk filled up while counts were written to {folder}",
+                    fix=(
+                        "make room, set TMPDIR to a folder on another disk, or give more with"
+                        " --memory"
+                    ),
+                ) from error
+            raise
+        if output is not None:
+            sorted_rows = [rows(path, 0, path.stat().st_size, 1 << 18) for path in tables if path]
+            write_table(output, merged(sorted_rows))
+    return combined(maps, sums, spec.top)
 
 
-def _count(world: Communicator, job: CountSpec) -> CountResult:
-    from paceline.data.count.shuffle import shuffle
+def _share_cores(num_processes: int) -> None:
+    os.environ.setdefault("RAYON_NUM_THREADS", str(max(1, cpu_cores() // num_processes)))
 
-    folder = job.folder / f"rank-{world.rank:03d}"
-    folder.mkdir()
-    seen = MapSeen()
-    spills = Spills(folder, world.size, job.memory_bytes)
-    clock = [time.perf_counter()]
-    for table in tables(plan_shards(list(job.files), world.size)[world.rank], job, seen):
+
+def _results(futures: Iterable[Future[Any]]) -> list[Any]:
+    """The results in order; the first failure ends the wait for the others."""
+    submitted = list(futures)
+    done = wait(submitted, return_when=FIRST_EXCEPTION).done
+    return [future.result() for future in sorted(done, key=submitted.index)]
+
+
+def count_shards(
+    shards: list[TextShard], spec: CountSpec, folder: Path, num_parts: int
+) -> MapResult:
+    """The map of one process, and the merging of its runs, which are written into ``folder``.
+
+    Raises:
+        ConfigError, RunError: as :func:`~paceline.data.count.shards.texts` does.
+    """
+    folder.mkdir(parents=True)
+    stats = ScanStats()
+    spills = Spills(folder, num_parts, spec.memory_bytes)
+    started = time.perf_counter()
+    for table in tables(shards, spec, stats):
         spills.add(table)
         table.clear()
+    mapped = time.perf_counter()
     run = spills.finish()
-    clock.append(time.perf_counter())
-    incoming, sent = shuffle(world, run, folder, job.memory_bytes)
-    clock.append(time.perf_counter())
-    found = reduce(
-        [rows(path, 0, path.stat().st_size, spills.buffer_bytes) for path in incoming],
-        job,
-        folder / "table",
+    return MapResult(
+        run,
+        stats,
+        spilled_bytes=spills.size_bytes if stats.full_tables else 0,
+        map_s=mapped - started,
+        merge_s=time.perf_counter() - mapped,
     )
-    clock.append(time.perf_counter())
-    found.spills, found.shuffled_bytes, found.replaced = seen.full, sent, seen.replaced
-    found.spilled_bytes = spills.size_bytes if seen.full else 0
-    found.seconds = dict(
-        zip(("map", "shuffle", "reduce"), (b - a for a, b in pairwise(clock)), strict=True)
-    )
-    return found
 
 
-def tables(shards: list[TextShard], job: CountSpec, seen: MapSeen) -> Iterator[dict[str, int]]:
-    """The map: counts of the shards' words, a new table each time ``job.table_bytes`` are full. A
+def tables(shards: list[TextShard], spec: CountSpec, stats: ScanStats) -> Iterator[dict[str, int]]:
+    """The map: counts of the shards' words, a new table each time ``spec.table_bytes`` are full. A
     word may be in several."""
-    split = _Tokens(job.tokenizer) if job.by == "tokens" and job.tokenizer is not None else _Words()
+    split = (
+        _Tokens(spec.tokenizer) if spec.by == "tokens" and spec.tokenizer is not None else _Words()
+    )
     table: Counter[Any] = Counter()
     size = 0
-    for text in chain.from_iterable(texts(shard, job.reading, seen) for shard in shards):
+    for text in chain.from_iterable(texts(shard, spec.reading, stats) for shard in shards):
         before = len(table)
-        table.update(split(text, whole=job.field is not None))
+        table.update(split(text, whole=spec.field is not None))
         # the newest keys are the last
         size += sum(map(sys.getsizeof, islice(reversed(table), len(table) - before)))
-        if size + _COUNT_BYTES * len(table) + sys.getsizeof(table) > job.table_bytes:
-            seen.full += 1
+        if size + _COUNT_BYTES * len(table) + sys.getsizeof(table) > spec.table_bytes:
+            stats.full_tables += 1
             yield split.named(table)
             table, size = Counter(), 0
     if table:
@@ -194,104 +241,104 @@ class _Tokens:
         self.tokenizer = load_tokenizer(folder)
 
     def __call__(self, text: str, whole: bool) -> Iterable[int]:
-        units = [text] if whole else text.split("\n")
-        if not whole:
-            units = [f"{one}\n" for one in units[:-1]] + units[-1:]
+        units = [text] if whole else re.split(r"(?<=\n)", text)
         pieces = [
-            one[at : at + _PIECE_CHARS] for one in units for at in range(0, len(one), _PIECE_CHARS)
+            unit[start : start + _PIECE_CHARS]
+            for unit in units
+            for start in range(0, len(unit), _PIECE_CHARS)
         ]
-        if self.tokenizer.backend is not None:
-            found = self.tokenizer.backend.encode_batch_fast(pieces, add_special_tokens=False)
-            return chain.from_iterable(one.ids for one in found)
-        python = self.tokenizer.python
-        return chain.from_iterable(
-            python(one, add_special_tokens=False)["input_ids"] for one in pieces
-        )
+        return chain.from_iterable(self.tokenizer.encode_batch(pieces, add_special_tokens=False))
 
     def named(self, table: Counter[Any]) -> dict[str, int]:
-        return {self._name(number): count for number, count in table.items()}
+        return {self._name(token_id): count for token_id, count in table.items()}
 
-    def _name(self, number: int) -> str:
+    def _name(self, token_id: int) -> str:
         """The token as the vocabulary writes it. White space in it, which would break the table's
         lines, is escaped."""
-        backend, python = self.tokenizer.backend, self.tokenizer.python
-        token = (
-            backend.id_to_token(number)
-            if backend is not None
-            else python.convert_ids_to_tokens(number)
-        )
+        token = self.tokenizer.token(token_id)
         if token is None:
-            return f"#{number}"
-        if not any(one.isspace() for one in token):
-            return str(token)
-        return (
-            "".join(
-                one.encode("unicode_escape").decode() if one.isspace() else one for one in token
-            )
-            + f"#{number}"
+            return f"#{token_id}"
+        if not any(char.isspace() for char in token):
+            return token
+        escaped = (
+            char.encode("unicode_escape").decode() if char.isspace() else char for char in token
         )
+        return f"{''.join(escaped)}#{token_id}"
 
 
-def reduce(streams: list[Iterator[Row]], job: CountSpec, path: Path) -> CountResult:
-    """Add up sorted streams: the figures, and with ``job.keep_table`` the table itself at ``path``,
-    sorted by word."""
-    found = CountResult()
-    heap: list[tuple[int, int, bytes]] = []
-
-    def counted() -> Iterator[Row]:
-        for word, count in merged(streams):
-            found.total += count
-            found.distinct += 1
-            if len(heap) < job.top:
-                heapq.heappush(heap, (count, -found.distinct, word))
-            elif (
-                heap and count > heap[0][0]
-            ):  # an equal count does not push out: it comes later in the order of words
-                heapq.heapreplace(heap, (count, -found.distinct, word))
-            yield word, count
-
-    if job.keep_table:
-        with open(path, "wb") as handle:
-            for some in lines(counted()):
-                handle.write(some)
-        found.table = path
+def reduce(runs: list[Run], part: int, spec: CountSpec, table: Path | None) -> CountResult:
+    """Add up one part of all ``runs``: the figures, and the counts themselves as a run at
+    ``table``, where one is given."""
+    result = CountResult()
+    started = time.perf_counter()
+    buffer_bytes = merge_buffer_bytes(spec.memory_bytes)
+    stream = tally(merged([run.part(part, buffer_bytes) for run in runs]), result, spec.top)
+    if table is None:
+        deque(stream, maxlen=0)
     else:
-        for _ in counted():
-            pass
-    found.top = [(decoded(word), count) for count, _, word in sorted(heap, reverse=True)]
-    return found
+        with open(table, "wb") as handle:
+            handle.writelines(lines(stream))
+    result.shuffled_bytes = sum(
+        run.part_bytes(part) for number, run in enumerate(runs) if number != part
+    )
+    result.seconds["reduce"] = time.perf_counter() - started
+    return result
 
 
-def combined(parts: list[CountResult], top: int) -> CountResult:
-    """The figures of all ranks as one: their words are disjoint."""
-    best = sorted((one for part in parts for one in part.top), key=lambda one: (-one[1], one[0]))[
-        :top
-    ]
-    whole = CountResult(top=best)
-    for name in ("total", "distinct", "spills", "spilled_bytes", "shuffled_bytes", "replaced"):
-        setattr(whole, name, sum(getattr(part, name) for part in parts))
-    whole.seconds = {name: max(part.seconds[name] for part in parts) for name in parts[0].seconds}
-    return whole
+def tally(stream: Iterable[Row], result: CountResult, top: int) -> Iterator[Row]:
+    """The rows of ``stream``, each word once; ``result`` gets their figures on the way."""
+    heap: list[tuple[int, _Later]] = []
+    for word, count in stream:
+        result.total += count
+        result.distinct += 1
+        if len(heap) < top:
+            heapq.heappush(heap, (count, _Later(word)))
+        elif heap and count >= heap[0][0]:
+            heapq.heappushpop(heap, (count, _Later(word)))
+        yield word, count
+    result.top = [(decoded(word), count) for count, word in sorted(heap, reverse=True)]
 
 
-def write_table(output: Path, stream: Iterator[Row]) -> None:
+class _Later(bytes):
+    """A word that is the smaller the later it comes in the order of words: of equal counts the
+    first word is the best."""
+
+    def __lt__(self, other: bytes) -> bool:
+        return bytes.__gt__(self, other)
+
+    def __gt__(self, other: bytes) -> bool:
+        return bytes.__lt__(self, other)
+
+
+def combined(maps: list[MapResult], sums: list[CountResult], top: int) -> CountResult:
+    """The figures of all processes as one: their words are disjoint."""
+    best = (entry for part in sums for entry in part.top)
+    return CountResult(
+        total=sum(part.total for part in sums),
+        distinct=sum(part.distinct for part in sums),
+        top=sorted(best, key=lambda entry: (-entry[1], entry[0]))[:top],
+        spills=sum(mapped.stats.full_tables for mapped in maps),
+        spilled_bytes=sum(mapped.spilled_bytes for mapped in maps),
+        shuffled_bytes=sum(part.shuffled_bytes for part in sums),
+        replaced=sum(mapped.stats.replaced for mapped in maps),
+        seconds={
+            "map": max(mapped.map_s for mapped in maps),
+            "shuffle": max(mapped.merge_s for mapped in maps),
+            "reduce": max(part.seconds["reduce"] for part in sums),
+        },
+    )
+
+
+def write_table(output: Path, stream: Iterable[Row]) -> None:
     """The whole table as UTF-8 lines ``word <tab> count``, whole or not at all. Lone surrogates,
     which JSON can hold and UTF-8 cannot, are written as ``\\udXXX``."""
     aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         with open(aside, "wb") as handle:
-            for some in lines(stream):
-                handle.write(_as_utf8(some))
+            for batch in lines(stream):
+                handle.write(decoded(batch).encode("utf-8", "backslashreplace"))
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(aside, output)
     finally:
         aside.unlink(missing_ok=True)
-
-
-def _as_utf8(raw: bytes) -> bytes:
-    try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return decoded(raw).encode("utf-8", "backslashreplace")
-    return raw

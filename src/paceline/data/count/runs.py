@@ -1,4 +1,5 @@
-"""Tables of counts on disk: sorted runs, cut by the rank that will add them up, and their merging.
+"""Tables of counts on disk: sorted runs, cut by the process that will add them up, and their
+merging.
 
 A run is a file of lines ``word <tab> count <newline>`` (words hold neither), in UTF-8 with lone
 surrogates let through, sorted by the words' bytes within each destination; that is the order of
@@ -30,6 +31,9 @@ class Run:
     def size_bytes(self) -> int:
         return self.edges[-1]
 
+    def part_bytes(self, destination: int) -> int:
+        return self.edges[destination + 1] - self.edges[destination]
+
     def part(self, destination: int, buffer_bytes: int) -> Iterator[Row]:
         return rows(self.path, self.edges[destination], self.edges[destination + 1], buffer_bytes)
 
@@ -42,10 +46,10 @@ def decoded(word: bytes) -> str:
     return word.decode("utf-8", "surrogatepass")
 
 
-def destination(word: bytes, num_ranks: int) -> int:
-    """The rank that adds up this word: the same on every rank and in every process, unlike
+def destination(word: bytes, num_parts: int) -> int:
+    """The number of the process that adds up this word: the same in every process, unlike
     ``hash()``."""
-    return zlib.crc32(word) % num_ranks
+    return zlib.crc32(word) % num_parts
 
 
 def rows(path: Path, start: int, stop: int, buffer_bytes: int) -> Iterator[Row]:
@@ -79,6 +83,11 @@ def merged(streams: list[Iterator[Row]]) -> Iterator[Row]:
         yield last, total
 
 
+def merge_buffer_bytes(memory_bytes: int) -> int:
+    """Of each run that is merged, where all of them may take about ``memory_bytes``."""
+    return max(1024, min(1 << 18, memory_bytes // (4 * FAN_IN)))
+
+
 def lines(stream: Iterable[Row]) -> Iterator[bytes]:
     """The rows as lines of a run, many lines at a time."""
     source = iter(stream)
@@ -87,11 +96,11 @@ def lines(stream: Iterable[Row]) -> Iterator[bytes]:
 
 
 class Spills:
-    """The runs of one rank.
+    """The runs of one process.
 
     Args:
         folder: where they are written.
-        num_ranks: destinations.
+        num_parts: destinations.
         memory_bytes: for the buffers of a merge.
 
     Attributes:
@@ -99,18 +108,18 @@ class Spills:
         size_bytes: their size.
     """
 
-    def __init__(self, folder: Path, num_ranks: int, memory_bytes: int) -> None:
-        self.folder, self.num_ranks = folder, num_ranks
-        self.buffer_bytes = max(1024, min(1 << 18, memory_bytes // (4 * FAN_IN)))
+    def __init__(self, folder: Path, num_parts: int, memory_bytes: int) -> None:
+        self.folder, self.num_parts = folder, num_parts
+        self.buffer_bytes = merge_buffer_bytes(memory_bytes)
         self.written = self.size_bytes = self._names = 0
         self._runs: list[Run] = []
 
     def add(self, table: dict[str, int]) -> None:
         """Write a table as a run. The table itself stays as it is."""
-        parts: list[list[bytes]] = [[] for _ in range(self.num_ranks)]
+        parts: list[list[bytes]] = [[] for _ in range(self.num_parts)]
         for word in sorted(table):
             raw = encoded(word)
-            parts[destination(raw, self.num_ranks)].append(b"%b\t%d\n" % (raw, table[word]))
+            parts[destination(raw, self.num_parts)].append(b"%b\t%d\n" % (raw, table[word]))
         run = self._write(parts)
         self.written += 1
         self.size_bytes += run.size_bytes
@@ -119,12 +128,12 @@ class Spills:
     def finish(self) -> Run:
         """All of them as one run: merged in as many rounds as their number takes."""
         if not self._runs:
-            self._runs.append(self._write([[] for _ in range(self.num_ranks)]))
+            self._runs.append(self._write([[] for _ in range(self.num_parts)]))
         while len(self._runs) > 1:
             first, self._runs = self._runs[:FAN_IN], self._runs[FAN_IN:]
             parts = [
-                lines(merged([run.part(rank, self.buffer_bytes) for run in first]))
-                for rank in range(self.num_ranks)
+                lines(merged([run.part(part, self.buffer_bytes) for run in first]))
+                for part in range(self.num_parts)
             ]
             self._runs.append(self._write(parts))
             for run in first:

@@ -58,11 +58,12 @@ class TextShard:
 
 @dataclass
 class ScanStats:
-    """What a rank met while it read: ``size_bytes`` of text and the ``replaced`` stretches that
-    were not UTF-8."""
+    """What a process met while it read: ``size_bytes`` of text, the ``replaced`` stretches that
+    were not UTF-8, and the tables written to disk because they were full."""
 
     size_bytes: int = 0
     replaced: int = 0
+    full_tables: int = 0
 
 
 def plan_shards(files: list[tuple[Path, int]], num_shards: int) -> list[list[TextShard]]:
@@ -93,7 +94,7 @@ def white_space() -> re.Pattern[bytes]:
     """What ``str.split()`` splits at, in UTF-8. Each form starts with a byte that never continues a
     character, so it is found in the bytes as they are."""
     forms = (chr(code).encode() for code in range(0x10000) if chr(code).isspace())
-    return re.compile(b"|".join(re.escape(one) for one in forms))
+    return re.compile(b"|".join(re.escape(form) for form in forms))
 
 
 def next_edge(handle: IO[bytes], at: int, size: int, reading: ReadOptions) -> int:
@@ -114,9 +115,9 @@ def next_edge(handle: IO[bytes], at: int, size: int, reading: ReadOptions) -> in
         begin = max(0, len(seen) - 2)  # white space has up to three bytes
         seen += block
         if reading.at_line_ends:
-            found = seen.find(b"\n", begin)
-            if found >= 0:
-                return at + found + 1
+            line_end = seen.find(b"\n", begin)
+            if line_end >= 0:
+                return at + line_end + 1
         elif match := white_space().search(seen, begin):
             return at + match.start()
         if len(seen) > reading.longest_bytes:
@@ -125,7 +126,7 @@ def next_edge(handle: IO[bytes], at: int, size: int, reading: ReadOptions) -> in
     return size
 
 
-def texts(shard: TextShard, reading: ReadOptions, seen: ScanStats) -> Iterator[str]:
+def texts(shard: TextShard, reading: ReadOptions, stats: ScanStats) -> Iterator[str]:
     """The texts of a shard; none of them ends within a word, nor within a line with ``lines``. With
     a field one text a row.
 
@@ -135,11 +136,11 @@ def texts(shard: TextShard, reading: ReadOptions, seen: ScanStats) -> Iterator[s
         RunError: a word too long for the memory; a file that has changed.
     """
     for offset, chunk in _chunks(shard, reading):
-        seen.size_bytes += len(chunk)
+        stats.size_bytes += len(chunk)
         if reading.field is None:
-            yield _decoded(chunk, shard.path, offset, reading, seen)
+            yield _decoded(chunk, shard.path, offset, reading, stats)
         else:
-            yield from _rows(chunk, shard.path, offset, reading, seen)
+            yield from _rows(chunk, shard.path, offset, reading, stats)
 
 
 def _chunks(shard: TextShard, reading: ReadOptions) -> Iterator[tuple[int, bytes]]:
@@ -195,13 +196,13 @@ def _cut(
 def _last_edge(block: bytes, reading: ReadOptions) -> int:
     if reading.at_line_ends:
         return block.rfind(b"\n") + 1 or -1
-    found = max(block.rfind(b" "), block.rfind(b"\n"))
-    if found < 0:  # only other white space, if any
-        found = max((one.start() for one in white_space().finditer(block)), default=-1)
-    return found
+    edge = max(block.rfind(b" "), block.rfind(b"\n"))
+    if edge < 0:  # only other white space, if any
+        edge = max((match.start() for match in white_space().finditer(block)), default=-1)
+    return edge
 
 
-def _decoded(raw: bytes, path: Path, offset: int, reading: ReadOptions, seen: ScanStats) -> str:
+def _decoded(raw: bytes, path: Path, offset: int, reading: ReadOptions, stats: ScanStats) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -216,17 +217,17 @@ def _decoded(raw: bytes, path: Path, offset: int, reading: ReadOptions, seen: Sc
                 ),
             ) from error
         text = raw.decode("utf-8", "replace")
-        seen.replaced += text.count(_REPLACEMENT) - raw.count(_REPLACEMENT.encode())
+        stats.replaced += text.count(_REPLACEMENT) - raw.count(_REPLACEMENT.encode())
         return text
 
 
 def _rows(
-    chunk: bytes, path: Path, offset: int, reading: ReadOptions, seen: ScanStats
+    chunk: bytes, path: Path, offset: int, reading: ReadOptions, stats: ScanStats
 ) -> Iterator[str]:
     for raw in chunk.split(b"\n"):
         line = raw.removeprefix(_BOM) if offset == 0 else raw
         if line.strip():
-            text = _decoded(line, path, offset + len(raw) - len(line), reading, seen)
+            text = _decoded(line, path, offset + len(raw) - len(line), reading, stats)
             yield _field_of(text, path, offset, reading.field or "")
         offset += len(raw) + 1
 

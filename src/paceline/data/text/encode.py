@@ -212,8 +212,12 @@ class Encoder:
     def _encode_pairs(self, pairs: list[tuple[str, str]]) -> list[Encoded]:
         """Prompt and completion are tokenised apart, as they are when the model is asked: the
         mask's edge is exact."""
-        prompts = self._ids_batch([prompt for prompt, _ in pairs], add_special_tokens=True)
-        answers = self._ids_batch([answer for _, answer in pairs], add_special_tokens=False)
+        prompts = self.tokenizer.encode_batch(
+            [prompt for prompt, _ in pairs], add_special_tokens=True
+        )
+        answers = self.tokenizer.encode_batch(
+            [answer for _, answer in pairs], add_special_tokens=False
+        )
         eos = self._eos()
         found = []
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -243,7 +247,7 @@ class Encoder:
             start, has_begun = start + 1, bool(ids)
             yield ids
         for at in range(start, len(pieces), _PIECES_AT_A_TIME):
-            yield from self._ids_batch(
+            yield from self.tokenizer.encode_batch(
                 pieces[at : at + _PIECES_AT_A_TIME], add_special_tokens=False
             )
 
@@ -256,22 +260,7 @@ class Encoder:
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         if not text:
             return []
-        return self._ids_batch([text], add_special_tokens)[0]
-
-    def _ids_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        if not texts:
-            return []
-        if self.tokenizer.backend is not None:
-            return [
-                one.ids
-                for one in self.tokenizer.backend.encode_batch_fast(
-                    texts, add_special_tokens=add_special_tokens
-                )
-            ]
-        python = self.tokenizer.python
-        return [
-            list(python(one, add_special_tokens=add_special_tokens)["input_ids"]) for one in texts
-        ]
+        return self.tokenizer.encode_batch([text], add_special_tokens)[0]
 
 
 def no_chat_template() -> ConfigError:

@@ -4,7 +4,7 @@ needed."""
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.hub import go_offline_if_unreachable
@@ -45,6 +45,22 @@ class LoadedTokenizer:
         if self.backend is not None:
             return str(self.backend.decode(ids, skip_special_tokens=False))
         return str(self.python.decode(ids))
+
+    def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of each text; the Rust tokenizer works on several at a time."""
+        if self.backend is not None:
+            encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            return [encoding.ids for encoding in encodings]
+        return [
+            list(self.python(text, add_special_tokens=add_special_tokens)["input_ids"])
+            for text in texts
+        ]
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary writes it, or None for an id without one."""
+        if self.backend is not None:
+            return cast("str | None", self.backend.id_to_token(token_id))
+        return cast("str | None", self.python.convert_ids_to_tokens(token_id))
 
 
 def find_tokenizer(name: str, trust_remote_code: bool = False) -> Path:

@@ -6,20 +6,18 @@ change neither tokens nor counts.
 
 import os
 import pickle
-import signal
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from multiprocessing import get_context, resource_tracker
 from pathlib import Path
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.interruption import poll
-from paceline.core.processes import end_with_parent, hidden_main
 from paceline.data.text.chunks import Chunk, ChunkEncoder, EncodedChunk, Setup
 from paceline.data.text.encode import Encoder
+from paceline.data.worker_pool import worker_pool
 
 _CHUNKS_AHEAD = 4  # per worker: what may wait for an earlier chunk
 
@@ -93,47 +91,18 @@ def start_workers(count: int, folder: Path) -> Iterator[Workers]:
         yield Workers(1, None, folder)
         return
     setup_file = folder / "setup.pickle"
-    with hidden_main():
-        # Spawned: this process may have threads, whose locks a fork would copy as they are.
-        pool = ProcessPoolExecutor(
-            count, get_context("spawn"), initializer=_start_worker, initargs=(os.getpid(),)
-        )
-        try:
-            with _without_interrupts():
-                for _ in range(count):
-                    pool.submit(_ready)  # starts a process, as none is idle
-            yield Workers(count, pool, setup_file)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-            setup_file.unlink(missing_ok=True)
+    with worker_pool(count, _import_encoders) as pool:
+        yield Workers(count, pool, setup_file)
+    setup_file.unlink(missing_ok=True)
 
 
-@contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Processes that start in the block never get Ctrl-C, which goes to the whole group: their
-    parent ends them."""
-    resource_tracker.ensure_running()  # else the first process starts it, which unblocks the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-_encoder: ChunkEncoder | None = None
-
-
-def _start_worker(parent: int) -> None:
-    end_with_parent()
-    if os.getppid() != parent:  # it ended before that took effect
-        os._exit(1)
+def _import_encoders() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each worker
     import jinja2  # noqa: F401
     import tokenizers  # noqa: F401
 
 
-def _ready() -> None:
-    """What a process is started with."""
+_encoder: ChunkEncoder | None = None
 
 
 def _encode(setup_file: Path, chunk: Chunk) -> EncodedChunk:
