@@ -20,7 +20,7 @@ from ranks import free_port, run_ranks
 
 from paceline.checkpoint import store
 from paceline.checkpoint.saver import CheckpointManager
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.parallel.state import TensorShard

@@ -18,7 +18,7 @@ from paceline.checkpoint import store as checkpoint
 from paceline.checkpoint.remote import CheckpointStore, ClaimLostError, check_url, fetch_checkpoint
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.errors import ConfigError
-from paceline.core.events import EventLog, read_events
+from paceline.core.event_log import EventLog, read_events
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.parallel.state import TensorShard

@@ -17,7 +17,7 @@ from ranks import run_ranks
 from paceline.checkpoint import saver, store
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.errors import RunError
-from paceline.core.events import EventLog, read_events
+from paceline.core.event_log import EventLog, read_events
 from paceline.core.log import log_to_events
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv

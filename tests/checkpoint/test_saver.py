@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from paceline.checkpoint import store
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.errors import RunError
-from paceline.core.events import EventLog, read_events
+from paceline.core.event_log import EventLog, read_events
 from paceline.core.files import sha256_file
 from paceline.core.log import log_to_events
 from paceline.distributed.communicator import Communicator

@@ -22,7 +22,7 @@ from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.transfer import open_checkpoint, transfer_text
 from paceline.config.load import load_config
 from paceline.core.errors import RunError
-from paceline.core.events import EventLog, read_events
+from paceline.core.event_log import EventLog, read_events
 from paceline.core.stop import StopFlag
 from paceline.data.order import SampleOrder
 from paceline.distributed import side_group

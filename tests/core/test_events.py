@@ -8,7 +8,7 @@ from typing import Any
 
 from disks import disk
 
-from paceline.core.events import EventLog, effective_steps, follow_events, read_events
+from paceline.core.event_log import EventLog, effective_steps, follow_events, read_events
 
 
 def types(path: Path) -> list[str]:
@@ -18,7 +18,15 @@ def types(path: Path) -> list[str]:
 def test_each_event_is_a_line_of_json(tmp_path: Path) -> None:
     heard: list[dict[str, Any]] = []
     log = EventLog(tmp_path / "events.jsonl", [heard.append])
-    log.emit("step", step=1, loss=float("nan"), ranks=[{"wait_s": float("inf")}], text="süß")
+    log.emit(
+        {
+            "type": "step",
+            "step": 1,
+            "loss": float("nan"),
+            "ranks": [{"wait_s": float("inf")}],
+            "text": "süß",
+        }
+    )
     log.notice("seen already", file_only=True)
     log.notice("careful", "warning")
     log.close()
@@ -41,7 +49,7 @@ def test_a_line_cut_by_a_kill_is_passed_over_and_not_glued_to(tmp_path: Path) ->
     path = tmp_path / "events.jsonl"
     path.write_text('{"time": 1, "type": "step", "step": 1}\n{"time": 2, "type": "st')
     log = EventLog(path)
-    log.emit("resume", step=1)
+    log.emit({"type": "resume", "step": 1})
     log.close()
     assert types(path) == ["step", "resume"]
     path.write_text("")
@@ -63,18 +71,18 @@ def test_a_full_disk_loses_events_and_says_so_once(tmp_path: Path) -> None:
         ballast = tmp_path / "small" / "ballast"
         path = tmp_path / "small" / "events.jsonl"
         log = EventLog(path, [heard.append])
-        log.emit("a")
+        log.emit({"type": "a"})
         ballast.write_bytes(b"x" * (64 * 1024 - 2 * 4096))
         for _ in range(3):
-            log.emit("b", text="y" * 3000)
+            log.emit({"type": "b", "text": "y" * 3000})
         assert log.lost > 0
         warnings = [one["text"] for one in heard if one["type"] == "notice"]
         assert len(warnings) == 1
         assert "No space left on device" in warnings[0]
         assert str(path) in warnings[0]
         ballast.unlink()
-        log.emit("c")
-        log.emit("d")
+        log.emit({"type": "c"})
+        log.emit({"type": "d"})
         log.close()
         assert types(path)[0] == "a"
         assert types(path)[-2:] == ["c", "d"]
@@ -94,9 +102,9 @@ def test_following_sees_what_is_there_and_what_comes(tmp_path: Path) -> None:
     thread = threading.Thread(target=follow)
     thread.start()
     log = EventLog(path)
-    log.emit("run_start")
-    log.emit("step")
-    log.emit("run_end")
+    log.emit({"type": "run_start"})
+    log.emit({"type": "step"})
+    log.emit({"type": "run_end"})
     thread.join(10)
     done.set()
     log.close()

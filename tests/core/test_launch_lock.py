@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
 from paceline.core.launch_lock import LaunchLock, is_launching
 from paceline.core.log import recorded_notices
 from paceline.core.run_dir import RunDir
@@ -82,7 +82,7 @@ def test_a_lock_left_by_a_killed_process_does_not_block(tmp_path: Path) -> None:
 def test_a_run_that_has_written_its_end_is_waited_for(tmp_path: Path) -> None:
     other = holder(tmp_path)
     log = EventLog(tmp_path / "events.jsonl")
-    log.emit("run_end", status="done", step=1)
+    log.emit({"type": "run_end", "status": "done", "step": 1})
     log.close()
     assert not is_launching(RunDir(tmp_path))
     timer = threading.Timer(0.3, other.communicate)
@@ -95,7 +95,7 @@ def test_a_run_that_has_written_its_end_is_waited_for(tmp_path: Path) -> None:
 
 def test_an_older_end_does_not_make_a_launcher_wait(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
-    log.emit("run_end", status="done", step=1)
+    log.emit({"type": "run_end", "status": "done", "step": 1})
     log.close()
     time.sleep(0.01)  # the event's time is rounded
     with LaunchLock(RunDir(tmp_path)), pytest.raises(ConfigError, match="in use"):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.core import log
-from paceline.core.events import EventLog, read_events
+from paceline.core.event_log import EventLog, read_events
 from paceline.observe.console import Console
 
 logger = logging.getLogger("paceline.launch.test")
@@ -66,7 +66,7 @@ def test_a_quiet_console_keeps_no_notice_from_the_event_log(
     with log.log_to_events(events):
         logger.info("info")
         logger.warning("warning")
-        events.emit("step", step=1, loss=1.0)
+        events.emit({"type": "step", "step": 1, "loss": 1.0})
     events.close()
     assert [event.get("text") for event in read_events(tmp_path / "events.jsonl")] == [
         "info",

@@ -18,7 +18,7 @@ from commands import digest
 from injector import EVERY, FAULTS, Fault
 from live import LiveRun, new_token
 
-from paceline.core.events import read_events
+from paceline.core.event_log import read_events
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "faults.md"
 BEGIN, END = "<!-- faults: begin -->\n", "<!-- faults: end -->"

@@ -17,7 +17,7 @@ from lab import MODES, SMALL, drive, note, note_driven, replaced, steps_lost, ta
 from live import LiveRun
 from test_full_disk import fill as fill_up
 
-from paceline.core.events import effective_steps, read_events
+from paceline.core.event_log import effective_steps, read_events
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.soak]
 

@@ -19,7 +19,7 @@ from commands import events, forked, start, wait_for_step
 from ranks import run_ranks
 
 from paceline.config.schema.recovery import RecoveryConfig
-from paceline.core.events import EventLog, read_events
+from paceline.core.event_log import EventLog, read_events
 from paceline.core.stop import StopFlag
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS

@@ -10,7 +10,7 @@ from commands import events, run
 
 from paceline.config.schema import Config
 from paceline.core.errors import RunError
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
 from paceline.distributed.environment import RankEnv
 from paceline.launch.restart import RestartPolicy
 from paceline.launch.worker import run_guarded
@@ -126,7 +126,7 @@ def judged(
     for outcome in outcomes:
         log = EventLog(folder / "events.jsonl")
         if step is not None:
-            log.emit("step", step=step)
+            log.emit({"type": "step", "step": step})
         log.close()
         fault, told = policy.judge(outcome)
         found.append((fault is not None, told["text"]))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
 from paceline.core.run_dir import RunDir
 from paceline.observe.console import Console
 from paceline.observe.tensorboard import TensorBoardListener, check_tensorboard
@@ -303,8 +303,8 @@ class Broken(io.StringIO):
 
 def test_a_broken_pipe_does_not_reach_the_run(tmp_path):
     log = EventLog(tmp_path / "events.jsonl", [Console(Broken())])
-    log.emit("run_start", **START)
-    log.emit("run_end", status="done", step=0)
+    log.emit({"type": "run_start", **START})
+    log.emit({"type": "run_end", "status": "done", "step": 0})
     log.close()
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 2
 
@@ -454,12 +454,12 @@ def test_closing_the_terminal_does_not_stop_the_run(tmp_path, monkeypatch):
     console = Console(stream)
     assert console.live
     log = EventLog(tmp_path / "events.jsonl", [console])
-    log.emit("run_start", **START)
-    log.emit(**step(1))
+    log.emit({"type": "run_start", **START})
+    log.emit(step(1))
     os.close(master)
     for number in (2, 3):
-        log.emit(**step(number))
-    log.emit("run_end", status="done", step=3)
+        log.emit(step(number))
+    log.emit({"type": "run_end", "status": "done", "step": 3})
     log.close()
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 5
 

@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from paceline.observe.device_stats import NOTHING, DeviceMonitor, as_event
+from paceline.observe.device_stats import NOTHING, DeviceMonitor, device_figures
 
 
 def readers() -> int:
@@ -16,7 +16,7 @@ def test_on_a_cpu_nothing_is_read() -> None:
     reader = DeviceMonitor(torch.device("cpu"))
     assert reader.last == NOTHING
     assert readers() == 0
-    assert as_event([reader.last, reader.last]) == {}
+    assert device_figures([reader.last, reader.last]) == []
 
 
 def test_what_does_not_answer_is_not_asked_again() -> None:
@@ -31,10 +31,8 @@ def test_what_does_not_answer_is_not_asked_again() -> None:
 
 
 def test_each_figure_is_known_or_null() -> None:
-    told = as_event([[1.5, 41.0, 0.0], NOTHING, [1.0, 0.0, 301.25]])
-    assert told == {
-        "devices": [
-            {"rank": 0, "utilisation": 0.5, "temperature_c": 40.0, "power_w": None},
-            {"rank": 2, "utilisation": 0.0, "temperature_c": None, "power_w": 300.25},
-        ]
-    }
+    figures = device_figures([[1.5, 41.0, 0.0], NOTHING, [1.0, 0.0, 301.25]])
+    assert figures == [
+        {"rank": 0, "utilisation": 0.5, "temperature_c": 40.0, "power_w": None},
+        {"rank": 2, "utilisation": 0.0, "temperature_c": None, "power_w": 300.25},
+    ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.events import EventLog, read_events
+from paceline.core.event_log import EventLog, read_events
 from paceline.core.run_dir import RunDir
 from paceline.observe.report.charts import (
     MAX_POINTS,
@@ -72,38 +72,51 @@ def begin(
     log: EventLog, root: Path, name: str = "builtin:small", resumed: int | None = None
 ) -> None:
     log.emit(
-        "run_start",
-        config={"task": "sft"},
-        derived={"global_batch_size": 16},
-        world_size=2,
-        device="cpu",
-        strategy="ddp",
-        model={"name": name, "parameters": 1000, "trainable_parameters": 10},
-        data={},
-        versions={"torch": "2.11"},
-        output_dir=str(root),
-        resumed_from_step=resumed,
+        {
+            "type": "run_start",
+            "config": {"task": "sft"},
+            "derived": {"global_batch_size": 16},
+            "world_size": 2,
+            "device": "cpu",
+            "strategy": "ddp",
+            "model": {"name": name, "parameters": 1000, "trainable_parameters": 10},
+            "data": {},
+            "versions": {"torch": "2.11"},
+            "output_dir": str(root),
+            "resumed_from_step": resumed,
+        }
     )
 
 
 def steps(log: EventLog, first: int, last: int, world: int = 2, losses: dict | None = None) -> None:
     for step in range(first, last + 1):
         log.emit(
-            "step",
-            step=step,
-            epoch=step / 20,
-            loss=(losses or {}).get(step, 3 / step),
-            grad_norm=0.5,
-            learning_rate=1e-4,
-            tokens=3200,
-            step_time_s=0.3,
-            data_wait_s=0.01,
-            comm_wait_s=0.02,
-            memory_bytes=[2**30] * world,
-            ranks=[{"rank": rank, "data_wait_s": 0.01} for rank in range(world)],
+            {
+                "type": "step",
+                "step": step,
+                "epoch": step / 20,
+                "loss": (losses or {}).get(step, 3 / step),
+                "grad_norm": 0.5,
+                "learning_rate": 1e-4,
+                "tokens": 3200,
+                "step_time_s": 0.3,
+                "data_wait_s": 0.01,
+                "comm_wait_s": 0.02,
+                "memory_bytes": [2**30] * world,
+                "ranks": [{"rank": rank, "data_wait_s": 0.01} for rank in range(world)],
+            }
         )
         if step % 10 == 0:
-            log.emit("eval", step=step, loss=1.0, count=5, wall_s=0.1, metrics={})
+            log.emit(
+                {
+                    "type": "eval",
+                    "step": step,
+                    "loss": 1.0,
+                    "count": 5,
+                    "wall_s": 0.1,
+                    "metrics": {},
+                }
+            )
 
 
 def page_of(root: Path, **more: object) -> str:
@@ -238,8 +251,17 @@ def test_data_of_every_plot_can_be_read(tmp_path):
 def test_values_from_configs_and_data_are_escaped(tmp_path):
     log = run(tmp_path / "x<b>y", 12, name=EVIL)
     log.notice(EVIL, "warning")
-    log.emit("checkpoint", step=3, path=None, size_bytes=None, wall_s=None, error=EVIL)
-    log.emit("run_end", status="failed", step=3, reason=EVIL)
+    log.emit(
+        {
+            "type": "checkpoint",
+            "step": 3,
+            "path": None,
+            "size_bytes": None,
+            "wall_s": None,
+            "error": EVIL,
+        }
+    )
+    log.emit({"type": "run_end", "status": "failed", "step": 3, "reason": EVIL})
     RunDir(tmp_path / "x<b>y").config.write_text(f"model: '{EVIL}'\n")
     data = {"read": 1, "kept": 0, "dropped": {EVIL: 1}}
     html = page_of(
@@ -292,18 +314,20 @@ def test_unknown_figures_leave_their_plots_out(tmp_path):
     log = EventLog(RunDir(tmp_path).events)
     for step in (1, 2, 3):
         log.emit(
-            "step",
-            step=step,
-            epoch=None,
-            loss=1.0,
-            grad_norm=None,
-            learning_rate=None,
-            tokens=None,
-            step_time_s=None,
-            data_wait_s=None,
-            comm_wait_s=None,
-            memory_bytes=None,
-            ranks=None,
+            {
+                "type": "step",
+                "step": step,
+                "epoch": None,
+                "loss": 1.0,
+                "grad_norm": None,
+                "learning_rate": None,
+                "tokens": None,
+                "step_time_s": None,
+                "data_wait_s": None,
+                "comm_wait_s": None,
+                "memory_bytes": None,
+                "ranks": None,
+            }
         )
     page = Page(page_of(tmp_path))
     assert page.tags.count("svg") == 1
@@ -313,7 +337,7 @@ def test_unknown_figures_leave_their_plots_out(tmp_path):
 def test_a_later_life_replaces_what_it_did_again_and_is_marked(tmp_path):
     log = run(tmp_path, 25)
     begin(log, tmp_path, resumed=15)
-    log.emit("resume", step=15, path="checkpoints/step-00000015")
+    log.emit({"type": "resume", "step": 15, "path": "checkpoints/step-00000015"})
     steps(log, 16, 30, losses={16: 9.0})
     html = page_of(tmp_path, resumed_from_step=15)
     text = Page(html).text
@@ -340,9 +364,9 @@ def test_ranks_and_memory_are_shown_by_part(tmp_path):
     }
     predicted = {"memory_bytes": {**state, "activations": 5 * 2**20, "total": 12 * 2**20}}
     log = EventLog(RunDir(tmp_path).events)
-    log.emit("run_start", config={}, predicted=predicted)
-    log.emit("step", step=1, loss=1.0, step_time_s=1.6, ranks=ranks)
-    log.emit("memory", step=2, ranks=[state])
+    log.emit({"type": "run_start", "config": {}, "predicted": predicted})
+    log.emit({"type": "step", "step": 1, "loss": 1.0, "step_time_s": 1.6, "ranks": ranks})
+    log.emit({"type": "memory", "step": 2, "ranks": [state]})
     log.close()
     text = page_of(tmp_path)
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", text[text.index("Ranks at step 1") :])
@@ -363,7 +387,7 @@ def test_ranks_and_memory_are_shown_by_part(tmp_path):
 
 def test_a_run_of_an_older_version_has_no_memory_table(tmp_path):
     log = EventLog(RunDir(tmp_path).events)
-    log.emit("run_start", config={})
+    log.emit({"type": "run_start", "config": {}})
     steps(log, 1, 3)
     log.close()
     text = page_of(tmp_path)

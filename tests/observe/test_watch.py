@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.core.events import EventLog
-from paceline.core.processes import process_alive
+from paceline.core.event_log import EventLog
+from paceline.core.processes import run_alive
 from paceline.core.run_dir import RunDir
 from paceline.observe.watch import watch
 
@@ -33,20 +33,22 @@ def begin(root: Path, **more: object) -> EventLog:
         "pid": os.getpid(),
         "host": socket.gethostname(),
     }
-    log.emit("run_start", **{**fields, **more})
+    log.emit({"type": "run_start", **fields, **more})
     return log
 
 
 def steps(log: EventLog, first: int, last: int) -> None:
     for number in range(first, last + 1):
         log.emit(
-            "step",
-            step=number,
-            epoch=1.0,
-            loss=float("nan") if number == 2 else 2.0,
-            learning_rate=1e-3,
-            tokens=10,
-            step_time_s=0.1,
+            {
+                "type": "step",
+                "step": number,
+                "epoch": 1.0,
+                "loss": float("nan") if number == 2 else 2.0,
+                "learning_rate": 1e-3,
+                "tokens": 10,
+                "step_time_s": 0.1,
+            }
         )
 
 
@@ -59,7 +61,7 @@ def ended_process() -> int:
 def test_a_run_that_is_done_is_replayed_to_its_end(tmp_path):
     log = begin(tmp_path)
     steps(log, 1, 3)
-    log.emit("run_end", status="done", step=3, reason=None)
+    log.emit({"type": "run_end", "status": "done", "step": 3, "reason": None})
     log.close()
     stream = io.StringIO()
     assert watch(tmp_path, stream) == 0
@@ -72,7 +74,9 @@ def test_a_run_that_is_done_is_replayed_to_its_end(tmp_path):
 
 def test_a_failed_run_gives_exit_code_1_and_its_reason(tmp_path):
     log = begin(tmp_path)
-    log.emit("run_end", status="failed", step=None, reason="rank 1: out of memory")
+    log.emit(
+        {"type": "run_end", "status": "failed", "step": None, "reason": "rank 1: out of memory"}
+    )
     stream = io.StringIO()
     assert watch(tmp_path, stream) == 1
     assert "rank 1: out of memory" in stream.getvalue()
@@ -81,7 +85,7 @@ def test_a_failed_run_gives_exit_code_1_and_its_reason(tmp_path):
 def test_nan_in_the_file_is_shown(tmp_path):
     log = begin(tmp_path)
     steps(log, 1, 2)
-    log.emit("run_end", status="stopped", step=2, reason="signal 2")
+    log.emit({"type": "run_end", "status": "stopped", "step": 2, "reason": "signal 2"})
     stream = io.StringIO()
     assert watch(tmp_path, stream) == 0
     assert "loss nan" in stream.getvalue()
@@ -99,9 +103,9 @@ def test_what_happens_later_is_followed_over_a_resume(tmp_path):
         time.sleep(0.02)
     log.close()
     log = begin(tmp_path, resumed_from_step=1)
-    log.emit("resume", step=1, path="checkpoints/step-00000001")
+    log.emit({"type": "resume", "step": 1, "path": "checkpoints/step-00000001"})
     steps(log, 5, 5)
-    log.emit("run_end", status="done", step=5, reason=None)
+    log.emit({"type": "run_end", "status": "done", "step": 5, "reason": None})
     watcher.join(20)
     assert codes == [0]
     text = stream.getvalue()
@@ -146,12 +150,12 @@ def test_a_run_whose_process_is_gone_says_so_and_how_to_go_on(tmp_path):
     assert f"paceline train {tmp_path}/config.yaml" in text
 
 
-def test_process_alive_knows_what_it_cannot_know():
+def test_run_alive_knows_what_it_cannot_know():
     here = {"host": socket.gethostname(), "time": time.time()}
-    assert process_alive({**here, "pid": os.getpid()}) is True
-    assert process_alive({**here, "pid": ended_process()}) is False
-    assert process_alive({**here, "pid": os.getpid(), "host": "elsewhere"}) is None
-    assert process_alive({}) is None
+    assert run_alive({**here, "pid": os.getpid()}) is True
+    assert run_alive({**here, "pid": ended_process()}) is False
+    assert run_alive({**here, "pid": os.getpid(), "host": "elsewhere"}) is None
+    assert run_alive({}) is None
 
 
 def test_a_process_number_that_was_given_again_is_not_the_run():
@@ -161,7 +165,7 @@ def test_a_process_number_that_was_given_again_is_not_the_run():
         "time": time.time() - 10 * 365 * 86400,
     }
     known = Path("/proc/stat").exists()  # elsewhere only the number is known
-    assert process_alive(long_ago) is not known
+    assert run_alive(long_ago) is not known
 
 
 def test_no_run_names_the_runs_there_are(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.core.events import read_events
+from paceline.core.event_log import read_events
 from paceline.parallel.parameter_server.collectives import CollectiveServer, WorkerExit
 
 TASK = """

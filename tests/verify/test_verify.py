@@ -13,7 +13,7 @@ from commands import run
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
 from paceline.core.run_dir import RunDir
 from paceline.observe.report.write import REPORT_KEYS, write_reports
 from paceline.verify.certificate import Bounds, combine, judge, loss_difference, weight_difference
@@ -282,7 +282,7 @@ def test_the_report_of_a_run_shows_its_certificate(tmp_path: Path) -> None:
     config = {"model": "builtin:mine", "task": "sft"}
     run_dir = RunDir(tmp_path)
     log = EventLog(run_dir.events)
-    log.emit("run_start", config=config)
+    log.emit({"type": "run_start", "config": config})
     log.close()
     report = {**dict.fromkeys(REPORT_KEYS), "status": "done"}
     right = combine([figures()])

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
 
 _PHASES = (
     "data_wait_s",
@@ -56,7 +56,7 @@ def begin(root: Path, *, steps: int = 1000, ranks: int = 2, **more: Any) -> Even
             ],
         },
     }
-    log.emit("run_start", **{**fields, **more})
+    log.emit({"type": "run_start", **fields, **more})
     return log
 
 
@@ -80,7 +80,7 @@ def step_fields(step: int, ranks: int = 2, slow_rank: int | None = None) -> dict
 
 def emit_steps(log: EventLog, first: int, last: int, **more: Any) -> None:
     for step in range(first, last + 1):
-        log.emit("step", **step_fields(step, **more))
+        log.emit({"type": "step", **step_fields(step, **more)})
 
 
 def finished(root: Path, steps: int = 20, **more: Any) -> Path:
@@ -91,17 +91,26 @@ def finished(root: Path, steps: int = 20, **more: Any) -> Path:
         emit_steps(log, step, step)
         if step % 10 == 0:
             log.emit(
-                "eval", step=step, loss=8 / step, count=100, wall_s=0.2, metrics={"accuracy": 0.5}
+                {
+                    "type": "eval",
+                    "step": step,
+                    "loss": 8 / step,
+                    "count": 100,
+                    "wall_s": 0.2,
+                    "metrics": {"accuracy": 0.5},
+                }
             )
             (root / f"checkpoints/step-{step:08d}").mkdir(parents=True)
             log.emit(
-                "checkpoint",
-                step=step,
-                path=str(root / f"checkpoints/step-{step:08d}"),
-                size_bytes=1 << 20,
-                wall_s=0.1,
+                {
+                    "type": "checkpoint",
+                    "step": step,
+                    "path": str(root / f"checkpoints/step-{step:08d}"),
+                    "size_bytes": 1 << 20,
+                    "wall_s": 0.1,
+                }
             )
-    log.emit("run_end", status="done", step=steps, reason=None, wall_s=12.5)
+    log.emit({"type": "run_end", "status": "done", "step": steps, "reason": None, "wall_s": 12.5})
     log.close()
     (root / "report.json").write_text(
         '{"status": "done", "wall_s": 12.5, "tokens_per_second": 13653.0, "restarts": 0}'

@@ -70,7 +70,15 @@ def test_a_live_run_grows_from_one_look_to_the_next(serve, tmp_path):
     (run,) = served.get("/api/runs")["runs"]
     assert run["step"] == 9
     assert run["eta_s"] is not None
-    log.emit("run_end", status="failed", step=9, reason="rank 1: out of memory", wall_s=3)
+    log.emit(
+        {
+            "type": "run_end",
+            "status": "failed",
+            "step": 9,
+            "reason": "rank 1: out of memory",
+            "wall_s": 3,
+        }
+    )
     (run,) = served.get("/api/runs")["runs"]
     assert (run["status"], run["problem"]) == ("failed", "rank 1: out of memory")
 
@@ -177,24 +185,33 @@ def test_events_of_a_newer_version_are_shown_as_far_as_they_go(serve, tmp_path):
         predicted=[],
     )
     emit_steps(log, 1, 2)
-    log.emit("teleport", text="to \x1b[31mMars\x1b[0m", level="warning")
-    log.emit("warp", factor={"x": [1]})
-    log.emit("eval", step="ten", loss={"a": 1}, metrics=5)
+    log.emit({"type": "teleport", "text": "to \x1b[31mMars\x1b[0m", "level": "warning"})
+    log.emit({"type": "warp", "factor": {"x": [1]}})
+    log.emit({"type": "eval", "step": "ten", "loss": {"a": 1}, "metrics": 5})
     log.emit(
-        "step",
-        step=3,
-        loss=[1],
-        tokens="many",
-        memory_bytes={"a": 1},
-        ranks={"a": 1},
-        traffic={"x": "y"},
-        time_s=10**400,
+        {
+            "type": "step",
+            "step": 3,
+            "loss": [1],
+            "tokens": "many",
+            "memory_bytes": {"a": 1},
+            "ranks": {"a": 1},
+            "traffic": {"x": "y"},
+            "time_s": 10**400,
+        }
     )
-    log.emit("step", step=4, loss=10**400, ranks=[1, {"rank": "x"}, {"rank": 0, "data_s": "z"}])
-    log.emit("checkpoint", step=4, path=["a"], size_bytes="big")
-    log.emit("memory", ranks=5)
-    log.emit("resume", step="x")
-    log.emit(["list"])
+    log.emit(
+        {
+            "type": "step",
+            "step": 4,
+            "loss": 10**400,
+            "ranks": [1, {"rank": "x"}, {"rank": 0, "data_s": "z"}],
+        }
+    )
+    log.emit({"type": "checkpoint", "step": 4, "path": ["a"], "size_bytes": "big"})
+    log.emit({"type": "memory", "ranks": 5})
+    log.emit({"type": "resume", "step": "x"})
+    log.emit({"type": ["list"]})
     with open(tmp_path / "one/events.jsonl", "ab") as handle:
         handle.write(b'{"type": "deep", "text": ' + b"[" * 900 + b"]" * 900 + b"}\n")
     served = serve(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from event_logs import begin, emit_steps, finished, step_fields, write_long
 from panels import until
 
-from paceline.core.events import effective_events, read_events
+from paceline.core.event_log import effective_steps, read_events
 from paceline.web.runs import index as index_module
 from paceline.web.runs.columns import SERIES, Columns, step_row
 from paceline.web.runs.index import RunIndex
@@ -47,7 +47,7 @@ def test_buckets_keep_the_mean_and_the_extremes(serve, tmp_path):
     log = begin(tmp_path / "one")
     losses = np.random.default_rng(0).normal(5, 1, 1000)
     for step, loss in enumerate(losses.tolist(), 1):
-        log.emit("step", **{**step_fields(step), "loss": loss})
+        log.emit({"type": "step", **step_fields(step), "loss": loss})
     served = serve(tmp_path)
     found = served.get(
         f"/api/runs/{served.the_run()}/series", params={"points": 10, "names": "loss"}
@@ -73,7 +73,7 @@ def test_zoom_is_by_steps_and_finds_what_is_within(serve, tmp_path):
 def test_what_is_not_finite_is_null_and_leaves_the_rest_of_its_bucket(serve, tmp_path):
     log = begin(tmp_path / "one")
     for step, loss in enumerate([1.0, float("nan"), 3.0, float("inf"), None, float("-inf")], 1):
-        log.emit("step", **{**step_fields(step), "loss": loss})
+        log.emit({"type": "step", **step_fields(step), "loss": loss})
     served = serve(tmp_path)
     id = served.the_run()
     found = served.get(f"/api/runs/{id}/series", params={"names": "loss"})
@@ -100,14 +100,23 @@ def test_an_unknown_series_is_refused_with_the_nearest(serve, tmp_path):
 def resumed_log(root):
     log = begin(root)
     emit_steps(log, 1, 8)
-    log.emit("eval", step=8, loss=8.0, count=1, wall_s=1, metrics={})
-    log.emit("fault", step=8, ranks=[1], hosts=["one"], reason="rank 1 was killed", restart=1)
+    log.emit({"type": "eval", "step": 8, "loss": 8.0, "count": 1, "wall_s": 1, "metrics": {}})
+    log.emit(
+        {
+            "type": "fault",
+            "step": 8,
+            "ranks": [1],
+            "hosts": ["one"],
+            "reason": "rank 1 was killed",
+            "restart": 1,
+        }
+    )
     log.close()
     log = begin(root, resumed_from_step=4)
-    log.emit("resume", step=4, path="checkpoints/step-00000004")
+    log.emit({"type": "resume", "step": 4, "path": "checkpoints/step-00000004"})
     for step in range(5, 7):
-        log.emit("step", **{**step_fields(step), "loss": 100.0 + step})
-    log.emit("eval", step=6, loss=6.0, count=1, wall_s=1, metrics={})
+        log.emit({"type": "step", **step_fields(step), "loss": 100.0 + step})
+    log.emit({"type": "eval", "step": 6, "loss": 6.0, "count": 1, "wall_s": 1, "metrics": {}})
     return log
 
 
@@ -116,7 +125,7 @@ def test_after_a_resume_only_what_counts_is_shown_and_the_marks_stay(serve, tmp_
     served = serve(tmp_path)
     id = served.the_run()
     found = served.get(f"/api/runs/{id}/series")
-    counting = effective_events(read_events(tmp_path / "one/events.jsonl"), "step")
+    counting = effective_steps(read_events(tmp_path / "one/events.jsonl"))
     assert found["step"] == [one["step"] for one in counting] == [1, 2, 3, 4, 5, 6]
     assert found["series"]["loss"]["mean"] == pytest.approx(
         [one["loss"] for one in counting], rel=1e-6
@@ -127,7 +136,7 @@ def test_after_a_resume_only_what_counts_is_shown_and_the_marks_stay(serve, tmp_
     assert served.get(f"/api/runs/{id}")["restarts"] == 1
     assert served.get("/api/runs")["runs"][0]["step"] == 6
     emit_steps(log, 7, 7)  # and what comes later, after it was read
-    log.emit("resume", step=2, path="x")
+    log.emit({"type": "resume", "step": 2, "path": "x"})
     emit_steps(log, 3, 3)
     assert served.get(f"/api/runs/{id}/series")["step"] == [1, 2, 3]
     begin(tmp_path / "one").close()  # begun anew
@@ -213,7 +222,7 @@ def test_a_long_log_is_shown_at_once_by_a_part_of_it_and_then_exactly(serve, tmp
         assert [one["rank"] for one in ranks["ranks"]] == [0, 1, 2, 3]
     until(lambda: served.get(f"/api/runs/{id}/series")["exact"])
     exact = served.get(f"/api/runs/{id}/series", params={"points": 300})
-    counting = effective_events(read_events(tmp_path / "one/events.jsonl"), "step")
+    counting = effective_steps(read_events(tmp_path / "one/events.jsonl"))
     assert exact["num_steps"] == len(counting) == 12_000
     losses = np.array([one["loss"] for one in counting])
     assert exact["series"]["loss"]["mean"] == pytest.approx(
@@ -261,7 +270,7 @@ def test_ranks_of_an_older_log_have_what_it_told(serve, tmp_path):
             {"rank": 0, "data_wait_s": 0.01, "comm_wait_s": 0.2},
             {"rank": 1, "data_wait_s": 0.01, "comm_wait_s": 0.0},
         ]
-        log.emit("step", **{**step_fields(step), "ranks": rows})
+        log.emit({"type": "step", **step_fields(step), "ranks": rows})
     served = serve(tmp_path)
     found = served.get(f"/api/runs/{served.the_run()}/ranks")
     assert found["ranks"][0]["data_s"] == [0.01] * 4

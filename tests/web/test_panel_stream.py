@@ -70,7 +70,7 @@ def test_what_is_written_is_soon_there_and_the_status_with_it(serve, tmp_path):
         assert data["events"][0]["ranks"][0]["rank"] == 0
         assert data["bytes"] == os.path.getsize(tmp_path / "one/events.jsonl")
         assert data["dropped"] == 0
-        log.emit("run_end", status="done", step=4, reason=None, wall_s=1)
+        log.emit({"type": "run_end", "status": "done", "step": 4, "reason": None, "wall_s": 1})
         until(lambda: any(name == "status" and data["status"] == "done" for _, name, data in heard))
 
 

@@ -17,7 +17,8 @@ from paceline.checkpoint.staging import StagingBuffer
 from paceline.checkpoint.store import committed, step_of
 from paceline.checkpoint.writer import ShardWriter, clear_debris, prepare, reason_of, write_part
 from paceline.core.errors import RunError
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
+from paceline.core.events import CheckpointEvent
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.side_group import SideGroup
@@ -378,16 +379,18 @@ class CheckpointManager:
         if not self.world.is_rank_zero:
             return
         saved = flight.saved
-        failed: dict[str, Any] = {} if flight.error is None else {"error": str(flight.error)}
-        self.events.emit(
-            "checkpoint",
-            step=flight.step,
-            path=str(saved.path) if saved else None,
-            size_bytes=saved.size_bytes if saved else None,
-            wall_s=flight.wall_s if saved else None,
-            blocked_s=flight.blocked_s,
-            **({} if self.store is None else {"url": f"{self.store.url}/{name_of(flight.step)}"}),  # type: ignore[arg-type]
-            **failed,
-        )
+        event: CheckpointEvent = {
+            "type": "checkpoint",
+            "step": flight.step,
+            "path": str(saved.path) if saved else None,
+            "size_bytes": saved.size_bytes if saved else None,
+            "wall_s": flight.wall_s if saved else None,
+            "blocked_s": flight.blocked_s,
+        }
+        if self.store is not None:
+            event["url"] = f"{self.store.url}/{name_of(flight.step)}"
+        if flight.error is not None:
+            event["error"] = str(flight.error)
+        self.events.emit(event)
         for text in flight.warnings:
             logger.warning(text)

@@ -2,10 +2,11 @@
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import cast
 
 from paceline.config.schema import Config
 from paceline.config.schema.train_args import TrainArgs
+from paceline.core.events import DerivedFigures
 from paceline.core.formatting import counted, shares_text
 
 
@@ -46,8 +47,8 @@ class ResolvedValues:
     save_every_steps: int = 0
     log_every_steps: int = 1
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def as_dict(self) -> DerivedFigures:
+        return cast(DerivedFigures, asdict(self))
 
     @property
     def samples_per_micro_batch(self) -> float:

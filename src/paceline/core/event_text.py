@@ -2,13 +2,29 @@
 panel."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from paceline.core import formatting
-from paceline.core.events import Event
+from paceline.core.events import (
+    CheckpointEvent,
+    DriftEvent,
+    EvalEvent,
+    Event,
+    FaultEvent,
+    MemoryEvent,
+    ResumeEvent,
+    RewindEvent,
+    RunEndEvent,
+    RunStartEvent,
+    SampleEvent,
+    SkippedEvent,
+    WorkerLostEvent,
+)
 
 INFO, WARNING, ERROR = "info", "warning", "error"
 _LONGEST = 4000  # characters
+_Describe = Callable[[Any], tuple[str, str]]
 
 
 def event_text(event: Event) -> tuple[str, str]:
@@ -30,13 +46,14 @@ def event_text(event: Event) -> tuple[str, str]:
 
 def _other(event: Event) -> tuple[str, str]:
     level = event.get("level") if event.get("level") in (INFO, WARNING, ERROR) else INFO
-    if isinstance(event.get("text"), str):
-        return str(level), event["text"]
+    text = event.get("text")
+    if isinstance(text, str):
+        return str(level), text
     fields = {key: value for key, value in event.items() if key not in ("time", "type")}
     return str(level), f"{event['type']}: {json.dumps(fields, ensure_ascii=False)[:400]}"
 
 
-def _run_start(event: Event) -> tuple[str, str]:
+def _run_start(event: RunStartEvent) -> tuple[str, str]:
     resumed = (
         f", from step {formatting.count(event['resumed_from_step'])} on"
         if event.get("resumed_from_step")
@@ -46,7 +63,7 @@ def _run_start(event: Event) -> tuple[str, str]:
     return INFO, f"run starts{resumed}: {event.get('strategy')}, {ranks}, {event.get('device')}"
 
 
-def _run_end(event: Event) -> tuple[str, str]:
+def _run_end(event: RunEndEvent) -> tuple[str, str]:
     status, step = str(event.get("status")), event.get("step")
     text = status if step is None else f"{status} at step {formatting.count(step)}"
     text += (
@@ -56,12 +73,12 @@ def _run_end(event: Event) -> tuple[str, str]:
     return {"done": INFO, "stopped": WARNING}.get(status, ERROR), text
 
 
-def _resume(event: Event) -> tuple[str, str]:
+def _resume(event: ResumeEvent) -> tuple[str, str]:
     where = f" from {event['path']}" if event.get("path") else ""
     return INFO, f"resumed at step {formatting.count(event.get('step'))}{where}"
 
 
-def _fault(event: Event) -> tuple[str, str]:
+def _fault(event: FaultEvent) -> tuple[str, str]:
     text = f"fault{_who(event)}: {event.get('reason')}"
     return ERROR, (
         f"{text} (restart {formatting.count(event['restart'])})"
@@ -70,7 +87,7 @@ def _fault(event: Event) -> tuple[str, str]:
     )
 
 
-def _skipped(event: Event) -> tuple[str, str]:
+def _skipped(event: SkippedEvent) -> tuple[str, str]:
     cause = f" ({event['cause']})" if event.get("cause") else ""
     num_updates = formatting.count(event.get("updates"))
     return (
@@ -82,7 +99,7 @@ def _skipped(event: Event) -> tuple[str, str]:
     )
 
 
-def _drift(event: Event) -> tuple[str, str]:
+def _drift(event: DriftEvent) -> tuple[str, str]:
     where = (
         f"{formatting.count(event.get('tensors'))} tensor(s), the first {event.get('parameter')}"
     )
@@ -92,7 +109,7 @@ def _drift(event: Event) -> tuple[str, str]:
     )
 
 
-def _rewind(event: Event) -> tuple[str, str]:
+def _rewind(event: RewindEvent) -> tuple[str, str]:
     jump = (
         f"the loss jumped to {formatting.loss(event.get('loss'))} (median"
         f" {formatting.loss(event.get('median'))})"
@@ -106,11 +123,11 @@ def _rewind(event: Event) -> tuple[str, str]:
     )
 
 
-def _worker_lost(event: Event) -> tuple[str, str]:
+def _worker_lost(event: WorkerLostEvent) -> tuple[str, str]:
     return ERROR, f"rank {event.get('rank')} ended and the others went on: {event.get('reason')}"
 
 
-def _eval(event: Event) -> tuple[str, str]:
+def _eval(event: EvalEvent) -> tuple[str, str]:
     parts = [
         f"evaluation at step {formatting.count(event.get('step'))}: loss"
         f" {formatting.loss(event.get('loss'))}"
@@ -125,7 +142,7 @@ def _eval(event: Event) -> tuple[str, str]:
     return INFO, ", ".join(parts)
 
 
-def _checkpoint(event: Event) -> tuple[str, str]:
+def _checkpoint(event: CheckpointEvent) -> tuple[str, str]:
     step = formatting.count(event.get("step"))
     if event.get("error"):
         return WARNING, f"no checkpoint at step {step}: {event['error']}"
@@ -139,26 +156,26 @@ def _checkpoint(event: Event) -> tuple[str, str]:
     )
 
 
-def _sample(event: Event) -> tuple[str, str]:
+def _sample(event: SampleEvent) -> tuple[str, str]:
     return INFO, f"samples generated at step {formatting.count(event.get('step'))}"
 
 
-def _memory(event: Event) -> tuple[str, str]:
+def _memory(event: MemoryEvent) -> tuple[str, str]:
     return INFO, f"memory measured on {formatting.ranks(len(event['ranks']))}"
 
 
-def _who(event: Event) -> str:
+def _who(event: FaultEvent | SkippedEvent | DriftEvent) -> str:
     ranks: Any = event.get("ranks")
     hosts = [str(host) for host in event.get("hosts") or [] if host]
     where = f" on {', '.join(dict.fromkeys(hosts))}" if hosts else ""
     return f", rank {', '.join(str(rank) for rank in ranks)}{where}" if ranks else where
 
 
-def _told(level: str) -> Any:
+def _text_of(level: str) -> _Describe:
     return lambda event: (level, str(event["text"]))
 
 
-_WORDED = {
+_WORDED: dict[str, _Describe] = {
     "run_start": _run_start,
     "run_end": _run_end,
     "resume": _resume,
@@ -171,11 +188,11 @@ _WORDED = {
     "checkpoint": _checkpoint,
     "sample": _sample,
     "memory": _memory,
-    "hang": _told(ERROR),
-    "hang_end": _told(INFO),
-    "straggler": _told(WARNING),
-    "straggler_end": _told(INFO),
-    "link": _told(WARNING),
-    "link_end": _told(INFO),
-    "balance": _told(INFO),
+    "hang": _text_of(ERROR),
+    "hang_end": _text_of(INFO),
+    "straggler": _text_of(WARNING),
+    "straggler_end": _text_of(INFO),
+    "link": _text_of(WARNING),
+    "link_end": _text_of(INFO),
+    "balance": _text_of(INFO),
 }

@@ -1,259 +1,426 @@
-"""The event log: rank 0 appends one JSON line for each thing that happens; everything else only
-reads it.
+"""The types of events, one record each: the lines of :mod:`paceline.core.event_log`.
 
-Types and their fields (every line also has ``time``, seconds since the epoch, and ``type``):
-
-- ``run_start``: ``config`` (resolved), ``derived`` (see
-  :class:`paceline.config.derive.ResolvedValues`), ``world_size``, ``device``, ``precision``,
-  ``strategy``, ``model`` {name, parameters, trainable_parameters}, ``data`` {read, kept, truncated,
-  dropped, and excluded_turns where the loss is switched off for turns}, ``versions``; ``mesh``
-  {axes: {name: size}, ranks: [{rank, host, device, coordinates: {axis: n}}]} (no coordinates and a
-  ``role`` where a rank only serves others); ``predicted`` {memory_bytes: {parameters, gradients,
-  optimizer, activations, total}, traffic_bytes_per_step, traffic_bytes: {collective: bytes},
-  traffic_is_bound}, as the strategy declares it: memory of the fullest rank, traffic of the
-  busiest. ``total`` is the sum of what is known.
-- ``resume``: ``step``, ``path``. Steps logged after that step by an earlier attempt no
-  longer count.
-- ``fault``: ``step`` (the last one logged), ``ranks``, ``hosts``, ``reason``, ``restart`` (how
-  often since the newest checkpoint), ``seen_at``: an attempt ended, and this one goes on
-  from the checkpoint that ``resume`` names.
-- ``skipped``: ``step``, ``updates``, ``ranks``, ``hosts``, ``cause`` (loss | gradient | overflow,
-  null where not known): a gradient was not finite, on these ranks, and its update was not made.
-  Where ranks train on their own: so many updates by each of these at most, since the last ``step``
-  line.
-- ``drift``: ``step``, ``ranks``, ``hosts``, ``parameter`` (the first that differs), ``tensors`` (so
-  many differ): replicas that should hold the same bits do not.
-- ``rewind``: ``step`` (at which the loss jumped), ``to_step``, ``loss``, ``median``: the run goes
-  back, and the batch of that step is left out. A ``resume`` follows where a checkpoint was loaded.
-- ``worker_lost``: ``step``, ``rank``, ``pid``, ``reason``, ``samples_unseen``: a rank ended, and
-  the others went on.
-- ``hang``: ``rank`` (null: the ranks wait for one another), ``host``, ``phase``, ``step``,
-  ``since_s``, ``why``, ``stack`` (lines, innermost first), ``mismatch`` (where the ranks have
-  issued different collectives), ``text``: a rank holds up the others. ``hang_end``: ``rank``,
-  ``since_s``, ``text``: it goes on again. Where rank 0 itself hangs, the others print it alone.
-- ``straggler``: ``rank``, ``host``, ``step``, ``slower_by_s`` (a step, than the median of the
-  others), ``share`` {data_s, compute_s, communication_s}, ``steps`` (that were looked at),
-  ``text``; ``straggler_end``: ``rank``, ``host``, ``step``, ``text``: it is even with the others
-  again. A rank whose process was paused in a step is reported by the first of these alone, with
-  ``steps`` 1.
-- ``link``: ``rank``, ``host``, ``step``, ``resent_share`` (0 to 1), ``segments``, ``seconds``,
-  ``text``: this rank had to send that share of the last TCP segments to other hosts again.
-  ``link_end``: the same fields: the link has recovered.
-- ``balance``: ``step``, ``shares`` (micro-batches per step, by rank), ``reason``, ``text``: the
-  shares of the ranks with ``parallel.balance``. ``reason``: ``weights`` (configured),
-  ``checkpoint`` (stored in it), ``measured`` (with ``seconds`` per micro-batch, by rank, and the
-  predicted ``gain``; equal shares may be kept), ``withdrawn`` (new shares made steps longer, and
-  the previous ones are restored), ``reset`` (those of the checkpoint are not used).
-- ``notice``: ``level`` (info | warning), ``text``.
-- ``step``: ``step, epoch, loss, grad_norm, learning_rate, tokens, step_time_s, data_wait_s,
-  comm_wait_s, memory_bytes, ranks`` (null where not known). ``tokens`` is the number of tokens of
-  the global batch, ``step_time_s`` the mean over the steps since the last such line. Each of
-  ``ranks`` has ``rank, data_wait_s, comm_wait_s, memory_bytes`` and the parts that its step is made
-  of, means likewise: ``data_s, forward_s, backward_s, optimizer_s``, out of each of which the waits
-  for other ranks are taken, that no computing hid: these are ``communication_s``; ``other_s`` is
-  the rest. With ``recovery.watchdog: false`` only the waits of Paceline's own collectives are seen,
-  and those of FSDP and pipelines stay in the phase. Where micro-batches run in threads (``dp``),
-  time is of the phase that any of them entered last. On an accelerator all of these are times of
-  the host, which hands work to the device and goes on: a phase is what it took to queue its
-  kernels, ``communication_s`` what the host waited, and ``other_s`` mostly the device's work that
-  was waited for at the line. ``traffic`` {collective: bytes}: sent in a step by the rank that sends
-  most, a mean over the same steps; where traffic has a period (``local_sgd``, ``diloco``) over the
-  last whole one, null before there was one; collectives are counted as an algorithm optimal in
-  bandwidth sends them. ``devices`` [{rank, utilisation (0 to 1), temperature_c, power_w}] where
-  NVML tells of them, read every few seconds.
-- ``memory``, once, after the second step of an attempt: ``step``, ``ranks`` [{parameters,
-  gradients, optimizer, activations, total}] in rank order: bytes measured at the fullest moment of
-  a step, each storage once, of what is cut over ranks the local part. ``activations``: the device's
-  peak in that step less the others, work space among them; null on a CPU.
-- ``eval``: ``step``, ``loss``, ``count``, ``wall_s``, ``metrics``.
-- ``sample``, at each evaluation of a language task: ``step``, ``samples`` [{prompt, text,
-  reference}], ``wall_s``: what the model answers by greedy decoding, the same held-out prompts each
-  time.
-- ``checkpoint``: ``step``, ``path``, ``size_bytes``, ``wall_s``, ``blocked_s`` (how long training
-  stood still for it; it is written in the background); or with ``error`` where it could not be
-  written. ``url``: its place in ``checkpoint_dir``.
-- ``run_end``: ``status`` (done | stopped | failed), ``step``, ``reason``, ``wall_s`` (since the
-  command was given); ``network`` where there is something to say of the time that communication
-  took.
+Readers must not rely on a field: the log may have been
+written by another version of Paceline.
 """
 
-import errno
-import json
-import math
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import IO, Any
+from __future__ import annotations
 
-Event = dict[str, Any]
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 
-class EventLog:
-    """Appends events to a file and hands each to the listeners (the console). A listener must not
-    raise. Threads may emit.
+class _Logged(TypedDict, total=False):
+    """``time``: seconds since the epoch, set by the log."""
 
-    A write that fails (full disk) never stops the training: it is counted in ``lost`` and said once
-    by the listeners.
+    time: float
+
+
+class ModelFigures(TypedDict, total=False):
+    name: str
+    parameters: int
+    trainable_parameters: int
+
+
+class MeshRank(TypedDict, total=False):
+    """``coordinates``: by axis. A rank that only serves others has none, and a ``role``."""
+
+    rank: int
+    host: str
+    device: str
+    coordinates: dict[str, int]
+    role: str
+
+
+class Mesh(TypedDict, total=False):
+    """``axes``: sizes by name."""
+
+    axes: dict[str, int]
+    ranks: list[MeshRank]
+
+
+class MemoryParts(TypedDict, total=False):
+    """Bytes; None where not known. ``total`` is the sum of what is known."""
+
+    parameters: int | None
+    gradients: int | None
+    optimizer: int | None
+    activations: int | None
+    total: int | None
+
+
+class Prediction(TypedDict, total=False):
+    """As the strategy declares it: memory of the fullest rank, traffic of the busiest, which
+    ``traffic_bytes`` splits by collective."""
+
+    memory_bytes: MemoryParts
+    traffic_bytes_per_step: float
+    traffic_bytes: dict[str, float]
+    traffic_is_bound: bool
+
+
+class DataFigures(TypedDict, total=False):
+    """Samples, and turns that are excluded from the loss. ``dropped``: by reason."""
+
+    read: int
+    kept: int
+    truncated: int | None
+    dropped: dict[str, int]
+    excluded_turns: int
+
+
+class DerivedFigures(TypedDict, total=False):
+    """See :class:`paceline.config.derive.ResolvedValues`."""
+
+    world_size: int
+    micro_batch_size: int
+    gradient_accumulation_steps: int
+    global_batch_size: int
+    steps_per_epoch: int
+    steps: int
+    epochs: float
+    warmup_steps: int
+    learning_rate: float
+    tokens_per_step: int | None
+    eval_every_steps: int
+    replicas: int
+    save_every_steps: int
+    log_every_steps: int
+
+
+class RunStartEvent(_Logged, total=False):
+    """``config``: resolved. ``launcher``: the process id of the launcher."""
+
+    type: Literal["run_start"]
+    config: dict[str, JsonValue]
+    derived: DerivedFigures
+    world_size: int
+    axes: dict[str, int]
+    mesh: Mesh
+    predicted: Prediction
+    device: str
+    precision: str
+    strategy: str
+    model: ModelFigures
+    data: DataFigures
+    versions: dict[str, str]
+    pid: int
+    launcher: int | None
+    host: str
+    output_dir: str
+    resumed_from_step: int | None
+
+
+class ResumeEvent(_Logged, total=False):
+    """Steps logged after ``step`` by an earlier attempt no longer count."""
+
+    type: Literal["resume"]
+    step: int
+    path: str | None
+
+
+class Fault(_Logged, total=False):
+    """Why an attempt ended. ``step``: the last one logged. ``restart``: number of restarts since
+    the newest checkpoint."""
+
+    step: int | None
+    ranks: list[int]
+    hosts: list[str]
+    reason: str
+    restart: int
+    seen_at: float
+
+
+class FaultEvent(Fault, total=False):
+    """An attempt ended, and this one continues from the checkpoint that ``resume`` names."""
+
+    type: Literal["fault"]
+
+
+class SkippedEvent(_Logged, total=False):
+    """A gradient was not finite on these ranks, and its update was not made. If ranks train
+    independently: at most ``updates`` updates by each of them since the last ``step`` line."""
+
+    type: Literal["skipped"]
+    step: int
+    updates: int
+    ranks: list[int]
+    cause: str | None  # loss, gradient or overflow
+    hosts: list[str]
+
+
+class DriftEvent(_Logged, total=False):
+    """Replicas that should hold the same bits do not. ``parameter``: the first that differs.
+    ``tensors``: how many differ."""
+
+    type: Literal["drift"]
+    step: int
+    ranks: list[int]
+    hosts: list[str]
+    parameter: str
+    tensors: int
+
+
+class RewindEvent(_Logged, total=False):
+    """The loss jumped at ``step``: the run returns to ``to_step``, and the batch of that step is
+    skipped. A ``resume`` follows if a checkpoint was loaded."""
+
+    type: Literal["rewind"]
+    step: int
+    to_step: int
+    loss: float
+    median: float | None
+
+
+class WorkerLostEvent(_Logged, total=False):
+    """A rank ended, and the others continued."""
+
+    type: Literal["worker_lost"]
+    step: int
+    rank: int
+    pid: int
+    reason: str
+    samples_unseen: int
+
+
+class HangEvent(_Logged, total=False):
+    """A rank blocks the others. ``rank``: None if the ranks wait for one another. ``stack``: lines,
+    innermost first. ``mismatch``: set if the ranks have issued different collectives. If rank 0
+    itself hangs, the others print this without an event."""
+
+    type: Literal["hang"]
+    text: str
+    rank: int | None
+    host: str | None
+    phase: str | None
+    step: int | None
+    since_s: float
+    why: str
+    stack: list[str]
+    mismatch: str | None
+
+
+class HangEndEvent(_Logged, total=False):
+    """The rank of a ``hang`` makes progress again."""
+
+    type: Literal["hang_end"]
+    text: str
+    rank: int | None
+    since_s: float
+
+
+class StepShare(TypedDict, total=False):
+    data_s: float
+    compute_s: float
+    communication_s: float
+
+
+class StragglerEvent(_Logged, total=False):
+    """``slower_by_s``: per step, than the median of the other ranks. ``steps``: that were compared.
+    A rank whose process was paused in a step is reported by this alone, with ``steps`` 1."""
+
+    type: Literal["straggler"]
+    text: str
+    rank: int
+    host: str
+    step: int | None
+    slower_by_s: float
+    share: StepShare
+    steps: int
+
+
+class StragglerEndEvent(_Logged, total=False):
+    """The rank is as fast as the others again."""
+
+    type: Literal["straggler_end"]
+    text: str
+    rank: int
+    host: str
+    step: int | None
+
+
+class LinkEvent(_Logged, total=False):
+    """``link``: this rank had to resend a share (0 to 1) of its last TCP segments to other hosts.
+    ``link_end``: the link has recovered."""
+
+    type: Literal["link", "link_end"]
+    text: str
+    rank: int
+    host: str
+    step: int | None
+    resent_share: float
+    segments: int
+    seconds: float
+
+
+class BalanceEvent(_Logged, total=False):
+    """The micro-batches per step of each rank, with ``parallel.balance``.
+
+    ``reason``: ``weights`` (configured), ``checkpoint`` (stored in it), ``measured`` (with
+    ``seconds`` per micro-batch, by rank, and the predicted ``gain``; equal shares may be kept),
+    ``withdrawn`` (new shares made steps longer, and the previous ones are restored), ``reset``
+    (those of the checkpoint are not used).
     """
 
-    def __init__(
-        self, path: Path | None, listeners: list[Callable[[Event], None]] | None = None
-    ) -> None:
-        self.listeners = listeners or []
-        self.lost = 0
-        self.path: Path | None = None
-        self._cut = False
-        self._lock = threading.RLock()
-        self._handle: IO[bytes] | None = None
-        if path is not None:
-            self.open(path, self.listeners)
-
-    def open(self, path: Path, listeners: list[Callable[[Event], None]]) -> None:
-        """Begin to write; also where another process wrote before."""
-        self.path, self.listeners = path, listeners
-        _end_cut_line(path)
-        self._handle = open(path, "ab", buffering=0)  # noqa: SIM115  (kept open until the end of the run)
-
-    def emit(self, type: str, file_only: bool = False, **fields: Any) -> Event:
-        """Append one event. ``file_only``: the listeners do not get it, because a person has seen
-        it already."""
-        event: Event = {"time": time.time(), "type": type, **fields}
-        with self._lock:
-            self._tell(event, file_only)
-        return event
-
-    def _tell(self, event: Event, file_only: bool) -> None:
-        for listener in [] if file_only else self.listeners:
-            listener(event)
-        if self._handle is not None:
-            try:
-                self._append(json.dumps(_finite(event), ensure_ascii=False).encode() + b"\n")
-            except OSError as error:
-                self.lost += 1
-                if self.lost == 1:
-                    text = (
-                        f"{self.path} cannot be written ({error.strerror}); training goes on,"
-                        " events are lost."
-                    )
-                    for listener in self.listeners:
-                        listener(
-                            {
-                                "time": time.time(),
-                                "type": "notice",
-                                "level": "warning",
-                                "text": text,
-                            }
-                        )
-
-    def _append(self, line: bytes) -> None:
-        # A disk that fills takes a part of a line; the next one that fits must not be glued to it.
-        assert self._handle is not None
-        whole = b"\n" + line if self._cut else line
-        written = self._handle.write(whole)
-        self._cut = (written or 0) < len(whole) and (self._cut or bool(written))
-        if (written or 0) < len(whole):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def notice(self, text: str, level: str = "info", file_only: bool = False) -> None:
-        self.emit("notice", file_only=file_only, level=level, text=text)
-
-    def close(self) -> None:
-        if self._handle is not None:
-            self._handle.close()
-            self._handle = None
+    type: Literal["balance"]
+    step: int
+    shares: list[int]
+    reason: str
+    seconds: list[float]
+    gain: float | None
+    text: str
 
 
-def _end_cut_line(path: Path) -> None:
-    # A run killed in the middle of a write leaves half a line; the next line must not be glued to
-    # it.
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with open(path, "rb+") as handle:
-        handle.seek(-1, os.SEEK_END)
-        if handle.read(1) != b"\n":
-            handle.write(b"\n")
+class NoticeEvent(_Logged, total=False):
+    """``level``: info or warning."""
+
+    type: Literal["notice"]
+    level: str
+    text: str
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become the strings "nan", "inf", "-inf"."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+class RankStep(TypedDict, total=False):
+    """Means per step of one rank. Waits for other ranks that no computation hid are taken out of
+    the phases: they are ``communication_s``. ``other_s``: the rest of the step."""
+
+    rank: int
+    data_wait_s: float
+    comm_wait_s: float
+    data_s: float
+    forward_s: float
+    backward_s: float
+    optimizer_s: float
+    communication_s: float
+    other_s: float
+    memory_bytes: int
 
 
-def read_events(path: Path) -> list[Event]:
-    """All whole lines of an event log, in order. A line cut off by a crash is passed over."""
-    if not path.exists():
-        return []
-    with open(path, "rb") as handle:
-        return [event for line in handle if (event := parse_event(line)) is not None]
+class DeviceFigures(TypedDict, total=False):
+    """``utilisation``: 0 to 1. None where not known."""
+
+    rank: int
+    utilisation: float | None
+    temperature_c: float | None
+    power_w: float | None
 
 
-def tail_events(path: Path, size_bytes: int = 1 << 18) -> list[Event]:
-    """The last whole lines of an event log, of so many bytes."""
-    if not path.exists():
-        return []
-    with open(path, "rb") as handle:
-        handle.seek(0, os.SEEK_END)
-        start = max(0, handle.tell() - size_bytes)
-        handle.seek(start)
-        lines = handle.read().split(b"\n")[1 if start else 0 :]
-    return [event for line in lines if (event := parse_event(line)) is not None]
+class StepFigures(_Logged, total=False):
+    """Means over the steps since the last such line; None where not known.
+
+    ``tokens`` is the number of tokens of the global batch. With ``recovery.watchdog: false`` only
+    the waits of Paceline's own collectives are measured, and those of FSDP and pipelines stay in
+    the phase. If micro-batches run in threads (``dp``), time belongs to the phase that any of them
+    entered last. On an accelerator all of these are times of the host, which queues work and
+    continues: a phase is the time to queue its kernels, ``communication_s`` what the host waited,
+    and ``other_s`` mostly the device's work that was waited for at the line. ``traffic``: bytes by
+    collective that the rank which sends most sends in a step; if traffic has a period
+    (``local_sgd``, ``diloco``) over the last whole one, None before there was one. Collectives are
+    counted as an algorithm with optimal bandwidth sends them. ``devices``: if NVML reports them,
+    read every few seconds.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int | None
+    samples: int
+    step_time_s: float
+    data_wait_s: float
+    comm_wait_s: float | None
+    memory_bytes: list[int]
+    ranks: list[RankStep]
+    traffic: dict[str, int] | None
+    devices: list[DeviceFigures]
+    since_start_s: float
 
 
-def follow_events(
-    path: Path, poll_s: float = 0.3, stop: Callable[[], bool] | None = None
-) -> Iterator[Event]:
-    """Yield the events that are there, then each new one, until ``stop()`` is true."""
-    while not path.exists():
-        if stop is not None and stop():
-            return
-        time.sleep(poll_s)
-    rest = b""
-    with open(path, "rb") as handle:
-        while True:
-            chunk = handle.read()
-            if chunk:
-                *lines, rest = (rest + chunk).split(b"\n")
-                for line in lines:
-                    event = parse_event(line)
-                    if event is not None:
-                        yield event
-                continue
-            if stop is not None and stop():
-                return
-            time.sleep(poll_s)
+class StepEvent(StepFigures, total=False):
+    type: Literal["step"]
+    step: int
+    epoch: float
+    learning_rate: float | None
 
 
-def parse_event(line: bytes) -> Event | None:
-    """The event of a line; None where it is cut off, or no event."""
-    try:
-        event = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return event if isinstance(event, dict) and "type" in event else None
+class MemoryEvent(_Logged, total=False):
+    """Once, after the second step of an attempt: bytes at the peak of a step, in rank order; each
+    storage once, the local part of sharded tensors. ``activations``: the device's peak in that step
+    minus the others, workspace included; None on a CPU."""
+
+    type: Literal["memory"]
+    step: int
+    ranks: list[MemoryParts]
 
 
-def effective_steps(events: list[Event]) -> list[Event]:
-    """The ``step`` events that count, as :func:`effective_events`."""
-    return effective_events(events, "step")
+class EvalEvent(_Logged, total=False):
+    type: Literal["eval"]
+    step: int
+    loss: float
+    count: int
+    wall_s: float
+    metrics: dict[str, float]
 
 
-def effective_events(events: Sequence[Event], type: str) -> list[Event]:
-    """The events of a type that count: where a run went back to a checkpoint, those of the
-    later attempt replace the earlier ones."""
-    counted: list[Event] = []
-    for event in events:
-        if event["type"] == "resume":
-            counted = [earlier for earlier in counted if earlier["step"] <= event["step"]]
-        elif event["type"] == "run_start" and not event.get("resumed_from_step"):
-            counted = []
-        elif event["type"] == type:
-            counted.append(event)
-    return counted
+class SampleText(TypedDict, total=False):
+    prompt: str
+    text: str
+    reference: str
+
+
+class SampleEvent(_Logged, total=False):
+    """At each evaluation of a language task: the answers by greedy decoding to the same held-out
+    prompts."""
+
+    type: Literal["sample"]
+    step: int
+    samples: list[SampleText]
+    wall_s: float
+
+
+class CheckpointEvent(_Logged, total=False):
+    """``blocked_s``: how long training waited; the rest is written in the background. ``error``:
+    set if it could not be written. ``url``: its place in ``checkpoint_dir``."""
+
+    type: Literal["checkpoint"]
+    step: int
+    path: str | None
+    size_bytes: int | None
+    wall_s: float | None
+    blocked_s: float
+    url: str
+    error: str
+
+
+class RunEndEvent(_Logged, total=False):
+    """``status``: done, stopped or failed. ``wall_s``: since the command was started. ``network``:
+    a comment on the time that communication took, if there is one."""
+
+    type: Literal["run_end"]
+    status: str
+    step: int | None
+    reason: str | None
+    wall_s: float
+    network: str
+
+
+#: What the watchdog reports.
+HealthEvent = HangEvent | HangEndEvent | StragglerEvent | StragglerEndEvent | LinkEvent
+
+Event = (
+    HealthEvent
+    | RunStartEvent
+    | ResumeEvent
+    | FaultEvent
+    | SkippedEvent
+    | DriftEvent
+    | RewindEvent
+    | WorkerLostEvent
+    | BalanceEvent
+    | NoticeEvent
+    | StepEvent
+    | MemoryEvent
+    | EvalEvent
+    | SampleEvent
+    | CheckpointEvent
+    | RunEndEvent
+)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from paceline.core.events import DataFigures, StepEvent
 from paceline.core.files import human_bytes
 
 
@@ -217,7 +218,7 @@ def fullest(memory_bytes: Any) -> float | None:
     return max(known, default=None)
 
 
-def throughput(step: dict[str, Any], global_batch_size: Any = None) -> tuple[float | None, str]:
+def throughput(step: StepEvent, global_batch_size: Any = None) -> tuple[float | None, str]:
     """Of a ``step`` event: tokens a second, or samples a second where samples have no tokens. With
     the unit."""
     seconds, tokens, samples = (
@@ -231,7 +232,7 @@ def throughput(step: dict[str, Any], global_batch_size: Any = None) -> tuple[flo
     return (what / seconds if what is not None and seconds else None), unit
 
 
-def data_line(data: dict[str, Any]) -> str:
+def data_line(data: DataFigures) -> str:
     """The counts of ``data``: ``90 read, 85 kept, 4 truncated, 5 dropped (3 empty, 2 too long), 7
     turns without loss``."""
     dropped = data.get("dropped") or {}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from paceline.core.errors import ConfigError
-from paceline.core.events import tail_events
+from paceline.core.event_log import tail_events
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import pid_alive
 from paceline.core.run_dir import RunDir

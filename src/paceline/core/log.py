@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from paceline.core.formatting import clean
 
 if TYPE_CHECKING:
-    from paceline.core.events import EventLog
+    from paceline.core.event_log import EventLog
 
 #: Values of ``--log-level``.
 LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -154,7 +154,7 @@ class EventLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if _is_notice(record):
             level, message = _as_notice(record)
-            self.events.emit("notice", level=level, text=message)
+            self.events.emit({"type": "notice", "level": level, "text": message})
 
 
 @contextmanager

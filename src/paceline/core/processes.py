@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from paceline.core.events import Event
+from paceline.core.events import RunStartEvent
 from paceline.core.formatting import finite
 from paceline.core.run_dir import RunDir
 
@@ -108,13 +108,23 @@ def host_name() -> str:
     return os.environ.get("PACELINE_HOST") or socket.gethostname()
 
 
-def process_alive(start: Event) -> bool | None:
-    """Whether a run goes on, by its launcher, which outlives its ranks, or else by rank 0's
-    process; None where that cannot be known from here. ``start``: its ``run_start`` event."""
-    pid, host = start.get("launcher") or start.get("pid"), start.get("host")
+def process_alive(pid: object, host: object, started_at: object) -> bool | None:
+    """Return whether the process is alive; None if it is on another host, or not a process.
+
+    Args:
+        pid, host: as a ``run_start`` event or another file has them.
+        started_at: seconds since the epoch.
+    """
     if not isinstance(pid, int) or pid <= 0 or host != host_name():
         return None
-    return pid_alive(pid, finite(start.get("time")))
+    return pid_alive(pid, finite(started_at))
+
+
+def run_alive(start: RunStartEvent) -> bool | None:
+    """Return whether a run continues, by its launcher, which outlives its ranks, or else by rank
+    0's process; None if that cannot be known from here."""
+    pid = start.get("launcher") or start.get("pid")
+    return process_alive(pid, start.get("host"), start.get("time"))
 
 
 def holder_alive(run_dir: RunDir) -> bool | None:

@@ -1,7 +1,8 @@
 """The accounting of the rows of a dataset."""
 
 from dataclasses import dataclass, field
-from typing import Any
+
+from paceline.core.events import DataFigures
 
 
 @dataclass
@@ -16,11 +17,13 @@ class DataCounts:
     dropped: dict[str, int] = field(default_factory=dict)
     excluded_turns: int = 0
 
-    def as_dict(self) -> dict[str, Any]:
-        out = {
+    def as_dict(self) -> DataFigures:
+        figures: DataFigures = {
             "read": self.read,
             "kept": self.kept,
             "truncated": self.truncated,
             "dropped": dict(self.dropped),
         }
-        return {**out, "excluded_turns": self.excluded_turns} if self.excluded_turns else out
+        if self.excluded_turns:
+            figures["excluded_turns"] = self.excluded_turns
+        return figures

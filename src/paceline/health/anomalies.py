@@ -16,7 +16,8 @@ import torch
 
 from paceline.config.schema.recovery import RecoveryConfig
 from paceline.core.errors import RunError
-from paceline.core.events import Event, EventLog, effective_events
+from paceline.core.event_log import EventLog, effective_events
+from paceline.core.events import Event, SkippedEvent
 from paceline.core.formatting import counted
 from paceline.core.processes import host_name
 from paceline.distributed import torch_compat
@@ -197,16 +198,16 @@ class AnomalyDetector:
         updates: int,
         text: str,
     ) -> None:
-        fields = {} if hosts is None else {"hosts": hosts}
-        self.events.emit(
-            "skipped",
-            file_only=True,
-            step=step,
-            updates=updates,
-            ranks=ranks,
-            cause=cause,
-            **fields,
-        )
+        event: SkippedEvent = {
+            "type": "skipped",
+            "step": step,
+            "updates": updates,
+            "ranks": ranks,
+            "cause": cause,
+        }
+        if hosts is not None:
+            event["hosts"] = hosts
+        self.events.emit(event, file_only=True)
         logger.warning(f"step {step}: {text}")
 
     def _check_limit(self, step: int, in_row: int, whose: str) -> None:
@@ -263,5 +264,8 @@ def _sentence(cause: str | None, whose: str) -> str:
 def skipped_steps(events: Sequence[Event], step: int) -> int:
     """Return how many updates this run has skipped up to ``step``, over all its attempts, without
     those that were rolled back."""
-    skipped = effective_events(events, "skipped")
-    return sum(event["updates"] for event in skipped if event["step"] <= step)
+    return sum(
+        event["updates"]
+        for event in effective_events(events)
+        if event["type"] == "skipped" and event["step"] <= step
+    )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import FaultError
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
 from paceline.core.formatting import counted
 from paceline.core.processes import host_name
 from paceline.distributed.traffic import uncounted
@@ -62,13 +62,15 @@ def check_replicas(strategy: Strategy, events: EventLog, step: int) -> None:
     text = "; ".join(_text(divergence, hosts) for divergence in divergences.values())
     text = f"step {step}: {text}"
     events.emit(
-        "drift",
+        {
+            "type": "drift",
+            "step": step,
+            "ranks": ranks,
+            "hosts": [hosts[rank] for rank in ranks],
+            "parameter": first.parameter,
+            "tensors": first.num_differing,
+        },
         file_only=True,
-        step=step,
-        ranks=ranks,
-        hosts=[hosts[rank] for rank in ranks],
-        parameter=first.parameter,
-        tensors=first.num_differing,
     )
     raise FaultError(
         f"{text}. Replicas make the same updates: a memory, a device or a link has changed bits, or"

@@ -14,13 +14,13 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from paceline.config.schema.recovery import RecoveryConfig
 from paceline.core.errors import FaultError, MismatchError, PacelineError
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
+from paceline.core.events import HealthEvent
 from paceline.core.log import ON_EVERY_RANK
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
@@ -140,7 +140,7 @@ class Watchdog:
                     self._note_pause(time.perf_counter() - waits_since - each_s)
                     self._look(late=time.perf_counter() - last > each_s + _LATE_S)
                 if losses >= _STORE_LOSSES:
-                    self._say("the store by which the ranks meet answers again")
+                    self._log("the store by which the ranks meet answers again")
                 losses = 0
             except (RuntimeError, OSError) as error:
                 losses += 1
@@ -161,7 +161,7 @@ class Watchdog:
         assert self._beats is not None
         if not said and not self._ended.is_set():
             what = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            self._say(
+            self._log(
                 f"the store by which the ranks meet does not answer ({what}): nobody who hangs is"
                 " named meanwhile"
             )
@@ -237,24 +237,27 @@ class Watchdog:
             lines.append(
                 f"torch's record of the last collectives of rank {self.world.rank}: {record}"
             )
-        self._say(
-            "\n".join(lines),
-            "hang",
-            rank=hang.rank,
-            host=seen.host if seen is not None else None,
-            phase=seen.phase if seen is not None else None,
-            step=seen.step if seen is not None else None,
-            since_s=round(hang.since_s, 1),
-            why=hang.why,
-            stack=stack,
-            mismatch=self._mismatch,
+        self._emit(
+            {
+                "type": "hang",
+                "text": "\n".join(lines),
+                "rank": hang.rank,
+                "host": seen.host if seen is not None else None,
+                "phase": seen.phase if seen is not None else None,
+                "step": seen.step if seen is not None else None,
+                "since_s": round(hang.since_s, 1),
+                "why": hang.why,
+                "stack": stack,
+                "mismatch": self._mismatch,
+            }
         )
 
     def _take_back(self, hang: Hang) -> None:
         self._mismatch = None
         who = f"rank {hang.rank} goes" if hang.rank is not None else "the ranks go"
         text = f"{who} on again, after about {hang.since_s:.0f} s"
-        self._say(text, "hang_end", rank=hang.rank, since_s=round(hang.since_s, 1))
+        since_s = round(hang.since_s, 1)
+        self._emit({"type": "hang_end", "text": text, "rank": hang.rank, "since_s": since_s})
 
     def _end_hang(self, hangs: list[Hang]) -> None:
         """End this rank where a hang has lasted too long; not where it is this rank that hangs."""
@@ -289,38 +292,55 @@ class Watchdog:
         told = self._beats.steps(rank for rank, kind in kinds.items() if kind is not None)
         for one in self._steps.add(kinds, told):
             host = next(peer.beat["host"] for peer in peers if peer.rank == one.rank)
-            fields = {"rank": one.rank, "host": host, "step": one.step}
-            if not one.even:
-                share = {name: round(value, 4) for name, value in one.share.items()}
-                fields |= {
+            if one.even:
+                self._emit(
+                    {
+                        "type": "straggler_end",
+                        "text": one.text(host),
+                        "rank": one.rank,
+                        "host": host,
+                        "step": one.step,
+                    }
+                )
+                continue
+            self._emit(
+                {
+                    "type": "straggler",
+                    "text": one.text(host),
+                    "rank": one.rank,
+                    "host": host,
+                    "step": one.step,
                     "slower_by_s": round(one.slower_by_s, 4),
-                    "share": share,
+                    "share": {
+                        "data_s": round(one.share["data_s"], 4),
+                        "compute_s": round(one.share["compute_s"], 4),
+                        "communication_s": round(one.share["communication_s"], 4),
+                    },
                     "steps": one.steps,
                 }
-            self._say(one.text(host), "straggler_end" if one.even else "straggler", **fields)
+            )
 
     def _judge_pauses(self, peers: list[PeerState]) -> None:
         for one in peers:
             pause = one.pause
             if pause is not None and pause != self._pauses.get(one.rank):
                 self._pauses[one.rank] = pause
-                share = {
-                    "data_s": 0.0,
-                    "compute_s": round(pause.seconds, 3),
-                    "communication_s": 0.0,
-                }
-                fields = {
-                    "step": pause.step,
-                    "slower_by_s": round(pause.seconds, 3),
-                    "share": share,
-                    "steps": 1,
-                }
-                self._say(
-                    pause.text(one.rank, one.beat["host"]),
-                    "straggler",
-                    rank=one.rank,
-                    host=one.beat["host"],
-                    **fields,
+                paused_s = round(pause.seconds, 3)
+                self._emit(
+                    {
+                        "type": "straggler",
+                        "text": pause.text(one.rank, one.beat["host"]),
+                        "rank": one.rank,
+                        "host": one.beat["host"],
+                        "step": pause.step,
+                        "slower_by_s": paused_s,
+                        "share": {
+                            "data_s": 0.0,
+                            "compute_s": paused_s,
+                            "communication_s": 0.0,
+                        },
+                        "steps": 1,
+                    }
                 )
 
     def _judge_links(self, peers: list[PeerState]) -> None:
@@ -328,14 +348,17 @@ class Watchdog:
         for one in peers:
             found = self._links.add(one.rank, now_s, one.segments.sent, one.segments.resent)
             if found is not None:
-                fields = {"rank": one.rank, "host": one.beat["host"], "step": one.beat["step"]}
-                fields |= {
-                    "resent_share": round(found.share, 5),
-                    "segments": found.sent,
-                    "seconds": round(found.seconds, 1),
-                }
-                self._say(
-                    found.text(one.beat["host"]), "link_end" if found.is_sound else "link", **fields
+                self._emit(
+                    {
+                        "type": "link_end" if found.is_sound else "link",
+                        "text": found.text(one.beat["host"]),
+                        "rank": one.rank,
+                        "host": one.beat["host"],
+                        "step": one.beat["step"],
+                        "resent_share": round(found.share, 5),
+                        "segments": found.sent,
+                        "seconds": round(found.seconds, 1),
+                    }
                 )
 
     # -- what failed
@@ -387,14 +410,17 @@ class Watchdog:
         return None
 
     # -- speaking
-    def _say(self, text: str, type: str | None = None, **fields: Any) -> None:
-        """An event where this rank writes the log, else a line on standard error, with this rank
-        before it."""
-        if type is not None and self.events is not None and self.events.path is not None:
-            self.events.emit(type, text=text, **fields)
+    def _emit(self, event: HealthEvent) -> None:
+        """Write the event if this rank writes the log; otherwise print its text."""
+        if self.events is not None and self.events.path is not None:
+            self.events.emit(event)
         else:
-            level = logging.INFO if type in (None, "hang_end") else logging.WARNING
-            logger.log(level, f"[rank {self.world.rank}] {text}", extra=ON_EVERY_RANK)
+            level = logging.INFO if event["type"] == "hang_end" else logging.WARNING
+            self._log(event["text"], level)
+
+    def _log(self, text: str, level: int = logging.INFO) -> None:
+        """Log with this rank before the text; every rank prints it."""
+        logger.log(level, f"[rank {self.world.rank}] {text}", extra=ON_EVERY_RANK)
 
 
 class _Steps:

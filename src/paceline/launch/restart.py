@@ -9,7 +9,8 @@ from typing import Any
 
 from paceline.checkpoint import store
 from paceline.config.schema import Config
-from paceline.core.events import Event, EventLog, tail_events
+from paceline.core.event_log import EventLog, tail_events
+from paceline.core.events import Event, Fault
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, recorded_notices
 from paceline.core.run_dir import RunDir
@@ -82,7 +83,7 @@ class RestartPolicy:
         notices = list(recorder.notices)
         return replace(spec, resume_from=resume_from, failure=fault, notices=notices), outcome
 
-    def judge(self, outcome: dict[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    def judge(self, outcome: dict[str, Any]) -> tuple[Fault | None, dict[str, Any]]:
         """What is to be told of a fault after which the ranks shall be started again; None where
         they shall not, with the outcome as it shall be told."""
         last_step = self._last_step()
@@ -196,7 +197,9 @@ class RestartPolicy:
         ]
         if events and events[-1]["type"] != "run_end":
             log = EventLog(self.run_dir.events)
-            log.emit("run_end", status=status, step=last_step, reason=reason[:2000])
+            log.emit(
+                {"type": "run_end", "status": status, "step": last_step, "reason": reason[:2000]}
+            )
             log.close()
         self.run_dir.heartbeats.unlink(missing_ok=True)
 

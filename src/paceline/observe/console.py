@@ -1,6 +1,6 @@
 """What a person sees while a run goes on: events in, lines on a terminal (or in a log file) out.
 
-A console is a listener of :class:`paceline.core.events.EventLog`. It never raises: a closed
+A console is a listener of :class:`paceline.core.event_log.EventLog`. It never raises: a closed
 terminal, a broken pipe or an event it does not understand must not touch the training.
 """
 
@@ -12,7 +12,24 @@ from typing import Any, TextIO
 
 from paceline.core import formatting
 from paceline.core.event_text import event_text
-from paceline.core.events import Event
+from paceline.core.events import (
+    BalanceEvent,
+    CheckpointEvent,
+    DerivedFigures,
+    EvalEvent,
+    Event,
+    HangEndEvent,
+    HangEvent,
+    LinkEvent,
+    ModelFigures,
+    NoticeEvent,
+    ResumeEvent,
+    RunEndEvent,
+    RunStartEvent,
+    StepEvent,
+    StragglerEndEvent,
+    StragglerEvent,
+)
 from paceline.core.formatting import shares_text
 from paceline.core.log import is_shown
 from paceline.observe.terminal import LiveTerminal, PlainTerminal, SafeStream
@@ -26,19 +43,19 @@ class Progress:
     """Where the run stands, gathered from its events: all that a progress line shows."""
 
     def __init__(self) -> None:
-        self.start: Event = {}
-        self.step: Event | None = None
+        self.start: RunStartEvent = {}
+        self.step: StepEvent | None = None
         self.first_loss: Any = None
         self.eval_loss: Any = None
         self.resumed_from: int | None = None
         self._step_times: deque[float] = deque(maxlen=_RECENT_STEPS)
 
-    def begin(self, event: Event) -> None:
+    def begin(self, event: RunStartEvent) -> None:
         self.__init__()  # type: ignore[misc]
         self.start = event
         self.resumed_from = event.get("resumed_from_step") or None
 
-    def add(self, event: Event) -> None:
+    def add(self, event: StepEvent) -> None:
         if self.step is None:
             self.first_loss = event.get("loss")
         self.step = event
@@ -47,7 +64,7 @@ class Progress:
             self._step_times.append(seconds)
 
     @property
-    def derived(self) -> dict[str, Any]:
+    def derived(self) -> DerivedFigures:
         return self.start.get("derived") or {}
 
     @property
@@ -140,18 +157,18 @@ class Console:
         self._live = self._stream.is_terminal() and not json_mode
         self._terminal = LiveTerminal(self._stream) if self._live else PlainTerminal(self._stream)
         self.progress = Progress()
-        self._unprinted: Event | None = None
+        self._unprinted: StepEvent | None = None
         self._printed_at: float | None = None
         self._prints_all = False
 
     def catch_up(self, event: Event) -> None:
         """An event that another process has shown: it is known, and not printed again."""
-        if event.get("type") == "run_start":
+        if event["type"] == "run_start":
             self.progress.begin(event)
             self._prints_all = _prints_all(event)
-        elif event.get("type") == "step":
+        elif event["type"] == "step":
             self.progress.add(event)
-        elif event.get("type") == "eval":
+        elif event["type"] == "eval":
             self.progress.eval_loss = event.get("loss")
 
     @property
@@ -205,7 +222,7 @@ class Console:
 
     # One method an event type.
 
-    def _on_run_start(self, event: Event) -> None:
+    def _on_run_start(self, event: RunStartEvent) -> None:
         self._flush_step()
         self.progress.begin(event)
         self._printed_at = None
@@ -213,32 +230,32 @@ class Console:
         for label, text in start_lines(event):
             self._terminal.labelled(label, formatting.clean(text))
 
-    def _on_resume(self, event: Event) -> None:
+    def _on_resume(self, event: ResumeEvent) -> None:
         self.progress.resumed_from = event.get("step")
         self.say(event_text(event)[1], "green")
 
-    def _on_notice(self, event: Event) -> None:
+    def _on_notice(self, event: NoticeEvent) -> None:
         warning = event.get("level") == "warning"
         self.say(
             f"{'warning: ' if warning else ''}{event.get('text', '')}", "yellow" if warning else ""
         )
 
-    def _on_hang(self, event: Event) -> None:
+    def _on_hang(self, event: HangEvent) -> None:
         self.say(f"warning: {event.get('text', '')}", "bold red")
 
-    def _on_hang_end(self, event: Event) -> None:
+    def _on_hang_end(self, event: HangEndEvent | StragglerEndEvent | LinkEvent) -> None:
         self.say(str(event.get("text", "")), "yellow")
 
-    def _on_straggler(self, event: Event) -> None:
+    def _on_straggler(self, event: StragglerEvent | LinkEvent) -> None:
         self.say(f"warning: {event.get('text', '')}", "yellow")
 
     _on_link = _on_straggler
     _on_straggler_end = _on_link_end = _on_hang_end
 
-    def _on_balance(self, event: Event) -> None:
+    def _on_balance(self, event: BalanceEvent) -> None:
         self.say(str(event.get("text", "")), "cyan")
 
-    def _on_step(self, event: Event) -> None:
+    def _on_step(self, event: StepEvent) -> None:
         first = self.progress.step is None
         self.progress.add(event)
         if first and event.get("since_start_s") is not None:
@@ -267,18 +284,18 @@ class Console:
         self._unprinted = None
         self._terminal.say("  ".join(text for _, text, _ in self.progress.fields()), "")
 
-    def _on_eval(self, event: Event) -> None:
+    def _on_eval(self, event: EvalEvent) -> None:
         self.progress.eval_loss = event.get("loss")
         self.say(event_text(event)[1], "cyan")
 
-    def _on_checkpoint(self, event: Event) -> None:
+    def _on_checkpoint(self, event: CheckpointEvent) -> None:
         level, text = event_text(event)
         self.say(
             f"warning: {text}" if level == "warning" else text,
             "yellow" if level == "warning" else "dim",
         )
 
-    def _on_run_end(self, event: Event) -> None:
+    def _on_run_end(self, event: RunEndEvent) -> None:
         self._flush_step()
         self._terminal.redraw(self.progress, force=True)
         self._terminal.close()
@@ -289,20 +306,17 @@ class Console:
             self._terminal.labelled(label, formatting.clean(text), style if index == 0 else "")
 
 
-def _prints_all(start: Event) -> bool:
+def _prints_all(start: RunStartEvent) -> bool:
     """Whether each step that is logged gets a plain line: in a short run, and if `logging_steps`
     already makes them few."""
     total = formatting.finite((start.get("derived") or {}).get("steps"))
-    every = (
-        formatting.finite(
-            ((start.get("config") or {}).get("train_args") or {}).get("logging_steps")
-        )
-        or 1
-    )
+    train_args = (start.get("config") or {}).get("train_args")
+    logging_steps = train_args.get("logging_steps") if isinstance(train_args, dict) else None
+    every = formatting.finite(logging_steps) or 1
     return every > 1 or (total is not None and total <= _SHORT_RUN_STEPS)
 
 
-def start_lines(event: Event) -> list[tuple[str, str]]:
+def start_lines(event: RunStartEvent) -> list[tuple[str, str]]:
     """(label, text) of the block at the start of a run. Figures that the event does not give are
     left out."""
     derived, model = event.get("derived") or {}, event.get("model") or {}
@@ -335,7 +349,7 @@ def start_lines(event: Event) -> list[tuple[str, str]]:
     return lines
 
 
-def _parameters(model: dict[str, Any]) -> str:
+def _parameters(model: ModelFigures) -> str:
     total, trained = (
         formatting.finite(model.get("parameters")),
         formatting.finite(model.get("trainable_parameters")),
@@ -348,7 +362,7 @@ def _parameters(model: dict[str, Any]) -> str:
     )
 
 
-def derived_lines(derived: dict[str, Any]) -> list[tuple[str, str]]:
+def derived_lines(derived: DerivedFigures) -> list[tuple[str, str]]:
     """(label, text) of what the config's numbers come to (the dict of
     :class:`paceline.config.derive.ResolvedValues`).
 
@@ -381,19 +395,16 @@ def derived_lines(derived: dict[str, Any]) -> list[tuple[str, str]]:
     return [*lines, ("evaluation", f"every {count(every)} steps" if every else "none")]
 
 
-def _factors(derived: dict[str, Any]) -> str:
-    get, count = derived.get, formatting.count
-    micro, accumulation, ranks = (
-        get("micro_batch_size"),
-        get("gradient_accumulation_steps"),
-        formatting.ranks(get("world_size")),
-    )
-    batch, replicas = get("global_batch_size"), get("replicas")
+def _factors(derived: DerivedFigures) -> str:
+    count, ranks = formatting.count, formatting.ranks(derived.get("world_size"))
+    micro = derived.get("micro_batch_size")
+    accumulation = derived.get("gradient_accumulation_steps")
+    batch, replicas = derived.get("global_batch_size"), derived.get("replicas")
     # of a run that went on with its global batch on other ranks
     if batch and accumulation and replicas:
         micro, rest = divmod(batch, accumulation * replicas)
         if rest:
-            about = "" if get("tokens_per_step") is None else "about "
+            about = "" if derived.get("tokens_per_step") is None else "about "
             shared = f"{about}{shares_text(batch, replicas)} on {ranks}"
             return (
                 f"{shared}: at most {micro + 1} a micro-batch × {count(accumulation)} accumulation"
@@ -401,7 +412,7 @@ def _factors(derived: dict[str, Any]) -> str:
     return f"{count(micro)} a micro-batch × {count(accumulation)} accumulation × {ranks}"
 
 
-def end_lines(progress: Progress, event: Event) -> list[tuple[str, str]]:
+def end_lines(progress: Progress, event: RunEndEvent) -> list[tuple[str, str]]:
     """(label, text) of the block at the end: how it went, where things are, what to type next."""
     start, status = progress.start, str(event.get("status"))
     root = str(start.get("output_dir") or "")
@@ -434,7 +445,7 @@ def resume_hint(output_dir: str, config: dict[str, Any]) -> str:
     return f"the same command goes on from the last checkpoint; so does: {again}"
 
 
-def _how_it_went(progress: Progress, event: Event) -> str:
+def _how_it_went(progress: Progress, event: RunEndEvent) -> str:
     step = event.get("step") if event.get("step") is not None else progress.done
     total = f" of {progress.total:,}" if progress.total and step != progress.total else ""
     parts = [f"{formatting.count(step)}{total} step{'' if step == 1 and not total else 's'}"]

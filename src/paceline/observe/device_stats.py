@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from paceline.core.events import DeviceFigures
+
 _PERIOD_S = 5.0
 #: As numbers for the table that the ranks fill together: each is its value plus one, so that 0 is:
 #: not known.
@@ -51,17 +53,20 @@ def _read(read: Callable[[Any], int], device: torch.device, divisor: float) -> f
         return 0.0
 
 
-def as_event(rows: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """What a ``step`` line says of the ranks' devices, given :attr:`DeviceMonitor.last` of each:
-    ``devices``; nothing where none is known."""
-    devices = []
+def device_figures(rows: Sequence[Sequence[float]]) -> list[DeviceFigures]:
+    """Return the figures of the devices that are known, given :attr:`DeviceMonitor.last` of each
+    rank."""
+    devices: list[DeviceFigures] = []
     for rank, row in enumerate(rows):
         if any(row):
             known = [round(value - 1.0, 3) if value else None for value in row]
+            utilisation, temperature_c, power_w = known
             devices.append(
                 {
                     "rank": rank,
-                    **{name: value for (name, *_), value in zip(_FIGURES, known, strict=True)},
+                    "utilisation": utilisation,
+                    "temperature_c": temperature_c,
+                    "power_w": power_w,
                 }
             )
-    return {"devices": devices} if devices else {}
+    return devices

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
+from paceline.core.events import MemoryParts
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import peak_since
 from paceline.parallel.base import Strategy, optimizer_tensors
@@ -48,11 +49,20 @@ def emit_memory(strategy: Strategy, model: nn.Module, events: EventLog, step: in
             comm.gather_numbers(_UNKNOWN if size_bytes is None else float(size_bytes))
             for size_bytes in (local[kind] for kind in _KINDS)
         ]
-    ranks = [
-        {kind: None if size < 0 else int(size) for kind, size in zip(_KINDS, row, strict=True)}
-        for row in zip(*columns, strict=True)
-    ]
-    events.emit("memory", step=step, ranks=ranks)
+    ranks: list[MemoryParts] = []
+    for sizes in zip(*columns, strict=True):
+        known = [None if size < 0 else int(size) for size in sizes]
+        parameters, gradients, optimizer, peak_activations, total = known
+        ranks.append(
+            {
+                "parameters": parameters,
+                "gradients": gradients,
+                "optimizer": optimizer,
+                "activations": peak_activations,
+                "total": total,
+            }
+        )
+    events.emit({"type": "memory", "step": step, "ranks": ranks})
 
 
 def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> dict[str, int]:

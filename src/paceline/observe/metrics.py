@@ -3,14 +3,14 @@
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from paceline.core.events import RankStep, StepFigures
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import KINDS, uncounted
-from paceline.observe.device_stats import NOTHING, DeviceMonitor, as_event
+from paceline.observe.device_stats import NOTHING, DeviceMonitor, device_figures
 
 #: Phases that a step is made of, as they are told of each rank; beside them its waits for others
 #: (communication) and the rest.
@@ -116,7 +116,7 @@ class StepMetrics:
         """Drop what was gathered since the last figures: it is of steps that count no longer."""
         self._reset()
 
-    def gather(self, grad_norm: float, extra: Sequence[float] = ()) -> dict[str, Any]:
+    def gather(self, grad_norm: float, extra: Sequence[float] = ()) -> StepFigures:
         """Figures since the last call, over all ranks; a collective. ``extra``: numbers of this
         rank, which :attr:`extra_by_rank` then has of each."""
         labels, tokens, samples = self._counts.tolist()
@@ -148,7 +148,7 @@ class StepMetrics:
         if after_first:
             self.train_s += self._window_s
             self.train_steps += self._steps
-        figures = {
+        figures: StepFigures = {
             # Over what it was summed over: of a rank that was lost meanwhile there is neither.
             "loss": sum(row[0] for row in table) / max(sum(row[4] for row in table), 1.0),
             "grad_norm": grad_norm,
@@ -159,22 +159,15 @@ class StepMetrics:
             "comm_wait_s": max(row[2] for row in table) / steps if self.world.size > 1 else None,
             "memory_bytes": [int(row[3]) for row in table],
             "ranks": [
-                {
-                    "rank": rank,
-                    "data_wait_s": row[1] / steps,
-                    "comm_wait_s": row[2] / steps,
-                    **{
-                        f"{part}_s": round(value / steps, 7)
-                        for part, value in zip(_PARTS, row[ends[0] :], strict=False)
-                    },
-                    "memory_bytes": int(row[3]),
-                }
+                _rank_step(rank, row, row[ends[0] : ends[1]], steps)
                 for rank, row in enumerate(table)
             ],
             "traffic": _busiest([row[ends[1] : ends[2]] for row in table]),
-            **as_event([row[ends[2] : ends[3]] for row in table]),
         }
-        if self._steps_done == 1:
+        devices = device_figures([row[ends[2] : ends[3]] for row in table])
+        if devices:
+            figures["devices"] = devices
+        if self._steps_done == 1 and self.time_to_first_step_s is not None:
             figures["since_start_s"] = self.time_to_first_step_s
         self._reset()
         return figures
@@ -240,6 +233,24 @@ def _more(now: dict[str, int], before: dict[str, int]) -> dict[str, int]:
         name: size - before.get(name, 0)
         for name, size in now.items()
         if size != before.get(name, 0)
+    }
+
+
+def _rank_step(rank: int, row: Sequence[float], parts_s: Sequence[float], steps: int) -> RankStep:
+    data_s, forward_s, backward_s, optimizer_s, communication_s, other_s = (
+        round(part_s / steps, 7) for part_s in parts_s
+    )
+    return {
+        "rank": rank,
+        "data_wait_s": row[1] / steps,
+        "comm_wait_s": row[2] / steps,
+        "data_s": data_s,
+        "forward_s": forward_s,
+        "backward_s": backward_s,
+        "optimizer_s": optimizer_s,
+        "communication_s": communication_s,
+        "other_s": other_s,
+        "memory_bytes": int(row[3]),
     }
 
 

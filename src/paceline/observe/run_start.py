@@ -14,7 +14,8 @@ from torch import nn
 
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
+from paceline.core.events import DataFigures, Fault, Mesh, MeshRank, Prediction
 from paceline.core.log import log_notices
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
@@ -50,7 +51,7 @@ class RunInfo:
     config: Config
     derived: ResolvedValues
     layout: ParallelLayout
-    data_counts: dict[str, Any]
+    data_counts: DataFigures
     started_at: float
     run_dir: RunDir
     strategy: Strategy
@@ -92,7 +93,7 @@ def emit_run_start(
     events: EventLog,
     *,
     resumed: tuple[str, int] | None,
-    failure: dict[str, Any] | None,
+    failure: Fault | None,
     launcher_pid: int | None,
     launcher_notices: Sequence[tuple[str, str]],
     notices: Sequence[tuple[str, str]],
@@ -110,40 +111,42 @@ def emit_run_start(
         return
     config = info.config
     events.emit(
-        "run_start",
-        config=config.model_dump(mode="json"),
-        derived=info.derived.as_dict(),
-        world_size=info.derived.world_size,
-        axes=asdict(info.layout.axes),
-        mesh=mesh,
-        predicted=_predicted(info, 0 if resumed is None else resumed[1]),
-        device=str(info.strategy.world.device.type),
-        precision=config.train_args.precision,
-        strategy=info.strategy.name,
-        model={
-            "name": config.model,
-            "parameters": sum(param.numel for param in info.shape.parameters),
-            "trainable_parameters": sum(param.numel for param in info.shape.trained),
-        },
-        data=info.data_counts,
-        versions=_versions(),
-        pid=os.getpid(),
-        launcher=launcher_pid,
-        host=host_name(),
-        output_dir=str(info.run_dir.root),
-        resumed_from_step=None if resumed is None else resumed[1],
+        {
+            "type": "run_start",
+            "config": config.model_dump(mode="json"),
+            "derived": info.derived.as_dict(),
+            "world_size": info.derived.world_size,
+            "axes": asdict(info.layout.axes),
+            "mesh": mesh,
+            "predicted": _predicted(info, 0 if resumed is None else resumed[1]),
+            "device": str(info.strategy.world.device.type),
+            "precision": config.train_args.precision,
+            "strategy": info.strategy.name,
+            "model": {
+                "name": config.model,
+                "parameters": sum(param.numel for param in info.shape.parameters),
+                "trainable_parameters": sum(param.numel for param in info.shape.trained),
+            },
+            "data": info.data_counts,
+            "versions": _versions(),
+            "pid": os.getpid(),
+            "launcher": launcher_pid,
+            "host": host_name(),
+            "output_dir": str(info.run_dir.root),
+            "resumed_from_step": None if resumed is None else resumed[1],
+        }
     )
     if failure is not None:
-        events.emit("fault", file_only=True, **failure)
+        events.emit({"type": "fault", **failure}, file_only=True)
     for level, text in launcher_notices:
         events.notice(text, level, file_only=True)
     log_notices(logger, notices)
     if resumed is not None:
         path, step = resumed
-        events.emit("resume", step=step, path=path)
+        events.emit({"type": "resume", "step": step, "path": path})
 
 
-def _mesh(info: RunInfo) -> dict[str, Any]:
+def _mesh(info: RunInfo) -> Mesh:
     """``{axes: {name: size}, ranks: [{rank, host, device, coordinates: {axis: n}}]}``. A rank that
     has no share of the model's mesh has no coordinates, and a ``role``; one process that drives
     several devices names them all."""
@@ -151,17 +154,24 @@ def _mesh(info: RunInfo) -> dict[str, Any]:
     comm = strategy.world
     devices = getattr(strategy, "devices", [comm.device])
     by_rank: list[Any] = comm.gather_objects((host_name(), ", ".join(map(str, devices))))
-    ranks = []
+    ranks: list[MeshRank] = []
     for rank, (host, device) in enumerate(by_rank):
         dims = comm.axes.coordinates(rank) if rank < comm.axes.size else {}
         coordinates = {axis: dims[axis] for axis in asdict(axes) if axis in dims}
         role = get_spec(info.layout.strategy).rank_role(info.config, axes, rank)
-        entry = {"rank": rank, "host": host, "device": device, "coordinates": coordinates}
-        ranks.append(entry if role is None else {**entry, "role": role})
+        entry: MeshRank = {
+            "rank": rank,
+            "host": host,
+            "device": device,
+            "coordinates": coordinates,
+        }
+        if role is not None:
+            entry["role"] = role
+        ranks.append(entry)
     return {"axes": asdict(axes), "ranks": ranks}
 
 
-def _predicted(info: RunInfo, step: int) -> dict[str, Any]:
+def _predicted(info: RunInfo, step: int) -> Prediction:
     """What the strategy declares: bytes on the fullest rank, and bytes that the busiest rank sends
     in a step."""
     work, kept = info.workload(step), _activations(info)
@@ -170,14 +180,11 @@ def _predicted(info: RunInfo, step: int) -> dict[str, Any]:
         work = replace(work, activation_bytes=kept.total, block_activation_bytes=blocks)
     cost = estimate_cost(info.layout.strategy, info.shape, info.layout.axes, work, info.config)
     activations = None if kept is None else cost.activations
-    memory = {
-        "parameters": cost.parameters,
-        "gradients": cost.gradients,
-        "optimizer": cost.optimizer,
-    }
     return {
         "memory_bytes": {
-            **memory,
+            "parameters": cost.parameters,
+            "gradients": cost.gradients,
+            "optimizer": cost.optimizer,
             "activations": activations,
             "total": cost.state + (activations or 0),
         },

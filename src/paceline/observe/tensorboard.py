@@ -6,7 +6,7 @@ from typing import Any
 
 from paceline.core import formatting
 from paceline.core.errors import ConfigError
-from paceline.core.events import Event
+from paceline.core.events import EvalEvent, Event, StepEvent
 
 
 def check_tensorboard() -> None:
@@ -51,23 +51,22 @@ class TensorBoardListener:
                 self.error = error
 
     def _handle(self, event: Event) -> None:
-        kind = event["type"]
-        if kind == "run_start":
+        if event["type"] == "run_start":
             self._resumed_from = event.get("resumed_from_step")
             self._batch = (event.get("derived") or {}).get("global_batch_size")
-        elif kind == "resume":
+        elif event["type"] == "resume":
             self._resumed_from = event["step"]
-        elif kind == "step":
+        elif event["type"] == "step":
             self._write(event, _step_scalars(event, self._batch))
-        elif kind == "eval":
+        elif event["type"] == "eval":
             metrics = {
                 f"eval/{name}": value for name, value in (event.get("metrics") or {}).items()
             }
             self._write(event, {"eval/loss": event.get("loss"), **metrics})
-        elif kind == "run_end":
+        elif event["type"] == "run_end":
             self.close()
 
-    def _write(self, event: Event, scalars: dict[str, Any]) -> None:
+    def _write(self, event: StepEvent | EvalEvent, scalars: dict[str, Any]) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -83,7 +82,7 @@ class TensorBoardListener:
                 )
 
 
-def _step_scalars(step: Event, global_batch_size: Any) -> dict[str, Any]:
+def _step_scalars(step: StepEvent, global_batch_size: Any) -> dict[str, Any]:
     per_second, unit = formatting.throughput(step, global_batch_size)
     scalars = {
         "train/loss": step.get("loss"),

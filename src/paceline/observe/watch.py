@@ -8,8 +8,9 @@ from typing import TextIO
 
 from paceline.core import formatting
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, nearest
-from paceline.core.events import Event, follow_events
-from paceline.core.processes import process_alive
+from paceline.core.event_log import follow_events
+from paceline.core.events import Event, RunStartEvent
+from paceline.core.processes import run_alive
 from paceline.core.run_dir import RunDir
 from paceline.observe.console import Console, resume_hint
 
@@ -90,8 +91,8 @@ class _Watcher:
         self.exit_code = EXIT_DONE
         # what happened before the watcher came; None once it has been shown
         self._history: list[Event] | None = []
-        self._start: Event = {}
-        self._last: Event = {}
+        self._start: RunStartEvent = {}
+        self._last: Event | None = None
         self._said_quiet = False
 
     def follow(self) -> int:
@@ -115,11 +116,13 @@ class _Watcher:
             self._show_history()
         if self.console.broken:  # `paceline watch RUN | head`
             raise BrokenPipeError("nobody reads what is printed")
-        if self._last.get("type") == "run_end":
+        if self._last is not None and self._last["type"] == "run_end":
             self.exit_code = EXIT_FAILED if self._last.get("status") == "failed" else EXIT_DONE
             return True
-        quiet_s = time.time() - (formatting.finite(self._last.get("time")) or time.time())
-        alive = process_alive(self._start)
+        quiet_s = time.time() - (
+            formatting.finite(self._last and self._last.get("time")) or time.time()
+        )
+        alive = run_alive(self._start)
         if alive is False and (self.once or quiet_s > _QUIET_S):
             self._say_gone(quiet_s)
             return True

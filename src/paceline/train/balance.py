@@ -22,7 +22,8 @@ import torch
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.config.schema import Config
 from paceline.core import formatting
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
+from paceline.core.events import BalanceEvent
 from paceline.core.formatting import counts_text, weighted_shares
 from paceline.data.loader import MicroBatch
 from paceline.data.pipeline import DataPipeline
@@ -136,7 +137,7 @@ class Balancer(Callback):
     _left: int = field(default=_MEASURED_STEPS, init=False)
     # shares, and seconds of a step
     _previous: tuple[tuple[int, ...], float] | None = field(default=None, init=False)
-    _unsent: dict[str, Any] | None = field(default=None, init=False)
+    _unsent: BalanceEvent | None = field(default=None, init=False)
 
     # -- at the start
     @property
@@ -214,18 +215,18 @@ class Balancer(Callback):
     def announce(self) -> None:
         """Emit the event of :meth:`begin`, after ``run_start``."""
         if self._unsent is not None:
-            self.events.emit("balance", **self._unsent)
+            self.events.emit(self._unsent)
             self._unsent = None
 
     def _set(self, shares: tuple[int, ...]) -> None:
         self.data.set_shares(None if shares == self.data.equal_shares else shares)
 
-    def _note(self, step: int, reason: str, text: str, **fields: Any) -> None:
+    def _note(self, step: int, reason: str, text: str) -> None:
         self._unsent = {
+            "type": "balance",
             "step": step,
             "shares": list(self.counts),
             "reason": reason,
-            **fields,
             "text": text,
         }
 
@@ -341,13 +342,15 @@ class Balancer(Callback):
         self, step: int, reason: str, text: str, measured: Measured, gain: float | None = None
     ) -> None:
         self.events.emit(
-            "balance",
-            step=step,
-            shares=list(self.counts),
-            reason=reason,
-            seconds=[round(one, 7) for one in measured.seconds],
-            gain=gain,
-            text=f"balance: {text}",
+            {
+                "type": "balance",
+                "step": step,
+                "shares": list(self.counts),
+                "reason": reason,
+                "seconds": [round(one, 7) for one in measured.seconds],
+                "gain": gain,
+                "text": f"balance: {text}",
+            }
         )
 
     # -- kept with a checkpoint, and reported

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import nn
 
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
 from paceline.core.log import log_notices
 from paceline.data.order import SampleOrder
 from paceline.distributed.progress import PROGRESS
@@ -60,11 +60,13 @@ class StepLogger(Callback):
         figures = self.metrics.gather(grad_norm, self.anomalies.local_counts())
         self.anomalies.report_local_skips(state.step, self.metrics.extra_by_rank)
         self.events.emit(
-            "step",
-            step=state.step,
-            epoch=state.step / self.order.steps_per_epoch,
-            learning_rate=result.learning_rate,
-            **figures,
+            {
+                "type": "step",
+                "step": state.step,
+                "epoch": state.step / self.order.steps_per_epoch,
+                "learning_rate": result.learning_rate,
+                **figures,
+            }
         )
         if math.isnan(figures["loss"]) and not self._has_reported_nan:
             self._has_reported_nan = True

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from paceline.checkpoint.remote import CheckpointStore
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.config.schema import Config
-from paceline.core.events import Event, EventLog, read_events
+from paceline.core.event_log import EventLog, read_events
+from paceline.core.events import Event
 from paceline.core.formatting import counted
 from paceline.core.run_dir import RunDir, lock_run
 from paceline.data.order import SampleOrder
@@ -72,12 +73,14 @@ def report_rank_loss(
         else "; no sample is left out for it"
     )
     events.emit(
-        "worker_lost",
-        step=state.step,
-        rank=loss.rank,
-        pid=loss.pid,
-        reason=loss.reason,
-        samples_unseen=unseen,
+        {
+            "type": "worker_lost",
+            "step": state.step,
+            "rank": loss.rank,
+            "pid": loss.pid,
+            "reason": loss.reason,
+            "samples_unseen": unseen,
+        },
         file_only=True,
     )
     logger.warning(text)

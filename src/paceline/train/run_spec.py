@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
+from paceline.core.events import Fault
 from paceline.core.log import Notice
 
 if TYPE_CHECKING:
@@ -41,6 +42,6 @@ class RunSpec:
     resume_from: str | None = None
     notices: list[Notice] = field(default_factory=list)
     launcher_pid: int | None = None
-    failure: dict[str, Any] | None = None
+    failure: Fault | None = None
     reports_everywhere: bool = False
     sees_run_folder: bool = True

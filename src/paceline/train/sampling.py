@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from paceline.config.schema import Config
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
+from paceline.core.events import SampleText
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import uncounted
@@ -120,7 +121,7 @@ class SampleGenerator(Callback):
             )
             return
         assert self._prompts is not None
-        samples = [
+        samples: list[SampleText] = [
             {
                 "prompt": self._prompt_text(one),
                 "text": self._text(answers[number]),
@@ -129,7 +130,9 @@ class SampleGenerator(Callback):
             for number, one in enumerate(self._prompts)
             if number in answers
         ]
-        self.events.emit("sample", step=state.step, samples=samples, wall_s=wall_s)
+        self.events.emit(
+            {"type": "sample", "step": state.step, "samples": samples, "wall_s": wall_s}
+        )
         if cut:
             self._report(
                 "cut",

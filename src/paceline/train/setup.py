@@ -21,7 +21,8 @@ from paceline.checkpoint.transfer import open_checkpoint, transfer_notices
 from paceline.config.load import to_yaml
 from paceline.config.schema import Config
 from paceline.core.errors import PacelineError, RunError
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
+from paceline.core.events import RunEndEvent
 from paceline.core.files import write_atomic
 from paceline.core.log import log_to_events
 from paceline.core.run_dir import RunDir, clear_debris, lock_run
@@ -108,7 +109,13 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
         # the launcher prints the same, once, when all ranks have ended
         if comm.is_rank_zero and spec.launcher_pid is None:
             events.emit(
-                "run_end", file_only=True, status="failed", step=None, reason=_failure(error)[:2000]
+                {
+                    "type": "run_end",
+                    "status": "failed",
+                    "step": None,
+                    "reason": _failure(error)[:2000],
+                },
+                file_only=True,
             )
         if error is not caught:
             raise error from caught
@@ -150,13 +157,16 @@ def _run(trainer: Trainer) -> dict[str, Any]:
     if ctx.comm.is_rank_zero:
         write_reports(ctx.run_dir, report)
         reason = _stop_reason(ctx.stop) if status == "stopped" else None
-        network: dict[str, Any] = (
-            {} if advisor is None or advisor.summary is None else {"network": advisor.summary}
-        )
-        wall_s = report["wall_s"]
-        events.emit(
-            "run_end", status=status, step=state.step, reason=reason, wall_s=wall_s, **network
-        )
+        end: RunEndEvent = {
+            "type": "run_end",
+            "status": status,
+            "step": state.step,
+            "reason": reason,
+            "wall_s": report["wall_s"],
+        }
+        if advisor is not None and advisor.summary is not None:
+            end["network"] = advisor.summary
+        events.emit(end)
     if spec.reports_everywhere:
         report = ctx.comm.broadcast_object(report)
     ctx.comm.barrier()

@@ -17,7 +17,7 @@ from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.train_state import load_train_state
 from paceline.checkpoint.transfer import open_checkpoint
 from paceline.config.schema.recovery import RecoveryConfig
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed.communicator import Communicator
@@ -144,7 +144,14 @@ def report_rollback(events: EventLog, step: int, spike: LossSpike, target: Rollb
     to_step = step if target.path is None else target.step
     median = None if math.isnan(spike.median) else spike.median
     events.emit(
-        "rewind", file_only=True, step=step + 1, to_step=to_step, loss=spike.loss, median=median
+        {
+            "type": "rewind",
+            "step": step + 1,
+            "to_step": to_step,
+            "loss": spike.loss,
+            "median": median,
+        },
+        file_only=True,
     )
     text = f"the loss jumped to {spike.loss:.4g}"
     if median is not None:

@@ -4,7 +4,7 @@ writes reports."""
 import logging
 import math
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -251,7 +251,7 @@ class Trainer:
             del state.eval_losses[step]
         self.checkpoints.resume_at(state.step, target.is_own)
         self.data.seek(state.step)
-        self.ctx.events.emit("resume", step=state.step, path=target.path)
+        self.ctx.events.emit({"type": "resume", "step": state.step, "path": target.path})
         log_notices(logger, strategy.notices[num_notices:])
 
     def handle_rank_loss(self) -> bool:
@@ -293,7 +293,16 @@ class Trainer:
                 for callback in self.callbacks:
                     callback.on_evaluation_end(result, state)
         state.eval_losses[state.step] = result.loss
-        self.ctx.events.emit("eval", step=state.step, **asdict(result))
+        self.ctx.events.emit(
+            {
+                "type": "eval",
+                "step": state.step,
+                "loss": result.loss,
+                "metrics": result.metrics,
+                "count": result.count,
+                "wall_s": result.wall_s,
+            }
+        )
 
     def save(self, *, must_succeed: bool) -> None:
         """Save the state of this step, unless it is saved. If a save fails, training continues with

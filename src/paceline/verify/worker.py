@@ -21,7 +21,8 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, RunError
-from paceline.core.events import Event, EventLog
+from paceline.core.event_log import EventLog
+from paceline.core.events import Event
 from paceline.core.files import write_atomic
 from paceline.core.log import log_to_events
 from paceline.core.run_dir import RunDir

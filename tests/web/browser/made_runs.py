@@ -9,7 +9,7 @@ from typing import Any
 
 from event_logs import begin
 
-from paceline.core.events import EventLog
+from paceline.core.event_log import EventLog
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 HARM = "<b onclick=alert(1)>&amp; 'quoted'"
@@ -23,43 +23,66 @@ def world(
     log = begin(root, steps=steps, ranks=ranks, **_start(ranks, hosts))
     chance = random.Random(7)
     _steps(log, 1, steps // 2, ranks, slow_rank, chance)
-    log.emit("memory", ranks=[_memory(chance) for _ in range(ranks)])
+    log.emit({"type": "memory", "ranks": [_memory(chance) for _ in range(ranks)]})
     half = str(root / f"checkpoints/step-{steps // 2:08d}")
     log.emit(
-        "checkpoint", step=steps // 2, path=half, size_bytes=3 << 30, wall_s=4.2, blocked_s=0.3
+        {
+            "type": "checkpoint",
+            "step": steps // 2,
+            "path": half,
+            "size_bytes": 3 << 30,
+            "wall_s": 4.2,
+            "blocked_s": 0.3,
+        }
     )
     said = {
         "prompt": "What does json.dumps do?",
         "text": f"It writes {HOSTILE} as text.",
         "reference": "Serialize obj to JSON.",
     }
-    log.emit("sample", step=steps // 2, samples=[said])
+    log.emit({"type": "sample", "step": steps // 2, "samples": [said]})
     _steps(log, steps // 2 + 1, steps * 3 // 4, ranks, slow_rank, chance)
     log.emit(
-        "fault",
-        step=steps * 3 // 4,
-        ranks=[5],
-        hosts=["node-0"],
-        reason=f"rank 5 was killed {HOSTILE}",
-        restart=1,
+        {
+            "type": "fault",
+            "step": steps * 3 // 4,
+            "ranks": [5],
+            "hosts": ["node-0"],
+            "reason": f"rank 5 was killed {HOSTILE}",
+            "restart": 1,
+        }
     )
     log.emit(
-        "run_start",
-        **{**_start(ranks, hosts), "world_size": ranks, "resumed_from_step": steps // 2},
+        {
+            "type": "run_start",
+            **_start(ranks, hosts),
+            "world_size": ranks,
+            "resumed_from_step": steps // 2,
+        }
     )
-    log.emit("resume", step=steps // 2, path=half)
+    log.emit({"type": "resume", "step": steps // 2, "path": half})
     _steps(log, steps // 2 + 1, steps, ranks, slow_rank, chance)
     log.emit(
-        "straggler",
-        rank=5,
-        host="node-0",
-        step=steps,
-        slower_by_s=0.1,
-        share={},
-        steps=20,
-        text="rank 5 is slow",
+        {
+            "type": "straggler",
+            "rank": 5,
+            "host": "node-0",
+            "step": steps,
+            "slower_by_s": 0.1,
+            "share": {},
+            "steps": 20,
+            "text": "rank 5 is slow",
+        }
     )
-    log.emit("run_end", status="failed", step=steps, reason=f"disk full {HOSTILE}", wall_s=812.0)
+    log.emit(
+        {
+            "type": "run_end",
+            "status": "failed",
+            "step": steps,
+            "reason": f"disk full {HOSTILE}",
+            "wall_s": 812.0,
+        }
+    )
     log.close()
     return root
 
@@ -108,37 +131,41 @@ def _steps(
     for step in range(first, last + 1):
         rows = [_rank(rank, rank == slow_rank, chance) for rank in range(ranks)]
         log.emit(
-            "step",
-            step=step,
-            epoch=step / 400,
-            loss=2 + 7 / (1 + step / 30) + 0.25 * chance.random(),
-            tokens=65536,
-            samples=64,
-            grad_norm=0.8 + 0.3 * chance.random(),
-            learning_rate=3e-4 * (1 + math.cos(math.pi * step / 400)) / 2,
-            ranks=rows,
-            step_time_s=0.6 + 0.1 * chance.random(),
-            data_wait_s=0.01,
-            comm_wait_s=0.1,
-            memory_bytes=[38e9] * ranks,
-            traffic={
-                "all_gather": 1.4e9,
-                "reduce_scatter": 0.9e9,
-                "all_reduce": 0.6e9 + 1e7 * chance.random(),
-            },
-            devices=[
-                {"rank": rank, "utilisation": 0.9, "temperature_c": 61, "power_w": 402.0}
-                for rank in range(ranks)
-            ],
+            {
+                "type": "step",
+                "step": step,
+                "epoch": step / 400,
+                "loss": 2 + 7 / (1 + step / 30) + 0.25 * chance.random(),
+                "tokens": 65536,
+                "samples": 64,
+                "grad_norm": 0.8 + 0.3 * chance.random(),
+                "learning_rate": 3e-4 * (1 + math.cos(math.pi * step / 400)) / 2,
+                "ranks": rows,
+                "step_time_s": 0.6 + 0.1 * chance.random(),
+                "data_wait_s": 0.01,
+                "comm_wait_s": 0.1,
+                "memory_bytes": [38e9] * ranks,
+                "traffic": {
+                    "all_gather": 1.4e9,
+                    "reduce_scatter": 0.9e9,
+                    "all_reduce": 0.6e9 + 1e7 * chance.random(),
+                },
+                "devices": [
+                    {"rank": rank, "utilisation": 0.9, "temperature_c": 61, "power_w": 402.0}
+                    for rank in range(ranks)
+                ],
+            }
         )
         if step % 50 == 0:
             log.emit(
-                "eval",
-                step=step,
-                loss=2.2 + 7 / (1 + step / 30),
-                count=4096,
-                wall_s=3.0,
-                metrics={},
+                {
+                    "type": "eval",
+                    "step": step,
+                    "loss": 2.2 + 7 / (1 + step / 30),
+                    "count": 4096,
+                    "wall_s": 3.0,
+                    "metrics": {},
+                }
             )
 
 
@@ -157,15 +184,25 @@ def older(root: Path) -> Path:
     unknown = dict.fromkeys(("grad_norm", "comm_wait_s", "memory_bytes", "ranks"))
     for step in range(1, 21):
         log.emit(
-            "step",
-            step=step,
-            loss=9 / step,
-            learning_rate=1e-3,
-            tokens=100,
-            step_time_s=0.1,
-            data_wait_s=0.01,
-            **unknown,
+            {
+                "type": "step",
+                "step": step,
+                "loss": 9 / step,
+                "learning_rate": 1e-3,
+                "tokens": 100,
+                "step_time_s": 0.1,
+                "data_wait_s": 0.01,
+                **unknown,
+            }
         )
-    log.emit("run_end", status="stopped", step=20, reason="stopped by SIGTERM", wall_s=4.0)
+    log.emit(
+        {
+            "type": "run_end",
+            "status": "stopped",
+            "step": 20,
+            "reason": "stopped by SIGTERM",
+            "wall_s": 4.0,
+        }
+    )
     log.close()
     return root

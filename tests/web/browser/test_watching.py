@@ -118,10 +118,19 @@ def test_events_come_to_the_screen_as_they_are_written(
     expect(chart).to_have_attribute("aria-label", re.compile("is 0.9000 at the end"))
     event_logs.emit_steps(log, 11, 20)
     expect(chart).to_have_attribute("aria-label", re.compile("is 0.4500 at the end"))
-    log.emit("fault", step=20, ranks=[1], hosts=["one"], reason="rank 1 was killed", restart=1)
+    log.emit(
+        {
+            "type": "fault",
+            "step": 20,
+            "ranks": [1],
+            "hosts": ["one"],
+            "reason": "rank 1 was killed",
+            "restart": 1,
+        }
+    )
     expect(page.get_by_role("region", name="What happened")).to_contain_text("rank 1 was killed")
     # what came after step 10 counts no more
-    log.emit("resume", step=10, path="checkpoints/step-00000010")
+    log.emit({"type": "resume", "step": 10, "path": "checkpoints/step-00000010"})
     event_logs.emit_steps(log, 11, 12)
     expect(chart).to_have_attribute("aria-label", re.compile("is 0.7500 at the end"))
     log.close()

@@ -16,7 +16,7 @@ from paceline.cluster.outer_agent import run_under_agent
 from paceline.cluster.ray.record import Attempt, WorkerPlace
 from paceline.config.load import Loaded
 from paceline.core.errors import EXIT_USAGE, ConfigError, PacelineError
-from paceline.core.events import tail_events
+from paceline.core.event_log import tail_events
 from paceline.core.log import CONSOLE_ONLY, configure_logging
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir

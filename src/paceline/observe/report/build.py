@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.core.events import Event, effective_steps, read_events
+from paceline.core.event_log import effective_events, effective_steps, read_events
+from paceline.core.events import Event
 from paceline.data.order import SampleOrder
 from paceline.health.anomalies import skipped_steps
 from paceline.observe.comm_advisor import CommAdvisor
@@ -104,14 +105,17 @@ def samples_seen(order: SampleOrder, step: int) -> int:
 def workers_lost(events: Sequence[Event], step: int) -> list[dict[str, Any]]:
     """Return the workers that this run has lost up to ``step``, over all its attempts, without
     those of steps that were rolled back."""
-    losses: list[dict[str, Any]] = []
-    for event in events:
-        if event["type"] == "resume":
-            losses = [loss for loss in losses if loss["step"] <= event["step"]]
-        elif event["type"] == "worker_lost":
-            keys = ("step", "rank", "pid", "reason", "samples_unseen")
-            losses.append({key: event[key] for key in keys})
-    return [loss for loss in losses if loss["step"] <= step]
+    return [
+        {
+            "step": event["step"],
+            "rank": event["rank"],
+            "pid": event["pid"],
+            "reason": event["reason"],
+            "samples_unseen": event["samples_unseen"],
+        }
+        for event in effective_events(events)
+        if event["type"] == "worker_lost" and event["step"] <= step
+    ]
 
 
 def _skipped_batches(order: SampleOrder, steps: Collection[int]) -> dict[str, Any]:

@@ -2,12 +2,21 @@
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from paceline.core import formatting
-from paceline.core.events import Event, effective_steps
+from paceline.core.event_log import effective_events, effective_steps
+from paceline.core.events import (
+    CheckpointEvent,
+    EvalEvent,
+    Event,
+    NoticeEvent,
+    RunStartEvent,
+    StepEvent,
+)
 from paceline.observe.report.certificate import certificate_page
 from paceline.observe.report.charts import Plot, Point, Series, draw, raw_and_smooth
 from paceline.observe.report.tables import communication_rows, memory_table, rank_table
@@ -31,8 +40,10 @@ def render_report(
         certificate: of ``paceline verify``, where one was made for this model and task; it becomes
             a section.
     """
-    start: Event = next((event for event in reversed(events) if event["type"] == "run_start"), {})
+    starts = [event for event in events if event["type"] == "run_start"]
+    start: RunStartEvent = starts[-1] if starts else {}
     steps = effective_steps(events)
+    evals = [event for event in effective_events(events) if event["type"] == "eval"]
     lives = _lives(events, str(report.get("status")))
     page = {
         "name": (
@@ -49,7 +60,7 @@ def render_report(
         "reason": _reason(events, report),
         "subtitle": _subtitle(start),
         "cards": _cards(report, start),
-        "plots": _plots(steps, _effective_evals(events), start, lives),
+        "plots": _plots(steps, evals, start, lives),
         "data": _data_rows(report.get("data") or start.get("data") or {}),
         "predictions": _predictions(report),
         "communication": communication_rows(report),
@@ -57,7 +68,9 @@ def render_report(
         "ranks": rank_table(steps),
         "memory": memory_table(events, start),
         "notices": [
-            _notice(event) for event in events if event["type"] == "notice" or event.get("error")
+            _notice(event)
+            for event in events
+            if event["type"] == "notice" or (event["type"] == "checkpoint" and event.get("error"))
         ],
         "lives": lives if len(lives) > 1 else [],
         "config": config_yaml,
@@ -96,7 +109,7 @@ def _script_json(value: Any) -> Any:
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-def _subtitle(start: Event) -> str:
+def _subtitle(start: RunStartEvent) -> str:
     config, model = start.get("config") or {}, start.get("model") or {}
     begun = formatting.finite(start.get("time"))
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(begun)) if begun is not None else None
@@ -108,11 +121,12 @@ def _subtitle(start: Event) -> str:
 
 
 def _reason(events: list[Event], report: dict[str, Any]) -> str:
-    end: Event = next((event for event in reversed(events) if event["type"] == "run_end"), {})
-    return str(end.get("reason") or "") if report.get("status") != "done" else ""
+    ends = [event for event in events if event["type"] == "run_end"]
+    is_known = bool(ends) and report.get("status") != "done"
+    return str(ends[-1].get("reason") or "") if is_known else ""
 
 
-def _cards(report: dict[str, Any], start: Event) -> list[dict[str, str]]:
+def _cards(report: dict[str, Any], start: RunStartEvent) -> list[dict[str, str]]:
     get, model = report.get, start.get("model") or {}
     epochs, resumed, words = (
         formatting.finite(get("epochs")),
@@ -185,7 +199,7 @@ def _card(label: str, value: str, note: str = "") -> dict[str, str]:
     return {"label": label, "value": value, "note": note}
 
 
-def _data_rows(data: dict[str, Any]) -> list[dict[str, str]]:
+def _data_rows(data: Mapping[str, Any]) -> list[dict[str, str]]:
     """Rows (what, how many, share of those read)."""
     dropped = data.get("dropped")
     reasons = (
@@ -255,7 +269,7 @@ def _predictions(report: dict[str, Any]) -> list[dict[str, str]]:
     return rows
 
 
-def _notice(event: Event) -> dict[str, str]:
+def _notice(event: NoticeEvent | CheckpointEvent) -> dict[str, str]:
     if event["type"] == "notice":
         return {
             "level": str(event.get("level") or "info"),
@@ -309,18 +323,11 @@ def _lives(events: list[Event], status: str) -> list[dict[str, Any]]:
     return lives
 
 
-def _effective_evals(events: list[Event]) -> list[Event]:
-    """The evaluations that count, by the rule of :func:`paceline.core.events.effective_steps`."""
-    as_steps = [
-        {**event, "type": "step"} if event["type"] == "eval" else event
-        for event in events
-        if event["type"] != "step"
-    ]
-    return effective_steps(as_steps)
-
-
 def _plots(
-    steps: list[Event], evals: list[Event], start: Event, lives: list[dict[str, Any]]
+    steps: list[StepEvent],
+    evals: list[EvalEvent],
+    start: RunStartEvent,
+    lives: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
     if not steps:
         return []
@@ -345,14 +352,14 @@ def _has_figures(plot: Plot) -> bool:
     return any(y is not None for one in plot.series for _, y in one.points)
 
 
-def _points(events: list[Event], key: str, scale: float = 1.0) -> list[Point]:
+def _points(events: Sequence[StepEvent | EvalEvent], key: str, scale: float = 1.0) -> list[Point]:
     return [
         (event["step"], None if (y := formatting.finite(event.get(key))) is None else y / scale)
         for event in events
     ]
 
 
-def _broken(events: list[Event], key: str, what: str) -> list[str]:
+def _broken(events: list[StepEvent], key: str, what: str) -> list[str]:
     many = sum(
         1
         for one in events
@@ -368,7 +375,7 @@ def _broken(events: list[Event], key: str, what: str) -> list[str]:
     )
 
 
-def _loss_plot(steps: list[Event], evals: list[Event]) -> Plot:
+def _loss_plot(steps: list[StepEvent], evals: list[EvalEvent]) -> Plot:
     raw = _points(steps, "loss")
     series = raw_and_smooth("loss", raw, "c1", 10)
     if evals:
@@ -376,7 +383,7 @@ def _loss_plot(steps: list[Event], evals: list[Event]) -> Plot:
     return Plot("Training loss", "", series, wide=True, notes=_broken(steps, "loss", "loss"))
 
 
-def _rate_plot(steps: list[Event]) -> Plot:
+def _rate_plot(steps: list[StepEvent]) -> Plot:
     return Plot(
         "Learning rate",
         "",
@@ -385,13 +392,13 @@ def _rate_plot(steps: list[Event]) -> Plot:
     )
 
 
-def _norm_plot(steps: list[Event]) -> Plot:
+def _norm_plot(steps: list[StepEvent]) -> Plot:
     notes = _broken(steps, "grad_norm", "gradient norm")
     series = raw_and_smooth("gradient norm", _points(steps, "grad_norm"), "c4", 100)
     return Plot("Gradient norm", "", series, from_zero=True, notes=notes)
 
 
-def _throughput_plot(steps: list[Event], batch: Any) -> Plot:
+def _throughput_plot(steps: list[StepEvent], batch: Any) -> Plot:
     found = [formatting.throughput(step, batch) for step in steps]
     unit = found[-1][1]
     points: list[Point] = [
@@ -400,7 +407,7 @@ def _throughput_plot(steps: list[Event], batch: Any) -> Plot:
     return Plot("Throughput", unit, raw_and_smooth("throughput", points, "c5", 100), from_zero=True)
 
 
-def _memory_plot(steps: list[Event]) -> Plot:
+def _memory_plot(steps: list[StepEvent]) -> Plot:
     rows = [(step["step"], _as_list(step.get("memory_bytes"))) for step in steps]
     world = max((len(values) for _, values in rows), default=0)
     top = max(
@@ -451,7 +458,7 @@ def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
 
 
-def _time_plot(steps: list[Event]) -> Plot:
+def _time_plot(steps: list[StepEvent]) -> Plot:
     """Where a step's time goes. What is not measured stays in the first layer, which is named after
     it."""
     total = [formatting.finite(step.get("step_time_s")) for step in steps]

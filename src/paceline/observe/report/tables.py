@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.core import formatting
-from paceline.core.events import Event, effective_events
+from paceline.core.event_log import effective_events
+from paceline.core.events import Event, RunStartEvent, StepEvent
 
 #: Of a step line's ``ranks``: what the parts of a step have taken the place of, and how these are
 #: named for a person.
@@ -21,10 +22,10 @@ _NAMES = {
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "total")
 
 
-def rank_table(steps: Sequence[Event]) -> dict[str, Any]:
+def rank_table(steps: Sequence[StepEvent]) -> dict[str, Any]:
     """What each rank said of itself at the last step that has it: {columns, rows, step}."""
-    last: Event = next((step for step in reversed(steps) if step.get("ranks")), {})
-    rows = [row for row in last.get("ranks") or [] if isinstance(row, dict)]
+    last = next((step for step in reversed(steps) if step.get("ranks")), StepEvent())
+    rows = last.get("ranks") or []
     keys = list(dict.fromkeys(key for row in rows for key in row))
     if "forward_s" in keys:
         keys = [key for key in keys if key not in _OLDER]
@@ -36,11 +37,11 @@ def rank_table(steps: Sequence[Event]) -> dict[str, Any]:
     }
 
 
-def memory_table(events: Sequence[Event], start: Event) -> dict[str, Any]:
+def memory_table(events: Sequence[Event], start: RunStartEvent) -> dict[str, Any]:
     """What was measured of each rank's memory, and above it what was predicted for the fullest:
     {columns, rows}. ``start``: the last ``run_start``. No rows where nothing was measured."""
-    last: Event = next(iter(reversed(effective_events(events, "memory"))), {})
-    ranks = [row for row in last.get("ranks") or [] if isinstance(row, dict)]
+    measured = [event for event in effective_events(events) if event["type"] == "memory"]
+    ranks = measured[-1].get("ranks") or [] if measured else []
     predicted = (start.get("predicted") or {}).get("memory_bytes")
     rows = [("predicted, fullest rank", predicted)] if ranks and isinstance(predicted, dict) else []
     rows += [(f"rank {rank}", row) for rank, row in enumerate(ranks)]

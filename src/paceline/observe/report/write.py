@@ -4,7 +4,8 @@ import json
 import math
 from typing import Any
 
-from paceline.core.events import Event, read_events
+from paceline.core.event_log import read_events
+from paceline.core.events import Event
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.run_dir import RunDir
 from paceline.observe.report.certificate import certificate_page

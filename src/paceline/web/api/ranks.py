@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 from fastapi import APIRouter, Query, Request
 
-from paceline.core.events import Event
+from paceline.core.events import RankStep, StepEvent
 from paceline.core.formatting import clean, finite, short_duration
 from paceline.web.files import json_inside, open_inside
 from paceline.web.responses import StrictJSONResponse
@@ -127,14 +127,18 @@ def traffic(
     lines, found = _steps(panel, run, start, end, 2 * points)
     found = [event for event in found if isinstance(event.get("traffic"), dict)]
     buckets = _groups(found, points)
-    names = sorted({str(name) for event in found for name in event["traffic"]})[:50]
+    sent = [_dict(event.get("traffic")) for event in found]
+    names = sorted({str(name) for traffic in sent for name in traffic})[:50]
     by_collective = {
-        name: [_mean([finite(one["traffic"].get(name)) for one in bucket]) for bucket in buckets]
+        name: [
+            _mean([finite(_dict(event.get("traffic")).get(name)) for event in bucket])
+            for bucket in buckets
+        ]
         for name in names
     }
     report, begun = run.digest.report or {}, run.digest.start
     told, predicted = _dict(report.get("traffic_bytes_per_step")), _dict(begun.get("predicted"))
-    sums = [sum(finite(one) or 0.0 for one in event["traffic"].values()) for event in found]
+    sums = [sum(finite(size) or 0.0 for size in traffic.values()) for traffic in sent]
     measured = finite(told.get("measured"))
     foreseen = finite(told.get("predicted"))
     return StrictJSONResponse(
@@ -157,7 +161,7 @@ def traffic(
 
 
 def slowest(
-    table: dict[str, Any], numbers: Sequence[int], buckets: list[list[Event]]
+    table: dict[str, Any], numbers: Sequence[int], buckets: list[list[StepEvent]]
 ) -> dict[str, Any] | None:
     """The rank that works longest before it meets the others, where that is by a margin: ``{rank,
     why, slower_by_s, share}``. Where the parts of a step are not known: the one that waits least
@@ -197,7 +201,7 @@ def _median(values: dict[int, float | None], but: int) -> float:
 
 def _steps(
     panel: AppState, run: Run, start: int | None, end: int | None, count: int
-) -> tuple[int, list[Event]]:
+) -> tuple[int, list[StepEvent]]:
     """(lines there are, ``step`` events of some of them, in their order)."""
     run.digest.refresh()
     size = int(finite(run.digest.start.get("world_size")) or 1)
@@ -227,13 +231,13 @@ def _steps(
     return max(0, high - low), good
 
 
-def _groups(events: list[Event], points: int) -> list[list[Event]]:
+def _groups(events: list[StepEvent], points: int) -> list[list[StepEvent]]:
     many = min(points, len(events))
     edges = [len(events) * number // many for number in range(many + 1)] if many else [0]
     return [events[begin:end] for begin, end in pairwise(edges)]
 
 
-def _by_rank(event: Event) -> dict[int, dict[str, Any]]:
+def _by_rank(event: StepEvent) -> dict[int, RankStep]:
     told = event.get("ranks")
     rows = told if isinstance(told, list) else []
     return {
@@ -242,7 +246,7 @@ def _by_rank(event: Event) -> dict[int, dict[str, Any]]:
 
 
 def _tables(
-    buckets: list[list[Event]], numbers: Sequence[int]
+    buckets: list[list[StepEvent]], numbers: Sequence[int]
 ) -> dict[str, dict[int, list[float | None]]]:
     """Means of each part of the step, and of memory: name → rank → one a bucket."""
     events = [event for bucket in buckets for event in bucket]
@@ -264,7 +268,7 @@ def _tables(
     return {name: _means(found[name], buckets, numbers) for name in (*PHASES, "memory_bytes")}
 
 
-def _memory(events: list[Event], numbers: Sequence[int]) -> np.ndarray:
+def _memory(events: list[StepEvent], numbers: Sequence[int]) -> np.ndarray:
     """Of each rank, as older logs tell it: events × ranks."""
     told = [event.get("memory_bytes") for event in events]
     rows = [one if isinstance(one, list) else [] for one in told]
@@ -277,7 +281,7 @@ def _memory(events: list[Event], numbers: Sequence[int]) -> np.ndarray:
 
 
 def _means(
-    values: np.ndarray, buckets: list[list[Event]], numbers: Sequence[int]
+    values: np.ndarray, buckets: list[list[StepEvent]], numbers: Sequence[int]
 ) -> dict[int, list[float | None]]:
     """Of events × ranks, by rank; None where a bucket has none."""
     if not buckets:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.core.errors import EXIT_DONE, ConfigError, RunError
-from paceline.core.events import Event, tail_events
+from paceline.core.event_log import tail_events
+from paceline.core.events import Event
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.formatting import finite
 from paceline.core.launch_lock import is_launching
@@ -334,7 +335,7 @@ def _last(run: Path, kind: str) -> Event:
     return found[-1] if found else {}
 
 
-def _parsed(line: bytes) -> Event | None:
+def _parsed(line: bytes) -> Any:
     try:
         event = json.loads(line)
     except ValueError:

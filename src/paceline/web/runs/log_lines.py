@@ -3,11 +3,12 @@ whole."""
 
 import os
 from collections.abc import Iterable, Iterator
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from pydantic_core import from_json
 
-from paceline.core.events import Event, parse_event
+from paceline.core.event_log import parse_event
+from paceline.core.events import Event
 
 _BLOCK_BYTES = 1 << 14
 _LONGEST_BYTES = 1 << 23  # a longer line is no event of ours
@@ -23,13 +24,13 @@ def is_step(line: bytes) -> bool:
 
 
 def parse(line: bytes) -> Event | None:
-    """As :func:`~paceline.core.events.parse_event`, at three times its speed."""
+    """As :func:`~paceline.core.event_log.parse_event`, at three times its speed."""
     try:
         event = from_json(line, cache_strings="keys")
     except ValueError:  # no JSON, or a lone surrogate, or nested too deep to be sent on
         event = parse_event(line)
         return event if event is not None and not _is_deep(event) else None
-    return event if isinstance(event, dict) and "type" in event else None
+    return cast(Event, event) if isinstance(event, dict) and "type" in event else None
 
 
 def _is_deep(value: Any, left: int = 200) -> bool:

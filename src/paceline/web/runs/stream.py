@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 from starlette.responses import StreamingResponse
 
@@ -23,6 +23,7 @@ _TICK_S, _CROWD_TICK_S = 0.2, 0.7
 _CROWD = 10
 _STATUS_S = 1.0  # a summary at most once a second
 _READ_BYTES = 1 << 20  # of new lines in one tick, and of what was before a viewer came
+_OF_RANKS = ("ranks", "memory_bytes")
 _MANY = 4  # so many step events in one message come without their ranks
 _CHUNK_BYTES = 1 << 20
 _QUEUE_BYTES = 2 << 20  # waiting for one slow viewer
@@ -246,7 +247,7 @@ def without_ranks(events: list[Event]) -> list[Event]:
     bare = set(steps[:-1])
     return [
         (
-            {key: value for key, value in event.items() if key not in ("ranks", "memory_bytes")}
+            cast(Event, {name: value for name, value in event.items() if name not in _OF_RANKS})
             if at in bare
             else event
         )

@@ -4,11 +4,11 @@ it."""
 import os
 import time
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
-from paceline.core.events import Event
+from paceline.core.events import EvalEvent, Event, RunEndEvent, RunStartEvent, StepEvent
 from paceline.core.formatting import clean, finite, throughput
-from paceline.core.processes import holder_alive, process_alive
+from paceline.core.processes import holder_alive, process_alive, run_alive
 from paceline.core.run_dir import RunDir
 from paceline.web.files import json_inside, open_inside, stat_inside, tail_inside
 from paceline.web.jobs.runs import OUTPUT, START
@@ -42,15 +42,15 @@ class RunSummary:
     def _reset(self) -> None:
         self.position = 0
         self.whole = True  # every line was read
-        self.first_start: Event | None = None
-        self.start: Event = {}
-        self.end: Event | None = None
-        self.eval: Event | None = None
+        self.first_start: RunStartEvent | None = None
+        self.start: RunStartEvent = {}
+        self.end: RunEndEvent | None = None
+        self.eval: EvalEvent | None = None
         self.num_starts = 0
         self.updated_at: float | None = None
         self.resumed_at: int | None = None
         # the newest of this life, what is wanted of them
-        self.steps: deque[Event] = deque(maxlen=_RECENT)
+        self.steps: deque[StepEvent] = deque(maxlen=_RECENT)
 
     def refresh(self) -> None:
         self._read_report()
@@ -100,7 +100,8 @@ class RunSummary:
         for line in steps:
             event = parse_without_ranks(line)
             if event is not None:
-                self.steps.append({key: event.get(key) for key in _STEP_KEYS})
+                kept = {key: value for key, value in event.items() if key in _STEP_KEYS}
+                self.steps.append(cast(StepEvent, kept))
         times = [
             one for one in (self.updated_at, finite(self.newest.get("time"))) if one is not None
         ]
@@ -109,18 +110,17 @@ class RunSummary:
 
     def _take(self, event: Event) -> None:
         self.updated_at = finite(event.get("time")) or self.updated_at
-        kind = event["type"]
-        if kind == "run_start":
+        if event["type"] == "run_start":
             self.num_starts += 1
             fresh = not event.get("resumed_from_step")
             self.first_start = event if fresh or self.first_start is None else self.first_start
             self.eval = None if fresh else self.eval
             self.start, self.end, self.resumed_at = event, None, event.get("resumed_from_step")
-        elif kind == "resume":
+        elif event["type"] == "resume":
             self.resumed_at = event.get("step")
-        elif kind == "eval":
+        elif event["type"] == "eval":
             self.eval = event
-        elif kind == "run_end":
+        elif event["type"] == "run_end":
             self.end = event
 
     def _read_report(self) -> None:
@@ -177,7 +177,7 @@ class RunSummary:
         }
 
     @property
-    def newest(self) -> Event:
+    def newest(self) -> StepEvent:
         return self.steps[-1] if self.steps else {}
 
     def _measure_pace(self) -> tuple[float | None, float | None]:
@@ -244,11 +244,11 @@ class RunSummary:
         """Whether the process is there that a panel started; None where none did, or on another
         host."""
         told = json_inside(self.started) or {}
-        return process_alive(told) if told.get("pid") is not None else None
+        return process_alive(told.get("pid"), told.get("host"), told.get("time"))
 
     def _going(self) -> tuple[str, str | None]:
         quiet_s = time.time() - (self.updated_at or time.time())
-        alive = process_alive(self.start)
+        alive = run_alive(self.start)
         # the newest `run_start` may be one that was not read
         if alive is not True and not self.whole:
             held = holder_alive(self.run_dir)

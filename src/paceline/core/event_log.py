@@ -1,0 +1,181 @@
+"""The event log: rank 0 appends one JSON line for each event; everything else only reads them."""
+
+import errno
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, cast
+
+from paceline.core.events import Event, StepEvent
+
+
+class EventLog:
+    """Appends events to a file and hands each to the listeners (the console). A listener must not
+    raise. Threads may emit.
+
+    A write that fails (full disk) never stops the training: it is counted in ``lost`` and said once
+    by the listeners.
+    """
+
+    def __init__(
+        self, path: Path | None, listeners: list[Callable[[Event], None]] | None = None
+    ) -> None:
+        self.listeners = listeners or []
+        self.lost = 0
+        self.path: Path | None = None
+        self._cut = False
+        self._lock = threading.RLock()
+        self._handle: IO[bytes] | None = None
+        if path is not None:
+            self.open(path, self.listeners)
+
+    def open(self, path: Path, listeners: list[Callable[[Event], None]]) -> None:
+        """Begin to write; also where another process wrote before."""
+        self.path, self.listeners = path, listeners
+        _end_cut_line(path)
+        self._handle = open(path, "ab", buffering=0)  # noqa: SIM115  (kept open until the end of the run)
+
+    def emit(self, event: Event, file_only: bool = False) -> None:
+        """Append an event, with the time. ``file_only``: the listeners do not get it, because the
+        console has shown it already."""
+        logged = cast(Event, {"time": time.time(), **event})
+        with self._lock:
+            if not file_only:
+                self._inform(logged)
+            if self._handle is None:
+                return
+            try:
+                self._append(json.dumps(_finite(logged), ensure_ascii=False).encode() + b"\n")
+            except OSError as error:
+                self.lost += 1
+                if self.lost == 1:
+                    text = (
+                        f"{self.path} cannot be written ({error.strerror}); training continues,"
+                        " events are lost."
+                    )
+                    self._inform(
+                        {"time": time.time(), "type": "notice", "level": "warning", "text": text}
+                    )
+
+    def _inform(self, event: Event) -> None:
+        for listener in self.listeners:
+            listener(event)
+
+    def _append(self, line: bytes) -> None:
+        # A disk that fills takes a part of a line; the next one that fits must not be glued to it.
+        assert self._handle is not None
+        whole = b"\n" + line if self._cut else line
+        written = self._handle.write(whole)
+        self._cut = (written or 0) < len(whole) and (self._cut or bool(written))
+        if (written or 0) < len(whole):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def notice(self, text: str, level: str = "info", file_only: bool = False) -> None:
+        self.emit({"type": "notice", "level": level, "text": text}, file_only)
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._handle.close()
+            self._handle = None
+
+
+def _end_cut_line(path: Path) -> None:
+    # A run killed in the middle of a write leaves half a line; the next line must not be glued to
+    # it.
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with open(path, "rb+") as handle:
+        handle.seek(-1, os.SEEK_END)
+        if handle.read(1) != b"\n":
+            handle.write(b"\n")
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become the strings "nan", "inf", "-inf"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def read_events(path: Path) -> list[Event]:
+    """All whole lines of an event log, in order. A line cut off by a crash is passed over."""
+    if not path.exists():
+        return []
+    with open(path, "rb") as handle:
+        return [event for line in handle if (event := parse_event(line)) is not None]
+
+
+def tail_events(path: Path, size_bytes: int = 1 << 18) -> list[Event]:
+    """The last whole lines of an event log, of so many bytes."""
+    if not path.exists():
+        return []
+    with open(path, "rb") as handle:
+        handle.seek(0, os.SEEK_END)
+        start = max(0, handle.tell() - size_bytes)
+        handle.seek(start)
+        lines = handle.read().split(b"\n")[1 if start else 0 :]
+    return [event for line in lines if (event := parse_event(line)) is not None]
+
+
+def follow_events(
+    path: Path, poll_s: float = 0.3, stop: Callable[[], bool] | None = None
+) -> Iterator[Event]:
+    """Yield the events that are there, then each new one, until ``stop()`` is true."""
+    while not path.exists():
+        if stop is not None and stop():
+            return
+        time.sleep(poll_s)
+    rest = b""
+    with open(path, "rb") as handle:
+        while True:
+            chunk = handle.read()
+            if chunk:
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    event = parse_event(line)
+                    if event is not None:
+                        yield event
+                continue
+            if stop is not None and stop():
+                return
+            time.sleep(poll_s)
+
+
+def parse_event(line: bytes) -> Event | None:
+    """The event of a line; None where it is cut off, or no event."""
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return cast(Event, event) if isinstance(event, dict) and "type" in event else None
+
+
+def effective_steps(events: Sequence[Event]) -> list[StepEvent]:
+    """Return the ``step`` events that count, as :func:`effective_events`."""
+    return [event for event in effective_events(events) if event["type"] == "step"]
+
+
+def effective_events(events: Sequence[Event]) -> list[Event]:
+    """Return the events that count: if a run returned to a checkpoint, those of the later attempt
+    replace the earlier ones."""
+    counted: list[Event] = []
+    for event in events:
+        if event["type"] == "resume":
+            counted = [earlier for earlier in counted if _step_of(earlier) <= event["step"]]
+        elif event["type"] == "run_start" and not event.get("resumed_from_step"):
+            counted = []
+        counted.append(event)
+    return counted
+
+
+def _step_of(event: Event) -> int:
+    step = event.get("step")
+    return step if isinstance(step, int) else 0
