@@ -7,6 +7,7 @@ import pytest
 
 from paceline.config.derive import ResolvedValues, derive
 from paceline.config.schema import Config
+from paceline.observe.console import derived_lines
 
 
 def resolve(
@@ -105,7 +106,7 @@ def test_a_global_batch_that_stays(replicas: int, batch: int, accumulation: int,
     assert found.gradient_accumulation_steps == accumulation
     assert found.steps_per_epoch == math.ceil(100 / batch)
     assert found.samples_per_micro_batch <= 4
-    assert text in found.lines()[0]
+    assert text in dict(derived_lines(found.as_dict()))["batch"]
 
 
 def test_learning_rate_and_evaluation() -> None:
@@ -123,18 +124,17 @@ def test_tokens_a_step_is_the_mean_of_a_batch() -> None:
     assert resolve().tokens_per_step is None
 
 
-def test_for_a_person() -> None:
-    text = "\n".join(
-        resolve(tokens=5000, num_eval=3, warmup_ratio=0.1, gradient_accumulation_steps=2).lines()
-    )
-    for part in (
-        "16 samples = 4 a micro-batch × 2 accumulation × 2 ranks, about 800 tokens a step",
-        "21 (7 an epoch, 3 epochs)", "3 steps to learning rate 0.0001", "every 7 steps",
-    ):  # fmt: skip
-        assert part in text
-    assert "× 1 rank\n" in "\n".join(resolve(world_size=1).lines())
-    found = resolve()
-    assert ResolvedValues(**found.as_dict()) == found
+def test_derived_values_as_text() -> None:
+    values = resolve(tokens=5000, num_eval=3, warmup_ratio=0.1, gradient_accumulation_steps=2)
+    assert dict(derived_lines(values.as_dict())) == {
+        "batch": "16 samples = 4 a micro-batch × 2 accumulation × 2 ranks, about 800 tokens a step",
+        "steps": "21 (7 an epoch, 3 epochs)",
+        "rate": "1e-4, after 3 steps of warm-up",
+        "evaluation": "every 7 steps",
+    }
+    one_rank = resolve(world_size=1)
+    assert dict(derived_lines(one_rank.as_dict()))["batch"].endswith("× 1 rank")
+    assert ResolvedValues(**one_rank.as_dict()) == one_rank
 
 
 def test_shares_of_all_steps() -> None:

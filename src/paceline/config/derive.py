@@ -7,7 +7,7 @@ from typing import cast
 from paceline.config.schema import Config
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.events import DerivedFigures
-from paceline.core.formatting import counted, shares_text
+from paceline.core.formatting import shares_text
 
 
 def optimizer_bytes_per_element(args: TrainArgs) -> int:
@@ -61,50 +61,6 @@ class ResolvedValues:
         shared evenly."""
         about = "" if self.tokens_per_step is None else "about "
         return about + shares_text(self.global_batch_size, self.replicas)
-
-    def _spread(self) -> str:
-        ranks = counted(self.world_size, "rank")
-        return (
-            ranks
-            if self.replicas == self.world_size
-            else f"{counted(self.replicas, 'replica')} on {ranks}"
-        )
-
-    def _factors(self) -> str:
-        accumulation = f"{self.gradient_accumulation_steps} accumulation"
-        size = self.samples_per_micro_batch
-        if size == int(size):
-            return f"{int(size)} a micro-batch × {accumulation} × {self._spread()}"
-        return (
-            f"{self.shares} on {self._spread()}: at most {math.ceil(size)} a micro-batch ×"
-            f" {accumulation}"
-        )
-
-    def lines(self) -> list[str]:
-        """For a person, one value a line."""
-        tokens = (
-            f", about {self.tokens_per_step:,} tokens a step"
-            if self.tokens_per_step is not None
-            else ""
-        )
-        every = (
-            f"every {counted(self.eval_every_steps, 'step')}" if self.eval_every_steps else "none"
-        )
-        return [
-            (
-                f"global batch   {counted(self.global_batch_size, 'sample')} ="
-                f" {self._factors()}{tokens}"
-            ),
-            (
-                f"steps          {self.steps:,} ({self.steps_per_epoch:,} an epoch,"
-                f" {self.epochs:.3g} epochs)"
-            ),
-            (
-                f"warm-up        {counted(self.warmup_steps, 'step')} to learning rate"
-                f" {self.learning_rate:g}"
-            ),
-            f"evaluation     {every}",
-        ]
 
 
 def derive(

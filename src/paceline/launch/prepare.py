@@ -22,6 +22,7 @@ from paceline.core.log import CONSOLE_ONLY, log_notices
 from paceline.distributed.devices import choose_devices, with_precision, without_idle_offload
 from paceline.launch.host_checks import quick_checks
 from paceline.launch.preflight import check_early
+from paceline.observe.console import derived_lines
 
 if TYPE_CHECKING:
     from paceline.distributed.devices import Devices
@@ -143,6 +144,6 @@ def log_finished(config: Config, report: dict[str, Any]) -> None:
 
 
 def log_dry_run(derived: ResolvedValues) -> None:
-    """Log what the numbers of a config come to."""
-    for line in derived.lines():
-        logger.info(line, extra=CONSOLE_ONLY)
+    """Log what follows from the numbers of a config."""
+    for label, text in derived_lines(derived.as_dict()):
+        logger.info("%-14s %s", label, text, extra=CONSOLE_ONLY)

@@ -363,12 +363,7 @@ def _parameters(model: ModelFigures) -> str:
 
 
 def derived_lines(derived: DerivedFigures) -> list[tuple[str, str]]:
-    """(label, text) of what the config's numbers come to (the dict of
-    :class:`paceline.config.derive.ResolvedValues`).
-
-    Worded here, not by ``ResolvedValues.lines``: importing the schema takes longer than ``paceline
-    watch`` may take to start.
-    """
+    """Return (label, text) for each value that follows from the config's numbers."""
     if not derived:
         return []
     get, count = derived.get, formatting.count
@@ -397,6 +392,8 @@ def derived_lines(derived: DerivedFigures) -> list[tuple[str, str]]:
 
 def _factors(derived: DerivedFigures) -> str:
     count, ranks = formatting.count, formatting.ranks(derived.get("world_size"))
+    if derived.get("replicas") not in (None, derived.get("world_size")):
+        ranks = f"{formatting.counted(derived['replicas'], 'replica')} on {ranks}"
     micro = derived.get("micro_batch_size")
     accumulation = derived.get("gradient_accumulation_steps")
     batch, replicas = derived.get("global_batch_size"), derived.get("replicas")
