@@ -3,7 +3,7 @@ al., "Large Scale Distributed Deep Networks", 2012: Downpour SGD), under `bounde
 how far workers drift apart (Ho et al., "More Effective Distributed ML via a Stale Synchronous
 Parallel Parameter Server", 2013).
 
-All parameters lie on the servers (`server_dense.py`). In its step a worker pulls the others, pulls
+All parameters lie on the servers. In its step a worker pulls the others, pulls
 rows as its forward needs them, and pushes one gradient: the mean over its own share of the batch.
 Log lines, evaluation and checkpoints are points where all ranks meet.
 """
@@ -23,10 +23,15 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import TRAFFIC, uncounted
 from paceline.parallel.base import MicroStep, OptimizerFactory
 from paceline.parallel.gradients import clip_factor
-from paceline.parallel.parameter_server.client import RemoteEmbedding, bytes_of, rank_name
+from paceline.parallel.parameter_server.client import RemoteEmbedding, rank_name
 from paceline.parallel.parameter_server.collectives import ServerCommunicator
-from paceline.parallel.parameter_server.dense import DENSE, DenseServerStrategy
-from paceline.parallel.parameter_server.server import RowOptimizer, TableShard
+from paceline.parallel.parameter_server.server import (
+    DENSE,
+    RowOptimizer,
+    TableShard,
+    sum_of_squares,
+)
+from paceline.parallel.parameter_server.strategy import ParameterServerStrategy
 from paceline.parallel.state import TensorShard
 
 #: How far the ranks may be apart in steps where nothing bounds them: what is on its way has to be
@@ -35,13 +40,13 @@ _FAR = 64
 Rows = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
-class AsyncServerStrategy(DenseServerStrategy):
+class AsyncServerStrategy(ParameterServerStrategy):
     """Asynchronous, and with bounded staleness."""
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         self.alone = world.split([[rank] for rank in range(world.size)])
-        self.bound = self.said.staleness if self.said.mode == "bounded" else None
+        self.bound = self.options.staleness if self.options.mode == "bounded" else None
         self.clock = 0
 
     @property
@@ -92,22 +97,20 @@ class AsyncServerStrategy(DenseServerStrategy):
             server: _summed(pulled, server, self.world.size)
             for server in range(self.num_workers, self.world.size)
         }
-        for one in self.trained.values():
-            if one.grad is not None:
-                one.grad.mul_(self.world.size)
+        for parameter in self.trained.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.world.size)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Of this worker's own gradient: there is no other at the time."""
         if self.is_server:
             return torch.zeros(())
-        found = [one.grad for one in self.trained.values() if one.grad is not None]
-        found += [gradient for rows in self.rows.values() for _, gradient in rows.values()]
-        norm = torch.tensor(
-            math.sqrt(sum(float(one.double().square().sum()) for one in found)), dtype=torch.float32
-        )
+        gradients = [each.grad for each in self.trained.values() if each.grad is not None]
+        gradients += [gradient for rows in self.rows.values() for _, gradient in rows.values()]
+        norm = torch.tensor(math.sqrt(sum_of_squares(gradients)), dtype=torch.float32)
         if max_norm > 0:
-            for one in found:
-                one.mul_(clip_factor(norm, max_norm))
+            for gradient in gradients:
+                gradient.mul_(clip_factor(norm, max_norm))
         return norm
 
     def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
@@ -121,16 +124,13 @@ class AsyncServerStrategy(DenseServerStrategy):
     def _push_all(self) -> None:
         # Of the first rate: how far the schedule has come, for both optimizers.
         group = self.optimizer.param_groups[0]
-        factor = (
-            float(group["lr"]) / float(self.optimizer.defaults["lr"])
-            if self.optimizer.defaults["lr"]
-            else 0.0
-        )
+        peak = float(self.optimizer.defaults["lr"])
+        factor = float(group["lr"]) / peak if peak else 0.0
         calls = []
         for server, rows in self.rows.items():
             dense = self._gradients_of(server)
-            sent = sum(bytes_of(one) for one in dense.values())
-            TRAFFIC.add("push", sent + sum(bytes_of(one) for pair in rows.values() for one in pair))
+            tensors = [*dense.values(), *(tensor for pair in rows.values() for tensor in pair)]
+            TRAFFIC.add("push", sum(tensor.nbytes for tensor in tensors))
             args = (self.world.rank, self.clock, rows, dense, factor)
             calls.append(rpc.rpc_async(rank_name(server), apply_push, args=args))
         for call in calls:
@@ -247,7 +247,7 @@ def apply_push(
         _STORE.rows.rate = float(_STORE.rows.defaults["lr"]) * factor
         _STORE.rows.step()
         with DENSE.lock:
-            for name, one in DENSE.named.items():
-                one.grad = dense.get(name)
+            for name, parameter in DENSE.named.items():
+                parameter.grad = dense.get(name)
             DENSE.step(factor)
         _STORE.applied[worker] = clock

@@ -64,11 +64,11 @@ class RemoteEmbedding:
             )
             for server, rows in self._by_server(ids)
         ]
-        self.world.traffic.add("pull", bytes_of(ids))
+        self.world.traffic.add("pull", ids.nbytes)
 
         def wait() -> torch.Tensor:
             vectors = (
-                torch.cat([one.wait() for one in calls]) if calls else torch.zeros(0, self.dim)
+                torch.cat([call.wait() for call in calls]) if calls else torch.zeros(0, self.dim)
             )
             if wants_gradient:
                 vectors.requires_grad_()
@@ -99,7 +99,3 @@ class RemoteEmbedding:
 
 def rank_name(rank: int) -> str:
     return f"rank{rank}"
-
-
-def bytes_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

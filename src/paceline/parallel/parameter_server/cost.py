@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -32,67 +31,6 @@ def deal(sizes: Sequence[int], servers: int) -> list[int]:
         owners[number] = loads.index(min(loads))
         loads[owners[number]] += sizes[number]
     return owners
-
-
-def cost_of_ddp(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
-    """A worker has the parameters without tables, as under ``ddp``; a server its rows and their
-    state; the fuller of both."""
-    tables, dense = tables_of(shape)
-    others = shape.parameter_bytes - total_bytes(tables) + shape.buffer_bytes
-    gradients = total_bytes(dense)
-    state = sum(one.numel for one in dense) * shape.optimizer_bytes_per_element
-    rows, row_state = server_bytes(tables, config)
-    sent = row_traffic(tables, axes.data, config.parameter_server.servers, work)
-    worker = {
-        "all_reduce": all_reduce_bytes(gradients, axes.data),
-        "pull": sent.asked,
-        "push": sent.pushed,
-    }
-    traffic = worker if sum(worker.values()) >= sent.answered else {"pull": sent.answered}
-    more: dict[str, Any] = {"traffic": traffic, "traffic_is_bound": not work.distinct}
-    if rows + row_state > others + gradients + state:
-        return Cost(parameters=rows, gradients=0, optimizer=row_state, activations=0, **more)
-    return Cost(
-        parameters=others,
-        gradients=gradients,
-        optimizer=state,
-        activations=work.activation_bytes,
-        **more,
-    )
-
-
-def cost_of_servers(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
-    """A worker has the parameters without tables and their gradients; a server its rows, its share
-    of the others, and the state of both; the fuller of the two. A worker sends its gradients, the
-    servers every worker's copy of the parameters."""
-    servers = config.parameter_server.servers
-    tables, dense = tables_of(shape)
-    rows, state = server_bytes(tables, config)
-    owners = deal([one.numel for one in dense], servers)
-    shares = [
-        [one for one, owner in zip(dense, owners, strict=True) if owner == number]
-        for number in range(servers)
-    ]
-    most = max(shares, key=total_bytes)
-    state += sum(one.numel for one in most) * shape.optimizer_bytes_per_element
-    found = row_traffic(tables, axes.data, servers, work)
-    worker = {"pull": found.asked, "push": found.pushed + total_bytes(dense)}
-    server = {"pull": found.answered + axes.data * total_bytes(most)}
-    sent = worker if sum(worker.values()) >= server["pull"] else server
-    others = shape.parameter_bytes - total_bytes(tables) + shape.buffer_bytes
-    more: dict[str, Any] = {"traffic": sent, "traffic_is_bound": not work.distinct}
-    if rows + total_bytes(most) + state > others + total_bytes(dense):
-        return Cost(
-            parameters=rows + total_bytes(most), gradients=0, optimizer=state, activations=0, **more
-        )
-    gradients = total_bytes(dense)
-    return Cost(
-        parameters=others,
-        gradients=gradients,
-        optimizer=0,
-        activations=work.activation_bytes,
-        **more,
-    )
 
 
 def server_bytes(tables: list[TensorShape], config: Config) -> tuple[int, int]:
@@ -169,8 +107,51 @@ def row_ranges(rows: int, servers: int) -> list[tuple[int, int]]:
 
 
 def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
-    """What the fuller of a worker and a server holds. Traffic is an upper bound, a batch without a
-    repeated id, unless the distinct ids of a micro-batch were counted in the data."""
-    settings = config.parameter_server
-    by_servers = settings.mode != "sync" or settings.dense_on_servers
-    return (cost_of_servers if by_servers else cost_of_ddp)(shape, axes, work, config)
+    """What the fuller of a worker and a server holds.
+
+    A worker has the parameters without tables and their gradients; a server has its rows and their
+    state. With dense parameters on servers, a server also has its share of them and of their state,
+    and sends it to every worker. Traffic is an upper bound, a batch without a repeated id, unless
+    the distinct ids of a micro-batch were counted in the data.
+    """
+    num_servers = config.parameter_server.servers
+    tables, dense = tables_of(shape)
+    gradients = total_bytes(dense)
+    weights = shape.parameter_bytes - total_bytes(tables) + shape.buffer_bytes
+    rows, server_state = server_bytes(tables, config)
+    sent = row_traffic(tables, axes.data, num_servers, work)
+    if config.parameter_server.dense_on_servers:
+        share = _largest_share(dense, num_servers)
+        worker_state = 0
+        server_state += _state_bytes(share, shape)
+        worker_traffic = {"pull": sent.asked, "push": sent.pushed + gradients}
+    else:
+        share = []
+        worker_state = _state_bytes(dense, shape)
+        reduced = all_reduce_bytes(gradients, axes.data)
+        worker_traffic = {"all_reduce": reduced, "pull": sent.asked, "push": sent.pushed}
+    held = rows + total_bytes(share)
+    answered = sent.answered + axes.data * total_bytes(share)
+    is_server_fuller = held + server_state > weights + gradients + worker_state
+    return Cost(
+        parameters=held if is_server_fuller else weights,
+        gradients=0 if is_server_fuller else gradients,
+        optimizer=server_state if is_server_fuller else worker_state,
+        activations=0 if is_server_fuller else work.activation_bytes,
+        traffic=worker_traffic if sum(worker_traffic.values()) >= answered else {"pull": answered},
+        traffic_is_bound=not work.distinct,
+    )
+
+
+def _largest_share(dense: list[TensorShape], num_servers: int) -> list[TensorShape]:
+    """What the server with the most bytes of them has."""
+    shares: list[list[TensorShape]] = [[] for _ in range(num_servers)]
+    for tensor, server in zip(
+        dense, deal([each.numel for each in dense], num_servers), strict=True
+    ):
+        shares[server].append(tensor)
+    return max(shares, key=total_bytes)
+
+
+def _state_bytes(tensors: list[TensorShape], shape: ModelShape) -> int:
+    return sum(tensor.numel for tensor in tensors) * shape.optimizer_bytes_per_element

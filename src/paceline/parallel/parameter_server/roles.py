@@ -9,12 +9,9 @@ _PACKAGE = "paceline.parallel.parameter_server"
 
 def implementation(config: Config) -> str:
     """The strategy for the section ``parameter_server``."""
-    settings = config.parameter_server
-    if settings.mode != "sync":
-        return f"{_PACKAGE}.asynchronous:AsyncServerStrategy"
-    if settings.dense_on_servers:
-        return f"{_PACKAGE}.dense:DenseServerStrategy"
-    return f"{_PACKAGE}.strategy:ParameterServerStrategy"
+    if config.parameter_server.mode == "sync":
+        return f"{_PACKAGE}.strategy:ParameterServerStrategy"
+    return f"{_PACKAGE}.asynchronous:AsyncServerStrategy"
 
 
 def extra_ranks(config: Config) -> int:
@@ -33,13 +30,13 @@ def expendable_ranks(config: Config, dims: ParallelDims) -> frozenset[int]:
     return frozenset(range(dims.replicas)) if continues else frozenset()
 
 
-def who_does_what(said: ParameterServer, num_workers: int, num_ranks: int) -> str:
+def who_does_what(options: ParameterServer, num_workers: int, num_ranks: int) -> str:
     """One line: which ranks serve what, which train, and what a loss among them means."""
-    what = "the tables and all other parameters" if said.dense_on_servers else "the tables"
+    what = "the tables and all other parameters" if options.dense_on_servers else "the tables"
     text = f"parameter server: {what} lie on {_ranks(range(num_workers, num_ranks))}; "
     if num_workers == 1:
         return text + "rank 0 trains"
-    then = "the others go on" if said.on_worker_loss == "go_on" else "the run ends"
+    then = "the others go on" if options.on_worker_loss == "go_on" else "the run ends"
     return text + f"{_ranks(range(num_workers))} train; where one of these dies, {then}"
 
 

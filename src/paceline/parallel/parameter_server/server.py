@@ -1,5 +1,5 @@
-"""What a server holds and does: ranges of the tables' rows, their optimizer, and the calls by which
-workers pull and push."""
+"""What a server holds and does: ranges of the tables' rows, dense parameters, their optimizers, and
+the calls by which workers pull and push."""
 
 import threading
 from collections.abc import Container, Iterable
@@ -127,7 +127,54 @@ class RowOptimizer(torch.optim.Optimizer):
             values[rows] -= size * mean / (square.sqrt() + self.eps)
 
 
+class DenseParameters:
+    """This server's parameters that are not tables, their optimizer, and what was pushed for
+    them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.named: dict[str, nn.Parameter] = {}
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.pushed: dict[int, dict[str, torch.Tensor]] = {}  # by worker
+
+    def open(self, named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer | None) -> None:
+        self.named, self.optimizer = named, optimizer
+        self.pushed.clear()
+
+    def merge(self, lost: Container[int], weight: float) -> None:
+        """Sum the pushes of a step in order of worker, those of ``lost`` left out; zero where
+        nobody had a gradient, as under ``ddp``."""
+        with self.lock:
+            pushed, self.pushed = self.pushed, {}
+        parts = [pushed[worker] for worker in sorted(pushed) if worker not in lost]
+        for name, parameter in self.named.items():
+            parameter.grad = torch.zeros_like(parameter)
+            for part in parts:
+                if name in part:
+                    parameter.grad += part[name]
+            if weight != 1.0:
+                parameter.grad *= weight
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [each.grad for each in self.named.values() if each.grad is not None]
+
+    def step(self, factor: float) -> None:
+        """Update by the gradients at hand, and drop them. ``factor``: of the peak learning
+        rates."""
+        if self.optimizer is None:
+            return
+        for group in self.optimizer.param_groups:
+            group["lr"] = float(self.optimizer.defaults["lr"]) * factor
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def sum_of_squares(tensors: Iterable[torch.Tensor]) -> float:
+    return sum((float(tensor.double().square().sum()) for tensor in tensors), 0.0)
+
+
 # -- calls
+DENSE = DenseParameters()
 _SHARDS: list[TableShard] = []
 
 
@@ -141,10 +188,10 @@ def pull(number: int, rows: torch.Tensor, trains: bool) -> torch.Tensor:
     """Rows of shard ``number`` of the process that this runs in, by their places there: float32 [n,
     dim]. ``trains``: for a step of training, whose traffic is counted."""
     with torch.no_grad():
-        found = _SHARDS[number].values[rows]
+        values = _SHARDS[number].values[rows]
     if trains:
-        TRAFFIC.add("pull", found.numel() * found.element_size())
-    return found
+        TRAFFIC.add("pull", values.nbytes)
+    return values
 
 
 def push(key: tuple[int, int], gradients: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -153,3 +200,19 @@ def push(key: tuple[int, int], gradients: dict[int, tuple[torch.Tensor, torch.Te
     with _LOCK:
         for number, pushed in gradients.items():
             _SHARDS[number].pushed[key] = pushed
+
+
+def pull_dense(trains: bool) -> dict[str, torch.Tensor]:
+    """This server's parameters that are not tables. ``trains``: for a step of training, whose
+    traffic is counted."""
+    with DENSE.lock:
+        values = {name: value.detach().clone() for name, value in DENSE.named.items()}
+    if trains:
+        TRAFFIC.add("pull", sum(value.nbytes for value in values.values()))
+    return values
+
+
+def push_dense(worker: int, gradients: dict[str, torch.Tensor]) -> None:
+    """Leave a worker's gradients of a step here."""
+    with DENSE.lock:
+        DENSE.pushed[worker] = gradients

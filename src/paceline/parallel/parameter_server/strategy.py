@@ -3,12 +3,13 @@ their batch alone. After Li et al., "Scaling Distributed Machine Learning with t
 (2014), synchronous.
 
 Ranks 0 to W - 1 are workers, those after them servers. A step: the workers pull rows and push
-gradients through ``torch.distributed.rpc``; their other gradients are all-reduced among them as
-under ``ddp``; when every push has arrived, each server updates its rows and each worker the rest.
-Where the rest is on the servers too: ``server_dense.py``.
+gradients through ``torch.distributed.rpc``. The other parameters ("dense") are on the workers, and
+their gradients are all-reduced as under ``ddp``; or they are dealt to the servers by size, and a
+worker pulls them before its step and pushes one gradient of each after it. When every push has
+arrived, each server updates what it has, and each worker the rest.
 
-With ``on_worker_loss: go_on`` all collectives go through the first server (``server_meeting.py``)
-as soon as it is reached, and none through a process group, which would break with the first worker.
+With ``on_worker_loss: go_on`` all collectives go through the first server (``collectives.py``) as
+soon as it is reached, and none through a process group, which would break with the first worker.
 """
 
 import math
@@ -35,42 +36,49 @@ from paceline.parallel.base import (
 )
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import changing_buffers, clip_factor
-from paceline.parallel.parameter_server.client import (
-    RemoteEmbedding,
-    bytes_of,
-    connect,
-    rank_name,
-)
+from paceline.parallel.parameter_server.client import RemoteEmbedding, connect, rank_name
 from paceline.parallel.parameter_server.collectives import ServerCommunicator
-from paceline.parallel.parameter_server.cost import row_ranges
+from paceline.parallel.parameter_server.cost import deal, row_ranges
 from paceline.parallel.parameter_server.roles import who_does_what
-from paceline.parallel.parameter_server.server import RowOptimizer, TableShard, push, serve
+from paceline.parallel.parameter_server.server import (
+    DENSE,
+    RowOptimizer,
+    TableShard,
+    pull_dense,
+    push,
+    push_dense,
+    serve,
+    sum_of_squares,
+)
 from paceline.parallel.protocols import RankLoss
 from paceline.parallel.state import StateReader, TensorShard
 
 
 class ParameterServerStrategy(Strategy):
-    """Tables on servers, the rest of the model on each worker; every step is the one that ``ddp``
-    makes."""
+    """Synchronous: every step is the one that ``ddp`` makes, to rounding."""
 
     name = "parameter_server"
     rank0_has_full_model = False
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
-        self.said = config.parameter_server
+        self.options = config.parameter_server
+        self.dense_on_servers = self.options.dense_on_servers
         self.num_workers = world.axes.replicas
         servers = [[rank] for rank in range(self.num_workers, world.size)]
         #: On a worker all of them, on a server itself.
         self.workers = world.split([range(self.num_workers), *servers], world.waits)
         self.tables: dict[str, Table] = {}
         self.shards: list[TableShard] = []
+        #: Trained dense parameters: on a worker all of them, on a server those that it updates.
         self.trained: dict[str, nn.Parameter] = {}
+        self.owners: dict[str, int] = {}  # dense parameter → the server that updates it
+        self.changing_buffers: list[torch.Tensor] = []
         self.connected = False
         self.members = list(range(self.num_workers))  # workers that have a share of the batch
         self.missed: dict[int, int] = {}  # worker that is lost → last steps without its gradients
-        self.own_count = 0.0
-        self.whole_count: Callable[[], torch.Tensor] | None = None
+        self.local_count = 0.0
+        self.total_count: Callable[[], torch.Tensor] | None = None
 
     @property
     def is_server(self) -> bool:
@@ -96,7 +104,6 @@ class ParameterServerStrategy(Strategy):
         if not isinstance(self.world, ServerCommunicator):
             return []
         losses, before = self.world.losses, self.members
-        gone = [rank for rank in before if rank in losses]
         self.members = [rank for rank in before if rank not in losses]
         return [
             RankLoss(
@@ -107,14 +114,15 @@ class ParameterServerStrategy(Strategy):
                 len(before),
                 self._steps_missed(rank),
             )
-            for rank in gone
+            for rank in before
+            if rank in losses
         ]
 
     def _steps_missed(self, rank: int) -> int:
         return self.missed.get(rank, 0)
 
-    def set_token_counts(self, own: float, whole: Callable[[], torch.Tensor]) -> None:
-        self.own_count, self.whole_count = own, whole
+    def set_token_counts(self, local: float, total: Callable[[], torch.Tensor]) -> None:
+        self.local_count, self.total_count = local, total
 
     @contextmanager
     def model_init_context(self) -> Iterator[None]:
@@ -124,6 +132,10 @@ class ParameterServerStrategy(Strategy):
     # -- placing
     def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
+        DENSE.open({}, None)
+        if self.dense_on_servers:  # a table on the meta device has no values yet
+            tensors = [*model.parameters(), *model.buffers()]
+            self.world.broadcast([tensor for tensor in tensors if not tensor.is_meta])
         self.tables = named_tables(model)
         if not self.tables:
             raise ConfigError(
@@ -131,22 +143,35 @@ class ParameterServerStrategy(Strategy):
                 allowed="a model with paceline.models.recommend.Table, such as `builtin:dlrm`",
                 fix="set `parallel.mode: ddp`",
             )
-        seeds: Any = self.world.broadcast_object([one.seed for one in self.tables.values()])
+        seeds: Any = self.world.broadcast_object([table.seed for table in self.tables.values()])
         for table, seed in zip(self.tables.values(), seeds, strict=True):
             table.seed = seed
         num_servers = self.world.size - self.num_workers
         self.ranges = {
             name: row_ranges(table.rows, num_servers) for name, table in self.tables.items()
         }
+        self.trained = {
+            name: parameter
+            for name, parameter in self._dense(model).items()
+            if parameter.requires_grad
+        }
+        if self.dense_on_servers:
+            places = deal([parameter.numel() for parameter in self.trained.values()], num_servers)
+            self.owners = {
+                name: self.num_workers + place
+                for name, place in zip(self.trained, places, strict=True)
+            }
         if self.is_server:
-            self._make_shards()
+            self._make_server()
             model.to("meta")
         else:
             self._make_worker(model)
-        self.notices.append(("info", who_does_what(self.said, self.num_workers, self.world.size)))
+        self.notices.append(
+            ("info", who_does_what(self.options, self.num_workers, self.world.size))
+        )
         served = (
             ServerCommunicator(self.world, self.num_workers)
-            if self.said.on_worker_loss == "go_on"
+            if self.options.on_worker_loss == "go_on"
             else None
         )
         connect(self.world, self.settings.timeout_s)
@@ -161,29 +186,49 @@ class ParameterServerStrategy(Strategy):
         keep clocks."""
         return 0
 
-    def _make_shards(self) -> None:
+    def _dense(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """All parameters but the tables."""
+        return {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if name not in self.tables
+        }
+
+    def _make_server(self) -> None:
         for name, table in self.tables.items():
             start, end = self.ranges[name][self.world.rank - self.num_workers]
             values = torch.empty(end - start, table.dim)
             table.fill(values, start)
             self.shards.append(TableShard(name, table.rows, start, nn.Parameter(values)))
         serve(self.shards)
-
-    def _dense(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """All parameters but the tables."""
-        return {name: one for name, one in model.named_parameters() if name not in self.tables}
+        self.trained = {
+            name: nn.Parameter(parameter.detach().clone())
+            for name, parameter in self.trained.items()
+            if self.owners.get(name) == self.world.rank
+        }
 
     def _make_worker(self, model: nn.Module) -> None:
-        self.trained = {name: one for name, one in self._dense(model).items() if one.requires_grad}
         for number, (name, table) in enumerate(self.tables.items()):
             table.source = RemoteEmbedding(
                 number, self.ranges[name], self.num_workers, table.dim, self.world
             )
-        self.workers.broadcast([*self._dense(model).values(), *model.buffers()])
-        self.changing_buffers = changing_buffers(model) if self.workers.size > 1 else []
-        self.buckets = GradientBuckets(
-            self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.workers
-        )
+        buffers = changing_buffers(model) if self.num_workers > 1 else []
+        if not self.dense_on_servers:
+            self.changing_buffers = buffers
+            self.workers.broadcast([*self._dense(model).values(), *model.buffers()])
+            self.buckets = GradientBuckets(
+                self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.workers
+            )
+        elif self.options.mode == "sync" and self.options.on_worker_loss == "stop":
+            # By the workers' process group, which has to live; and a worker waits for the slowest
+            # in it.
+            self.changing_buffers = buffers
+        elif buffers:
+            text = (
+                "each worker gathers running statistics of its own in normalisation layers; those"
+                " of the first one are saved"
+            )
+            self.notices.append(("warning", text))
 
     def close(self) -> None:
         if self.connected:
@@ -197,19 +242,26 @@ class ParameterServerStrategy(Strategy):
 
     # -- a step
     def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
-        if not self.is_server:
+        if self.is_server:
+            self.optimizer = self._make_row_optimizer(build)
+            DENSE.open(self.trained, build(list(self.trained.items())) if self.trained else None)
+        else:  # with dense parameters on servers, it sets their learning rate and updates nothing
             self.optimizer = build(list(self.trained.items()))
-            return self.optimizer
-        args = self.config.train_args
-        usual = build([(shard.name, shard.values) for shard in self.shards]).defaults["lr"]
-        betas, eps = (
-            (args.adam_beta1, args.adam_beta2),
-            args.adam_epsilon if self.said.optimizer == "adam" else None,
-        )
-        self.optimizer = RowOptimizer(
-            self.shards, self.said.optimizer, self.said.learning_rate or usual, betas, eps
-        )
+        with uncounted():
+            self.world.barrier()
         return self.optimizer
+
+    def _make_row_optimizer(self, build: OptimizerFactory) -> RowOptimizer:
+        args = self.config.train_args
+        kind = self.options.optimizer
+        usual = build([(shard.name, shard.values) for shard in self.shards]).defaults["lr"]
+        return RowOptimizer(
+            self.shards,
+            kind,
+            self.options.learning_rate or usual,
+            (args.adam_beta1, args.adam_beta2),
+            args.adam_epsilon if kind == "adam" else None,
+        )
 
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         if not self.is_server:
@@ -217,43 +269,55 @@ class ParameterServerStrategy(Strategy):
             self._before_forward()
             for number in range(num_micro_batches):
                 loss = micro_step(number, self.model)
-                if number == num_micro_batches - 1:
-                    self._before_last_backward()
+                if number == num_micro_batches - 1 and not self.dense_on_servers:
+                    self.buckets.start_reducing()
                 loss.backward()
-                pushes += self._push(number)
-            pushes += self._after_backward()
-            for one in pushes:
-                one.wait()
+                pushes += self._push_rows(number)
+            if self.dense_on_servers:
+                pushes += self._push_dense()
+            else:
+                self.buckets.finish()
+            self.workers.broadcast(self.changing_buffers)
+            for pushed in pushes:
+                pushed.wait()
         self._merge()
 
     def _before_forward(self) -> None:
-        self.buckets.zero()
+        if not self.dense_on_servers:
+            self.buckets.zero()
+            return
+        self._pull_dense()
+        for parameter in self.trained.values():
+            parameter.grad = None
 
-    def _before_last_backward(self) -> None:
-        self.buckets.start_reducing()
+    def _pull_dense(self, trains: bool = True) -> None:
+        servers = range(self.num_workers, self.world.size)
+        calls = [rpc.rpc_async(rank_name(server), pull_dense, args=(trains,)) for server in servers]
+        with torch.no_grad():
+            for call in calls:
+                for name, value in call.wait().items():
+                    self.trained[name].copy_(value)
 
-    def _after_backward(self) -> list[Any]:
-        self.buckets.finish()
-        self.workers.broadcast(self.changing_buffers)
-        return []
+    def _gradients_of(self, server: int) -> dict[str, torch.Tensor]:
+        """The gradients of the dense parameters that a server has, where there are any."""
+        gradients = {name: self.trained[name].grad for name in self.trained}
+        return {
+            name: gradient
+            for name, gradient in gradients.items()
+            if gradient is not None and self.owners[name] == server
+        }
 
-    def _merge(self) -> float:
-        """Sum what was pushed, when every push has arrived. A worker that was lost before all of
-        its own had is left out on every server, and the rest weighted up to the mean over those who
-        are left; gives the weight."""
-        with uncounted():
-            arrived = self.world.sum(self.own_count)[0]
-        for rank in self.members:
-            if rank in self.world.lost:
-                self.missed[rank] = 1
-        weight = 1.0
-        if self.world.lost and self.whole_count is not None and arrived > 0:
-            weight = float(self.whole_count()) / arrived
-        for shard in self.shards:
-            shard.merge(self.world.lost, weight)
-        return weight
+    def _push_dense(self) -> list[Any]:
+        """Send off the gradients of the dense parameters, one message a server."""
+        calls = []
+        for server in range(self.num_workers, self.world.size):
+            gradients = self._gradients_of(server)
+            self.world.traffic.add("push", sum(each.nbytes for each in gradients.values()))
+            args = (self.world.rank, gradients)
+            calls.append(rpc.rpc_async(rank_name(server), push_dense, args=args))
+        return calls
 
-    def _push(self, number: int) -> list[Any]:
+    def _push_rows(self, number: int) -> list[Any]:
         """Send off the rows' gradients of a micro-batch, one message a server."""
         by_server: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         for place, table in enumerate(self.tables.values()):
@@ -261,62 +325,104 @@ class ParameterServerStrategy(Strategy):
             assert isinstance(source, RemoteEmbedding)
             for server, rows, gradient in source.gradients():
                 by_server.setdefault(server, {})[place] = (rows, gradient)
-                self.world.traffic.add("push", bytes_of(rows) + bytes_of(gradient))
+                self.world.traffic.add("push", rows.nbytes + gradient.nbytes)
         key = (self.world.rank, number)
         return [
-            rpc.rpc_async(rank_name(server), push, args=(key, found))
-            for server, found in by_server.items()
+            rpc.rpc_async(rank_name(server), push, args=(key, gradients))
+            for server, gradients in by_server.items()
         ]
+
+    def _merge(self) -> None:
+        """Sum what was pushed, when every push has arrived. A worker that was lost before all of
+        its own had is left out on every server, and the rest weighted up to the mean over those who
+        are left."""
+        with uncounted():
+            arrived = self.world.sum(self.local_count)[0]
+        for rank in self.members:
+            if rank in self.world.lost:
+                self.missed[rank] = 1
+        weight = 1.0
+        if self.world.lost and self.total_count is not None and arrived > 0:
+            weight = float(self.total_count()) / arrived
+        for shard in self.shards:
+            shard.merge(self.world.lost, weight)
+        DENSE.merge(self.world.lost, weight)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         with uncounted():
             norm = torch.tensor(math.sqrt(self.world.sum(self._squares())[0]), dtype=torch.float32)
         if max_norm > 0:
-            self._scale(clip_factor(norm, max_norm))
+            factor = clip_factor(norm, max_norm)
+            if not self.is_server and not self.dense_on_servers:
+                self.buckets.scale(factor)
+            for gradient in (*self._row_gradients(), *DENSE.gradients()):
+                gradient.mul_(factor)
         return norm
+
+    def _row_gradients(self) -> list[torch.Tensor]:
+        return [shard.gradient[1] for shard in self.shards if shard.gradient is not None]
 
     def _squares(self) -> float:
         """Of the gradients that are counted on this rank, the sum of squares."""
-        if not self.is_server:
-            # the same on each worker
-            return float(self.buckets.norm()) ** 2 if self.world.is_rank_zero else 0.0
-        return sum(
-            (float(one.gradient[1].double().square().sum()) for one in self.shards if one.gradient),
-            0.0,
-        )
-
-    def _scale(self, factor: torch.Tensor) -> None:
-        if not self.is_server:
-            self.buckets.scale(factor)
-        for shard in self.shards:
-            if shard.gradient is not None:
-                shard.gradient[1].mul_(factor)
+        if self.is_server:
+            return sum_of_squares(self._row_gradients()) + sum_of_squares(DENSE.gradients())
+        # the buckets are the same on each worker
+        counts = self.world.is_rank_zero and not self.dense_on_servers
+        return float(self.buckets.norm()) ** 2 if counts else 0.0
 
     def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
-        made = apply(self.optimizer)
+        made = True
+        if self.is_server or not self.dense_on_servers:
+            rate, peak = self.optimizer.param_groups[0]["lr"], self.optimizer.defaults["lr"]
+            factor = float(rate) / float(peak) if peak else 0.0
+            made = apply(self.optimizer)
+            if made:
+                DENSE.step(factor)
         with uncounted():
-            self.world.barrier()  # nobody pulls rows of the step before
+            self.world.barrier()  # nobody pulls what is of the step before
         return made
+
+    @contextmanager
+    def consolidated(self) -> Iterator[None]:
+        with uncounted():
+            self.world.barrier()  # nobody pushes any more
+            if self.dense_on_servers and not self.is_server:
+                self._pull_dense(trains=False)
+        yield
+        with uncounted():
+            self.world.barrier()
 
     # -- state
     def tensor_shards(self) -> Iterable[TensorShard]:
         for shard in self.shards:
             shape = (shard.rows, shard.values.shape[1])
             yield TensorShard(shard.name, shard.values, shape, (shard.start, 0), key=shard.values)
+        owned = self.is_server or self.world.is_rank_zero
+        if self.is_server or not self.dense_on_servers:
+            for name, parameter in self.trained.items():
+                yield TensorShard.whole(name, parameter, key=parameter, owned=owned)
         if not self.is_server:
-            for name, one in self.trained.items():
-                yield TensorShard.whole(name, one, key=one, owned=self.world.is_rank_zero)
             for name, buffer in persistent_buffers(self.model).items():
-                yield TensorShard.whole(name, buffer, owned=self.world.is_rank_zero)
+                yield TensorShard.whole(name, buffer, owned=owned)
+
+    def optimizer_entries(self, part: TensorShard) -> dict[str, torch.Tensor]:
+        if DENSE.optimizer is None or part.key not in DENSE.optimizer.state:
+            return super().optimizer_entries(part)
+        entries = DENSE.optimizer.state[part.key]  # type: ignore[index]
+        return {
+            str(key): torch.as_tensor(value).detach()
+            for key, value in entries.items()
+            if value is not None
+        }
 
     def state_shards(self) -> list[TensorShard]:
         found = super().state_shards()
         for shard in self.shards:
             sums = self.optimizer.state[shard.values].get("row_sum")
             name = f"optimizer/{shard.name}/row_sum"
-            if sums is not None and all(one.name != name for one in found):
+            if sums is not None and all(stored.name != name for stored in found):
                 found.append(TensorShard(name, sums, (shard.rows, 1), (shard.start, 0)))
-        return [replace(one, owned=True) for one in found]
+        return [replace(stored, owned=True) for stored in found]
 
     def load_state(self, source: StateReader) -> None:
         wanted = {key for shard in self.shards for key in self.optimizer.state[shard.values]}
@@ -330,7 +436,7 @@ class ParameterServerStrategy(Strategy):
                 raise ConfigError(
                     f"the checkpoint's `{shard.name}` has the optimizer state"
                     f" {', '.join(sorted(stored))}, and `parameter_server.optimizer:"
-                    f" {self.said.optimizer}` has {', '.join(sorted(wanted)) or 'none'}",
+                    f" {self.options.optimizer}` has {', '.join(sorted(wanted)) or 'none'}",
                     fix=(
                         "set `parameter_server.optimizer` as it was, or another `output_dir` for a"
                         " new run"
@@ -339,6 +445,9 @@ class ParameterServerStrategy(Strategy):
         super().load_state(source)
 
     def after_load(self) -> None:
+        if DENSE.optimizer is not None:
+            for parameter in self.trained.values():
+                DENSE.optimizer.state[parameter].update(self.optimizer.state.pop(parameter, {}))
         with uncounted():
             self.world.barrier()  # nobody pulls from a server that has not read its rows
 
@@ -357,10 +466,11 @@ class ParameterServerStrategy(Strategy):
 
     def memory_tensors(self) -> list[Any]:
         if self.is_server:
-            return [*(shard.values for shard in self.shards), *optimizer_tensors(self.optimizer)]
-        return [
-            *self._dense(self.model).values(),
-            *self.model.buffers(),
-            *self.buckets.flats,
-            *optimizer_tensors(self.optimizer),
-        ]
+            rows = [shard.values for shard in self.shards]
+            dense = [] if DENSE.optimizer is None else optimizer_tensors(DENSE.optimizer)
+            return [*rows, *self.trained.values(), *dense, *optimizer_tensors(self.optimizer)]
+        weights = [*self._dense(self.model).values(), *self.model.buffers()]
+        if not self.dense_on_servers:
+            return [*weights, *self.buckets.flats, *optimizer_tensors(self.optimizer)]
+        gradients = [each.grad for each in self.trained.values() if each.grad is not None]
+        return [*weights, *gradients]
