@@ -9,12 +9,12 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.files import sha256_file
-from paceline.models.builtin import builtin_names, resolve_model
+from paceline.models.builtin import resolve_model
 
 SIZES = {"qwen2-tiny": (8e6, 10e6), "qwen2-micro": (0.2e6, 1e6)}
 
 
-@pytest.mark.parametrize("name", builtin_names())
+@pytest.mark.parametrize("name", ["qwen2-tiny", "qwen2-micro"])
 def test_transformers_loads_it_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,11 +11,22 @@ import contextlib
 import json
 import mmap
 import os
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypedDict
 
 _SLOTS, _SLOT_BYTES = 32, 768
 #: Sizes may be new in each step.
 _MOST_KNOWN = 4096
+
+
+class CallRecord(TypedDict):
+    """A collective that a rank has issued, for JSON."""
+
+    number: int | None  # among those of its group, from 0; None between two ranks
+    function: str
+    dtype: str | None
+    numel: int | None  # None where ranks may differ in it
+    group: str
+    site: list[str]  # innermost first
 
 
 class CallLog:
@@ -48,7 +59,7 @@ class CallLog:
         if known is None:
             if len(self._known) > _MOST_KNOWN:
                 self._known.clear()
-            fields = call.as_dict()
+            fields = call.record()
             fields["site"] = [line[-200:] for line in fields["site"]]  # cut to what a slot holds
             known = self._known[key] = json.dumps(fields).encode()[: _SLOT_BYTES - 48]
         begin = self._count % _SLOTS * _SLOT_BYTES
@@ -73,10 +84,10 @@ class CallLogReader:
         finally:
             os.close(opened)
 
-    def calls(self) -> list[dict[str, Any]]:
+    def calls(self) -> list[CallRecord]:
         """The calls, the oldest first; one that was cut off by the end of the process is passed
         over."""
-        found = []
+        calls: list[tuple[int, CallRecord]] = []
         for slot in range(_SLOTS):
             line, _, _ = self._memory[slot * _SLOT_BYTES : (slot + 1) * _SLOT_BYTES].partition(
                 b"\n"
@@ -84,7 +95,6 @@ class CallLogReader:
             with contextlib.suppress(ValueError):
                 count, number, fields = line.split(b" ", 2)
                 call = json.loads(fields)
-                found.append(
-                    (int(count), {**call, "number": None if number == b"-1" else int(number)})
-                )
-        return [call for _, call in sorted(found, key=lambda one: one[0])]
+                call["number"] = None if number == b"-1" else int(number)
+                calls.append((int(count), call))
+        return [call for _, call in sorted(calls, key=lambda entry: entry[0])]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -48,9 +48,6 @@ class Link:
     residual: float = 0.0
     sent_bytes: int = 0
     wall_s: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def seconds(self, messages: float, sent_bytes: float) -> float:
         """Of ``messages``, one after the other, that are ``sent_bytes`` in all."""

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from types import CodeType, FrameType
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from paceline.distributed.call_log import CallLog
+from paceline.distributed.call_log import CallLog, CallRecord
 
 #: Collectives that are remembered.
 _KEPT = 32
@@ -77,11 +77,15 @@ class CollectiveCall(NamedTuple):
     group: str
     site: tuple[tuple[CodeType, int], ...]  # innermost first
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: ``site`` as lines of text, ``dtype`` by its name."""
-        dtype = None if self.dtype is None else str(self.dtype).removeprefix("torch.")
-        site = [where(code, line) for code, line in self.site]
-        return {**self._asdict(), "dtype": dtype, "site": site}
+    def record(self) -> CallRecord:
+        return {
+            "number": self.number,
+            "function": self.function,
+            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+            "numel": self.numel,
+            "group": self.group,
+            "site": [where(code, line) for code, line in self.site],
+        }
 
 
 class StepTimes(NamedTuple):
@@ -170,11 +174,8 @@ class ProgressTracker:
         self.enter("data")
         self.spent_s.clear()
         self._add_held()
-        self._step_at, self._step_waited, self._step_held = (
-            self.marked_at,
-            self.waited_s,
-            self.held_s,
-        )
+        self._step_at, self._step_waited = self.marked_at, self.waited_s
+        self._step_held = self.held_s
 
     def end_step(self, disturbed: bool = False) -> None:
         """Between steps the phase is `logging`. ``disturbed``: its time is not a measure of this
@@ -182,13 +183,15 @@ class ProgressTracker:
         self.enter("logging")
         self._add_held()
         self.step_wait_s = self.waited_s - self._step_waited
-        wall_s, data_s, held_s = (
-            self.marked_at - self._step_at,
-            self.spent_s.get("data", 0.0),
-            self.held_s - self._step_held,
-        )
         self.steps.append(
-            StepTimes(self.step or 0, wall_s, data_s, self.step_wait_s, held_s, disturbed)
+            StepTimes(
+                step=self.step or 0,
+                wall_s=self.marked_at - self._step_at,
+                data_s=self.spent_s.get("data", 0.0),
+                wait_s=self.step_wait_s,
+                held_s=self.held_s - self._step_held,
+                disturbed=disturbed,
+            )
         )
 
     # -- collectives
@@ -204,11 +207,14 @@ class ProgressTracker:
             known.issued = number + 1
         if isinstance(tensor, list | tuple):
             tensor = tensor[0] if tensor else None
-        dtype, numel = (
-            (tensor.dtype, tensor.numel()) if isinstance(tensor, torch.Tensor) else (None, None)
-        )
+        has_size = isinstance(tensor, torch.Tensor)
         call = CollectiveCall(
-            number, function, dtype, numel, name, call_site(inspect.currentframe())
+            number,
+            function,
+            tensor.dtype if has_size else None,
+            tensor.numel() if has_size else None,
+            name,
+            call_site(inspect.currentframe()),
         )
         self.ring.append(call)
         if self.box is not None:
@@ -232,12 +238,12 @@ class ProgressTracker:
     @property
     def issued(self) -> dict[str, int]:
         """Collectives issued so far, by group."""
-        return {name: one.issued for name, one in list(self._groups.items()) if one.issued}
+        return {name: group.issued for name, group in list(self._groups.items()) if group.issued}
 
     @property
     def groups(self) -> dict[str, list[int]]:
         """Global ranks of each group that this rank has used."""
-        return {name: one.ranks for name, one in list(self._groups.items())}
+        return {name: group.ranks for name, group in list(self._groups.items())}
 
     # -- waits
     @contextmanager
@@ -282,15 +288,14 @@ class SchedulerDelayReader:
         self._file = open("/proc/thread-self/schedstat", "rb", buffering=0)  # noqa: SIM115  (read at each wait)
         self._number = self._file.fileno()
 
-    @staticmethod
-    def open() -> SchedulerDelayReader | None:
+    @classmethod
+    def open(cls) -> SchedulerDelayReader | None:
         """None where this system has no such file."""
-        try:
-            found = SchedulerDelayReader()
-            found.read_s()
-        except (OSError, IndexError, ValueError):
-            return None
-        return found
+        with suppress(OSError, IndexError, ValueError):
+            reader = cls()
+            reader.read_s()
+            return reader
+        return None
 
     def read_s(self) -> float:
         return int(os.pread(self._number, 64, 0).split()[1]) * 1e-9
@@ -328,7 +333,7 @@ def issue_from(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         operations = args[0] if args else kwargs["p2p_op_list"]
         PROGRESS.issue(
             function,
-            [one.tensor for one in operations[:1]],
+            [operation.tensor for operation in operations[:1]],
             operations[0].group if operations else None,
         )
         return

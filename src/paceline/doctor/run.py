@@ -4,7 +4,7 @@ have."""
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -288,7 +288,7 @@ def examine_rank(job: HostExam, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
         report = {
             "checks": [one.as_dict() for one in checks],
             "links": [one.as_dict() for one in network.pairs],
-            "all_reduce": {**network.all_reduce.as_dict(), "num_hosts": len(set(network.hosts))},
+            "all_reduce": {**asdict(network.all_reduce), "num_hosts": len(set(network.hosts))},
             **between,
         }
         return {"status": "done", "report": report if world.is_rank_zero else None}

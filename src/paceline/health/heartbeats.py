@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.distributed import torch_compat
-from paceline.distributed.call_log import CallLogReader
+from paceline.distributed.call_log import CallLogReader, CallRecord
 from paceline.distributed.progress import COLLECTIVE, PROGRESS, StepTimes, stack_of
 from paceline.distributed.segments import SegmentCounter, Segments
 from paceline.health.hangs import RankStatus
@@ -113,7 +113,7 @@ class HeartbeatExchange:
         }
         details: dict[str, Any] = {"stack": stack_of(PROGRESS.thread)}
         if still_s > _CALLS_AFTER_S or self.asked or self.asks:
-            details["calls"] = [one.as_dict() for one in list(PROGRESS.ring)]
+            details["calls"] = [call.record() for call in list(PROGRESS.ring)]
         written: dict[str, Any] = {
             self._key(self.rank): beat,
             self._key(self.rank, "details"): details,
@@ -175,14 +175,14 @@ class HeartbeatExchange:
         found = {rank: self._get(self._key(rank, "details")) for rank in ranks}
         return {rank: one for rank, one in found.items() if one is not None}
 
-    def calls(self, ranks: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
+    def calls(self, ranks: Iterable[int]) -> dict[int, list[CallRecord]]:
         """rank → its last calls, where they can be had: from its memory on this host, or as it has
         told them."""
         near = self.calls_near()
         told = self.details(rank for rank in ranks if rank not in near)
         return near | {rank: one["calls"] for rank, one in told.items() if "calls" in one}
 
-    def calls_near(self) -> dict[int, list[dict[str, Any]]]:
+    def calls_near(self) -> dict[int, list[CallRecord]]:
         """Of the ranks of this host, without the store."""
         return {rank: one.box.calls() for rank, one in self._peers.items() if one.box is not None}
 

@@ -1,21 +1,16 @@
 """Ranks that issue different collectives, found by comparing what each has issued last. Pure
-functions.
-
-A call is a dict as of :meth:`paceline.distributed.progress.CollectiveCall.as_dict`: number,
-function, dtype, numel, group, site.
-"""
+functions."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.core.formatting import counted
-
-Issued = Mapping[str, Any]
+from paceline.distributed.call_log import CallRecord
 
 
 def find_mismatch(
-    rings: Mapping[int, Sequence[Issued]], sites: bool = False
+    rings: Mapping[int, Sequence[CallRecord]], sites: bool = False
 ) -> tuple[list[int], str] | None:
     """The first place where ranks of one group have issued different collectives: (the ranks that
     differ from most, what each called and where). None where there is none.
@@ -38,24 +33,26 @@ def find_mismatch(
     return None
 
 
-def describe(call: Issued) -> str:
+def describe(call: CallRecord) -> str:
     """``all_reduce of 10 float32 at file.py:3 in f``."""
     size = f" of {call['numel']:,} {call['dtype']}" if call["numel"] is not None else ""
     site = f" at {call['site'][0]}" if call["site"] else ""
     return f"{call['function']}{size}{site}"
 
 
-def _kind(call: Issued) -> tuple[Any, ...]:
+def _kind(call: CallRecord) -> tuple[Any, ...]:
     return call["function"], call["dtype"], call["numel"]
 
 
-def _place(call: Issued) -> tuple[Any, ...]:
+def _place(call: CallRecord) -> tuple[Any, ...]:
     return (*_kind(call), *call["site"])
 
 
-def _by_number(rings: Mapping[int, Sequence[Issued]]) -> list[tuple[str, int, dict[int, Issued]]]:
+def _by_number(
+    rings: Mapping[int, Sequence[CallRecord]],
+) -> list[tuple[str, int, dict[int, CallRecord]]]:
     """(group, number, rank → call) wherever several ranks remember that call."""
-    found: dict[tuple[str, int], dict[int, Issued]] = {}
+    found: dict[tuple[str, int], dict[int, CallRecord]] = {}
     for rank, ring in sorted(rings.items()):
         for call in ring:
             if call["number"] is not None:
@@ -66,7 +63,10 @@ def _by_number(rings: Mapping[int, Sequence[Issued]]) -> list[tuple[str, int, di
 
 
 def _tell(
-    rings: Mapping[int, Sequence[Issued]], number: int, calls: Mapping[int, Issued], kind: Any
+    rings: Mapping[int, Sequence[CallRecord]],
+    number: int,
+    calls: Mapping[int, CallRecord],
+    kind: Any,
 ) -> tuple[list[int], str]:
     by_kind: dict[Any, list[int]] = {}
     for rank, call in calls.items():
@@ -87,8 +87,8 @@ def _tell(
 
 
 def _where_places_part(
-    rings: Mapping[int, Sequence[Issued]], number: int, calls: Mapping[int, Issued]
-) -> tuple[int, Mapping[int, Issued]]:
+    rings: Mapping[int, Sequence[CallRecord]], number: int, calls: Mapping[int, CallRecord]
+) -> tuple[int, Mapping[int, CallRecord]]:
     """The first of the calls up to this one that came from different places in the code: equal ones
     may have gone together before unequal ones met."""
     group = next(iter(calls.values()))["group"]
@@ -103,7 +103,10 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _skipped(
-    rings: Mapping[int, Sequence[Issued]], number: int, calls: Mapping[int, Issued], kind: Any
+    rings: Mapping[int, Sequence[CallRecord]],
+    number: int,
+    calls: Mapping[int, CallRecord],
+    kind: Any,
 ) -> str | None:
     """Where one rank's calls are those of another, shifted by some: who left out what."""
     ranks = sorted(
@@ -129,7 +132,7 @@ def _skipped(
     return None
 
 
-def _from(ring: Sequence[Issued], group: str, number: int) -> list[Issued]:
+def _from(ring: Sequence[CallRecord], group: str, number: int) -> list[CallRecord]:
     return [
         one
         for one in ring
@@ -138,9 +141,9 @@ def _from(ring: Sequence[Issued], group: str, number: int) -> list[Issued]:
 
 
 def _shift(
-    behind: Sequence[Issued],
-    ahead: Sequence[Issued],
-    before: Sequence[Issued],
+    behind: Sequence[CallRecord],
+    ahead: Sequence[CallRecord],
+    before: Sequence[CallRecord],
     kind: Any,
     most: int = 8,
 ) -> int | None:
@@ -156,17 +159,17 @@ def _shift(
     return None
 
 
-def _same_place(one: Issued, other: Issued) -> bool:
+def _same_place(one: CallRecord, other: CallRecord) -> bool:
     return bool(one["site"][:1] == other["site"][:1])
 
 
-def _followed(ahead: Sequence[Issued], before: Sequence[Issued]) -> list[Issued]:
+def _followed(ahead: Sequence[CallRecord], before: Sequence[CallRecord]) -> list[CallRecord]:
     """What came after the last of ``ahead`` when it was called the time before."""
     last = ahead[-1]
     own = [one for one in before if one["group"] == last["group"] and one["number"] is not None]
     earlier = [
         place
         for place, one in enumerate(own)
-        if _place(one) == _place(last) and one["number"] < last["number"]
+        if _place(one) == _place(last) and (one["number"] or 0) < (last["number"] or 0)
     ]
     return own[earlier[-1] + 1 : -len(ahead)] if earlier else []

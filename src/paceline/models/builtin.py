@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import JsonValue
+
 from paceline.core.errors import ConfigError, unknown_name
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once
@@ -68,11 +70,6 @@ _SHAPES = {
         hidden=64, layers=2, heads=4, kv_heads=2, intermediate=192, positions=2048
     ),
 }
-
-
-def builtin_names() -> list[str]:
-    """Names of the built-in language models, without the ``builtin:`` before them."""
-    return list(_SHAPES)
 
 
 def resolve_model(name: str) -> str:
@@ -212,8 +209,8 @@ def _write_tokenizer(folder: Path) -> None:
     )
     tokenizer.decoder = decoders.ByteLevel()
     special = [
-        AddedToken(one, special=True, normalized=False)
-        for one in (END_OF_TEXT, TURN_START, TURN_END)
+        AddedToken(token, special=True, normalized=False)
+        for token in (END_OF_TEXT, TURN_START, TURN_END)
     ]
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
@@ -245,7 +242,7 @@ def _training_text() -> Iterator[str]:
             yield row["text"]
 
 
-def _rows(dataset: str) -> Iterator[dict[str, Any]]:
+def _rows(dataset: str) -> Iterator[Any]:
     with open(builtin_dataset(dataset), encoding="utf-8") as handle:
         for line in handle:
             yield json.loads(line)
@@ -255,7 +252,7 @@ def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def config_numbers(name: str) -> dict[str, Any]:
+def config_numbers(name: str) -> dict[str, JsonValue]:
     """``config.json`` of a local folder or a well-known hub id, without importing anything; empty
     if it cannot be read."""
     try:
@@ -266,5 +263,5 @@ def config_numbers(name: str) -> dict[str, Any]:
 
 def model_type(name: str) -> str | None:
     """The ``model_type`` of a local folder or a well-known hub id; None if it cannot be read."""
-    found = config_numbers(name).get("model_type")
-    return found if isinstance(found, str) and found.isidentifier() else None
+    kind = config_numbers(name).get("model_type")
+    return kind if isinstance(kind, str) and kind.isidentifier() else None

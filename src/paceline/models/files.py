@@ -3,12 +3,12 @@ anything starts."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.hub import FIX, go_offline, is_hub_id, unreachable
 from paceline.models.hub_configs import canonical_id
+from paceline.models.json_config import JsonObject
 
 _WEIGHTS = (
     "*.safetensors",
@@ -42,20 +42,15 @@ def check_hub(config: Config) -> None:
     Raises:
         ConfigError: the hub cannot be reached, and there is no copy.
     """
-    for key, name in (
-        ("model", config.model),
-        ("tokenizer", config.tokenizer),
-        ("lora.adapter", config.lora.adapter),
+    for key, name, mark in (
+        ("model", config.model, "config.json"),
+        ("tokenizer", config.tokenizer, "tokenizer_config.json"),
+        ("lora.adapter", config.lora.adapter, "adapter_config.json"),
     ):
         if name is None or not is_hub_id(name) or (reason := unreachable()) is None:
             continue
         go_offline()
-        marks = {
-            "model": "config.json",
-            "tokenizer": "tokenizer_config.json",
-            "lora.adapter": "adapter_config.json",
-        }
-        if not _is_cached(canonical_id(name), marks[key]):
+        if not _is_cached(canonical_id(name), mark):
             raise ConfigError(
                 f"`{key}: {name}` is not a local folder, was not downloaded before, and cannot be"
                 f" downloaded: {reason}",
@@ -156,12 +151,12 @@ def _check_adapter(config: Config) -> None:
         _read_object(folder / "adapter_config.json", f"`lora.adapter: {name}`")
 
 
-def _read_object(file: Path, key: str) -> dict[str, Any]:
+def _read_object(file: Path, key: str) -> JsonObject:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-        reason = f"it holds a {type(found).__name__}, not an object"
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(content, dict):
+            return content
+        reason = f"it holds a {type(content).__name__}, not an object"
     except (OSError, ValueError) as error:
         reason = str(error)
     raise ConfigError(

@@ -2,15 +2,15 @@
 Personalization and Recommendation Systems" (2019): vectors of the ids and of the dense numbers,
 their pairwise dot products, a network on top."""
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypedDict, cast
 
 import torch
+from pydantic import JsonValue
 from torch import nn
 from torch.nn import functional
 
@@ -18,6 +18,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import write_json_atomic
 from paceline.distributed.seeds import derive_seed
+from paceline.models.json_config import read_object
 
 DLRM = "builtin:dlrm"
 _FORMAT = "paceline-recommender"
@@ -124,6 +125,24 @@ def fill_rows(target: torch.Tensor, seed: int, rows: int, start: int) -> None:
         target[low - start : high - start] = values[low - first : high - first]
 
 
+class ClickModelArgs(TypedDict):
+    """Arguments of :class:`ClickModel`."""
+
+    num_dense: int
+    tables: list[int]
+    dim: int
+    bottom: list[int]
+    top: list[int]
+
+
+class _SavedModel(TypedDict):
+    """The config.json of a saved click model."""
+
+    args: ClickModelArgs
+    tables: dict[str, list[tuple[str, int, int]]]  # name → (file, first row, rows)
+    form: dict[str, JsonValue]
+
+
 class ClickModel(nn.Module):
     """``model(dense [N, D], ids, starts)`` gives the logit of a click [N]; ``ids`` and ``starts``
     have one tensor a table."""
@@ -173,15 +192,14 @@ def _layers(widths: Sequence[int], last: bool = False) -> nn.Sequential:
 
 # -- building, saving and loading
 # -----------------------------------------------------------------------------------------
-def model_args(config: Config, num_dense: int, tables: Sequence[int]) -> dict[str, Any]:
+def model_args(config: Config, num_dense: int, tables: Sequence[int]) -> ClickModelArgs:
     """Arguments of :class:`ClickModel` as the config says."""
-    said = config.recommend
     return {
         "num_dense": num_dense,
         "tables": list(tables),
-        "dim": said.embedding_dim,
-        "bottom": said.bottom,
-        "top": said.top,
+        "dim": config.recommend.embedding_dim,
+        "bottom": config.recommend.bottom,
+        "top": config.recommend.top,
     }
 
 
@@ -195,7 +213,7 @@ def check_click_model(name: str) -> None:
     )
 
 
-def build_click_model(name: str, args: dict[str, Any]) -> ClickModel:
+def build_click_model(name: str, args: ClickModelArgs) -> ClickModel:
     """The model that ``model`` names, for data of this form: fresh, or with the weights of a run's
     ``model`` folder.
 
@@ -206,21 +224,21 @@ def build_click_model(name: str, args: dict[str, Any]) -> ClickModel:
     if name == DLRM:
         return model
     folder = Path(name).expanduser()
-    found = (_spec(folder) or {}).get("args")
-    if found != args:
+    spec = _spec(folder)
+    if spec is None or spec["args"] != args:
         raise ConfigError(
-            f"`model: {name}` has another form than the data and `recommend` say: {found}, not"
-            f" {args}",
+            f"`model: {name}` has another form than the data and `recommend` say:"
+            f" {spec and spec['args']}, not {args}",
             fix=f"set `recommend` and the data as they were, or `model: {DLRM}`",
         )
-    _fill(model, folder)
+    _fill(model, folder, spec)
     return model
 
 
 def save_click_model(
     folder: Path,
-    args: dict[str, Any],
-    form: dict[str, Any],
+    args: ClickModelArgs,
+    form: dict[str, JsonValue],
     dense: dict[str, torch.Tensor],
     tables: Iterable[tuple[str, int, Callable[[int, int], torch.Tensor]]],
 ) -> None:
@@ -238,21 +256,21 @@ def save_click_model(
         {name: one.detach().contiguous().cpu() for name, one in dense.items()},
         str(folder / "model.safetensors"),
     )
-    files: dict[str, list[list[Any]]] = {}
+    files: dict[str, list[tuple[str, int, int]]] = {}
     for number, (name, rows, read) in enumerate(tables):
         step = max(1, _FILE_BYTES // (4 * args["dim"]))
         for part, start in enumerate(range(0, rows, step)):
             file = f"table-{number:03d}-{part:05d}.safetensors"
             values = read(start, min(start + step, rows)).detach().contiguous().cpu()
             save_file({name: values.clone()}, str(folder / file))
-            files.setdefault(name, []).append([file, start, len(values)])
+            files.setdefault(name, []).append((file, start, len(values)))
     write_json_atomic(
         folder / "config.json",
         {"format": _FORMAT, "model": DLRM, "args": args, "tables": files, "form": form},
     )
 
 
-def load_recommender(folder: str | Path) -> tuple[ClickModel, dict[str, Any]]:
+def load_recommender(folder: str | Path) -> tuple[ClickModel, dict[str, JsonValue]]:
     """A trained click model: (model in evaluation mode on the CPU, what its inputs are).
 
     Raises:
@@ -266,19 +284,16 @@ def load_recommender(folder: str | Path) -> tuple[ClickModel, dict[str, Any]]:
             allowed="the `model` folder of a run of `task: recommend`",
         )
     model = ClickModel(**spec["args"])
-    _fill(model, folder)
-    return model.eval(), dict(spec["form"])
+    _fill(model, folder, spec)
+    return model.eval(), spec["form"]
 
 
-def _fill(model: ClickModel, folder: Path) -> None:
+def _fill(model: ClickModel, folder: Path, spec: _SavedModel) -> None:
     from safetensors.torch import load_file
 
-    spec = _spec(folder)
-    assert spec is not None
-    found = dict(model.named_parameters())
     with torch.no_grad():
         for name, value in load_file(str(folder / "model.safetensors")).items():
-            found[name].copy_(value)
+            model.get_parameter(name).copy_(value)
     for name, table in named_tables(model).items():
         table.files = [
             (folder / file, name, start, rows) for file, start, rows in spec["tables"][name]
@@ -287,10 +302,7 @@ def _fill(model: ClickModel, folder: Path) -> None:
             table.fill(table.weight, 0)
 
 
-def _spec(folder: Path) -> dict[str, Any] | None:
+def _spec(folder: Path) -> _SavedModel | None:
     """The config.json of a folder that this module wrote, else None."""
-    try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and found.get("format") == _FORMAT else None
+    content = read_object(folder / "config.json") or {}
+    return cast(_SavedModel, content) if content.get("format") == _FORMAT else None

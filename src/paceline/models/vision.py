@@ -8,13 +8,14 @@ import shutil
 from collections import OrderedDict
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError, nearest
+from paceline.core.errors import ConfigError, first_line, nearest
 from paceline.core.files import write_json_atomic
 from paceline.core.hub import go_offline_if_unreachable
 from paceline.data.images import ImageForm
+from paceline.models.json_config import read_object
 
 if TYPE_CHECKING:
     import torch
@@ -142,12 +143,8 @@ def find_form(config: Config, *, digits: bool) -> tuple[ImageForm, list[tuple[st
         return (ImageForm(1, 8, 8) if digits else ImageForm(3, size, size)), []
     own = _own_spec(config.model)
     if own is not None:
-        return (
-            ImageForm(
-                own["args"]["in_channels"], own["args"]["image_size"], own["args"]["image_size"]
-            ),
-            [],
-        )
+        side = own["args"]["image_size"]
+        return ImageForm(own["args"]["in_channels"], side, side), []
     model_config = _hub_config(config)
     notices: list[tuple[str, str]] = []
     wanted = getattr(model_config, "image_size", None)
@@ -191,17 +188,15 @@ def _hub_config(config: Config) -> Any:
 
 def _normalisation(name: str) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
     file = _preprocessor_file(name)
-    if file is None:
-        return None, None
-    found = json.loads(file.read_text())
-    mean, std = found.get("image_mean"), found.get("image_std")
+    content = {} if file is None else json.loads(file.read_text())
+    mean, std = content.get("image_mean"), content.get("image_std")
     if (
-        found.get("do_normalize") is False
-        or not isinstance(mean, list)
-        or not isinstance(std, list)
+        content.get("do_normalize") is not False
+        and isinstance(mean, list)
+        and isinstance(std, list)
     ):
-        return None, None
-    return tuple(mean), tuple(std)
+        return tuple(mean), tuple(std)
+    return None, None
 
 
 def _preprocessor_file(name: str) -> Path | None:
@@ -275,9 +270,8 @@ def _local(name: str) -> str:
 
 
 def _cannot_load(name: str, error: BaseException) -> ConfigError:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
     return ConfigError(
-        f"`model: {name}` cannot be loaded: {lines[0][:300]}",
+        f"`model: {name}` cannot be loaded: {first_line(error)}",
         allowed=_ALLOWED,
         fix=(
             "download the model where there is a network and give its folder:"
@@ -315,13 +309,19 @@ def save_image_model(
     write_json_atomic(folder / "config.json", spec)
 
 
-def _own_spec(name: str) -> dict[str, Any] | None:
+class _SavedModel(TypedDict):
+    """The config.json of a saved built-in model."""
+
+    format: str
+    model: str
+    args: dict[str, int]
+    classes: list[str]
+
+
+def _own_spec(name: str) -> _SavedModel | None:
     """The config.json of a folder that this module wrote, else None."""
-    try:
-        found = json.loads((Path(name).expanduser() / "config.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and found.get("format") == _FORMAT else None
+    content = read_object(Path(name).expanduser() / "config.json") or {}
+    return cast(_SavedModel, content) if content.get("format") == _FORMAT else None
 
 
 def load_classifier(folder: str | Path) -> tuple[nn.Module, list[str]]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -393,7 +393,7 @@ class CommAdvisor:
             self.summary = self.sentence(verdict)
         return {
             "communication": found,
-            **({"link": self.link.as_dict()} if self.link is not None else {}),
+            **({"link": asdict(self.link)} if self.link is not None else {}),
         }
 
 

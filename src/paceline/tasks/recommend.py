@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.data.clicks.log import ClickLog, Row
+    from paceline.models.recommend import ClickModelArgs
 
 #: Settings that mean something for language models alone.
 _LANGUAGE_KEYS = ("tokenizer", "format", "system", "chat_template")
@@ -181,7 +182,7 @@ class RecommendTask(Task):
 
         return build_click_model(self.config.model, self._model_args())
 
-    def _model_args(self) -> dict[str, Any]:
+    def _model_args(self) -> ClickModelArgs:
         from paceline.models.recommend import model_args
 
         handle = self._handle()

@@ -35,27 +35,12 @@ class Trace:
     values: list[list[float]] = field(default_factory=list)
 
 
-def _add(into: torch.Tensor, one: torch.Tensor) -> None:
-    into.add_(one)
-
-
-def _maximum(into: torch.Tensor, one: torch.Tensor) -> None:
-    torch.maximum(into, one, out=into)
-
-
-def _minimum(into: torch.Tensor, one: torch.Tensor) -> None:
-    torch.minimum(into, one, out=into)
-
-
-def _multiply(into: torch.Tensor, one: torch.Tensor) -> None:
-    into.mul_(one)
-
-
+#: How a value that arrived is combined with the rank's own, in place.
 _COMBINE: dict[Any, Combine] = {
-    dist.ReduceOp.SUM: _add,
-    dist.ReduceOp.MAX: _maximum,
-    dist.ReduceOp.MIN: _minimum,
-    dist.ReduceOp.PRODUCT: _multiply,
+    dist.ReduceOp.SUM: torch.Tensor.add_,
+    dist.ReduceOp.MAX: lambda mine, arrived: torch.maximum(mine, arrived, out=mine),
+    dist.ReduceOp.MIN: lambda mine, arrived: torch.minimum(mine, arrived, out=mine),
+    dist.ReduceOp.PRODUCT: torch.Tensor.mul_,
 }
 
 
@@ -102,7 +87,7 @@ def broadcast(
     check_algorithm(algorithm, "broadcast")
     if not 0 <= root < world_line.size:
         raise ValueError(f"there is no rank {root} among {world_line.size}")
-    return _run(world_line, tensor, ("broadcast", algorithm, root), _add, trace)
+    return _run(world_line, tensor, ("broadcast", algorithm, root), torch.Tensor.add_, trace)
 
 
 def _run(
@@ -151,40 +136,37 @@ def _run_steps(
         with uncounted():
             dist.all_reduce(torch.zeros(1, device=flat.device), group=world.group)
         _MET.add(world)
-    raw = _as_bytes(flat)
+    raw = flat.view(torch.uint8)  # so every dtype can be sent
     wide, rank = flat.element_size(), world.rank
     num_bytes = num_messages = 0
     if trace is not None:
         trace.values.append(flat.tolist())
     for step in todo:
-        sends = [one for one in step.sends if one.source == rank]
-        takes = [one for one in step.sends if one.target == rank]
+        takes = [send for send in step.sends if send.target == rank]
         arrived = [
-            torch.empty((one.stop - one.start) * wide, dtype=torch.uint8, device=flat.device)
-            for one in takes
+            torch.empty(send.count * wide, dtype=torch.uint8, device=flat.device) for send in takes
         ]
         calls = [
-            dist.P2POp(dist.irecv, into, group=world.group, group_peer=one.source)
-            for one, into in zip(takes, arrived, strict=True)
+            dist.P2POp(dist.irecv, into, group=world.group, group_peer=send.source)
+            for send, into in zip(takes, arrived, strict=True)
         ]
-        for one in sends:
-            part = raw[one.start * wide : one.stop * wide]
-            calls.append(dist.P2POp(dist.isend, part, group=world.group, group_peer=one.target))
-            num_bytes, num_messages = num_bytes + part.numel(), num_messages + 1
+        for send in step.sends:
+            if send.source == rank:
+                part = raw[send.start * wide : send.stop * wide]
+                calls.append(
+                    dist.P2POp(dist.isend, part, group=world.group, group_peer=send.target)
+                )
+                num_bytes += part.numel()
+                num_messages += 1
         if calls:
             with inside_collective():  # the caller counts the bytes
                 works = dist.batch_isend_irecv(calls)
             for work in works:
                 work.wait()
-        for one, into in zip(takes, arrived, strict=True):
-            values, mine = into.view(flat.dtype), flat[one.start : one.stop]
-            combine(mine, values) if one.add else mine.copy_(values)
+        for send, into in zip(takes, arrived, strict=True):
+            values, mine = into.view(flat.dtype), flat[send.start : send.stop]
+            combine(mine, values) if send.add else mine.copy_(values)
         if trace is not None:
             trace.steps.append(step)
             trace.values.append(flat.tolist())
     return Sent(num_bytes, num_messages)
-
-
-def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """The same storage as bytes: so every dtype can be sent."""
-    return flat.view(torch.uint8)

@@ -9,7 +9,7 @@ workstations" (2009), section 3; halving-doubling and the binomial tree, Thakur,
 Gropp, "Optimization of collective communication operations in MPICH" (2005), sections 4.1 and 4.5.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.core.errors import ConfigError, did_you_mean
 
@@ -112,72 +112,17 @@ def steps(
     if world_size == 1 or numel == 0:
         return []
     make = _ALL_REDUCE[algorithm] if collective == "all-reduce" else _BROADCAST[algorithm]
-    found = []
-    for phase, number, sends in make(world_size, numel):
-        kept = tuple(_turned(send, root, world_size) for send in sends if send.count > 0)
-        if kept:
-            found.append(Step(phase, number, kept))
-    return found
+    rounds = [
+        Step(phase, number, tuple(_turned(send, root, world_size) for send in sends if send.count))
+        for phase, number, sends in make(world_size, numel)
+    ]
+    return [step for step in rounds if step.sends]
 
 
 def bounds(chunk: int, num_chunks: int, numel: int) -> tuple[int, int]:
     """First element of a chunk, and the one after its last. Sizes differ by one element at most."""
     return numel * chunk // num_chunks, numel * (chunk + 1) // num_chunks
 
-
-def sent_bytes(algorithm: str, world_size: int, rank: int, numel: int, element_size: int) -> int:
-    """Bytes that a rank sends in an all-reduce, in closed form.
-
-    - ring: all chunks but one in each phase: 2(N-1)/N of the tensor where N divides it.
-    - naive: rank 0 sends the tensor N-1 times, each other rank once.
-    - tree: once up (all but rank 0), and down to each child of the binomial tree.
-    - halving, N = 2^k: 2(N-1)/N of the tensor; the ranks beyond a power of two send and get it
-      whole beside that.
-    """
-    check_algorithm(algorithm)
-    if world_size == 1:
-        return 0
-    return element_size * _SENT[algorithm](world_size, rank, numel)
-
-
-def _ring_sent(size: int, rank: int, numel: int) -> int:
-    def length(chunk: int) -> int:
-        start, stop = bounds(chunk % size, size, numel)
-        return stop - start
-
-    return 2 * numel - length(rank + 1) - length(rank + 2)
-
-
-def _naive_sent(size: int, rank: int, numel: int) -> int:
-    return numel * (size - 1) if rank == 0 else numel
-
-
-def _tree_sent(size: int, rank: int, numel: int) -> int:
-    # A rank's children lie at rank + 2^k, for each 2^k below its lowest set bit (rank 0: below N).
-    reach = rank & -rank if rank else size
-    children = sum(
-        1 for power in range(size.bit_length()) if 1 << power < reach and rank + (1 << power) < size
-    )
-    return numel * (children + (1 if rank else 0))
-
-
-def _halving_sent(size: int, rank: int, numel: int) -> int:
-    core = _power_below(size)
-    if rank >= core:
-        return numel
-    first, last = bounds(rank, core, numel)
-    # Halving: everything but its own chunk goes away. Doubling: the chunk goes out once, then each
-    # doubled range but the last.
-    total = numel - (last - first)
-    span = 1
-    while span < core:
-        begin = rank // span * span
-        total += bounds(begin + span - 1, core, numel)[1] - bounds(begin, core, numel)[0]
-        span *= 2
-    return total + (numel if rank + core < size else 0)
-
-
-_SENT = {"ring": _ring_sent, "naive": _naive_sent, "tree": _tree_sent, "halving": _halving_sent}
 
 _Rounds = list[tuple[str, int, list[Send]]]
 
@@ -188,21 +133,11 @@ def _ring(size: int, numel: int) -> _Rounds:
 
     rounds: _Rounds = []
     for step in range(size - 1):
-        rounds.append(
-            (
-                "scatter-reduce",
-                step,
-                [send(rank, (rank - step) % size, True) for rank in range(size)],
-            )
-        )
+        sends = [send(rank, (rank - step) % size, True) for rank in range(size)]
+        rounds.append(("scatter-reduce", step, sends))
     for step in range(size - 1):
-        rounds.append(
-            (
-                "all-gather",
-                step,
-                [send(rank, (rank + 1 - step) % size, False) for rank in range(size)],
-            )
-        )
+        sends = [send(rank, (rank + 1 - step) % size, False) for rank in range(size)]
+        rounds.append(("all-gather", step, sends))
     return rounds
 
 
@@ -280,14 +215,8 @@ def _turned(send: Send, root: int, size: int) -> Send:
     """The same message where the rank that begins is ``root`` instead of 0."""
     if root == 0:
         return send
-    return Send(
-        (send.source + root) % size,
-        (send.target + root) % size,
-        send.chunk,
-        send.start,
-        send.stop,
-        send.add,
-    )
+    source, target = (send.source + root) % size, (send.target + root) % size
+    return replace(send, source=source, target=target)
 
 
 def _powers(size: int) -> list[int]:

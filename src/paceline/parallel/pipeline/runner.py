@@ -91,10 +91,6 @@ class PipelineRunner:
         self._legal(config.train_args.gradient_accumulation_steps)
 
     # -- who has what
-    def has(self, name: str) -> bool:
-        """True where this rank keeps the parameter or buffer (a name in the whole model)."""
-        return bool(set(self.division.stages[name]) & set(self.mine))
-
     def owns(self, name: str) -> bool:
         """True on exactly one rank of the line."""
         return self.division.stages[name][0] in self.mine
