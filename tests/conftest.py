@@ -49,7 +49,7 @@ _MAY_CHANGE = {
 }
 # Helpers that multiprocessing keeps for the life of its parent. A fork server's workers are not
 # exempt: their parent is it.
-_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+_HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "command_server.py")
 _GRACE_S = 5.0
 
 
@@ -127,9 +127,9 @@ def a_turn(
 def no_process_left(a_turn: None) -> Iterator[None]:
     """Fail a test that leaves a process running: a child, or one further down whose parent is
     gone."""
-    before = {process.pid for process in _processes()}
+    before = set(psutil.pids())
     yield
-    left = [process for process in _processes() if process.pid not in before]
+    left = _processes(set(psutil.pids()) - before)
     _, left = psutil.wait_procs(left, timeout=_GRACE_S) if left else ([], [])
     left = [process for process in left if _alive(process)]
     if left:
@@ -162,19 +162,22 @@ def no_environment_change() -> Iterator[None]:
         )
 
 
-def _processes() -> list[psutil.Process]:
-    """Every live process that this session started, whoever its parent is now, without
+def _processes(pids: set[int]) -> list[psutil.Process]:
+    """Those that live and were started by this session, whoever their parent is now, without
     multiprocessing's own helpers."""
-    found = {process.pid: process for process in psutil.Process().children(recursive=True)}
-    for process in psutil.process_iter():
-        if process.pid in found or process.pid == os.getpid():
-            continue
-        try:
-            if process.environ().get("PACELINE_TEST_SESSION") == _TOKEN:
-                found[process.pid] = process
-        except (psutil.Error, OSError):
-            continue
-    return [process for process in found.values() if _alive(process) and not _is_helper(process)]
+    processes = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error, OSError):
+            process = psutil.Process(pid)
+            if _is_of_session(process) and _alive(process) and not _is_helper(process):
+                processes.append(process)
+    return processes
+
+
+def _is_of_session(process: psutil.Process) -> bool:
+    if any(parent.pid == os.getpid() for parent in process.parents()):
+        return True
+    return process.environ().get("PACELINE_TEST_SESSION") == _TOKEN
 
 
 def _alive(process: psutil.Process) -> bool:

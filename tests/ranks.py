@@ -16,10 +16,14 @@ from paceline.distributed.environment import RankEnv
 multiprocessing.set_forkserver_preload(
     [
         "torch",
-        "torch.distributed",
-        "paceline.parallel.ddp.strategy",
-        "paceline.data.loader",
+        "torch.distributed.fsdp",
         "torch._dynamo",
+        "transformers.models.qwen2.modeling_qwen2",
+        "transformers.optimization",
+        "peft",
+        "paceline.data.loader",
+        "paceline.parallel.ddp.strategy",
+        "paceline.parallel.fsdp.strategy",
     ]
 )
 

@@ -5,9 +5,19 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
-from commands import MICRO, digest, events, losses, report, run, start, train, wait_for_step
+from commands import (
+    MICRO,
+    digest,
+    events,
+    losses,
+    rank_server,
+    report,
+    run,
+    start,
+    train,
+    wait_for_step,
+)
 from ranks import free_port
 
 from paceline.cluster.endpoint import is_listening
@@ -53,12 +63,7 @@ def end(process, expect=0):
 
 def rank_of(process):
     """The one rank that this agent has started."""
-    server = next(
-        one
-        for one in psutil.Process(process.pid).children()
-        if "forkserver" in " ".join(one.cmdline())
-    )
-    return server.children()[0]
+    return rank_server(process).children()[0]
 
 
 @pytest.fixture(scope="module")

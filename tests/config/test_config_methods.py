@@ -1,12 +1,11 @@
 """Configs for training methods that Paceline does not have are refused, by name or by the keys of
 those methods."""
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import run
 
 from paceline.config.compat.methods import method_tables
 from paceline.config.load import Loaded
@@ -171,13 +170,5 @@ def test_the_command_ends_with_2_and_writes_nothing(tmp_path: Path) -> None:
         "model_name_or_path: builtin:qwen2-micro\ndataset_name: builtin:python-docs#8\nbeta:"
         " 0.1\noutput_dir: out\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-m", "paceline", "sft", str(file)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 2
-    assert "`beta: 0.1`" in run.stderr
+    assert "`beta: 0.1`" in run(str(file), cwd=tmp_path, expect=2).stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dpo.yaml"]

@@ -3,11 +3,10 @@
 import base64
 import io
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
+from commands import run
 from PIL import Image
 
 from paceline.config.load import load_config
@@ -101,20 +100,12 @@ def test_a_task_of_ones_own_is_refused():
 
 
 def test_the_verb_prints_one_json_value():
-    command = [sys.executable, "-m", "paceline", "data", "preview", "model=builtin:qwen2-micro"]
-    told = subprocess.run(
-        [*command, "dataset=builtin:python-docs", "--rows", "2", "--json"],
-        capture_output=True,
-        text=True,
-    )
-    assert told.returncode == 0, told.stderr
-    found = json.loads(told.stdout)
-    assert len(found["rows"]) == 2
-    assert np.all([row["num_tokens"] > 0 for row in found["rows"]])
-    told = subprocess.run(
-        [*command, "dataset=nothing.jsonl", "--rows", "2"], capture_output=True, text=True
-    )
-    assert (told.returncode, told.stdout) == (2, "")
+    words = ("preview", "model=builtin:qwen2-micro", "--rows", "2")
+    done = run(*words, "dataset=builtin:python-docs", "--json", verb="data")
+    table = json.loads(done.stdout)
+    assert len(table["rows"]) == 2
+    assert np.all([row["num_tokens"] > 0 for row in table["rows"]])
+    assert run(*words, "dataset=nothing.jsonl", verb="data", expect=2).stdout == ""
 
 
 def test_images_are_shown_as_the_model_takes_them(tmp_path):

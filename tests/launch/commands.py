@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from command_server import SERVER, Command
 
 from paceline.cli import build_parser
 
@@ -31,7 +33,27 @@ def parse(*tokens: str) -> argparse.Namespace:
     return parser.parse(rest)
 
 
-def start(*words: str, verb: str = "sft", **settings: Any) -> subprocess.Popen[str]:
+def start(
+    *words: str, verb: str = "sft", is_new_interpreter: bool = False, **settings: Any
+) -> subprocess.Popen[str] | Command:
+    """Start `paceline VERB WORDS`.
+
+    Args:
+        is_new_interpreter: for what depends on the imports of a new interpreter.
+        settings: of :class:`subprocess.Popen`.
+    """
+    environment = settings.get("env") or os.environ
+    if (
+        not is_new_interpreter
+        and settings.keys() <= {"env", "cwd", "start_new_session"}
+        and SERVER.can_run(environment)
+    ):
+        return SERVER.start(
+            [verb, *words],
+            environment,
+            Path(settings.get("cwd") or Path.cwd()),
+            settings.get("start_new_session", False),
+        )
     command = [sys.executable, "-m", "paceline", verb, *words]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings
@@ -75,7 +97,7 @@ def digest(path: Path) -> str:
 
 
 def wait_for_step(
-    folder: Path, step: int, process: subprocess.Popen[str], timeout_s: float = 180.0
+    folder: Path, step: int, process: subprocess.Popen[str] | Command, timeout_s: float = 180.0
 ) -> None:
     """Until the run has made ``step`` updates; fails where it ends before."""
     deadline = time.monotonic() + timeout_s
@@ -89,7 +111,16 @@ def wait_for_step(
     raise AssertionError(f"step {step} was not reached")
 
 
-def forked(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def rank_server(process: subprocess.Popen[str] | Command) -> psutil.Process:
+    """The process from which a command forks its ranks."""
+    return next(
+        child
+        for child in psutil.Process(process.pid).children()
+        if {"forkserver", "command_server"} & set(re.findall(r"\w+", " ".join(child.cmdline())))
+    )
+
+
+def forked(process: subprocess.Popen[str] | Command) -> list[psutil.Process]:
     """The ranks of a command that starts them from a warm server: the server is the command's own
     child, they are its."""
     found = []
@@ -111,7 +142,7 @@ def spawned(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def end_by(
-    process: subprocess.Popen[str],
+    process: subprocess.Popen[str] | Command,
     number: signal.Signals,
     num_ranks: int,
     ready: Callable[[], object] = lambda: True,

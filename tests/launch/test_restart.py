@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from commands import MICRO, digest, events, report, start, train, wait_for_step
+from commands import MICRO, digest, events, rank_server, report, start, train, wait_for_step
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +33,7 @@ def begin(folder):
 
 
 def ranks_of(process):
-    launcher = psutil.Process(process.pid)
-    server = next(one for one in launcher.children() if "forkserver" in " ".join(one.cmdline()))
-    return server.children(recursive=False)
+    return rank_server(process).children(recursive=False)
 
 
 def all_gone(processes, within_s=6.0):

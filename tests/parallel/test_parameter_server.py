@@ -2,12 +2,11 @@
 ranks that are named."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from commands import run
 from ranks import run_ranks
 from serving import make_config
 from states import assemble, copied
@@ -327,12 +326,7 @@ def test_a_run_without_waiting_ends_with_a_whole_model(tmp_path: Path):
         "parameter_server.servers=2", "train_args.per_device_train_batch_size=16",
         "train_args.max_steps=12", "train_args.logging_steps=4",
     ]  # fmt: skip
-    subprocess.run(
-        [sys.executable, "-m", "paceline", "sft", *words],
-        check=True,
-        capture_output=True,
-        timeout=240,
-    )
+    run(*words)
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert (report["status"], report["strategy"], report["steps"]) == (
         "done",

@@ -5,12 +5,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from commands import start
 
 from paceline.core.event_log import read_events
 from paceline.parallel.parameter_server.collectives import CollectiveServer, WorkerExit
@@ -76,7 +76,7 @@ def command(
     (tmp_path / "tasks.py").write_text(TASK)
     (tmp_path / "pids").mkdir(exist_ok=True)
     return [
-        sys.executable, "-m", "paceline", "sft", "model=builtin:dlrm",
+        "model=builtin:dlrm",
         f"task={tmp_path}/tasks.py:{task}", "dataset=builtin:clicks#3000",
         "split_dataset_ratio=0.2", f"output_dir={tmp_path}/{name}", "parallel.device=cpu",
         "parallel.num_gpus=3", "train_args.per_device_train_batch_size=16",
@@ -87,9 +87,9 @@ def command(
 
 
 def run(tmp_path: Path, name: str, task: str, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(tmp_path, name, task, *more), capture_output=True, text=True, timeout=240
-    )
+    process = start(*command(tmp_path, name, task, *more))
+    out, err = process.communicate(timeout=240)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def served(tmp_path: Path, *kills: str) -> list[str]:
@@ -160,7 +160,7 @@ def test_a_worker_killed_from_outside_leaves_a_bounded_run_going(tmp_path: Path)
     """Nobody waits for the dead one's clock, and the run ends with a whole model."""
     more = ["parameter_server.mode=bounded", "parameter_server.staleness=1"]
     words = command(tmp_path, "run", "Killer", *served(tmp_path), *more, steps=400, logging=10)
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    process = start(*words)
     said: list[str] = []
     assert process.stderr is not None
     reader = threading.Thread(target=lambda: said.extend(process.stderr or []))

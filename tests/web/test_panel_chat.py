@@ -4,8 +4,6 @@ nobody asks."""
 import contextlib
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from commands import run
 from event_logs import begin, finished
 from starts import ask
 
@@ -38,9 +37,7 @@ def folder(tmp_path_factory) -> Path:
         "learning_rate=1e-2",
         f"output_dir={place}/adapted",
     ]
-    subprocess.run(
-        [sys.executable, "-m", "paceline", "sft", *words], check=True, capture_output=True
-    )
+    run(*words)
     finished(place / "whole", steps=4)
     (place / "whole" / "config.yaml").write_text(
         "model: builtin:qwen2-micro\ndataset: builtin:python-docs\n"

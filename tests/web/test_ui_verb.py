@@ -14,15 +14,13 @@ from typing import Any
 
 import httpx
 import pytest
+from commands import start
 from event_logs import finished
 
 
 @contextmanager
 def ui(*words: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "paceline", "ui", *words, "--no-browser"]
-    with subprocess.Popen(
-        command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with start(*words, "--no-browser", verb="ui", cwd=cwd) as process:
         try:
             yield process
         finally:

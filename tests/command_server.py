@@ -1,0 +1,365 @@
+"""Runs `paceline VERB ...` in processes forked from one that has torch and Paceline imported.
+
+A command of its own process spends most of a short run on imports: once for the command, once for
+the fork server of its ranks. Here both are forked from a server that has imported them. All else is
+as under `python -m paceline`: own process, arguments, environment, folder, streams, signals, ranks.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import multiprocessing.util
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+_PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.optimization",
+    "peft",
+    "paceline.commands.data",
+    "paceline.commands.generate",
+    "paceline.commands.plan",
+    "paceline.commands.sft",
+    "paceline.commands.verify",
+    "paceline.launch.worker",
+    "paceline.parallel.ddp.strategy",
+    "paceline.tasks.classify",
+    "paceline.verify.worker",
+)
+_MAX_REQUEST_BYTES = 1 << 20
+# Above the numbers that a command's own files get.
+_FIRST_HIGH_FD = 800
+_RESET_SIGNALS = (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Command:
+    """A command that the server has started, with the interface of :class:`subprocess.Popen`."""
+
+    def __init__(
+        self, args: list[str], stdout: IO[str], stderr: IO[str], status: IO[str], pid: int
+    ) -> None:
+        self.args, self.stdout, self.stderr, self.pid = args, stdout, stderr, pid
+        self.returncode: int | None = None
+        self._status = status
+        self._outputs: dict[str, str] = {}
+        self._readers: list[threading.Thread] = []
+
+    def poll(self) -> int | None:
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            self._read_status()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self._read_status()
+        assert self.returncode is not None
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._readers:
+            self._readers = [
+                threading.Thread(target=self._read, args=(name,), daemon=True)
+                for name in ("stdout", "stderr")
+            ]
+            for reader in self._readers:
+                reader.start()
+        for reader in self._readers:
+            reader.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if reader.is_alive():
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        self.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return self._outputs["stdout"], self._outputs["stderr"]
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.wait()
+        self.stdout.close()
+        self.stderr.close()
+
+    def _read(self, name: str) -> None:
+        stream = getattr(self, name)
+        self._outputs[name] = "" if stream.closed else stream.read()
+        stream.close()
+
+    def _read_status(self) -> None:
+        self.returncode = int(self._status.readline())
+        self._status.close()
+
+
+class CommandServer:
+    """The server's client: one server for each process that runs tests, started when needed."""
+
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._environment: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def can_run(self, environment: Mapping[str, str]) -> bool:
+        """False where a variable differs that libraries may read while they are imported."""
+        with self._lock:
+            self._ensure_running()
+        names = self._environment.keys() | environment.keys()
+        return all(
+            name.startswith(("PACELINE_", "PYTEST_", "NO_COLOR", "COLUMNS", "OMP_NUM_THREADS"))
+            or self._environment.get(name) == environment.get(name)
+            for name in names
+        )
+
+    def start(
+        self, words: list[str], environment: Mapping[str, str], cwd: Path, new_session: bool
+    ) -> Command:
+        """Run `paceline WORDS`."""
+        request = {
+            "words": words,
+            "environment": dict(environment),
+            "cwd": str(cwd),
+            "new_session": new_session,
+        }
+        with contextlib.ExitStack() as stack:
+            pipes = [os.pipe() for _ in range(3)]
+            for _, write_end in pipes:
+                stack.callback(os.close, write_end)
+            with self._lock:
+                assert self._socket is not None
+                message = json.dumps(request).encode()
+                socket.send_fds(self._socket, [message], [pipe[1] for pipe in pipes])
+        stdout, stderr, status = (os.fdopen(pipe[0], encoding="utf-8") for pipe in pipes)
+        pid = int(status.readline())
+        return Command([sys.executable, "-m", "paceline", *words], stdout, stderr, status, pid)
+
+    def _ensure_running(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            return
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (mine, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_REQUEST_BYTES)
+        self._environment = dict(os.environ)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        self._socket = mine
+
+
+SERVER = CommandServer()
+
+
+def serve(control: socket.socket) -> None:
+    """Start what is asked for until the client ends; report each command's process and status."""
+    wakeup, woken = socket.socketpair()
+    woken.setblocking(False)
+    signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for pytest
+    running: dict[int, int] = {}
+    own_files = [control, wakeup, woken]
+    while True:
+        ready, _, _ = select.select([control, wakeup], [], [])
+        if wakeup in ready:
+            wakeup.recv(4096)
+            for pid, status in _ended():
+                if pid in running:
+                    _write_line(running.pop(pid), os.waitstatus_to_exitcode(status))
+        if control in ready:
+            message, files, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 3)
+            if not message:
+                return
+            stdout, stderr, status_pipe = files
+            pid = os.fork()
+            if pid == 0:
+                for file in own_files:
+                    file.close()
+                for number in (*running.values(), status_pipe):
+                    os.close(number)
+                _run_command(json.loads(message), stdout, stderr)
+            os.close(stdout)
+            os.close(stderr)
+            os.write(status_pipe, f"{pid}\n".encode())
+            running[pid] = status_pipe
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            yield pid, status
+
+
+def _write_line(pipe: int, value: int) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(pipe, f"{value}\n".encode())
+    os.close(pipe)
+
+
+def _run_command(request: dict[str, Any], stdout: int, stderr: int) -> NoReturn:
+    """Become the command, in a process that has just been forked."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        for number in _RESET_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if request["new_session"]:
+            os.setsid()
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        for target, source in ((1, stdout), (2, stderr)):
+            os.dup2(source, target)
+            os.close(source)
+        sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+        sys.stderr = os.fdopen(
+            2, "w", encoding="utf-8", closefd=False, buffering=1, errors="backslashreplace"
+        )
+        sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
+        sys.argv = ["paceline", *request["words"]]
+        sys.path.insert(0, request["cwd"])
+        if "OMP_NUM_THREADS" in os.environ:  # which OpenMP read when torch was imported
+            import torch
+
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        _become_main("paceline.__main__")
+        _fork_a_waiting_fork_server()
+        from paceline.cli import entry
+
+        entry()
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _become_main(name: str | None) -> None:
+    """Have `__main__` look as under `python -m NAME`; None for `python -c`."""
+    main = types.ModuleType("__main__")
+    if name is not None:
+        main.__spec__ = importlib.util.find_spec(name)
+        assert main.__spec__ is not None
+        main.__file__ = main.__spec__.origin
+    sys.modules["__main__"] = main
+
+
+def _fork_a_waiting_fork_server() -> None:
+    """Fork a process that becomes the fork server of multiprocessing when the command starts that.
+
+    It is forked now because the command then has no threads, no loggers and no connections yet, as
+    a new interpreter has none.
+    """
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        mine.close()
+        _become_fork_server(theirs)
+    theirs.close()
+    waiting: list[socket.socket] = [mine]
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def start(path: Any, args: list[Any], passfds: list[int]) -> int:
+        if not (waiting and "multiprocessing.forkserver import main" in str(args[-1])):
+            return spawn(path, args, passfds)
+        # What an exec keeps: the environment, and which signals are ignored.
+        ignored = [
+            int(number)
+            for number in (*_RESET_SIGNALS, signal.SIGINT)
+            if signal.getsignal(number) == signal.SIG_IGN
+        ]
+        request = {
+            "code": args[-1],
+            "environment": dict(os.environ),
+            "ignored": ignored,
+            "files": list(passfds),
+            "cwd": str(Path.cwd()),
+        }
+        with waiting.pop() as connection:
+            files = [0, 1, 2, *passfds]
+            socket.send_fds(connection, [json.dumps(request).encode()], files)
+        return pid
+
+    multiprocessing.util.spawnv_passfds = start
+
+
+def _become_fork_server(connection: socket.socket) -> NoReturn:
+    import fcntl
+
+    code = 1
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        descriptor = fcntl.fcntl(connection.detach(), fcntl.F_DUPFD_CLOEXEC, _FIRST_HIGH_FD)
+        with socket.socket(fileno=descriptor) as moved:
+            message, files, _, _ = socket.recv_fds(moved, _MAX_REQUEST_BYTES, 16)
+        if not message:
+            os._exit(0)  # the command has ended, or needs none
+        request = json.loads(message)
+        high = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _FIRST_HIGH_FD) for file in files]
+        for file in files:
+            os.close(file)
+        for source, target in zip(high, [0, 1, 2, *request["files"]], strict=True):
+            os.dup2(source, target)
+            os.close(source)
+        os.chdir(request["cwd"])
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        for number in (*_RESET_SIGNALS, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in request["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
+        sys.argv = ["-c"]
+        _become_main(None)
+        exec(request["code"], vars(sys.modules["__main__"]))
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # the tests' folder, which `python -m paceline` does not have
+    for module_name in _PRELOADED:
+        importlib.import_module(module_name)
+    serve(socket.socket(fileno=int(sys.argv[1])))
