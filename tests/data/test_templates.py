@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config.chat_names import TEMPLATE_NAMES, canonical_name
 from paceline.config.schema import Config
-from paceline.config.template_names import TEMPLATE_NAMES, canonical_name
 from paceline.core.errors import ConfigError
 from paceline.data.text.chat_template import ChatTemplate
 from paceline.data.text.templates import FORMATS, asked_template, save_template, template_source

@@ -1,7 +1,7 @@
 """The settings that each strategy does not support. Imports no torch."""
 
 from paceline.config.schema import Config
-from paceline.config.schema.local_sgd import LocalSgd
+from paceline.config.schema.parallel import LocalSgd
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.capabilities import Limit, Subject
 from paceline.parallel.deepspeed.config import stage_of

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.compat.conversion import UnsupportedValue
-from paceline.config.compat.dataset_info import FILE, in_folder
 from paceline.config.compat.datasets import limit, with_fields
+from paceline.config.compat.llamafactory import FILE, in_folder
 from paceline.config.compat.merge import RESET, Assignment, Merge
 from paceline.config.compat.precision import resolve_precision
 from paceline.config.compat.values import split_beside_all

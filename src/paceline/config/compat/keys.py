@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 
-from paceline.config.compat import conversion, datasets, llamafactory_v1, values
+from paceline.config.compat import conversion, datasets, llamafactory, values
 from paceline.config.compat.conversion import Convert, by_case, read_table
 from paceline.config.compat.parallel import values as parallel_values
 
@@ -15,7 +15,7 @@ from paceline.config.compat.parallel import values as parallel_values
 _CONVERTERS = {
     "": conversion,
     "datasets": datasets,
-    "llamafactory_v1": llamafactory_v1,
+    "llamafactory": llamafactory,
     "parallel.values": parallel_values,
     "values": values,
 }

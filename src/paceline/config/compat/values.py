@@ -4,7 +4,15 @@ import json
 import re
 from typing import Any
 
-from paceline.config.chat_roles import ROLES
+from paceline.config.chat_names import (
+    FALLBACK,
+    ROLES,
+    TEMPLATE_NAMES,
+    TOKENIZER_DEFAULT,
+    canonical_name,
+    is_inline,
+    is_path,
+)
 from paceline.config.compat.conversion import (
     Conversion,
     Convert,
@@ -16,14 +24,6 @@ from paceline.config.compat.conversion import (
     words,
 )
 from paceline.config.schema.lora import ALL_LINEAR, is_regex
-from paceline.config.template_names import (
-    FALLBACK,
-    TEMPLATE_NAMES,
-    TOKENIZER_DEFAULT,
-    canonical_name,
-    is_inline,
-    is_path,
-)
 
 
 def adapter(value: Any) -> Conversion:

@@ -13,14 +13,11 @@ from pydantic import Field, field_validator, model_validator
 from paceline.config.schema.base import Names, Section, Text
 from paceline.config.schema.compression import Compression
 from paceline.config.schema.data import DatasetSource, modelscope_sources
-from paceline.config.schema.evaluation import Evaluation
-from paceline.config.schema.local_sgd import LocalSgd
 from paceline.config.schema.lora import Lora
-from paceline.config.schema.parallel import Parallel
-from paceline.config.schema.parameter_server import ParameterServer
+from paceline.config.schema.parallel import LocalSgd, Parallel, ParameterServer
 from paceline.config.schema.recovery import RecoveryConfig
 from paceline.config.schema.tasks import Classify, Recommend
-from paceline.config.schema.train_args import TrainArgs
+from paceline.config.schema.train_args import Evaluation, TrainArgs
 from paceline.core.hub import modelscope_name
 
 

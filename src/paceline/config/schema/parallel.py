@@ -1,4 +1,5 @@
-"""The section ``parallel`` of the schema."""
+"""The sections ``parallel``, ``local_sgd`` and ``parameter_server``: how training is spread over
+devices."""
 
 from typing import Annotated, Literal
 
@@ -161,3 +162,129 @@ class Parallel(Section):
         """The smallest and the largest number of hosts."""
         low, _, high = str(self.nnodes).partition(":")
         return int(low), int(high or low)
+
+
+class LocalSgd(Section):
+    """Settings of `mode: local_sgd` and `mode: diloco`."""
+
+    steps: int = Field(
+        20,
+        ge=1,
+        description="Steps H that each worker makes on its own between two synchronisations.",
+    )
+    workers: int | None = Field(
+        None,
+        ge=1,
+        description=(
+            "Groups of ranks that train on their own; the ranks of one share a gradient at each"
+            " step, as `ddp` does. Default: one for each machine; on one machine, one for each"
+            " rank."
+        ),
+    )
+    warmup_steps: int = Field(
+        0, ge=0, description="So many steps of plain `ddp` come first (post-local SGD)."
+    )
+    average_moments: bool = Field(
+        False,
+        description=(
+            "`local_sgd`: average the optimizer's moments with the parameters, for more traffic."
+        ),
+    )
+    outer_learning_rate: float = Field(
+        0.7, gt=0, description="`diloco`: learning rate of the outer optimizer."
+    )
+    outer_momentum: float = Field(
+        0.9, ge=0, lt=1, description="`diloco`: its Nesterov momentum; 0 is plain SGD."
+    )
+    outer_dtype: Literal["float32", "bf16", "int8"] = Field(
+        "float32",
+        description="`diloco`: what the outer gradients are sent in; they are added up in float32.",
+    )
+    overlap_steps: int = Field(
+        0,
+        ge=0,
+        description=(
+            "What is averaged travels while so many more steps are made; 0: the workers wait"
+            " for it."
+        ),
+    )
+    overlap_mix: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description=(
+            "`diloco` with overlap: the share of a worker's own parameters in the mixture with the"
+            " outer ones when these arrive."
+        ),
+    )
+    fragments: int = Field(
+        1,
+        ge=1,
+        description=(
+            "Parts of the parameters that are synchronised one at a time, spread evenly over the H"
+            " steps."
+        ),
+    )
+
+
+class ParameterServer(Section):
+    """Settings of `parallel.mode: parameter_server`."""
+
+    servers: int = Field(
+        1,
+        ge=1,
+        description=(
+            "Processes that hold the embedding tables, beside one worker for each of"
+            " `parallel.num_gpus`."
+        ),
+    )
+    mode: Literal["sync", "async", "bounded"] = Field(
+        "sync",
+        description=(
+            "`sync`: every step is the one of `ddp`. `async`: each worker's gradients are applied"
+            " as they come, and nobody waits for them. `bounded`: so, but no worker gets further"
+            " ahead of the slowest than `staleness` steps."
+        ),
+    )
+    staleness: int = Field(
+        4, ge=0, description="With `bounded`: steps that a worker may be ahead of the slowest."
+    )
+    optimizer: Literal["sgd", "adagrad", "row_wise_adagrad", "adam"] = Field(
+        "adagrad",
+        description=(
+            "What the servers update the rows of a batch by. `row_wise_adagrad` keeps one number a"
+            " row; `adam` moves a row's moments only where the row occurs; `sgd` has no momentum."
+            " All other parameters have `train_args.optim`, wherever they are (`dense`)."
+        ),
+    )
+    dense: Literal["auto", "ddp", "server"] = Field(
+        "auto",
+        description=(
+            "Where the parameters are that are no tables. `ddp`: on each worker, their gradients"
+            " all-reduced among the workers. `server`: on the servers, dealt by size; a worker"
+            " pulls them before its step and pushes their gradients after it. `auto`: `ddp`, but"
+            " `server` with `async` and `bounded`, where nobody waits, and with `on_worker_loss:"
+            " go_on`."
+        ),
+    )
+    on_worker_loss: Literal["stop", "go_on"] = Field(
+        "stop",
+        description=(
+            "When a worker's process dies. `stop`: all ranks go back to the newest checkpoint, as"
+            " after any fault (`recovery.max_restarts`). `go_on`: the other workers go on at once"
+            " and share the batches among them; where a server dies its rows are gone, so all go"
+            " back then too."
+        ),
+    )
+    learning_rate: float | None = Field(
+        None,
+        gt=0,
+        description="Peak learning rate of the rows. Default: `train_args.learning_rate`.",
+    )
+
+    @property
+    def dense_on_servers(self) -> bool:
+        """Whether the parameters that are no tables lie on the servers."""
+        return self.dense == "server" or (
+            self.dense == "auto" and (self.mode != "sync" or self.on_worker_loss == "go_on")
+        )

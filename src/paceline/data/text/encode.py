@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.config.template_names import TEMPLATE_NAMES
+from paceline.config.chat_names import TEMPLATE_NAMES
 from paceline.core.errors import ConfigError
 from paceline.data.text.chat_template import ChatTemplate, Rendered, Span, TemplateRefused
 from paceline.data.text.formats import Sample, as_chat

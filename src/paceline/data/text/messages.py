@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.config.chat_roles import CALL, ROLES, STANDARD_ROLES
+from paceline.config.chat_names import CALL, ROLES, STANDARD_ROLES
 from paceline.core.errors import ConfigError
 from paceline.data.sources.rows import MalformedRow, Unsupported, holds_nothing, is_missing
 from paceline.data.text.media import MEDIA, TEXT_PARTS, check_column, check_text, other_part

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from paceline.config.schema import Config
-from paceline.config.template_names import (
+from paceline.config.chat_names import (
     FALLBACK,
     TEMPLATE_NAMES,
     TOKENIZER_DEFAULT,
@@ -19,6 +18,7 @@ from paceline.config.template_names import (
     is_inline,
     is_path,
 )
+from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
 from paceline.data.text.messages import Message

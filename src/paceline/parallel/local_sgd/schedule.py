@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.config.schema.local_sgd import LocalSgd
+from paceline.config.schema.parallel import LocalSgd
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.distributed.environment import RankEnv

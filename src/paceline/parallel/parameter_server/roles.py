@@ -1,7 +1,7 @@
 """Which ranks serve and which train. Imports no torch."""
 
 from paceline.config.schema import Config
-from paceline.config.schema.parameter_server import ParameterServer
+from paceline.config.schema.parallel import ParameterServer
 from paceline.distributed.mesh import ParallelDims
 
 _PACKAGE = "paceline.parallel.parameter_server"

@@ -13,7 +13,7 @@ from pathlib import Path
 from paceline.config.compat.conversion import is_off
 from paceline.config.compat.merge import Merge
 from paceline.config.compat.parallel.deepspeed import read_native_json, use_deepspeed
-from paceline.config.compat.parallel.fsdp_keys import use_fsdp, use_hsdp
+from paceline.config.compat.parallel.fsdp import use_fsdp, use_hsdp
 from paceline.config.compat.parallel.keys import StrategyKeys, take_keys
 
 

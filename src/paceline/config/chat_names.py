@@ -1,4 +1,4 @@
-"""Names of chat templates: Paceline's, and those by which other tools call the same templates."""
+"""Names in chats that tools spell differently: chat templates, and roles in datasets."""
 
 import re
 
@@ -61,3 +61,19 @@ def is_inline(text: str) -> bool:
 
 def is_path(text: str) -> bool:
     return re.search(r"[/\\]|\.(jinja2?|j2|txt|json)$", text) is not None
+
+
+CALL = "tool_call"
+ROLES = {
+    "system": "system", "developer": "system", "user": "user", "human": "user", "prompter": "user",
+    "assistant": "assistant", "gpt": "assistant", "bot": "assistant", "model": "assistant",
+    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "ai": "assistant",
+    "tool": "tool", "observation": "tool", "ipython": "tool", "function": "tool",
+    "tool_response": "tool", "tool-response": "tool", "function_response": "tool",
+    "function-response": "tool", "tool_result": "tool", "function_call": CALL,
+    "function-call": CALL, "tool_call": CALL, "tool-call": CALL, "function_calls": CALL,
+    "tool_calls": CALL,
+}  # fmt: skip
+#: What a role may be mapped to by `roles` of a source; LLaMA-Factory and axolotl have these under
+#: names of their own.
+STANDARD_ROLES = ("system", "user", "assistant", "tool", CALL)
