@@ -21,7 +21,7 @@ FILE = __file__
 def issued(only: str | None = None) -> list[dict[str, Any]]:
     return [
         one
-        for one in (call.as_dict() for call in PROGRESS.ring)
+        for one in (call.record() for call in PROGRESS.ring)
         if only is None or one["function"] == only
     ]
 
