@@ -14,8 +14,8 @@ from paceline.distributed.collectives.run import Trace, all_reduce, broadcast
 from paceline.distributed.collectives.schedules import (
     ALGORITHMS,
     all_reduce_bytes,
+    bounds,
     sent,
-    sent_bytes,
 )
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
@@ -43,6 +43,60 @@ def _expected(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _same(one: torch.Tensor, other: torch.Tensor, what: object) -> None:
     assert torch.equal(one, other), f"{what}: {one} instead of {other}"
+
+
+def sent_bytes(algorithm: str, world_size: int, rank: int, numel: int, element_size: int) -> int:
+    """Bytes that a rank sends in an all-reduce, in closed form.
+
+    - ring: all chunks but one in each phase: 2(N-1)/N of the tensor where N divides it.
+    - naive: rank 0 sends the tensor N-1 times, each other rank once.
+    - tree: once up (all but rank 0), and down to each child of the binomial tree.
+    - halving, N = 2^k: 2(N-1)/N of the tensor; the ranks beyond a power of two send and get it
+      whole beside that.
+    """
+    if world_size == 1:
+        return 0
+    return element_size * _SENT[algorithm](world_size, rank, numel)
+
+
+def _ring_sent(size: int, rank: int, numel: int) -> int:
+    def length(chunk: int) -> int:
+        start, stop = bounds(chunk % size, size, numel)
+        return stop - start
+
+    return 2 * numel - length(rank + 1) - length(rank + 2)
+
+
+def _naive_sent(size: int, rank: int, numel: int) -> int:
+    return numel * (size - 1) if rank == 0 else numel
+
+
+def _tree_sent(size: int, rank: int, numel: int) -> int:
+    # A rank's children lie at rank + 2^k, for each 2^k below its lowest set bit (rank 0: below N).
+    reach = rank & -rank if rank else size
+    children = sum(
+        1 for power in range(size.bit_length()) if 1 << power < reach and rank + (1 << power) < size
+    )
+    return numel * (children + (1 if rank else 0))
+
+
+def _halving_sent(size: int, rank: int, numel: int) -> int:
+    core = 1 << (size.bit_length() - 1)
+    if rank >= core:
+        return numel
+    first, last = bounds(rank, core, numel)
+    # Halving: everything but its own chunk goes away. Doubling: the chunk goes out once, then each
+    # doubled range but the last.
+    total = numel - (last - first)
+    span = 1
+    while span < core:
+        begin = rank // span * span
+        total += bounds(begin + span - 1, core, numel)[1] - bounds(begin, core, numel)[0]
+        span *= 2
+    return total + (numel if rank + core < size else 0)
+
+
+_SENT = {"ring": _ring_sent, "naive": _naive_sent, "tree": _tree_sent, "halving": _halving_sent}
 
 
 def _check_values(world: Communicator) -> None:
