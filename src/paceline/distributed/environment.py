@@ -2,18 +2,13 @@
 a job, as the scheduler says (Slurm, Kubeflow, or the ``PET_`` variables that torchrun reads too).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
-
-if TYPE_CHECKING:
-    from paceline.config.schema.parallel import Parallel
 
 #: Set by the ranks when the run can go on without one of them.
 MEETING_KEY = "paceline/meeting"
@@ -137,7 +132,7 @@ def with_scheduler(parallel: Parallel, host: HostEnv | None) -> Parallel:
             fix="leave `parallel.node_rank` out",
         )
     smallest, largest = host.hosts
-    told = {
+    update = {
         "nnodes": (
             parallel.nnodes
             if high > 1
@@ -148,7 +143,7 @@ def with_scheduler(parallel: Parallel, host: HostEnv | None) -> Parallel:
         "node_rank": parallel.node_rank if host.node_rank is None else host.node_rank,
         "rdzv_endpoint": parallel.rdzv_endpoint or host.rdzv_endpoint,
     }
-    return parallel.model_copy(update=told)
+    return parallel.model_copy(update=update)
 
 
 def slurm_port(job: int) -> int:

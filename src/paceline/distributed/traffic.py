@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from paceline.distributed import progress, torch_compat
@@ -104,73 +103,70 @@ def counted_again() -> Iterator[None]:
         _MUTED.on = before
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _size(group: Any) -> int:
-    return dist.get_world_size(group)
-
-
-def _sized(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Any:
+def _argument(arguments: Arguments, place: int, name: str) -> Any:
+    args, kwargs = arguments
     return args[place] if len(args) > place else kwargs.get(name)
 
 
-def _sum_of_list(value: Any) -> int:
-    return sum(_bytes(one) for one in value)
-
-
 #: What a function sends, from its arguments.
-_SizeOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
+_SizeOf = Callable[[Arguments], int]
 #: function → (name in the count, what it sends). Position and name of the tensor, then those of the
 #: group.
 _COUNTERS: dict[str, tuple[str, _SizeOf]] = {
     "all_reduce": (
         "all_reduce",
-        lambda a, k: all_reduce_bytes(
-            _bytes(_sized(a, k, 0, "tensor")), _size(_sized(a, k, 2, "group"))
+        lambda call: all_reduce_bytes(
+            _argument(call, 0, "tensor").nbytes, dist.get_world_size(_argument(call, 2, "group"))
         ),
     ),
     "all_gather_into_tensor": (
         "all_gather",
-        lambda a, k: scatter_bytes(
-            _bytes(_sized(a, k, 0, "output_tensor")), _size(_sized(a, k, 2, "group"))
+        lambda call: scatter_bytes(
+            _argument(call, 0, "output_tensor").nbytes,
+            dist.get_world_size(_argument(call, 2, "group")),
         ),
     ),
     "all_gather": (
         "all_gather",
-        lambda a, k: scatter_bytes(
-            _sum_of_list(_sized(a, k, 0, "tensor_list")), _size(_sized(a, k, 2, "group"))
+        lambda call: scatter_bytes(
+            sum(each.nbytes for each in _argument(call, 0, "tensor_list")),
+            dist.get_world_size(_argument(call, 2, "group")),
         ),
     ),
     "reduce_scatter_tensor": (
         "reduce_scatter",
-        lambda a, k: scatter_bytes(
-            _bytes(_sized(a, k, 1, "input")), _size(_sized(a, k, 3, "group"))
+        lambda call: scatter_bytes(
+            _argument(call, 1, "input").nbytes, dist.get_world_size(_argument(call, 3, "group"))
         ),
     ),
     "reduce_scatter": (
         "reduce_scatter",
-        lambda a, k: scatter_bytes(
-            _sum_of_list(_sized(a, k, 1, "input_list")), _size(_sized(a, k, 3, "group"))
+        lambda call: scatter_bytes(
+            sum(each.nbytes for each in _argument(call, 1, "input_list")),
+            dist.get_world_size(_argument(call, 3, "group")),
         ),
     ),
-    "broadcast": ("broadcast", lambda a, k: _bytes(_sized(a, k, 0, "tensor"))),
+    "broadcast": ("broadcast", lambda call: _argument(call, 0, "tensor").nbytes),
     # All but the destination send what they hold.
-    "reduce": ("reduce", lambda a, k: _bytes(_sized(a, k, 0, "tensor"))),
+    "reduce": ("reduce", lambda call: _argument(call, 0, "tensor").nbytes),
     "all_to_all_single": (
         "all_to_all",
-        lambda a, k: scatter_bytes(
-            _bytes(_sized(a, k, 1, "input")), _size(_sized(a, k, 4, "group"))
+        lambda call: scatter_bytes(
+            _argument(call, 1, "input").nbytes, dist.get_world_size(_argument(call, 4, "group"))
         ),
     ),
     "batch_isend_irecv": (
         "send",
-        lambda a, k: sum(
-            _bytes(one.tensor) for one in _sized(a, k, 0, "p2p_op_list") if one.op is dist.isend
+        lambda call: sum(
+            each.tensor.nbytes
+            for each in _argument(call, 0, "p2p_op_list")
+            if each.op is dist.isend
         ),
     ),
-    "send": ("send", lambda a, k: _bytes(_sized(a, k, 0, "tensor"))),
+    "send": ("send", lambda call: _argument(call, 0, "tensor").nbytes),
 }
 #: Names that torch 2.13 prefers for the same functions; FSDP calls these.
 _COUNTERS |= {
@@ -201,7 +197,7 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if size_of is not None and label is not None:
             muted = getattr(_MUTED, "on", False)
             if muted is not True and not (muted and label in muted):
-                TRAFFIC.add(label, size_of(args, kwargs))
+                TRAFFIC.add(label, size_of((args, kwargs)))
         return function(*args, **kwargs)
 
     return call

@@ -7,7 +7,7 @@ from pathlib import Path
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.hub import FIX, go_offline, is_hub_id, unreachable
-from paceline.models.hub_configs import canonical_id
+from paceline.models.hub_configs import cached_file
 from paceline.models.json_config import JsonObject
 
 _WEIGHTS = (
@@ -50,7 +50,7 @@ def check_hub(config: Config) -> None:
         if name is None or not is_hub_id(name) or (reason := unreachable()) is None:
             continue
         go_offline()
-        if not _is_cached(canonical_id(name), mark):
+        if cached_file(name, mark) is None:
             raise ConfigError(
                 f"`{key}: {name}` is not a local folder, was not downloaded before, and cannot be"
                 f" downloaded: {reason}",
@@ -60,16 +60,6 @@ def check_hub(config: Config) -> None:
                 ),
                 fix=FIX,
             )
-
-
-def _is_cached(name: str, mark: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(name, mark), str)
-    except HFValidationError:
-        return False
 
 
 def _check_folder(folder: Path) -> None:
@@ -88,7 +78,7 @@ def _check_folder(folder: Path) -> None:
             allowed="the folder that holds config.json and the weights",
         )
     if not (folder / "config.json").is_file():
-        found = ", ".join(sorted(one.name for one in folder.iterdir())[:6]) or "nothing"
+        found = ", ".join(sorted(file.name for file in folder.iterdir())[:6]) or "nothing"
         hint = ""
         if (folder / "adapter_config.json").is_file():
             base = _read_object(folder / "adapter_config.json", f"`model: {folder}`").get(
@@ -109,8 +99,10 @@ def _check_model(folder: Path) -> None:
     for name in ("config.json", "adapter_config.json"):
         if (folder / name).is_file():
             _read_object(folder / name, f"`model: {folder}`")
-    if (folder / "config.json").is_file() and not any(any(folder.glob(one)) for one in _WEIGHTS):
-        found = ", ".join(sorted(one.name for one in folder.iterdir())[:6])
+    if (folder / "config.json").is_file() and not any(
+        any(folder.glob(pattern)) for pattern in _WEIGHTS
+    ):
+        found = ", ".join(sorted(file.name for file in folder.iterdir())[:6])
         raise ConfigError(
             f"`model: {folder}` has no weights (found: {found})",
             allowed=(

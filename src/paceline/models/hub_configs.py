@@ -9,7 +9,6 @@ import json
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from pydantic import JsonValue
 
@@ -59,15 +58,19 @@ def config_folder(name: str) -> Path | None:
     path = Path(name).expanduser()
     if path.exists():
         return path
+    file = cached_file(name, "config.json")
+    return None if file is None else file.parent
+
+
+def cached_file(name: str, file_name: str) -> Path | None:
+    """A file of a hub id, if it is in the hub's cache."""
+    from huggingface_hub import try_to_load_from_cache
+
     try:
-        from huggingface_hub import try_to_load_from_cache
-    except ImportError:
-        return None
-    try:
-        cached: Any = try_to_load_from_cache(canonical_id(name), "config.json")
+        cached = try_to_load_from_cache(canonical_id(name), file_name)
     except ValueError:  # not the name of a repository
         return None
-    return Path(cached).parent if isinstance(cached, str) else None
+    return Path(cached) if isinstance(cached, str) else None
 
 
 def download_config(name: str) -> None:

@@ -56,7 +56,7 @@ def _phases(model: nn.Module, probe: Probe | None) -> dict[str, tuple[str, ...]]
     if probe is None and not on_meta(model):
         return None
     found = trace_model(model, None if probe is None else probe.run)
-    if found is None or (found.error is not None and not (on_meta(model) and found.reached_blocks)):
+    if found is None or (found.error is not None and not (on_meta(model) and found.order)):
         return None
     return {name: tuple(sorted(phases)) for name, phases in found.phases.items()}
 

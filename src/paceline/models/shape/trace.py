@@ -51,10 +51,6 @@ class Trace:
     written: list[str] = field(default_factory=list)
     error: str | None = None
 
-    @property
-    def reached_blocks(self) -> bool:
-        return bool(self.order)
-
 
 def trace(model: nn.Module, run: Callable[[nn.Module], object]) -> Trace:
     """Run ``run(model)`` once, in evaluation mode and without gradients, and record what it uses.

@@ -68,7 +68,7 @@ class DynamicStage(_PipelineStageBase):
         self._output_grads: dict[int, torch.Tensor] = {}
         self._input_grads: dict[int, torch.Tensor | None] = {}
         self._split: dict[int, tuple[Any, ...]] = {}
-        self._clear()
+        self.clear_runtime_states()
 
     # -- what a schedule asks for once
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,17 +84,14 @@ class DynamicStage(_PipelineStageBase):
         return []  # the line has talked before
 
     def clear_runtime_states(self) -> None:
-        self._clear()
-
-    def _clear(self) -> None:
-        for one in (
+        for store in (
             self._inputs,
             self._outputs,
             self._output_grads,
             self._input_grads,
             self._split,
         ):
-            one.clear()
+            store.clear()
         self.output_chunks: list[Any] = []
         self.args_recv_info = {0: ()}
         self.act_send_info = {}
@@ -115,7 +112,7 @@ class DynamicStage(_PipelineStageBase):
 
     def _send(self, tensor: torch.Tensor, target: int) -> list[dist.P2POp]:
         tensor = tensor.detach().contiguous()
-        TRAFFIC.add("send", tensor.numel() * tensor.element_size())
+        TRAFFIC.add("send", tensor.nbytes)
         return [dist.P2POp(dist.isend, tensor, self._peers[target], self.group)]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
@@ -258,14 +255,12 @@ def legal_schedule(schedule: str, num_ranks: int, micro_batches: int) -> tuple[s
 def make_schedule(schedule: str, stages: list[DynamicStage], micro_batches: int) -> Any:
     """A schedule of :mod:`torch.distributed.pipelining` over this rank's stages; ``loss`` is what
     the last stage gives."""
-    settings: dict[str, Any] = {"loss_fn": _identity, "scale_grads": False}
-    if schedule == "gpipe":
-        return ScheduleGPipe(stages[0], micro_batches, **settings)
-    if schedule == "1f1b":
-        return Schedule1F1B(stages[0], micro_batches, **settings)
-    kinds = {
+    kinds: dict[str, Callable[..., Any]] = {
+        "gpipe": ScheduleGPipe,
+        "1f1b": Schedule1F1B,
         "interleaved_1f1b": ScheduleInterleaved1F1B,
         "zero_bubble": ScheduleInterleavedZeroBubble,
         "looped": ScheduleLoopedBFS,
     }
-    return kinds[schedule](stages, micro_batches, **settings)
+    driven = stages[0] if schedule in ("gpipe", "1f1b") else stages
+    return kinds[schedule](driven, micro_batches, loss_fn=_identity, scale_grads=False)

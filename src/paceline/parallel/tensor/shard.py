@@ -19,7 +19,7 @@ from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
-from paceline.models.blocks import base_model
+from paceline.models.blocks import base_model, wrap_forward
 from paceline.models.tensor_plan.families import family_plan
 from paceline.models.tensor_plan.plan import check_sizes, find_tensor_plan, refuse_sizes
 from paceline.models.tensor_plan.style import (
@@ -48,6 +48,9 @@ from paceline.parallel.tensor.ops import (
     sum_parts,
 )
 from paceline.parallel.tensor.sequence import SequenceParallelizer
+
+#: nn.MultiheadAttention uses the weights of this one without calling it.
+_NEVER_CUT = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 @dataclass(frozen=True)
@@ -155,13 +158,12 @@ class TensorParallelizer:
         if kind == SUMMED:
             return
         if kind == EXPERTS:
-            module.forward = partial(self._experts, module.forward)
+            wrap_forward(module, self._experts)
             return
         if kind == LATENT:
-            module.forward = partial(self._latent, module.forward, parse_style(style).number)
+            wrap_forward(module, partial(self._latent, parse_style(style).number))
             return
         linear, adapters = _unwrap(name, module)
-        split = kind == ROW_SPLIT
         if kind in (COLUMN, COLUMN_GATHERED):
             self._cut_column(name, linear, style, shared=True)
             for _, up in adapters:
@@ -170,7 +172,7 @@ class TensorParallelizer:
             self._cut_row(name, linear, style)
             for down, _ in adapters:
                 self._cut_row(f"{name}.lora_A", down, style.partition("/")[0])
-            if not split:
+            if kind != ROW_SPLIT:
                 self._cut_dropout(module)
 
     def _cut_column(self, name: str, linear: Any, style: str, shared: bool) -> None:
@@ -178,14 +180,12 @@ class TensorParallelizer:
         if linear.bias is not None:
             self._cut_parameter(name, linear, "bias", style)
         _set_features(linear, style)
-        linear.forward = partial(
-            self._column, linear.forward, kind_of(style) == COLUMN_GATHERED, shared
-        )
+        wrap_forward(linear, partial(self._column, kind_of(style) == COLUMN_GATHERED, shared))
 
     def _cut_row(self, name: str, linear: Any, style: str) -> None:
         self._cut_parameter(name, linear, "weight", style)
         _set_features(linear, style)
-        linear.forward = partial(self._row, linear, linear.forward, kind_of(style) == ROW_SPLIT)
+        wrap_forward(linear, partial(self._row, linear, kind_of(style) == ROW_SPLIT))
 
     def _cut_parameter(self, name: str, module: nn.Module, key: str, style: str) -> None:
         whole = getattr(module, key)
@@ -217,7 +217,7 @@ class TensorParallelizer:
 
     # -- forward
     def _column(
-        self, inner: Any, gathered: bool, shared: bool, x: torch.Tensor, *args: Any, **kwargs: Any
+        self, gathered: bool, shared: bool, inner: Any, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         # else the layers' parent has gathered the tokens
         if not self._sequence and torch.is_grad_enabled():
@@ -243,7 +243,7 @@ class TensorParallelizer:
         return sum_parts(inner(x, top_k_index, top_k_weights, *args, **kwargs), self.line)
 
     def _latent(
-        self, inner: Any, features: int, x: torch.Tensor, *args: Any, **kwargs: Any
+        self, features: int, inner: Any, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """What passes a column layer later has its gradient summed there; the last features are
         summed here."""
@@ -254,7 +254,7 @@ class TensorParallelizer:
         return torch.cat([first, sum_gradient(last.contiguous(), self.line)], dim=-1)
 
     def _row(
-        self, linear: nn.Linear, inner: Any, split: bool, x: torch.Tensor, *args: Any, **kwargs: Any
+        self, linear: nn.Linear, split: bool, inner: Any, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         self._shared.forget()
         if split:
@@ -310,18 +310,17 @@ class TensorParallelizer:
         if not gradients:
             return
         pieces = []
-        for one, copies in gradients:
-            places = one.new_zeros((self.line.size // copies, one.numel()), dtype=torch.float32)
-            places[self.line.rank // copies] = one.reshape(-1)
+        for gradient, copies in gradients:
+            shape = (self.line.size // copies, gradient.numel())
+            places = gradient.new_zeros(shape, dtype=torch.float32)
+            places[self.line.rank // copies] = gradient.reshape(-1)
             pieces.append(places.view(-1))
         flat = torch.cat(pieces)
         self.line.wait(self.line.all_reduce(flat))
-        for (one, copies), found in zip(
-            gradients, flat.split([len(piece) for piece in pieces]), strict=True
-        ):
-            one.copy_(
-                found.view(self.line.size // copies, -1)[self.line.rank // copies].view(one.shape)
-            )
+        sums = flat.split([len(piece) for piece in pieces])
+        for (gradient, copies), total in zip(gradients, sums, strict=True):
+            places = total.view(self.line.size // copies, -1)
+            gradient.copy_(places[self.line.rank // copies].view(gradient.shape))
 
 
 def check_plan_sizes(model: nn.Module, plan: Mapping[str, str], size: int) -> None:
@@ -348,11 +347,12 @@ def check_plan_sizes(model: nn.Module, plan: Mapping[str, str], size: int) -> No
     wrong = {name: number for name, number in sizes.items() if number % size}
     if wrong:
         first = next(iter(wrong))
-        others = {name: number for name, number in sizes.items() if number not in (wrong[first], 0)}
-        distinct = {number: name for name, number in others.items()}
-        refuse_sizes(
-            {first: wrong[first], **{name: number for number, name in distinct.items()}}, size
-        )
+        # of several layers with one size the last
+        distinct = {
+            number: name for name, number in sizes.items() if number not in (wrong[first], 0)
+        }
+        others = {name: number for number, name in distinct.items()}
+        refuse_sizes({first: wrong[first], **others}, size)
 
 
 def _config(model: Any) -> Any:
@@ -438,7 +438,7 @@ def _unwrap(name: str, module: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Line
     linear: Any = getattr(module, "base_layer", module)
     adapters = list(_adapters(name, module)) if linear is not module else []
     is_linear = isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D"
-    if not is_linear or not linear.weight.is_floating_point() or isinstance(module, _never_cut()):
+    if not is_linear or not linear.weight.is_floating_point() or isinstance(module, _NEVER_CUT):
         raise ConfigError(
             f"`parallel.tensor`: `{name}` is a {type(linear).__name__}, and only torch's Linear"
             " layers and transformers' Conv1D are cut",
@@ -448,11 +448,6 @@ def _unwrap(name: str, module: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Line
             ),
         )
     return linear, adapters
-
-
-def _never_cut() -> tuple[type, ...]:
-    # nn.MultiheadAttention uses the weights of this one without calling it.
-    return (nn.modules.linear.NonDynamicallyQuantizableLinear,)
 
 
 def _adapters(name: str, module: Any) -> Iterator[tuple[nn.Linear, nn.Linear]]:
