@@ -1,6 +1,7 @@
 """The link between ranks: what is measured is what was set, nothing of it counts as training, and
 the model's arithmetic."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,7 @@ def test_seconds_of_an_all_reduce():
     link = Link(0.01, 1e6, num_ranks=4)
     assert link.all_reduce_s(2e6) == pytest.approx(6 * 0.01 + 3.0)
     assert Link(0.01, None, num_ranks=2).all_reduce_s(2e6) == pytest.approx(0.02)
-    assert link.as_dict() == {
+    assert asdict(link) == {
         "latency_s": 0.01, "bandwidth_bytes_s": 1e6, "num_ranks": 4, "residual": 0.0,
         "sent_bytes": 0, "wall_s": 0.0,
     }  # fmt: skip

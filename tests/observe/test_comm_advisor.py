@@ -2,6 +2,7 @@
 speeds, and who is told."""
 
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -269,7 +270,7 @@ def test_the_report_and_the_last_lines_tell():
     }  # fmt: skip
     rows = {
         one["name"]: one["value"]
-        for one in communication_rows({"communication": figures, "link": FAST.as_dict()})
+        for one in communication_rows({"communication": figures, "link": asdict(FAST)})
     }
     assert rows["Pays on this link"] == "no"
     assert rows["Link, measured"] == "8 Gbit/s, 0.1 ms a message"

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.distributed import rpc
 
 from paceline.config.schema import Config
@@ -28,8 +27,8 @@ from paceline.parallel.parameter_server.collectives import ServerCommunicator
 from paceline.parallel.parameter_server.server import (
     DENSE,
     RowOptimizer,
-    TableShard,
     sum_of_squares,
+    sum_rows,
 )
 from paceline.parallel.parameter_server.strategy import ParameterServerStrategy
 from paceline.parallel.state import TensorShard
@@ -164,16 +163,13 @@ def _summed(
     pulled: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]], server: int, factor: float
 ) -> Rows:
     """One gradient a row for what a server has, over the micro-batches."""
-    found: Rows = {}
+    sums: Rows = {}
     for place, parts in pulled.items():
-        mine = [(rows, gradient) for owner, rows, gradient in parts if owner == server]
-        if mine:
-            shard = TableShard("", 0, 0, nn.Parameter(torch.empty(0, mine[0][1].shape[1])))
-            shard.pushed = {(0, number): one for number, one in enumerate(mine)}
-            shard.merge()
-            assert shard.gradient is not None
-            found[place] = (shard.gradient[0], shard.gradient[1] * factor)
-    return found
+        pushed = [(rows, gradient) for owner, rows, gradient in parts if owner == server]
+        if pushed:
+            rows, gradient = sum_rows(pushed)
+            sums[place] = (rows, gradient * factor)
+    return sums
 
 
 # -- calls: what runs on a server
@@ -200,15 +196,15 @@ class ServerStore:
         with self.lock:
             self.clocks.pop(worker, None)
             ready = self.let_go()
-        for one in ready:
-            one.set_result(0)
+        for released in ready:
+            released.set_result(0)
         return self.applied.get(worker, 0)
 
     def let_go(self) -> list[torch.futures.Future[int]]:
         """Those for whom the slowest is far enough."""
         slowest = min(self.clocks.values(), default=0)
-        ready = [one for at, one in self.waiting if at <= slowest]
-        self.waiting = [(at, one) for at, one in self.waiting if at > slowest]
+        ready = [future for clock, future in self.waiting if clock <= slowest]
+        self.waiting = [entry for entry in self.waiting if entry[0] > slowest]
         return ready
 
 
@@ -226,13 +222,13 @@ def enter(worker: int, clock: int, bound: int | None) -> torch.futures.Future[in
         slowest = min(_STORE.clocks.values(), default=clock)
         _STORE.waiting.append((slowest if bound is None else clock - bound, go))
         ready = _STORE.let_go()
-        if any(one is go for one in ready):
+        if any(released is go for released in ready):
             _STORE.furthest = max(_STORE.furthest, clock - slowest)
         elif bound is not None:
             # it goes as soon as the slowest is that near
             _STORE.furthest = max(_STORE.furthest, bound)
-    for one in ready:
-        one.set_result(slowest)
+    for released in ready:
+        released.set_result(slowest)
     return go
 
 

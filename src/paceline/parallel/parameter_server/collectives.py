@@ -1,17 +1,15 @@
-"""Collectives that outlive a worker: every rank sends what it has to say to the first server, which
-answers all of them when each living rank has spoken. A gloo group breaks when one of its processes
-ends; here the dead are left out, and the answer says who they are, so that all ranks learn of a
-loss in the same collective.
+"""Collectives that outlive a worker: every rank sends its value to the first server, which answers
+all of them when it has a value of each living rank. A gloo group breaks when one of its processes
+ends; here the dead are left out, and the answer names them, so that all ranks learn of a loss in
+the same collective.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -25,7 +23,6 @@ from paceline.distributed.environment import LOST_KEY, MEETING_KEY
 from paceline.parallel.parameter_server.client import rank_name
 
 T = TypeVar("T")
-
 
 _POLL_S = 0.05
 _LEAVE_S = 10.0
@@ -47,86 +44,89 @@ class WorkerExit:
     clock: int = 0
 
 
+#: By rank: the values of a collective, and the losses so far.
+Answer = tuple[dict[int, Any], dict[int, WorkerExit]]
+
+
 class CollectiveServer:
-    """On the first server: who lives, and what each rank has said in the collectives that are going
-    on, by their number."""
+    """On the first server: which ranks live, and the values that each has sent to the collectives
+    that are not complete, by their number."""
 
     def __init__(self, size: int) -> None:
         self.living = set(range(size))
         self.lost: dict[int, WorkerExit] = {}
-        self._lock = threading.Condition()
-        self._gone: set[int] = set()
-        self._said: dict[int, dict[int, Any]] = {}
-        self._answers: dict[int, dict[int, torch.futures.Future[Any]]] = {}
+        self._changed = threading.Condition()
+        self._left: set[int] = set()
+        self._values: dict[int, dict[int, Any]] = {}
+        self._answers: dict[int, dict[int, torch.futures.Future[Answer]]] = {}
 
-    def attend(self, rank: int, number: int, said: Any) -> torch.futures.Future[Any]:
-        """Gives, when all living ranks have spoken: (what each of them said, by rank; the losses so
-        far, by rank)."""
-        answer: torch.futures.Future[Any] = torch.futures.Future()
-        with self._lock:
-            self._said.setdefault(number, {})[rank] = said
+    def join(self, rank: int, number: int, value: Any) -> torch.futures.Future[Answer]:
+        """Take part in a collective; the future is done when all living ranks have joined."""
+        answer: torch.futures.Future[Answer] = torch.futures.Future()
+        with self._changed:
+            self._values.setdefault(number, {})[rank] = value
             self._answers.setdefault(number, {})[rank] = answer
-            ended = self._ended()
-        _answer(ended)
+        self._complete()
         return answer
 
     def lose(self, loss: WorkerExit) -> None:
-        """What the rank has said in a collective that is not over no longer counts."""
-        with self._lock:
+        """Leave a rank out, also of the collectives that it has joined and that are not
+        complete."""
+        with self._changed:
             self.living.discard(loss.rank)
             self.lost[loss.rank] = loss
-            ended = self._ended()
-            self._lock.notify_all()
-        _answer(ended)
+            self._changed.notify_all()
+        self._complete()
 
     def leave(self, rank: int) -> None:
         """A rank has got its last answer."""
-        with self._lock:
-            self._gone.add(rank)
-            self._lock.notify_all()
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
 
     def wait_until_left(self, timeout_s: float) -> None:
         """Until all living ranks have left."""
-        with self._lock:
-            self._lock.wait_for(lambda: self.living <= self._gone, timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: self.living <= self._left, timeout_s)
 
-    def _ended(self) -> list[tuple[list[torch.futures.Future[Any]], Any]]:
-        found = []
-        for number in sorted(self._said):
-            if not self.living or not self.living <= self._said[number].keys():
-                continue
-            said, answers = self._said.pop(number), self._answers.pop(number)
-            words = {rank: said[rank] for rank in sorted(self.living)}
-            found.append(([answers[rank] for rank in words], (words, dict(self.lost))))
-        return found
-
-
-def _answer(ended: Iterable[tuple[list[torch.futures.Future[Any]], Any]]) -> None:
-    for answers, result in ended:
-        for one in answers:
-            one.set_result(result)
+    def _complete(self) -> None:
+        """Answer the collectives that all living ranks have joined. The answers are given without
+        the lock: what waits for them runs in this thread."""
+        ready: list[tuple[torch.futures.Future[Answer], Answer]] = []
+        with self._changed:
+            for number in sorted(self._values):
+                if self.living and self.living <= self._values[number].keys():
+                    values, answers = self._values.pop(number), self._answers.pop(number)
+                    ranks = sorted(self.living)
+                    answer = ({rank: values[rank] for rank in ranks}, dict(self.lost))
+                    ready += [(answers[rank], answer) for rank in ranks]
+        for future, answer in ready:
+            future.set_result(answer)
 
 
-_MEETING: CollectiveServer | None = None
+_SERVER: CollectiveServer | None = None
+
+
+def _server() -> CollectiveServer:
+    assert _SERVER is not None
+    return _SERVER
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
-def attend(rank: int, number: int, said: Any) -> torch.futures.Future[Any]:
-    """As :meth:`CollectiveServer.attend`, on the first server."""
-    assert _MEETING is not None
-    return _MEETING.attend(rank, number, said)
+def join(rank: int, number: int, value: Any) -> torch.futures.Future[Answer]:
+    """As :meth:`CollectiveServer.join`, on the first server."""
+    return _server().join(rank, number, value)
 
 
 def leave(rank: int) -> None:
     """As :meth:`CollectiveServer.leave`, on the first server."""
-    assert _MEETING is not None
-    _MEETING.leave(rank)
+    _server().leave(rank)
 
 
 class ServerCommunicator(Communicator):
     """All ranks, with collectives through the first server. Ranks keep their numbers when others
-    are lost: a sum is over the living, and of who is lost this knows what the collectives that it
-    has waited for have told."""
+    are lost: a sum is over the living. ``losses`` are those named by the collectives that this rank
+    has waited for."""
 
     def __init__(self, world: Communicator, host: int) -> None:
         super().__init__(world.env, world.device, world.axes, world.group, world.ranks, world.waits)
@@ -134,8 +134,8 @@ class ServerCommunicator(Communicator):
         self.losses: dict[int, WorkerExit] = {}
         self._number = 0
         if self.rank == host:
-            global _MEETING
-            _MEETING = CollectiveServer(self.size)
+            global _SERVER
+            _SERVER = CollectiveServer(self.size)
 
     @property
     def lost(self) -> frozenset[int]:
@@ -150,76 +150,67 @@ class ServerCommunicator(Communicator):
         is lost; gives the number of its steps that were applied."""
         if self.rank == self.host:
             threading.Thread(
-                target=_watch, args=(_MEETING, clock_of), name="losses", daemon=True
+                target=_watch, args=(_server(), clock_of), name="losses", daemon=True
             ).start()
 
     def leave(self) -> None:
         """The end: the first server stays until the others have its last answers."""
         if self.rank == self.host:
-            assert _MEETING is not None
-            _MEETING.leave(self.rank)
-            _MEETING.wait_until_left(_LEAVE_S)
+            _server().leave(self.rank)
+            _server().wait_until_left(_LEAVE_S)
             return
         with contextlib.suppress(RuntimeError):  # it may end before its answer to this is sent
             rpc.rpc_sync(rank_name(self.host), leave, args=(self.rank,), timeout=_LEAVE_S)
 
-    def attend(self, said: Any) -> _Attendance:
+    def join(self, value: Any) -> Callable[[], dict[int, Any]]:
+        """Take part in the next collective. What is returned waits for the living ranks' values, by
+        rank."""
         self._number += 1
+        args = (self.rank, self._number, value)
         if self.rank == self.host:
-            assert _MEETING is not None
-            return _Attendance(self, _MEETING.attend(self.rank, self._number, said))
-        return _Attendance(
-            self, rpc.rpc_async(rank_name(self.host), attend, args=(self.rank, self._number, said))
-        )
+            answer = _server().join(*args)
+        else:
+            answer = rpc.rpc_async(rank_name(self.host), join, args=args)
 
-    def _words(self, said: Any) -> dict[int, Any]:
+        def wait() -> dict[int, Any]:
+            values, losses = answer.wait()
+            self.losses.update(losses)
+            return values
+
+        return wait
+
+    def _gather(self, value: Any) -> dict[int, Any]:
         start = time.perf_counter()
-        words = self.attend(said).words()
+        values = self.join(value)()
         self.waits.seconds += time.perf_counter() - start
-        return words
+        return values
 
     def all_reduce(
         self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Any:
-        return _Reduction(tensor, op, self.attend(tensor.detach().clone()))
+        return _Reduction(tensor, op, self.join(tensor.detach().clone()))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
         """Where a rank is lost its part of ``output`` is zero."""
-        words = self._words(tensor.detach().clone())
+        values = self._gather(tensor.detach().clone())
         for rank, part in enumerate(output.view(self.size, -1)):
-            part.copy_(words[rank].reshape(-1)) if rank in words else part.zero_()
+            part.copy_(values[rank].reshape(-1)) if rank in values else part.zero_()
         return None
 
     def _broadcast_group(self, tensors: list[torch.Tensor]) -> None:
-        words = self._words(
-            [one.detach().clone() for one in tensors] if self.is_rank_zero else None
-        )
-        values = next(one for _, one in sorted(words.items()) if one is not None)
+        sent = [tensor.detach().clone() for tensor in tensors] if self.is_rank_zero else None
+        values = next(value for value in self._gather(sent).values() if value is not None)
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
 
     def broadcast_object(self, value: T) -> Any:
-        words = self._words(value)
-        return words[min(words)]
+        return next(iter(self._gather(value).values()))
 
     def gather_objects(self, value: T) -> list[Any]:
         """None for a rank that is lost."""
-        words = self._words(value)
-        return [words.get(rank) for rank in range(self.size)]
-
-
-class _Attendance:
-    """A collective that this rank takes part in."""
-
-    def __init__(self, world: ServerCommunicator, answer: Any) -> None:
-        self.world = world
-        self.answer = answer
-
-    def words(self) -> dict[int, Any]:
-        words, losses = self.answer.wait()
-        self.world.losses.update(losses)
-        return dict(words)
+        values = self._gather(value)
+        return [values.get(rank) for rank in range(self.size)]
 
 
 class _Reduction:
@@ -227,14 +218,17 @@ class _Reduction:
     rank."""
 
     def __init__(
-        self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, attendance: _Attendance
+        self,
+        tensor: torch.Tensor,
+        op: dist.ReduceOp.RedOpType,
+        values: Callable[[], dict[int, torch.Tensor]],
     ) -> None:
         self.tensor = tensor
         self.op = op
-        self.attendance = attendance
+        self.values = values
 
     def wait(self) -> None:
-        values = torch.stack(list(self.attendance.words().values()))
+        values = torch.stack(list(self.values().values()))
         if self.op == dist.ReduceOp.SUM:
             self.tensor.copy_(values.sum(dim=0))
         elif self.op == dist.ReduceOp.MAX:
@@ -243,8 +237,8 @@ class _Reduction:
             raise NotImplementedError(f"a reduction by {self.op} through the first server")
 
 
-def _watch(meeting: CollectiveServer, clock_of: Callable[[int], int]) -> None:
-    """Hear from the launcher, through its store, which workers have ended."""
+def _watch(server: CollectiveServer, clock_of: Callable[[int], int]) -> None:
+    """Read in the launcher's store which workers have ended."""
     try:
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
@@ -254,12 +248,11 @@ def _watch(meeting: CollectiveServer, clock_of: Callable[[int], int]) -> None:
         )
         store.set(MEETING_KEY, "open")
         while True:
-            told = json.loads(store.get(LOST_KEY)) if store.check([LOST_KEY]) else {}
-            for rank, one in sorted((int(rank), one) for rank, one in told.items()):
-                if rank not in meeting.lost:
-                    meeting.lose(
-                        WorkerExit(rank, int(one["pid"]), str(one["reason"]), clock_of(rank))
-                    )
+            lost = json.loads(store.get(LOST_KEY)) if store.check([LOST_KEY]) else {}
+            for rank in sorted(map(int, lost)):
+                if rank not in server.lost:
+                    process = lost[str(rank)]
+                    server.lose(WorkerExit(rank, process["pid"], process["reason"], clock_of(rank)))
             time.sleep(_POLL_S)
     except (RuntimeError, OSError):
         return  # the launcher has gone, and this process with it

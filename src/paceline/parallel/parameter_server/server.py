@@ -2,7 +2,7 @@
 the calls by which workers pull and push."""
 
 import threading
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,16 +44,23 @@ class TableShard:
             pushed, self.pushed = self.pushed, {}
         ordered = [pushed[key] for key in sorted(pushed) if key[0] not in lost]
         self.gradient = None
-        if not ordered:
-            return
-        rows, places = torch.unique(torch.cat([one for one, _ in ordered]), return_inverse=True)
-        total = torch.zeros(len(rows), self.values.shape[1])
-        begin = 0
-        # rows of one push are distinct: each gets one addend at a time
-        for one, gradient in ordered:
-            total[places[begin : begin + len(one)]] += gradient
-            begin += len(one)
-        self.gradient = (rows, total if weight == 1.0 else total.mul_(weight))
+        if ordered:
+            rows, total = sum_rows(ordered)
+            self.gradient = (rows, total if weight == 1.0 else total.mul_(weight))
+
+
+def sum_rows(
+    pushed: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sum gradients [k, dim] of rows, in their order; (distinct rows, one gradient each). The rows
+    of one push are distinct."""
+    distinct, places = torch.unique(torch.cat([rows for rows, _ in pushed]), return_inverse=True)
+    total = torch.zeros(len(distinct), pushed[0][1].shape[1])
+    begin = 0
+    for rows, gradient in pushed:
+        total[places[begin : begin + len(rows)]] += gradient
+        begin += len(rows)
+    return distinct, total
 
 
 class RowOptimizer(torch.optim.Optimizer):
