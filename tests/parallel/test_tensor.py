@@ -68,7 +68,7 @@ def outputs_and_gradients(world):
         out.square().sum().backward()
         sent = world.traffic.total - before
         if split is not None:
-            split.sum_partial_gradients([one.grad for one in split.partial])
+            split.sum_over_copies([(one.grad, split.group.size) for one in split.partial])
         where = {} if split is None else split.cuts
         grads = {name: (one.grad, where.get(name)) for name, one in model.named_parameters()}
         found[key] = out.detach(), x.grad, grads, sent

@@ -38,13 +38,13 @@ class PendingComm:
 class CommThread:
     """Runs what it is given in one thread, one after another, in the order given.
 
-    Every rank of a line gives the same work in the same order; so the collectives within come in
+    Every rank of a group gives the same work in the same order; so the collectives within come in
     one order on every rank, whatever else the ranks do meanwhile on other groups. After an error
     nothing more is run: the ranks would no longer agree.
 
     Args:
         world: all ranks.
-        axes: the line along which the work communicates. A collective: every rank of ``world``
+        axes: the group along which the work communicates. A collective: every rank of ``world``
             makes its threads in one order.
     """
 
@@ -60,7 +60,7 @@ class CommThread:
         weakref.finalize(self, self._todo.put, None)
 
     def submit(self, work: Work) -> PendingComm:
-        """Have ``work(line)`` run; on an accelerator after what is in the current stream by now."""
+        """Have ``work(group)`` run; on an accelerator after what the current stream has by now."""
         pending = PendingComm()
         ready = None
         if self.world.device.type != "cpu":
@@ -71,13 +71,14 @@ class CommThread:
 
 
 def _run(
-    todo: queue.SimpleQueue[tuple[Work, PendingComm, torch.Event | None] | None], line: Communicator
+    todo: queue.SimpleQueue[tuple[Work, PendingComm, torch.Event | None] | None],
+    group: Communicator,
 ) -> None:
     stream = None
     failed: BaseException | None = None
-    if line.device.type != "cpu":
-        torch.accelerator.set_device_index(line.device.index or 0)
-        stream = torch.Stream(line.device)
+    if group.device.type != "cpu":
+        torch.accelerator.set_device_index(group.device.index or 0)
+        stream = torch.Stream(group.device)
         torch.accelerator.set_stream(stream)
     while (task := todo.get()) is not None:
         work, pending, ready = task
@@ -87,9 +88,9 @@ def _run(
                 if stream is not None and ready is not None:
                     stream.wait_event(ready)
                 with torch.no_grad():
-                    work(line)
+                    work(group)
                 if stream is not None:
-                    done = torch.Event(line.device)
+                    done = torch.Event(group.device)
                     done.record(stream)
             except BaseException as error:
                 failed = error

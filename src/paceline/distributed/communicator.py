@@ -1,5 +1,5 @@
-"""The process group of a run, its lines along the axes of the mesh, and the collectives among
-them."""
+"""The process group of a run, its subgroups along the axes of the mesh, and the collectives
+among them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CommWaitTime:
 
 class Communicator:
     """This rank, its device, and the collectives among the ranks of one group: all of them, or a
-    line of the mesh. With one rank each collective is the identity.
+    subgroup of the mesh. With one rank each collective is the identity.
 
     Args:
         env: rank and sizes within this group.
@@ -54,7 +54,7 @@ class Communicator:
         axes: the mesh; a plain data-parallel one where not given.
         group: the process group (None: all ranks).
         ranks: global rank of each member, in order.
-        waits: shared by all lines of a rank.
+        waits: shared by all subgroups of a rank.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Communicator:
 
     @property
     def wait_s(self) -> float:
-        """Seconds this rank has stood still for communication, on any line."""
+        """Seconds this rank has stood still for communication, in any group."""
         return self.waits.seconds
 
     @property
@@ -122,7 +122,7 @@ class Communicator:
 
     def subgroup(self, *axes: str) -> Communicator:
         """The ranks that differ from this one in ``axes`` alone, as a world of their own. A
-        collective the first time: every rank asks for the same lines in the same order."""
+        collective the first time: every rank asks for the same groups in the same order."""
         key = tuple(sorted(axes))
         if key not in self._subgroups:
             groups = self.axes.subgroups(key)

@@ -45,14 +45,14 @@ _COMBINE: dict[Any, Combine] = {
 
 
 def all_reduce(
-    world_line: Communicator,
+    comm: Communicator,
     tensor: torch.Tensor,
     algorithm: str = "ring",
     trace: Trace | None = None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Sent:
-    """Reduce ``tensor`` over the ranks of a line, in place; returns when it is done, with what this
-    rank sent. A collective: every rank of the line calls it, with a tensor of the same number of
+    """Reduce ``tensor`` over the ranks of a group, in place; returns when it is done, with what
+    this rank sent. A collective: every rank of the group calls it, with a tensor of the same number of
     elements and dtype. Any shape and strides, also without an element. The sum of bool is "or".
 
     Calls on one group come one after another; threads that call at the same time each need a group
@@ -72,22 +72,22 @@ def all_reduce(
         raise ValueError(f"no reduction by {op}; there are SUM, MAX, MIN and PRODUCT")
     if tensor.is_complex() and op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
         raise ValueError(f"complex numbers have no order: no reduction by {op}")
-    return _run(world_line, tensor, ("all-reduce", algorithm, 0), _COMBINE[op], trace)
+    return _run(comm, tensor, ("all-reduce", algorithm, 0), _COMBINE[op], trace)
 
 
 def broadcast(
-    world_line: Communicator,
+    comm: Communicator,
     tensor: torch.Tensor,
     algorithm: str = "tree",
     root: int = 0,
     trace: Trace | None = None,
 ) -> Sent:
-    """Copy the values of rank ``root`` (of the line) into ``tensor`` on every rank, in place. As
+    """Copy the values of rank ``root`` (of the group) into ``tensor`` on every rank, in place. As
     :func:`all_reduce`; the algorithms are ring (chunks passed along the ranks), tree and naive."""
     check_algorithm(algorithm, "broadcast")
-    if not 0 <= root < world_line.size:
-        raise ValueError(f"there is no rank {root} among {world_line.size}")
-    return _run(world_line, tensor, ("broadcast", algorithm, root), torch.Tensor.add_, trace)
+    if not 0 <= root < comm.size:
+        raise ValueError(f"there is no rank {root} among {comm.size}")
+    return _run(comm, tensor, ("broadcast", algorithm, root), torch.Tensor.add_, trace)
 
 
 def _run(

@@ -119,8 +119,9 @@ class HybridStrategy(BucketedStrategy):
             self.buckets.finish()
             self.world.subgroup("data").broadcast(self.changing_buffers)
         if self.tensor is not None:
-            self.tensor.sum_partial_gradients(
-                [_gradient(self.trained[name]) for name in self.partial_names]
+            size = self.tensor.group.size
+            self.tensor.sum_over_copies(
+                [(_gradient(self.trained[name]), size) for name in self.partial_names]
             )
             self.tensor.sum_over_copies(
                 [(gradient, one.copies) for gradient, one in self._shared_gradients()]
@@ -194,7 +195,7 @@ class HybridStrategy(BucketedStrategy):
         of ``name``."""
         if self.pipeline is not None and not self.pipeline.owns(name):
             return False
-        return self.tensor is None or name in self.tensor.cuts or self.tensor.line.is_rank_zero
+        return self.tensor is None or name in self.tensor.cuts or self.tensor.group.is_rank_zero
 
     def evaluate(
         self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module

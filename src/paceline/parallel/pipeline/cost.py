@@ -10,7 +10,7 @@ from paceline.parallel.pipeline.stages import StagePlan, divide, num_chunks, ran
 
 @dataclass(frozen=True)
 class PipelineCost:
-    """One entry a rank of the pipeline's line.
+    """One entry for each rank of the pipeline.
 
     Args:
         division: the stages.
@@ -46,7 +46,7 @@ def pipeline_cost(
     - r on rank r under 1F1B (Narayanan et al., section 2.2.1).
 
     Args:
-        num_ranks: of the pipeline's line.
+        num_ranks: of the pipeline.
         chunks: ``parallel.pipeline_chunks``; means something to the schedules of several stages a
             rank alone.
         tensor_ranks: that each layer of the tensor plan is cut over. Between a column layer and its

@@ -132,7 +132,7 @@ class PartitionedModel:
     # -- running
     def probe(self, call: Callable[[], object]) -> tuple[int, ...]:
         """Shape of what ``call`` hands to the first block, by a forward that ends there. The same
-        on every rank of the line."""
+        on every rank of the pipeline."""
         self._first, self._beyond = self.division.blocks[-1]
         found = self._run(call, None, probing=True)
         if not isinstance(found, torch.Tensor):

@@ -42,9 +42,9 @@ class PipelineRunner:
     """This rank's stages of a model.
 
     Args:
-        model: whole, with the same values on every rank of the line; it is cut in place: what other
-            ranks hold becomes None.
-        line: the ranks of the pipeline, in the order of the stages.
+        model: whole, with the same values on every rank of the pipeline; it is cut in place: what
+            other ranks hold becomes None.
+        comm: the ranks of the pipeline, in the order of the stages.
         config: its ``parallel.pipeline_schedule`` and ``parallel.pipeline_chunks`` count.
         run: a forward of the task, which shows the order of the modules of a model whose inputs are
             not known.
@@ -56,11 +56,11 @@ class PipelineRunner:
     def __init__(
         self,
         model: nn.Module,
-        line: Communicator,
+        comm: Communicator,
         config: Config,
         run: Callable[[nn.Module], object] | None = None,
     ) -> None:
-        self.model, self.line, self.config = model, line, config
+        self.model, self.comm, self.config = model, comm, config
         #: (level, text) for the person; grows where a step cannot run as asked for
         self.notices: list[tuple[str, str]] = []
         #: called before each backward with (stage, True where it is the last of the step for this
@@ -70,10 +70,10 @@ class PipelineRunner:
         forms, trace = check_blocks(model, blocks, run)
         settings = config.parallel
         self.schedule = settings.pipeline_schedule
-        num_stages = line.size * num_chunks(self.schedule, settings.pipeline_chunks)
+        num_stages = comm.size * num_chunks(self.schedule, settings.pipeline_chunks)
         self.division = divide_model(model, blocks, num_stages, trace)
         self.mine = [
-            stage for stage in range(num_stages) if rank_of_stage(stage, line.size) == line.rank
+            stage for stage in range(num_stages) if rank_of_stage(stage, comm.size) == comm.rank
         ]
         self.cut = PartitionedModel(model, blocks, forms, self.division, self.mine)
         self._shared = self._find_shared()  # while all are there
@@ -92,14 +92,14 @@ class PipelineRunner:
 
     # -- who has what
     def owns(self, name: str) -> bool:
-        """True on exactly one rank of the line."""
+        """True on exactly one rank of the pipeline."""
         return self.division.stages[name][0] in self.mine
 
     def _find_shared(self) -> list[tuple[str, list[int]]]:
-        """Trained parameters that several ranks hold, with their places in the line; in one order
-        on all ranks."""
+        """Trained parameters that several ranks hold, with their places in the pipeline; in one
+        order on all ranks."""
         trained = [name for name, one in self.model.named_parameters() if one.requires_grad]
-        holders = [(name, self.division.ranks_of(name, self.line.size)) for name in trained]
+        holders = [(name, self.division.ranks_of(name, self.comm.size)) for name in trained]
         return [(name, ranks) for name, ranks in holders if len(ranks) > 1]
 
     def sum_shared_gradients(self) -> None:
@@ -107,7 +107,7 @@ class PipelineRunner:
         the others."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         for name, ranks in self._shared:
-            if self.line.rank not in ranks:
+            if self.comm.rank not in ranks:
                 continue
             one = parameters[name]
             if one.grad is None:
@@ -117,13 +117,13 @@ class PipelineRunner:
             parts = {rank: torch.empty_like(mine) for rank in ranks}
             operations = []
             for rank in ranks:
-                if rank != self.line.rank:
-                    peer = self.line.ranks[rank]
-                    operations.append(dist.P2POp(dist.isend, mine, peer, self.line.group))
-                    operations.append(dist.P2POp(dist.irecv, parts[rank], peer, self.line.group))
+                if rank != self.comm.rank:
+                    peer = self.comm.ranks[rank]
+                    operations.append(dist.P2POp(dist.isend, mine, peer, self.comm.group))
+                    operations.append(dist.P2POp(dist.irecv, parts[rank], peer, self.comm.group))
             for work in dist.batch_isend_irecv(operations):
-                self.line.wait(work)
-            parts[self.line.rank] = mine
+                self.comm.wait(work)
+            parts[self.comm.rank] = mine
             total = torch.zeros_like(mine)
             for rank in ranks:  # in one order, so that every copy gets the same bits
                 total += parts[rank]
@@ -156,7 +156,7 @@ class PipelineRunner:
                 stage.clear_runtime_states()
 
     def _legal(self, num_micro_batches: int) -> str:
-        schedule, why = legal_schedule(self.schedule, self.line.size, num_micro_batches)
+        schedule, why = legal_schedule(self.schedule, self.comm.size, num_micro_batches)
         if why is not None:
             text = (
                 f"`pipeline_schedule: {self.schedule}` cannot run {why}: {_NAMES[schedule]} runs"
@@ -173,14 +173,14 @@ class PipelineRunner:
             if parameter.requires_grad and stage in self.division.stages.get(name, (stage,))
         }
         peers = [
-            self.line.ranks[rank_of_stage(one, self.line.size)]
+            self.comm.ranks[rank_of_stage(one, self.comm.size)]
             for one in range(self.division.num_stages)
         ]
         return DynamicStage(
             stage,
             peers,
-            self.line.device,
-            self.line.group,
+            self.comm.device,
+            self.comm.group,
             list(trained.values()),
             self._run_stage,
             lambda *place: self.before_backward(*place),
@@ -211,7 +211,7 @@ class PipelineRunner:
     # -- shapes
     def _shapes(self, num_micro_batches: int) -> list[tuple[Hidden, ...]]:
         """What is passed behind each stage but the last, for each micro-batch; every rank of the
-        line finds the same.
+        pipeline finds the same.
 
         Most blocks keep the shape (seen at the first micro-batch). For those that do not, one
         micro-batch of each new shape is sent through the stages once, forward alone. Shapes may be
@@ -247,7 +247,7 @@ class PipelineRunner:
         with evaluation_mode(self.model), torch.no_grad(), uncounted():
             self._hop(lambda: self._micro(number), mine, with_last=False)
         hidden: dict[int, Hidden] = {}
-        for sent in self.line.gather_objects(mine):
+        for sent in self.comm.gather_objects(mine):
             hidden.update(sent)
         self._known[before] = tuple(hidden[stage] for stage in range(self.division.num_stages - 1))
         self._keeps_shape = self._keeps_shape and all(
@@ -259,7 +259,7 @@ class PipelineRunner:
         self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module
     ) -> dict[str, torch.Tensor] | None:
         """``run(model)`` passed through the stages; its result on the rank of the last stage, None
-        on the others. A collective of the line."""
+        on the others. A collective of the pipeline."""
         with torch.no_grad(), uncounted():
             return self._hop(lambda: run(model), {}, with_last=True)  # type: ignore[no-any-return]
 
@@ -268,26 +268,26 @@ class PipelineRunner:
         for stage in self.mine:
             received = None
             if stage > 0:
-                received = self._receive(self.line.ranks[rank_of_stage(stage - 1, self.line.size)])
+                received = self._receive(self.comm.ranks[rank_of_stage(stage - 1, self.comm.size)])
             if stage == last:
                 return self.cut.run(stage, call, received) if with_last else None
             out = self.cut.run(stage, call, received).detach()
             seen[stage] = (tuple(out.shape), out.dtype)
-            self._send(out, self.line.ranks[rank_of_stage(stage + 1, self.line.size)])
+            self._send(out, self.comm.ranks[rank_of_stage(stage + 1, self.comm.size)])
         return None
 
     def _send(self, tensor: torch.Tensor, target: int) -> None:
         header = [tensor.dim(), _DTYPES.index(tensor.dtype), *tensor.shape]
         header += [0] * (_MOST_DIMS + 2 - len(header))
-        dist.send(torch.tensor(header, device=self.line.device), target, group=self.line.group)
-        dist.send(tensor.contiguous(), target, group=self.line.group)
+        dist.send(torch.tensor(header, device=self.comm.device), target, group=self.comm.group)
+        dist.send(tensor.contiguous(), target, group=self.comm.group)
 
     def _receive(self, source: int) -> torch.Tensor:
-        header = torch.empty(_MOST_DIMS + 2, dtype=torch.int64, device=self.line.device)
-        dist.recv(header, source, group=self.line.group)
+        header = torch.empty(_MOST_DIMS + 2, dtype=torch.int64, device=self.comm.device)
+        dist.recv(header, source, group=self.comm.group)
         dims, dtype, *shape = header.tolist()
-        tensor = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=self.line.device)
-        dist.recv(tensor, source, group=self.line.group)
+        tensor = torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=self.comm.device)
+        dist.recv(tensor, source, group=self.comm.group)
         return tensor
 
 

@@ -81,7 +81,7 @@ class DynamicStage(_PipelineStageBase):
         return ()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return []  # the line has talked before
+        return []  # the ranks have exchanged messages before
 
     def clear_runtime_states(self) -> None:
         for store in (

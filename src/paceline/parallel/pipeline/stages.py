@@ -40,7 +40,7 @@ class StagePlan:
         return len(self.blocks)
 
     def ranks_of(self, name: str, num_ranks: int) -> list[int]:
-        """The ranks of the pipeline's line that hold a parameter or buffer, in order."""
+        """The ranks of the pipeline that hold a parameter or buffer, in order."""
         return sorted({rank_of_stage(stage, num_ranks) for stage in self.stages[name]})
 
 

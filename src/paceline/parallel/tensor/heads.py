@@ -25,7 +25,7 @@ _HEADS = ("num_heads", "num_attention_heads", "n_head", "n_heads")
 def divide_heads(
     plan: Mapping[str, str],
     modules: Mapping[str, nn.Module],
-    line: Communicator,
+    group: Communicator,
     keeps_numbers: bool,
 ) -> None:
     """Give each module with column layers its share of the heads.
@@ -37,21 +37,21 @@ def divide_heads(
     """
     for parent, styles in _columns(plan, modules).items():
         module: Any = modules[parent]
-        shared = [one for one in styles if _is_shared(one, line.size)]
+        shared = [one for one in styles if _is_shared(one, group.size)]
         if keeps_numbers:
             heads = next(
                 (one for one in (_number(module, key) for key in _HEADS) if one is not None), None
             )
-            _divide_numbers(parent, module, bool(shared), line.size)
+            _divide_numbers(parent, module, bool(shared), group.size)
             if heads is not None:
                 module.register_forward_pre_hook(
-                    partial(_cut_arguments, heads, line), with_kwargs=True
+                    partial(_cut_arguments, heads, group), with_kwargs=True
                 )
         groups = _number(module, "num_key_value_groups")
         if shared and groups is not None:
             one = parse_style(shared[0])
             key_heads = one.number if one.name == KV_COLUMN else 1
-            module.num_key_value_groups = groups * key_heads // line.size
+            module.num_key_value_groups = groups * key_heads // group.size
 
 
 def _columns(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
@@ -88,23 +88,23 @@ def _number(module: Any, key: str) -> int | None:
 
 
 def _cut_arguments(
-    heads: int, line: Communicator, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    heads: int, group: Communicator, module: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
     """What the model computes for all heads (ALiBi), as keyword arguments: the part of this rank's
     heads."""
     cut = {
-        key: _own_heads(kwargs[key], heads, line)
+        key: _own_heads(kwargs[key], heads, group)
         for key in HEAD_ARGUMENTS
         if isinstance(kwargs.get(key), torch.Tensor)
     }
     return args, {**kwargs, **cut}
 
 
-def _own_heads(tensor: torch.Tensor, heads: int, line: Communicator) -> torch.Tensor:
-    share = heads // line.size
+def _own_heads(tensor: torch.Tensor, heads: int, group: Communicator) -> torch.Tensor:
+    share = heads // group.size
     if tensor.dim() == 4 and tensor.shape[1] == heads:
-        return tensor.narrow(1, line.rank * share, share)
+        return tensor.narrow(1, group.rank * share, share)
     if tensor.dim() == 3 and tensor.shape[0] % heads == 0:  # [rows × heads, …], or [heads, …]
         by_head = tensor.view(tensor.shape[0] // heads, heads, *tensor.shape[1:])
-        return by_head.narrow(1, line.rank * share, share).flatten(0, 1)
+        return by_head.narrow(1, group.rank * share, share).flatten(0, 1)
     return tensor

@@ -2,7 +2,7 @@
 
 Each is its own pair: what one does in forward its counterpart does in backward (Shoeybi et al.,
 "Megatron-LM", 2019, section 3: f and g; Korthikanti et al., "Reducing Activation Recomputation in
-Large Transformer Models", 2022, section 4.2.2: the same along the tokens). All ranks of the line
+Large Transformer Models", 2022, section 4.2.2: the same along the tokens). All ranks of the group
 issue the same collectives in the same order, as their graphs are the same.
 """
 
@@ -16,55 +16,55 @@ from paceline.distributed.communicator import Communicator
 _Op = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _all_reduced(tensor: torch.Tensor, line: Communicator) -> torch.Tensor:
+def _all_reduced(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
     # A copy: autograd may have handed the same gradient to somebody else.
     found = tensor.contiguous().clone() if tensor.is_contiguous() else tensor.contiguous()
-    line.wait(line.all_reduce(found))
+    group.wait(group.all_reduce(found))
     return found
 
 
-def _gathered(tensor: torch.Tensor, dim: int, line: Communicator) -> torch.Tensor:
+def _gathered(tensor: torch.Tensor, dim: int, group: Communicator) -> torch.Tensor:
     """The ranks' tensors of one shape, side by side along ``dim``."""
     tensor = tensor.contiguous()
-    stacked = torch.empty((line.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-    line.wait(line.all_gather(stacked.view(-1), tensor.view(-1)))
+    stacked = torch.empty((group.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+    group.wait(group.all_gather(stacked.view(-1), tensor.view(-1)))
     shape = list(tensor.shape)
-    shape[dim] *= line.size
+    shape[dim] *= group.size
     return stacked.movedim(0, dim).reshape(shape)
 
 
-def _own_part(tensor: torch.Tensor, dim: int, line: Communicator) -> torch.Tensor:
-    return tensor.chunk(line.size, dim)[line.rank].contiguous()
+def _own_part(tensor: torch.Tensor, dim: int, group: Communicator) -> torch.Tensor:
+    return tensor.chunk(group.size, dim)[group.rank].contiguous()
 
 
-def _pad(tensor: torch.Tensor, line: Communicator) -> torch.Tensor:
+def _pad(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
     """[rows, tokens, …] with zeros after the tokens, so that they divide by the ranks."""
-    missing = -tensor.shape[1] % line.size
+    missing = -tensor.shape[1] % group.size
     if not missing:
         return tensor
     zeros = tensor.new_zeros((tensor.shape[0], missing, *tensor.shape[2:]))
     return torch.cat([tensor, zeros], dim=1)
 
 
-def _own_tokens(tensor: torch.Tensor, line: Communicator) -> torch.Tensor:
-    return _own_part(_pad(tensor, line), 1, line)
+def _own_tokens(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
+    return _own_part(_pad(tensor, group), 1, group)
 
 
-def _gather_tokens(tensor: torch.Tensor, tokens: int, line: Communicator) -> torch.Tensor:
-    return _gathered(tensor, 1, line).narrow(1, 0, tokens)
+def _gather_tokens(tensor: torch.Tensor, tokens: int, group: Communicator) -> torch.Tensor:
+    return _gathered(tensor, 1, group).narrow(1, 0, tokens)
 
 
-def _scatter_tokens(tensor: torch.Tensor, line: Communicator) -> torch.Tensor:
+def _scatter_tokens(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
     """Sum over the ranks of [rows, tokens, width]; each keeps its part of the tokens."""
-    padded = _pad(tensor, line)
+    padded = _pad(tensor, group)
     rows, tokens = padded.shape[:2]
     by_rank = (
-        padded.reshape(rows, line.size, tokens // line.size, *padded.shape[2:])
+        padded.reshape(rows, group.size, tokens // group.size, *padded.shape[2:])
         .movedim(1, 0)
         .contiguous()
     )
     found = torch.empty(by_rank.shape[1:], dtype=tensor.dtype, device=tensor.device)
-    line.wait(line.reduce_scatter(found.view(-1), by_rank.view(-1)))
+    group.wait(group.reduce_scatter(found.view(-1), by_rank.view(-1)))
     return found
 
 
@@ -84,61 +84,61 @@ def _paired(x: torch.Tensor, there: _Op, back: _Op) -> torch.Tensor:
     return _Pair.apply(x, there, back)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def sum_gradient(x: torch.Tensor, line: Communicator) -> torch.Tensor:
+def sum_gradient(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     """Megatron's f: x as it is; its gradient is the sum over the ranks."""
-    return _paired(x, lambda one: one.view_as(one), lambda grad: _all_reduced(grad, line))
+    return _paired(x, lambda one: one.view_as(one), lambda grad: _all_reduced(grad, group))
 
 
-def sum_parts(x: torch.Tensor, line: Communicator) -> torch.Tensor:
+def sum_parts(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     """Megatron's g: the sum over the ranks; the gradient goes back as it is."""
-    return _paired(x, lambda one: _all_reduced(one, line), lambda grad: grad)
+    return _paired(x, lambda one: _all_reduced(one, group), lambda grad: grad)
 
 
-def gather_features(x: torch.Tensor, line: Communicator) -> torch.Tensor:
+def gather_features(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     """Parts of the last dimension put together; what follows is the same on every rank."""
     last = x.dim() - 1
     return _paired(
-        x, lambda one: _gathered(one, last, line), lambda grad: _own_part(grad, last, line)
+        x, lambda one: _gathered(one, last, group), lambda grad: _own_part(grad, last, group)
     )
 
 
-def split_features(x: torch.Tensor, line: Communicator) -> torch.Tensor:
+def split_features(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     """This rank's part of the last dimension."""
     last = x.dim() - 1
     return _paired(
-        x, lambda one: _own_part(one, last, line), lambda grad: _gathered(grad, last, line)
+        x, lambda one: _own_part(one, last, group), lambda grad: _gathered(grad, last, group)
     )
 
 
-def enter_tokens(x: torch.Tensor, line: Communicator) -> torch.Tensor:
+def enter_tokens(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     """This rank's part of the tokens of [rows, tokens, …], padded with zeros so that the parts are
     equal."""
     tokens = x.shape[1]
     return _paired(
-        x, lambda one: _own_tokens(one, line), lambda grad: _gather_tokens(grad, tokens, line)
+        x, lambda one: _own_tokens(one, group), lambda grad: _gather_tokens(grad, tokens, group)
     )
 
 
-def leave_tokens(x: torch.Tensor, tokens: int, line: Communicator) -> torch.Tensor:
+def leave_tokens(x: torch.Tensor, tokens: int, group: Communicator) -> torch.Tensor:
     """The parts of the tokens put together; what follows is the same on every rank."""
     return _paired(
-        x, lambda one: _gather_tokens(one, tokens, line), lambda grad: _own_tokens(grad, line)
+        x, lambda one: _gather_tokens(one, tokens, group), lambda grad: _own_tokens(grad, group)
     )
 
 
-def gather_tokens(x: torch.Tensor, tokens: int, line: Communicator) -> torch.Tensor:
+def gather_tokens(x: torch.Tensor, tokens: int, group: Communicator) -> torch.Tensor:
     """The parts of the tokens put together for layers that are cut; the gradient is summed over the
     ranks."""
     return _paired(
-        x, lambda one: _gather_tokens(one, tokens, line), lambda grad: _scatter_tokens(grad, line)
+        x, lambda one: _gather_tokens(one, tokens, group), lambda grad: _scatter_tokens(grad, group)
     )
 
 
-def scatter_tokens(x: torch.Tensor, line: Communicator) -> torch.Tensor:
+def scatter_tokens(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     """Sum over the ranks, of which each keeps its part of the tokens."""
     tokens = x.shape[1]
     return _paired(
-        x, lambda one: _scatter_tokens(one, line), lambda grad: _gather_tokens(grad, tokens, line)
+        x, lambda one: _scatter_tokens(one, group), lambda grad: _gather_tokens(grad, tokens, group)
     )
 
 

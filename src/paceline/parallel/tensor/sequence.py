@@ -30,8 +30,8 @@ class SequenceParallelizer:
         ConfigError: the model is not made of blocks of which this can be said to be right.
     """
 
-    def __init__(self, model: nn.Module, line: Communicator, plan: Mapping[str, str]) -> None:
-        self.line = line
+    def __init__(self, model: nn.Module, group: Communicator, plan: Mapping[str, str]) -> None:
+        self.group = group
         self._tokens = 0  # of the row that the block at work was given
         modules = dict(model.named_modules())
         parents = sorted({name.rpartition(".")[0] for name in plan})
@@ -62,7 +62,7 @@ class SequenceParallelizer:
     def _before_first(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         hidden = _hidden(args, kwargs)
         self._tokens = hidden.shape[1]
-        return _replaced(args, kwargs, enter_tokens(hidden, self.line))
+        return _replaced(args, kwargs, enter_tokens(hidden, self.group))
 
     def _before_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         # Not remembered from the last block: activation checkpointing runs blocks again, out of
@@ -70,7 +70,7 @@ class SequenceParallelizer:
         hidden = _hidden(args, kwargs)
         told = [_told_tokens(kwargs), getattr(hidden, _MARK, None)]
         fitting = [
-            one for one in told if one is not None and -(-one // self.line.size) == hidden.shape[1]
+            one for one in told if one is not None and -(-one // self.group.size) == hidden.shape[1]
         ]
         if not fitting:
             raise RunError(
@@ -83,7 +83,7 @@ class SequenceParallelizer:
         return _replaced(
             args,
             kwargs,
-            gather_tokens(low_precision(_hidden(args, kwargs)), self._tokens, self.line),
+            gather_tokens(low_precision(_hidden(args, kwargs)), self._tokens, self.group),
         )
 
     def _after_block(self, block: nn.Module, args: Any, output: Any) -> None:
@@ -91,8 +91,8 @@ class SequenceParallelizer:
 
     def _after_last(self, block: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (leave_tokens(output[0], self._tokens, self.line), *output[1:])
-        return leave_tokens(output, self._tokens, self.line)
+            return (leave_tokens(output[0], self._tokens, self.group), *output[1:])
+        return leave_tokens(output, self._tokens, self.group)
 
 
 def _hidden(args: Any, kwargs: Any) -> torch.Tensor:

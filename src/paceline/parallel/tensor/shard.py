@@ -86,17 +86,18 @@ class TensorSlice:
 
 
 class TensorParallelizer:
-    """Cuts the layers of ``model`` that the plan names into parts, one for each rank of ``line``,
+    """Cuts the layers of ``model`` that the plan names into parts, one for each rank of ``group``,
     in place.
 
     Args:
-        model: whole, of the same values on every rank of the line; on the CPU or the rank's device.
-        line: the ranks along the axis "tensor".
+        model: whole, of the same values on every rank of the group; on the CPU or the rank's
+            device.
+        group: the ranks along the axis "tensor".
         settings: ``tensor_plan``, ``sequence_parallel``.
         plan: module → style, where it is known already (a stage of a pipeline has no plan of its
             own).
 
-    What is not cut is held by every rank of the line, and its gradient comes out the same on each,
+    What is not cut is held by every rank of the group, and its gradient comes out the same on each,
     except for :attr:`partial`.
 
     Raises:
@@ -106,26 +107,26 @@ class TensorParallelizer:
     def __init__(
         self,
         model: nn.Module,
-        line: Communicator,
+        group: Communicator,
         settings: Parallel,
         plan: Mapping[str, str] | None = None,
     ) -> None:
-        self.line = line
+        self.group = group
         self.notices: list[tuple[str, str]] = []
         found = dict(plan) if plan is not None else find_tensor_plan(model, settings.tensor_plan)
         modules = dict(model.named_modules())
         # Of layers that belong to other stages of a pipeline the weights are gone.
         self.plan = {name: style for name, style in found.items() if _is_here(name, modules)}
         self._sequence = settings.sequence_parallel
-        self._shared = _SharedInput(line)
+        self._shared = _SharedInput(group)
         self._where: dict[int, TensorSlice] = {}
         self._tied = _tied_parameters(model)
-        check_plan_sizes(model, self.plan, line.size)
+        check_plan_sizes(model, self.plan, group.size)
         keeps_numbers = bool(settings.tensor_plan) or bool(family_plan(_config(model)))
-        divide_heads(self.plan, modules, line, keeps_numbers)
+        divide_heads(self.plan, modules, group, keeps_numbers)
         self._say_dropout(modules)
         # Before anything is cut: it looks at what stands where.
-        tokens = SequenceParallelizer(model, line, self.plan) if self._sequence else None
+        tokens = SequenceParallelizer(model, group, self.plan) if self._sequence else None
         for name, style in self.plan.items():
             if name in modules:
                 self._cut_module(name, modules[name], style)
@@ -145,7 +146,7 @@ class TensorParallelizer:
         ]
         inside = tokens.partial(set(self._where), self._row_biases(modules)) if tokens else []
         #: Trained parameters that are held whole, of whose gradient each rank has a part: to be
-        #: summed over the line.
+        #: summed over the group.
         self.partial = [
             one
             for one in {id(one): one for one in [*summed, *inside]}.values()
@@ -200,7 +201,7 @@ class TensorParallelizer:
             )
         dim = cut_axis(style, whole.dim())
         assert dim is not None
-        held = ranges(style, whole.shape[dim], self.line.size, self.line.rank)
+        held = ranges(style, whole.shape[dim], self.group.size, self.group.rank)
         values = torch.cat([whole.detach().narrow(dim, one.start, one.length) for one in held], dim)
         mine = nn.Parameter(
             values.clone() if len(held) == 1 else values, requires_grad=whole.requires_grad
@@ -213,7 +214,7 @@ class TensorParallelizer:
         and takes its part, so that the mask is the one that a single rank would draw."""
         for key, one in getattr(module, "lora_dropout", nn.ModuleDict()).items():
             if isinstance(one, nn.Dropout) and one.p > 0:
-                module.lora_dropout[key] = ShardedDropout(one.p, self.line)  # type: ignore[index, operator, assignment]
+                module.lora_dropout[key] = ShardedDropout(one.p, self.group)  # type: ignore[index, operator, assignment]
 
     # -- forward
     def _column(
@@ -221,9 +222,9 @@ class TensorParallelizer:
     ) -> torch.Tensor:
         # else the layers' parent has gathered the tokens
         if not self._sequence and torch.is_grad_enabled():
-            x = self._shared.entered(x) if shared else sum_gradient(low_precision(x), self.line)
+            x = self._shared.entered(x) if shared else sum_gradient(low_precision(x), self.group)
         found = inner(x, *args, **kwargs)
-        return gather_features(found, self.line) if gathered else found
+        return gather_features(found, self.group) if gathered else found
 
     def _experts(
         self,
@@ -237,10 +238,10 @@ class TensorParallelizer:
         self._shared.forget()
         if torch.is_grad_enabled():
             x, top_k_weights = (
-                sum_gradient(low_precision(x), self.line),
-                sum_gradient(top_k_weights, self.line),
+                sum_gradient(low_precision(x), self.group),
+                sum_gradient(top_k_weights, self.group),
             )
-        return sum_parts(inner(x, top_k_index, top_k_weights, *args, **kwargs), self.line)
+        return sum_parts(inner(x, top_k_index, top_k_weights, *args, **kwargs), self.group)
 
     def _latent(
         self, features: int, inner: Any, x: torch.Tensor, *args: Any, **kwargs: Any
@@ -251,20 +252,20 @@ class TensorParallelizer:
         if not torch.is_grad_enabled():
             return found  # type: ignore[no-any-return]
         first, last = found.split([found.shape[-1] - features, features], dim=-1)
-        return torch.cat([first, sum_gradient(last.contiguous(), self.line)], dim=-1)
+        return torch.cat([first, sum_gradient(last.contiguous(), self.group)], dim=-1)
 
     def _row(
         self, linear: nn.Linear, split: bool, inner: Any, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         self._shared.forget()
         if split:
-            x = split_features(x, self.line)
-        found = inner(x, *args, **kwargs)
-        found = scatter_tokens(found, self.line) if self._sequence else sum_parts(found, self.line)
+            x = split_features(x, self.group)
+        add_up = scatter_tokens if self._sequence else sum_parts
+        found = add_up(inner(x, *args, **kwargs), self.group)
         if linear.bias is not None:
             # Each rank has added the bias. Taking the surplus off without gradient leaves the bias
             # its whole gradient, once.
-            found = found - (self.line.size - 1) * linear.bias.detach().to(found.dtype)
+            found = found - (self.group.size - 1) * linear.bias.detach().to(found.dtype)
         return found
 
     # -- checks
@@ -298,29 +299,24 @@ class TensorParallelizer:
         return {id(one.bias) for one in rows if one.bias is not None}
 
     # -- after backward
-    def sum_partial_gradients(self, gradients: list[torch.Tensor]) -> None:
-        """Sum over the line, in place, the gradients (of :attr:`partial`, in its order; local parts
-        where they are sharded)."""
-        self.sum_over_copies([(one, self.line.size) for one in gradients])
-
     def sum_over_copies(self, gradients: list[tuple[torch.Tensor, int]]) -> None:
-        """Sum each gradient, in place, over the ranks that hold the same weights: all of the line,
+        """Sum each gradient, in place, over the ranks that hold the same weights: all of the group,
         or neighbors, so many as the number beside it says. One all-reduce, in which each group of
         neighbors has a place of its own."""
         if not gradients:
             return
         pieces = []
         for gradient, copies in gradients:
-            shape = (self.line.size // copies, gradient.numel())
+            shape = (self.group.size // copies, gradient.numel())
             places = gradient.new_zeros(shape, dtype=torch.float32)
-            places[self.line.rank // copies] = gradient.reshape(-1)
+            places[self.group.rank // copies] = gradient.reshape(-1)
             pieces.append(places.view(-1))
         flat = torch.cat(pieces)
-        self.line.wait(self.line.all_reduce(flat))
+        self.group.wait(self.group.all_reduce(flat))
         sums = flat.split([len(piece) for piece in pieces])
         for (gradient, copies), total in zip(gradients, sums, strict=True):
-            places = total.view(self.line.size // copies, -1)
-            gradient.copy_(places[self.line.rank // copies].view(gradient.shape))
+            places = total.view(self.group.size // copies, -1)
+            gradient.copy_(places[self.group.rank // copies].view(gradient.shape))
 
 
 def check_plan_sizes(model: nn.Module, plan: Mapping[str, str], size: int) -> None:
@@ -383,8 +379,8 @@ class _SharedInput:
     """Column layers that are given the same tensor (query, key, value; gate, up) share one sum of
     its gradient."""
 
-    def __init__(self, line: Communicator) -> None:
-        self.line = line
+    def __init__(self, group: Communicator) -> None:
+        self.group = group
         self._given: torch.Tensor | None = None
         self._found: torch.Tensor | None = None
         self._version = -1
@@ -396,7 +392,7 @@ class _SharedInput:
             or self._found is None
         ):
             self._given, self._version = x, torch_compat.tensor_version(x)
-            self._found = sum_gradient(low_precision(x), self.line)
+            self._found = sum_gradient(low_precision(x), self.group)
         return self._found
 
     def forget(self) -> None:
@@ -408,18 +404,18 @@ class _SharedInput:
 class ShardedDropout(nn.Module):
     """Dropout of this rank's part of the features, with the mask of the whole."""
 
-    def __init__(self, p: float, line: Communicator) -> None:
+    def __init__(self, p: float, group: Communicator) -> None:
         super().__init__()
         self.p = p
-        self.line = line
+        self.group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return x
         whole = functional.dropout(
-            x.new_ones((*x.shape[:-1], x.shape[-1] * self.line.size)), self.p
+            x.new_ones((*x.shape[:-1], x.shape[-1] * self.group.size)), self.p
         )
-        return x * whole.chunk(self.line.size, -1)[self.line.rank]
+        return x * whole.chunk(self.group.size, -1)[self.group.rank]
 
 
 def _tied_parameters(model: nn.Module) -> dict[int, list[str]]:
