@@ -52,8 +52,8 @@ def all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Sent:
     """Reduce ``tensor`` over the ranks of a group, in place; returns when it is done, with what
-    this rank sent. A collective: every rank of the group calls it, with a tensor of the same number of
-    elements and dtype. Any shape and strides, also without an element. The sum of bool is "or".
+    this rank sent. A collective: every rank of the group calls it, with a tensor of the same number
+    of elements and dtype. Any shape and strides, also without an element. The sum of bool is "or".
 
     Calls on one group come one after another; threads that call at the same time each need a group
     of their own.
