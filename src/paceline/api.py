@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from paceline.config.load import Loaded
     from paceline.core.log import NoticeRecorder
     from paceline.distributed.environment import RankEnv
-    from paceline.launch.preflight import LeaderPlan, PreparedRun
-    from paceline.launch.prepare import PreparedHost, TrainOptions, TrainResult
+    from paceline.launch.preflight import (
+        LeaderPlan,
+        PreparedHost,
+        PreparedRun,
+        TrainOptions,
+        TrainResult,
+    )
 
 
 def train(config: str | Path | Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
@@ -36,7 +41,7 @@ def train(config: str | Path | Mapping[str, Any], **overrides: Any) -> dict[str,
     """
     from paceline.config.load import load_config
     from paceline.core.stop import handlers_restored
-    from paceline.launch.prepare import TrainOptions
+    from paceline.launch.preflight import TrainOptions
 
     if isinstance(config, Mapping):
         loaded = load_config(None, {**config, **overrides})
@@ -66,13 +71,13 @@ def run(loaded: Loaded, options: TrainOptions, started_at: float) -> TrainResult
     from paceline.core.log import configure_logging, recorded_notices
     from paceline.core.run_dir import RunDir
     from paceline.distributed.environment import outer_launcher, scheduled_host, with_scheduler
-    from paceline.launch.prepare import log_and_check
+    from paceline.launch.preflight import log_and_check
     from paceline.models.positions import fit_length
     from paceline.tasks import load_task
 
     outer = outer_launcher()
     if outer is not None and not options.dry_run:
-        from paceline.cluster.outer_agent import run_under_agent
+        from paceline.cluster.member import run_under_agent
 
         return run_under_agent(loaded, options, started_at)
     configure_logging()
@@ -99,7 +104,7 @@ def run(loaded: Loaded, options: TrainOptions, started_at: float) -> TrainResult
 def _dry_run(
     loaded: Loaded, options: TrainOptions, started_at: float, outer: RankEnv | None
 ) -> TrainResult:
-    from paceline.launch.prepare import TrainResult, log_dry_run, prepare_host
+    from paceline.launch.preflight import TrainResult, log_dry_run, prepare_host
 
     host = prepare_host(loaded, outer)
     num_devices = (
@@ -124,8 +129,7 @@ def _run_on_hosts(
     from paceline.cluster.elastic import HostAgent
     from paceline.cluster.endpoint import resolve_endpoint
     from paceline.cluster.member import RunRequest, train_member
-    from paceline.launch.preflight import LeaderPlan
-    from paceline.launch.prepare import prepare_host, result_of
+    from paceline.launch.preflight import LeaderPlan, prepare_host, result_of
 
     config = loaded.config
     host = prepare_host(loaded, None)
@@ -148,7 +152,7 @@ def _run_on_this_host(
     loaded: Loaded, options: TrainOptions, started_at: float, recorder: NoticeRecorder
 ) -> TrainResult:
     from paceline.launch.local import LocalLauncher
-    from paceline.launch.prepare import prepare_host, result_of
+    from paceline.launch.preflight import prepare_host, result_of
     from paceline.launch.restart import RestartPolicy
 
     host = prepare_host(loaded, None)

@@ -5,8 +5,7 @@ import os
 import socket
 import threading
 
-from paceline.cluster.endpoint import Endpoint
-from paceline.cluster.endpoint_watch import EndpointWatch, close_connections
+from paceline.cluster.endpoint import Endpoint, EndpointWatch, close_connections
 
 
 def test_a_waiting_reader_gets_the_end_and_other_connections_stay() -> None:

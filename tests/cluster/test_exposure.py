@@ -3,7 +3,7 @@
 import psutil
 import pytest
 
-from paceline.cluster.exposure import is_public, public_address_warning, public_listener_warning
+from paceline.cluster.endpoint import is_public, public_address_warning, public_listener_warning
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,16 @@ import pytest
 from paceline.config.load import load_config
 from paceline.core.network import interfaces
 from paceline.distributed.devices import cpu_cores
-from paceline.doctor.machine import check_clock
-from paceline.doctor.network import check_interface
-from paceline.doctor.software import check_driver, check_packages, nvidia_driver
-from paceline.doctor.storage import check_disk, check_writing, existing
+from paceline.doctor.checks import (
+    check_clock,
+    check_disk,
+    check_driver,
+    check_interface,
+    check_packages,
+    check_writing,
+    existing,
+    nvidia_driver,
+)
 from paceline.launch.host_checks import (
     check_open_files,
     check_port,
@@ -90,7 +96,7 @@ def test_packages_in_a_wrong_version_are_named(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: rich\nVersion: 1.0\n")
     script = (
-        "from paceline.doctor.software import check_packages as c; f = c(); print(f.fatal, f.value,"
+        "from paceline.doctor.checks import check_packages as c; f = c(); print(f.fatal, f.value,"
         " '|', f.advice)"
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}

@@ -15,11 +15,10 @@ import pytest
 from namespaces import network_of, two_hosts
 from not_run import note, skip_loudly
 
-from paceline.core.check import Check
-from paceline.doctor.host_facts import HostFacts
-from paceline.doctor.host_pairs import Findings, schedule
+from paceline.doctor.host_pairs import Findings, HostFacts, schedule
 from paceline.doctor.host_probe import Probe
 from paceline.doctor.host_report import evaluate
+from paceline.launch.host_checks import Check
 
 _HOST = """
 import json, sys
@@ -293,7 +292,7 @@ def test_every_pair_is_measured_once_and_no_host_twice_in_a_round(count: int) ->
 
 
 def test_addresses_of_this_host() -> None:
-    from paceline.doctor.host_facts import address_lease_s, ephemeral_ports, interface_mtu
+    from paceline.doctor.host_pairs import address_lease_s, ephemeral_ports, interface_mtu
 
     assert address_lease_s("127.0.0.1") is None
     assert interface_mtu("lo") is not None

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import multiprocessing
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.elastic_worker import Outcome, Target, WorkerTask, worker_main
-from paceline.cluster.endpoint import Endpoint, check_endpoint
-from paceline.cluster.endpoint_store import EndpointStore
-from paceline.cluster.endpoint_watch import EndpointWatch
+from paceline.cluster.endpoint import Endpoint, EndpointStore, EndpointWatch, check_endpoint
 from paceline.cluster.failures import AgentFolder
-from paceline.cluster.worker_processes import ExitWatch, StoppedWithoutWorkers, WorkerProcesses
 from paceline.config.schema import Config
 from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, RunError
-from paceline.core.files import Scratch
+from paceline.core.files import Scratch, write_atomic
 from paceline.core.log import CONSOLE_ONLY
-from paceline.core.processes import hidden_main
+from paceline.core.processes import hidden_main, pid_alive
 from paceline.distributed.environment import scheduled_host
 from paceline.launch.local import SignalForwarder, stop_code
-from paceline.launch.worker import failed_outcome
+from paceline.launch.worker import STOP_FILE, failed_outcome
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
+
 
 logger = logging.getLogger(__name__)
 
@@ -216,3 +218,74 @@ class HostAgent:
         return failed_outcome(
             text, EXIT_USAGE if is_first and scheduled_host() is None else EXIT_FAILED
         )
+
+
+_EXIT_CODE_AFTER_S = 0.5
+
+
+class StoppedWithoutWorkers(BaseException):
+    """A signal arrived while no rank was running."""
+
+
+class WorkerProcesses:
+    """The workers of this host, to which a signal forwarder passes on what it gets."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def forward(self, number: int) -> None:
+        """Ask the ranks to stop; where none runs, leave the rendezvous."""
+        write_atomic(self.folder / STOP_FILE, str(number))
+        if not self._send(signal.SIGTERM):
+            raise StoppedWithoutWorkers
+
+    def kill(self, wait_s: float = 0.0) -> None:
+        deadline = time.monotonic() + wait_s
+        while self._send(signal.SIGKILL) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _send(self, number: int) -> bool:
+        """Whether some rank was there to get it."""
+        has_any = False
+        for process in multiprocessing.active_children():
+            if process.pid is not None and process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+                    has_any = True
+        return has_any
+
+
+class ExitWatch:
+    """Records when each worker ended and with which exit code, for the ranks of the next round. A
+    killed rank cannot."""
+
+    def __init__(self, folder: AgentFolder) -> None:
+        self.folder = folder
+        self._known: dict[int, Any] = {}  # process by pid
+        self._gone_at: dict[int, float] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="exit-watch", daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.05):
+            for local_rank, pid in self.folder.pids().items():
+                if pid_alive(pid):
+                    if pid not in self._known:
+                        self._known.update(
+                            {child.pid or 0: child for child in multiprocessing.active_children()}
+                        )
+                    continue
+                gone_at = self._gone_at.setdefault(pid, time.time())
+                process = self._known.get(pid)
+                # Elastic polls its workers in the main thread. The exit code is read from a pipe
+                # once, so it is asked for here only after elastic has read it.
+                if process is not None and time.time() > gone_at + _EXIT_CODE_AFTER_S:
+                    self.folder.write(
+                        local_rank, "exit", {"code": process.exitcode, "time": gone_at, "pid": pid}
+                    )
+                    del self._known[pid]
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join(1.0)

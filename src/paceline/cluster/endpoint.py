@@ -1,14 +1,30 @@
-"""The rendezvous endpoint of a run over several hosts: its address, whether it is this host, the
-interface that leads to it."""
+"""The rendezvous endpoint of a run over several hosts: its address, the interface that leads to it,
+whether other networks can reach it, its store, and the connections to it."""
 
+from __future__ import annotations
+
+import contextlib
 import ipaddress
+import logging
+import os
 import socket
+import stat
+import threading
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from types import TracebackType
+from typing import Any
 
+from paceline.cluster.clock import ClockServer, check_clock
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
+from paceline.core.log import CONSOLE_ONLY
 from paceline.core.network import interface_of, is_local_address, source_address
+from paceline.core.processes import host_name
 
 DEFAULT_PORT = 29500
 
@@ -135,3 +151,272 @@ def is_listening(address: str, port: int, timeout_s: float) -> bool:
             return True
     except OSError:
         return False
+
+
+_CONSEQUENCE = (
+    "Anyone who reaches this port can run code on your hosts. Use a private network, or block the"
+    " port for all other addresses (docs/security.md)."
+)
+
+
+def is_public(address: str) -> bool:
+    """Whether this is a global unicast address of IPv4 or IPv6. False for a host name: resolve it
+    first."""
+    try:
+        parsed: IPv4Address | IPv6Address = ip_address(address.partition("%")[0].strip("[]"))
+    except ValueError:
+        return False
+    if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is not None:
+        parsed = parsed.ipv4_mapped
+    return parsed.is_global and not parsed.is_multicast
+
+
+def public_address_warning(address: str) -> str | None:
+    """Return a warning if the rendezvous endpoint's address is public."""
+    if not is_public(address):
+        return None
+    return (
+        f"The rendezvous endpoint {address} is a public address, and the rendezvous has no"
+        f" authentication. {_CONSEQUENCE}"
+    )
+
+
+def public_listener_warning(port: int, local_addresses: list[str] | None = None) -> str | None:
+    """Return a warning if the rendezvous store of this host also listens on a public address.
+
+    torch's TCPStore listens on all addresses of its host, also where the endpoint is a private one.
+
+    Args:
+        local_addresses: those of this host; by default those of its interfaces.
+    """
+    addresses = _local_addresses() if local_addresses is None else local_addresses
+    public = [address for address in addresses if is_public(address)]
+    if not public:
+        return None
+    return (
+        f"The rendezvous store listens on port {port} of all addresses of this host, including the"
+        f" public {', '.join(public)}. {_CONSEQUENCE}"
+    )
+
+
+def _local_addresses() -> list[str]:
+    import psutil
+
+    return [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
+
+
+_EVERY_S = 2.0
+
+_CONNECT_S = 3.0
+
+#: The endpoint is given up after so long without an answer. A cut that is shorter ends nothing. The
+#: kernel of a host whose processes are paused still accepts connections, so a pause of any length
+#: does not count.
+_LOST_AFTER_S = 30.0
+
+
+class EndpointWatch:
+    """A context in which this process's connections to the endpoint are closed once it cannot be
+    reached any more, or once its name leads to another address that answers. Does nothing on the
+    endpoint's own host."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> EndpointWatch:
+        if not self.endpoint.is_local:
+            self._thread = threading.Thread(target=self._run, name="endpoint-watch", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(1.0)
+
+    def _run(self) -> None:
+        answered_at = time.monotonic()
+        while not self._ended.wait(_EVERY_S):
+            if is_listening(self.endpoint.address, self.endpoint.port, _CONNECT_S):
+                answered_at = time.monotonic()
+            elif time.monotonic() - answered_at > _LOST_AFTER_S or self._has_moved():
+                close_connections(self.endpoint.address, self.endpoint.port)
+                answered_at = time.monotonic()
+
+    def _has_moved(self) -> bool:
+        """Whether the endpoint answers at another address of its name."""
+        try:
+            resolved = socket.getaddrinfo(
+                self.endpoint.name, self.endpoint.port, type=socket.SOCK_STREAM
+            )
+        except OSError:
+            return False
+        addresses = {str(entry[4][0]) for entry in resolved} - {self.endpoint.address}
+        return any(is_listening(address, self.endpoint.port, _CONNECT_S) for address in addresses)
+
+
+def close_connections(address: str, port: int) -> None:
+    """Shut down every TCP connection of this process to this address: whoever waits for an answer
+    there gets an error now."""
+    for descriptor in _own_sockets():
+        with contextlib.suppress(OSError):  # not connected, or closed meanwhile
+            there = descriptor.getpeername()
+            if (str(there[0]).removeprefix("::ffff:"), there[1]) == (address, port):
+                descriptor.shutdown(socket.SHUT_RDWR)
+
+
+def _own_sockets() -> Iterator[socket.socket]:
+    """A duplicate of each TCP socket of this process, closed after its turn."""
+    try:
+        numbers = os.listdir("/dev/fd")
+    except OSError:
+        return
+    for number in numbers:
+        with contextlib.suppress(OSError):
+            # Asked before it is duplicated: a duplicate that cannot become a socket object would
+            # stay open, with its locks.
+            if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as duplicate:
+                if (
+                    duplicate.family in (socket.AF_INET, socket.AF_INET6)
+                    and duplicate.type == socket.SOCK_STREAM
+                ):
+                    yield duplicate
+
+
+logger = logging.getLogger(__name__)
+
+_LOG_EVERY_S = 15.0
+
+_STORE_WITHIN_S = 20.0
+
+
+class EndpointStore:
+    """The store at which the hosts meet.
+
+    Attributes:
+        is_host: whether this process serves it; None until that is known.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.is_host: bool | None = None
+        self._announced: str | None = None
+        self._store: Any = None
+        self._clock: Any = None
+
+    def close(self) -> None:
+        if self._clock is not None:
+            self._clock.close()
+
+    def find(self, left_s: float, limit_s: float) -> Endpoint | None:
+        """The endpoint once it answers, or once this host serves it; None where that takes too
+        long. Its name is resolved anew each time: it may not be known yet, and it may get another
+        address."""
+        deadline, logged_at, problem = time.monotonic() + left_s, time.monotonic(), ""
+        while True:
+            try:
+                endpoint = resolve_endpoint(self.config)
+                is_host = self._opens_store(endpoint)
+                self._announce(endpoint, is_host)
+                if is_host or is_listening(endpoint.address, endpoint.port, timeout_s=2.0):
+                    self.is_host = is_host
+                    return endpoint
+                problem = "does not answer"
+            except OSError as error:
+                problem = f"cannot be resolved or reached ({error.strerror or error})"
+            now = time.monotonic()
+            if now > deadline:
+                return None
+            if now - logged_at > _LOG_EVERY_S:
+                logged_at = now
+                waited_s = limit_s - (deadline - now)
+                logger.info(
+                    "the endpoint %s %s; waiting for it (%.0f of %.0f s)",
+                    self.config.parallel.rdzv_endpoint,
+                    problem,
+                    waited_s,
+                    limit_s,
+                    extra=CONSOLE_ONLY,
+                )
+            time.sleep(0.3)
+
+    def _opens_store(self, endpoint: Endpoint) -> bool:
+        """Whether this process serves the rendezvous store; opens it the first time. Of two
+        processes on one host the first one serves, or the one with `node_rank: 0`. That this host
+        does not serve may change while the name of a host that came back still has the address that
+        the host had before."""
+        from torch.distributed import DistError, TCPStore
+
+        if self.is_host is not None:
+            return self.is_host
+        node_rank = self.config.parallel.node_rank
+        if not endpoint.is_local or node_rank not in ("auto", 0):
+            return False
+        if is_listening(endpoint.address, endpoint.port, timeout_s=1.0):
+            if node_rank == 0:
+                raise _in_use(endpoint)
+            return False
+        try:
+            # Shared with elastic's own, which is opened at the same port in this process.
+            self._store = TCPStore(
+                endpoint.address, endpoint.port, is_master=True, wait_for_workers=False,
+                multi_tenant=True, timeout=timedelta(seconds=60),
+            )  # fmt: skip
+        except (DistError, OSError, RuntimeError) as error:
+            raise _in_use(endpoint) from error
+        return True
+
+    def _announce(self, endpoint: Endpoint, is_host: bool) -> None:
+        """Log once which part this host has."""
+        where = f"{endpoint.local_address} on {endpoint.interface}"
+        role = (
+            f"{'endpoint' if is_host else 'host'} {host_name()}: {where}; the rendezvous is at"
+            f" {endpoint}"
+        )
+        if role == self._announced:
+            return
+        self._announced = role
+        logger.info(role, extra=CONSOLE_ONLY)
+        warnings = [public_address_warning(endpoint.address)]
+        if is_host:
+            warnings.append(public_listener_warning(endpoint.port))
+        for warning in warnings:
+            if warning is not None:
+                logger.warning(warning, extra=CONSOLE_ONLY)
+
+    def check_clock(self, endpoint: Endpoint) -> None:
+        """Raise ConfigError where this host's clock differs from another's: elastic compares
+        heartbeats with wall clocks."""
+        from torch.distributed import TCPStore
+
+        if self.is_host:
+            self._clock = self._clock or ClockServer(self._store)
+            return
+        store = TCPStore(
+            endpoint.address,
+            endpoint.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_STORE_WITHIN_S),
+        )
+        check_clock(store, timeout_s=_STORE_WITHIN_S)
+
+
+def _in_use(endpoint: Endpoint) -> ConfigError:
+    return ConfigError(
+        f"port {endpoint.port} of {endpoint.address} is in use: another run, or another program,"
+        " listens there",
+        fix=(
+            "set another port, the same on every host:"
+            f" `parallel.rdzv_endpoint={endpoint.name}:{endpoint.port + 1}`"
+        ),
+    )

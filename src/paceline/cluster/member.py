@@ -8,8 +8,10 @@ has found there.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
+import platform
 import time
 import uuid
 from collections.abc import Callable
@@ -17,9 +19,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cluster.fingerprint import config_values, difference, plan_values, software
-from paceline.cluster.rounds import Membership, Outcome, agree, config_problem, follow
+from paceline.cluster.failures import AgentFolder, folder_of_agent
+from paceline.cluster.rounds import (
+    Membership,
+    Outcome,
+    agree,
+    config_problem,
+    follow,
+    join_round,
+    next_call,
+)
+from paceline.config.load import Loaded
+from paceline.config.schema import Config
 from paceline.core.errors import PacelineError
+from paceline.core.files import Scratch
 from paceline.core.launch_lock import LaunchLock
 from paceline.core.log import (
     configure_logging,
@@ -30,16 +43,29 @@ from paceline.core.log import (
 )
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
+from paceline.distributed.environment import from_environment
 from paceline.distributed.mesh import ParallelDims
 from paceline.launch.layout import choose_layout
-from paceline.launch.preflight import LeaderPlan, PreparedRun, prepare_run
-from paceline.launch.prepare import PreparedHost, TrainOptions, prepare_host
+from paceline.launch.preflight import (
+    LeaderPlan,
+    PreparedHost,
+    PreparedRun,
+    TrainOptions,
+    TrainResult,
+    log_and_check,
+    prepare_host,
+    prepare_run,
+    result_of,
+)
+from paceline.launch.restart import RestartPolicy
+from paceline.models.positions import fit_length
 from paceline.parallel.registry import ParallelLayout
 from paceline.tasks import load_task
 
 if TYPE_CHECKING:
     from paceline.config.load import Loaded
     from paceline.distributed.environment import RankEnv
+
 
 logger = logging.getLogger(__name__)
 
@@ -296,3 +322,124 @@ def _is_on_a_local_disk(folder: Path) -> bool:
     except (OSError, IndexError):
         pass
     return False
+
+
+def config_values(config: Config) -> dict[str, Any]:
+    """What must be the same on every host: the config by dotted key, without what is a host's
+    own."""
+    values: dict[str, Any] = {}
+    for name, value in config.model_dump(mode="json").items():
+        values.update(
+            {f"{name}.{key}": entry for key, entry in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
+    for name in ("node_rank", "interface", "num_gpus"):
+        del values[f"parallel.{name}"]
+    return values
+
+
+def plan_values(spec: Any) -> dict[str, Any]:
+    """What must come out the same on every host when it has read the data and the checkpoints."""
+    step = None if spec.resume_from is None else Path(spec.resume_from).name
+    return {
+        "data": spec.data.fingerprint,
+        "resumes from": step,
+        "steps": spec.derived.steps,
+        "global batch": spec.derived.global_batch_size,
+        "strategy": spec.layout.strategy,
+        "ranks": spec.layout.num_processes,
+    }
+
+
+def software() -> dict[str, str]:
+    import torch
+
+    from paceline.version import __version__
+
+    return {
+        "paceline": __version__,
+        "code": _code_digest(),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__,
+    }
+
+
+def _code_digest() -> str:
+    """A digest of this package's source."""
+    digest = hashlib.sha256()
+    root = Path(__file__).resolve().parents[1]
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def difference(
+    first: dict[str, Any], other: dict[str, Any], first_host: str, other_host: str
+) -> str | None:
+    """How the values of ``other_host`` differ from those of ``first_host``, for an error message;
+    None where they are equal."""
+    differing = [
+        f"{name}: {other.get(name)!r} on {other_host}, {first.get(name)!r} on {first_host}"
+        for name in {**first, **other}
+        if first.get(name) != other.get(name)
+    ]
+    if not differing:
+        return None
+    return (
+        f"host {other_host} would not train the same run as host {first_host}."
+        f" {'; '.join(differing)}. To fix: give every host the same code, config and data"
+    )
+
+
+def run_under_agent(loaded: Loaded, options: TrainOptions, started_at: float) -> TrainResult:
+    """Run this rank. ``started_at``: seconds since the epoch.
+
+    Raises:
+        PacelineError: with its exit code and one paragraph of text.
+    """
+    if from_environment().rank == 0:
+        configure_logging()
+    else:
+        mute_console()
+    loaded = fit_length(loaded)
+    with recorded_notices() as recorder:
+        log_and_check(loaded)
+    request = RunRequest(loaded, options, started_at, printed=frozenset(recorder.messages))
+    call = next_call()
+    with contextlib.nullcontext() if _has_agent() else Scratch() as scratch:
+        folder = AgentFolder(scratch) if scratch is not None else folder_of_agent(call)
+        member = _join(folder, loaded, call)
+        outcome = train_member(request, member, _stop_flag(member, loaded))
+        member.end(outcome)
+        member.round.leave()
+        return result_of(outcome, options, loaded.config)
+
+
+def _has_agent() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _join(folder: AgentFolder, loaded: Loaded, call: int) -> Membership:
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    max_restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    node_rank = loaded.config.parallel.node_rank
+    return join_round(
+        folder,
+        agent_pid=os.getppid(),
+        is_endpoint=None,
+        node_rank=None if node_rank == "auto" else int(node_rank),
+        can_restart=_has_agent() and restarts < max_restarts,
+        call=call,
+    )
+
+
+def _stop_flag(member: Membership, loaded: Loaded) -> StopFlag:
+    stop = StopFlag()
+    stop.install(sigint=True)
+    stop.fail = member.fail
+    if member.round.is_first:
+        stop.on_second_signal = lambda number: RestartPolicy(
+            loaded.config, None, member.policy_state()
+        ).end_at_once(number)
+    return stop

@@ -25,7 +25,7 @@ def run(args: Namespace) -> int:
     """Train; the report is printed with `--json`."""
     from paceline.api import run as train
     from paceline.config.load import load_config, to_yaml
-    from paceline.launch.prepare import TrainOptions
+    from paceline.launch.preflight import TrainOptions
 
     started_at = _process_start_time()
     loaded = load_config(*config_and_overrides(args))

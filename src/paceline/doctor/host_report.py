@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from paceline.core.check import Check, broken, doubtful, well
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
-from paceline.doctor.host_facts import HostFacts
-from paceline.doctor.host_pairs import Findings
+from paceline.doctor.host_pairs import Findings, HostFacts
 from paceline.doctor.host_probe import Probe
+from paceline.launch.host_checks import Check, broken, doubtful, well
 
 #: Clocks further apart than this are named, because logs are hard to compare; the limit of a run is
 #: in ``cluster.clock``.

@@ -14,14 +14,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from paceline.cluster.clock import MAX_SKEW_S
-from paceline.cluster.exposure import public_address_warning, public_listener_warning
-from paceline.core.check import Check, broken, doubtful, well
+from paceline.cluster.endpoint import public_address_warning, public_listener_warning
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.network import interface_of, source_address
-from paceline.doctor.host_facts import collect_facts
-from paceline.doctor.host_pairs import inspect_hosts
+from paceline.doctor.host_pairs import collect_facts, inspect_hosts
 from paceline.doctor.host_probe import try_port
 from paceline.doctor.host_report import evaluate, host_links, local_checks
+from paceline.launch.host_checks import Check, broken, doubtful, well
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -10,20 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
-from paceline.core.check import Check, broken, doubtful, well
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, PacelineError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
 from paceline.core.log import configure_logging, log_notices
-from paceline.doctor.machine import check_clock, check_frequency, check_memory
-from paceline.doctor.network import check_host_name, check_interface
-from paceline.doctor.software import check_driver, check_packages
-from paceline.doctor.storage import check_cache, check_disk, check_writing
+from paceline.doctor.checks import (
+    check_cache,
+    check_clock,
+    check_disk,
+    check_driver,
+    check_frequency,
+    check_host_name,
+    check_interface,
+    check_memory,
+    check_packages,
+    check_writing,
+)
 from paceline.launch.host_checks import (
+    Check,
+    broken,
     check_open_files,
     check_port,
     check_shared_memory,
     check_threads,
+    doubtful,
+    well,
 )
 
 logger = logging.getLogger(__name__)

@@ -1,12 +1,14 @@
-"""The checks of this host that cost nothing, made at the start of every run."""
+"""The result of a check, and the checks of this host that are cheap enough for every start of a
+run."""
 
 import os
 import shutil
 import socket
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.config.schema import Config
-from paceline.core.check import Check, broken, doubtful, well
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.distributed.devices import cpu_cores
@@ -17,6 +19,40 @@ _SHARED = Path("/dev/shm")
 _SHARED_BYTES = 1 << 30
 #: Ranks, loader processes, their pipes, and the files of a checkpoint.
 _OPEN_FILES = 1024
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Args:
+        name: stable, for scripts.
+        ok: all is as it should be.
+        value: what was found, for a person.
+        advice: what to do about it; None where all is well.
+        fatal: a run would fail. What is not well and not fatal costs time, or may surprise.
+    """
+
+    name: str
+    ok: bool
+    value: str
+    advice: str | None = None
+    fatal: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def well(name: str, value: str) -> Check:
+    return Check(name, True, value)
+
+
+def doubtful(name: str, value: str, advice: str) -> Check:
+    return Check(name, False, value, advice)
+
+
+def broken(name: str, value: str, advice: str) -> Check:
+    return Check(name, False, value, advice, fatal=True)
 
 
 def quick_checks(config: Config, device_type: str, num_ranks: int) -> list[Check]:

@@ -122,7 +122,7 @@ def _check(options: VerifyOptions) -> None:
             fix="start it without torchrun: `paceline verify CONFIG`",
         )
     if options.output is not None:
-        from paceline.launch.output_folder import check_output_dir
+        from paceline.launch.resume import check_output_dir
 
         check_output_dir(options.output)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.outer_agent import run_under_agent
+from paceline.cluster.member import run_under_agent
 from paceline.cluster.ray.record import Attempt, WorkerPlace
 from paceline.config.load import Loaded
 from paceline.core.errors import EXIT_USAGE, ConfigError, PacelineError
@@ -20,7 +20,7 @@ from paceline.core.event_log import tail_events
 from paceline.core.log import CONSOLE_ONLY, configure_logging
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
-from paceline.launch.prepare import TrainOptions
+from paceline.launch.preflight import TrainOptions
 
 logger = logging.getLogger(__name__)
 
