@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import ConfigError
-from paceline.data.sources.hub_names import HUB_NAMES, find_hub_name
+from paceline.data.sources.hub import HUB_NAMES, find_hub_name
 from paceline.data.sources.rows import MalformedRow
 from paceline.data.text.formats import RowConverter, Sample
 

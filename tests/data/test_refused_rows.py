@@ -14,8 +14,8 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.sources.rows import Unsupported
 from paceline.data.text.formats import RowConverter
-from paceline.data.text.media import find_placeholder
 from paceline.data.text.prepare import PreparedTokens, prepare_tokens
+from paceline.data.text.refused_rows import find_placeholder
 from paceline.models.builtin import resolve_model
 
 ASK = {"role": "user", "content": "q"}

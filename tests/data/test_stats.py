@@ -9,9 +9,8 @@ import pytest
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.stats import dataset_stats, histogram
-from paceline.data.stats_page import render
-from paceline.data.stats_text import table
+from paceline.data.stats import DatasetStats, dataset_stats, histogram
+from paceline.data.stats_view import render_page, table
 from paceline.data.text.prepare import cached_lengths, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
@@ -116,8 +115,8 @@ def test_the_histogram_holds_every_sample_once() -> None:
 
 def test_the_page_and_the_table_hold_the_figures(chats: Path) -> None:
     figures, _ = dataset_stats(config(chats, max_length=64), resolve_model)
-    result = {"dataset": "</title><b>", **figures}
-    page = render(result)
+    result: DatasetStats = {**figures, "dataset": "</title><b>"}
+    page = render_page(result)
     assert "<b>" not in page
     assert page.count("<svg") == 2
     assert "http" not in page

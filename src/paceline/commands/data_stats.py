@@ -30,18 +30,15 @@ def run(args: Namespace) -> int:
     """Prepare the data, print its figures, and write the page."""
     from paceline.config.load import load_config
     from paceline.data.stats import dataset_stats
-    from paceline.data.stats_page import render
-    from paceline.data.stats_text import table
+    from paceline.data.stats_view import render_page, table
     from paceline.models.builtin import resolve_model
     from paceline.models.positions import fit_length
 
     loaded = fit_length(load_config(*_with_model(*config_and_overrides(args))))
-    figures, prepared = dataset_stats(loaded.config, resolve_model)
+    result, prepared = dataset_stats(loaded.config, resolve_model)
     print_notices([*loaded.notices, *prepared.notices])
-    dataset = ", ".join(source.path for source in loaded.config.sources())
-    result = {"dataset": dataset, **figures}
     if args.output is not None:
-        write_atomic(args.output, render(result))
+        write_atomic(args.output, render_page(result))
         print(f"written: {args.output}", file=sys.stderr)
     print(json.dumps(result) if args.json else table(result))
     return EXIT_DONE

@@ -6,13 +6,28 @@ carries loss, so a batch names these positions and the rest of the logits are ne
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
 
+from paceline.data.text.token_dataset import TokenSample
 
-def collate_packed(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
+
+class TokenBatch(TypedDict, total=False):
+    """What :func:`collate_packed` and :func:`collate_padded` return."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    keep: torch.Tensor
+    targets: torch.Tensor
+    segment_lengths: tuple[int, ...]
+    num_labels: int
+    num_tokens: int
+
+
+def collate_packed(samples: Sequence[TokenSample]) -> TokenBatch:
     """Samples one after the other in one row; position_ids start at 0 with each, which keeps them
     apart in attention.
 
@@ -22,11 +37,11 @@ def collate_packed(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
         targets: int64 [labels]; segment_lengths: tokens of each sample; num_labels, num_tokens:
             int.
     """
-    ids = np.concatenate([one["input_ids"] for one in samples]).astype(np.int64)
+    ids = np.concatenate([sample["input_ids"] for sample in samples]).astype(np.int64)
     positions = np.concatenate(
-        [np.arange(len(one["input_ids"]), dtype=np.int64) for one in samples]
+        [np.arange(len(sample["input_ids"]), dtype=np.int64) for sample in samples]
     )
-    mask = np.concatenate([one["labels_mask"] for one in samples]).copy()
+    mask = np.concatenate([sample["labels_mask"] for sample in samples]).copy()
     mask[positions == 0] = False  # nothing comes before a sample's first token
     target_places = np.flatnonzero(mask)
     return {
@@ -34,13 +49,13 @@ def collate_packed(samples: Sequence[dict[str, np.ndarray]]) -> dict[str, Any]:
         "position_ids": torch.from_numpy(positions).unsqueeze(0),
         "keep": torch.from_numpy(target_places - 1),
         "targets": torch.from_numpy(ids[target_places]),
-        "segment_lengths": tuple(len(one["input_ids"]) for one in samples),
+        "segment_lengths": tuple(len(sample["input_ids"]) for sample in samples),
         "num_labels": len(target_places),
         "num_tokens": len(ids),
     }
 
 
-def collate_padded(samples: Sequence[dict[str, np.ndarray]], pad_token_id: int) -> dict[str, Any]:
+def collate_padded(samples: Sequence[TokenSample], pad_token_id: int) -> TokenBatch:
     """A row a sample, padded on the right to the longest.
 
     Returns:
@@ -48,15 +63,15 @@ def collate_padded(samples: Sequence[dict[str, np.ndarray]], pad_token_id: int) 
         row's next token carries loss; targets: int64 [rows, columns], -100 where that row's does
         not; num_labels, num_tokens: int (padding not counted).
     """
-    longest = max(len(one["input_ids"]) for one in samples)
+    longest = max(len(sample["input_ids"]) for sample in samples)
     ids = np.full((len(samples), longest), pad_token_id, dtype=np.int64)
     attention = np.zeros((len(samples), longest), dtype=np.int64)
     next_targets = np.full((len(samples), longest), -100, dtype=np.int64)
-    for row, one in enumerate(samples):
-        tokens = one["input_ids"]
+    for row, sample in enumerate(samples):
+        tokens = sample["input_ids"]
         ids[row, : len(tokens)] = tokens
         attention[row, : len(tokens)] = 1
-        places = np.flatnonzero(one["labels_mask"][1:])
+        places = np.flatnonzero(sample["labels_mask"][1:])
         next_targets[row, places] = tokens[places + 1]
     keep = np.flatnonzero((next_targets != -100).any(axis=0))
     targets = next_targets[:, keep]

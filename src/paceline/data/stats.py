@@ -9,14 +9,16 @@ into an entry of its own: what was cut is in no other place.
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.events import DataFigures
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import open_source
+from paceline.data.text.chunks import NO_ANSWER, TOO_LONG
 from paceline.data.text.prepare import PreparedTokens, ResolveModel, TextTask, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
@@ -28,6 +30,65 @@ _MOST_BINS = 40
 _REPEATS_SHOWN = 5
 _TEXT_TOKENS = 24
 _PERCENTILES = (1, 10, 50, 90, 95, 99)
+
+
+#: Samples with ``from`` ≤ tokens < ``to``.
+Bin = TypedDict("Bin", {"from": int, "to": int, "samples": int})
+
+
+class Repeat(TypedDict):
+    """A sample with the same tokens as ``times - 1`` later ones; ``text``: how it begins."""
+
+    sample: int
+    times: int
+    text: str
+
+
+class Duplicates(TypedDict):
+    """Samples with the same tokens as an earlier one. ``repeated``: samples that come again."""
+
+    samples: int
+    share: float
+    distinct: int
+    repeated: int
+    most_repeated: list[Repeat]
+
+
+class LimitStats(TypedDict):
+    """What training with ``max_length`` would lose."""
+
+    max_length: int
+    samples_cut: int
+    share_cut: float
+    samples_left_out: int
+    tokens_lost: int
+    share_lost: float
+
+
+class VocabularyUse(TypedDict):
+    """Tokens of the vocabulary, those of them in the data, and their share."""
+
+    size: int
+    used: int
+    coverage: float
+
+
+class DatasetStats(TypedDict):
+    """The figures of a dataset. ``lengths``: min, mean, max and percentiles (``p50``) in tokens."""
+
+    dataset: str
+    samples: int
+    tokens: int
+    label_tokens: int
+    held_out: int
+    rows: DataFigures
+    lengths: dict[str, float]
+    histogram: list[Bin]
+    duplicates: Duplicates
+    vocabulary: VocabularyUse
+    max_length: int
+    overlong: str
+    limits: list[LimitStats]
 
 
 @dataclass(frozen=True)
@@ -50,7 +111,7 @@ class Samples:
 
 def dataset_stats(
     config: Config, resolve_model: ResolveModel
-) -> tuple[dict[str, Any], PreparedTokens]:
+) -> tuple[DatasetStats, PreparedTokens]:
     """The figures of the config's `dataset` (what is held out for validation included), and its
     preparation for training. ``resolve_model``: see :func:`prepare_tokens`.
 
@@ -84,10 +145,11 @@ def dataset_stats(
     limit, overlong = config.train_args.max_length, config.train_args.overlong
     used = int(np.count_nonzero(samples.vocabulary))
     repeats = duplicates(samples)
-    for one in repeats["most_repeated"]:
-        ids = dataset[one["sample"]]["input_ids"][:_TEXT_TOKENS]
-        one["text"] = tokenizer.decode(ids.tolist())
-    figures = {
+    for repeat in repeats["most_repeated"]:
+        ids = dataset[repeat["sample"]]["input_ids"][:_TEXT_TOKENS]
+        repeat["text"] = tokenizer.decode(ids.tolist())
+    figures: DatasetStats = {
+        "dataset": ", ".join(source.path for source in config.sources()),
         "samples": len(samples.lengths),
         "tokens": int(samples.lengths.sum()),
         "label_tokens": int(dataset.label_counts.sum()),
@@ -97,8 +159,8 @@ def dataset_stats(
             "min": int(samples.lengths.min()),
             "mean": float(samples.lengths.mean()),
             **{
-                f"p{one}": int(np.percentile(samples.lengths, one, method="inverted_cdf"))
-                for one in _PERCENTILES
+                f"p{percent}": int(np.percentile(samples.lengths, percent, method="inverted_cdf"))
+                for percent in _PERCENTILES
             },
             "max": int(samples.lengths.max()),
         },
@@ -111,7 +173,10 @@ def dataset_stats(
         },
         "max_length": limit,
         "overlong": "cut into samples" if documents else overlong,
-        "limits": [cut_by(one, samples, overlong, documents) for one in sorted({limit, *LIMITS})],
+        "limits": [
+            cut_by(max_length, samples, overlong, documents)
+            for max_length in sorted({limit, *LIMITS})
+        ],
     }
     return figures, prepared
 
@@ -120,20 +185,21 @@ def _was_cut(prepared: PreparedTokens, config: Config) -> bool:
     """Whether the entry for training lacks something of what was given. A cut document leaves a
     sample of full length."""
     limit = config.train_args.max_length
-    reasons = ("longer than max_length", "no answer left after truncation")
     longest = int(TokenDataset(prepared.train_folder).lengths.max(initial=0))
     return (
         prepared.counts.truncated > 0
         or longest >= limit
-        or any(one in prepared.counts.dropped for one in reasons)
+        or any(reason in prepared.counts.dropped for reason in (TOO_LONG, NO_ANSWER))
     )
 
 
 def _are_documents(config: Config) -> list[bool]:
     """Of each file: plain text is a document under `sft` too, cut into samples, never truncated. A
     hub dataset has rows."""
-    sources = [open_source(one) for one in config.sources()]
-    return [kind for one in sources for kind in [is_text(file) for file in one.files] or [False]]
+    sources = [open_source(source) for source in config.sources()]
+    return [
+        kind for source in sources for kind in [is_text(file) for file in source.files] or [False]
+    ]
 
 
 def read_samples(dataset: TokenDataset) -> Samples:
@@ -162,8 +228,8 @@ def read_samples(dataset: TokenDataset) -> Samples:
     return Samples(np.array(dataset.lengths), first, digests, vocabulary)
 
 
-def duplicates(samples: Samples) -> dict[str, Any]:
-    """Samples with the same tokens as an earlier one."""
+def duplicates(samples: Samples) -> Duplicates:
+    """Count the samples with the same tokens as an earlier one."""
     _, first, times = np.unique(samples.digests, axis=0, return_index=True, return_counts=True)
     order = np.lexsort((first, -times))[:_REPEATS_SHOWN]
     return {
@@ -172,12 +238,14 @@ def duplicates(samples: Samples) -> dict[str, Any]:
         "distinct": len(first),
         "repeated": int(np.count_nonzero(times > 1)),
         "most_repeated": [
-            {"sample": int(first[one]), "times": int(times[one])} for one in order if times[one] > 1
+            Repeat(sample=int(first[place]), times=int(times[place]), text="")
+            for place in order
+            if times[place] > 1
         ],
     }
 
 
-def cut_by(limit: int, samples: Samples, overlong: str, documents: bool) -> dict[str, Any]:
+def cut_by(limit: int, samples: Samples, overlong: str, documents: bool) -> LimitStats:
     """What training with ``max_length=limit`` would lose, as :mod:`paceline.data.text.build` cuts:
     documents are cut into samples and lose only a last token that stands alone; other samples are
     truncated, or left out whole where nothing that carries loss remains, or where ``overlong`` is
@@ -200,7 +268,7 @@ def cut_by(limit: int, samples: Samples, overlong: str, documents: bool) -> dict
     }
 
 
-def histogram(lengths: np.ndarray) -> list[dict[str, int]]:
+def histogram(lengths: np.ndarray) -> list[Bin]:
     """At most 41 bins of equal width (1, 2 or 5 times a power of ten) up to the longest but one
     percent of the samples, and one for the rest: ``from`` ≤ tokens < ``to``."""
     reach = int(np.percentile(lengths, 99, method="inverted_cdf"))

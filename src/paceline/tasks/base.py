@@ -12,13 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from paceline.config.schema import Config
+from paceline.config.schema.train_args import TrainArgs
 from paceline.data.counts import DataCounts
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from paceline.config.schema import Config
+Notice = tuple[str, str]
+
+#: Settings that mean something for language models alone.
+_LANGUAGE_KEYS = ("tokenizer", "format", "system", "chat_template")
+_LANGUAGE_ARGS = ("max_length", "overlong", "packing", "train_on_inputs", "train_on_turns")
+_LANGUAGE_SOURCE_KEYS = ("columns", "name", "ignore_columns", "roles")
 
 
 class ModelStateReader(Protocol):
@@ -54,7 +61,7 @@ class Prepared:
     counts: DataCounts = field(default_factory=DataCounts)
     train_tokens: int | None = None
     label_tokens: int | None = None
-    notices: list[tuple[str, str]] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
     fingerprint: str | None = None
     handle: Any = None
 
@@ -133,7 +140,7 @@ class Task:
         (already seeded)."""
         raise NotImplementedError(f"{type(self).__name__} needs build_model(self)")
 
-    def setup(self, model: nn.Module) -> list[tuple[str, str]]:
+    def setup(self, model: nn.Module) -> list[Notice]:
         """Called once on every rank with the model on its device, before any batch is made. Returns
         (level, text) notices."""
         return []
@@ -184,6 +191,32 @@ class Task:
         """The same out of a checkpoint's parts, for a model that no single process need hold.
         False: this task cannot, and :meth:`save_model` gets the whole model."""
         return False
+
+
+def language_settings_notices(config: Config) -> list[Notice]:
+    """A warning for each setting that was changed and means nothing to a task without text."""
+    defaults = TrainArgs()
+    names = [
+        key for key in _LANGUAGE_KEYS if getattr(config, key) != Config.model_fields[key].default
+    ]
+    names += [
+        f"train_args.{key}"
+        for key in _LANGUAGE_ARGS
+        if getattr(config.train_args, key) != getattr(defaults, key)
+    ]
+    names += [
+        f"dataset.{key}"
+        for source in config.sources() + config.sources(validation=True)
+        for key in _LANGUAGE_SOURCE_KEYS
+        if getattr(source, key)
+    ]
+    return [("warning", f"`{key}` has no effect on `task: {config.task}`") for key in names]
+
+
+def dropped_notice(name: str, dropped: dict[str, int], noun: str) -> Notice:
+    """A warning with the number of files or rows that were left out, by reason."""
+    reasons = "; ".join(f"{reason}: {number:,}" for reason, number in sorted(dropped.items()))
+    return "warning", f"{name}: {sum(dropped.values()):,} {noun} left out ({reasons})"
 
 
 def _first_tensor(batch: Any) -> torch.Tensor:

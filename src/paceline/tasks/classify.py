@@ -1,28 +1,23 @@
 """`task: classify`: images into classes."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
 
 from paceline.config.schema import Config
-from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
+from paceline.data.cache import key_of
 from paceline.data.counts import DataCounts
+from paceline.data.images import DIGITS, ImageDataset, ImageForm, ImageIndex, open_images
+from paceline.data.text.prepare import split_indices, split_notice
 from paceline.models import vision
 from paceline.models.blocks import BATCH_NORMS
-from paceline.tasks.base import Prepared, Task
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from paceline.data.images import ImageForm, ImageIndex
-
-#: Settings that mean something for language models alone.
-_LANGUAGE_KEYS = ("tokenizer", "format", "system", "chat_template")
-_LANGUAGE_ARGS = ("max_length", "overlong", "packing", "train_on_inputs", "train_on_turns")
+from paceline.tasks.base import Notice, Prepared, Task, dropped_notice, language_settings_notices
 
 
 @dataclass(frozen=True)
@@ -68,35 +63,31 @@ class ClassifyTask(Task):
             ConfigError: no usable data, one class only, or validation classes that training does
                 not have.
         """
-        from paceline.data.cache import key_of
-        from paceline.data.images import DIGITS, open_images
-        from paceline.data.text.prepare import split_indices, split_notice
-
-        seed, notices = self.config.train_args.seed, _ignored(self.config)
-        found = open_images(self.config.sources()[0].path, seed)
-        notices += found.notices
-        if len(found.classes) < 2:
+        seed, notices = self.config.train_args.seed, language_settings_notices(self.config)
+        index = open_images(self.config.sources()[0].path, seed)
+        notices += index.notices
+        if len(index.classes) < 2:
             raise ConfigError(
                 f"`dataset: {self.config.sources()[0].path}` has one class only"
-                f" ({found.classes[0]}): there is nothing to tell apart",
+                f" ({index.classes[0]}): there is nothing to tell apart",
                 allowed="two or more subfolders with images, one a class",
             )
-        form, about = vision.find_form(self.config, digits=found.source == DIGITS)
+        form, about = vision.find_form(self.config, digits=index.source == DIGITS)
         notices += about
         counts = DataCounts(
-            read=len(found) + sum(found.dropped.values()),
-            kept=len(found),
-            dropped=dict(found.dropped),
+            read=len(index) + sum(index.dropped.values()),
+            kept=len(index),
+            dropped=dict(index.dropped),
         )
-        notices += _about(self.config.sources()[0].path, found)
-        train, evaluation = found, None
+        notices += _about(self.config.sources()[0].path, index)
+        train, evaluation = index, None
         if self.config.val_dataset is not None:
-            evaluation = self._validation(found, seed, notices)
+            evaluation = self._validation(index, seed, notices)
         elif self.config.split_dataset_ratio > 0:
-            keep, held_out = split_indices(len(found), self.config.split_dataset_ratio, seed)
-            train, evaluation = found.take(keep), found.take(held_out) if len(held_out) else None
+            keep, held_out = split_indices(len(index), self.config.split_dataset_ratio, seed)
+            train, evaluation = index.take(keep), index.take(held_out) if len(held_out) else None
             notices.append(
-                split_notice(len(held_out), len(found), self.config.split_dataset_ratio, "image")
+                split_notice(len(held_out), len(index), self.config.split_dataset_ratio, "image")
             )
         return Prepared(
             num_train=len(train),
@@ -109,48 +100,38 @@ class ClassifyTask(Task):
             handle=ClassifyData(train, evaluation, form),
         )
 
-    def _validation(
-        self, train: ImageIndex, seed: int, notices: list[tuple[str, str]]
-    ) -> ImageIndex:
-        from dataclasses import replace
-
-        import numpy as np
-
-        from paceline.data.images import DIGITS, open_images
-
-        name = self.config.sources(validation=True)[0].path
-        found = open_images(name, seed)
-        if (found.source == DIGITS) != (train.source == DIGITS):
+    def _validation(self, train: ImageIndex, seed: int, notices: list[Notice]) -> ImageIndex:
+        source = self.config.sources(validation=True)[0].path
+        index = open_images(source, seed)
+        if (index.source == DIGITS) != (train.source == DIGITS):
             raise ConfigError(
-                f"`val_dataset: {name}` and `dataset` are not of one kind",
+                f"`val_dataset: {source}` and `dataset` are not of one kind",
                 fix="take both from folders",
             )
-        unknown = [one for one in found.classes if one not in train.classes]
+        unknown = [name for name in index.classes if name not in train.classes]
         if unknown:
             raise ConfigError(
-                f"`val_dataset: {name}` has classes that training has not:"
+                f"`val_dataset: {source}` has classes that training has not:"
                 f" {', '.join(unknown[:5])}",
                 allowed=f"the classes of `dataset`: {', '.join(train.classes[:20])}",
                 fix="give the subfolders the same names",
             )
-        missing = [one for one in train.classes if one not in found.classes]
+        missing = [name for name in train.classes if name not in index.classes]
         if missing:
             notices.append(
                 (
                     "warning",
                     (
-                        f"validation: {name} has no image of {len(missing)} class(es):"
+                        f"validation: {source} has no image of {len(missing)} class(es):"
                         f" {', '.join(missing[:5])}"
                     ),
                 )
             )
-        notices += found.notices + _about(name, found)
-        number = np.array([train.classes.index(one) for one in found.classes], dtype=np.int64)
-        return replace(found, labels=number[found.labels], classes=train.classes)
+        notices += index.notices + _about(source, index)
+        number = np.array([train.classes.index(name) for name in index.classes], dtype=np.int64)
+        return replace(index, labels=number[index.labels], classes=train.classes)
 
     def build_datasets(self) -> tuple[Any, Any | None]:
-        from paceline.data.images import ImageDataset
-
         handle = self._handle()
         train = ImageDataset(handle.train, handle.form, augment=self.config.classify.augment)
         return train, (
@@ -161,9 +142,10 @@ class ClassifyTask(Task):
         handle = self._handle()
         return vision.load_image_model(self.config, handle.form, handle.train.classes)
 
-    def setup(self, model: nn.Module) -> list[tuple[str, str]]:
+    def setup(self, model: nn.Module) -> list[Notice]:
         norms = sum(
-            isinstance(one, BATCH_NORMS) and one.track_running_stats for one in model.modules()
+            isinstance(module, BATCH_NORMS) and module.track_running_stats
+            for module in model.modules()
         )
         if not norms:
             return []
@@ -176,8 +158,6 @@ class ClassifyTask(Task):
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Cross entropy in nats, summed over the images. ``batch``: images [N, C, H, W] and classes
         int64 [N]."""
-        from torch.nn import functional
-
         images, labels = batch
         return functional.cross_entropy(
             vision.logits_of(model(images)).float(), labels, reduction="sum"
@@ -186,8 +166,6 @@ class ClassifyTask(Task):
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Sums over the images: ``loss`` (cross entropy in nats) and ``accuracy`` (images whose
         likeliest class is right)."""
-        from torch.nn import functional
-
         images, labels = batch
         logits = vision.logits_of(model(images)).float()
         right = (logits.argmax(dim=-1) == labels).sum()
@@ -208,33 +186,8 @@ class ClassifyTask(Task):
         return handle
 
 
-def _about(name: str, found: ImageIndex) -> list[tuple[str, str]]:
-    notices = [("info", f"{name}: {len(found):,} images of {len(found.classes)} classes")]
-    if found.dropped:
-        each = "; ".join(
-            f"{reason}: {number:,}" for reason, number in sorted(found.dropped.items())
-        )
-        notices.append(
-            ("warning", f"{name}: {sum(found.dropped.values()):,} files left out ({each})")
-        )
+def _about(name: str, index: ImageIndex) -> list[Notice]:
+    notices = [("info", f"{name}: {len(index):,} images of {len(index.classes)} classes")]
+    if index.dropped:
+        notices.append(dropped_notice(name, index.dropped, "files"))
     return notices
-
-
-def _ignored(config: Config) -> list[tuple[str, str]]:
-    """A notice for each setting that was changed and means nothing here."""
-    defaults = TrainArgs()
-    named = [
-        key for key in _LANGUAGE_KEYS if getattr(config, key) != Config.model_fields[key].default
-    ]
-    named += [
-        f"train_args.{key}"
-        for key in _LANGUAGE_ARGS
-        if getattr(config.train_args, key) != getattr(defaults, key)
-    ]
-    for source in config.sources() + config.sources(validation=True):
-        named += [
-            f"dataset.{key}"
-            for key in ("columns", "name", "ignore_columns", "roles")
-            if getattr(source, key)
-        ]
-    return [("warning", f"`{key}` has no effect on `task: classify`") for key in named]

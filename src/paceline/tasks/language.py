@@ -6,14 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.nn import functional
+
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.data.collate import TokenBatch, collate_packed, collate_padded
+from paceline.data.sources.resolve import check_hub_sources
+from paceline.data.text.prepare import prepare_tokens
+from paceline.data.text.templates import save_template
+from paceline.data.text.token_dataset import TokenDataset, TokenSample
 from paceline.models import language
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.files import check_files, check_hub
+from paceline.models.lora import adapter_notices
 from paceline.models.qwen import CONVERTED_KEY, module_notice
-from paceline.tasks.base import Prepared, Task
+from paceline.tasks.base import Notice, Prepared, Task
 
 
 class LanguageTask(Task):
@@ -27,19 +35,15 @@ class LanguageTask(Task):
         self.default_learning_rate = _default_rate(config)
         self.packed = config.train_args.packing is not False
         self.picks_logits = True
-        self._told_segments = False
+        self._passes_segments = False
 
     def check(self) -> None:
-        from paceline.data.sources.resolve import check_hub_sources
-
         check_files(self.config)
         language.check_first_generation_qwen(self.config)
         check_hub(self.config)
         check_hub_sources(self.config)
 
     def prepare(self) -> Prepared:
-        from paceline.data.text.prepare import prepare_tokens
-
         tokens = prepare_tokens(
             self.config, "pretrain" if self.config.task == "pretrain" else "sft", resolve_model
         )
@@ -55,102 +59,73 @@ class LanguageTask(Task):
         )
 
     def build_datasets(self) -> tuple[Any, Any | None]:
-        from paceline.data.text.token_dataset import TokenDataset
-
         assert self.prepared is not None
-        found = self.prepared.handle
-        train = TokenDataset(found.train_folder, found.train_indices)
-        return train, (
-            None
-            if found.eval_folder is None
-            else TokenDataset(found.eval_folder, found.eval_indices)
-        )
+        tokens = self.prepared.handle
+        train = TokenDataset(tokens.train_folder, tokens.train_indices)
+        if tokens.eval_folder is None:
+            return train, None
+        return train, TokenDataset(tokens.eval_folder, tokens.eval_indices)
 
     def build_model(self) -> Any:
         return language.load_language_model(self.config)
 
-    def setup(self, model: Any) -> list[tuple[str, str]]:
+    def setup(self, model: Any) -> list[Notice]:
         """Decide between packed and padded rows, by trying. Called with the model on its device,
         before training."""
-        return [*self._adapter_notices(model), *self._choose_rows(model)]
-
-    def _adapter_notices(self, model: Any) -> list[tuple[str, str]]:
-        if not self.config.lora.enable:
-            return []
-        from paceline.models.lora import adapter_notices
-
-        return adapter_notices(model, self.config)
-
-    def _choose_rows(self, model: Any) -> list[tuple[str, str]]:
+        notices = adapter_notices(model, self.config) if self.config.lora.enable else []
         base = base_model(model)
         self.picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
-        notices = []
         if getattr(getattr(base, "config", None), CONVERTED_KEY, None):
-            notices.append(
-                (
-                    "info",
-                    (
-                        "model: first-generation Qwen, converted to Qwen2; it is trained and saved"
-                        " in that form"
-                    ),
-                )
+            text = (
+                "model: first-generation Qwen, converted to Qwen2; it is trained and saved in that"
+                " form"
             )
+            notices.append(("info", text))
             if self.config.lora.enable and (text := module_notice(self.config)):
                 notices.append(("info", text))
-        if not self.packed:
-            return notices
-        found = language.choose_packing(model, next(model.parameters()).device)
-        if found != "none":
-            self._told_segments = found == "segments"
-            return [
-                *notices,
-                (
-                    "info",
-                    (
-                        "packing: samples of a micro-batch share one row without padding (checked:"
-                        " they do not mix)"
-                    ),
-                ),
-            ]
+        if self.packed:
+            notices.append(self._choose_rows(model))
+        return notices
+
+    def _choose_rows(self, model: Any) -> Notice:
+        packing = language.choose_packing(model, next(model.parameters()).device)
+        if packing != "none":
+            self._passes_segments = packing == "segments"
+            text = (
+                "packing: samples of a micro-batch share one row without padding (checked: they do"
+                " not mix)"
+            )
+            return "info", text
         if self.config.train_args.packing is True:
             raise ConfigError(
                 "`train_args.packing: true`, and this model mixes samples that share a row",
                 fix="set `train_args.packing: auto` or `false`: the same loss, with padding",
             )
         self.packed = False
-        return [
-            *notices,
-            (
-                "warning",
-                (
-                    "packing: off; this model mixes samples that share a row, so rows are padded"
-                    " (same loss, slower)"
-                ),
-            ),
-        ]
+        text = (
+            "packing: off; this model mixes samples that share a row, so rows are padded (same"
+            " loss, slower)"
+        )
+        return "warning", text
 
-    def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
-        from paceline.data.collate import collate_packed, collate_padded
-
+    def collate(self, samples: Sequence[TokenSample]) -> TokenBatch:
         if self.packed:
             return collate_packed(samples)
         assert self.prepared is not None
         return collate_padded(samples, self.prepared.handle.pad_token_id)
 
-    def count(self, batch: dict[str, Any]) -> int:
+    def count(self, batch: TokenBatch) -> int:
         return int(batch["num_labels"])
 
-    def num_tokens(self, batch: dict[str, Any]) -> int:
+    def num_tokens(self, batch: TokenBatch) -> int:
         return int(batch["num_tokens"])
 
-    def loss(self, model: Any, batch: dict[str, Any]) -> Any:
+    def loss(self, model: Any, batch: TokenBatch) -> Any:
         """Cross entropy in nats, summed over the tokens that carry loss."""
-        from torch.nn import functional
-
-        names = ["input_ids", "attention_mask", "position_ids"] + [
-            "segment_lengths"
-        ] * self._told_segments
-        inputs = {key: batch[key] for key in names if key in batch}
+        names = ["input_ids", "attention_mask", "position_ids"]
+        if self._passes_segments:
+            names.append("segment_lengths")
+        inputs = {name: value for name, value in batch.items() if name in names}
         keep = batch["keep"]
         if self.picks_logits:
             logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits
@@ -164,8 +139,6 @@ class LanguageTask(Task):
         tokenizer = None if self.prepared is None else self.prepared.handle.tokenizer_path
         language.save_language_model(model, tokenizer, folder)
         if tokenizer is not None and self.config.chat_template is not None:
-            from paceline.data.text.templates import save_template
-
             save_template(self.config, folder)
 
 

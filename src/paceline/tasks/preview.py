@@ -1,38 +1,96 @@
-"""The first rows of a config's dataset as the model will see them: template applied, label tokens
-marked, what is cut."""
+"""The first samples of a config's dataset: tokens as the model will see them (template applied,
+label tokens marked, what is cut), images as a model takes them, rows of a click log with their
+ids."""
 
+import base64
+import io
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import islice, pairwise
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
+import torch
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.data.images import ImageDataset
 from paceline.data.sources.resolve import ResolvedSource, open_source
 from paceline.data.sources.rows import MalformedRow, Unsupported
-from paceline.data.text.chunks import converter_of, encoder_of, refusal
+from paceline.data.text.chunks import NO_ANSWER, TOO_LONG, converter_of, encoder_of, refusal
 from paceline.data.text.encode import Encoded, Encoder
 from paceline.data.text.templates import asked_template
 from paceline.data.text.tokenizer import LoadedTokenizer, find_tokenizer, load_tokenizer
 from paceline.models.builtin import resolve_model
-from paceline.tasks.preview_samples import preview_clicks, preview_images, samples_as_text
+from paceline.tasks.base import Notice
+from paceline.tasks.classify import ClassifyTask
+from paceline.tasks.recommend import RecommendTask
 
 MOST_ROWS = 100
 #: Of a longer row only so many tokens are shown; its counts are of the whole.
 MOST_TOKENS = 4096
-_WITHOUT_TOKENS = {"classify": preview_images, "recommend": preview_clicks}
+#: Of a row's ids in one column only so many are shown.
+_MOST_IDS = 20
 
 
-def preview(config: Config, rows: int = 5) -> dict[str, Any]:
-    """The first ``rows`` rows of each source of ``dataset``, in the order of the file.
+class Segment(TypedDict):
+    """Consecutive tokens. ``label``: they carry loss; ``cut``: they are not trained on."""
 
-    Returns:
-        ``{task, max_length, overlong, rows: [Row], notices}``. A row: ``source, place, format,
-        reason`` (why it is left out, or None), ``segments`` [{text, label, cut}] (label: its tokens
-        carry loss; cut: they are not trained on), ``num_tokens, label_tokens, cut_tokens,
-        hidden_tokens`` (not shown here), ``parts`` (samples that a document becomes). For
-        `classify` and `recommend` as :func:`~paceline.tasks.preview_samples.preview_images` and
-        ``preview_clicks`` say.
+    text: str
+    label: bool
+    cut: bool
+
+
+class Field(TypedDict):
+    """A column of a click log's row."""
+
+    name: str
+    value: str
+
+
+class PreviewRow(TypedDict, total=False):
+    """A row.
+
+    Attributes:
+        source, place, format: of the row; the last may be None.
+        reason: why it is left out, or None.
+        hidden_tokens: tokens that are not in ``segments``.
+        parts: samples that a document becomes.
+        label, shape, image: of an image [channels, height, width], as a `data:` URI, resized as the
+            model takes it and without its normalisation.
+        fields: of a click log: numbers as they are scaled for the model, ids by their place in the
+            column's table.
+    """
+
+    source: str
+    place: str
+    format: str | None
+    reason: str | None
+    segments: list[Segment]
+    num_tokens: int
+    label_tokens: int
+    cut_tokens: int
+    hidden_tokens: int
+    parts: int
+    label: str
+    shape: list[int]
+    image: str
+    fields: list[Field]
+
+
+class Preview(TypedDict, total=False):
+    """The first rows; ``max_length`` and ``overlong`` where they are of text."""
+
+    task: str
+    max_length: int
+    overlong: str
+    rows: list[PreviewRow]
+    notices: list[Notice]
+
+
+def preview(config: Config, rows: int = 5) -> Preview:
+    """The first ``rows`` rows of each source of ``dataset``, in the order of the file. Images are
+    spread evenly over the data, so that several classes are among them.
 
     Raises:
         ConfigError: a task of the user's own; whatever can be wrong with the data.
@@ -40,7 +98,8 @@ def preview(config: Config, rows: int = 5) -> dict[str, Any]:
     if not 1 <= rows <= MOST_ROWS:
         raise ConfigError(f"`--rows {rows}` is out of range", allowed=f"1 to {MOST_ROWS}")
     if config.task in _WITHOUT_TOKENS:
-        return _WITHOUT_TOKENS[config.task](config, rows)
+        shown, notices = _WITHOUT_TOKENS[config.task](config, rows)
+        return Preview(task=config.task, rows=shown, notices=notices)
     if config.task not in ("sft", "pretrain"):
         raise ConfigError(
             f"what the samples of `task: {config.task}` look like is known to that task alone",
@@ -55,61 +114,63 @@ def preview(config: Config, rows: int = 5) -> dict[str, Any]:
         config.trust_remote_code,
     )
     asked = asked_template(config)
-    source, notices = asked.choose(tokenizer)
-    encoder = encoder_of(config, config.task, tokenizer, source, asked.for_tools(tokenizer))
-    sources = [open_source(one) for one in config.sources()]
-    found = [row for one in sources for row in _rows(one, rows, encoder, tokenizer, config)]
-    return {
-        "task": config.task,
-        "max_length": config.train_args.max_length,
-        "overlong": config.train_args.overlong,
-        "rows": found,
-        "notices": [
-            list(notice)
-            for notice in [*notices, *(notice for one in sources for notice in one.notices)]
-        ],
-    }
+    template, notices = asked.choose(tokenizer)
+    encoder = encoder_of(config, config.task, tokenizer, template, asked.for_tools(tokenizer))
+    sources = [open_source(source) for source in config.sources()]
+    shown = [row for source in sources for row in _rows(source, rows, encoder, tokenizer, config)]
+    notices = [*notices, *(notice for source in sources for notice in source.notices)]
+    return Preview(
+        task=config.task,
+        max_length=config.train_args.max_length,
+        overlong=config.train_args.overlong,
+        rows=shown,
+        notices=notices,
+    )
 
 
 def _rows(
     source: ResolvedSource, rows: int, encoder: Encoder, tokenizer: LoadedTokenizer, config: Config
-) -> list[dict[str, Any]]:
+) -> list[PreviewRow]:
     converter = converter_of(source, encoder, config)
-    out = []
+    shown = []
     for place, row in islice(source.rows(config.train_args.seed), rows):
-        seen = converter.seen.copy()
+        formats_before = converter.seen.copy()
         try:
             encoded = encoder([converter(row)])[0]
         except MalformedRow as reason:
             encoded = str(reason)
         except Unsupported as error:
             raise refusal(error, place) from None
-        shape = next(iter(converter.seen - seen), None)
-        about = {"source": source.label, "place": place, "format": shape}
         if isinstance(encoded, str):
             refused = encoder.refusals.most_common(1)
-            more = f": {refused[0][0]}" if "template" in encoded and refused else ""
-            out.append({**about, **_empty(encoded + more)})
+            if "template" in encoded and refused:
+                encoded += f": {refused[0][0]}"
+            shape = PreviewRow(
+                reason=encoded,
+                segments=[],
+                num_tokens=0,
+                label_tokens=0,
+                cut_tokens=0,
+                hidden_tokens=0,
+                parts=0,
+            )
         else:
-            out.append({**about, **_shown(encoded, tokenizer, config)})
-    return out
+            shape = _shown(encoded, tokenizer, config)
+        kind = next(iter(converter.seen - formats_before), None)
+        shown.append(PreviewRow(source=source.label, place=place, format=kind, **shape))
+    return shown
 
 
-def _empty(reason: str) -> dict[str, Any]:
-    counts = dict.fromkeys(("num_tokens", "label_tokens", "cut_tokens", "hidden_tokens"), 0)
-    return {"reason": reason, "segments": [], **counts, "parts": 0}
-
-
-def _shown(one: Encoded, tokenizer: LoadedTokenizer, config: Config) -> dict[str, Any]:
+def _shown(sample: Encoded, tokenizer: LoadedTokenizer, config: Config) -> PreviewRow:
     limit, drops = config.train_args.max_length, config.train_args.overlong == "drop"
-    ids, labels = one.input_ids, one.labels_mask.copy()
+    ids, labels = sample.input_ids, sample.labels_mask.copy()
     labels[:1] = False  # nothing comes before it to predict it from
     length, reason = len(ids), None
-    kept = length if one.is_document or length <= limit else 0 if drops else limit
+    kept = length if sample.is_document or length <= limit else 0 if drops else limit
     if kept == 0 and length:
-        reason = "longer than max_length"
+        reason = TOO_LONG
     elif not labels[:kept].any():
-        reason = "nothing to learn from" if kept == length else "no answer left after truncation"
+        reason = "nothing to learn from" if kept == length else NO_ANSWER
     cut = np.arange(length) >= (kept if reason is None else 0)
     seen = min(length, MOST_TOKENS)
     edges = (
@@ -118,47 +179,122 @@ def _shown(one: Encoded, tokenizer: LoadedTokenizer, config: Config) -> dict[str
     )
     bounds = [0, *edges.tolist(), seen] if seen else []
     segments = [
-        {
-            "text": tokenizer.decode(ids[start:end].tolist()),
-            "label": bool(labels[start]),
-            "cut": bool(cut[start]),
-        }
+        Segment(
+            text=tokenizer.decode(ids[start:end].tolist()),
+            label=bool(labels[start]),
+            cut=bool(cut[start]),
+        )
         for start, end in pairwise(bounds)
     ]
-    return {
-        "reason": reason,
-        "segments": segments,
-        "num_tokens": length,
-        "label_tokens": int(np.count_nonzero(labels & ~cut)),
-        "cut_tokens": int(np.count_nonzero(cut)),
-        "hidden_tokens": length - seen,
-        "parts": -(-length // limit) if one.is_document else 1,
-    }
+    return PreviewRow(
+        reason=reason,
+        segments=segments,
+        num_tokens=length,
+        label_tokens=int(np.count_nonzero(labels & ~cut)),
+        cut_tokens=int(np.count_nonzero(cut)),
+        hidden_tokens=length - seen,
+        parts=-(-length // limit) if sample.is_document else 1,
+    )
 
 
-def as_text(found: dict[str, Any]) -> str:
+def _images(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
+    task = ClassifyTask(config)
+    task.check()
+    prepared = task.prepare()
+    index, form = prepared.handle.train, prepared.handle.form
+    pixels = ImageDataset(index, replace(form, mean=None, std=None))
+    shown = []
+    for number in np.unique(
+        np.linspace(0, len(index) - 1, min(rows, len(index))).round().astype(int)
+    ).tolist():
+        image, label = pixels[number]
+        place = (
+            index.names[number]
+            if index.names is not None
+            else f"image {int(index.rows[number])} of {index.source}"
+        )
+        shown.append(
+            PreviewRow(
+                place=place,
+                label=index.classes[int(label)],
+                shape=list(image.shape),
+                image=_as_uri(image),
+            )
+        )
+    return shown, prepared.notices
+
+
+def _as_uri(image: torch.Tensor) -> str:
+    from PIL import Image
+
+    values = (image.clamp(0, 1) * 255).round().byte()
+    picture = Image.fromarray(
+        values[0].numpy() if len(values) == 1 else values.permute(1, 2, 0).numpy()
+    )
+    raw = io.BytesIO()
+    picture.save(raw, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(raw.getvalue()).decode()}"
+
+
+def _clicks(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
+    task = RecommendTask(config)
+    task.check()
+    task.prepared = task.prepare()
+    log = task.build_datasets()[0]
+    places = np.array([log[number].place for number in range(min(rows, len(log)))], dtype=np.int64)
+    batch = log.batch(places)
+    dense = config.recommend.dense or [
+        f"dense {number + 1}" for number in range(batch.dense.shape[1])
+    ]
+    shown = []
+    for row, place in enumerate(places.tolist()):
+        fields = [
+            Field(name=name, value=f"{batch.dense[row, column]:.4g}")
+            for column, name in enumerate(dense)
+        ]
+        for name, size, ids, starts in zip(
+            log.names, log.tables, batch.ids, batch.starts, strict=True
+        ):
+            row_ids = ids[starts[row] : starts[row + 1]].tolist()
+            text = ", ".join(map(str, row_ids[:_MOST_IDS])) or "none"
+            if len(row_ids) > _MOST_IDS:
+                text += f" and {len(row_ids) - _MOST_IDS} more"
+            fields.append(Field(name=name, value=f"{text} of {size:,}"))
+        shown.append(
+            PreviewRow(place=f"row {place + 1:,}", label=f"{batch.label[row]:g}", fields=fields)
+        )
+    return shown, task.prepared.notices
+
+
+_WITHOUT_TOKENS: dict[str, Callable[[Config, int], tuple[list[PreviewRow], list[Notice]]]] = {
+    "classify": _images,
+    "recommend": _clicks,
+}
+
+
+def as_text(result: Preview) -> str:
     """For a terminal: the label tokens stand in 【】, what is cut in ⟦⟧."""
-    if found["task"] in _WITHOUT_TOKENS:
-        return samples_as_text(found)
     lines = []
-    for number, row in enumerate(found["rows"], 1):
+    for number, row in enumerate(result["rows"], 1):
+        head = f"--- {number}: {row['place']}"
+        if result["task"] in _WITHOUT_TOKENS:
+            shape = f", {' × '.join(map(str, row['shape']))}" if "shape" in row else ""
+            lines.append(f"{head}: label {row['label']}{shape}")
+            lines += [f"    {field['name']}: {field['value']}" for field in row.get("fields", ())]
+            continue
         counts = (
             f"{row['num_tokens']:,} tokens, {row['label_tokens']:,} with loss,"
             f" {row['cut_tokens']:,} cut"
         )
-        lines += [
-            f"--- {number}: {row['place']} ({row['format'] or 'no format'}):"
-            f" {row['reason'] or counts}"
-        ]
-        parts = [
-            (
-                f"⟦{one['text']}⟧"
-                if one["cut"]
-                else f"【{one['text']}】"
-                if one["label"]
-                else one["text"]
-            )
-            for one in row["segments"]
-        ]
-        lines += ["".join(parts)] if parts else []
-    return "\n".join([*lines, "", "【label tokens】 carry loss, ⟦what is cut⟧ is not trained on."])
+        lines.append(f"{head} ({row['format'] or 'no format'}): {row['reason'] or counts}")
+        if row["segments"]:
+            lines.append("".join(map(_marked, row["segments"])))
+    if result["task"] not in _WITHOUT_TOKENS:
+        lines += ["", "【label tokens】 carry loss, ⟦what is cut⟧ is not trained on."]
+    return "\n".join(lines)
+
+
+def _marked(segment: Segment) -> str:
+    if segment["cut"]:
+        return f"⟦{segment['text']}⟧"
+    return f"【{segment['text']}】" if segment["label"] else segment["text"]

@@ -1,30 +1,46 @@
 """`task: recommend`: the chance of a click, from ids and numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline.config.schema import Config
-from paceline.config.schema.train_args import TrainArgs
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
+from paceline.data.cache import key_of
+from paceline.data.clicks.log import (
+    ClickLog,
+    LogMeta,
+    Row,
+    builtin_clicks,
+    exact_auc,
+    open_stored,
+    stored_meta,
+    take_count,
+)
+from paceline.data.clicks.reader import read_clicks
 from paceline.data.counts import DataCounts
-from paceline.tasks.base import ModelStateReader, Prepared, Task
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from torch import nn
-
-    from paceline.data.clicks.log import ClickLog, Row
-    from paceline.models.recommend import ClickModelArgs
-
-#: Settings that mean something for language models alone.
-_LANGUAGE_KEYS = ("tokenizer", "format", "system", "chat_template")
-_LANGUAGE_ARGS = ("max_length", "overlong", "packing", "train_on_inputs", "train_on_turns")
+from paceline.data.text.prepare import split_indices, split_notice
+from paceline.distributed.seeds import derive_seed
+from paceline.models.recommend import (
+    build_click_model,
+    check_click_model,
+    model_args,
+    save_click_model,
+)
+from paceline.tasks.base import (
+    ModelStateReader,
+    Notice,
+    Prepared,
+    Task,
+    dropped_notice,
+    language_settings_notices,
+)
 
 
 @dataclass(frozen=True)
@@ -54,8 +70,6 @@ class RecommendTask(Task):
     gathers = ("score", "label", "chance")
 
     def check(self) -> None:
-        from paceline.models.recommend import check_click_model
-
         config = self.config
         if config.lora.enable:
             raise ConfigError(
@@ -86,8 +100,8 @@ class RecommendTask(Task):
         check_click_model(config.model)
 
     def _check_columns(self) -> None:
-        said = self.config.recommend
-        if not said.categorical:
+        settings = self.config.recommend
+        if not settings.categorical:
             raise ConfigError(
                 "`recommend.categorical` names no column, and a click log of your own needs at"
                 " least one",
@@ -96,18 +110,18 @@ class RecommendTask(Task):
                     " columns' names"
                 ),
             )
-        named = [said.label, *said.dense, *said.categorical]
-        twice = sorted({one for one in named if named.count(one) > 1})
+        named = [settings.label, *settings.dense, *settings.categorical]
+        twice = sorted({name for name in named if named.count(name) > 1})
         if twice:
             raise ConfigError(
-                f"`recommend` names {', '.join(f'`{one}`' for one in twice)} more than once"
+                f"`recommend` names {', '.join(f'`{name}`' for name in twice)} more than once"
             )
-        if isinstance(said.table_size, dict):
-            unknown = [one for one in said.table_size if one not in said.categorical]
+        if isinstance(settings.table_size, dict):
+            unknown = [name for name in settings.table_size if name not in settings.categorical]
             if unknown:
                 raise ConfigError(
                     f"`recommend.table_size` names `{unknown[0]}`, which is no categorical column",
-                    allowed=", ".join(said.categorical),
+                    allowed=", ".join(settings.categorical),
                 )
 
     def prepare(self) -> Prepared:
@@ -116,10 +130,6 @@ class RecommendTask(Task):
         Raises:
             ConfigError: no usable data, or ids for which a table has no row.
         """
-        from paceline.data.cache import key_of
-        from paceline.data.clicks.log import stored_meta, take_count
-        from paceline.data.text.prepare import split_notice
-
         config = self.config
         name, take = take_count(config.sources()[0].path)
         train = self._read(name, None)
@@ -150,7 +160,8 @@ class RecommendTask(Task):
         meta = stored_meta(train)
         kept = len(rows) + (len(held_out) if held_out is not None and validation is None else 0)
         taken = meta["read"] if take is None else kept + sum(meta["dropped"].values())
-        notices = _ignored(config) + _about(name, rows, held_out, meta)
+        notices = language_settings_notices(config)
+        notices += _about(name, rows, held_out, meta)
         if validation is None and config.split_dataset_ratio > 0:
             notices.append(split_notice(kept - len(rows), kept, config.split_dataset_ratio, "row"))
         return Prepared(
@@ -165,9 +176,6 @@ class RecommendTask(Task):
         )
 
     def _read(self, name: str, train: Path | None) -> Path:
-        from paceline.data.clicks.log import builtin_clicks
-        from paceline.data.clicks.reader import read_clicks
-
         return (
             builtin_clicks(name)
             if name.startswith("builtin:")
@@ -178,30 +186,22 @@ class RecommendTask(Task):
         return _split(self._handle())
 
     def build_model(self) -> nn.Module:
-        from paceline.models.recommend import build_click_model
-
-        return build_click_model(self.config.model, self._model_args())
-
-    def _model_args(self) -> ClickModelArgs:
-        from paceline.models.recommend import model_args
-
         handle = self._handle()
-        return model_args(self.config, len(handle.mean), handle.tables)
+        args = model_args(self.config, len(handle.mean), handle.tables)
+        return build_click_model(self.config.model, args)
 
-    def collate(self, samples: Sequence[Row]) -> dict[str, Any]:
+    def collate(self, samples: Sequence[Row]) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """``label`` float32 [N], ``dense`` float32 [N, D], ``ids`` and ``starts``: int64 [n] and [N
         + 1] for each table."""
-        import numpy as np
-        import torch
-
-        batch = samples[0].log.batch(np.array([one.place for one in samples], dtype=np.int64))
+        places = np.array([row.place for row in samples], dtype=np.int64)
         return {
-            key: (
-                [torch.from_numpy(one) for one in value]
+            name: (
+                [torch.from_numpy(array) for array in value]
                 if isinstance(value, list)
                 else torch.from_numpy(value)
             )
-            for key, value in batch.items()
+            for name, value in samples[0].log.batch(places)._asdict().items()
+            if value is not None
         }
 
     def count(self, batch: Any) -> int:
@@ -215,44 +215,38 @@ class RecommendTask(Task):
         """Summed over the rows: ``loss``; a value a row: ``score`` (the logit), ``label``, and
         ``chance`` where it is known."""
         logits = self._logits(model, batch)
-        found = {"loss": self._loss(logits, batch), "score": logits, "label": batch["label"]}
-        return found | ({"chance": batch["chance"]} if "chance" in batch else {})
+        results = {"loss": self._loss(logits, batch), "score": logits, "label": batch["label"]}
+        if "chance" in batch:
+            results["chance"] = batch["chance"]
+        return results
 
     def _logits(self, model: nn.Module, batch: Any) -> torch.Tensor:
         logits: torch.Tensor = model(batch["dense"], batch["ids"], batch["starts"])
         return logits.float()
 
     def _loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
-        from torch.nn import functional
-
         return functional.binary_cross_entropy_with_logits(logits, batch["label"], reduction="sum")
 
     def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
         """``auc`` over the whole set, exact, and ``best_auc``, that of the true chances, where they
         are known."""
-        from paceline.data.clicks.metrics import exact_auc
-
         labels = gathered["label"].numpy()
-        found = {"auc": exact_auc(labels, gathered["score"].numpy())}
+        metrics = {"auc": exact_auc(labels, gathered["score"].numpy())}
         if len(gathered["chance"]):
-            found["best_auc"] = exact_auc(labels, gathered["chance"].numpy())
-        return found
+            metrics["best_auc"] = exact_auc(labels, gathered["chance"].numpy())
+        return metrics
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
         """Weights, tables, and what the inputs are;
         :func:`paceline.models.recommend.load_recommender` reads them back."""
-        named = dict(model.named_parameters())
-
-        self._save(
-            folder,
-            {name: one for name, one in named.items() if not _is_table(name)},
-            named.__getitem__,
-        )
+        named: dict[str, torch.Tensor] = dict(model.named_parameters())
+        dense = {name: param for name, param in named.items() if not _is_table(name)}
+        self._save(folder, dense, named.__getitem__)
 
     def save_from(self, source: ModelStateReader, folder: Path) -> bool:
         shapes = {
-            name.removeprefix("model/"): one[1]
-            for name, one in source.tensors().items()
+            name.removeprefix("model/"): shape
+            for name, (_, shape) in source.tensors().items()
             if name.startswith("model/")
         }
 
@@ -277,26 +271,23 @@ class RecommendTask(Task):
         return True
 
     def _save(self, folder: Path, dense: dict[str, torch.Tensor], table: Any) -> None:
-        from paceline.data.clicks.log import stored_meta
-        from paceline.models.recommend import save_click_model
-
-        handle, said = self._handle(), self.config.recommend
+        handle, settings = self._handle(), self.config.recommend
         meta = stored_meta(handle.train)
         form = {
-            "dense": said.dense or [f"d{number + 1}" for number in range(len(handle.mean))],
+            "dense": settings.dense or [f"d{number + 1}" for number in range(len(handle.mean))],
             "categorical": list(meta["names"]),
-            "ids": said.ids,
+            "ids": settings.ids,
             "mean": handle.mean.tolist(),
             "std": handle.std.tolist(),
             "vocabulary": meta.get("vocabulary"),
         }
         tables = []
         for number, rows in enumerate(handle.tables):
-            one = table(f"tables.{number}.weight")
-            tables.append(
-                (f"tables.{number}.weight", rows, lambda start, stop, one=one: one[start:stop])
-            )
-        save_click_model(folder, self._model_args(), form, dense, tables)
+            name = f"tables.{number}.weight"
+            weight = table(name)
+            tables.append((name, rows, lambda start, stop, weight=weight: weight[start:stop]))
+        args = model_args(self.config, len(handle.mean), handle.tables)
+        save_click_model(folder, args, form, dense, tables)
 
     def _handle(self) -> RecommendData:
         assert self.prepared is not None, "the engine sets `prepared` before the datasets are built"
@@ -310,11 +301,6 @@ def _is_table(name: str) -> bool:
 
 def _split(handle: RecommendData) -> tuple[ClickLog, ClickLog | None]:
     """The training and the validation rows."""
-    import numpy as np
-
-    from paceline.data.clicks.log import open_stored
-    from paceline.data.text.prepare import split_indices
-    from paceline.distributed.seeds import derive_seed
 
     def some(log: ClickLog, take: int | None) -> ClickLog:
         if take is None or take >= len(log):
@@ -338,11 +324,7 @@ def _split(handle: RecommendData) -> tuple[ClickLog, ClickLog | None]:
     return rows, held_out
 
 
-def _about(
-    name: str, rows: ClickLog, held_out: ClickLog | None, meta: dict[str, Any]
-) -> list[tuple[str, str]]:
-    from paceline.data.clicks.metrics import exact_auc
-
+def _about(name: str, rows: ClickLog, held_out: ClickLog | None, meta: LogMeta) -> list[Notice]:
     columns = ", ".join(
         f"{column} {size:,}" for column, size in zip(rows.names, rows.tables, strict=True)
     )
@@ -357,12 +339,7 @@ def _about(
         )
     ]
     if meta["dropped"]:
-        each = "; ".join(
-            f"{reason}: {number:,}" for reason, number in sorted(meta["dropped"].items())
-        )
-        notices.append(
-            ("warning", f"{name}: {sum(meta['dropped'].values()):,} rows left out ({each})")
-        )
+        notices.append(dropped_notice(name, meta["dropped"], "rows"))
     if held_out is not None:
         text = f"validation: {counted(len(held_out), 'row')}"
         if held_out.chance is not None:
@@ -373,23 +350,3 @@ def _about(
             )
         notices.append(("info", text))
     return notices
-
-
-def _ignored(config: Config) -> list[tuple[str, str]]:
-    """A notice for each setting that was changed and means nothing here."""
-    defaults = TrainArgs()
-    named = [
-        key for key in _LANGUAGE_KEYS if getattr(config, key) != Config.model_fields[key].default
-    ]
-    named += [
-        f"train_args.{key}"
-        for key in _LANGUAGE_ARGS
-        if getattr(config.train_args, key) != getattr(defaults, key)
-    ]
-    for source in config.sources() + config.sources(validation=True):
-        named += [
-            f"dataset.{key}"
-            for key in ("columns", "name", "ignore_columns", "roles")
-            if getattr(source, key)
-        ]
-    return [("warning", f"`{key}` has no effect on `task: recommend`") for key in named]

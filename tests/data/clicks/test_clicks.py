@@ -10,8 +10,13 @@ import pytest
 
 from paceline.config.schema.tasks import Recommend
 from paceline.core.errors import ConfigError
-from paceline.data.clicks.log import builtin_clicks, generate, open_stored, stored_meta
-from paceline.data.clicks.metrics import exact_auc
+from paceline.data.clicks.log import (
+    builtin_clicks,
+    exact_auc,
+    generate,
+    open_stored,
+    stored_meta,
+)
 from paceline.data.clicks.reader import read_clicks
 
 
@@ -118,10 +123,10 @@ def test_a_file_becomes_bags_numbers_and_counts(tmp_path: Path, kind: str) -> No
     assert meta["vocabulary"] == [{"ann": 1, "bob": 2, "cid": 3}, {"b": 1, "a": 2, "c": 3}]
     assert log.tables == (4, 4)
     batch = log.batch(np.array([3, 0, 1]))
-    assert batch["label"].tolist() == [1, 1, 0]
-    assert batch["dense"].ravel().tolist() == [20, 30, 0]
-    assert [one.tolist() for one in batch["ids"]] == [[1, 2], [1, 2, 1, 2]]
-    assert [one.tolist() for one in batch["starts"]] == [[0, 0, 1, 2], [0, 1, 4, 4]]
+    assert batch.label.tolist() == [1, 1, 0]
+    assert batch.dense.ravel().tolist() == [20, 30, 0]
+    assert [one.tolist() for one in batch.ids] == [[1, 2], [1, 2, 1, 2]]
+    assert [one.tolist() for one in batch.starts] == [[0, 0, 1, 2], [0, 1, 4, 4]]
 
 
 def test_validation_data_take_the_vocabulary_of_training(tmp_path: Path) -> None:
@@ -143,9 +148,7 @@ def test_hashed_values_fall_on_the_same_rows_in_every_file(tmp_path: Path) -> No
     )
     assert first.tables == (7, 1000)
     mine, theirs = first.batch(np.array([0])), second.batch(np.array([3]))
-    assert all(
-        np.array_equal(one, other) for one, other in zip(mine["ids"], theirs["ids"], strict=True)
-    )
+    assert all(np.array_equal(one, other) for one, other in zip(mine.ids, theirs.ids, strict=True))
 
 
 @pytest.mark.parametrize(

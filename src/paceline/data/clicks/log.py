@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -80,7 +80,7 @@ class ClickLog:
     def distinct_ids(self, rows: np.ndarray) -> list[np.ndarray]:
         """The ids of some of this log's rows, each once: int64 for each categorical column."""
         places = rows if self.rows is None else self.rows[rows]
-        return [np.unique(one) for one in self.batch(places)["ids"]]
+        return [np.unique(ids) for ids in self.batch(places).ids]
 
     def scale(self) -> tuple[np.ndarray, np.ndarray]:
         """(mean, standard deviation) of the dense columns, float32 [num_dense]; 1 for a column that
@@ -91,32 +91,37 @@ class ClickLog:
         std = dense.std(axis=0)
         return dense.mean(axis=0).astype(np.float32), np.where(std > 0, std, 1.0).astype(np.float32)
 
-    def batch(self, rows: np.ndarray) -> dict[str, Any]:
-        """The rows at ``rows`` (places in the arrays) as NumPy arrays: ``label`` [N], ``dense`` [N,
-        D], and for each categorical column ``ids`` [n] and ``starts`` [N + 1]; ``chance`` [N] where
-        it is known."""
+    def batch(self, rows: np.ndarray) -> ClickBatch:
+        """The rows at ``rows`` (places in the arrays)."""
         dense = self.dense[rows]
         if self.mean is not None and self.std is not None:
             dense = (dense - self.mean) / self.std
-        found: dict[str, Any] = {
-            "label": self.labels[rows],
-            "dense": dense.astype(np.float32),
-            "ids": [],
-            "starts": [],
-        }
+        batch_ids, batch_starts = [], []
         for ids, starts in zip(self.ids, self.starts, strict=True):
             if starts is None:
-                found["ids"].append(ids[rows])
-                found["starts"].append(np.arange(len(rows) + 1, dtype=np.int64))
+                batch_ids.append(ids[rows])
+                batch_starts.append(np.arange(len(rows) + 1, dtype=np.int64))
                 continue
             sizes = starts[rows + 1] - starts[rows]
             begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
             places = np.arange(begin[-1]) - np.repeat(begin[:-1] - starts[rows], sizes)
-            found["ids"].append(ids[places])
-            found["starts"].append(begin)
-        if self.chance is not None:
-            found["chance"] = self.chance[rows]
-        return found
+            batch_ids.append(ids[places])
+            batch_starts.append(begin)
+        chance = None if self.chance is None else self.chance[rows]
+        return ClickBatch(
+            self.labels[rows], dense.astype(np.float32), batch_ids, batch_starts, chance
+        )
+
+
+class ClickBatch(NamedTuple):
+    """Rows as NumPy arrays: ``label`` [N], ``dense`` [N, D], for each categorical column ``ids``
+    [n] and ``starts`` [N + 1], and ``chance`` [N] where it is known."""
+
+    label: np.ndarray
+    dense: np.ndarray
+    ids: list[np.ndarray]
+    starts: list[np.ndarray]
+    chance: np.ndarray | None
 
 
 class Row(NamedTuple):
@@ -138,40 +143,60 @@ def take_count(given: str) -> tuple[str, int | None]:
 
 
 # -- the cache
-def stored(parts: Any, make: Callable[[], tuple[ClickLog, dict[str, Any]]]) -> Path:
+class LogMeta(TypedDict):
+    """What is stored beside the arrays of a log: ``bags`` and ``chance`` say which arrays there
+    are, ``vocabulary`` is the row of each value in each column's table."""
+
+    tables: list[int]
+    names: list[str]
+    bags: list[bool]
+    chance: bool
+    read: int
+    dropped: dict[str, int]
+    vocabulary: list[dict[str, int]] | None
+
+
+class ReadLog(NamedTuple):
+    """A log that was read, with what became of the file's rows."""
+
+    log: ClickLog
+    num_rows: int
+    dropped: dict[str, int]
+    vocabulary: list[dict[str, int]] | None = None
+
+
+def stored(parts: Any, make: Callable[[], ReadLog]) -> Path:
     """The folder in the cache of the log that ``parts`` (a JSON value) stands for; ``make`` gives
-    it and what is to be kept beside it, where it is not there yet."""
-    key = key_of(["clicks", _VERSION, parts])
-    final = cache_dir() / "clicks" / key
+    it, where it is not there yet."""
+    final = cache_dir() / "clicks" / key_of(["clicks", _VERSION, parts])
 
     def build(folder: Path) -> None:
-        log, meta = make()
-        arrays = {"labels": log.labels, "dense": log.dense}
-        arrays |= {f"ids-{number}": one for number, one in enumerate(log.ids)}
-        arrays |= {
-            f"starts-{number}": one for number, one in enumerate(log.starts) if one is not None
-        }
-        arrays |= {} if log.chance is None else {"chance": log.chance}
-        for name, one in arrays.items():
-            np.save(folder / f"{name}.npy", one)
-        said = {
-            "tables": log.tables,
-            "names": log.names,
-            "bags": [one is not None for one in log.starts],
-            **meta,
-        }
-        (folder / _MARK).write_text(
-            json.dumps({**said, "chance": log.chance is not None}), encoding="utf-8"
+        log, num_rows, dropped, vocabulary = make()
+        arrays = {"labels": log.labels, "dense": log.dense, "chance": log.chance}
+        arrays |= {f"ids-{number}": ids for number, ids in enumerate(log.ids)}
+        arrays |= {f"starts-{number}": starts for number, starts in enumerate(log.starts)}
+        for name, array in arrays.items():
+            if array is not None:
+                np.save(folder / f"{name}.npy", array)
+        meta = LogMeta(
+            tables=list(log.tables),
+            names=list(log.names),
+            bags=[starts is not None for starts in log.starts],
+            read=num_rows,
+            dropped=dropped,
+            vocabulary=vocabulary,
+            chance=log.chance is not None,
         )
+        (folder / _MARK).write_text(json.dumps(meta), encoding="utf-8")
 
     build_once(final, _MARK, build)
     return final
 
 
-def stored_meta(folder: Path) -> dict[str, Any]:
+def stored_meta(folder: Path) -> LogMeta:
     """What is kept beside a log in the cache."""
-    found: dict[str, Any] = json.loads((folder / _MARK).read_text(encoding="utf-8"))
-    return found
+    meta: LogMeta = json.loads((folder / _MARK).read_text(encoding="utf-8"))
+    return meta
 
 
 def open_stored(folder: Path) -> ClickLog:
@@ -210,9 +235,7 @@ def builtin_clicks(name: str) -> Path:
             fix=did_you_mean(name, [CLICKS]),
         )
     numbers = [BUILTIN_TABLES, _NUM_DENSE, _NUM_ROWS, _POWER, _FACTORS]
-    return stored(
-        [CLICKS, numbers], lambda: (generate(_NUM_ROWS), {"read": _NUM_ROWS, "dropped": {}})
-    )
+    return stored([CLICKS, numbers], lambda: ReadLog(generate(_NUM_ROWS), _NUM_ROWS, {}))
 
 
 def generate(
@@ -249,3 +272,25 @@ def generate(
     names = tuple(f"c{number + 1}" for number in range(len(tables)))
     none: list[np.ndarray | None] = [None] * len(tables)
     return ClickLog(labels, dense, ids, none, chance.astype(np.float32), tuple(tables), names)
+
+
+# -- the measure
+def exact_auc(labels: np.ndarray, scores: np.ndarray) -> float:
+    """The chance that a random positive row scores above a random negative one, ties counting half:
+    the rank-sum statistic of Mann and Whitney (1947) over the number of pairs; nan where one of the
+    classes is missing.
+
+    Args:
+        labels: 0 or 1, [num_rows].
+        scores: any real numbers, [num_rows].
+    """
+    positive = np.asarray(labels) > 0.5
+    num_positive = int(positive.sum())
+    num_negative = len(positive) - num_positive
+    if num_positive == 0 or num_negative == 0:
+        return float("nan")
+    _, group, sizes = np.unique(np.asarray(scores), return_inverse=True, return_counts=True)
+    # of each group of equal scores, the mean of its ranks from 1 on
+    ranks = np.cumsum(sizes) - (sizes - 1) / 2.0
+    rank_sum = float(ranks[group][positive].sum())
+    return (rank_sum - num_positive * (num_positive + 1) / 2.0) / (num_positive * num_negative)

@@ -11,8 +11,9 @@ import numpy as np
 from paceline.config.schema.tasks import Recommend
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.cache import fingerprint
-from paceline.data.clicks.log import ClickLog, stored, stored_meta
+from paceline.data.clicks.log import ClickLog, ReadLog, stored, stored_meta
 from paceline.data.sources.readers import TABLE_SUFFIXES, read_file
+from paceline.data.sources.rows import Row
 
 _HASH_ROWS = 100_000
 _SHOWN = 12
@@ -73,7 +74,7 @@ class _Reader:
         size = given.get(name) if isinstance(given, dict) else given
         return _HASH_ROWS if size is None and self.settings.ids == "hash" else size
 
-    def read(self) -> tuple[ClickLog, dict[str, Any]]:
+    def read(self) -> ReadLog:
         for number, row in read_file(self.file):
             if self.read_rows == 0 and row is not None:
                 self._check_columns(row)
@@ -101,24 +102,20 @@ class _Reader:
             dense=np.array(self.dense, np.float32).reshape(
                 len(self.labels), len(self.settings.dense)
             ),
-            ids=[np.array(one, np.int64) for one in self.ids],
-            starts=[np.array(one, np.int64) if bags else None for one in self.starts],
+            ids=[np.array(ids, np.int64) for ids in self.ids],
+            starts=[np.array(starts, np.int64) if bags else None for starts in self.starts],
             chance=None,
             tables=tables,
             names=tuple(self.settings.categorical),
         )
-        return log, {
-            "read": self.read_rows,
-            "dropped": dict(self.dropped),
-            "vocabulary": vocabulary,
-        }
+        return ReadLog(log, self.read_rows, dict(self.dropped), vocabulary)
 
-    def _check_columns(self, row: dict[str, Any]) -> None:
+    def _check_columns(self, row: Row) -> None:
         wanted = [self.settings.label, *self.settings.dense, *self.settings.categorical]
         missing = [name for name in wanted if name not in row]
         if missing:
             raise ConfigError(
-                f"`{self.file}` has no column {', '.join(f'`{one}`' for one in missing)}",
+                f"`{self.file}` has no column {', '.join(f'`{name}`' for name in missing)}",
                 allowed=(
                     "its columns:"
                     f" {', '.join(list(row)[:_SHOWN])}{', …' if len(row) > _SHOWN else ''}"
@@ -130,7 +127,7 @@ class _Reader:
                 ),
             )
 
-    def _take(self, row: dict[str, Any], number: int) -> str | None:
+    def _take(self, row: Row, number: int) -> str | None:
         """Take a row in; returns why it is left out, where it is."""
         label = _number(row[self.settings.label])
         if label not in (0.0, 1.0) or row[self.settings.label] in (None, ""):
@@ -165,7 +162,7 @@ class _Reader:
             if isinstance(value, list)
             else str("" if value is None else value).split(self.settings.separator)
         )
-        return [str(one).strip() for one in parts if str(one).strip()]
+        return [str(part).strip() for part in parts if str(part).strip()]
 
     def _id(self, place: int, name: str, value: str, number: int) -> int | None:
         """The row of the table (with a vocabulary: the value's place in order of coming)."""
@@ -176,25 +173,23 @@ class _Reader:
             self._check_fits(place, name, int(as_number), number)
             return int(as_number)
         seen = self.values[place]
-        found = seen.get(value)
-        if found is None:
+        if value not in seen:
             if self.settings.ids == "hash":
                 raw = hashlib.blake2b(f"{name}\0{value}".encode(), digest_size=8).digest()
-                found = int.from_bytes(raw, "little") % (self.sizes[place] or _HASH_ROWS)
+                seen[value] = int.from_bytes(raw, "little") % (self.sizes[place] or _HASH_ROWS)
             else:
-                found = len(seen)
-            seen[value] = found
-        return found
+                seen[value] = len(seen)
+        return seen[value]
 
-    def _check_fits(self, place: int, name: str, found: int, number: int) -> None:
+    def _check_fits(self, place: int, name: str, row_id: int, number: int) -> None:
         size = self.sizes[place]
-        if found < 0 or (size is not None and found >= size):
+        if row_id < 0 or (size is not None and row_id >= size):
             raise ConfigError(
-                f"row {number} of `{self.file}`: `{name}` has the id {found}, and its table has "
+                f"row {number} of `{self.file}`: `{name}` has the id {row_id}, and its table has "
                 + (f"{size:,} rows" if size is not None else "no row below 0"),
                 allowed=f"ids from 0 to {size - 1:,}" if size else "ids from 0 on",
                 fix=(
-                    f"set `recommend.table_size` to more than {max(found, 0)} for `{name}`, or"
+                    f"set `recommend.table_size` to more than {max(row_id, 0)} for `{name}`, or"
                     " `recommend.ids: hash`"
                 ),
             )
@@ -202,11 +197,11 @@ class _Reader:
     def _number_vocabulary(self) -> list[dict[str, int]]:
         """Give the values their rows: 0 for the rare and unknown, from 1 on by their counts, ties
         in order of coming."""
-        found = []
+        vocabulary = []
         for place, name in enumerate(self.settings.categorical):
             values, counts = self.values[place], self.counts[place]
             if self.known is not None:
-                rows = self.known["vocabulary"][self.known["names"].index(name)]
+                rows = (self.known["vocabulary"] or [])[self.known["names"].index(name)]
             else:
                 order = [
                     (-counts[first], first, value)
@@ -230,9 +225,9 @@ class _Reader:
             new = [0] * len(values)
             for value, old in values.items():
                 new[old] = int(rows.get(value, 0))
-            self.ids[place] = [new[one] for one in self.ids[place]]
-            found.append(rows)
-        return found
+            self.ids[place] = [new[old] for old in self.ids[place]]
+            vocabulary.append(rows)
+        return vocabulary
 
 
 def _number(value: Any) -> float | None:

@@ -17,7 +17,6 @@ from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.cache import fingerprint
 from paceline.data.sources import hub, modelscope
 from paceline.data.sources.builtin import builtin_dataset
-from paceline.data.sources.hub_names import HUB_NAMES, find_hub_name
 from paceline.data.sources.opening import COMPRESSED_SUFFIXES, Position, data_suffix
 from paceline.data.sources.readers import (
     KINDS,
@@ -253,7 +252,7 @@ def check_hub_sources(config: Config) -> None:
         *(config.sources(validation=True) if config.val_dataset is not None else []),
     ]:
         name = re.sub(r"#\d[\d_,]*$", "", given.path.strip())
-        known = find_hub_name(name)
+        known = hub.find_hub_name(name)
         if Path(given.path).expanduser().exists() or Path(name).expanduser().exists():
             continue
         if known is not None or (_HUB_ID.fullmatch(name) and not _looks_like_file(name)):
@@ -269,7 +268,7 @@ def _readable(path: Path) -> Path:
 
 
 def _elsewhere(given: DatasetSource, name: str, path: Path, take: int | None) -> ResolvedSource:
-    known = find_hub_name(name)
+    known = hub.find_hub_name(name)
     if known is not None:
         split = known.split if known.split and given.split == "train" else given.split
         dataset = hub.HubDataset(known.repo, given.name or known.name, split)
@@ -294,7 +293,7 @@ def _no_such(name: str, path: Path) -> ConfigError:
     fix = "check the path"
     if folder.is_dir():
         if "/" not in name:
-            fix = did_you_mean(name.lower(), HUB_NAMES, fix)
+            fix = did_you_mean(name.lower(), hub.HUB_NAMES, fix)
         siblings = [entry.name for entry in folder.iterdir()]
         fix = did_you_mean(path.name, siblings, fix, f"`{folder / '{}'}`")
     else:

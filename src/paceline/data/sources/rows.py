@@ -2,6 +2,11 @@
 
 from typing import Any
 
+from pydantic import JsonValue
+
+#: A row of a dataset, whatever its columns hold.
+Row = dict[str, JsonValue]
+
 
 class MalformedRow(Exception):
     """A row that cannot be used. It is dropped and counted under this text."""

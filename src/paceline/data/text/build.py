@@ -23,7 +23,7 @@ from paceline.data.text.chunks import (
 )
 from paceline.data.text.encode import Encoder
 from paceline.data.text.formats import FORMATS, RowConverter, fits_as
-from paceline.data.text.media import MEDIA
+from paceline.data.text.refused_rows import MEDIA
 from paceline.data.text.templates import AskedTemplate
 from paceline.data.text.token_dataset import TokenWriter
 from paceline.data.text.tokenizer import load_tokenizer

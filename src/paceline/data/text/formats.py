@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.sources.readers import DOCUMENT
 from paceline.data.sources.rows import MalformedRow, Unsupported, holds_nothing, is_missing
-from paceline.data.text.media import MEDIA, check_column, check_text
 from paceline.data.text.messages import (
     Chat,
     Message,
@@ -22,11 +21,14 @@ from paceline.data.text.messages import (
     template_lacks,
     unpack_list,
 )
-from paceline.data.text.preference import (
+from paceline.data.text.refused_rows import (
     LABELS,
+    MEDIA,
     REJECTED,
+    check_column,
     check_label,
     check_pairs,
+    check_text,
     check_without_format,
 )
 from paceline.data.text.tool_calls import read_tools

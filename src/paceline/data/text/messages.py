@@ -10,8 +10,14 @@ from typing import Any
 from paceline.config.chat_names import CALL, ROLES, STANDARD_ROLES
 from paceline.core.errors import ConfigError
 from paceline.data.sources.rows import MalformedRow, Unsupported, holds_nothing, is_missing
-from paceline.data.text.media import MEDIA, TEXT_PARTS, check_column, check_text, other_part
-from paceline.data.text.preference import two_outputs
+from paceline.data.text.refused_rows import (
+    MEDIA,
+    TEXT_PARTS,
+    check_column,
+    check_text,
+    other_part,
+    two_outputs,
+)
 from paceline.data.text.tool_calls import name_calls, read_calls
 
 Message = dict[str, Any]

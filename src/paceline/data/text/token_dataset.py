@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -14,6 +14,14 @@ TOKENS, MASK, LENGTHS, LABEL_COUNTS = (
     "lengths.npy",
     "label_counts.npy",
 )
+
+
+class TokenSample(TypedDict):
+    """``input_ids`` int32 [tokens]; ``labels_mask`` bool [tokens], true where the token carries
+    loss."""
+
+    input_ids: np.ndarray
+    labels_mask: np.ndarray
 
 
 class TokenDataset:
@@ -36,28 +44,22 @@ class TokenDataset:
     def __init__(self, folder: Path, indices: np.ndarray | None = None) -> None:
         self.folder = Path(folder)
         self.indices = None if indices is None else np.asarray(indices, dtype=np.int64)
-        self._open()
-
-    def _open(self) -> None:
         lengths = np.load(self.folder / LENGTHS)
         label_counts = np.load(self.folder / LABEL_COUNTS)
         starts = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(np.int64)
-        if self.indices is not None:
-            lengths, label_counts, starts = (
-                lengths[self.indices],
-                label_counts[self.indices],
-                starts[self.indices],
-            )
-        self.lengths, self.label_counts, self._starts = lengths, label_counts, starts
+        chosen = slice(None) if self.indices is None else self.indices
+        self.lengths, self.label_counts = lengths[chosen], label_counts[chosen]
+        self._starts = starts[chosen]
         self._tokens = np.memmap(self.folder / TOKENS, dtype=np.int32, mode="r")
         self._mask = np.memmap(self.folder / MASK, dtype=np.bool_, mode="r")
+
+    def __reduce__(self) -> tuple[type[TokenDataset], tuple[Path, np.ndarray | None]]:
+        return TokenDataset, (self.folder, self.indices)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """``input_ids`` int32 [tokens] and ``labels_mask`` bool [tokens], true where the token
-        carries loss."""
+    def __getitem__(self, index: int) -> TokenSample:
         start = int(self._starts[index])
         end = start + int(self.lengths[index])
         return {
@@ -70,13 +72,6 @@ class TokenDataset:
         chosen = np.asarray(indices, dtype=np.int64)
         return TokenDataset(self.folder, chosen if self.indices is None else self.indices[chosen])
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "indices": self.indices}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.folder, self.indices = state["folder"], state["indices"]
-        self._open()
-
 
 class TokenWriter:
     """Appends samples to the files that :class:`TokenDataset` reads."""
@@ -87,13 +82,6 @@ class TokenWriter:
         self._mask = open(folder / MASK, "wb")  # noqa: SIM115
         self.lengths = array("q")
         self.label_counts = array("q")
-
-    def add(self, input_ids: np.ndarray, labels_mask: np.ndarray) -> None:
-        """One sample: token ids [tokens] and the mask [tokens] of those that carry loss."""
-        self._tokens.write(np.ascontiguousarray(input_ids, dtype=np.int32).data)
-        self._mask.write(np.ascontiguousarray(labels_mask, dtype=np.bool_).data)
-        self.lengths.append(len(input_ids))
-        self.label_counts.append(int(np.count_nonzero(labels_mask[1:])))
 
     def extend(
         self, tokens: bytes, mask: bytes, lengths: list[int], label_counts: list[int]

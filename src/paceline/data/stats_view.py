@@ -1,14 +1,15 @@
-"""The figures of a dataset as text; :mod:`paceline.data.stats` computes them."""
+"""The figures of a dataset as text and as a page; :mod:`paceline.data.stats` computes them."""
 
-from typing import Any
+from pathlib import Path
 
 from paceline.core.formatting import counted, printable
+from paceline.data.stats import DatasetStats
 
 HEADS = ("max_length", "longer samples", "share", "left out", "tokens lost", "share")
 _BAR_WIDTH = 40
 
 
-def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
+def facts(result: DatasetStats) -> list[tuple[str, str]]:
     """The figures that are shown above the plots, as pairs of label and value."""
     lengths, repeats, words = result["lengths"], result["duplicates"], result["vocabulary"]
     held = f", {result['held_out']:,} of them held out for validation" if result["held_out"] else ""
@@ -45,7 +46,7 @@ def facts(result: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def limit_rows(result: dict[str, Any]) -> list[list[str]]:
+def limit_rows(result: DatasetStats) -> list[list[str]]:
     """One row for each `max_length`, with the columns of :data:`HEADS`."""
     return [
         [
@@ -61,7 +62,7 @@ def limit_rows(result: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def overlong_text(result: dict[str, Any]) -> str:
+def overlong_text(result: DatasetStats) -> str:
     """What happens to a sample that is too long."""
     outcomes = {"truncate": "is truncated", "drop": "is left out"}
     return (
@@ -70,7 +71,7 @@ def overlong_text(result: dict[str, Any]) -> str:
     )
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: DatasetStats) -> str:
     """The figures for a terminal."""
     lines = [f"{label:<11} {value}" for label, value in facts(result)]
     for sample in result["duplicates"]["most_repeated"]:
@@ -90,3 +91,19 @@ def table(result: dict[str, Any]) -> str:
         for row in rows
     ]
     return "\n".join(lines)
+
+
+def render_page(result: DatasetStats) -> str:
+    """The figures as one HTML page, which opens offline."""
+    from jinja2 import Environment, FileSystemLoader
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True
+    )
+    return environment.get_template("stats.html.jinja").render(
+        stats=result,
+        facts=facts(result),
+        heads=HEADS,
+        limit_rows=limit_rows(result),
+        overlong_text=overlong_text(result),
+    )
