@@ -233,15 +233,15 @@ def test_by_default_a_rank_that_is_killed_ends_the_run_and_is_named(
 
 
 def test_a_collective_ends_without_the_dead_and_says_who_they_are() -> None:
-    meeting = CollectiveServer(3)
-    first = [meeting.attend(rank, 1, rank * 10) for rank in (0, 2)]
+    server = CollectiveServer(3)
+    first = [server.join(rank, 1, rank * 10) for rank in (0, 2)]
     assert not any(one.done() for one in first)
-    second = meeting.attend(0, 2, "early")
-    meeting.lose(WorkerExit(1, 7, "ended"))
+    second = server.join(0, 2, "early")
+    server.lose(WorkerExit(1, 7, "ended"))
     assert [one.value() for one in first] == [({0: 0, 2: 20}, {1: WorkerExit(1, 7, "ended")})] * 2
     assert not second.done()
-    meeting.lose(
+    server.lose(
         WorkerExit(2, 8, "ended")
     )  # what it had said where others still wait no longer counts
     assert second.value()[0] == {0: "early"}
-    assert meeting.attend(0, 3, None).value()[0] == {0: None}
+    assert server.join(0, 3, None).value()[0] == {0: None}

@@ -111,11 +111,6 @@ def choose_devices(parallel: Parallel, ranks_given: int | None = None) -> Device
                     " `parallel.device=cpu`"
                 ),
             )
-        if parallel.device != "auto":
-            raise ConfigError(
-                f"no device of type {parallel.device} was found{limited}",
-                fix="set `parallel.device=cpu`",
-            )
         return _cpu(wanted, f"no GPU was found{limited}")
     if wanted is not None and wanted > len(names):
         raise ConfigError(

@@ -12,6 +12,8 @@ from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from paceline.distributed.collectives.schedules import all_reduce_bytes
 
 if TYPE_CHECKING:
@@ -202,20 +204,14 @@ def fit(points: Sequence[tuple[float, float, float]]) -> dict[str, float] | None
     """
     if len(points) < 2:
         return None
-    rows = [(messages / seconds, size / seconds) for messages, size, seconds in points]
-    aa = sum(a * a for a, _ in rows)
-    ab = sum(a * b for a, b in rows)
-    bb = sum(b * b for _, b in rows)
-    sa, sb = sum(a for a, _ in rows), sum(b for _, b in rows)
-    determinant = aa * bb - ab * ab
-    options = [(sa / aa, 0.0), (0.0, sb / bb)]
-    if determinant > 1e-12 * aa * bb:
-        alpha, beta = (sa * bb - sb * ab) / determinant, (sb * aa - sa * ab) / determinant
-        if alpha >= 0 and beta >= 0:
-            options = [(alpha, beta)]
+    rows = np.array([(messages / seconds, size / seconds) for messages, size, seconds in points])
+    solutions = [np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]]
+    if solutions[0].min() < 0:  # the better model with one of the two parts
+        solutions = list(np.diag(rows.sum(axis=0) / (rows**2).sum(axis=0)))
 
-    def residual(option: tuple[float, float]) -> float:
-        return math.sqrt(sum((option[0] * a + option[1] * b - 1) ** 2 for a, b in rows) / len(rows))
+    def residual(solution: np.ndarray) -> float:
+        return float(np.sqrt(((rows @ solution - 1) ** 2).mean()))
 
-    alpha, beta = min(options, key=residual)
-    return {"alpha_s": alpha, "beta_s_per_byte": beta, "residual": residual((alpha, beta))}
+    best = min(solutions, key=residual)
+    alpha, beta = best.tolist()
+    return {"alpha_s": alpha, "beta_s_per_byte": beta, "residual": residual(best)}

@@ -38,6 +38,8 @@ _FRAMES = 3
 #: Frames that a call site does not lie in.
 _BELOW = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
+#: Of a call: by position, and by name.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: function of torch.distributed → (position and name of the tensor or list of tensors, those of the
 #: group). Without a tensor: of no size that ranks must have in common.
 ARGUMENTS: dict[str, tuple[int | None, str, int, str]] = {
@@ -324,24 +326,25 @@ def watch_wait(wait: Callable[..., Any], is_work: bool) -> Callable[..., Any]:
     return marked
 
 
-def issue_from(function: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def argument(call: Arguments, place: int, name: str) -> Any:
+    """An argument of a call, which was passed by position or by name; None if it was not."""
+    args, kwargs = call
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def issue_from(function: str, call: Arguments) -> None:
     """As :meth:`ProgressTracker.issue`, from the arguments of a function of
     ``torch.distributed``."""
     if not PROGRESS.active:
         return
     if function == "batch_isend_irecv":
-        operations = args[0] if args else kwargs["p2p_op_list"]
-        PROGRESS.issue(
-            function,
-            [operation.tensor for operation in operations[:1]],
-            operations[0].group if operations else None,
-        )
+        operations = argument(call, 0, "p2p_op_list")
+        tensor = operations[0].tensor if operations else None
+        PROGRESS.issue(function, tensor, operations[0].group if operations else None)
         return
     place, name, group_place, group_name = ARGUMENTS[function]
-    tensor = None if place is None else args[place] if len(args) > place else kwargs.get(name)
-    PROGRESS.issue(
-        function, tensor, args[group_place] if len(args) > group_place else kwargs.get(group_name)
-    )
+    tensor = None if place is None else argument(call, place, name)
+    PROGRESS.issue(function, tensor, argument(call, group_place, group_name))
 
 
 # -- frames

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from paceline.distributed import progress, torch_compat
 from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
+from paceline.distributed.progress import Arguments, argument
 
 #: Names in the count: collectives, messages between two ranks, copies between the devices of one
 #: process, and what workers fetch from the servers of a parameter server and send them.
@@ -103,14 +104,6 @@ def counted_again() -> Iterator[None]:
         _MUTED.on = before
 
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _argument(arguments: Arguments, place: int, name: str) -> Any:
-    args, kwargs = arguments
-    return args[place] if len(args) > place else kwargs.get(name)
-
-
 #: What a function sends, from its arguments.
 _SizeOf = Callable[[Arguments], int]
 #: function → (name in the count, what it sends). Position and name of the tensor, then those of the
@@ -119,54 +112,52 @@ _COUNTERS: dict[str, tuple[str, _SizeOf]] = {
     "all_reduce": (
         "all_reduce",
         lambda call: all_reduce_bytes(
-            _argument(call, 0, "tensor").nbytes, dist.get_world_size(_argument(call, 2, "group"))
+            argument(call, 0, "tensor").nbytes, dist.get_world_size(argument(call, 2, "group"))
         ),
     ),
     "all_gather_into_tensor": (
         "all_gather",
         lambda call: scatter_bytes(
-            _argument(call, 0, "output_tensor").nbytes,
-            dist.get_world_size(_argument(call, 2, "group")),
+            argument(call, 0, "output_tensor").nbytes,
+            dist.get_world_size(argument(call, 2, "group")),
         ),
     ),
     "all_gather": (
         "all_gather",
         lambda call: scatter_bytes(
-            sum(each.nbytes for each in _argument(call, 0, "tensor_list")),
-            dist.get_world_size(_argument(call, 2, "group")),
+            sum(each.nbytes for each in argument(call, 0, "tensor_list")),
+            dist.get_world_size(argument(call, 2, "group")),
         ),
     ),
     "reduce_scatter_tensor": (
         "reduce_scatter",
         lambda call: scatter_bytes(
-            _argument(call, 1, "input").nbytes, dist.get_world_size(_argument(call, 3, "group"))
+            argument(call, 1, "input").nbytes, dist.get_world_size(argument(call, 3, "group"))
         ),
     ),
     "reduce_scatter": (
         "reduce_scatter",
         lambda call: scatter_bytes(
-            sum(each.nbytes for each in _argument(call, 1, "input_list")),
-            dist.get_world_size(_argument(call, 3, "group")),
+            sum(each.nbytes for each in argument(call, 1, "input_list")),
+            dist.get_world_size(argument(call, 3, "group")),
         ),
     ),
-    "broadcast": ("broadcast", lambda call: _argument(call, 0, "tensor").nbytes),
+    "broadcast": ("broadcast", lambda call: argument(call, 0, "tensor").nbytes),
     # All but the destination send what they hold.
-    "reduce": ("reduce", lambda call: _argument(call, 0, "tensor").nbytes),
+    "reduce": ("reduce", lambda call: argument(call, 0, "tensor").nbytes),
     "all_to_all_single": (
         "all_to_all",
         lambda call: scatter_bytes(
-            _argument(call, 1, "input").nbytes, dist.get_world_size(_argument(call, 4, "group"))
+            argument(call, 1, "input").nbytes, dist.get_world_size(argument(call, 4, "group"))
         ),
     ),
     "batch_isend_irecv": (
         "send",
         lambda call: sum(
-            each.tensor.nbytes
-            for each in _argument(call, 0, "p2p_op_list")
-            if each.op is dist.isend
+            each.tensor.nbytes for each in argument(call, 0, "p2p_op_list") if each.op is dist.isend
         ),
     ),
-    "send": ("send", lambda call: _argument(call, 0, "tensor").nbytes),
+    "send": ("send", lambda call: argument(call, 0, "tensor").nbytes),
 }
 #: Names that torch 2.13 prefers for the same functions; FSDP calls these.
 _COUNTERS |= {
@@ -193,7 +184,7 @@ def _watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not getattr(_MUTED, "nested", False):
-            progress.issue_from(name, args, kwargs)
+            progress.issue_from(name, (args, kwargs))
         if size_of is not None and label is not None:
             muted = getattr(_MUTED, "on", False)
             if muted is not True and not (muted and label in muted):

@@ -37,12 +37,9 @@ def check_blocks(
     _check_list(model, blocks)
     found = trace_model(model, run)
     if found is None:
-        return [_as_tensor] * len(blocks), None
+        return [partial(_shaped, 0)] * len(blocks), None
     _check_order(found, len(blocks))
-    return [
-        partial(_as_tuple, size - 1) if (size := found.outputs[number]) else _as_tensor
-        for number in range(len(blocks))
-    ], found
+    return [partial(_shaped, found.outputs[number]) for number in range(len(blocks))], found
 
 
 def check_trace(model: nn.Module, blocks: list[tuple[str, nn.Module]], trace: Trace | None) -> None:
@@ -92,9 +89,6 @@ def _unfit(why: str) -> ConfigError:
     )
 
 
-def _as_tensor(hidden: torch.Tensor) -> Any:
-    return hidden
-
-
-def _as_tuple(rest: int, hidden: torch.Tensor) -> Any:
-    return (hidden, *[None] * rest)
+def _shaped(size: int, hidden: torch.Tensor) -> Any:
+    """``hidden`` as the output of a block: a tuple with ``size`` entries, or itself where 0."""
+    return (hidden, *[None] * (size - 1)) if size else hidden

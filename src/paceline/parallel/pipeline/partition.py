@@ -107,9 +107,9 @@ class PartitionedModel:
             raise unfit(f"block {number} ran where block {self._position} was due")
         self._position += 1
         if self._probing:
-            raise StageBoundary(_hidden(args, kwargs))
+            raise StageBoundary(_hidden(*args, *kwargs.values()))
         if number == self._beyond:
-            hidden = _hidden(args, kwargs)
+            hidden = _hidden(*args, *kwargs.values())
             if hidden is not self._last_output:
                 raise unfit(
                     f"something is done to the output of block {number - 1} before block {number}"
@@ -125,7 +125,9 @@ class PartitionedModel:
             if number == self._beyond - 1:
                 self._last_output = out[0] if isinstance(out, tuple | list) else out
             return out
-        passed = self._received if number == self._first - 1 else stand_in(_hidden(args, kwargs))
+        passed = self._received
+        if number != self._first - 1:
+            passed = stand_in(_hidden(*args, *kwargs.values()))
         assert passed is not None
         return self.forms[number](passed)
 
@@ -209,8 +211,9 @@ def drop(model: nn.Module, division: StagePlan, mine: list[int]) -> None:
                 setattr(module, leaf, None)
 
 
-def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    for value in (*args, *kwargs.values()):
+def _hidden(*inputs: object) -> torch.Tensor:
+    """The hidden states among the inputs of a block."""
+    for value in inputs:
         if isinstance(value, torch.Tensor):
             return value
     raise unfit("a block takes no tensor")

@@ -6,6 +6,7 @@ torch.distributed.pipelining, evaluates hop by hop, and says which rank holds an
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -187,7 +188,7 @@ class PipelineRunner:
         )
 
     def _run_stage(self, stage: int, number: int, received: torch.Tensor | None) -> torch.Tensor:
-        out = self.cut.run(stage, lambda: self._micro(number), received)
+        out = self.cut.run(stage, partial(self._micro, number), received)
         self._check_leak(stage, received, out)
         return out  # type: ignore[no-any-return]
 
@@ -218,10 +219,10 @@ class PipelineRunner:
         new to one replica and not to another: where the replicas' forwards have collectives in
         common (:attr:`together`), all run as many as the one with the most.
         """
-        before = []
-        for number in range(num_micro_batches):
-            with torch.no_grad():
-                before.append(self.cut.probe(lambda number=number: self._micro(number)))  # type: ignore[misc]
+        with torch.no_grad():
+            before = [
+                self.cut.probe(partial(self._micro, number)) for number in range(num_micro_batches)
+            ]
         if not self._known:
             self._learn(before[0], 0)
         new = {
@@ -245,7 +246,7 @@ class PipelineRunner:
     def _learn(self, before: tuple[int, ...], number: int) -> None:
         mine: dict[int, Hidden] = {}
         with evaluation_mode(self.model), torch.no_grad(), uncounted():
-            self._hop(lambda: self._micro(number), mine, with_last=False)
+            self._hop(partial(self._micro, number), mine, with_last=False)
         hidden: dict[int, Hidden] = {}
         for sent in self.comm.gather_objects(mine):
             hidden.update(sent)

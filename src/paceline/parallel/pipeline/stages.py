@@ -4,7 +4,8 @@ too."""
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cache
+from itertools import accumulate, pairwise
 
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
@@ -158,7 +159,7 @@ def _balance(
     """Contiguous ranges of blocks with the least maximum (and then the least sum of squares) of a
     stage's cost.
 
-    A dynamic program from the last stage to the first. A cut is considered only if it leaves a
+    A dynamic program. A cut is considered only if it leaves a
     block with parameters to each of the later stages, so each of the num_stages × blocks states is
     solved once, and none is infeasible. The caller has checked that there are at least
     ``num_stages`` blocks with parameters.
@@ -169,14 +170,15 @@ def _balance(
     for block in reversed(range(num_blocks)):
         non_empty_from[block] = non_empty_from[block + 1] + (costs[block] > 0)
 
-    def solve(stage: int, first: int) -> tuple[int, int, int]:
-        """(largest, sum of squares, end of this stage) for this and the later stages, if this one
-        starts at block ``first``."""
+    @cache
+    def solve(stage: int, first: int) -> tuple[int, int, tuple[int, ...]]:
+        """(largest, sum of squares, ends) for this and the later stages, if this one starts at
+        block ``first``."""
         extra = before if stage == 0 else 0
         if stage == num_stages - 1:
             cost = sums[-1] - sums[first] + extra + after
-            return cost, cost * cost, num_blocks
-        best: tuple[int, int, int] | None = None
+            return cost, cost * cost, (num_blocks,)
+        best: tuple[int, int, tuple[int, ...]] | None = None
         for end in range(first + 1, num_blocks):
             if non_empty_from[end] < num_stages - 1 - stage:
                 break
@@ -185,30 +187,15 @@ def _balance(
             cost = sums[end] - sums[first] + extra
             if best is not None and cost > best[0]:
                 break
-            largest, squares, _ = later[end]
-            candidate = (max(cost, largest), cost * cost + squares, end)
+            largest, squares, ends = solve(stage + 1, end)
+            candidate = (max(cost, largest), cost * cost + squares, (end, *ends))
             # of equals the later cut: an activation stays with its layer
             if best is None or candidate[:2] <= best[:2]:
                 best = candidate
         assert best is not None
         return best
 
-    later: dict[int, tuple[int, int, int]] = {}  # solutions of the next stage, by its first block
-    ends_by_stage: list[dict[int, int]] = []
-    for stage in reversed(range(num_stages)):
-        starts = [0] if stage == 0 else range(stage, num_blocks)
-        later = {
-            first: solve(stage, first)
-            for first in starts
-            if non_empty_from[first] >= num_stages - stage
-        }
-        ends_by_stage.insert(0, {first: solution[2] for first, solution in later.items()})
-    ranges = []
-    first = 0
-    for ends in ends_by_stage:
-        ranges.append((first, ends[first]))
-        first = ends[first]
-    return ranges
+    return list(pairwise([0, *solve(0, 0)[2]]))
 
 
 def rank_of_stage(stage: int, num_ranks: int) -> int:
