@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.fields import FREE, SECTIONS, SOURCE_KEYS
-from paceline.config.yaml_read import KeyPath, kind_of
+from paceline.config.yaml_read import KeyPath, YamlValue, kind_of
 
 FILE, OVERRIDE = 0, 1
 
@@ -68,7 +68,7 @@ class EntryCollector:
     entries: list[ConfigEntry] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
-    def tree(self, tree: Mapping[str, Any]) -> None:
+    def tree(self, tree: Mapping[str, YamlValue]) -> None:
         for key, value in tree.items():
             self.add(split_key(str(key)), value, source=(key,))
 

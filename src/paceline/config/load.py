@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from paceline.config.compat.binding import bind_key, hints_of, unsupported_method
 from paceline.config.compat.conflicts import resolve_conflicts
+from paceline.config.compat.datasets import with_fields
 from paceline.config.compat.keys import tool_scores
 from paceline.config.compat.merge import RESET, Merge
 from paceline.config.compat.parallel.deepspeed import json_notices
@@ -34,7 +35,14 @@ from paceline.config.messages import explain, strict_problems
 from paceline.config.overrides import parse_tokens
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
-from paceline.config.yaml_read import Document, Dumper, as_config, parse_yaml, read_config_file
+from paceline.config.yaml_read import (
+    Document,
+    Dumper,
+    YamlValue,
+    as_config,
+    parse_yaml,
+    read_config_file,
+)
 from paceline.core.errors import ConfigError
 
 
@@ -70,7 +78,7 @@ class Loaded:
 
 
 def load_config(
-    path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()
+    path: str | Path | None, overrides: Sequence[str] | Mapping[str, YamlValue] = ()
 ) -> Loaded:
     """Load a config file (or none) with overrides.
 
@@ -88,7 +96,7 @@ def load_config(
     return _load(None if file is None else read_config_file(file), file, overrides)
 
 
-def load_stored(stored: Mapping[str, Any]) -> Config:
+def load_stored(stored: Mapping[str, YamlValue]) -> Config:
     """The config in a checkpoint's ``meta.json``; keys that an older version wrote are read as the
     present ones."""
     try:
@@ -104,7 +112,7 @@ def load_text(text: str, name: str) -> Loaded:
 
 
 def _load(
-    document: Document | None, file: Path | None, overrides: Sequence[str] | Mapping[str, Any]
+    document: Document | None, file: Path | None, overrides: Sequence[str] | Mapping[str, YamlValue]
 ) -> Loaded:
     walks = []
     if document is not None and file is not None:
@@ -146,7 +154,7 @@ def _load(
     return Loaded(config, list(dict.fromkeys(notices)), file)
 
 
-def _overrides(overrides: Sequence[str] | Mapping[str, Any]) -> EntryCollector:
+def _overrides(overrides: Sequence[str] | Mapping[str, YamlValue]) -> EntryCollector:
     walk = EntryCollector(OVERRIDE)
     if isinstance(overrides, Mapping):
         walk.tree(overrides)
@@ -191,9 +199,9 @@ def _guessed(missing: Problem, problems: list[Problem]) -> bool:
     return any(one.fix == f"did you mean {missing.what.split(' ')[0]}?" for one in problems)
 
 
-def _nested(merge: Merge) -> dict[str, Any]:
+def _nested(merge: Merge) -> dict[str, YamlValue]:
     """The winners as a nested mapping, shorter paths first."""
-    data: dict[str, Any] = {}
+    data: dict[str, YamlValue] = {}
     for target, winner in sorted(merge.winners.items(), key=lambda item: item[0].count(".")):
         if winner.value is RESET:
             continue
@@ -203,15 +211,13 @@ def _nested(merge: Merge) -> dict[str, Any]:
             inner = place.get(part)
             # `dataset.format=alpaca` is for each of them
             if isinstance(inner, list) and part in ("dataset", "val_dataset"):
-                place[part] = [
-                    {**({"path": one} if isinstance(one, str) else one), last: winner.value}
-                    for one in inner
-                ]
+                place[part] = [{**with_fields([one], {})[0], last: winner.value} for one in inner]
                 break
             if isinstance(inner, str) and part in ("dataset", "val_dataset"):
                 inner = {"path": inner}  # `dataset.format=alpaca` beside `dataset: data.jsonl`
-            place[part] = dict(inner) if isinstance(inner, dict) else {}
-            place = place[part]
+            section: dict[str, YamlValue] = dict(inner) if isinstance(inner, dict) else {}
+            place[part] = section
+            place = section
         else:
             place[last] = winner.value
     return data
@@ -307,8 +313,8 @@ def diff_configs(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
+def _flat(tree: Mapping[str, YamlValue], prefix: str = "") -> dict[str, YamlValue]:
+    out: dict[str, YamlValue] = {}
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and value:
@@ -324,12 +330,12 @@ _ACCELERATE = (
 )  # fmt: skip
 
 
-def is_accelerate(tree: Mapping[str, Any]) -> bool:
+def is_accelerate(tree: Mapping[str, YamlValue]) -> bool:
     """Whether a file is a config of Accelerate: it says how processes start."""
     return "distributed_type" in tree or sum(key in tree for key in _ACCELERATE) >= 3
 
 
-def check_kind(tree: Mapping[str, Any], file: Path) -> None:
+def check_kind(tree: Mapping[str, YamlValue], file: Path) -> None:
     """Raise ConfigError for a file that cannot be a config of a run, whatever the overrides are."""
     if looks_like_deepspeed(tree):
         stage = interpret(tree).stage
@@ -364,7 +370,7 @@ def check_kind(tree: Mapping[str, Any], file: Path) -> None:
         )
 
 
-def accelerate_problem(file: Path, settings: Mapping[str, Any]) -> Problem:
+def accelerate_problem(file: Path, settings: Mapping[str, YamlValue]) -> Problem:
     """The mistake in passing a config of Accelerate without a model and data.
 
     Args:

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from paceline.config.entries import ConfigEntry, Problem, short
 from paceline.config.fields import KEYS, SECTIONS, SOURCE_KEYS, describe, literals, takes
 from paceline.config.schema.data import DatasetSource
-from paceline.config.yaml_read import kind_of
+from paceline.config.yaml_read import YamlValue, kind_of
 from paceline.core.errors import did_you_mean
 
 Find = Callable[[str], ConfigEntry | None]
@@ -19,21 +20,21 @@ _EXAMPLES = {
 }
 
 
-def explain(error: ValidationError, data: dict[str, Any], find: Find) -> list[Problem]:
+def explain(error: ValidationError, data: dict[str, YamlValue], find: Find) -> list[Problem]:
     """One problem for each key the schema refuses. ``find`` gives the entry that set a native
     key."""
-    by_key: dict[str, list[dict[str, Any]]] = {}
+    by_key: dict[str, list[ErrorDetails]] = {}
     for one in error.errors(include_url=False):
         loc = one["loc"]
         key = ".".join(
             str(part)
             for part in (loc[:2] if loc and loc[0] in SECTIONS and len(loc) > 1 else loc[:1])
         )
-        by_key.setdefault(key, []).append(dict(one))
+        by_key.setdefault(key, []).append(one)
     return [_one(key, errors, data, find) for key, errors in by_key.items()]
 
 
-def _one(key: str, errors: list[dict[str, Any]], data: dict[str, Any], find: Find) -> Problem:
+def _one(key: str, errors: list[ErrorDetails], data: dict[str, YamlValue], find: Find) -> Problem:
     first = errors[0]
     if first["type"] == "missing" and key in _EXAMPLES and first["loc"] == (key,):
         return Problem(
@@ -74,9 +75,7 @@ def _reason(value: Any, types: list[str]) -> str:
     )
 
 
-def _source(
-    key: str, value: Any, errors: list[dict[str, Any]], entry: ConfigEntry | None
-) -> Problem:
+def _source(key: str, value: Any, errors: list[ErrorDetails], entry: ConfigEntry | None) -> Problem:
     """Of a union's complaints, those about a mapping say most."""
     inner = [
         one
@@ -110,7 +109,7 @@ def _source(
     return Problem(f"{shown} is not a source of samples", entry, describe(KEYS[key]))
 
 
-def _between_keys(key: str, first: dict[str, Any], find: Find) -> Problem:
+def _between_keys(key: str, first: ErrorDetails, find: Find) -> Problem:
     """A rule about several keys: its own words, with the place of each key that it names."""
     words = str(first["msg"]).removeprefix("Value error, ")
     named = [
@@ -129,14 +128,14 @@ def _between_keys(key: str, first: dict[str, Any], find: Find) -> Problem:
     )
 
 
-def _lookup(data: dict[str, Any], key: str) -> Any:
+def _lookup(data: dict[str, YamlValue], key: str) -> Any:
     value: Any = data
     for part in key.split("."):
         value = value.get(part) if isinstance(value, dict) else None
     return value
 
 
-def strict_problems(data: dict[str, Any], find: Find) -> list[Problem]:
+def strict_problems(data: dict[str, YamlValue], find: Find) -> list[Problem]:
     """What the schema would let pass: true and false as numbers, text as true or false, numbers
     that are not finite."""
     out = []

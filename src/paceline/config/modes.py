@@ -1,7 +1,6 @@
 """Spellings of `parallel.mode`: `ZeRO-3`, `FSDP2`, `deepspeed_zero2`, `tp` and others."""
 
 import re
-from typing import Any
 
 _SPELLINGS = {
     "auto": ("auto",),
@@ -45,7 +44,7 @@ _STAGE = re.compile(r"^(deepspeed|ds)?(?:zero|stage|zerostage|z)([0-3])(?:cpu)?(
 _HSDP = ("hsdp", "hybridshard")
 
 
-def read_mode(text: str) -> dict[str, Any]:
+def read_mode(text: str) -> dict[str, str | int]:
     """The settings of `parallel` that a spelling of the mode stands for, the mode among them.
 
     An unknown spelling is returned as it is, for the registry of strategies to refuse;
@@ -63,7 +62,7 @@ def read_mode(text: str) -> dict[str, Any]:
     return stage_settings(int(stage[2]), deepspeed=bool(stage[1]), offload=bool(stage[3]))
 
 
-def stage_settings(stage: int, deepspeed: bool, offload: bool = False) -> dict[str, Any]:
+def stage_settings(stage: int, deepspeed: bool, offload: bool = False) -> dict[str, str | int]:
     """The settings of `parallel` for a ZeRO stage, by DeepSpeed itself or by Paceline's own
     strategies.
 
@@ -72,7 +71,7 @@ def stage_settings(stage: int, deepspeed: bool, offload: bool = False) -> dict[s
     """
     if stage == 0:
         return {"mode": "ddp"}
-    settings: dict[str, Any] = (
+    settings: dict[str, str | int] = (
         {"mode": "deepspeed", "deepspeed_stage": stage} if deepspeed else {"mode": f"zero{stage}"}
     )
     if offload:

@@ -13,7 +13,7 @@ import yaml
 from paceline.config.compat.binding import bind_key
 from paceline.config.entries import FILE, ConfigEntry, EntryCollector, split_key
 from paceline.config.fields import KEYS, SECTIONS, takes
-from paceline.config.yaml_read import Dumper, parse_value, parse_yaml, scalar
+from paceline.config.yaml_read import Dumper, YamlValue, parse_value, parse_yaml, scalar
 from paceline.core.errors import ConfigError
 
 _ORDER = list(dict.fromkeys(key.split(".")[0] for key in KEYS)) + [
@@ -32,7 +32,9 @@ class _Place:
     section: _Place | None = None
 
 
-def edit_yaml(text: str, values: Mapping[str, Any], remove: Iterable[str] = ()) -> tuple[str, bool]:
+def edit_yaml(
+    text: str, values: Mapping[str, YamlValue], remove: Iterable[str] = ()
+) -> tuple[str, bool]:
     """Set keys of a config's text, and take others out.
 
     Args:
@@ -115,7 +117,7 @@ def _number(text: str) -> int | float | None:
 
 
 # -- what the text says
-def _native(text: str) -> dict[str, Any]:
+def _native(text: str) -> dict[str, YamlValue]:
     """Native key → value for what is written under such a key; keys of other tools under their own
     names."""
     tree = parse_yaml(text, "the config").value
@@ -133,12 +135,12 @@ def _means(path: tuple[str, ...]) -> str | None:
     return next((key for key in KEYS if target.startswith(f"{key}.")), None)
 
 
-def _with(native: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+def _with(native: dict[str, YamlValue], key: str, value: Any) -> dict[str, YamlValue]:
     rest = {name: one for name, one in native.items() if _means(split_key(name)) != key}
     return rest if value is _REMOVED else {**rest, key: value}
 
 
-def _reads_as(text: str, expected: dict[str, Any]) -> bool:
+def _reads_as(text: str, expected: dict[str, YamlValue]) -> bool:
     try:
         found = _native(text)
     except ConfigError:
@@ -151,7 +153,7 @@ def _reads_as(text: str, expected: dict[str, Any]) -> bool:
     return found == flat
 
 
-def _anew(native: dict[str, Any]) -> str:
+def _anew(native: dict[str, YamlValue]) -> str:
     tree: dict[str, Any] = {}
     for key, value in native.items():
         section, _, name = key.partition(".")

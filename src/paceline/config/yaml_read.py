@@ -238,10 +238,10 @@ class _Builder:
         finally:
             self.open.discard(id(node))
 
-    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
-        out: dict[str, Any] = {}
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, YamlValue]:
+        out: dict[str, YamlValue] = {}
         first: dict[str, int] = {}
-        merged: dict[str, Any] = {}
+        merged: dict[str, YamlValue] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if key_node.tag == f"{_TAG}merge":
@@ -259,9 +259,9 @@ class _Builder:
             out[key] = self.build(value_node, (*path, key))
         return {**merged, **out} if merged else out
 
-    def _merge(self, node: yaml.Node, path: KeyPath) -> dict[str, Any]:
+    def _merge(self, node: yaml.Node, path: KeyPath) -> dict[str, YamlValue]:
         parts = list(reversed(node.value)) if isinstance(node, yaml.SequenceNode) else [node]
-        out: dict[str, Any] = {}
+        out: dict[str, YamlValue] = {}
         for part in parts:
             if not isinstance(part, yaml.MappingNode):
                 raise ConfigError(

@@ -14,6 +14,7 @@ from paceline.config.compat.values import split_beside_all
 from paceline.config.entries import OVERRIDE, Problem, short
 from paceline.config.schema.lora import ALL_LINEAR
 from paceline.config.schema.train_args import TrainArgs
+from paceline.config.yaml_read import YamlValue
 
 Notices = list[tuple[str, str]]
 _T = "train_args."
@@ -258,7 +259,7 @@ def _field(name: str) -> Callable[[Merge, Assignment], tuple[str, str]]:
         if name == "text":
             if by.value == "text":
                 return "info", "is the usual name here too"
-            fields: dict[str, Any] = {"columns": {"text": by.value}, "format": "text"}
+            fields: dict[str, YamlValue] = {"columns": {"text": by.value}, "format": "text"}
         else:
             fields = {name: by.value}
         if not _each_source(merge, by, lambda listed: with_fields(listed, fields)):

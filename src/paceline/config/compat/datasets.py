@@ -7,9 +7,10 @@ from typing import Any
 from paceline.config.compat.conversion import Conversion, UnsupportedValue, by_case, words
 from paceline.config.compat.values import chat_template, ratio, roles_to_train
 from paceline.config.schema.data import DatasetSource
+from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import did_you_mean
 
-Source = str | dict[str, Any]
+Source = str | dict[str, YamlValue]
 
 _BUILDERS = {
     "json": "json",
@@ -225,7 +226,7 @@ def _columns(item: dict[str, Any]) -> dict[str, str]:
 
 
 def _set_type(
-    kind: Any, out: dict[str, Any], columns: dict[str, str], says: list[tuple[str, str]]
+    kind: Any, out: dict[str, YamlValue], columns: dict[str, str], says: list[tuple[str, str]]
 ) -> None:
     if isinstance(kind, dict):  # axolotl: the user's own prompt, by fields
         columns.update(_columns(kind))
@@ -258,7 +259,7 @@ def _set_type(
         )
 
 
-def _files(item: dict[str, Any], out: dict[str, Any]) -> list[Source]:
+def _files(item: dict[str, YamlValue], out: dict[str, YamlValue]) -> list[Source]:
     """`data_files` of a loader such as `path: json` are the sources themselves."""
     files = item.get("data_files")
     if files is None:
@@ -279,7 +280,7 @@ def limit(sources: list[Any], number: int) -> list[Any]:
     return out
 
 
-def with_fields(sources: list[Any], fields: dict[str, Any]) -> list[Any]:
+def with_fields(sources: list[Any], fields: dict[str, YamlValue]) -> list[Any]:
     """Add fields (split, name, columns, format) to every source that does not say its own."""
     return [{**fields, **({"path": one} if isinstance(one, str) else one)} for one in sources]
 

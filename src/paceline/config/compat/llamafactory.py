@@ -10,7 +10,7 @@ from paceline.config.chat_names import CALL, ROLES
 from paceline.config.compat.conversion import Conversion, UnsupportedValue, by_case, is_off
 from paceline.config.compat.datasets import eval_sources, train_sources
 from paceline.config.compat.values import targets
-from paceline.config.yaml_read import parse_yaml
+from paceline.config.yaml_read import YamlValue, parse_yaml
 from paceline.core.errors import ConfigError, did_you_mean
 
 FILE = "dataset_info.json"
@@ -61,7 +61,7 @@ def in_folder(sources: list[Any], folder: str, pretrain: bool, notes: list[str])
     ]
 
 
-def _table(path: Path) -> dict[str, Any]:
+def _table(path: Path) -> dict[str, YamlValue]:
     if not path.is_file():
         return {}
     try:
@@ -78,7 +78,9 @@ def _table(path: Path) -> dict[str, Any]:
     return loaded
 
 
-def _source(name: str, root: Path, table: dict[str, Any], pretrain: bool, notes: list[str]) -> Any:
+def _source(
+    name: str, root: Path, table: dict[str, YamlValue], pretrain: bool, notes: list[str]
+) -> Any:
     plain, mark, count = name.partition("#")
     entry = table.get(plain)
     if isinstance(entry, dict):
@@ -92,7 +94,7 @@ def _source(name: str, root: Path, table: dict[str, Any], pretrain: bool, notes:
 class _Entry:
     """One dataset of the file, with errors that name it."""
 
-    def __init__(self, name: str, values: dict[str, Any], file: Path) -> None:
+    def __init__(self, name: str, values: dict[str, YamlValue], file: Path) -> None:
         self.name, self.values, self.file = name, values, file
         self.columns = self._mapping("columns")
         self.tags = self._mapping("tags")
@@ -112,7 +114,7 @@ class _Entry:
 
 def _from_entry(
     entry: _Entry, root: Path, mark: str, pretrain: bool, notes: list[str]
-) -> dict[str, Any]:
+) -> dict[str, YamlValue]:
     _check_method(entry)
     media = [key for key in _MEDIA if key in entry.columns]
     if media:
@@ -142,7 +144,7 @@ def _from_entry(
                 "write a number of at least 1",
             )
         mark = f"#{number}"
-    source: dict[str, Any] = {"path": _path(entry, root) + mark}
+    source: dict[str, YamlValue] = {"path": _path(entry, root) + mark}
     form, columns = _shape(entry, pretrain)
     source["format"] = form
     if columns:
@@ -273,7 +275,7 @@ def _dataset(value: Any, key: str, otherwise: Callable[[Any], Conversion]) -> Co
     return Conversion({key: sources}, says=tuple(dict.fromkeys(_weights(tree))))
 
 
-def _yaml_source(name: str, entry: Mapping[str, Any], file: str) -> dict[str, Any]:
+def _yaml_source(name: str, entry: Mapping[str, YamlValue], file: str) -> dict[str, YamlValue]:
     for key in entry:
         if key not in _KEYS:
             raise UnsupportedValue(
@@ -296,14 +298,14 @@ def _yaml_source(name: str, entry: Mapping[str, Any], file: str) -> dict[str, An
             "use alpaca or sharegpt, or leave it out",
         )
     count = entry.get("size") or entry.get("num_samples")
-    source: dict[str, Any] = {
+    source: dict[str, YamlValue] = {
         "path": f"{path}#{count}" if count else str(path),
         "format": _FORMATS[converter],
     }
     return source | ({"split": entry["split"]} if entry.get("split") else {})
 
 
-def _weights(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _weights(tree: Mapping[str, Mapping[str, YamlValue]]) -> list[tuple[str, str]]:
     weighted = [name for name, entry in tree.items() if entry.get("weight") not in (None, 1, 1.0)]
     return (
         [("warning", f"`weight` of {', '.join(weighted)}: every sample is seen once per epoch")]

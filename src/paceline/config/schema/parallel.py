@@ -3,7 +3,7 @@ devices."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, JsonValue, field_validator
 
 from paceline.config.schema.base import Auto, Section, Text
 from paceline.config.schema.compression import AllReduce
@@ -69,7 +69,7 @@ class Parallel(Section):
             "ZeRO stage of `mode: deepspeed`. Default: the stage in `deepspeed_config`, else 2."
         ),
     )
-    deepspeed_config: Text | dict[str, object] | None = Field(
+    deepspeed_config: Text | dict[str, JsonValue] | None = Field(
         None,
         description=(
             "A DeepSpeed JSON (path or mapping). Its values set the keys that the config leaves"

@@ -20,6 +20,7 @@ from paceline.config.compat.precision import BF16, DTYPE, FP16, MIXED
 from paceline.config.compat.precision import TARGET as PRECISION
 from paceline.config.entries import FILE, ConfigEntry, Problem, short
 from paceline.config.modes import read_mode, stage_settings
+from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError
 
 _PRECISION = {"train_args.bf16": BF16, "train_args.fp16": FP16}
@@ -39,7 +40,7 @@ _ACCELERATE_DEEPSPEED = (
 def use_deepspeed(keys: StrategyKeys, names: list[str]) -> None:
     by = keys.by_name[names[0]].entry
     value = True if names[0] == "_distributed_type" else keys.value(names[0])
-    settings: dict[str, Any] = {"mode": "deepspeed"}
+    settings: Mapping[str, YamlValue] = {"mode": "deepspeed"}
     parsed = DeepSpeedJson()
     try:
         if (
@@ -75,7 +76,7 @@ def use_deepspeed(keys: StrategyKeys, names: list[str]) -> None:
 
 def _deepspeed_value(
     keys: StrategyKeys, by: ConfigEntry, value: Any
-) -> tuple[dict[str, Any], DeepSpeedJson]:
+) -> tuple[Mapping[str, YamlValue], DeepSpeedJson]:
     """The settings of `parallel` and the JSON of a value of `deepspeed`: the name of a stage, a
     file, or a mapping."""
     if (
@@ -113,8 +114,8 @@ def _find(keys: StrategyKeys, by: ConfigEntry, path: str) -> str:
 
 
 def _accelerate_deepspeed(
-    keys: StrategyKeys, by: ConfigEntry, value: Mapping[str, Any]
-) -> tuple[dict[str, Any], DeepSpeedJson]:
+    keys: StrategyKeys, by: ConfigEntry, value: Mapping[str, YamlValue]
+) -> tuple[Mapping[str, YamlValue], DeepSpeedJson]:
     """Accelerate's own settings of DeepSpeed, or the file that it names."""
     rest = dict(value)
     file = rest.pop("deepspeed_config_file", None)
@@ -127,7 +128,7 @@ def _accelerate_deepspeed(
         zero = {"stage": rest.pop("zero_stage", 2)}
         for key in ("offload_optimizer", "offload_param"):
             zero[key] = {"device": rest.pop(f"{key}_device", None) or "none"}
-        found: dict[str, Any] = {
+        found: dict[str, YamlValue] = {
             key: rest.pop(key)
             for key in ("gradient_accumulation_steps", "gradient_clipping")
             if key in rest

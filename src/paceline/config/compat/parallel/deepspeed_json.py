@@ -164,14 +164,14 @@ class DeepSpeedJson:
         hint = f"; {hint}" if hint else ""
         self.problems.append(f"{name}: not a key of DeepSpeed that Paceline knows{hint}")
 
-    def _mapping(self, name: str, value: Any) -> dict[str, Any]:
+    def _mapping(self, name: str, value: Any) -> dict[str, YamlValue]:
         if isinstance(value, Mapping):
             return dict(value)
         if not is_off(value):
             self.problems.append(f"{name}: {value} is not an object")
         return {}
 
-    def _optimizer(self, section: dict[str, Any]) -> None:
+    def _optimizer(self, section: dict[str, YamlValue]) -> None:
         """Read the type, and the two betas that one key holds."""
         params = _params(section)
         kind = str(section.get("type", "auto")).lower()
@@ -191,7 +191,7 @@ class DeepSpeedJson:
                 " `adam_beta2` are"
             )
 
-    def _scheduler(self, section: dict[str, Any]) -> None:
+    def _scheduler(self, section: dict[str, YamlValue]) -> None:
         """Read the type. A schedule that Paceline does not have takes its other settings along."""
         kind = str(section.get("type", "auto"))
         if kind == "auto":
@@ -211,7 +211,7 @@ class DeepSpeedJson:
                 "the warm-up is linear; DeepSpeed's default is logarithmic",
             )
 
-    def _zero(self, section: dict[str, Any]) -> None:
+    def _zero(self, section: dict[str, YamlValue]) -> None:
         """Read the stage, and where the optimizer's state and the parameters are to lie."""
         stage = section.get("stage")
         if stage is not None and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
@@ -260,7 +260,7 @@ class DeepSpeedJson:
         return device
 
 
-def _params(section: Mapping[str, Any]) -> Mapping[str, Any]:
+def _params(section: Mapping[str, YamlValue]) -> Mapping[str, YamlValue]:
     """The `params` of an optimizer or a scheduler; empty if they are not a mapping."""
     params = section.get("params")
     return params if isinstance(params, Mapping) else {}
@@ -294,7 +294,7 @@ def _is_a(value: object, kind: type) -> bool:
     )
 
 
-def interpret(given: Mapping[str, Any]) -> DeepSpeedJson:
+def interpret(given: Mapping[str, YamlValue]) -> DeepSpeedJson:
     """Sort every key of a DeepSpeed JSON."""
     out = DeepSpeedJson()
     for key, value in given.items():
@@ -302,13 +302,13 @@ def interpret(given: Mapping[str, Any]) -> DeepSpeedJson:
     return out
 
 
-def looks_like_deepspeed(tree: Mapping[str, Any]) -> bool:
+def looks_like_deepspeed(tree: Mapping[str, YamlValue]) -> bool:
     """Whether a mapping has the keys that only a DeepSpeed config has."""
     return "zero_optimization" in tree or "train_micro_batch_size_per_gpu" in tree
 
 
 def read_json(
-    given: str | Mapping[str, Any] | None, key: str = "parallel.deepspeed_config"
+    given: str | Mapping[str, YamlValue] | None, key: str = "parallel.deepspeed_config"
 ) -> dict[str, Any]:
     """The DeepSpeed config as a mapping; empty if there is none.
 

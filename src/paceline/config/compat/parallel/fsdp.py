@@ -13,6 +13,7 @@ from paceline.config.compat.merge import Assignment
 from paceline.config.compat.parallel.keys import BELOW_FILE, StrategyKeys, num_ranks
 from paceline.config.compat.precision import BF16, FP16
 from paceline.config.entries import ConfigEntry
+from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import did_you_mean
 
 _STRATEGIES = {
@@ -60,7 +61,7 @@ class FsdpPlan:
     notes: list[str] = field(default_factory=list)
 
 
-def fsdp_plan(flags: list[str], config: Mapping[str, Any]) -> FsdpPlan:
+def fsdp_plan(flags: list[str], config: Mapping[str, YamlValue]) -> FsdpPlan:
     """Read the words of `fsdp` and the settings of `fsdp_config` (with or without ``fsdp_`` in
     front).
 
@@ -127,7 +128,7 @@ def _set_strategy(plan: FsdpPlan, word: str) -> None:
     plan.mode, plan.hybrid = _STRATEGIES[word], "hybrid" in word
 
 
-def _check_names(settings: Mapping[str, Any]) -> None:
+def _check_names(settings: Mapping[str, YamlValue]) -> None:
     for key, value in settings.items():
         if key not in _WITHOUT_EFFECT and key not in _READ:
             raise UnsupportedValue(
@@ -140,7 +141,7 @@ def _check_names(settings: Mapping[str, Any]) -> None:
             )
 
 
-def _sharding(plan: FsdpPlan, settings: Mapping[str, Any]) -> None:
+def _sharding(plan: FsdpPlan, settings: Mapping[str, YamlValue]) -> None:
     """`sharding_strategy` of FSDP1, by name or number, and `reshard_after_forward` of FSDP2."""
     for key in ("sharding_strategy", "reshard_after_forward"):
         value = settings.get(key)
@@ -169,7 +170,7 @@ def _sharding(plan: FsdpPlan, settings: Mapping[str, Any]) -> None:
         _set_strategy(plan, word)
 
 
-def _precision(settings: Mapping[str, Any]) -> str | None:
+def _precision(settings: Mapping[str, YamlValue]) -> str | None:
     value = settings.get("mixed_precision_policy", settings.get("mixed_precision"))
     if isinstance(value, Mapping):
         value = value.get("param_dtype")
@@ -223,15 +224,16 @@ def use_fsdp(keys: StrategyKeys, names: list[str]) -> None:
         )
 
 
-def _fsdp_inputs(keys: StrategyKeys) -> tuple[list[str], dict[str, Any]]:
+def _fsdp_inputs(keys: StrategyKeys) -> tuple[list[str], dict[str, YamlValue]]:
     """The words of `fsdp`, and the settings of `fsdp_config` and of keys of its own."""
     value = keys.value("_fsdp")
-    config: dict[str, Any] = {}
+    config: dict[str, YamlValue] = {}
     flags: list[str] = []
     if isinstance(value, str) and value.endswith(".json"):
         inside = _fsdp_file(value, "fsdp")
         flags, value = words_of(inside.get("fsdp")), None
-        config |= inside.get("fsdp_config") or {}
+        nested = inside.get("fsdp_config")
+        config |= nested if isinstance(nested, dict) else {}
     elif isinstance(value, str) and (named := read_fsdp_name(value)) is not None:
         flags, value = named, None
     flags += words_of(value)
@@ -252,7 +254,7 @@ def words_of(value: Any) -> list[str]:
     return [word.lower() for part in parts for word in words(str(part).replace(" ", ","))]
 
 
-def _fsdp_file(path: str, key: str) -> dict[str, Any]:
+def _fsdp_file(path: str, key: str) -> dict[str, YamlValue]:
     try:
         found = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -265,10 +267,12 @@ def _fsdp_file(path: str, key: str) -> dict[str, Any]:
     return found
 
 
-def _fsdp_settings(keys: StrategyKeys, by: ConfigEntry, plan: FsdpPlan) -> dict[str, Any] | None:
+def _fsdp_settings(
+    keys: StrategyKeys, by: ConfigEntry, plan: FsdpPlan
+) -> dict[str, YamlValue] | None:
     """The settings of `parallel` for FSDP with the sizes of axes that the config gives; None where
     they do not suffice."""
-    settings: dict[str, Any] = {"mode": plan.mode}
+    settings: dict[str, YamlValue] = {"mode": plan.mode}
     if plan.offload:
         settings["offload"] = "all"
     hosts, ranks = keys.number("parallel.nnodes"), num_ranks(keys)

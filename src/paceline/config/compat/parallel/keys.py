@@ -7,6 +7,7 @@ from typing import Any
 
 from paceline.config.compat.merge import Assignment, Merge, SourceLine
 from paceline.config.entries import FILE, ConfigEntry, Problem
+from paceline.config.yaml_read import YamlValue
 
 #: A DeepSpeed JSON gives way to the config: defaults < JSON < config file < overrides.
 BELOW_FILE = FILE - 1
@@ -90,7 +91,7 @@ class StrategyKeys:
             and native.value != mode
         )
 
-    def set_strategy(self, by: ConfigEntry, settings: Mapping[str, Any]) -> None:
+    def set_strategy(self, by: ConfigEntry, settings: Mapping[str, YamlValue]) -> None:
         """Let ``by`` set `parallel.mode` and what belongs to it, or the mode alone where an
         override takes its place."""
         for key, value in settings.items():

@@ -18,6 +18,7 @@ from paceline.config.compat.conversion import (
     is_off,
 )
 from paceline.config.modes import is_hsdp, read_mode
+from paceline.config.yaml_read import YamlValue
 
 
 def mode(value: Any) -> Conversion:
@@ -27,7 +28,7 @@ def mode(value: Any) -> Conversion:
     settings = read_mode(value)
     if settings == {"mode": "auto"}:
         return Conversion(weak={"parallel.mode": "auto"})
-    sets = {f"parallel.{key}": one for key, one in settings.items()}
+    sets: dict[str, YamlValue] = {f"parallel.{key}": item for key, item in settings.items()}
     return Conversion({**sets, "_hsdp": True} if is_hsdp(value) else sets)
 
 
@@ -99,7 +100,7 @@ def distributed_type(value: Any) -> Conversion:
     if name in _NO_STRATEGY:
         raise UnsupportedValue(_NO_STRATEGY[name], "remove it, and set `parallel.mode`")
     if name in ("DEEPSPEED", "FSDP", "TP", "NO") or name.startswith("MULTI_"):
-        sets: dict[str, Any] = {"_distributed_type": name}
+        sets: dict[str, YamlValue] = {"_distributed_type": name}
         return Conversion({**sets, "parallel.device": "cpu"} if name == "MULTI_CPU" else sets)
     raise UnsupportedValue(
         f"`{value}` is not a distributed type of Accelerate that Paceline knows",
@@ -135,9 +136,9 @@ _SIZES: dict[str, Convert] = {
 _SIZE_DETAILS = ("cp_", "sp_", "ep_", "tp_", "dp_")
 
 
-def _sizes(value: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _sizes(value: Mapping[str, YamlValue]) -> tuple[dict[str, YamlValue], list[str]]:
     """The sizes of axes in a mapping, and the keys that are something else."""
-    sets: dict[str, Any] = {}
+    sets: dict[str, YamlValue] = {}
     rest = []
     for key, one in value.items():
         name = key.removeprefix("parallelism_config_")
