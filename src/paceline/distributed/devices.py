@@ -173,7 +173,7 @@ def resolve(device_type: str, names: Sequence[str] = ()) -> tuple[str, str]:
     supported = [_supports_bf16(device_type, index) for index in indices]
     if all(supported):
         return "bf16-mixed", f"bfloat16 is supported by {shown}"
-    if any(one is None for one in supported) or device_type == "mps":
+    if any(is_supported is None for is_supported in supported) or device_type == "mps":
         return "32", f"whether {shown} supports bfloat16 is not known"
     lacking = (
         ", ".join(dict.fromkeys(names[index] for index in indices if not supported[index]))

@@ -93,12 +93,12 @@ def scheduled_host() -> HostEnv | None:
             on a host, where one starts the ranks.
     """
     if "SLURM_STEP_NUM_NODES" in os.environ:
-        found = _slurm()
+        result = _slurm()
     elif "PET_NNODES" in os.environ:
-        found = _torchrun_defaults()
+        result = _torchrun_defaults()
     elif _rank_is_of_a_pod():
         pods = _needed_number("WORLD_SIZE")
-        found = HostEnv(
+        result = HostEnv(
             "PyTorchJob",
             (pods, pods),
             _needed_number("RANK"),
@@ -106,7 +106,7 @@ def scheduled_host() -> HostEnv | None:
         )
     else:
         return None
-    return None if found.hosts[1] == 1 else found
+    return None if result.hosts[1] == 1 else result
 
 
 def with_scheduler(parallel: Parallel, host: HostEnv | None) -> Parallel:

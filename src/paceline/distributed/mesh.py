@@ -59,14 +59,14 @@ class ParallelDims:
         exactly one."""
         along = [axis for axis in AXES if axis in set(axes)]
         across = [axis for axis in AXES if axis not in along]
-        found = []
+        result = []
         for fixed in product(*(range(getattr(self, axis)) for axis in across)):
             places = dict(zip(across, fixed, strict=True))
             moves = product(*(range(getattr(self, axis)) for axis in along))
-            found.append(
+            result.append(
                 [self.rank_at(**places, **dict(zip(along, move, strict=True))) for move in moves]
             )
-        return found
+        return result
 
     def text(self) -> str:
         """``data 2 × tensor 2``; ``one rank`` where every axis is 1."""

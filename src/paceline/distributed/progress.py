@@ -353,16 +353,16 @@ _IS_BELOW: dict[CodeType, bool] = {}
 
 def call_site(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...]:
     """The innermost frames outside torch and this package's collectives."""
-    found: list[tuple[CodeType, int]] = []
-    while frame is not None and len(found) < _FRAMES:
+    result: list[tuple[CodeType, int]] = []
+    while frame is not None and len(result) < _FRAMES:
         code = frame.f_code
         below = _IS_BELOW.get(code)
         if below is None:
             below = _IS_BELOW[code] = code.co_filename.startswith(_BELOW)
         if not below:
-            found.append((code, frame.f_lineno))
+            result.append((code, frame.f_lineno))
         frame = frame.f_back
-    return tuple(found)
+    return tuple(result)
 
 
 def where(code: CodeType, line: int) -> str:
@@ -378,13 +378,13 @@ def stack_of(thread: int, limit: int = 8) -> list[str]:
         frame = frame.f_back
     if frame is None:
         return []
-    found = [where(frame.f_code, frame.f_lineno)]
+    result = [where(frame.f_code, frame.f_lineno)]
     frame = frame.f_back
-    while frame is not None and len(found) < limit:
+    while frame is not None and len(result) < limit:
         if (
             not frame.f_code.co_filename.startswith(_BELOW[0])
             and frame.f_code.co_filename != __file__
         ):
-            found.append(where(frame.f_code, frame.f_lineno))
+            result.append(where(frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    return found
+    return result

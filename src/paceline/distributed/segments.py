@@ -37,12 +37,12 @@ class SegmentCounter:
 
     def read(self) -> Segments:
         """The totals up to now. Costs some microseconds for each open file."""
-        found = dict(_sockets())
-        for name, (sent, resent) in found.items():
+        result = dict(_sockets())
+        for name, (sent, resent) in result.items():
             sent_before, resent_before = self._last.get(name, (0, 0))
             self._sent += max(0, sent - sent_before)
             self._resent += max(0, resent - resent_before)
-        self._last = found
+        self._last = result
         return Segments(self._sent, self._resent)
 
 
@@ -57,10 +57,14 @@ def _sockets() -> Iterator[tuple[str, tuple[int, int]]]:
             if not name.startswith("socket:"):
                 continue
             # A descriptor of our own, so that nothing happens to the connection whatever becomes of
-            # the other one meanwhile.
-            with contextlib.closing(socket.socket(fileno=os.dup(int(number)))) as one:
-                if one.family in _STREAM and one.type == socket.SOCK_STREAM and _leaves_host(one):
-                    info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
+            # the other connection meanwhile.
+            with contextlib.closing(socket.socket(fileno=os.dup(int(number)))) as connection:
+                if (
+                    connection.family in _STREAM
+                    and connection.type == socket.SOCK_STREAM
+                    and _leaves_host(connection)
+                ):
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE)
                     if len(info) >= _SIZE:
                         sent, resent = (
                             struct.unpack_from("=I", info, offset)[0] for offset in (_SENT, _RESENT)
@@ -70,6 +74,6 @@ def _sockets() -> Iterator[tuple[str, tuple[int, int]]]:
             continue
 
 
-def _leaves_host(one: socket.socket) -> bool:
-    here, there = one.getsockname()[0], one.getpeername()[0]
+def _leaves_host(connection: socket.socket) -> bool:
+    here, there = connection.getsockname()[0], connection.getpeername()[0]
     return bool(here != there and not there.removeprefix("::ffff:").startswith("127."))

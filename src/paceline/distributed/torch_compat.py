@@ -27,13 +27,13 @@ def _find(owner: Any, path: str, default: Any = _MISSING) -> Any:
     Raises:
         ConfigError: this torch has no such attribute, and there is no ``default``.
     """
-    found = owner
+    result = owner
     for name in path.split("."):
-        found = getattr(found, name, _MISSING)
-        if found is _MISSING:
+        result = getattr(result, name, _MISSING)
+        if result is _MISSING:
             break
-    if found is not _MISSING:
-        return found
+    if result is not _MISSING:
+        return result
     if default is not _MISSING:
         return default
     raise ConfigError(

@@ -48,7 +48,9 @@ def packed_attention(
             f"packed attention without segment lengths, or with a mask or {asked}"
         )
     outputs = []
-    parts = zip(*(one.split(segment_lengths, dim=2) for one in (query, key, value)), strict=True)
+    parts = zip(
+        *(tensor.split(segment_lengths, dim=2) for tensor in (query, key, value)), strict=True
+    )
     for length, (queries, keys, values) in zip(segment_lengths, parts, strict=True):
         window = _window_mask(length, sliding_window, query.device)
         output, _ = sdpa_attention_forward(

@@ -81,7 +81,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
             continue
-        size = sum(one.numel() for one in module.parameters())
+        size = sum(parameter.numel() for parameter in module.parameters())
         if size > most:
             most = size
             best = [

@@ -78,7 +78,7 @@ def _check_folder(folder: Path) -> None:
             allowed="the folder that holds config.json and the weights",
         )
     if not (folder / "config.json").is_file():
-        found = ", ".join(sorted(file.name for file in folder.iterdir())[:6]) or "nothing"
+        result = ", ".join(sorted(file.name for file in folder.iterdir())[:6]) or "nothing"
         hint = ""
         if (folder / "adapter_config.json").is_file():
             base = _read_object(folder / "adapter_config.json", f"`model: {folder}`").get(
@@ -89,7 +89,7 @@ def _check_folder(folder: Path) -> None:
                 f" {folder}}}`"
             )
         raise ConfigError(
-            f"`model: {folder}` is no model: it has no config.json (found: {found})",
+            f"`model: {folder}` is no model: it has no config.json (found: {result})",
             allowed="a folder that save_pretrained wrote, with config.json and weights",
             fix=hint or "check the path",
         )
@@ -102,9 +102,9 @@ def _check_model(folder: Path) -> None:
     if (folder / "config.json").is_file() and not any(
         any(folder.glob(pattern)) for pattern in _WEIGHTS
     ):
-        found = ", ".join(sorted(file.name for file in folder.iterdir())[:6])
+        result = ", ".join(sorted(file.name for file in folder.iterdir())[:6])
         raise ConfigError(
-            f"`model: {folder}` has no weights (found: {found})",
+            f"`model: {folder}` has no weights (found: {result})",
             allowed=(
                 "a folder with config.json and model.safetensors (or its shards and their index)"
             ),

@@ -93,10 +93,10 @@ def language_model_on_meta(config: Config) -> nn.Module:
     low = getattr(torch, args.mixed_dtype or "float32")
     with _quiet():
         try:
-            found = _config_of(name, config.trust_remote_code)
+            result = _config_of(name, config.trust_remote_code)
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(
-                    found,
+                    result,
                     dtype=low if config.lora.enable else torch.float32,
                     trust_remote_code=config.trust_remote_code,
                 )
@@ -164,8 +164,8 @@ def check_finite(model: nn.Module, config: Config) -> None:
         return
     lost = [
         name
-        for name, one in model.named_parameters()
-        if one.dtype == torch.float16 and not bool(one.detach().isfinite().all())
+        for name, parameter in model.named_parameters()
+        if parameter.dtype == torch.float16 and not bool(parameter.detach().isfinite().all())
     ]
     if lost:
         more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
@@ -311,7 +311,7 @@ def choose_packing(model: Any, device: torch.device) -> str:
     try:
         with torch.no_grad():
             alone = torch.cat(
-                [model(input_ids=one, use_cache=False).logits for one in ids], dim=1
+                [model(input_ids=tokens, use_cache=False).logits for tokens in ids], dim=1
             ).float()
             before = attention.install(base)
             if before is not None:
@@ -333,8 +333,8 @@ def _agrees(model: Any, expected: torch.Tensor, **inputs: Any) -> bool:
     import torch
 
     try:
-        found = model(**inputs, use_cache=False).logits.float()
+        result = model(**inputs, use_cache=False).logits.float()
     except (TypeError, ValueError, RuntimeError, NotImplementedError):
         return False
     tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 5e-2
-    return bool((found - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0))
+    return bool((result - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0))

@@ -200,7 +200,7 @@ def _check_names(model: Any, config: Config) -> None:
     targets, names = lora.target_modules, target_names(model)
     allowed = ", ".join(names)
     if isinstance(targets, list) and (
-        absent := _missing([one for one in targets if one not in experts], paths)
+        absent := _missing([target for target in targets if target not in experts], paths)
     ):
         raise ConfigError(
             f"`lora.target_modules: {targets}`: the model has no module named {_quoted(absent)}",
@@ -244,7 +244,11 @@ def _regex_matches(pattern: str, model: Any, paths: list[str], experts: Iterable
         return True
     # peft tries the names that the projections of the experts had before they became one parameter.
     containers = (
-        {name.rpartition(".")[0] for name, one in model.named_parameters() if one.dim() == 3}
+        {
+            name.rpartition(".")[0]
+            for name, parameter in model.named_parameters()
+            if parameter.dim() == 3
+        }
         if experts
         else ()
     )
@@ -322,7 +326,7 @@ def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
     """What is not as the config says or as its reader would expect: dropout that cannot be applied,
     modules without an adapter."""
     lora = config.lora
-    found: list[Notice] = []
+    result: list[Notice] = []
     layers = dict(adapter_layers(adapted))
     without = [
         f"{name}.{getattr(layer, 'parameter_name', '')}".rstrip(".")
@@ -332,7 +336,7 @@ def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
     if without and lora.dropout > 0:
         level = "warning" if "dropout" in lora.model_fields_set else "info"
         where = "the other adapters only" if len(without) < len(layers) else "no adapter"
-        found.append(
+        result.append(
             (
                 level,
                 (
@@ -342,22 +346,22 @@ def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
             )
         )
     if _selects_all_linear(config) and lora.adapter is None:
-        found += _left_out(adapted.get_base_model(), lora.modules_to_save)
+        result += _left_out(adapted.get_base_model(), lora.modules_to_save)
     elif ineffective := ineffective_adapters(adapted):
         names = _short_names(ineffective)
-        found.append(
+        result.append(
             ("warning", f"LoRA: the adapters on {names} may have no effect: {_WHY_BYPASSED}")
         )
-    return found
+    return result
 
 
 def _left_out(base: Any, saved: list[str]) -> list[Notice]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    found: list[Notice] = []
+    result: list[Notice] = []
     bypassed = bypassed_modules(base)
     if bypassed:
-        found.append(("info", f"LoRA: no adapter on {_short_names(bypassed)}: {_WHY_BYPASSED}"))
+        result.append(("info", f"LoRA: no adapter on {_short_names(bypassed)}: {_WHY_BYPASSED}"))
     inside = tuple(
         f"{name}." for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)
     )
@@ -370,12 +374,12 @@ def _left_out(base: Any, saved: list[str]) -> list[Notice]:
     ]
     experts = [
         name
-        for name, one in base.named_parameters()
-        if one.dim() == 3 and ".experts." in name and not one.requires_grad
+        for name, parameter in base.named_parameters()
+        if parameter.dim() == 3 and ".experts." in name and not parameter.requires_grad
     ]
     plain = [*linear, *(name for name in experts if not name.startswith(inside))]
     if plain:
-        found.append(
+        result.append(
             (
                 "info",
                 (
@@ -384,4 +388,4 @@ def _left_out(base: Any, saved: list[str]) -> list[Notice]:
                 ),
             )
         )
-    return found
+    return result

@@ -109,7 +109,11 @@ def tables_elsewhere() -> Iterator[None]:
 
 def named_tables(model: nn.Module) -> dict[str, Table]:
     """The tables of a model, by the names of their parameters."""
-    return {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, Table)}
+    return {
+        f"{name}.weight": module
+        for name, module in model.named_modules()
+        if isinstance(module, Table)
+    }
 
 
 def fill_rows(target: torch.Tensor, seed: int, rows: int, start: int) -> None:
@@ -167,13 +171,14 @@ class ClickModel(nn.Module):
     def forward(
         self, dense: torch.Tensor, ids: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        asked = [table.ask(one) for table, one in zip(self.tables, ids, strict=True)]  # type: ignore[operator]
+        asked = [table.ask(column) for table, column in zip(self.tables, ids, strict=True)]  # type: ignore[operator]
         vectors = [] if self.bottom is None else [self.bottom(dense)]
         vectors += [
-            table(one, begin) for table, one, begin in zip(self.tables, asked, starts, strict=True)
+            table(rows, begin)
+            for table, rows, begin in zip(self.tables, asked, starts, strict=True)
         ]
         # [N, vectors, dim]
-        stacked = torch.stack([one.to(vectors[0].dtype) for one in vectors], dim=1)
+        stacked = torch.stack([vector.to(vectors[0].dtype) for vector in vectors], dim=1)
         dots = torch.bmm(stacked, stacked.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
         # The vectors themselves go up too, beside their products: an id's own weight needs no
         # partner.
@@ -182,12 +187,12 @@ class ClickModel(nn.Module):
 
 
 def _layers(widths: Sequence[int], last: bool = False) -> nn.Sequential:
-    found: list[nn.Module] = []
+    result: list[nn.Module] = []
     for number, (inner, outer) in enumerate(pairwise(widths)):
-        found.append(nn.Linear(inner, outer))
+        result.append(nn.Linear(inner, outer))
         if last or number < len(widths) - 2:
-            found.append(nn.ReLU())
-    return nn.Sequential(*found)
+            result.append(nn.ReLU())
+    return nn.Sequential(*result)
 
 
 # -- building, saving and loading
@@ -253,7 +258,7 @@ def save_click_model(
     from safetensors.torch import save_file
 
     save_file(
-        {name: one.detach().contiguous().cpu() for name, one in dense.items()},
+        {name: tensor.detach().contiguous().cpu() for name, tensor in dense.items()},
         str(folder / "model.safetensors"),
     )
     files: dict[str, list[tuple[str, int, int]]] = {}

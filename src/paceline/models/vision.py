@@ -110,15 +110,15 @@ def check_image_model(config: Config) -> None:
             fix="check the path",
         )
     try:
-        found = json.loads((folder / "config.json").read_text())
+        result = json.loads((folder / "config.json").read_text())
     except ValueError as error:
         raise ConfigError(f"{folder / 'config.json'} is not JSON: {error}") from error
-    if found.get("format") == _FORMAT:
+    if result.get("format") == _FORMAT:
         return
     language = [
-        one
-        for one in found.get("architectures") or []
-        if one.endswith(("ForCausalLM", "LMHeadModel"))
+        architecture
+        for architecture in result.get("architectures") or []
+        if architecture.endswith(("ForCausalLM", "LMHeadModel"))
     ]
     if language:
         raise _not_an_image_model(name, language[0])
@@ -175,15 +175,15 @@ def _hub_config(config: Config) -> Any:
 
     go_offline_if_unreachable(config.model)
     try:
-        found = AutoConfig.from_pretrained(
+        result = AutoConfig.from_pretrained(
             _local(config.model), trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, ImportError) as error:
         raise _cannot_load(config.model, error) from error
-    remote = "AutoModelForImageClassification" in (getattr(found, "auto_map", None) or {})
-    if not remote and type(found) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
-        raise _not_an_image_model(config.model, f"model of type {found.model_type}")
-    return found
+    remote = "AutoModelForImageClassification" in (getattr(result, "auto_map", None) or {})
+    if not remote and type(result) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        raise _not_an_image_model(config.model, f"model of type {result.model_type}")
+    return result
 
 
 def _normalisation(name: str) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
@@ -207,8 +207,8 @@ def _preprocessor_file(name: str) -> Path | None:
         return None
     from transformers.utils.hub import cached_file
 
-    found = cached_file(name, _PREPROCESSOR, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
+    result = cached_file(name, _PREPROCESSOR, _raise_exceptions_for_missing_entries=False)
+    return None if result is None else Path(result)
 
 
 # -- on every rank
@@ -260,8 +260,8 @@ def builtin_args(config: Config, form: ImageForm, num_classes: int) -> dict[str,
 
 def logits_of(output: Any) -> torch.Tensor:
     """A model's output as logits [N, num_classes]: the tensor itself, or its ``logits``."""
-    found: torch.Tensor = output.logits if hasattr(output, "logits") else output
-    return found
+    result: torch.Tensor = output.logits if hasattr(output, "logits") else output
+    return result
 
 
 def _local(name: str) -> str:

@@ -252,12 +252,12 @@ def _adapters(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> 
             name for name in layers if any(re.fullmatch(named, place + name) for place in places)
         ]
     if isinstance(named, list):
-        found = {
+        result = {
             name: width
             for name, width in layers.items()
-            if any(name == one.rpartition(".")[2] for one in named)
+            if any(name == target.rpartition(".")[2] for target in named)
         }
-        layers = found or layers
+        layers = result or layers
     if lora.dropout > 0:
         kept = sum((low + mask_bytes) * width for width in layers.values())
     else:  # q, k and v share one input, so do gate and up

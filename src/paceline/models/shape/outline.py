@@ -32,12 +32,14 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
     args = config.train_args
     return ModelShape(
         parameters=tuple(
-            TensorShape(name, tuple(one.shape), one.element_size(), one.requires_grad)
-            for name, one in model.named_parameters()
+            TensorShape(
+                name, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad
+            )
+            for name, parameter in model.named_parameters()
         ),
         buffers=tuple(
-            TensorShape(name, tuple(one.shape), one.element_size())
-            for name, one in model.named_buffers()
+            TensorShape(name, tuple(buffer.shape), buffer.element_size())
+            for name, buffer in model.named_buffers()
         ),
         optimizer_bytes_per_element=optimizer_bytes_per_element(args),
         low_bytes=2 if args.mixed_dtype else 0,
@@ -55,10 +57,10 @@ def _phases(model: nn.Module, probe: Probe | None) -> dict[str, tuple[str, ...]]
     the first block counts as used after the last."""
     if probe is None and not on_meta(model):
         return None
-    found = trace_model(model, None if probe is None else probe.run)
-    if found is None or (found.error is not None and not (on_meta(model) and found.order)):
+    result = trace_model(model, None if probe is None else probe.run)
+    if result is None or (result.error is not None and not (on_meta(model) and result.order)):
         return None
-    return {name: tuple(sorted(phases)) for name, phases in found.phases.items()}
+    return {name: tuple(sorted(phases)) for name, phases in result.phases.items()}
 
 
 def _tensor_plan(model: nn.Module, config: Config) -> dict[str, str]:

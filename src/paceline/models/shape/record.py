@@ -65,7 +65,7 @@ class ModelShape:
 
     @property
     def trained(self) -> list[TensorShape]:
-        return [one for one in self.parameters if one.trainable]
+        return [tensor for tensor in self.parameters if tensor.trainable]
 
     @property
     def parameter_bytes(self) -> int:
@@ -84,4 +84,4 @@ def modules_around(name: str) -> tuple[str, ...]:
 
 
 def total_bytes(shapes: Iterable[TensorShape]) -> int:
-    return sum(one.size_bytes for one in shapes)
+    return sum(tensor.size_bytes for tensor in shapes)

@@ -73,11 +73,11 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.blocks = [block for _, block in find_blocks(model)]
-        inside = {id(one) for block in self.blocks for one in block.modules()}
+        inside = {id(module) for block in self.blocks for module in block.modules()}
         self.owners = {
-            name: one
-            for name, one in model.named_modules()
-            if id(one) not in inside and any(True for _ in one.parameters(recurse=False))
+            name: module
+            for name, module in model.named_modules()
+            if id(module) not in inside and any(True for _ in module.parameters(recurse=False))
         }
         self.names: dict[int, dict[int, str]] = {}  # parameter → {module that has it: name}
         for prefix, module in self.owners.items():
@@ -85,7 +85,7 @@ class _Recorder(TorchDispatchMode):
                 prefix, recurse=False, remove_duplicate=False
             ):
                 self.names.setdefault(id(parameter), {})[id(module)] = name
-        self.all_names = {id(one): name for name, one in model.named_parameters()}
+        self.all_names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._active: list[int] = []  # modules outside the blocks that are running
         self._depth = 0
         self._last: object = None
@@ -133,7 +133,7 @@ class _Recorder(TorchDispatchMode):
         self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         hidden = next(
-            (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None
+            (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None
         )
         if self.trace.order and hidden is not self._last:
             self.trace.altered.append(number)
@@ -181,10 +181,10 @@ def trace_model(model: nn.Module, run: Callable[[nn.Module], object] | None = No
     """The trace of a forward over made-up inputs or, if the model's inputs are not known or do not
     suit it, of ``run``. None if there is neither."""
     inputs = made_up_inputs(model)
-    found = None if inputs is None else trace(model, lambda module: module(**inputs))
-    if run is not None and (found is None or found.error is not None) and not on_meta(model):
+    result = None if inputs is None else trace(model, lambda module: module(**inputs))
+    if run is not None and (result is None or result.error is not None) and not on_meta(model):
         return trace(model, run)
-    return found
+    return result
 
 
 def on_meta(model: nn.Module) -> bool:

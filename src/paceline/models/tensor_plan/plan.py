@@ -60,7 +60,7 @@ def find_tensor_plan(model: nn.Module, given: Mapping[str, str]) -> dict[str, st
     Raises:
         ConfigError: no plan, a style that cannot be had, or a pattern that fits nothing.
     """
-    names = {name: one for name, one in model.named_modules() if name}
+    names = {name: module for name, module in model.named_modules() if name}
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     plan = _own_plan(model, names, parameters)
     plan.update(_given_plan(model, names, given))
@@ -113,21 +113,21 @@ def _own_plan(
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     plan = {}
     for pattern, style in own.items():
-        found = [
+        result = [
             name
             for name in _matching(prefix + pattern, names)
             if any(True for _ in names[name].parameters())
         ]
-        found = found or _matching(prefix + pattern, parameters)
+        result = result or _matching(prefix + pattern, parameters)
         if style in (*_LEFT_WHOLE, *_NOTHING_TO_DO) or (
             style in (COLUMN_GATHERED, "colwise_rep", ROW_SPLIT)
-            and any(names.get(one) is head for one in found)
+            and any(names.get(name) is head for name in result)
         ):
             continue
-        if not found:
+        if not result:
             continue
         style = _with_number(_style(style, pattern, "the model's own plan"), pattern, config)
-        plan.update(dict.fromkeys(found, style))
+        plan.update(dict.fromkeys(result, style))
     return plan
 
 
@@ -183,15 +183,17 @@ def _given_plan(
     prefixes = {"", _PEFT_PREFIX, f"{before}.", f"{_PEFT_PREFIX}{before}."}
     plan = {}
     for pattern, style in given.items():
-        found = sorted({one for prefix in prefixes for one in _matching(prefix + pattern, names)})
-        if not found:
+        result = sorted(
+            {name for prefix in prefixes for name in _matching(prefix + pattern, names)}
+        )
+        if not result:
             near = nearest(pattern, {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names})
             raise ConfigError(
                 f"`parallel.tensor_plan`: `{pattern}` is no module of {_class_name(model)}",
                 allowed="dotted names of modules, `*` for one part of a name",
                 fix=f"write `{near}`" if near else None,
             )
-        plan.update(dict.fromkeys(found, _style(style, pattern, "`parallel.tensor_plan`")))
+        plan.update(dict.fromkeys(result, _style(style, pattern, "`parallel.tensor_plan`")))
     return plan
 
 
@@ -233,7 +235,7 @@ def _chain(model: nn.Module) -> dict[str, str]:
 
     if type(model) is not nn.Sequential:
         return {}
-    seen = [id(one) for _, one in model.named_modules(remove_duplicate=False)]
+    seen = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
     leaves = list(_leaves(model, ""))
     plan: dict[str, str] = {}
     start: tuple[str, Any] | None = None

@@ -18,16 +18,18 @@ from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 def tables_of(shape: ModelShape) -> tuple[list[TensorShape], list[TensorShape]]:
     """(the tables, the other trained parameters). By name: a shape says no more."""
     tables = [
-        one for one in shape.trained if len(one.shape) == 2 and one.name.startswith("tables.")
+        parameter
+        for parameter in shape.trained
+        if len(parameter.shape) == 2 and parameter.name.startswith("tables.")
     ]
-    return tables, [one for one in shape.trained if one not in tables]
+    return tables, [parameter for parameter in shape.trained if parameter not in tables]
 
 
 def deal(sizes: Sequence[int], servers: int) -> list[int]:
     """Which server gets each of these, by size: the largest first, each to the one with the least
     so far (LPT; Graham 1969)."""
     loads, owners = [0] * servers, [0] * len(sizes)
-    for number in sorted(range(len(sizes)), key=lambda one: (-sizes[one], one)):
+    for number in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
         owners[number] = loads.index(min(loads))
         loads[owners[number]] += sizes[number]
     return owners
@@ -37,7 +39,8 @@ def server_bytes(tables: list[TensorShape], config: Config) -> tuple[int, int]:
     """Bytes of (rows, their optimizer's state) on the fullest server."""
     elements, numbers = STATE[config.parameter_server.optimizer]
     most = [
-        (math.ceil(one.shape[0] / config.parameter_server.servers), one.shape[1]) for one in tables
+        (math.ceil(table.shape[0] / config.parameter_server.servers), table.shape[1])
+        for table in tables
     ]
     return sum(4 * count * dim for count, dim in most), sum(
         4 * count * (dim * elements + numbers) for count, dim in most
@@ -65,9 +68,9 @@ def row_traffic(
     (``work.distinct``). Else at most so much, with one id a column and row of the batch, none of
     them twice, and as many on each server."""
     counts = work.distinct or tuple(
-        (min(work.positions, one.shape[0]) / servers,) * servers for one in tables
+        (min(work.positions, table.shape[0]) / servers,) * servers for table in tables
     )
-    dims = [one.shape[1] for one in tables]
+    dims = [table.shape[1] for table in tables]
     rows = [work.micro_batches * sum(each) for each in counts]
     each_server = [
         sum(4 * dim * each[server] for each, dim in zip(counts, dims, strict=True))
@@ -85,12 +88,12 @@ def distinct_ids(
 ) -> tuple[tuple[float, ...], ...]:
     """For each table how many distinct ids a micro-batch has, by the server that has their rows:
     means over ``batches``, each of which has one array of ids for each table of so many rows."""
-    found = np.zeros((len(tables), servers))
+    result = np.zeros((len(tables), servers))
     for batch in batches:
         for place, (ids, rows) in enumerate(zip(batch, tables, strict=True)):
             ends = np.searchsorted(np.unique(ids), [end for _, end in row_ranges(rows, servers)])
-            found[place] += np.diff(ends, prepend=0)
-    return tuple(tuple(one) for one in (found / max(1, len(batches))).tolist())
+            result[place] += np.diff(ends, prepend=0)
+    return tuple(tuple(row) for row in (result / max(1, len(batches))).tolist())
 
 
 #: name → tensors of state an element of a row, and numbers of state a row; beside the step counts

@@ -416,13 +416,13 @@ class ParameterServerStrategy(Strategy):
         }
 
     def state_shards(self) -> list[TensorShard]:
-        found = super().state_shards()
+        result = super().state_shards()
         for shard in self.shards:
             sums = self.optimizer.state[shard.values].get("row_sum")
             name = f"optimizer/{shard.name}/row_sum"
-            if sums is not None and all(stored.name != name for stored in found):
-                found.append(TensorShard(name, sums, (shard.rows, 1), (shard.start, 0)))
-        return [replace(stored, owned=True) for stored in found]
+            if sums is not None and all(stored.name != name for stored in result):
+                result.append(TensorShard(name, sums, (shard.rows, 1), (shard.start, 0)))
+        return [replace(stored, owned=True) for stored in result]
 
     def load_state(self, source: StateReader) -> None:
         wanted = {key for shard in self.shards for key in self.optimizer.state[shard.values]}

@@ -35,11 +35,11 @@ def check_blocks(
         ConfigError: the model cannot be cut into stages; says why.
     """
     _check_list(model, blocks)
-    found = trace_model(model, run)
-    if found is None:
+    result = trace_model(model, run)
+    if result is None:
         return [partial(_shaped, 0)] * len(blocks), None
-    _check_order(found, len(blocks))
-    return [partial(_shaped, found.outputs[number]) for number in range(len(blocks))], found
+    _check_order(result, len(blocks))
+    return [partial(_shaped, result.outputs[number]) for number in range(len(blocks))], result
 
 
 def check_trace(model: nn.Module, blocks: list[tuple[str, nn.Module]], trace: Trace | None) -> None:

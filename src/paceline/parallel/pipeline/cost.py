@@ -67,10 +67,10 @@ def pipeline_cost(
         boundary = round(work.micro_batches * work.positions * elements * element_bytes / parts)
         send[rank_of_stage(stage, num_ranks)] += boundary
         send[rank_of_stage(stage + 1, num_ranks)] += boundary
-    for one in shape.trained:
-        ranks = division.ranks_of(one.name, num_ranks)
+    for parameter in shape.trained:
+        ranks = division.ranks_of(parameter.name, num_ranks)
         for rank in ranks if len(ranks) > 1 else []:
-            send[rank] += one.size_bytes * (len(ranks) - 1)
+            send[rank] += parameter.size_bytes * (len(ranks) - 1)
     in_flight = tuple(
         _in_flight(schedule, rank, num_ranks, num_stages, work.micro_batches)
         for rank in range(num_ranks)
@@ -98,13 +98,13 @@ def _holdings(shape: ModelShape, num_ranks: int, num_stages: int) -> tuple[Stage
     per shape."""
     key = ("pipeline holdings", num_ranks, num_stages)
     if key not in shape.memo:
-        sizes = {one.name: one.numel for one in shape.parameters}
+        sizes = {parameter.name: parameter.numel for parameter in shape.parameters}
         division = divide(
             sizes,
             shape.blocks,
             num_stages,
             shape.aliases,
-            [one.name for one in shape.buffers],
+            [buffer.name for buffer in shape.buffers],
             shape.phases,
         )
 
@@ -131,12 +131,12 @@ def _within_pair(shape: ModelShape) -> set[int]:
             if module in block_index:
                 last_style[block_index[module]] = (place, style)
     latest = (-1, "")
-    found = set()
+    result = set()
     for block in range(len(shape.blocks)):
         latest = max(latest, last_style.get(block, latest))
         if latest[1] and kind_of(latest[1]) == COLUMN:
-            found.add(block + 1)
-    return found
+            result.add(block + 1)
+    return result
 
 
 def _in_flight(

@@ -136,10 +136,10 @@ class PartitionedModel:
         """Shape of what ``call`` hands to the first block, by a forward that ends there. The same
         on every rank of the pipeline."""
         self._first, self._beyond = self.division.blocks[-1]
-        found = self._run(call, None, probing=True)
-        if not isinstance(found, torch.Tensor):
+        result = self._run(call, None, probing=True)
+        if not isinstance(result, torch.Tensor):
             raise unfit("the forward came to no block")
-        return tuple(found.shape)
+        return tuple(result.shape)
 
     def run(self, stage: int, call: Callable[[], Any], received: torch.Tensor | None) -> Any:
         """Hidden states behind ``stage``; of the last stage, what ``call`` returns.

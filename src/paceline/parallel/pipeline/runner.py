@@ -99,7 +99,9 @@ class PipelineRunner:
     def _find_shared(self) -> list[tuple[str, list[int]]]:
         """Trained parameters that several ranks hold, with their places in the pipeline; in one
         order on all ranks."""
-        trained = [name for name, one in self.model.named_parameters() if one.requires_grad]
+        trained = [
+            name for name, parameter in self.model.named_parameters() if parameter.requires_grad
+        ]
         holders = [(name, self.division.ranks_of(name, self.comm.size)) for name in trained]
         return [(name, ranks) for name, ranks in holders if len(ranks) > 1]
 
@@ -110,10 +112,10 @@ class PipelineRunner:
         for name, ranks in self._shared:
             if self.comm.rank not in ranks:
                 continue
-            one = parameters[name]
-            if one.grad is None:
-                one.grad = torch.zeros_like(one)
-            gradient = local_tensor(one.grad)
+            parameter = parameters[name]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local_tensor(parameter.grad)
             mine = gradient.detach().clone(memory_format=torch.contiguous_format)
             parts = {rank: torch.empty_like(mine) for rank in ranks}
             operations = []
@@ -174,8 +176,8 @@ class PipelineRunner:
             if parameter.requires_grad and stage in self.division.stages.get(name, (stage,))
         }
         peers = [
-            self.comm.ranks[rank_of_stage(one, self.comm.size)]
-            for one in range(self.division.num_stages)
+            self.comm.ranks[rank_of_stage(other, self.comm.size)]
+            for other in range(self.division.num_stages)
         ]
         return DynamicStage(
             stage,

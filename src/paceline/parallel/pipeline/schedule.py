@@ -166,11 +166,11 @@ class DynamicStage(_PipelineStageBase):
         if self.is_last:
             self.output_chunks.append(out.detach().reshape(1))
         else:
-            found = (tuple(out.shape), out.dtype)
-            if found != self.shapes[fwd_chunk_id][self.stage_index]:
+            result = (tuple(out.shape), out.dtype)
+            if result != self.shapes[fwd_chunk_id][self.stage_index]:
                 raise RunError(
                     f"hidden states behind pipeline stage {self.stage_index} have shape and type"
-                    f" {found}, where {self.shapes[fwd_chunk_id][self.stage_index]} was due",
+                    f" {result}, where {self.shapes[fwd_chunk_id][self.stage_index]} was due",
                     fix=(
                         "use a mode that keeps the model whole: the blocks' output must follow from"
                         " the shape of their input"
@@ -200,19 +200,19 @@ class DynamicStage(_PipelineStageBase):
         with counted_again():
             self._before_backward(self.stage_index, last_backward)
             if full_backward:
-                found = stage_backward((output,), gradients or (None,), inputs)
+                result = stage_backward((output,), gradients or (None,), inputs)
             elif self.is_first:
                 self._split[bwd_chunk_id] = (output, gradients, None)
                 return
             else:
-                found, groups = stage_backward_input(
+                result, groups = stage_backward_input(
                     [output],
                     gradients,  # type: ignore[arg-type]
                     inputs,
                     iter(self._trained),
                 )
                 self._split[bwd_chunk_id] = (output, gradients, groups)
-        self._input_grads[bwd_chunk_id] = found[0] if found else None
+        self._input_grads[bwd_chunk_id] = result[0] if result else None
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if bwd_chunk_id not in self._split:

@@ -135,14 +135,14 @@ def _unit(name: str, container: list[str]) -> str:
 
 def _traced_regions(phases: Mapping[str, Collection[str]], container: list[str]) -> dict[str, str]:
     seen: dict[str, set[str]] = {}
-    for name, found in phases.items():
+    for name, result in phases.items():
         seen.setdefault(_unit(name, container), set()).update(
-            one for one in found if one in ("before", "after")
+            phase for phase in result if phase in ("before", "after")
         )
     return {
-        unit: "both" if len(found) == 2 else next(iter(found))
-        for unit, found in seen.items()
-        if found
+        unit: "both" if len(result) == 2 else next(iter(result))
+        for unit, result in seen.items()
+        if result
     }
 
 

@@ -37,10 +37,15 @@ def divide_heads(
     """
     for parent, styles in _columns(plan, modules).items():
         module: Any = modules[parent]
-        shared = [one for one in styles if _is_shared(one, group.size)]
+        shared = [style for style in styles if _is_shared(style, group.size)]
         if keeps_numbers:
             heads = next(
-                (one for one in (_number(module, key) for key in _HEADS) if one is not None), None
+                (
+                    number
+                    for number in (_number(module, key) for key in _HEADS)
+                    if number is not None
+                ),
+                None,
             )
             _divide_numbers(parent, module, bool(shared), group.size)
             if heads is not None:
@@ -55,11 +60,11 @@ def divide_heads(
 
 
 def _columns(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     for name, style in plan.items():
         if kind_of(style) == COLUMN and name in modules:
-            found.setdefault(name.rpartition(".")[0], []).append(style)
-    return found
+            result.setdefault(name.rpartition(".")[0], []).append(style)
+    return result
 
 
 def _divide_numbers(parent: str, module: Any, is_shared: bool, size: int) -> None:

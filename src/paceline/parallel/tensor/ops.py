@@ -18,9 +18,9 @@ _Op = Callable[[torch.Tensor], torch.Tensor]
 
 def _all_reduced(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
     # A copy: autograd may have handed the same gradient to somebody else.
-    found = tensor.contiguous().clone() if tensor.is_contiguous() else tensor.contiguous()
-    group.wait(group.all_reduce(found))
-    return found
+    result = tensor.contiguous().clone() if tensor.is_contiguous() else tensor.contiguous()
+    group.wait(group.all_reduce(result))
+    return result
 
 
 def _gathered(tensor: torch.Tensor, dim: int, group: Communicator) -> torch.Tensor:
@@ -63,9 +63,9 @@ def _scatter_tokens(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
         .movedim(1, 0)
         .contiguous()
     )
-    found = torch.empty(by_rank.shape[1:], dtype=tensor.dtype, device=tensor.device)
-    group.wait(group.reduce_scatter(found.view(-1), by_rank.view(-1)))
-    return found
+    result = torch.empty(by_rank.shape[1:], dtype=tensor.dtype, device=tensor.device)
+    group.wait(group.reduce_scatter(result.view(-1), by_rank.view(-1)))
+    return result
 
 
 class _Pair(torch.autograd.Function):
@@ -86,19 +86,19 @@ def _paired(x: torch.Tensor, there: _Op, back: _Op) -> torch.Tensor:
 
 def sum_gradient(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     """Megatron's f: x as it is; its gradient is the sum over the ranks."""
-    return _paired(x, lambda one: one.view_as(one), lambda grad: _all_reduced(grad, group))
+    return _paired(x, lambda tensor: tensor.view_as(tensor), lambda grad: _all_reduced(grad, group))
 
 
 def sum_parts(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     """Megatron's g: the sum over the ranks; the gradient goes back as it is."""
-    return _paired(x, lambda one: _all_reduced(one, group), lambda grad: grad)
+    return _paired(x, lambda tensor: _all_reduced(tensor, group), lambda grad: grad)
 
 
 def gather_features(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     """Parts of the last dimension put together; what follows is the same on every rank."""
     last = x.dim() - 1
     return _paired(
-        x, lambda one: _gathered(one, last, group), lambda grad: _own_part(grad, last, group)
+        x, lambda tensor: _gathered(tensor, last, group), lambda grad: _own_part(grad, last, group)
     )
 
 
@@ -106,7 +106,7 @@ def split_features(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     """This rank's part of the last dimension."""
     last = x.dim() - 1
     return _paired(
-        x, lambda one: _own_part(one, last, group), lambda grad: _gathered(grad, last, group)
+        x, lambda tensor: _own_part(tensor, last, group), lambda grad: _gathered(grad, last, group)
     )
 
 
@@ -115,14 +115,18 @@ def enter_tokens(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     equal."""
     tokens = x.shape[1]
     return _paired(
-        x, lambda one: _own_tokens(one, group), lambda grad: _gather_tokens(grad, tokens, group)
+        x,
+        lambda tensor: _own_tokens(tensor, group),
+        lambda grad: _gather_tokens(grad, tokens, group),
     )
 
 
 def leave_tokens(x: torch.Tensor, tokens: int, group: Communicator) -> torch.Tensor:
     """The parts of the tokens put together; what follows is the same on every rank."""
     return _paired(
-        x, lambda one: _gather_tokens(one, tokens, group), lambda grad: _own_tokens(grad, group)
+        x,
+        lambda tensor: _gather_tokens(tensor, tokens, group),
+        lambda grad: _own_tokens(grad, group),
     )
 
 
@@ -130,7 +134,9 @@ def gather_tokens(x: torch.Tensor, tokens: int, group: Communicator) -> torch.Te
     """The parts of the tokens put together for layers that are cut; the gradient is summed over the
     ranks."""
     return _paired(
-        x, lambda one: _gather_tokens(one, tokens, group), lambda grad: _scatter_tokens(grad, group)
+        x,
+        lambda tensor: _gather_tokens(tensor, tokens, group),
+        lambda grad: _scatter_tokens(grad, group),
     )
 
 
@@ -138,7 +144,9 @@ def scatter_tokens(x: torch.Tensor, group: Communicator) -> torch.Tensor:
     """Sum over the ranks, of which each keeps its part of the tokens."""
     tokens = x.shape[1]
     return _paired(
-        x, lambda one: _scatter_tokens(one, group), lambda grad: _gather_tokens(grad, tokens, group)
+        x,
+        lambda tensor: _scatter_tokens(tensor, group),
+        lambda grad: _gather_tokens(grad, tokens, group),
     )
 
 

@@ -36,11 +36,11 @@ class SequenceParallelizer:
         modules = dict(model.named_modules())
         parents = sorted({name.rpartition(".")[0] for name in plan})
         blocks = [
-            (name, one)
-            for name, one in find_blocks(model)
+            (name, block)
+            for name, block in find_blocks(model)
             if any(_inside(parent, name) for parent in parents)
         ]
-        self.blocks = [one for _, one in blocks]
+        self.blocks = [block for _, block in blocks]
         _check_blocks(modules, plan, parents, blocks)
         for parent in parents:
             modules[parent].register_forward_pre_hook(self._before_parent, with_kwargs=True)
@@ -55,8 +55,12 @@ class SequenceParallelizer:
     def partial(self, cut: set[int], row_biases: set[int]) -> list[nn.Parameter]:
         """Parameters of the blocks of whose gradient each rank has a part: all but cut ones and
         biases of row layers."""
-        found = [one for block in self.blocks for one in block.parameters()]
-        return [one for one in found if id(one) not in cut and id(one) not in row_biases]
+        result = [parameter for block in self.blocks for parameter in block.parameters()]
+        return [
+            parameter
+            for parameter in result
+            if id(parameter) not in cut and id(parameter) not in row_biases
+        ]
 
     # -- hooks
     def _before_first(self, block: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -70,7 +74,9 @@ class SequenceParallelizer:
         hidden = _hidden(args, kwargs)
         told = [_told_tokens(kwargs), getattr(hidden, _MARK, None)]
         fitting = [
-            one for one in told if one is not None and -(-one // self.group.size) == hidden.shape[1]
+            count
+            for count in told
+            if count is not None and -(-count // self.group.size) == hidden.shape[1]
         ]
         if not fitting:
             raise RunError(
@@ -150,18 +156,18 @@ def _check_blocks(
             )
     for name, block in blocks:
         inside = [parent for parent in parents if _inside(parent, name)]
-        for path, one in block.named_modules():
+        for path, module in block.named_modules():
             full = f"{name}.{path}" if path else name
-            if not any(True for _ in one.parameters(recurse=False)):
+            if not any(True for _ in module.parameters(recurse=False)):
                 continue
             if any(full == layer or _inside(full, layer) for layer in plan):
                 continue
-            if "norm" not in type(one).__name__.lower() or any(
+            if "norm" not in type(module).__name__.lower() or any(
                 _inside(full, parent) for parent in inside
             ):
                 raise _refused(
-                    f"`{full}` ({type(one).__name__}) is kept whole and is no norm between the cut"
-                    " layers"
+                    f"`{full}` ({type(module).__name__}) is kept whole and is no norm between the"
+                    " cut layers"
                 )
 
 

@@ -70,19 +70,19 @@ class TensorSlice:
         """(first, length, range) of each piece of the rows [begin, begin + length) of this rank's
         part that lies in one range; ``first`` counts from ``begin``. The range is that of the
         piece, in the whole."""
-        found, local = [], 0
-        for one in self.ranges:
-            first, last = max(begin, local), min(begin + length, local + one.length)
+        result, local = [], 0
+        for piece in self.ranges:
+            first, last = max(begin, local), min(begin + length, local + piece.length)
             if first < last:
-                found.append(
+                result.append(
                     (
                         first - begin,
                         last - first,
-                        replace(one, start=one.start + first - local, length=last - first),
+                        replace(piece, start=piece.start + first - local, length=last - first),
                     )
                 )
-            local += one.length
-        return found
+            local += piece.length
+        return result
 
 
 class TensorParallelizer:
@@ -113,10 +113,10 @@ class TensorParallelizer:
     ) -> None:
         self.group = group
         self.notices: list[tuple[str, str]] = []
-        found = dict(plan) if plan is not None else find_tensor_plan(model, settings.tensor_plan)
+        result = dict(plan) if plan is not None else find_tensor_plan(model, settings.tensor_plan)
         modules = dict(model.named_modules())
         # Of layers that belong to other stages of a pipeline the weights are gone.
-        self.plan = {name: style for name, style in found.items() if _is_here(name, modules)}
+        self.plan = {name: style for name, style in result.items() if _is_here(name, modules)}
         self._sequence = settings.sequence_parallel
         self._shared = _SharedInput(group)
         self._where: dict[int, TensorSlice] = {}
@@ -134,23 +134,23 @@ class TensorParallelizer:
                 owner, _, leaf = name.rpartition(".")
                 self._cut_parameter(owner, modules[owner], leaf, style)
         self.cuts = {
-            name: self._where[id(one)]
-            for name, one in model.named_parameters()
-            if id(one) in self._where
+            name: self._where[id(parameter)]
+            for name, parameter in model.named_parameters()
+            if id(parameter) in self._where
         }
         summed = [
-            one
+            parameter
             for name, style in self.plan.items()
             if kind_of(style) == SUMMED
-            for one in modules[name].parameters()
+            for parameter in modules[name].parameters()
         ]
         inside = tokens.partial(set(self._where), self._row_biases(modules)) if tokens else []
         #: Trained parameters that are held whole, of whose gradient each rank has a part: to be
         #: summed over the group.
         self.partial = [
-            one
-            for one in {id(one): one for one in [*summed, *inside]}.values()
-            if one.requires_grad
+            parameter
+            for parameter in {id(tensor): tensor for tensor in [*summed, *inside]}.values()
+            if parameter.requires_grad
         ]
 
     # -- cutting
@@ -202,7 +202,9 @@ class TensorParallelizer:
         dim = cut_axis(style, whole.dim())
         assert dim is not None
         held = ranges(style, whole.shape[dim], self.group.size, self.group.rank)
-        values = torch.cat([whole.detach().narrow(dim, one.start, one.length) for one in held], dim)
+        values = torch.cat(
+            [whole.detach().narrow(dim, piece.start, piece.length) for piece in held], dim
+        )
         mine = nn.Parameter(
             values.clone() if len(held) == 1 else values, requires_grad=whole.requires_grad
         )
@@ -212,9 +214,9 @@ class TensorParallelizer:
     def _cut_dropout(self, module: nn.Module) -> None:
         """LoRA's dropout before a row layer sees a part of the features: it draws the whole mask
         and takes its part, so that the mask is the one that a single rank would draw."""
-        for key, one in getattr(module, "lora_dropout", nn.ModuleDict()).items():
-            if isinstance(one, nn.Dropout) and one.p > 0:
-                module.lora_dropout[key] = ShardedDropout(one.p, self.group)  # type: ignore[index, operator, assignment]
+        for key, layer in getattr(module, "lora_dropout", nn.ModuleDict()).items():
+            if isinstance(layer, nn.Dropout) and layer.p > 0:
+                module.lora_dropout[key] = ShardedDropout(layer.p, self.group)  # type: ignore[index, operator, assignment]
 
     # -- forward
     def _column(
@@ -223,8 +225,8 @@ class TensorParallelizer:
         # else the layers' parent has gathered the tokens
         if not self._sequence and torch.is_grad_enabled():
             x = self._shared.entered(x) if shared else sum_gradient(low_precision(x), self.group)
-        found = inner(x, *args, **kwargs)
-        return gather_features(found, self.group) if gathered else found
+        result = inner(x, *args, **kwargs)
+        return gather_features(result, self.group) if gathered else result
 
     def _experts(
         self,
@@ -248,10 +250,10 @@ class TensorParallelizer:
     ) -> torch.Tensor:
         """What passes a column layer later has its gradient summed there; the last features are
         summed here."""
-        found = inner(x, *args, **kwargs)
+        result = inner(x, *args, **kwargs)
         if not torch.is_grad_enabled():
-            return found  # type: ignore[no-any-return]
-        first, last = found.split([found.shape[-1] - features, features], dim=-1)
+            return result  # type: ignore[no-any-return]
+        first, last = result.split([result.shape[-1] - features, features], dim=-1)
         return torch.cat([first, sum_gradient(last.contiguous(), self.group)], dim=-1)
 
     def _row(
@@ -261,23 +263,26 @@ class TensorParallelizer:
         if split:
             x = split_features(x, self.group)
         add_up = scatter_tokens if self._sequence else sum_parts
-        found = add_up(inner(x, *args, **kwargs), self.group)
+        result = add_up(inner(x, *args, **kwargs), self.group)
         if linear.bias is not None:
             # Each rank has added the bias. Taking the surplus off without gradient leaves the bias
             # its whole gradient, once.
-            found = found - (self.group.size - 1) * linear.bias.detach().to(found.dtype)
-        return found
+            result = result - (self.group.size - 1) * linear.bias.detach().to(result.dtype)
+        return result
 
     # -- checks
     def _say_dropout(self, modules: Mapping[str, nn.Module]) -> None:
         for parent in {name.rpartition(".")[0] for name in self.plan if name.rpartition(".")[0]}:
             rate = getattr(modules[parent], "attention_dropout", 0.0)
             layers = [
-                one.p
-                for name, one in modules[parent].named_modules()
-                if isinstance(one, nn.Dropout) and "lora_" not in name
+                module.p
+                for name, module in modules[parent].named_modules()
+                if isinstance(module, nn.Dropout) and "lora_" not in name
             ]
-            if any(isinstance(one, float) and one > 0 for one in (rate, *layers)):
+            if any(
+                isinstance(probability, float) and probability > 0
+                for probability in (rate, *layers)
+            ):
                 self.notices.append(
                     (
                         "warning",
@@ -296,7 +301,7 @@ class TensorParallelizer:
             for name, style in self.plan.items()
             if kind_of(style) in (ROW, ROW_SPLIT) and name in modules
         ]
-        return {id(one.bias) for one in rows if one.bias is not None}
+        return {id(layer.bias) for layer in rows if layer.bias is not None}
 
     # -- after backward
     def sum_over_copies(self, gradients: list[tuple[torch.Tensor, int]]) -> None:
@@ -420,9 +425,9 @@ class ShardedDropout(nn.Module):
 
 def _tied_parameters(model: nn.Module) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
-    for name, one in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(one), []).append(name)
-    return {key: found for key, found in names.items() if len(found) > 1}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {key: result for key, result in names.items() if len(result) > 1}
 
 
 def _unwrap(name: str, module: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Linear, nn.Linear]]]:
