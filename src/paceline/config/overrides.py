@@ -109,7 +109,7 @@ def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:
     if equals:
         return key, [inline]
     if not rest or _is_next(rest[0]) or (_is_flag(key) and rest[0].lower() not in _WORDS):
-        if not _is_flag(key) and key != "config" and _known(key):
+        if not _is_flag(key) and key != "config" and _target(key) is not None:
             raise ConfigError(f"`{token}` has no value", fix=f"write {token} VALUE")
         if key == "config":
             raise ConfigError("`--config` names no file", fix="write --config FILE.yaml")
@@ -143,10 +143,6 @@ def _target(key: str) -> str | None:
     return alias.target if alias else None
 
 
-def _known(key: str) -> bool:
-    return _target(key) is not None
-
-
 def _is_flag(key: str) -> bool:
     target = _target(key)
     name = key.removeprefix("train_args.")
@@ -163,15 +159,12 @@ def _is_flag(key: str) -> bool:
     )
 
 
-def _is_list(key: str) -> bool:
-    target = _target(key)
-    return bool(target) and takes(KEYS[str(target)], list)
-
-
 def _takes_several(key: str) -> bool:
     """True for lists, and for keys of other tools, which may take several words (`--loss_scale a
     b`)."""
-    return _is_list(key) or (key not in KEYS and f"train_args.{key}" not in KEYS)
+    if key not in KEYS and f"train_args.{key}" not in KEYS:
+        return True
+    return takes(KEYS[str(_target(key))], list)
 
 
 def _as_file(token: str) -> str:

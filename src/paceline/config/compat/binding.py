@@ -38,7 +38,9 @@ class KeyBinding:
 def bind_key(entry: ConfigEntry) -> KeyBinding:
     """What an entry's key is. Paceline's own keys come first; those of train_args may stand at the
     top level, and those of the top level under train_args."""
-    methods = methods_of(entry.name, entry.value) if _may_be_foreign(entry) else ()
+    # keys of other tools may stand at the top level and under `train_args`
+    is_outside = len(entry.path) == 1 or (len(entry.path) == 2 and entry.section == "train_args")
+    methods = methods_of(entry.name, entry.value) if is_outside else ()
     target = _native(entry)
     if target is not None:
         return KeyBinding(
@@ -46,17 +48,9 @@ def bind_key(entry: ConfigEntry) -> KeyBinding:
         )
     if len(entry.path) <= (2 if entry.section else 1):
         alias = alias_of(entry.section, entry.name)
-        if alias is not None:
-            return KeyBinding(entry, alias=alias, methods=methods)
-        return KeyBinding(
-            entry, ignored=ignored_of(entry.name) or method_setting(entry.name), methods=methods
-        )
+        ignored = None if alias else ignored_of(entry.name) or method_setting(entry.name)
+        return KeyBinding(entry, alias=alias, ignored=ignored, methods=methods)
     return KeyBinding(entry)
-
-
-def _may_be_foreign(entry: ConfigEntry) -> bool:
-    """Keys of other tools are taken at the top level and under `train_args`."""
-    return len(entry.path) == 1 or (len(entry.path) == 2 and entry.section == "train_args")
 
 
 def _native(entry: ConfigEntry) -> str | None:

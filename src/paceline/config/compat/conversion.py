@@ -1,7 +1,7 @@
 """Values of other tools' keys, turned into Paceline's: each converter takes one value and returns a
 :class:`Conversion`. Those that need no code are in ``values.yaml``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -66,6 +66,10 @@ class Case:
     def fits(self, value: Any) -> bool:
         patterns = self.of.split()
         if not patterns or ("off" in patterns and is_off(value)):
+            return True
+        if isinstance(value, Mapping):
+            return "<mapping>" in patterns
+        if isinstance(value, str) and "<text>" in patterns:
             return True
         text = "null" if value is None else str(value).lower()
         return any(fnmatchcase(text, pattern) for pattern in patterns)

@@ -12,7 +12,6 @@ from paceline.config.compat.conversion import (
     Conversion,
     Convert,
     UnsupportedValue,
-    as_bool,
     by_case,
     info,
     is_off,
@@ -32,80 +31,14 @@ def mode(value: Any) -> Conversion:
     return Conversion({**sets, "_hsdp": True} if is_hsdp(value) else sets)
 
 
-def deepspeed(value: Any) -> Conversion:
-    """`deepspeed`: a file, the mapping itself, or ms-swift's name of a stage."""
-    value = as_bool(value)
-    if is_off(value):
-        return Conversion()
-    if value is True or isinstance(value, str | Mapping):
-        return Conversion({"_deepspeed": value})
-    raise UnsupportedValue(
-        "expected a DeepSpeed JSON or the name of a stage",
-        "write deepspeed: ds_config.json, or deepspeed: zero2",
-    )
-
-
-def deepspeed_config(value: Any) -> Conversion:
-    """Accelerate's `deepspeed_config`."""
-    if is_off(value):
-        return Conversion()
-    return (
-        Conversion({"_deepspeed_config": value}) if isinstance(value, Mapping) else deepspeed(value)
-    )
-
-
 def zero_stage(value: Any) -> Conversion:
     """`accelerate launch --zero_stage`."""
-    return deepspeed(f"zero{value}")
-
-
-def fsdp(value: Any) -> Conversion:
-    """`fsdp` of transformers: words such as ``full_shard auto_wrap offload``, as text or as a
-    list."""
-    value = as_bool(value)
-    return Conversion({"_fsdp": "" if is_off(value) else value})
-
-
-def fsdp_config(value: Any) -> Conversion:
-    if is_off(value):
-        return Conversion()
-    if isinstance(value, str | Mapping):
-        return Conversion({"_fsdp_config": value})
-    raise UnsupportedValue(
-        "expected a mapping, or the path of a JSON file",
-        "write fsdp_config: {reshard_after_forward: true}",
-    )
+    return by_case("deepspeed")(f"zero{value}")
 
 
 def fsdp_setting(name: str) -> Convert:
     """A setting of FSDP that is written as a key of its own: as if it were in `fsdp_config`."""
     return lambda value: Conversion({"_fsdp_setting": {name: value}})
-
-
-_NO_STRATEGY = {
-    "MEGATRON_LM": (
-        "Megatron-LM is not used; tensor and pipeline parallelism are `parallel.tensor` and"
-        " `parallel.pipeline`"
-    ),
-    "XLA": "TPUs are not supported",
-    "TPU": "TPUs are not supported",
-}
-
-
-def distributed_type(value: Any) -> Conversion:
-    """Accelerate's `distributed_type`."""
-    name = (
-        str(value).removeprefix("DistributedType.").upper() if not isinstance(value, bool) else "NO"
-    )
-    if name in _NO_STRATEGY:
-        raise UnsupportedValue(_NO_STRATEGY[name], "remove it, and set `parallel.mode`")
-    if name in ("DEEPSPEED", "FSDP", "TP", "NO") or name.startswith("MULTI_"):
-        sets: dict[str, YamlValue] = {"_distributed_type": name}
-        return Conversion({**sets, "parallel.device": "cpu"} if name == "MULTI_CPU" else sets)
-    raise UnsupportedValue(
-        f"`{value}` is not a distributed type of Accelerate that Paceline knows",
-        "use MULTI_GPU, FSDP, DEEPSPEED or NO",
-    )
 
 
 # -- sizes
