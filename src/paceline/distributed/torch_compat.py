@@ -7,6 +7,7 @@ range, or is replaced by a loop over public functions where that gives the same 
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,21 +28,17 @@ def _find(owner: Any, path: str, default: Any = _MISSING) -> Any:
     Raises:
         ConfigError: this torch has no such attribute, and there is no ``default``.
     """
-    result = owner
-    for name in path.split("."):
-        result = getattr(result, name, _MISSING)
-        if result is _MISSING:
-            break
-    if result is not _MISSING:
-        return result
-    if default is not _MISSING:
-        return default
-    raise ConfigError(
-        f"torch {torch.__version__} has no `{getattr(owner, '__name__', owner)}.{path}`, which"
-        " Paceline uses.",
-        allowed=SUPPORTED,
-        fix=f"run `pip install '{SUPPORTED}'`",
-    )
+    try:
+        return attrgetter(path)(owner)
+    except AttributeError as error:
+        if default is not _MISSING:
+            return default
+        raise ConfigError(
+            f"torch {torch.__version__} has no `{getattr(owner, '__name__', owner)}.{path}`, which"
+            " Paceline uses.",
+            allowed=SUPPORTED,
+            fix=f"run `pip install '{SUPPORTED}'`",
+        ) from error
 
 
 # -- hooks around communication

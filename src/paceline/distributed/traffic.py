@@ -12,7 +12,7 @@ module, not the package, and are no part of a step.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Any
 
@@ -69,39 +69,33 @@ _MUTED = threading.local()
 
 
 @contextmanager
-def uncounted(*collectives: str) -> Iterator[None]:
-    """What this thread sends meanwhile is left out of the count: it is no part of a step's work (a
-    check, a gather for the report). ``collectives``: names in the count; all where none is given.
-    """
-    before = getattr(_MUTED, "on", False)
-    _MUTED.on = frozenset(collectives) or True
+def _muted(setting: str, value: object) -> Iterator[None]:
+    before = getattr(_MUTED, setting, False)
+    setattr(_MUTED, setting, value)
     try:
         yield
     finally:
-        _MUTED.on = before
+        setattr(_MUTED, setting, before)
+
+
+def uncounted(*collectives: str) -> AbstractContextManager[None]:
+    """What this thread sends meanwhile is left out of the count: it is no part of a step's work (a
+    check, a gather for the report). ``collectives``: names in the count; all where none is given.
+    """
+    return _muted("on", frozenset(collectives) or True)
 
 
 @contextmanager
 def inside_collective() -> Iterator[None]:
     """As :func:`uncounted`, for the calls of which a collective of our own consists: the call log
     has the collective itself."""
-    _MUTED.nested = True
-    try:
-        with uncounted():
-            yield
-    finally:
-        _MUTED.nested = False
-
-
-@contextmanager
-def counted_again() -> Iterator[None]:
-    """Within :func:`uncounted`, a stretch that is counted after all."""
-    before = getattr(_MUTED, "on", False)
-    _MUTED.on = False
-    try:
+    with _muted("nested", True), uncounted():
         yield
-    finally:
-        _MUTED.on = before
+
+
+def counted_again() -> AbstractContextManager[None]:
+    """Within :func:`uncounted`, a stretch that is counted after all."""
+    return _muted("on", False)
 
 
 #: What a function sends, from its arguments.
