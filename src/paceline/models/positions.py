@@ -98,9 +98,12 @@ def fit_length(loaded: Loaded) -> Loaded:
     if limit is None or args.max_length <= limit.tokens:
         return loaded
     if not limit.is_fixed:
-        return replace(
-            loaded, notices=[*loaded.notices, ("warning", _beyond_trained(config, limit))]
+        text = (
+            f"train_args.max_length: {args.max_length} is beyond the {limit.tokens} tokens of the"
+            f" model's `{limit.key}`. The model has no fixed limit, so longer samples are trained"
+            " on as they are"
         )
+        return replace(loaded, notices=[*loaded.notices, ("warning", text)])
     if "max_length" in args.model_fields_set:
         raise _too_long(config, limit)
     lowered = args.model_copy(update={"max_length": limit.tokens})
@@ -139,12 +142,4 @@ def _too_long(config: Config, limit: PositionLimit) -> ConfigError:
             f"set `train_args.max_length: {limit.tokens}`; what happens to longer samples is set by"
             " `train_args.overlong`"
         ),
-    )
-
-
-def _beyond_trained(config: Config, limit: PositionLimit) -> str:
-    return (
-        f"train_args.max_length: {config.train_args.max_length} is beyond the {limit.tokens} tokens"
-        f" of the model's `{limit.key}`. The model has no fixed limit, so longer samples are"
-        " trained on as they are"
     )

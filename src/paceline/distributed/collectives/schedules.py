@@ -160,7 +160,7 @@ def _tree(size: int, numel: int) -> _Rounds:
 
 
 def _halving(size: int, numel: int) -> _Rounds:
-    core = _power_below(size)
+    core = 1 << (size.bit_length() - 1)  # the largest power of two that is not above `size`
     extra = range(core, size)
     rounds: _Rounds = [("fold", 0, [Send(rank, rank - core, 0, 0, numel, True) for rank in extra])]
 
@@ -222,8 +222,3 @@ def _turned(send: Send, root: int, size: int) -> Send:
 def _powers(size: int) -> list[int]:
     """1, 2, 4 … below ``size``."""
     return [1 << power for power in range(size.bit_length()) if 1 << power < size]
-
-
-def _power_below(size: int) -> int:
-    """The largest power of two that is not above ``size``."""
-    return 1 << (size.bit_length() - 1)
