@@ -18,6 +18,7 @@ from pathlib import Path
 from paceline.core.errors import ConfigError, unknown_name
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once
+from paceline.data.sources.rows import Row
 
 _LAYOUT = 2
 _ANSWER_CHARS = 600
@@ -107,7 +108,7 @@ def _write(name: str, path: Path) -> None:
             handle.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def python_docs() -> Iterator[dict[str, object]]:
+def python_docs() -> Iterator[Row]:
     """One chat of a question and its answer for each documented public function, method, class and
     module."""
     seen: set[str] = set()
@@ -131,7 +132,7 @@ def python_docs() -> Iterator[dict[str, object]]:
             }
 
 
-def python_source() -> Iterator[dict[str, str]]:
+def python_source() -> Iterator[Row]:
     """Documents of plain text: the sources of the top-level modules, cut between top-level
     statements."""
     for _, path in stdlib_modules(packages=False):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import codecs
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -25,6 +25,7 @@ from paceline.data.sources.opening import (
     read_text,
     text_lines,
 )
+from paceline.data.sources.rows import Row
 
 Numbered = Iterator[tuple[int, Any]]
 
@@ -263,27 +264,29 @@ def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[
             f"`{path}` holds a single {type(value).__name__}",
             allowed="a list of objects, or an object that holds one",
         )
-    lists = {key: one for key, one in value.items() if isinstance(one, list)}
+    lists = {key: column for key, column in value.items() if isinstance(column, list)}
     if {"messages", "conversations"} & set(lists):
         return [value]
     splits = {
-        key: one
-        for key, one in value.items()
-        if split_name(key) is not None and isinstance(one, list | dict)
+        key: rows
+        for key, rows in value.items()
+        if split_name(key) is not None and isinstance(rows, list | dict)
     }
     if split in lists or (splits and len(splits) == len(value)):
         return _rows_of_split(value, lists if split in lists else splits, path, split, notices)
     if not lists:
         return [value]
     of_objects = {
-        key: one for key, one in lists.items() if one and all(isinstance(row, dict) for row in one)
+        key: rows
+        for key, rows in lists.items()
+        if rows and all(isinstance(row, dict) for row in rows)
     }
     if len(of_objects) == 1:
         return next(iter(of_objects.values()))
     if (
         not of_objects
         and len(lists) == len(value)
-        and len({len(one) for one in lists.values()}) == 1
+        and len({len(column) for column in lists.values()}) == 1
         and len(lists) > 1
     ):
         return [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
@@ -297,7 +300,7 @@ def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[
 
 
 def _rows_of_split(
-    value: dict[str, Any], splits: dict[str, Any], path: Path, split: str, notices: list[Notice]
+    value: Row, splits: Mapping[str, list[Any] | Row], path: Path, split: str, notices: list[Notice]
 ) -> list[Any]:
     """The rows of the split asked for, of an object of splits; the others are reported."""
     wanted = [key for key in splits if key == split] or [
@@ -310,9 +313,9 @@ def _rows_of_split(
         )
     name = (wanted or list(splits))[0]
     others = [
-        f"{key} ({_length(one):,} rows)"
-        for key, one in value.items()
-        if key != name and isinstance(one, list | dict)
+        f"{key} ({_length(rows):,} rows)"
+        for key, rows in value.items()
+        if key != name and isinstance(rows, list | dict)
     ]
     if others or not wanted:
         text = f"{path}: split `{name}` is used" + (
@@ -379,7 +382,7 @@ def _arrow(path: Path, position: Position) -> Numbered:
                 )
             except pa.ArrowInvalid:
                 file = pa.ipc.open_file(source)
-                batches = (file.get_batch(one) for one in range(file.num_record_batches))
+                batches = (file.get_batch(number) for number in range(file.num_record_batches))
                 position.follow(lambda: current / max(1, file.num_record_batches))
             number = current = 0
             for current, batch in enumerate(batches, 1):  # noqa: B007

@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.events import DataFigures
 from paceline.data.progress import Progress
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import ResolvedSource
@@ -38,6 +39,17 @@ _COLUMNS_FIX = (
 )
 
 
+class EntryMeta(TypedDict):
+    """What the meta file of an entry says."""
+
+    samples: int
+    tokens: int
+    label_tokens: int
+    pad_token_id: int
+    counts: DataFigures
+    notices: list[tuple[str, str]]
+
+
 def build_entry(
     folder: Path,
     sources: list[ResolvedSource],
@@ -46,7 +58,7 @@ def build_entry(
     tokenizer_folder: Path,
     template: AskedTemplate,
     workers: int | None = None,
-) -> dict[str, Any]:
+) -> EntryMeta:
     """Tokenise ``sources`` into ``folder``; the returned value says what is in it (counts, notices,
     pad token).
 
@@ -69,13 +81,15 @@ def build_entry(
             is_sent,
             text,
             for_tools,
-            tuple(one.given for one in sources),
+            tuple(source.given for source in sources),
         )
-        results = [_SourceResult(one, converter_of(one, encoder, config)) for one in sources]
+        results = [
+            _SourceResult(source, converter_of(source, encoder, config)) for source in sources
+        ]
         chunks = (
             chunk
-            for number, one in enumerate(sources)
-            for chunk in chunks_of(number, one, config.train_args.seed)
+            for number, source in enumerate(sources)
+            for chunk in chunks_of(number, source, config.train_args.seed)
         )
         encoded = started.encode(chunks, setup, encoder)
         writer = TokenWriter(folder)
@@ -144,24 +158,24 @@ def _described(
     encoder: Encoder,
     config: Config,
     pad_token_id: int,
-) -> dict[str, Any]:
+) -> EntryMeta:
     """What the entry's meta file says."""
     total = RowCounts()
     formats: Counter[str] = Counter()
-    for one in results:
+    for result in results:
         if len(results) > 1:
             notices.append(
                 (
                     "info",
                     (
-                        f"{one.source.label}: {one.account.read:,} rows read, {one.account.kept:,}"
-                        " kept"
+                        f"{result.source.label}: {result.account.read:,} rows read,"
+                        f" {result.account.kept:,} kept"
                     ),
                 )
             )
-        total.add(one.account)
-        notices += _about_columns(one.source, one.converter)
-        formats.update(one.converter.seen)
+        total.add(result.account)
+        notices += _about_columns(result.source, result.converter)
+        formats.update(result.converter.seen)
     notices += _about_rows(total, encoder, formats, config)
     return {
         "samples": len(writer.lengths),
@@ -371,5 +385,6 @@ def _about_rows(
             ),
         ),
     ]
-    said = [("warning", *one) for one in warnings] + [("info", *one) for one in infos]
-    return [(level, text) for level, is_so, text in said if is_so]
+    return [("warning", text) for applies, text in warnings if applies] + [
+        ("info", text) for applies, text in infos if applies
+    ]

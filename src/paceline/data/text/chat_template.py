@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.core.errors import ConfigError
-from paceline.data.text.messages import Message
-from paceline.data.text.tool_calls import with_arguments_as_text, with_short_ids
+from paceline.data.sources.rows import Row
+from paceline.data.text.tool_calls import Message, with_arguments_as_text, with_short_ids
 
 Span = tuple[int, int]
-Tools = list[dict[str, Any]] | None
+Tools = list[Row] | None
 
 # Unicode noncharacters: no text holds them, so they can stand for the ends of a {% generation %}
 # block while rendering.
@@ -76,7 +76,10 @@ class ChatTemplate:
         if self._for_tools is None:
             return self
         needs: set[str] = {
-            key for one in messages for key in ("tool_calls", "reasoning_content") if key in one
+            key
+            for message in messages
+            for key in ("tool_calls", "reasoning_content")
+            if key in message
         }
         needs |= {"tools"} if tools else set()
         return self._for_tools if needs - self._words else self
@@ -120,7 +123,7 @@ class ChatTemplate:
             None,
             with_short_ids,
             with_arguments_as_text,
-            lambda given: with_arguments_as_text(with_short_ids(given)),
+            lambda chat: with_arguments_as_text(with_short_ids(chat)),
         ):
             changed = messages if change is None else change(messages)
             try:
@@ -153,15 +156,16 @@ class ChatTemplate:
         if (template := self.chosen(messages, tools)) is not self:
             return template.answers(messages, tools, off)
         has_calls = has_marks = False
-        for one in messages:
-            has_calls = has_calls or "tool_calls" in one
-            has_marks = has_marks or _OPEN in one["content"] or _CLOSE in one["content"]
+        for message in messages:
+            content = message["content"]
+            has_calls = has_calls or "tool_calls" in message
+            has_marks = has_marks or _OPEN in content or _CLOSE in content
         if has_calls:
             messages = self._accepted(messages, tools)
         if self._marked and not has_marks:
             raw = self._raw(messages, False, tools)
             if _OPEN in raw:
-                num_answers = sum(one["role"] == "assistant" for one in messages)
+                num_answers = sum(message["role"] == "assistant" for message in messages)
                 rendered = _from_marks(raw, self._variables["eos_token"], num_answers)
                 if not off:
                     return rendered
@@ -187,7 +191,9 @@ class ChatTemplate:
     def _owners(self, messages: list[Message], tools: Tools, raw: str) -> list[int] | None:
         """For every marked part of ``raw`` that is not empty, the index of its message; None where
         that cannot be told."""
-        answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
+        answers = [
+            index for index, message in enumerate(messages) if message["role"] == "assistant"
+        ]
         number = _num_marked(raw)
         if number == len(answers):
             return answers

@@ -13,6 +13,7 @@ import numpy as np
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
+from paceline.core.events import DataFigures
 from paceline.data.sources.readers import DOCUMENT, LineBlock
 from paceline.data.sources.resolve import Place, ResolvedSource, rows_of_block
 from paceline.data.sources.rows import MalformedRow, Unsupported
@@ -44,7 +45,9 @@ class RowCounts:
         for name in ("read", "kept", "truncated", "documents_cut", "lone_tokens", "excluded_turns"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         lengths = [
-            one.shortest_overlong for one in (self, other) if one.shortest_overlong is not None
+            counts.shortest_overlong
+            for counts in (self, other)
+            if counts.shortest_overlong is not None
         ]
         self.shortest_overlong = min(lengths) if lengths else None
         self.dropped.update(other.dropped)
@@ -54,14 +57,14 @@ class RowCounts:
         self.dropped[reason] += 1
         self.first.setdefault(reason, place)
 
-    def counts(self) -> dict[str, Any]:
-        out = {
+    def counts(self) -> DataFigures:
+        return {
             "read": self.read,
             "kept": self.kept,
             "truncated": self.truncated,
             "dropped": dict(self.dropped),
+            "excluded_turns": self.excluded_turns,
         }
-        return {**out, "excluded_turns": self.excluded_turns}
 
 
 @dataclass

@@ -1,18 +1,16 @@
 """From a row, whatever its columns, to a chat, a prompt with its completion, or text."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.sources.readers import DOCUMENT
-from paceline.data.sources.rows import MalformedRow, Unsupported, holds_nothing, is_missing
+from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
+from paceline.data.text.chat_template import ChatTemplate
 from paceline.data.text.messages import (
     Chat,
-    Message,
     MessageReader,
     earlier_turns,
     read_optional_text,
@@ -31,10 +29,7 @@ from paceline.data.text.refused_rows import (
     check_text,
     check_without_format,
 )
-from paceline.data.text.tool_calls import read_tools
-
-if TYPE_CHECKING:
-    from paceline.data.text.chat_template import ChatTemplate
+from paceline.data.text.tool_calls import Message, read_tools
 
 
 @dataclass
@@ -54,7 +49,7 @@ class Sample:
     text: str | None = None
     is_document: bool = False
     left_off: int = 0
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Row] | None = None
     off: frozenset[int] = frozenset()
 
 
@@ -91,7 +86,7 @@ _EXPECTED = {
     *_INPUT,
     *_ANSWER,
     *_TEXT,
-    *(one for pair in _PAIRS for one in pair),
+    *(name for pair in _PAIRS for name in pair),
     *MUST_BE_USED,
     *MEDIA,
     *LABELS,
@@ -100,7 +95,7 @@ _EXPECTED = {
 }
 
 
-def find_format(columns: Mapping[str, Any], pretrain: bool = False) -> str | None:
+def find_format(columns: Row, pretrain: bool = False) -> str | None:
     """The format that a row's columns fit, or None. Where several fit: chats, alpaca, prompt and
     completion, text; for pretraining text comes first."""
     names = set(columns)
@@ -119,7 +114,7 @@ def find_format(columns: Mapping[str, Any], pretrain: bool = False) -> str | Non
     return "text" if names & set(_TEXT) else None
 
 
-def fits_as(columns: Mapping[str, Any]) -> list[str]:
+def fits_as(columns: Row) -> list[str]:
     """All formats whose columns these are, for a message."""
     names = set(columns)
     fitting = {
@@ -129,7 +124,7 @@ def fits_as(columns: Mapping[str, Any]) -> list[str]:
     }
     chats = [find_format({key: columns[key]}) for key in _CHAT if key in names]
     return [
-        *dict.fromkeys(one for one in chats if one),
+        *dict.fromkeys(chat for chat in chats if chat),
         *(name for name, fits in fitting.items() if fits),
     ]
 
@@ -257,7 +252,7 @@ class RowConverter:
         return sample
 
     # -- columns
-    def _renamed(self, row: dict[str, Any]) -> dict[str, Any]:
+    def _renamed(self, row: Row) -> Row:
         """The row under the expected names; an optional column that is read under another name is
         not read under its own."""
         if not self.columns and not self.ignore_columns:
@@ -290,7 +285,7 @@ class RowConverter:
         )
         return watched
 
-    def _kind(self, row: dict[str, Any], watched: _Watched) -> str | None:
+    def _kind(self, row: Row, watched: _Watched) -> str | None:
         """The format of the columns that hold something, or None."""
         if self.named != "auto":
             return self.named if self._fits(row, self.named) else None
@@ -300,11 +295,11 @@ class RowConverter:
             return watched.kind
         return find_format(row, self.pretrain)
 
-    def _fits(self, row: dict[str, Any], kind: str) -> bool:
+    def _fits(self, row: Row, kind: str) -> bool:
         fitting = fits_as(row)
         return kind in fitting or (kind in ("messages", "sharegpt") and bool(set(row) & set(_CHAT)))
 
-    def _check(self, row: dict[str, Any], watched: _Watched, kind: str | None) -> None:
+    def _check(self, row: Row, watched: _Watched, kind: str | None) -> None:
         """Refuse what another kind of training is for."""
         if watched.rejected:
             check_pairs(row, watched.rejected, kind is not None)
@@ -322,7 +317,7 @@ class RowConverter:
 
     def _account(
         self,
-        row: dict[str, Any],
+        row: Row,
         names: tuple[str, ...],
         watched: _Watched,
         sample: Sample,
@@ -381,7 +376,7 @@ class RowConverter:
         return not self.pretrain if self.template is None else self.template.uses(name)
 
     # -- formats
-    def _pair(self, row: dict[str, Any]) -> tuple[Sample, tuple[str, ...]]:
+    def _pair(self, row: Row) -> tuple[Sample, tuple[str, ...]]:
         pairs = [pair for pair in _PAIRS if pair[0] in row and pair[1] in row]
         prompt_key, answer_key = next(
             (pair for pair in pairs if row[pair[0]] is not None and row[pair[1]] is not None),
@@ -410,12 +405,12 @@ class RowConverter:
             return self._chat(chat, row), used
         return Sample(pair=pair), used
 
-    def _check_prompts(self, row: dict[str, Any], keys: tuple[str, ...]) -> None:
+    def _check_prompts(self, row: Row, keys: tuple[str, ...]) -> None:
         for key in keys:
             if isinstance(value := row.get(key), str) and "<" in value and not self._reads_media:
                 check_text(value)
 
-    def _reasoning(self, row: dict[str, Any], chat: Chat) -> None:
+    def _reasoning(self, row: Row, chat: Chat) -> None:
         if "reasoning_content" not in row:
             return
         thoughts = row["reasoning_content"]
@@ -429,7 +424,7 @@ class RowConverter:
             raise MalformedRow("reasoning_content is not text")
         chat.messages[-1]["reasoning_content"] = chat.messages[-1]["thinking"] = thoughts
 
-    def _turns(self, row: dict[str, Any], key: str) -> Chat:
+    def _turns(self, row: Row, key: str) -> Chat:
         turns = unpack_list(row[key])
         if is_missing(turns):
             raise MalformedRow("no messages")
@@ -437,19 +432,22 @@ class RowConverter:
             raise MalformedRow("messages are no list")
         return self._read(turns)
 
-    def _chat(self, chat: Chat, row: dict[str, Any]) -> Sample:
+    def _chat(self, chat: Chat, row: Row) -> Sample:
         messages = chat.messages
         last = max(
-            (index for index, one in enumerate(messages) if one["role"] == "assistant"), default=-1
+            (index for index, message in enumerate(messages) if message["role"] == "assistant"),
+            default=-1,
         )
         if last < 0:
             raise MalformedRow("no assistant turn")
         used = messages[: last + 1]
-        for one in used:
-            if not one["content"].strip() and (
-                one["role"] == "user" or (one["role"] == "assistant" and "tool_calls" not in one)
-            ):
-                raise MalformedRow("empty answer" if one["role"] == "assistant" else "empty prompt")
+        for message in used:
+            if message["content"].strip():
+                continue
+            if message["role"] == "user":
+                raise MalformedRow("empty prompt")
+            if message["role"] == "assistant" and "tool_calls" not in message:
+                raise MalformedRow("empty answer")
         if chat.off and self.pretrain:
             raise Unsupported(
                 "the messages switch the loss of some turns off, and `task: pretrain` trains on"
@@ -472,7 +470,7 @@ def as_chat(sample: Sample, system: str | None) -> list[Message]:
     """A prompt and its completion as a chat of two turns, the system message before them where
     there is one."""
     assert sample.pair is not None
-    start = [{"role": "system", "content": system}] if system else []
+    start: list[Message] = [{"role": "system", "content": system}] if system else []
     return [
         *start,
         {"role": "user", "content": sample.pair[0]},
@@ -480,17 +478,17 @@ def as_chat(sample: Sample, system: str | None) -> list[Message]:
     ]
 
 
-def _chat_column(row: dict[str, Any], there: tuple[str, ...]) -> str:
+def _chat_column(row: Row, there: tuple[str, ...]) -> str:
     if len(there) == 1:
         return there[0]
     return next((name for name in there if isinstance(unpack_list(row[name]), list)), there[0])
 
 
-def _alpaca(row: dict[str, Any]) -> list[Message]:
+def _alpaca(row: Row) -> list[Message]:
     instruction = read_optional_text(row, ("instruction",)) or ""
-    more = read_optional_text(row, _INPUT) or ""
+    context = read_optional_text(row, _INPUT) or ""
     answer = read_text(row, _ANSWER, "answer")
-    question = "\n".join(one for one in (instruction, more) if one.strip())
+    question = "\n".join(part for part in (instruction, context) if part.strip())
     if not question:
         raise MalformedRow("empty prompt")
     return [

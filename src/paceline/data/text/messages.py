@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.config.chat_names import CALL, ROLES, STANDARD_ROLES
 from paceline.core.errors import ConfigError
-from paceline.data.sources.rows import MalformedRow, Unsupported, holds_nothing, is_missing
+from paceline.data.sources.rows import MalformedRow, Row, Unsupported, holds_nothing, is_missing
 from paceline.data.text.refused_rows import (
     MEDIA,
     TEXT_PARTS,
@@ -18,9 +18,7 @@ from paceline.data.text.refused_rows import (
     other_part,
     two_outputs,
 )
-from paceline.data.text.tool_calls import name_calls, read_calls
-
-Message = dict[str, Any]
+from paceline.data.text.tool_calls import Message, name_calls, read_calls
 
 #: Keys of a message by which the data switches the loss on a turn on or off.
 _SWITCHES = ("weight", "loss", "train", "training", "trainable", "loss_weight", "loss_scale")
@@ -155,9 +153,7 @@ class MessageReader:
         self._shapes[keys] = shape
         return shape
 
-    def _message(
-        self, turn: dict[str, Any], extra: tuple[str, ...]
-    ) -> tuple[Message, bool | None, bool]:
+    def _message(self, turn: Row, extra: tuple[str, ...]) -> tuple[Message, bool | None, bool]:
         """(message, what the data says about its loss, whether the turn is a tool call alone)."""
         spelled = _first(turn, self._role_keys)
         role = self._roles.get(spelled.lower()) if isinstance(spelled, str) else None
@@ -210,8 +206,10 @@ class MessageReader:
             if isinstance(value, str):
                 self._need("reasoning_content", key)
                 message["reasoning_content"] = message["thinking"] = value
-        elif name in ("name", "tool_call_id"):
-            message[name] = value
+        elif name == "name":
+            message["name"] = value
+        elif name == "tool_call_id":
+            message["tool_call_id"] = value
         elif name in MEDIA:
             check_column(key, value)
         elif not holds_nothing(value):
@@ -228,7 +226,7 @@ class MessageReader:
             raise template_lacks(name, key)
 
     # -- turns of a question with its answer
-    def _add_exchange(self, turn: dict[str, Any], chat: Chat) -> None:
+    def _add_exchange(self, turn: Row, chat: Chat) -> None:
         for keys, role in ((_ASKS, "user"), (_ANSWERS, "assistant")):
             text = _first(turn, keys)
             if not isinstance(text, str) and not is_missing(text):
@@ -238,7 +236,7 @@ class MessageReader:
             chat.messages.append({"role": role, "content": "" if is_missing(text) else text})
 
 
-def _first(turn: dict[str, Any], keys: tuple[str, ...]) -> Any:
+def _first(turn: Row, keys: tuple[str, ...]) -> Any:
     for key in keys:
         value = turn.get(key)
         if value is not None:
@@ -320,7 +318,7 @@ def role_names(roles: Mapping[str, str | list[str]], label: str) -> dict[str, st
     return out
 
 
-def earlier_turns(row: dict[str, Any]) -> list[Message]:
+def earlier_turns(row: Row) -> list[Message]:
     """Earlier turns: a list of (question, answer), or of messages."""
     if "history" not in row:
         return []
@@ -336,7 +334,7 @@ def earlier_turns(row: dict[str, Any]) -> list[Message]:
         elif (
             isinstance(turn, list | tuple)
             and len(turn) == 2
-            and all(isinstance(one, str) for one in turn)
+            and all(isinstance(text, str) for text in turn)
         ):
             messages += [
                 {"role": "user", "content": turn[0]},
@@ -357,7 +355,7 @@ def unpack_list(value: Any) -> Any:
     return value
 
 
-def read_text(row: dict[str, Any], keys: tuple[str, ...], what: str) -> str:
+def read_text(row: Row, keys: tuple[str, ...], what: str) -> str:
     """The first of the columns that is there, as text; a number counts as its digits."""
     key = next((key for key in keys if key in row and not is_missing(row[key])), None)
     if key is None:
@@ -370,7 +368,7 @@ def read_text(row: dict[str, Any], keys: tuple[str, ...], what: str) -> str:
             what == "answer"
             and isinstance(value, list)
             and len(value) == 2
-            and all(isinstance(one, str) for one in value)
+            and all(isinstance(text, str) for text in value)
         ):
             raise two_outputs(key)
         raise MalformedRow(f"{what} is not text")
@@ -379,7 +377,7 @@ def read_text(row: dict[str, Any], keys: tuple[str, ...], what: str) -> str:
     return value
 
 
-def read_optional_text(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
+def read_optional_text(row: Row, keys: tuple[str, ...]) -> str | None:
     value = next((row[key] for key in keys if not is_missing(row.get(key))), None)
     if value is None:
         return None

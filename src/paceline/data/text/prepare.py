@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from paceline.data.counts import DataCounts
 from paceline.data.sources.resolve import open_source
 from paceline.data.text.templates import asked_template
 from paceline.data.text.tokenizer import find_tokenizer, tokenizer_fingerprint
+
+if TYPE_CHECKING:
+    from paceline.data.text.build import EntryMeta
 
 Notice = tuple[str, str]
 TextTask = Literal["sft", "pretrain"]
@@ -186,7 +189,10 @@ def split_notice(held_out: int, total: int, ratio: float, noun: str = "sample") 
 
 
 class _Entry:
-    """The tokens of the training or of the validation sources, in the cache."""
+    """The tokens of the training or of the validation sources, in the cache. ``meta`` is there when
+    they are built."""
+
+    meta: "EntryMeta"
 
     def __init__(self, config: Config, task: TextTask, tokenizer: Path, validation: bool) -> None:
         self.config, self.task, self.tokenizer, self.validation = (
@@ -224,12 +230,11 @@ class _Entry:
             }
         )
         self.folder = cache_dir() / "tokens" / key
-        self.meta: dict[str, Any] = {}
         self.notices: list[Notice] = []
 
     def build(self) -> None:
         started = time.perf_counter()
-        found = [notice for source in self.sources for notice in source.notices]
+        source_notices = [notice for source in self.sources for notice in source.notices]
         is_new = build_once(self.folder, _META, self._fill)
         self.meta = json.loads((self.folder / _META).read_text(encoding="utf-8"))
         what = "validation data" if self.validation else "data"
@@ -240,8 +245,8 @@ class _Entry:
             else "tokenised data from the cache"
         )
         self.notices = [
-            *found,
-            *map(tuple, self.meta["notices"]),
+            *source_notices,
+            *((level, text) for level, text in self.meta["notices"]),
             ("info", f"{what}: {size}; {took}"),
         ]
 
@@ -267,7 +272,14 @@ class _Entry:
 
     @property
     def counts(self) -> DataCounts:
-        return DataCounts(**self.meta["counts"])
+        figures = self.meta["counts"]
+        return DataCounts(
+            figures["read"],
+            figures["kept"],
+            figures["truncated"] or 0,
+            figures["dropped"],
+            figures["excluded_turns"],
+        )
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, label tokens) of each sample, int64 [num_samples]."""

@@ -6,6 +6,7 @@ content and end of turn. Their formats are those that the model families documen
 """
 
 import json
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,8 +22,8 @@ from paceline.config.chat_names import (
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
-from paceline.data.text.messages import Message
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
+from paceline.data.text.tool_calls import Message
 
 Notice = tuple[str, str]
 
@@ -237,7 +238,9 @@ FORMATS: dict[str, Format] = {
 def template_source(name: str) -> str:
     """The Jinja source of a named template."""
     form = FORMATS[name]
-    default = _text(form.system, form.default_system) if form.default_system else ""
+    default = ""
+    if form.default_system:
+        default = _expression(form.system, json.dumps(form.default_system, ensure_ascii=False))
     user = _expression(form.user, "held.system + message['content']")
     before = (
         f"{{% if held.turns > 0 %}}{{{{ {_expression(form.before_user)} }}}}{{% endif %}}"
@@ -283,21 +286,11 @@ def _expression(text: str, content: str = "message['content']") -> str:
     """A format as a Jinja expression: literals joined with the content and the tokenizer's
     tokens."""
     variables = {"{}": content, BOS: "bos_token", EOS: "eos_token"}
-    parts, rest = [], text
-    while rest:
-        found = min(
-            ((rest.find(mark), mark) for mark in variables if mark in rest), default=(len(rest), "")
-        )
-        if found[0]:
-            parts.append(json.dumps(rest[: found[0]], ensure_ascii=False))
-        if found[1]:
-            parts.append(variables[found[1]])
-        rest = rest[found[0] + len(found[1]) :]
-    return " + ".join(parts) or "''"
-
-
-def _text(text: str, content: str) -> str:
-    return _expression(text, json.dumps(content, ensure_ascii=False))
+    parts = [part for part in re.split(f"({'|'.join(map(re.escape, variables))})", text) if part]
+    return (
+        " + ".join(variables.get(part) or json.dumps(part, ensure_ascii=False) for part in parts)
+        or "''"
+    )
 
 
 # -- the choice

@@ -3,12 +3,42 @@ templates expect them."""
 
 import ast
 import json
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
-from paceline.data.sources.rows import MalformedRow, holds_nothing, without_nulls
+from pydantic import JsonValue
+
+from paceline.data.sources.rows import MalformedRow, Row, holds_nothing, without_nulls
 
 
-class Arguments(dict[str, Any]):
+class CalledFunction(TypedDict):
+    """``arguments``: a mapping, or the text of a tool that takes plain text."""
+
+    name: str
+    arguments: JsonValue
+
+
+class ToolCall(TypedDict):
+    """A call as chat templates expect it."""
+
+    type: str
+    function: CalledFunction
+    id: NotRequired[str]
+
+
+class Message(TypedDict, total=False):
+    """One turn of a chat, which always has a role and a content. ``thinking`` is the reasoning
+    under its other name."""
+
+    role: str
+    content: str
+    name: JsonValue
+    tool_calls: list[ToolCall]
+    tool_call_id: JsonValue
+    reasoning_content: str
+    thinking: str
+
+
+class Arguments(Row):
     """Arguments of a call: a mapping that prints as JSON, for templates that write them without
     ``tojson``."""
 
@@ -18,7 +48,7 @@ class Arguments(dict[str, Any]):
     __repr__ = __str__
 
 
-def read_tools(value: Any) -> list[dict[str, Any]]:
+def read_tools(value: JsonValue) -> list[Row]:
     """The tools of a row, each as ``{"type": "function", "function": {...}}``.
 
     Args:
@@ -37,22 +67,14 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
         if not isinstance(tool, dict):
             raise MalformedRow("tools that are not a list of mappings")
         tool = without_nulls(tool)
-        tools.append(
-            tool
-            if "function" in tool or tool.get("type", "function") != "function"
-            else _as_function(tool)
-        )
+        if "function" not in tool and tool.get("type", "function") == "function":
+            function = {key: value for key, value in tool.items() if key != "type"}
+            tool = {"type": "function", "function": function}
+        tools.append(tool)
     return tools
 
 
-def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "type": "function",
-        "function": {key: value for key, value in tool.items() if key != "type"},
-    }
-
-
-def read_calls(value: Any) -> list[dict[str, Any]]:
+def read_calls(value: JsonValue) -> list[ToolCall]:
     """The calls of one turn, each as ``{"type": "function", "function": {"name", "arguments"}}``
     with its ``id`` if any.
 
@@ -69,18 +91,20 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
         call = _json(item, "a tool call that is not valid JSON") if isinstance(item, str) else item
         if not isinstance(call, dict):
             raise MalformedRow("a tool call that is not a mapping")
-        function = call["function"] if isinstance(call.get("function"), dict) else call
+        nested = call.get("function")
+        function = nested if isinstance(nested, dict) else call
         name = function.get("name")
         if not isinstance(name, str) or not name:
             raise MalformedRow("a tool call without a name")
         arguments = function.get("arguments", function.get("parameters"))
-        read: dict[str, Any] = {
+        tool_call: ToolCall = {
             "type": "function",
             "function": {"name": name, "arguments": _arguments(arguments)},
         }
-        if isinstance(call.get("id"), str) and call["id"]:
-            read["id"] = call["id"]
-        calls.append(read)
+        identifier = call.get("id")
+        if isinstance(identifier, str) and identifier:
+            tool_call["id"] = identifier
+        calls.append(tool_call)
     return calls
 
 
@@ -118,7 +142,7 @@ def _json(text: str, reason: str) -> Any:
         raise MalformedRow(reason) from None
 
 
-def name_calls(messages: list[dict[str, Any]]) -> None:
+def name_calls(messages: list[Message]) -> None:
     """Give every call without an ``id`` one of nine letters and digits, and the tool messages that
     follow the ids of their calls: some templates require them."""
     number = 0
@@ -135,28 +159,29 @@ def name_calls(messages: list[dict[str, Any]]) -> None:
             message.setdefault("tool_call_id", identifier)
 
 
-def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_short_ids(messages: list[Message]) -> list[Message]:
     """The messages with ids of nine letters and digits, which Mistral's templates insist on."""
     short: dict[str, str] = {}
     out = []
     for message in messages:
-        message = dict(message)
+        message = message.copy()
         if message.get("tool_calls"):
             message["tool_calls"] = [
                 {**call, "id": short.setdefault(call.get("id", ""), f"call{len(short):05d}")}
                 for call in message["tool_calls"]
             ]
-        if "tool_call_id" in message:
-            message["tool_call_id"] = short.get(message["tool_call_id"], message["tool_call_id"])
+        identifier = message.get("tool_call_id")
+        if isinstance(identifier, str):
+            message["tool_call_id"] = short.get(identifier, identifier)
         out.append(message)
     return out
 
 
-def with_arguments_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_arguments_as_text(messages: list[Message]) -> list[Message]:
     """The messages with the arguments of each call as JSON text, as templates that concatenate them
     expect."""
 
-    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+    def as_text(call: ToolCall) -> ToolCall:
         function = call["function"]
         arguments = function["arguments"]
         text = (

@@ -1,0 +1,135 @@
+"""The cache of tokens: hits, keys, and processes that come at once or are killed."""
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from prepared_tokens import (
+    CHATS,
+    MODEL,
+    PAIRS,
+    fails,
+    prepare,
+    save,
+    train_set,
+)
+
+from paceline.core.files import cache_dir
+
+
+def test_a_broken_line_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(PAIRS[0]) + "\n{broken\n")
+    before = sorted((cache_dir() / "tokens").glob("*"))
+    assert f"line 2 of `{path}`" in fails(str(path))
+    assert sorted((cache_dir() / "tokens").glob("*")) == before
+
+
+# -- validation
+
+
+def test_a_hit_is_the_same_and_imports_nothing_heavy(tmp_path: Path) -> None:
+    data = save(tmp_path / "a.jsonl", [*CHATS, {"foo": 1}])
+    first = prepare(data)
+    second = prepare(data)
+    assert first.train_folder == second.train_folder
+    assert first.counts == second.counts
+    assert "tokenised in" in first.notices[-1][1]
+    assert "tokenised data from the cache" in second.notices[-1][1]
+    assert first.notices[:-1] == second.notices[:-1]
+    code = (
+        "import sys; from paceline.config.schema import Config; from paceline.data.text.prepare"
+        f" import prepare_tokens; from paceline.models.builtin import resolve_model\n"
+        f"t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft', resolve_model)\n"
+        "assert 'from the cache' in t.notices[-1][1]; print({'torch', 'transformers',"
+        " 'datasets', 'tokenizers', 'jinja2', 'pyarrow'} & set(sys.modules))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout.strip()
+        == "set()"
+    )
+
+
+def test_the_key_follows_all_that_changes_the_tokens(tmp_path: Path, bare_tokenizer: str) -> None:
+    data = save(tmp_path / "a.jsonl", PAIRS)
+    folders = [
+        prepare(data).train_folder, prepare(data, "pretrain").train_folder,
+        prepare(data, system="Be.").train_folder,
+        prepare(data, train_args={"max_length": 32}).train_folder,
+        prepare(data, tokenizer=bare_tokenizer).train_folder,
+        prepare(data, train_args={"overlong": "drop"}).train_folder,
+        prepare(data, train_args={"train_on_inputs": True}).train_folder,
+        prepare(data, format="prompt_completion").train_folder, prepare(f"{data}#5").train_folder,
+        prepare({"path": data, "columns": {"completion": "prompt"}}).train_folder,
+        prepare(save(tmp_path / "a.jsonl", PAIRS[::-1])).train_folder,
+    ]  # fmt: skip
+    assert len(set(folders)) == len(folders)
+    assert prepare(save(tmp_path / "elsewhere.jsonl", PAIRS)).train_folder == folders[0]
+
+
+def test_processes_that_come_at_once_build_it_once(tmp_path: Path) -> None:
+    data = save(
+        tmp_path / "a.jsonl",
+        [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(300) for row in PAIRS],
+    )
+    code = (
+        "from paceline.config.schema import Config; from paceline.data.text.prepare import"
+        f" prepare_tokens; from paceline.models.builtin import resolve_model\n"
+        f"t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft', resolve_model)\n"
+        "print(t.train_folder, t.notices[-1][1])"
+    )
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    found = [process.communicate(timeout=50)[0] for process in started]
+    assert all(process.returncode == 0 for process in started)
+    assert len({one.split()[0] for one in found}) == 1
+    assert sum("tokenised in" in one for one in found) == 1
+
+
+def test_a_killed_build_leaves_nothing_broken(tmp_path: Path) -> None:
+    data = save(
+        tmp_path / "a.jsonl",
+        [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(600) for row in PAIRS],
+    )
+    code = (
+        "from paceline.config.schema import Config; from paceline.data.text.prepare import"
+        f" prepare_tokens; from paceline.models.builtin import resolve_model\n"
+        f"prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft', resolve_model)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code])
+    tokens = cache_dir() / "tokens"
+    deadline = time.monotonic() + 20
+    while not any(one.stat().st_size for one in tokens.glob(f".*.{process.pid}.tmp/tokens.bin")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert list(tokens.glob(f".*.{process.pid}.tmp"))
+    assert prepare(data).num_train == 7200
+    assert not list(tokens.glob(".*.tmp"))
+
+
+# -- the dataset
+def test_dataset_pickles_as_a_path_and_has_subsets(tmp_path: Path) -> None:
+    tokens = prepare(save(tmp_path / "a.jsonl", CHATS), split_dataset_ratio=0.25)
+    data = train_set(tokens)
+    raw = pickle.dumps(data)
+    assert len(raw) < 2000
+    again = pickle.loads(raw)
+    assert len(again) == len(data) == 9
+    assert again[4]["input_ids"].tolist() == data[4]["input_ids"].tolist()
+    some = data.subset([4, 0])
+    assert some.lengths.tolist() == data.lengths[[4, 0]].tolist()
+    assert some.subset([1])[0]["input_ids"].tolist() == data[0]["input_ids"].tolist()
+    assert data[0]["input_ids"].flags.writeable
+    assert len(pickle.dumps(tokens)) < 5000
