@@ -162,15 +162,15 @@ def test_a_profile_is_of_this_machine(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_planner_reads_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.planner.choose import here
+    from paceline.planner.choose import local_machine
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    before = here(2, True, False)
+    before = local_machine(2, True, False)
     machine_profile.keep("cpu", 2, 1, 1e-4, 123e6)
-    after = here(2, True, False)
+    after = local_machine(2, True, False)
     assert after.link_bytes_s == 123e6 != before.link_bytes_s
     assert any("paceline doctor" in note for note in after.notes)
-    assert here(1, True, False).notes == before.notes
+    assert local_machine(1, True, False).notes == before.notes
 
 
 def test_extras_are_asked_for_by_the_config() -> None:

@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError
 from paceline.models.builtin import config_numbers, model_type, resolve_model
 from paceline.models.hub_configs import canonical_id, known_ids, read_config
 from paceline.models.shape.activations import dims_of
-from paceline.planner.upper_bound import at_most
+from paceline.planner.upper_bound import upper_bound
 
 TABLE: list[dict[str, Any]] = json.loads(
     (files("paceline.models") / "hub_configs.json").read_text()
@@ -77,7 +77,7 @@ def test_a_well_known_model_is_planned_without_a_network() -> None:
     adapters = 64 * 32 * (4 * 2 * 4096 + 3 * (4096 + 11008))
     assert result["trainable_parameters"] == adapters
     assert result["parameters"] == 7_721_324_544 + adapters
-    bound = at_most(Config(**keys))
+    bound = upper_bound(Config(**keys))
     single = next(mode for mode in result["modes"] if mode["mode"] == "single")
     assert bound is not None
     assert bound >= single["memory_bytes"]["total"]

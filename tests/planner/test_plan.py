@@ -13,9 +13,8 @@ from paceline.cli import main
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models.builtin import resolve_model
-from paceline.planner.choose import pick
-from paceline.planner.layouts import candidates
-from paceline.planner.upper_bound import at_most, stored_parameters
+from paceline.planner.choose import candidates, pick
+from paceline.planner.upper_bound import stored_parameters, upper_bound
 
 MICRO = "builtin:qwen2-micro"
 
@@ -245,7 +244,7 @@ def test_the_bound_is_above_the_plan(tmp_path: Path) -> None:
         keys = {"train_args": {"precision": "32"}, **keys}
         given = config(model=wide(tmp_path), dataset="none", **keys)
         found = paceline.plan(given.model_dump(), world_size=2, device="T4")
-        bound = at_most(given)
+        bound = upper_bound(given)
         ddp = next(one for one in found["modes"] if one["mode"] == "ddp")["memory_bytes"]["total"]
         assert bound is not None
         assert ddp <= bound <= 1.5 * ddp

@@ -15,8 +15,13 @@ from paceline.observe.report.certificate import excluded_text
 from paceline.parallel.state import TensorShard
 from paceline.tasks.base import num_positions
 from paceline.verify.certificate import weight_difference
-from paceline.verify.negligible import GradientWatch, listing
-from paceline.verify.worker import distances, save_reference, turn_off_dropout
+from paceline.verify.worker import (
+    GradientWatch,
+    distances,
+    listing,
+    save_reference,
+    turn_off_dropout,
+)
 
 
 class Attention(nn.Module):

@@ -172,7 +172,7 @@ def make_options(args: Namespace) -> KubernetesOptions:
     """
     from paceline.cluster.jobs import kubernetes_options as defaults
     from paceline.cluster.jobs.hosts import fit_to_hosts
-    from paceline.planner.upper_bound import at_most
+    from paceline.planner.upper_bound import upper_bound
 
     path, overrides = config_and_overrides(args)
     check_required(args, "nodes", "gpus-per-node", "image")
@@ -183,7 +183,7 @@ def make_options(args: Namespace) -> KubernetesOptions:
     defaults.check_config_size(config)
     runtime = defaults.COSCHEDULING_RUNTIME_NAME if args.coscheduling else defaults.RUNTIME_NAME
     memory = args.memory_per_node or defaults.estimate_memory(
-        hosts, at_most(config), counts_shm=args.shm_size is None
+        hosts, upper_bound(config), counts_shm=args.shm_size is None
     )
     grace_s = args.grace_period or defaults.default_grace_s(config)
     return defaults.KubernetesOptions(

@@ -1,6 +1,7 @@
 """`paceline plan`: estimate memory, traffic and time of each parallel mode."""
 
 import json
+import sys
 from argparse import Namespace
 
 from paceline.commands.options import (
@@ -12,6 +13,8 @@ from paceline.commands.options import (
     print_notices,
 )
 from paceline.core.errors import EXIT_DONE
+
+_WIDTH = 100  # columns, unless a terminal has its own width
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -49,7 +52,10 @@ def run(args: Namespace) -> int:
     if args.json:
         print(json.dumps(plan.as_dict(), indent=2))
     else:
-        from paceline.planner.table import show
+        from rich.console import Console
 
-        show(plan)
+        from paceline.planner.table import plan_table
+
+        width = None if sys.stdout.isatty() else _WIDTH
+        Console(width=width, highlight=False, soft_wrap=False).print(plan_table(plan))
     return EXIT_DONE

@@ -2,21 +2,40 @@
 smallest set that fits."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import TypedDict
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.parallel.registry import ParallelLayout, layout
-from paceline.planner.estimate import Mode, estimate
+from paceline.planner.estimate import (
+    MicroBatchProfile,
+    ModeEstimate,
+    estimate,
+    free_layout,
+    micro_batch,
+)
 from paceline.planner.hardware import Machine
-from paceline.planner.model_profile import Described, describe
-from paceline.planner.workload import Batch, micro_batch
+from paceline.planner.model_profile import ModelProfile, describe
 
 #: Modes that keep a whole copy of the weights on each rank.
 _WHOLE = ("single", "ddp", "zero1", "zero2", "dp")
+
+
+Setting = str | int | bool
+
+
+class ChangeReport(TypedDict):
+    """A change in the JSON of a plan."""
+
+    settings: dict[str, Setting]
+    mode: str
+    fits: bool
+    memory_bytes: int
+    memory_bytes_of_all_ranks: int
+    traffic_bytes_per_step: int | None
+    step_time_s: float | None
+    costs: list[str]
 
 
 @dataclass(frozen=True)
@@ -28,9 +47,9 @@ class Change:
         costs: what is paid for each of them, in words.
     """
 
-    settings: dict[str, Any]
+    settings: dict[str, Setting]
     costs: tuple[str, ...]
-    mode: Mode
+    mode: ModeEstimate
 
     @property
     def text(self) -> str:
@@ -40,19 +59,21 @@ class Change:
             for key, value in self.settings.items()
         )
 
-    def as_dict(self, num_devices: int) -> dict[str, Any]:
-        return {
-            "settings": self.settings,
-            "mode": self.mode.name,
-            "fits": self.mode.fits,
-            "memory_bytes": self.mode.total,
-            "memory_bytes_of_all_ranks": self.mode.total * num_devices,
-            "traffic_bytes_per_step": (
-                None if self.mode.cost is None else self.mode.cost.traffic_per_step
-            ),
-            "step_time_s": self.mode.step_time_s,
-            "costs": list(self.costs),
-        }
+    @property
+    def traffic_bytes_per_step(self) -> int | None:
+        return None if self.mode.cost is None else self.mode.cost.traffic_per_step
+
+    def as_dict(self, num_devices: int) -> ChangeReport:
+        return ChangeReport(
+            settings=self.settings,
+            mode=self.mode.name,
+            fits=self.mode.fits,
+            memory_bytes=self.mode.total,
+            memory_bytes_of_all_ranks=self.mode.total * num_devices,
+            traffic_bytes_per_step=self.traffic_bytes_per_step,
+            step_time_s=self.mode.step_time_s,
+            costs=list(self.costs),
+        )
 
 
 @dataclass(frozen=True)
@@ -71,17 +92,27 @@ class Advice:
 
 @dataclass(frozen=True)
 class _Step:
-    settings: dict[str, Any]
+    settings: dict[str, Setting]
     cost: str
-    mode: str | None = None
 
 
 def advise(
-    config: Config, described: Described, batch: Batch, machine: Machine, mode: Mode
+    config: Config,
+    described: ModelProfile,
+    batch: MicroBatchProfile,
+    machine: Machine,
+    mode: ModeEstimate,
 ) -> Advice:
     """What makes ``mode`` fit on ``machine``. Every change is estimated; none is applied."""
+    args = config.train_args
+    trial = _Trial(
+        config,
+        machine,
+        mode,
+        {args.precision: described},
+        {args.per_device_train_batch_size: batch},
+    )
     steps = list(_steps(config, machine, mode))
-    trial = _Trial(config, described, batch, machine, mode)
     single = [change for step in steps if (change := trial.change((step,))) is not None]
     for count in range(1, len(steps) + 1):
         changes = [
@@ -93,7 +124,7 @@ def advise(
     return Advice(single, None)
 
 
-def _steps(config: Config, machine: Machine, mode: Mode) -> Iterator[_Step]:
+def _steps(config: Config, machine: Machine, mode: ModeEstimate) -> Iterator[_Step]:
     args = config.train_args
     if args.mixed_dtype is None:
         able = machine.device is None or machine.device.supports_bfloat16
@@ -105,7 +136,7 @@ def _steps(config: Config, machine: Machine, mode: Mode) -> Iterator[_Step]:
     size = args.per_device_train_batch_size
     for smaller in (number for number in range(size // 2, 0, -1) if size % number == 0):
         count = args.gradient_accumulation_steps * (size // smaller)
-        settings = {
+        settings: dict[str, Setting] = {
             "train_args.per_device_train_batch_size": smaller,
             "train_args.gradient_accumulation_steps": count,
         }
@@ -119,7 +150,6 @@ def _steps(config: Config, machine: Machine, mode: Mode) -> Iterator[_Step]:
         yield _Step(
             {"parallel.mode": "zero3"},
             "weights are gathered from the other ranks in every pass; the same loss",
-            "zero3",
         )
 
 
@@ -130,14 +160,14 @@ def _compatible(steps: tuple[_Step, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Estimates ``mode`` with changed settings."""
+    """Estimates ``mode`` with changed settings. The models by precision and the micro-batches by
+    size hold those of the config from the start."""
 
     config: Config
-    described: Described
-    batch: Batch
     machine: Machine
-    mode: Mode
-    _by_precision: dict[str, Described] = field(default_factory=dict)
+    mode: ModeEstimate
+    models: dict[str, ModelProfile]
+    batches: dict[int, MicroBatchProfile]
 
     def change(self, steps: tuple[_Step, ...]) -> Change | None:
         """The mode with these steps taken; None if the mode cannot be laid out so."""
@@ -150,81 +180,48 @@ class _Trial:
         config = self.config.model_copy(
             update={"train_args": self.config.train_args.model_copy(update=train_args)}
         )
-        chosen = next((step.mode for step in steps if step.mode is not None), None)
-        stage = self.mode.settings.get("deepspeed_stage") if chosen is None else None
+        layout, stage = self.mode.layout, self.mode.settings.get("deepspeed_stage")
         try:
-            described = self._described(config)
-            where = self.mode.layout if chosen is None else self._free_layout(chosen)
+            if "parallel.mode" in settings:
+                layout, stage = free_layout(config, self.machine.count, "zero3"), None
             mode = estimate(
-                where, config, described, self._batch(config), self._machine(config), stage=stage
+                layout,
+                config,
+                self._model(config),
+                self._batch(config),
+                self._machine(config),
+                stage=stage if isinstance(stage, int) else None,
             )
         except ConfigError:
             return None
-        return (
-            None
-            if mode.cost is None
-            else Change(settings, tuple(step.cost for step in steps), mode)
-        )
+        if mode.cost is None:
+            return None
+        return Change(settings, tuple(step.cost for step in steps), mode)
 
-    def _free_layout(self, name: str) -> ParallelLayout:
-        free = self.config.parallel.model_copy(
-            update=dict.fromkeys(("data", "shard", "tensor", "pipeline"))
-        )
-        return layout(free, self.machine.count, name)
-
-    def _described(self, config: Config) -> Described:
+    def _model(self, config: Config) -> ModelProfile:
         """The precision decides the type in which frozen weights are held; nothing else here
         changes the model."""
-        args = config.train_args
-        if args.precision == self.config.train_args.precision:
-            described = self.described
-        else:
-            if args.precision not in self._by_precision:
-                low_bytes = 2 if args.mixed_dtype else 0
-                same = replace(
-                    self.described, shape=replace(self.described.shape, low_bytes=low_bytes)
-                )
-                is_language = config.task in ("sft", "pretrain")
-                self._by_precision[args.precision] = (
-                    describe(config) if config.lora.enable and is_language else same
-                )
-            described = self._by_precision[args.precision]
-        share = (
-            args.per_device_train_batch_size / self.config.train_args.per_device_train_batch_size
-        )
-        scaled = round(described.activation_bytes * share)
-        return (
-            described
-            if share == 1
-            else replace(described, activation_bytes=scaled, flops=described.flops * share)
+        args, before = config.train_args, self.config.train_args
+        if args.precision not in self.models:
+            if config.lora.enable and config.task in ("sft", "pretrain"):
+                self.models[args.precision] = describe(config)
+            else:
+                model = self.models[before.precision]
+                shape = replace(model.shape, low_bytes=2 if args.mixed_dtype else 0)
+                self.models[args.precision] = replace(model, shape=shape)
+        model = self.models[args.precision]
+        share = args.per_device_train_batch_size / before.per_device_train_batch_size
+        return replace(
+            model,
+            activation_bytes=round(model.activation_bytes * share),
+            flops=model.flops * share,
         )
 
-    def _batch(self, config: Config) -> Batch:
-        same_size = (
-            config.train_args.per_device_train_batch_size
-            == self.config.train_args.per_device_train_batch_size
-        )
-        return (
-            self.batch
-            if same_size
-            else self._small_batches[config.train_args.per_device_train_batch_size]
-        )
-
-    @cached_property
-    def _small_batches(self) -> dict[int, Batch]:
-        args = self.config.train_args
-        sizes = [
-            size
-            for size in range(1, args.per_device_train_batch_size)
-            if args.per_device_train_batch_size % size == 0
-        ]
-        smaller = [args.model_copy(update={"per_device_train_batch_size": size}) for size in sizes]
-        return {
-            one.per_device_train_batch_size: micro_batch(
-                self.config.model_copy(update={"train_args": one})
-            )
-            for one in smaller
-        }
+    def _batch(self, config: Config) -> MicroBatchProfile:
+        size = config.train_args.per_device_train_batch_size
+        if size not in self.batches:
+            self.batches[size] = micro_batch(config)
+        return self.batches[size]
 
     def _machine(self, config: Config) -> Machine:
         """The machine at the speed of the changed precision."""
@@ -236,5 +233,5 @@ class _Trial:
         return replace(self.machine, flops_s=self.machine.flops_s * new / old)
 
 
-def _as_override(value: Any) -> str:
+def _as_override(value: Setting) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from paceline.config.load import load_config
 from paceline.config.schema import Config
@@ -12,17 +12,36 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.devices import resolve, without_idle_offload
 from paceline.models.positions import fit_length
 from paceline.parallel.deepspeed.config import stage_of
-from paceline.planner.advice import Advice, advise
-from paceline.planner.choose import Choice, choose, here
+from paceline.planner.advice import Advice, ChangeReport, advise
+from paceline.planner.choose import ModeChoice, choose, configured, local_machine
 from paceline.planner.devices import find_device
-from paceline.planner.estimate import Mode
+from paceline.planner.estimate import MicroBatchProfile, ModeEstimate, ModeReport, micro_batch
 from paceline.planner.hardware import Machine, named_machine, parse_size
-from paceline.planner.layouts import configured, misfit
-from paceline.planner.model_profile import Described, describe
-from paceline.planner.workload import Batch, micro_batch
+from paceline.planner.model_profile import ModelProfile, describe
 from paceline.tasks import load_task
 
 MOST_DEVICES = 65536
+
+
+class PlanReport(TypedDict):
+    """The JSON of a plan. ``misfit``: ``what``, ``allowed`` and ``fix`` of the error in the layout
+    that the config names."""
+
+    world_size: int
+    device_memory_bytes: int
+    parameters: int
+    trainable_parameters: int
+    chosen: str | None
+    why: str
+    configured: str | None
+    changes: list[ChangeReport] | None
+    smallest_change: ChangeReport | None
+    precision: str
+    misfit: dict[str, str | None] | None
+    device: str
+    tokens_per_micro_batch: float | None
+    notes: list[str]
+    modes: list[ModeReport]
 
 
 @dataclass(frozen=True)
@@ -31,9 +50,9 @@ class Plan:
 
     config: Config
     machine: Machine
-    described: Described
-    batch: Batch
-    choice: Choice
+    described: ModelProfile
+    batch: MicroBatchProfile
+    choice: ModeChoice
 
     @property
     def parameters(self) -> int:
@@ -44,18 +63,17 @@ class Plan:
         return sum(one.numel for one in self.described.shape.trained)
 
     @property
-    def configured(self) -> Mode | None:
+    def configured(self) -> ModeEstimate | None:
         """The mode that the config names; None under ``auto``."""
-        wanted = configured(self.config, self.machine.count)
-        if wanted is None:
+        if self.layout_error is not None:
             return None
-        stage = stage_of(self.config.parallel) if wanted.strategy == "deepspeed" else None
-        found = (
-            one
-            for one in self.choice.modes
-            if one.layout == wanted and one.settings.get("deepspeed_stage") == stage
-        )
-        return next(found, None)
+        named = configured(self.config, self.machine.count)
+        is_staged = named is not None and named.strategy == "deepspeed"
+        stage = stage_of(self.config.parallel) if is_staged else None
+        for mode in self.choice.modes:
+            if mode.layout == named and mode.settings.get("deepspeed_stage") == stage:
+                return mode
+        return None
 
     @cached_property
     def advice(self) -> Advice | None:
@@ -66,54 +84,57 @@ class Plan:
             return None
         return advise(self.config, self.described, self.batch, self.machine, mode)
 
-    @property
-    def misfit(self) -> ConfigError | None:
-        """Why the layout that the config names cannot be."""
-        return misfit(self.config, self.machine.count)
+    @cached_property
+    def layout_error(self) -> ConfigError | None:
+        """Why the config's own mode and sizes do not go together, or not with that many devices."""
+        try:
+            configured(self.config, self.machine.count)
+        except ConfigError as error:
+            return error
+        return None
 
     def notes(self) -> list[str]:
         """What the figures rest on, one sentence each."""
         return [self.batch.text(), *self.machine.notes, *self.described.notes]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> PlanReport:
         """The value that ``--json`` prints."""
-        taken, named, wrong, advice = self.choice.taken, self.configured, self.misfit, self.advice
+        taken, named, advice = self.choice.taken, self.configured, self.advice
         smallest = None if advice is None else advice.smallest
-        return {
-            "world_size": self.machine.count,
-            "device_memory_bytes": self.machine.memory_bytes,
-            "parameters": self.parameters,
-            "trainable_parameters": self.trained,
-            "chosen": None if taken is None else taken.name,
-            "why": self.choice.why,
-            "configured": None if named is None else named.name,
-            "changes": (
-                None
-                if advice is None
-                else [change.as_dict(self.machine.count) for change in advice.single]
+        count, error = self.machine.count, self.layout_error
+        return PlanReport(
+            world_size=count,
+            device_memory_bytes=self.machine.memory_bytes,
+            parameters=self.parameters,
+            trainable_parameters=self.trained,
+            chosen=None if taken is None else taken.name,
+            why=self.choice.why,
+            configured=None if named is None else named.name,
+            changes=(
+                None if advice is None else [change.as_dict(count) for change in advice.single]
             ),
-            "smallest_change": None if smallest is None else smallest.as_dict(self.machine.count),
-            "precision": self.config.train_args.precision,
-            "misfit": (
+            smallest_change=None if smallest is None else smallest.as_dict(count),
+            precision=self.config.train_args.precision,
+            misfit=(
                 None
-                if wrong is None
-                else {"what": wrong.what, "allowed": wrong.allowed, "fix": wrong.fix}
+                if error is None
+                else {"what": error.what, "allowed": error.allowed, "fix": error.fix}
             ),
-            "device": self.machine.name,
-            "tokens_per_micro_batch": self.batch.positions if self.batch.has_tokens else None,
-            "notes": self.notes(),
-            "modes": [one.as_dict() for one in self.choice.modes],
-        }
+            device=self.machine.name,
+            tokens_per_micro_batch=self.batch.positions if self.batch.has_tokens else None,
+            notes=self.notes(),
+            modes=[mode.as_dict() for mode in self.choice.modes],
+        )
 
 
 def plan(
-    config: str | Path | Mapping[str, Any],
+    config: str | Path | Mapping[str, object],
     *,
     world_size: int | None = None,
     device_memory: str | int | None = None,
     device: str | None = None,
-    **overrides: Any,
-) -> dict[str, Any]:
+    **overrides: object,
+) -> PlanReport:
     """Memory, traffic and time of a run under every mode, as ``paceline plan CONFIG --json`` prints
     them.
 
@@ -208,7 +229,7 @@ def _machine(
     if device is not None or memory is not None:
         count = world_size or (wanted if wanted != "auto" else 1)
         if device is None and config.parallel.device == "cpu":
-            return here(count, True, dtype, memory)
+            return local_machine(count, True, dtype, memory)
         named, notice = (None, "") if device is None else find_device(device, memory)
         return named_machine(named, memory, count, dtype, (notice,) if notice else ())
     from paceline.distributed.devices import choose_devices
@@ -230,7 +251,7 @@ def _machine(
             ),
         ) from error
     count = world_size or found.count
-    machine = here(count, found.type == "cpu", dtype)
+    machine = local_machine(count, found.type == "cpu", dtype)
     if found.type != "cpu" and count > found.count:
         machine = replace(
             machine,

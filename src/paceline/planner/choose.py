@@ -1,7 +1,8 @@
 """Which mode ``auto`` takes: the fastest by estimate that fits, and quickly so where the plainest
 is known to fit."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,16 +11,36 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.core.processes import available_memory
-from paceline.parallel.registry import STRATEGIES, ParallelLayout, layout
+from paceline.distributed.mesh import ParallelDims
+from paceline.parallel.registry import (
+    OTHER_TRAINING,
+    STRATEGIES,
+    ParallelLayout,
+    layout,
+    mode_of,
+)
 from paceline.planner import machine_profile
 from paceline.planner.advice import advise
 from paceline.planner.devices import recognize
-from paceline.planner.estimate import Mode, estimate
+from paceline.planner.estimate import (
+    MicroBatchProfile,
+    ModeEstimate,
+    estimate,
+    free_layout,
+    micro_batch,
+)
 from paceline.planner.hardware import Machine, cpu_machine, named_machine, unknown_machine
-from paceline.planner.layouts import PLAIN, candidates
-from paceline.planner.model_profile import Described, describe
-from paceline.planner.upper_bound import at_most
-from paceline.planner.workload import Batch, micro_batch
+from paceline.planner.model_profile import ModelProfile, describe
+from paceline.planner.upper_bound import upper_bound
+
+#: Modes of one axis, in the order of preference where two are equally fast: the plainest first.
+PLAIN = sorted(
+    (name for name in STRATEGIES if name not in ("single", "hybrid", *OTHER_TRAINING)),
+    key=lambda name: STRATEGIES[name].single_process,
+)
+#: Tensor parallelism talks in every layer; beyond a host's devices it does not pay.
+_MOST_TENSOR = 8
+
 
 #: Never taken by ``auto``: `dp` is there for comparison, and DeepSpeed does what the zero modes do.
 NOT_CHOSEN = tuple(
@@ -31,51 +52,110 @@ _EQUAL = 0.98
 _ROOMY = 0.6
 
 
+def candidates(config: Config, num_devices: int) -> list[ParallelLayout]:
+    """Every layout for ``num_devices``: ``single`` first, the modes of one axis, then the hybrids
+    by sizes of their axes.
+
+    Sizes and mode that the config gives do not narrow the list; what they name is in it. Whether a
+    model can be cut this way is the strategies' to say.
+    """
+    layouts = [ParallelLayout("single", ParallelDims(), 1)]
+    if num_devices > 1:
+        layouts += [free_layout(config, num_devices, name) for name in PLAIN]
+        layouts += [ParallelLayout("hybrid", axes, num_devices) for axes in _hybrids(num_devices)]
+    elif config.parallel.offload != "none":
+        layouts += [free_layout(config, 1, name) for name in ("zero2", "zero3")]
+    if mode_of(config.parallel) != "auto":
+        with contextlib.suppress(ConfigError):
+            named = layout(config.parallel, num_devices)
+            layouts += [named] if named not in layouts else []
+    return layouts
+
+
+def configured(config: Config, num_devices: int) -> ParallelLayout | None:
+    """Return the layout that the config itself names; None under ``auto``.
+
+    Raises:
+        ConfigError: its mode and sizes do not go together, or not with that many devices.
+    """
+    if mode_of(config.parallel) == "auto":
+        return None
+    return layout(config.parallel, num_devices)
+
+
+def _hybrids(num_devices: int) -> Iterator[ParallelDims]:
+    """Products of at least two axes. FSDP within hosts and replicas across (HSDP) is one of
+    them."""
+    for data in _divisors(num_devices):
+        for shard in _divisors(num_devices // data):
+            for tensor in _divisors(num_devices // data // shard):
+                axes = ParallelDims(data, shard, tensor, num_devices // data // shard // tensor)
+                if (
+                    tensor <= _MOST_TENSOR
+                    and sum(size > 1 for size in (data, shard, tensor, axes.pipeline)) > 1
+                ):
+                    yield axes
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
 @dataclass(frozen=True)
-class Choice:
+class ModeChoice:
     """All modes, and the one that ``auto`` takes; None where none fits."""
 
-    modes: list[Mode]
-    taken: Mode | None
+    modes: list[ModeEstimate]
+    taken: ModeEstimate | None
     why: str
 
 
-def all_modes(config: Config, described: Described, batch: Batch, machine: Machine) -> list[Mode]:
+def all_modes(
+    config: Config, described: ModelProfile, batch: MicroBatchProfile, machine: Machine
+) -> list[ModeEstimate]:
     """Every layout for the machine, estimated; DeepSpeed by stage."""
-    found = []
-    for one in candidates(config, machine.count):
-        stages: Sequence[int | None] = (1, 2, 3) if one.strategy == "deepspeed" else (None,)
-        found += [estimate(one, config, described, batch, machine, stage=stage) for stage in stages]
-    return found
+    modes = []
+    for candidate in candidates(config, machine.count):
+        stages: Sequence[int | None] = (None,)
+        if candidate.strategy == "deepspeed":
+            stages = (1, 2, 3)
+        modes += [
+            estimate(candidate, config, described, batch, machine, stage=stage) for stage in stages
+        ]
+    return modes
 
 
-def choose(config: Config, described: Described, batch: Batch, machine: Machine) -> Choice:
+def choose(
+    config: Config, described: ModelProfile, batch: MicroBatchProfile, machine: Machine
+) -> ModeChoice:
     """Estimate every mode and take one."""
     modes = all_modes(config, described, batch, machine)
-    open_to = [one for one in modes if one.cost is not None and eligible(one, machine.count)]
-    fitting = [one for one in open_to if one.fits]
+    open_to = [mode for mode in modes if eligible(mode, machine.count)]
+    fitting = [mode for mode in open_to if mode.fits]
     if not fitting:
-        return Choice(modes, None, nothing_fits(config, described, batch, machine, open_to))
-    best = max(one.per_second for one in fitting)
-    taken = min((one for one in fitting if one.per_second >= _EQUAL * best), key=_plainness)
+        return ModeChoice(modes, None, nothing_fits(config, described, batch, machine, open_to))
+    best = max(mode.per_second for mode in fitting)
+    taken = min((mode for mode in fitting if mode.per_second >= _EQUAL * best), key=_plainness)
     memory = f"{human_bytes(taken.total)} of {human_bytes(machine.memory_bytes)} a rank"
     if len(fitting) == 1:
         why = f"{taken.name} is the only mode that fits: {memory}"
     else:
         why = f"{taken.name} is the fastest of {len(fitting)} modes that fit, by estimate: {memory}"
-    plain = next((one for one in open_to if one.layout.strategy == "ddp"), None)
-    if plain is not None and not plain.fits:
-        why += f"; ddp {plain.reason}"
-    return Choice(modes, taken, why)
+    for mode in open_to:
+        if mode.layout.strategy == "ddp" and not mode.fits:
+            why += f"; ddp {mode.reason}"
+    return ModeChoice(modes, taken, why)
 
 
-def eligible(mode: Mode, num_devices: int) -> bool:
-    """True where ``auto`` may take the mode: it uses every device."""
+def eligible(mode: ModeEstimate, num_devices: int) -> bool:
+    """Return whether ``auto`` may take the mode: it is possible and uses every device."""
     name = mode.layout.strategy
-    return name not in NOT_CHOSEN and ":" not in name and (name != "single" or num_devices == 1)
+    if mode.cost is None or name in NOT_CHOSEN or ":" in name:
+        return False
+    return name != "single" or num_devices == 1
 
 
-def _plainness(mode: Mode) -> tuple[int, int]:
+def _plainness(mode: ModeEstimate) -> tuple[int, int]:
     order = ("single", *PLAIN)
     name = mode.layout.strategy
     axes = mode.layout.axes
@@ -83,7 +163,11 @@ def _plainness(mode: Mode) -> tuple[int, int]:
 
 
 def nothing_fits(
-    config: Config, described: Described, batch: Batch, machine: Machine, open_to: list[Mode]
+    config: Config,
+    described: ModelProfile,
+    batch: MicroBatchProfile,
+    machine: Machine,
+    open_to: list[ModeEstimate],
 ) -> str:
     """Which mode is nearest, and what would make it fit: each cure is tried by estimate."""
     if not open_to:
@@ -103,15 +187,13 @@ def nothing_fits(
 
 
 def _more_devices(
-    config: Config, described: Described, batch: Batch, machine: Machine
+    config: Config, described: ModelProfile, batch: MicroBatchProfile, machine: Machine
 ) -> int | None:
     """The smallest number of devices, doubling, on which a mode fits as the config stands."""
     for factor in (2, 4, 8, 16):
         bigger = replace(machine, count=machine.count * factor)
-        one = layout(
-            config.parallel.model_copy(update={"data": None, "shard": None}), bigger.count, "zero3"
-        )
-        if estimate(one, config, described, batch, bigger).fits:
+        zero3 = free_layout(config, bigger.count, "zero3")
+        if estimate(zero3, config, described, batch, bigger).fits:
             return bigger.count
     return None
 
@@ -142,7 +224,7 @@ def pick(
     memory = device_memory_bytes or (
         available_memory() // num_devices if is_cpu else _device_memory()
     )
-    rough = at_most(config)
+    rough = upper_bound(config)
     if rough is not None and memory and rough <= _ROOMY * memory:
         return (
             plain,
@@ -160,39 +242,39 @@ def pick(
             raise
         return plain, f"{plain.strategy}: what the model takes is not known before it is built"
     batch = micro_batch(config)
-    machine = here(num_devices, is_cpu, config.train_args.mixed_dtype, memory)
-    found = choose(config, described, batch, machine)
-    if found.taken is not None:
-        return found.taken.layout, found.why
-    return _tight(config, found, batch, machine)
-
-
-def _tight(
-    config: Config, found: Choice, batch: Batch, machine: Machine
-) -> tuple[ParallelLayout, str]:
-    """Nothing fits by estimate: refuse what cannot run, and try what might."""
-    open_to = [one for one in found.modes if one.cost is not None and eligible(one, machine.count)]
-    nearest = min(open_to, key=lambda one: one.total, default=None)
-    surely = (
-        nearest is None
-        or nearest.cost is None
-        or (nearest.total if batch.known else nearest.cost.state) > machine.memory_bytes
-    )
-    if surely or nearest is None:
-        raise ConfigError(
-            f"`parallel.mode: auto`: {found.why}",
-            fix=(
-                "change one of these, or name a mode (`parallel.mode=zero3`) to try it all the"
-                " same; see `paceline plan`"
-            ),
-        )
+    machine = local_machine(num_devices, is_cpu, config.train_args.mixed_dtype, memory)
+    choice = choose(config, described, batch, machine)
+    if choice.taken is not None:
+        return choice.taken.layout, choice.why
+    nearest = _nearest(choice, batch, machine)
     return (
         nearest.layout,
         f"{nearest.name}, which takes the least, and it may not be enough: it {nearest.reason}",
     )
 
 
-def here(
+def _nearest(choice: ModeChoice, batch: MicroBatchProfile, machine: Machine) -> ModeEstimate:
+    """Return the mode that takes the least, which may fit although the estimate says no.
+
+    Raises:
+        ConfigError: it surely does not fit.
+    """
+    open_to = [mode for mode in choice.modes if eligible(mode, machine.count)]
+    nearest = min(open_to, key=lambda mode: mode.total, default=None)
+    if nearest is not None and nearest.cost is not None:
+        needed = nearest.total if batch.known else nearest.cost.state
+        if needed <= machine.memory_bytes:
+            return nearest
+    raise ConfigError(
+        f"`parallel.mode: auto`: {choice.why}",
+        fix=(
+            "change one of these, or name a mode (`parallel.mode=zero3`) to try it all the"
+            " same; see `paceline plan`"
+        ),
+    )
+
+
+def local_machine(
     num_devices: int, is_cpu: bool, dtype: str | None, memory_bytes: int | None = None
 ) -> Machine:
     """``num_devices`` of this machine's devices. ``dtype``: see :func:`named_machine`.

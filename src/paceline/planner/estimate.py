@@ -1,18 +1,20 @@
 """One layout on one machine: memory of the fullest rank, traffic and time of a step. Estimates,
 from what each strategy declares."""
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import TypedDict
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
+from paceline.models.builtin import resolve_model
+from paceline.models.shape.activations import language_activations, language_flops
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.registry import ParallelLayout, check_strategy, estimate_cost
+from paceline.parallel.registry import layout as make_layout
 from paceline.planner.hardware import Machine
-from paceline.planner.model_profile import Described
-from paceline.planner.workload import Batch, micro_batch_flops, workload
+from paceline.planner.model_profile import ModelProfile
 
 #: Share of a device's memory that a run may fill by estimate: the rest is the driver's, the
 #: allocator's gaps, and what the model of activations leaves out.
@@ -22,7 +24,133 @@ _OVERLAPPED = 2 / 3
 
 
 @dataclass(frozen=True)
-class Mode:
+class MicroBatchProfile:
+    """A micro-batch.
+
+    Args:
+        positions: tokens on average (samples, where there are no tokens).
+        fullest: tokens of the longest samples that can meet in one; what memory must hold.
+        label_share: of the tokens carry loss.
+        sample: tokens of a sample on average.
+        known: from the data; else every sample is taken to have ``max_length`` tokens, all with
+            loss.
+    """
+
+    positions: float
+    fullest: float
+    label_share: float = 1.0
+    sample: float = 1.0
+    known: bool = True
+    has_tokens: bool = True
+
+    def text(self) -> str:
+        """For a person."""
+        if not self.has_tokens:
+            return f"{self.positions:,.0f} samples a micro-batch"
+        if self.known:
+            return (
+                f"{self.positions:,.0f} tokens a micro-batch on average, from the tokenised data;"
+                f" memory is for the {self.fullest:,.0f} of its longest samples"
+            )
+        return (
+            f"{self.positions:,.0f} tokens a micro-batch: every sample of `max_length`, for the"
+            " data is not tokenised yet"
+        )
+
+
+def micro_batch(config: Config) -> MicroBatchProfile:
+    """From the tokenised data where they are in the cache, else from ``max_length``."""
+    args = config.train_args
+    size = args.per_device_train_batch_size
+    if config.task not in ("sft", "pretrain"):
+        return MicroBatchProfile(size, size, has_tokens=False)
+    from paceline.data.text.prepare import TextTask, cached_lengths
+
+    task: TextTask = "pretrain" if config.task == "pretrain" else "sft"
+    found = cached_lengths(config, task, resolve_model)
+    if found is None or len(found[0]) == 0:
+        longest = float(size * args.max_length)
+        return MicroBatchProfile(longest, longest, sample=args.max_length, known=False)
+    lengths, labels = found
+    size = min(size, len(lengths))
+    mean = float(lengths.mean())
+    longest_samples = sorted(lengths.tolist())[-size:]
+    fullest = float(
+        sum(longest_samples) if args.packing is not False else size * longest_samples[-1]
+    )
+    return MicroBatchProfile(mean * size, fullest, float(labels.sum() / lengths.sum()), mean)
+
+
+def workload(
+    config: Config, described: ModelProfile, batch: MicroBatchProfile, is_cpu: bool
+) -> Workload:
+    """What a strategy's cost is declared from, beside the model's shape."""
+    work = Workload(
+        micro_batches=config.train_args.gradient_accumulation_steps,
+        positions=batch.positions,
+        activation_bytes=described.activation_bytes,
+    )
+    if described.dims is None:
+        return work
+    kept = language_activations(
+        described.dims,
+        config,
+        batch.fullest,
+        batch.fullest * batch.label_share,
+        mask_bytes=4 if is_cpu else 1,
+        fused_attention=described.fused_attention,
+        longest=min(batch.fullest, config.train_args.max_length),
+    )
+    blocks = kept.blocks if len(described.shape.blocks) == kept.layers else ()
+    return replace(work, activation_bytes=kept.total, block_activation_bytes=blocks)
+
+
+def micro_batch_flops(config: Config, described: ModelProfile, batch: MicroBatchProfile) -> float:
+    """Operations of a micro-batch, forward and backward; where neither widths nor a trial say more,
+    6 a parameter and position."""
+    if described.dims is not None:
+        return language_flops(
+            described.dims,
+            config,
+            batch.positions,
+            batch.positions * batch.label_share,
+            batch.sample,
+        )
+    if described.flops:
+        return described.flops
+    return 6.0 * batch.positions * sum(one.numel for one in described.shape.parameters)
+
+
+class MemoryReport(TypedDict):
+    """Bytes of one rank, the fullest, in the JSON of a plan; None if the mode is not possible."""
+
+    parameters: int | None
+    gradients: int | None
+    optimizer: int | None
+    activations: int | None
+    total: int | None
+
+
+class ModeReport(TypedDict):
+    """A mode in the JSON of a plan."""
+
+    mode: str
+    fits: bool
+    memory_bytes: MemoryReport
+    traffic_bytes_per_step: int | None
+    traffic_is_bound: bool
+    step_time_s: float | None
+    reason: str
+    strategy: str
+    axes: dict[str, int]
+    settings: dict[str, str | int]
+    traffic_bytes: dict[str, int] | None
+    global_batch_size: int | None
+    samples_per_second: float | None
+
+
+@dataclass(frozen=True)
+class ModeEstimate:
     """A layout and what it comes to. ``cost`` None: this run cannot be laid out so, for ``reason``.
 
     Args:
@@ -37,7 +165,7 @@ class Mode:
 
     name: str
     layout: ParallelLayout
-    settings: dict[str, Any]
+    settings: dict[str, str | int]
     fits: bool
     reason: str
     cost: Cost | None = None
@@ -45,51 +173,56 @@ class Mode:
     step_time_s: float | None = None
     per_second: float = 0.0
     global_batch_size: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
         return 0 if self.cost is None else self.cost.total + self.weight_copies
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> ModeReport:
         cost = self.cost
-        memory: dict[str, int | None] = dict.fromkeys(
-            ("parameters", "gradients", "optimizer", "activations", "total")
+        memory = MemoryReport(
+            parameters=None, gradients=None, optimizer=None, activations=None, total=None
         )
         if cost is not None:
-            memory = {
-                "parameters": cost.parameters,
-                "gradients": cost.gradients,
-                "optimizer": cost.optimizer,
-                "activations": cost.activations + self.weight_copies,
-                "total": self.total,
-            }
-        return {
-            "mode": self.name,
-            "fits": self.fits,
-            "memory_bytes": memory,
-            "traffic_bytes_per_step": None if cost is None else cost.traffic_per_step,
-            "traffic_is_bound": cost is not None and cost.traffic_is_bound,
-            "step_time_s": self.step_time_s,
-            "reason": self.reason,
-            "strategy": self.layout.strategy,
-            "axes": asdict(self.layout.axes),
-            "settings": self.settings,
-            "traffic_bytes": None if cost is None else dict(cost.traffic),
-            "global_batch_size": self.global_batch_size or None,
-            "samples_per_second": self.per_second if self.step_time_s else None,
-        }
+            memory = MemoryReport(
+                parameters=cost.parameters,
+                gradients=cost.gradients,
+                optimizer=cost.optimizer,
+                activations=cost.activations + self.weight_copies,
+                total=self.total,
+            )
+        return ModeReport(
+            mode=self.name,
+            fits=self.fits,
+            memory_bytes=memory,
+            traffic_bytes_per_step=None if cost is None else cost.traffic_per_step,
+            traffic_is_bound=cost is not None and cost.traffic_is_bound,
+            step_time_s=self.step_time_s,
+            reason=self.reason,
+            strategy=self.layout.strategy,
+            axes=asdict(self.layout.axes),
+            settings=self.settings,
+            traffic_bytes=None if cost is None else dict(cost.traffic),
+            global_batch_size=self.global_batch_size or None,
+            samples_per_second=self.per_second if self.step_time_s else None,
+        )
+
+
+def free_layout(config: Config, num_devices: int, mode: str) -> ParallelLayout:
+    """The layout of a mode, whatever sizes of axes the config names."""
+    update = dict.fromkeys(("data", "shard", "tensor", "pipeline"))
+    return make_layout(config.parallel.model_copy(update=update), num_devices, mode)
 
 
 def estimate(
     layout: ParallelLayout,
     config: Config,
-    described: Described,
-    batch: Batch,
+    described: ModelProfile,
+    batch: MicroBatchProfile,
     machine: Machine,
     *,
     stage: int | None = None,
-) -> Mode:
+) -> ModeEstimate:
     """What ``layout`` comes to. ``stage``: of DeepSpeed."""
     name, settings = _names(layout, stage)
     update = dict.fromkeys(("data", "shard", "tensor", "pipeline")) | settings
@@ -100,7 +233,7 @@ def estimate(
         _check_cuts(layout, config, described)
         cost = estimate_cost(layout.strategy, described.shape, layout.axes, work, config)
     except ConfigError as error:
-        return Mode(name, layout, settings, False, error.what)
+        return ModeEstimate(name, layout, settings, False, error.what)
     copies = _weight_copies(described.shape, layout, cost)
     replicas = layout.axes.replicas
     step_s = step_time(
@@ -108,7 +241,7 @@ def estimate(
     )
     samples = replicas * work.micro_batches * config.train_args.per_device_train_batch_size
     shown_step_s = step_s if machine.rates_known else None
-    mode = Mode(
+    mode = ModeEstimate(
         name, layout, settings, True, "", cost, copies, shown_step_s, samples / step_s, samples
     )
     usable = USABLE * machine.memory_bytes
@@ -171,7 +304,7 @@ def _weight_copies(shape: ModelShape, layout: ParallelLayout, cost: Cost) -> int
     return shape.low_bytes * matrices // parts if holds_float32 else 0
 
 
-def _check_cuts(layout: ParallelLayout, config: Config, described: Described) -> None:
+def _check_cuts(layout: ParallelLayout, config: Config, described: ModelProfile) -> None:
     """What the widths say before any strategy has looked at the model."""
     axes, dims, blocks = layout.axes, described.dims, described.shape.blocks
     chunked = config.parallel.pipeline_schedule in ("interleaved_1f1b", "zero_bubble")
@@ -197,15 +330,14 @@ def _check_cuts(layout: ParallelLayout, config: Config, described: Described) ->
         )
 
 
-def _names(layout: ParallelLayout, stage: int | None) -> tuple[str, dict[str, Any]]:
-    axes = {key: size for key, size in asdict(layout.axes).items() if size > 1}
-    if layout.strategy == "hybrid":
-        return layout.axes.text(), {"mode": "hybrid", **axes}
+def _names(layout: ParallelLayout, stage: int | None) -> tuple[str, dict[str, str | int]]:
+    """The mode's name for a person, and the keys of ``parallel`` that ask for it."""
+    strategy, text = layout.strategy, layout.axes.text()
     if stage is not None:
-        return f"{layout.strategy} stage {stage}", {
-            "mode": layout.strategy,
-            "deepspeed_stage": stage,
-        }
+        return f"{strategy} stage {stage}", {"mode": strategy, "deepspeed_stage": stage}
+    axes = {key: size for key, size in asdict(layout.axes).items() if size > 1}
+    if strategy == "hybrid":
+        return text, {"mode": strategy, **axes}
     if len(axes) > 1:
-        return f"{layout.strategy}, {layout.axes.text()}", {"mode": layout.strategy, **axes}
-    return layout.strategy, {"mode": layout.strategy}
+        return f"{strategy}, {text}", {"mode": strategy, **axes}
+    return strategy, {"mode": strategy}

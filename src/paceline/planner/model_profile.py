@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Described:
+class ModelProfile:
     """A model to plan for.
 
     Args:
@@ -37,7 +37,7 @@ class Described:
     notes: tuple[str, ...] = ()
 
 
-def describe(config: Config) -> Described:
+def describe(config: Config) -> ModelProfile:
     """Build the model without weights and read its numbers.
 
     Raises:
@@ -52,7 +52,7 @@ def describe(config: Config) -> Described:
     return _other(task, config)
 
 
-def _language(config: Config) -> Described:
+def _language(config: Config) -> ModelProfile:
     from paceline.models.attention import attention_of
     from paceline.models.blocks import base_model
     from paceline.models.language import language_model_on_meta
@@ -69,7 +69,7 @@ def _language(config: Config) -> Described:
         else ("this model's activations and operations are not known: they are left out",)
     )
     fused = attention_of(base) != "eager"
-    return Described(outline(model, config), dims, fused_attention=fused, notes=notes)
+    return ModelProfile(outline(model, config), dims, fused_attention=fused, notes=notes)
 
 
 def _check_folder(config: Config) -> None:
@@ -83,7 +83,7 @@ def _check_folder(config: Config) -> None:
             raise
 
 
-def _other(task: Task, config: Config) -> Described:
+def _other(task: Task, config: Config) -> ModelProfile:
     from paceline.models.shape.outline import Probe, outline
 
     task.prepared = task.prepare()
@@ -108,7 +108,7 @@ def _other(task: Task, config: Config) -> Described:
             )
     else:
         notes.append("activations are not known: the model cannot be built without values")
-    return Described(shape, None, activation_bytes, flops, notes=tuple(notes))
+    return ModelProfile(shape, None, activation_bytes, flops, notes=tuple(notes))
 
 
 def _build(task: Task) -> tuple[nn.Module, bool]:

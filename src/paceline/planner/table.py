@@ -2,67 +2,56 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_count
-from paceline.planner.estimate import USABLE, Mode
+from paceline.planner.estimate import USABLE, ModeEstimate
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from paceline.planner.api import Plan
 
 #: The hybrids that are shown: of many devices there are dozens.
 _SHOWN_HYBRIDS = 6
-_WIDTH = 100
 _MODE_WIDTH = 28
 
 
-def show(plan: Plan, stream: TextIO | None = None) -> None:
-    """Print the table, what it rests on, and the choice."""
-    from rich.console import Console
-    from rich.text import Text
-
-    stream = stream or sys.stdout
-    width = None if stream.isatty() else _WIDTH
-    console = Console(file=stream, width=width, highlight=False, soft_wrap=False)
-    for line in _head(plan):
-        console.print(Text(line))
-    shown, hidden = _shown(plan)
-    console.print(_table(plan, shown))
-    console.print()
-    console.print(Text(_legend(plan)))
-    impossible = [one for one in plan.choice.modes if one.cost is None]
-    if impossible:
-        console.print(Text("\nnot possible here:"))
-        for reason, names in _by_reason(impossible).items():
-            console.print(Text(f"  {', '.join(names)}: {reason}"))
-    if hidden:
-        console.print(Text(f"\n{counted(hidden, 'more hybrid')} with `--json`"))
-    console.print(Text("\nestimates:", style="bold"))
-    for note in plan.notes():
-        console.print(Text(f"  {note}"))
-    if plan.misfit is not None:
-        console.print(Text(f"\nthe config's own: {plan.misfit}", style="bold red"))
-    for line in _configured(plan):
-        console.print(Text(line))
-    console.print(
-        Text("\nauto: " + plan.choice.why, style="bold green" if plan.choice.taken else "bold red")
-    )
-
-
-def _head(plan: Plan) -> list[str]:
-    trained = (
-        "" if plan.trained == plan.parameters else f", {short_count(plan.trained)} of them trained"
-    )
+def plan_table(plan: Plan) -> Group:
+    """The table, what it rests on, and the choice."""
+    trained = f", {short_count(plan.trained)} of them trained"
     machine = plan.machine
-    return [
-        f"model     {plan.config.model}: {plan.parameters:,} parameters{trained}",
-        f"devices   {machine.count} × {machine.name}, {human_bytes(machine.memory_bytes)} each",
-        "",
+    lines = [
+        Text(
+            f"model     {plan.config.model}: {plan.parameters:,} parameters"
+            + (trained if plan.trained != plan.parameters else "")
+        ),
+        Text(
+            f"devices   {machine.count} × {machine.name}, {human_bytes(machine.memory_bytes)} each"
+        ),
+        Text(),
     ]
+    shown, hidden = _shown(plan)
+    notes = [Text(f"\n{_legend(plan)}")]
+    reasons: dict[str, list[str]] = {}
+    for mode in plan.choice.modes:
+        if mode.cost is None:
+            reasons.setdefault(mode.reason, []).append(mode.name)
+    if reasons:
+        notes.append(Text("\nnot possible here:"))
+    notes += [Text(f"  {', '.join(names)}: {reason}") for reason, names in reasons.items()]
+    if hidden:
+        notes.append(Text(f"\n{counted(hidden, 'more hybrid')} with `--json`"))
+    notes.append(Text("\nestimates:", style="bold"))
+    notes += [Text(f"  {note}") for note in plan.notes()]
+    if plan.layout_error is not None:
+        notes.append(Text(f"\nthe config's own: {plan.layout_error}", style="bold red"))
+    notes += [Text(line) for line in _configured(plan)]
+    style = "bold green" if plan.choice.taken else "bold red"
+    return Group(*lines, _table(plan, shown), *notes, Text(f"\nauto: {plan.choice.why}", style))
 
 
 def _configured(plan: Plan) -> list[str]:
@@ -91,56 +80,50 @@ def _configured(plan: Plan) -> list[str]:
             f"; {_seconds(smallest.mode.step_time_s)} per step instead of"
             f" {_seconds(mode.step_time_s)}"
         )
-    before, after = _traffic(mode), _traffic(smallest.mode)
+    before, after = mode.cost.traffic_per_step, smallest.traffic_bytes_per_step
     if after != before:
-        cost += f"; {human_bytes(after)} sent per step instead of {human_bytes(before)}"
+        cost += f"; {human_bytes(after or 0)} sent per step instead of {human_bytes(before)}"
     lines.append(f"  cost: {cost}")
     return lines
 
 
-def _memory(mode: Mode) -> str:
+def _memory(mode: ModeEstimate) -> str:
     ranks = mode.layout.world_size
     whole = f", {human_bytes(mode.total * ranks)} on {counted(ranks, 'rank')}" if ranks > 1 else ""
     return f"{human_bytes(mode.total)} per rank{whole}"
 
 
-def _traffic(mode: Mode) -> int:
-    return 0 if mode.cost is None else mode.cost.traffic_per_step
-
-
-def _shown(plan: Plan) -> tuple[list[Mode], int]:
+def _shown(plan: Plan) -> tuple[list[ModeEstimate], int]:
     """Modes of one axis as they come, then the best hybrids; and how many hybrids are left out."""
-    possible = [one for one in plan.choice.modes if one.cost is not None]
-    plain = [one for one in possible if one.layout.strategy != "hybrid"]
-    hybrids = [one for one in possible if one.layout.strategy == "hybrid"]
+    possible = [mode for mode in plan.choice.modes if mode.cost is not None]
+    plain = [mode for mode in possible if mode.layout.strategy != "hybrid"]
+    hybrids = [mode for mode in possible if mode.layout.strategy == "hybrid"]
     hybrids.sort(
-        key=lambda one: (
-            one is not plan.choice.taken,
-            one is not plan.configured,
-            not one.fits,
-            -one.per_second,
+        key=lambda mode: (
+            mode is not plan.choice.taken,
+            mode is not plan.configured,
+            not mode.fits,
+            -mode.per_second,
         )
     )
     return plain + hybrids[:_SHOWN_HYBRIDS], max(0, len(hybrids) - _SHOWN_HYBRIDS)
 
 
-def _table(plan: Plan, modes: list[Mode]) -> Table:
-    from rich.table import Table
-
+def _table(plan: Plan, modes: list[ModeEstimate]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("mode", no_wrap=True)
     for name in ("weights", "grads", "optim", "activ.", "total", "sent", "step", "smp/s"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
-    for one in modes:
-        table.add_row(
-            *_row(plan, one),
-            style="bold green" if one is plan.choice.taken else "" if one.fits else "dim",
-        )
+    for mode in modes:
+        style = "" if mode.fits else "dim"
+        if mode is plan.choice.taken:
+            style = "bold green"
+        table.add_row(*_row(plan, mode), style=style)
     return table
 
 
-def _row(plan: Plan, mode: Mode) -> list[str]:
+def _row(plan: Plan, mode: ModeEstimate) -> list[str]:
     assert mode.cost is not None
     cost = mode.cost
     mark = "→ " if mode is plan.choice.taken else "* " if mode is plan.configured else "  "
@@ -199,21 +182,13 @@ def _legend(plan: Plan) -> str:
         ),
         "fits: within 90 % of the device's memory",
     ]
-    if any(one.cost is not None and one.cost.traffic_is_bound for one in plan.choice.modes):
+    costs = [mode.cost for mode in plan.choice.modes if mode.cost is not None]
+    if any(cost.traffic_is_bound for cost in costs):
         parts.append("≤: at most, with no id twice in a batch")
     parts += ["→ taken by auto"] if plan.choice.taken else []
-    parts += (
-        ["* named in the config"]
-        if plan.configured is not None and plan.configured is not plan.choice.taken
-        else []
-    )
-    if any(one.layout.strategy == "single" for one in plan.choice.modes) and plan.machine.count > 1:
+    if plan.configured is not None and plan.configured is not plan.choice.taken:
+        parts.append("* named in the config")
+    strategies = [mode.layout.strategy for mode in plan.choice.modes]
+    if "single" in strategies and plan.machine.count > 1:
         parts.append("single uses one of the devices")
     return "; ".join(parts)
-
-
-def _by_reason(modes: list[Mode]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for one in modes:
-        found.setdefault(one.reason, []).append(one.name)
-    return found

@@ -15,7 +15,7 @@ from paceline.models.shape.activations import LanguageDims, dims_of, language_ac
 _HEADER_BYTES = 100 << 20
 
 
-def at_most(config: Config) -> int | None:
+def upper_bound(config: Config) -> int | None:
     """Bytes of state and activations of one rank that holds the whole model, or more; None where
     the files do not say."""
     if config.task in ("sft", "pretrain"):

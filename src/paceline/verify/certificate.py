@@ -4,7 +4,9 @@ alone: no torch here."""
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Required, TypedDict
+
+from pydantic import JsonValue
 
 from paceline.config.schema import Config
 from paceline.core.files import human_bytes
@@ -49,29 +51,79 @@ def bounds_for(config: Config, device_type: str) -> Bounds:
     return Bounds(loss=1e-4, weights=1e-2, family=None)
 
 
-def combine(ranks: Sequence[dict[str, Any]], floor: float = 1e-2) -> dict[str, Any]:
+class ByteCounts(TypedDict):
+    """Bytes that were declared, and that were measured; None where a mode did not run."""
+
+    predicted: int | None
+    measured: int | None
+
+
+class LeftOut(TypedDict):
+    """A weight of which ``elements`` of ``of`` are not compared, because their gradient is at most
+    ``gradient_ratio`` of the largest tensor's."""
+
+    name: str
+    gradient_ratio: float
+    elements: int
+    of: int
+
+
+class RankResult(TypedDict, total=False):
+    """What a trial gave on one rank: ``status`` done, refused (with a ``reason``), idle (the rank
+    has no part in it) or stopped."""
+
+    status: Required[str]
+    reason: str
+    losses: list[float]
+    step_time_s: float
+    state_predicted: float
+    state_measured: float
+    traffic_predicted: float
+    traffic_measured: float
+    weights: dict[str, list[float]]
+    excluded: list[LeftOut]
+    notices: list[str]
+
+
+class TrialResult(TypedDict, total=False):
+    """What a trial gave over all ranks: ``status`` done, or refused or failed with a ``reason``."""
+
+    status: Required[str]
+    reason: str
+    losses: list[float]
+    step_time_s: float
+    weight_rel_diff: float
+    worst_tensor: str | None
+    missing: list[str]
+    excluded: list[LeftOut]
+    notices: list[str]
+    state_bytes: ByteCounts
+    traffic_bytes: ByteCounts
+
+
+def combine(ranks: Sequence[RankResult], floor: float = 1e-2) -> TrialResult:
     """One mode's figures from those that its ranks left (those with no part in it left out)."""
-    ranks = [one for one in ranks if one["status"] != "idle"]
-    refused = [one["reason"] for one in ranks if one["status"] == "refused"]
-    if refused:
-        return {"status": "refused", "reason": refused[0]}
-    difference, tensor, missing = weight_difference([one["weights"] for one in ranks], floor)
+    ranks = [rank for rank in ranks if rank["status"] != "idle"]
+    for rank in ranks:
+        if rank["status"] == "refused":
+            return {"status": "refused", "reason": rank["reason"]}
+    difference, tensor, missing = weight_difference([rank["weights"] for rank in ranks], floor)
     return {
         "status": "done",
         "losses": ranks[0]["losses"],
-        "step_time_s": max(one["step_time_s"] for one in ranks),
+        "step_time_s": max(rank["step_time_s"] for rank in ranks),
         "weight_rel_diff": difference,
         "worst_tensor": tensor,
         "missing": missing,
         "excluded": ranks[0].get("excluded", []),
-        "notices": list(dict.fromkeys(text for one in ranks for text in one["notices"])),
+        "notices": list(dict.fromkeys(text for rank in ranks for text in rank["notices"])),
         "state_bytes": {
-            key: round(max(one[f"state_{key}"] for one in ranks))
-            for key in ("predicted", "measured")
+            "predicted": round(max(rank["state_predicted"] for rank in ranks)),
+            "measured": round(max(rank["state_measured"] for rank in ranks)),
         },
         "traffic_bytes": {
-            key: round(max(one[f"traffic_{key}"] for one in ranks))
-            for key in ("predicted", "measured")
+            "predicted": round(max(rank["traffic_predicted"] for rank in ranks)),
+            "measured": round(max(rank["traffic_measured"] for rank in ranks)),
         },
     }
 
@@ -118,7 +170,7 @@ def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> floa
 
 
 @dataclass
-class Verdict:
+class ModeResult:
     """One mode's line of the certificate, as it stands in the JSON. ``ok`` is None where this
     config cannot run under it."""
 
@@ -126,8 +178,8 @@ class Verdict:
     ok: bool | None
     loss_rel_diff: float | None
     weight_rel_diff: float | None
-    state_bytes: dict[str, int | None]
-    traffic_bytes: dict[str, int | None]
+    state_bytes: ByteCounts
+    traffic_bytes: ByteCounts
     relative_step_time: float | None
     reason: str | None
     layout: str
@@ -136,7 +188,7 @@ class Verdict:
     worst_tensor: str | None = None
     loss_rel_diff_ddp: float | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, JsonValue]:
         """JSON has no NaN: such a figure is null, and the reason says so."""
         return {
             key: None if isinstance(one, float) and not math.isfinite(one) else one
@@ -144,45 +196,44 @@ class Verdict:
         }
 
 
-def not_run(mode: str, layout: str, ok: bool | None, reason: str) -> Verdict:
+def not_run(mode: str, layout: str, ok: bool | None, reason: str) -> ModeResult:
     """A mode that was refused (``ok`` None) or that failed (False)."""
-    unknown = {"predicted": None, "measured": None}
-    return Verdict(mode, ok, None, None, dict(unknown), dict(unknown), None, reason, layout)
+    unknown: ByteCounts = {"predicted": None, "measured": None}
+    return ModeResult(mode, ok, None, None, unknown, unknown, None, reason, layout)
 
 
 def judge(
     mode: str,
     layout: str,
-    found: dict[str, Any],
-    reference: dict[str, Any],
-    ddp: dict[str, Any] | None,
+    trial: TrialResult,
+    reference: TrialResult,
+    ddp: TrialResult | None,
     bounds: Bounds,
-) -> Verdict:
+) -> ModeResult:
     """Hold a mode's figures against the reference's, against `ddp`'s where that ran, and against
     what the mode declared."""
-    loss = loss_difference(found["losses"], reference["losses"])
-    verdict = Verdict(
+    verdict = ModeResult(
         mode=mode,
         ok=True,
-        loss_rel_diff=loss,
-        weight_rel_diff=found["weight_rel_diff"],
-        state_bytes=found["state_bytes"],
-        traffic_bytes=found["traffic_bytes"],
-        relative_step_time=found["step_time_s"] / ddp["step_time_s"] if ddp else None,
+        loss_rel_diff=loss_difference(trial["losses"], reference["losses"]),
+        weight_rel_diff=trial["weight_rel_diff"],
+        state_bytes=trial["state_bytes"],
+        traffic_bytes=trial["traffic_bytes"],
+        relative_step_time=trial["step_time_s"] / ddp["step_time_s"] if ddp else None,
         reason=None,
         layout=layout,
-        step_time_s=found["step_time_s"],
-        final_loss=found["losses"][-1],
-        worst_tensor=found["worst_tensor"],
-        loss_rel_diff_ddp=loss_difference(found["losses"], ddp["losses"]) if ddp else None,
+        step_time_s=trial["step_time_s"],
+        final_loss=trial["losses"][-1],
+        worst_tensor=trial["worst_tensor"],
+        loss_rel_diff_ddp=loss_difference(trial["losses"], ddp["losses"]) if ddp else None,
     )
-    reasons = list(_reasons(verdict, found, bounds))
+    reasons = _reasons(verdict, trial, bounds)
     verdict.ok = not reasons
     verdict.reason = "; ".join(reasons) or None
     return verdict
 
 
-def _reasons(verdict: Verdict, found: dict[str, Any], bounds: Bounds) -> list[str]:
+def _reasons(verdict: ModeResult, trial: TrialResult, bounds: Bounds) -> list[str]:
     reasons = []
     if not (verdict.loss_rel_diff or 0.0) <= bounds.loss:
         reasons.append(
@@ -194,21 +245,15 @@ def _reasons(verdict: Verdict, found: dict[str, Any], bounds: Bounds) -> list[st
             f"the weights differ by {verdict.weight_rel_diff:.1e} ({worst}), more than"
             f" {bounds.weights:g}"
         )
-    if found["missing"]:
-        names = ", ".join(map(_short, found["missing"][:3]))
+    if trial["missing"]:
+        names = ", ".join(map(_short, trial["missing"][:3]))
         reasons.append(
-            f"{len(found['missing'])} weights are not owned once by the ranks together ({names})"
+            f"{len(trial['missing'])} weights are not owned once by the ranks together ({names})"
         )
-    family = (
-        bounds.family is not None
-        and verdict.mode in FAMILY
-        and verdict.loss_rel_diff_ddp is not None
-    )
-    if family and not (verdict.loss_rel_diff_ddp or 0.0) <= (bounds.family or 0.0):
-        reasons.append(
-            f"the losses differ from ddp's by {verdict.loss_rel_diff_ddp:.1e}, more than"
-            f" {bounds.family:g}"
-        )
+    from_ddp = verdict.loss_rel_diff_ddp
+    family = bounds.family if verdict.mode in FAMILY else None
+    if family is not None and from_ddp is not None and not from_ddp <= family:  # NaN too
+        reasons.append(f"the losses differ from ddp's by {from_ddp:.1e}, more than {family:g}")
     for name, both, slack in (
         ("state", verdict.state_bytes, 0),
         ("traffic", verdict.traffic_bytes, LOOP_BYTES),

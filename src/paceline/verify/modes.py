@@ -15,12 +15,11 @@ A name is one of
 - ``hybrid``: all the products of axes that fit; ``all``: every mode.
 """
 
+import contextlib
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
-from math import prod
-from typing import Any, get_args
+from typing import get_args
 
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import Parallel
@@ -45,7 +44,7 @@ _AXIS = re.compile(rf"({'|'.join(_AXES)})([1-9][0-9]*)")
 
 
 @dataclass(frozen=True)
-class Mode:
+class VerifyMode:
     """A name, the layout it stands for, and the section ``parallel`` that asks for it."""
 
     name: str
@@ -60,50 +59,38 @@ def all_modes(config: Config, world_size: int) -> list[str]:
     settings = config.parallel
     names = [name for name in STRATEGIES if name not in ("hybrid", "deepspeed", *OTHER_TRAINING)]
     names.insert(names.index("ddp") + 1, "ddp-balance")
-    names += [f"pipeline-{one}" for one in _SCHEDULES if one != settings.pipeline_schedule]
+    names += [f"pipeline-{name}" for name in _SCHEDULES if name != settings.pipeline_schedule]
     names += hybrids(world_size)
-    own = configured(config, world_size)
-    names += [own] if own is not None and own not in (*names, "deepspeed") else []
+    if mode_of(settings) != "auto":
+        with contextlib.suppress(ConfigError):
+            named = layout(settings, world_size)
+            axes = {axis: size for axis, size in asdict(named.axes).items() if size > 1}
+            names.append(_axes_name(axes) if len(axes) > 1 else named.strategy)
+    names = [name for name in dict.fromkeys(names) if name != "deepspeed"]
     # Last: DeepSpeed keeps a state of its own in the process.
     return [
         *names,
         "deepspeed",
-        *(f"deepspeed-{one}" for one in _STAGES if one != stage_of(settings)),
+        *(f"deepspeed-{stage}" for stage in _STAGES if stage != stage_of(settings)),
     ]
 
 
-def configured(config: Config, world_size: int) -> str | None:
-    """The name of the mode that the config itself asks for; None for ``auto`` and for sizes that do
-    not make the world."""
-    settings = config.parallel
-    mode = mode_of(settings)
-    sizes = [
-        (axis, getattr(settings, axis)) for axis in _AXES if (getattr(settings, axis) or 1) > 1
-    ]
-    if mode == "auto":
-        return None
-    if mode == "hybrid" or len(sizes) > 1:
-        return (
-            "-".join(f"{axis}{size}" for axis, size in sizes)
-            if prod(size for _, size in sizes) == world_size
-            else None
-        )
-    return mode
+def _axes_name(sizes: dict[str, int]) -> str:
+    return "-".join(f"{axis}{size}" for axis, size in sizes.items())
 
 
 def hybrids(world_size: int) -> list[str]:
     """For each choice of two axes or more the most even product that makes the world, larger sizes
     first: 4 → data2-shard2, data2-tensor2, …; 8 → data4-shard2, …, data2-shard2-tensor2, …"""
-    found = []
+    names = []
     for count in range(2, len(_AXES) + 1):
         sizes = _factors(world_size, count)
         if sizes is None:
             continue
-        found += [
-            "-".join(f"{axis}{size}" for axis, size in zip(axes, sizes, strict=True))
-            for axes in combinations(_AXES, count)
+        names += [
+            _axes_name(dict(zip(axes, sizes, strict=True))) for axes in combinations(_AXES, count)
         ]
-    return found
+    return names
 
 
 def _factors(number: int, count: int, most: int | None = None) -> tuple[int, ...] | None:
@@ -126,15 +113,13 @@ def split_names(text: str, config: Config, world_size: int) -> list[str]:
         ConfigError: a name that stands for nothing.
     """
     names: list[str] = []
-    for given in (one.strip() for one in text.split(",")):
-        if not given:
-            continue
-        if given == "all":
+    for name in (word.strip() for word in text.split(",") if word.strip()):
+        if name == "all":
             names += all_modes(config, world_size)
-        elif given == "hybrid":
+        elif name == "hybrid":
             names += hybrids(world_size)
         else:
-            names.append(make_mode(given, config, world_size).name)
+            names.append(make_mode(name, config, world_size).name)
     if not names:
         raise ConfigError(
             "`--modes` names no mode",
@@ -144,40 +129,45 @@ def split_names(text: str, config: Config, world_size: int) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def make_mode(name: str, config: Config, world_size: int) -> Mode:
+def make_mode(name: str, config: Config, world_size: int) -> VerifyMode:
     """What a name stands for.
 
     Raises:
         ConfigError: nothing, or axes that do not make ``world_size`` ranks.
     """
-    settings: dict[str, Any] = dict.fromkeys(_AXES)
+    mode, settings = name, dict[str, str | int]()
     base, _, variant = name.partition("-")
-    sizes = [_AXIS.fullmatch(one) for one in name.split("-")]
-    if all(sizes):
-        settings |= {one[1]: int(one[2]) for one in sizes if one} | {"mode": "hybrid"}
-        if len({one[1] for one in sizes if one}) < len(sizes):
+    sizes = [match for match in map(_AXIS.fullmatch, name.split("-")) if match is not None]
+    if len(sizes) == name.count("-") + 1:
+        mode = "hybrid"
+        settings = {match[1]: int(match[2]) for match in sizes}
+        if len(settings) < len(sizes):
             raise ConfigError(
                 f"`{name}` gives an axis twice", allowed=_allowed(), fix="name each axis once"
             )
     elif base == "deepspeed" and variant in map(str, _STAGES):
-        settings |= {"mode": base, "deepspeed_stage": int(variant)}
+        mode, settings = base, {"deepspeed_stage": int(variant)}
     elif base == "pipeline" and variant.replace("-", "_") in _SCHEDULES:
-        settings |= {"mode": base, "pipeline_schedule": variant.replace("-", "_")}
+        mode, settings = base, {"pipeline_schedule": variant.replace("-", "_")}
         name = f"{base}-{settings['pipeline_schedule']}"
     elif base in _BALANCED and variant == "balance":
-        settings |= {"mode": base}
+        mode = base
     elif name in (*STRATEGIES, *ALIASES) and name != "hybrid":
-        settings |= {"mode": ALIASES.get(name, name)}
-    elif ":" in name:
-        settings |= {"mode": name}
-    else:
+        mode = ALIASES.get(name, name)
+    elif ":" not in name:
         known = [*all_modes(config, world_size), *ALIASES, "all", "hybrid"]
         fix = did_you_mean(name, known, "give e.g. `--modes ddp,zero3,data2-tensor2`")
         raise ConfigError(f"`--modes {name}` is not a mode", allowed=_allowed(), fix=fix)
     ranks = 1 if name == "single" else world_size
-    settings["balance"] = _weights(config, ranks) if variant == "balance" else "equal"
-    parallel = config.parallel.model_copy(update={**settings, "num_gpus": ranks})
-    return Mode(ALIASES.get(name, name), layout(parallel, ranks, settings["mode"]), parallel)
+    update = {
+        **dict.fromkeys(_AXES),
+        **settings,
+        "mode": mode,
+        "balance": _weights(config, ranks) if variant == "balance" else "equal",
+        "num_gpus": ranks,
+    }
+    parallel = config.parallel.model_copy(update=update)
+    return VerifyMode(ALIASES.get(name, name), layout(parallel, ranks, mode), parallel)
 
 
 def _weights(config: Config, num_ranks: int) -> list[float]:
@@ -188,7 +178,7 @@ def _weights(config: Config, num_ranks: int) -> list[float]:
     return [1.0 if rank % 2 else 3.0 for rank in range(num_ranks)]
 
 
-def trial_config(mode: Mode, config: Config, global_batch_size: int) -> Config:
+def trial_config(mode: VerifyMode, config: Config, global_batch_size: int) -> Config:
     """Return the config of a trial. Unequal shares need several micro-batches per rank: smaller
     ones if the global batch has too few of the config's size.
 
@@ -214,14 +204,14 @@ def trial_config(mode: Mode, config: Config, global_batch_size: int) -> Config:
 
 
 def _allowed() -> str:
-    variants = [
-        *(f"{one}-balance" for one in _BALANCED),
-        *(f"deepspeed-{one}" for one in _STAGES),
-        *(f"pipeline-{one}" for one in _SCHEDULES),
+    names = [
+        *(name for name in STRATEGIES if name != "hybrid"),
+        *ALIASES,
+        *(f"{mode}-balance" for mode in _BALANCED),
+        *(f"deepspeed-{stage}" for stage in _STAGES),
+        *(f"pipeline-{schedule}" for schedule in _SCHEDULES),
+        "sizes of axes such as data2-tensor2",
+        "hybrid",
+        "all",
     ]
-    names: Sequence[str] = [*(one for one in STRATEGIES if one != "hybrid"), *ALIASES, *variants]
-    return (
-        ", ".join(names)
-        + ", sizes of axes such as data2-tensor2, hybrid, all, or a strategy of your own as"
-        " ./file.py:SPEC"
-    )
+    return ", ".join(names) + ", or a strategy of your own as ./file.py:SPEC"

@@ -29,13 +29,14 @@ from paceline.core.run_dir import RunDir
 from paceline.parallel.registry import OTHER_TRAINING
 from paceline.verify.certificate import (
     REFERENCE,
-    Verdict,
+    ModeResult,
+    TrialResult,
     bounds_for,
     combine,
     judge,
     not_run,
 )
-from paceline.verify.modes import Mode, all_modes, make_mode, split_names, trial_config
+from paceline.verify.modes import VerifyMode, all_modes, make_mode, split_names, trial_config
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,10 @@ def verify(loaded: Loaded, options: VerifyOptions) -> VerifyResult:
     log_notices(logger, notices)
     config, precision = with_precision(config, devices.type, devices.names[: devices.count])
     logger.info(f"{precision}; all modes are compared in it")
-    names = _names(config, devices.count, options.modes)
+    if options.modes is None:
+        names = all_modes(config, devices.count)
+    else:
+        names = split_names(options.modes, config, devices.count)
     start_fork_server(
         config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": "zero3"})})
     )
@@ -143,13 +147,16 @@ def _calm(config: Config, steps: int) -> Config:
             "compression off: compression.method %s → none; it is another training",
             config.compression.text,
         )
-    off: dict[str, Any] = {
-        "val_dataset": None,
-        "resume": "never",
-        "report_to": [],
-        "compression": Compression(),
-    }
-    return config.model_copy(update={"train_args": args, "lora": lora, **off})
+    return config.model_copy(
+        update={
+            "train_args": args,
+            "lora": lora,
+            "val_dataset": None,
+            "resume": "never",
+            "report_to": [],
+            "compression": Compression(),
+        }
+    )
 
 
 def _devices(config: Config, world_size: int | None) -> Devices:
@@ -159,10 +166,10 @@ def _devices(config: Config, world_size: int | None) -> Devices:
         on_cpu = config.parallel.device == "cpu" or not accelerators()[1]
         world_size = _CPU_RANKS if on_cpu else len(accelerators()[1])
     count = config.parallel.num_gpus if world_size is None else world_size
-    update: dict[str, Any] = {"mode": "ddp", "num_gpus": count}
-    if world_size is not None and config.parallel.device == "auto" and not accelerators()[1]:
-        update["device"] = "cpu"  # as with `num_gpus: auto`, and said so
-    devices = choose_devices(config.parallel.model_copy(update=update))
+    parallel = config.parallel.model_copy(update={"mode": "ddp", "num_gpus": count})
+    if world_size is not None and parallel.device == "auto" and not accelerators()[1]:
+        parallel.device = "cpu"  # as with `num_gpus: auto`, and logged
+    devices = choose_devices(parallel)
     for level, text in devices.notices:
         if config.parallel.device != "cpu":
             text = text.replace("asked for by `parallel.device: cpu`", "no GPU was found")
@@ -176,15 +183,9 @@ def _devices(config: Config, world_size: int | None) -> Devices:
     return devices
 
 
-def _names(config: Config, world_size: int, asked: str | None) -> list[str]:
-    return (
-        all_modes(config, world_size) if asked is None else split_names(asked, config, world_size)
-    )
-
-
 def _modes(
     config: Config, world_size: int, names: list[str], asked: str | None
-) -> tuple[list[Mode], list[Verdict]]:
+) -> tuple[list[VerifyMode], list[ModeResult]]:
     """(the modes to run: the reference, then `ddp`, whose time the others are held against, then
     the rest; the verdicts of those that this config cannot run under).
 
@@ -192,18 +193,18 @@ def _modes(
         ConfigError: a mode that was asked for is not there, or refused.
     """
     modes, refused = [], []
-    by_name = {one.strip() for one in (asked or "").split(",")}
+    requested = [word.strip() for word in (asked or "").split(",")]
     for name in dict.fromkeys([REFERENCE, "ddp", *names]):
         mode = make_mode(name, config, world_size)
         try:
             _check_mode(mode, config)
-            if name in OTHER_TRAINING and name not in by_name:
+            if name in OTHER_TRAINING and name not in requested:
                 raise ConfigError(
                     f"not held against `{REFERENCE}`: it is another training, whose losses and"
                     f" weights are meant to differ; `--modes {name}` shows by how much"
                 )
         except ConfigError as error:
-            if name == REFERENCE or (asked is not None and name in names and not _group(asked)):
+            if name == REFERENCE or (name in names and _is_strict(asked)):
                 raise
             if name in names:
                 refused.append(not_run(name, mode.layout.axes.text(), None, error.paragraph()))
@@ -212,11 +213,13 @@ def _modes(
     return modes, refused
 
 
-def _group(asked: str) -> bool:
-    return any(one.strip() in ("all", "hybrid") for one in asked.split(","))
+def _is_strict(asked: str | None) -> bool:
+    """Return whether every mode is requested by its name, so that a refused one is an error."""
+    words = {word.strip() for word in (asked or "").split(",")}
+    return asked is not None and not words & {"all", "hybrid"}
 
 
-def _check_mode(mode: Mode, config: Config) -> None:
+def _check_mode(mode: VerifyMode, config: Config) -> None:
     from paceline.parallel.registry import check_strategy, get_spec
     from paceline.tasks import load_task
 
@@ -249,22 +252,22 @@ def _base_job(loaded: Loaded, devices: Devices, folder: Path) -> RunSpec:
 
 
 def _trials(
-    modes: list[Mode],
+    modes: list[VerifyMode],
     config: Config,
     base: RunSpec,
     names: list[str],
     asked: str | None,
-    refused: list[Verdict],
-) -> tuple[list[Mode], list[Trial]]:
+    refused: list[ModeResult],
+) -> tuple[list[VerifyMode], list[Trial]]:
     """Return the modes that this global batch is large enough for, and their trials; the others are
     added to ``refused``."""
-    kept: list[Mode] = []
+    kept: list[VerifyMode] = []
     trials: list[Trial] = []
     for mode in modes:
         try:
             trials.append(_trial(len(trials), mode, config, base))
         except ConfigError as error:
-            if asked is not None and not _group(asked):
+            if _is_strict(asked):
                 raise
             if mode.name in names:
                 refused.append(not_run(mode.name, mode.layout.axes.text(), None, error.paragraph()))
@@ -273,7 +276,7 @@ def _trials(
     return kept, trials
 
 
-def _trial(number: int, mode: Mode, config: Config, base: RunSpec) -> Trial:
+def _trial(number: int, mode: VerifyMode, config: Config, base: RunSpec) -> Trial:
     from paceline.verify.worker import Trial
 
     config = trial_config(mode, config, base.derived.global_batch_size)
@@ -295,13 +298,13 @@ def _trial(number: int, mode: Mode, config: Config, base: RunSpec) -> Trial:
 
 def _run(
     trials: list[Trial], steps: int, folder: Path, num_ranks: int
-) -> dict[str, dict[str, Any]] | int:
+) -> dict[str, TrialResult] | int:
     """Each mode's figures, by name; or the exit code, where a signal ended it. The ranks run all
     modes one after another; where one fails, they are started again for those that are left."""
     from paceline.launch.local import LocalLauncher
     from paceline.verify.worker import Certification, certify_rank, result_file
 
-    failures: dict[str, dict[str, Any]] = {}
+    results: dict[str, TrialResult] = {}  # failed trials, then the others
     left = trials
     while left:
         ranks = LocalLauncher(
@@ -312,13 +315,7 @@ def _run(
         if outcome["status"] == "stopped":
             logger.info("stopped; nothing is certified")
             return int(outcome["exit_code"])
-        files = {
-            one.number: [result_file(folder, one.number, rank) for rank in range(num_ranks)]
-            for one in left
-        }
-        failed = next(
-            (one for one in left if not all(path.exists() for path in files[one.number])), None
-        )
+        failed = next((trial for trial in left if not _has_ended(trial, folder, num_ranks)), None)
         if failed is None:
             break
         text = outcome["text"].partition(" To go on:")[0]
@@ -328,23 +325,24 @@ def _run(
                 f" {text}"
             )
         logger.warning(f"[{failed.number + 1}/{len(trials)}] {failed.name}: failed: {text}")
-        failures[failed.name] = {"status": "failed", "reason": text}
+        results[failed.name] = {"status": "failed", "reason": text}
         left = left[left.index(failed) + 1 :]
-    found = {}
     floor = bounds_for(trials[0].spec.config, trials[0].spec.device_type).floor
-    for one in trials:
-        if one.name not in failures:
-            found[one.name] = combine(
-                [
-                    json.loads(result_file(folder, one.number, rank).read_text())
-                    for rank in range(num_ranks)
-                ],
-                floor,
-            )
-    reference = found[trials[0].name]
+    for trial in trials:
+        if trial.name not in results:
+            files = [result_file(folder, trial.number, rank) for rank in range(num_ranks)]
+            results[trial.name] = combine([json.loads(path.read_text()) for path in files], floor)
+    reference = results[trials[0].name]
     if reference["status"] == "refused":
         raise ConfigError(reference["reason"])
-    return {**found, **failures}
+    return results
+
+
+def _has_ended(trial: Trial, folder: Path, num_ranks: int) -> bool:
+    """Return whether every rank has left its result of the trial."""
+    from paceline.verify.worker import result_file
+
+    return all(result_file(folder, trial.number, rank).exists() for rank in range(num_ranks))
 
 
 def _certificate(
@@ -353,30 +351,27 @@ def _certificate(
     base: RunSpec,
     devices: Devices,
     steps: int,
-    modes: list[Mode],
-    found: dict[str, dict[str, Any]],
-    refused: list[Verdict],
+    modes: list[VerifyMode],
+    trials: dict[str, TrialResult],
+    refused: list[ModeResult],
 ) -> dict[str, Any]:
     bounds = bounds_for(config, devices.type)
-    reference = found[REFERENCE]
-    ddp = found.get("ddp", {"status": "absent"})
-    verdicts = {one.mode: one for one in refused}
+    reference, ddp = trials[REFERENCE], trials.get("ddp")
+    verdicts = {verdict.mode: verdict for verdict in refused}
     for mode in modes:
-        one, axes = found[mode.name], mode.layout.axes.text()
-        if one["status"] == "done":
-            verdicts[mode.name] = judge(
-                mode.name, axes, one, reference, ddp if ddp["status"] == "done" else None, bounds
-            )
+        trial, axes = trials[mode.name], mode.layout.axes.text()
+        if trial["status"] == "done":
+            against = ddp if ddp is not None and ddp["status"] == "done" else None
+            verdicts[mode.name] = judge(mode.name, axes, trial, reference, against, bounds)
         else:
-            verdicts[mode.name] = not_run(
-                mode.name, axes, None if one["status"] == "refused" else False, one["reason"]
-            )
+            ok = None if trial["status"] == "refused" else False
+            verdicts[mode.name] = not_run(mode.name, axes, ok, trial["reason"])
     listed = [verdicts[name].as_dict() for name in names]
     args = config.train_args
     return {
         "world_size": devices.count,
         "reference": REFERENCE,
-        "ok": all(one["ok"] is not False for one in listed),
+        "ok": all(verdict["ok"] is not False for verdict in listed),
         "modes": listed,
         "steps": steps,
         "device": devices.type,

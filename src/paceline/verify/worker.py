@@ -9,6 +9,7 @@ failed.
 import gc
 import json
 import logging
+import math
 import statistics
 import time
 from collections.abc import Mapping
@@ -40,8 +41,7 @@ from paceline.tasks.base import num_positions
 from paceline.train.run_spec import RunSpec
 from paceline.train.setup import build_components, build_trainer
 from paceline.train.state import RankContext
-from paceline.train.trainer import Trainer
-from paceline.verify.negligible import GradientWatch, listing
+from paceline.verify.certificate import LeftOut, RankResult
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,11 @@ _POLL_S = 0.01
 # refuses, the others wait for it in vain.
 _REFUSED_WAIT_S = 20.0
 _EXCLUDED = "excluded/"  # before the names of masks in the file of the reference
+
+#: Largest share of the largest tensor's gradient norm that counts as rounding.
+GRADIENT_RATIO = 1e-6
+#: Largest share of the trained elements that may be left out.
+LARGEST_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,7 @@ def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> 
 
 def _one_trial(
     certification: Certification, trial: Trial, world: Communicator, stop: StopFlag
-) -> dict[str, Any]:
+) -> RankResult:
     layout = trial.spec.layout
     if world.rank >= layout.num_processes:
         return {"status": "idle"}
@@ -135,7 +140,7 @@ def _one_trial(
 
 def _train(
     certification: Certification, trial: Trial, world: Communicator, stop: StopFlag
-) -> dict[str, Any]:
+) -> RankResult:
     heard: list[Event] = []
     events = EventLog(None, [heard.append])
     with log_to_events(events):
@@ -150,7 +155,15 @@ def _train(
         for _ in range(certification.steps):
             if trainer.run_step().stop or trainer.anomalies.is_exhausted:
                 return {"status": "stopped"}
-    steps = [one for one in heard if one["type"] == "step"]
+    steps = [event for event in heard if event["type"] == "step"]
+    # for the batches that this rank's replica really had: means over the steps after the first
+    work = Workload(
+        trial.spec.derived.gradient_accumulation_steps, statistics.fmean(_after_first(positions))
+    )
+    axes = trial.spec.layout.axes
+    cost = estimate_cost(
+        trial.spec.layout.strategy, components.shape, axes, work, trial.spec.config
+    )
     reference = Path(certification.folder) / "reference.safetensors"
     left_out = {} if watch is None else watch.negligible()
     if trial.number == 0:
@@ -161,7 +174,10 @@ def _train(
         "step_time_s": statistics.median(
             _after_first([float(one["step_time_s"]) for one in steps])
         ),
-        **_costs(trainer, positions),
+        "state_predicted": cost.state,
+        "state_measured": strategy.memory_bytes(),
+        "traffic_predicted": cost.traffic_per_step,
+        "traffic_measured": statistics.fmean(_after_first(trainer.metrics.traffic_per_step)),
         "weights": distances(strategy, reference),
         "excluded": listing(left_out),
         "notices": [
@@ -177,24 +193,6 @@ def _after_first(values: list[Any]) -> list[Any]:
 
 def _mean_positions(micro_batches: list[MicroBatch]) -> float:
     return statistics.fmean(num_positions(batch.data) for batch in micro_batches)
-
-
-def _costs(trainer: Trainer, positions: list[float]) -> dict[str, float]:
-    """Predicted for the batches that this rank's replica really had, and measured: means over the
-    steps after the first."""
-    spec, strategy = trainer.spec, trainer.strategy
-    work = Workload(
-        spec.derived.gradient_accumulation_steps, statistics.fmean(_after_first(positions))
-    )
-    cost = estimate_cost(
-        spec.layout.strategy, trainer.components.shape, spec.layout.axes, work, spec.config
-    )
-    return {
-        "state_predicted": cost.state,
-        "state_measured": strategy.memory_bytes(),
-        "traffic_predicted": cost.traffic_per_step,
-        "traffic_measured": statistics.fmean(_after_first(trainer.metrics.traffic_per_step)),
-    }
 
 
 def turn_off_dropout(model: nn.Module) -> int:
@@ -219,6 +217,83 @@ def turn_off_dropout(model: nn.Module) -> int:
 
 
 # -- weights
+class GradientWatch:
+    """Follows the gradients of a strategy that has them whole on one rank, step by step, to find
+    those that are nothing but rounding: their weights are not compared.
+
+    A bias that is added to all keys alike shifts every attention score of a query by the same
+    amount, so its gradient is 0 (under rotary embedding, that of the dimensions without it). In
+    floating point it is not exactly 0, and AdamW divides it by its own size: rounding errors, which
+    differ between strategies, become steps as large as any other.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._parameters = {
+            part.name: part.key for part in strategy.tensor_shards() if part.key is not None
+        }
+        self._tensors: dict[str, float] = {}  # largest ratio of each tensor so far
+        # the same for each element of a tensor with one dimension
+        self._elements: dict[str, torch.Tensor] = {}
+        self._clip = strategy.clip_grad_norm
+        strategy.clip_grad_norm = self._noting_clip  # type: ignore[method-assign]
+
+    def _noting_clip(self, max_norm: float) -> torch.Tensor:
+        self._note()
+        return self._clip(max_norm)
+
+    @torch.no_grad()
+    def _note(self) -> None:
+        gradients = {
+            name: one.grad.float() for name, one in self._parameters.items() if one.grad is not None
+        }
+        norms = {name: float(one.norm()) for name, one in gradients.items()}
+        largest = max(norms.values(), default=0.0)
+        if not math.isfinite(largest) or largest == 0:
+            return  # an update that is skipped
+        for name, norm in norms.items():
+            self._tensors[name] = max(self._tensors.get(name, 0.0), norm / largest)
+            if gradients[name].dim() == 1:
+                ratios = gradients[name].abs() / largest
+                before = self._elements.get(name)
+                self._elements[name] = ratios if before is None else torch.maximum(before, ratios)
+
+    def negligible(self) -> dict[str, tuple[float, torch.Tensor]]:
+        """Name of a parameter → (the largest ratio of what is left out of it, a mask that is true
+        there), the smallest first.
+
+        Left out are tensors whose gradient norm stayed below :data:`GRADIENT_RATIO` times the
+        largest tensor's in every step, and of tensors with one dimension also single elements:
+        those of which a whole tensor would have stayed below it.
+        """
+        found: dict[str, tuple[float, torch.Tensor]] = {}
+        for name, ratio in self._tensors.items():
+            parameter = self._parameters[name]
+            if 0 < ratio < GRADIENT_RATIO:
+                found[name] = ratio, torch.ones(parameter.shape, dtype=torch.bool)
+            elif name in self._elements and ratio:
+                elements = self._elements[name].cpu()
+                mask = elements < GRADIENT_RATIO / math.sqrt(elements.numel())
+                # exact zeros alone are zeros under every strategy
+                if bool((elements[mask] > 0).any()):
+                    found[name] = float(elements[mask].norm()), mask
+        most = LARGEST_SHARE * sum(one.numel() for one in self._parameters.values())
+        kept, total = {}, 0
+        for name, (ratio, mask) in sorted(found.items(), key=lambda entry: entry[1][0]):
+            total += int(mask.sum())
+            if total > most:
+                break
+            kept[name] = ratio, mask
+        return kept
+
+
+def listing(negligible: dict[str, tuple[float, torch.Tensor]]) -> list[LeftOut]:
+    """For the certificate: ``{name, gradient_ratio, elements, of}``."""
+    return [
+        {"name": name, "gradient_ratio": ratio, "elements": int(mask.sum()), "of": mask.numel()}
+        for name, (ratio, mask) in negligible.items()
+    ]
+
+
 def _trained_parts(strategy: Strategy) -> list[TensorShard]:
     """Running statistics are left out: under data parallelism they are those of rank 0's share, by
     definition."""
@@ -306,7 +381,7 @@ def _cut(whole: torch.Tensor, part: TensorShard) -> torch.Tensor:
 
 # -- among the ranks
 def _all_have_done(
-    certification: Certification, trial: Trial, env: RankEnv, found: dict[str, Any], stop: StopFlag
+    certification: Certification, trial: Trial, env: RankEnv, found: RankResult, stop: StopFlag
 ) -> bool:
     """Wait until every rank has left its figures of the trial. False where the ranks are asked to
     stop."""
@@ -327,7 +402,7 @@ def _all_have_done(
         time.sleep(_POLL_S)
 
 
-def _log(certification: Certification, trial: Trial, found: dict[str, Any]) -> None:
+def _log(certification: Certification, trial: Trial, found: RankResult) -> None:
     text = "refused"
     if found["status"] == "done":
         text = (
