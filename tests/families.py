@@ -399,13 +399,11 @@ def judged(
         out[name] = {}
         for mode, one in found.items():
             if one["status"] == "done" and found["single"]["status"] == "done":
-                out[name][mode] = judge(
-                    mode, "", one, found["single"], found.get("ddp"), bounds
-                ).as_dict()
+                out[name][mode] = judge(mode, "", one, found["single"], found.get("ddp"), bounds)
             else:
                 out[name][mode] = not_run(
                     mode, "", None if one["status"] == "refused" else False, one.get("reason", "?")
-                ).as_dict()
+                )
     return out
 
 

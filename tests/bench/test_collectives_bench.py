@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from commands import parse, run
 
-from paceline.bench.collectives import table
-from paceline.bench.measure import bus_bandwidth, fits, load
+from paceline.bench.collectives import bus_bandwidth, fits, load, table
 from paceline.commands.bench import make_options
 from paceline.core.errors import ConfigError
 

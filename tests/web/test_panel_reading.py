@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from event_logs import begin, emit_steps, finished
 
+from paceline.web.api.machine import machine
+
 
 def ended_process() -> int:
     child = subprocess.Popen([sys.executable, "-c", ""])
@@ -435,3 +437,18 @@ def test_heartbeats_are_given_as_far_as_they_make_sense(serve, tmp_path):
     for text in ("", "[1]", '{"ranks": 5}', '{"time": 1, "ranks": [{"ra'):
         (run / "heartbeats.json").write_text(text)
         assert served.get(path)["ranks"] == []
+
+
+@pytest.mark.gpu
+def test_an_nvidia_device_tells_of_itself() -> None:
+    import torch
+
+    found = machine()
+    assert found["gpus_problem"] is None
+    assert len(found["gpus"]) >= torch.cuda.device_count()
+    for gpu in found["gpus"]:
+        assert gpu["name"]
+        assert 0 <= gpu["utilisation"] <= 1
+        assert 0 < gpu["memory_used_bytes"] <= gpu["memory_bytes"]
+        assert gpu["temperature_c"] > 0
+        assert gpu["power_w"] > 0

@@ -1,15 +1,62 @@
 """`paceline bench collectives`: latency and bandwidth of each collective on this machine, by size
-and number of ranks."""
+and number of ranks, and the α–β model fitted to them."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
-from paceline.bench.measure import NATIVE, bus_bandwidth, fits, measure_rank
-from paceline.bench.page import model_words
 from paceline.core.files import human_bytes
-from paceline.distributed.collectives.schedules import ALGORITHMS
+from paceline.distributed.collectives.schedules import ALGORITHMS, sent
+from paceline.distributed.link import fit, time_collective
 
-_KEYS = ("collective", "algorithm", "world_size", "bytes", "latency_s", "bus_bandwidth_bytes_s")
+if TYPE_CHECKING:
+    import torch
+
+    from paceline.distributed.communicator import Communicator
+
+NATIVE = "native"
+#: a measurement lasts for about this long, within these numbers of repeats
+_BUDGET_S = 0.8
+_MIN_REPEATS, _MAX_REPEATS = 7, 30
+_WARM_UP = 2
+
+
+class Timing(TypedDict):
+    """A case that was measured. ``bytes``: of the tensor. ``latency_s``: median over the repeats of
+    the slowest rank's time."""
+
+    collective: str
+    algorithm: str
+    world_size: int
+    bytes: int
+    latency_s: float
+    bus_bandwidth_bytes_s: float
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The model of a collective, an algorithm and a world size. ``residual``: root mean square of
+    (model - measured) / measured."""
+
+    collective: str
+    algorithm: str
+    world_size: int
+    alpha_s: float
+    beta_s_per_byte: float
+    residual: float
+
+    def time_s(self, size_bytes: int) -> float:
+        messages, moved = load(self.collective, self.algorithm, self.world_size, size_bytes)
+        return self.alpha_s * messages + self.beta_s_per_byte * moved
+
+    def texts(self) -> tuple[str, str, str]:
+        """α, 1/β and the residual as they are shown: ``35.0 µs``, ``1.2 GiB/s``, ``8 %``."""
+        rate = "no limit seen"
+        if self.beta_s_per_byte:
+            rate = f"{human_bytes(1 / self.beta_s_per_byte)}/s"
+        return f"{1e6 * self.alpha_s:.1f} µs", rate, f"{100 * self.residual:.0f} %"
 
 
 @dataclass(frozen=True)
@@ -23,77 +70,154 @@ class BenchOptions:
     @property
     def cases(self) -> list[tuple[str, str]]:
         """Pairs of a collective and an algorithm that it supports."""
-        supported = {name: (NATIVE, *algorithms) for name, algorithms in ALGORITHMS.items()}
         return [
             (collective, algorithm)
-            for collective, algorithms in supported.items()
+            for collective, supported in ALGORITHMS.items()
             for algorithm in self.algorithms
-            if algorithm in algorithms
+            if algorithm in (NATIVE, *supported)
         ]
 
 
-def measure(options: BenchOptions, world_size: int) -> list[dict[str, Any]]:
-    """Measure on ``world_size`` ranks.
-
-    Returns:
-        An entry for each collective, algorithm and size: ``collective, algorithm, world_size,
-        bytes, latency_s, bus_bandwidth_bytes_s``.
-    """
+def measure(options: BenchOptions, world_size: int) -> list[Timing]:
+    """Measure each collective, algorithm and size on ``world_size`` ranks."""
     from paceline.launch.rank_pool import run_on_ranks, warm_up
 
-    warm_up(["paceline.bench.measure", "paceline.distributed.collectives.run"])
-    results = []
-    for case in run_on_ranks(
+    warm_up(["paceline.bench.collectives", "paceline.distributed.collectives.run"])
+    timings: list[Timing] = run_on_ranks(
         measure_rank, world_size, options.sizes, options.cases, timeout_s=1800
-    )[0]:
-        rate = bus_bandwidth(case["collective"], world_size, case["bytes"], case["latency_s"])
-        entry = {**case, "world_size": world_size, "bus_bandwidth_bytes_s": rate}
-        results.append({key: entry[key] for key in _KEYS})
-    return results
+    )[0]
+    return timings
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def measure_rank(
+    world: Communicator, sizes: Sequence[int], cases: Sequence[tuple[str, str]]
+) -> list[Timing]:
+    """Time every case at every size, on this rank. The algorithms take turns, so that what else the
+    machine does meets all alike.
+
+    Args:
+        sizes: bytes of the tensor (float32).
+        cases: pairs of collective and algorithm.
+    """
+    import torch
+
+    timings = []
+    for size in sizes:
+        tensor = torch.zeros(max(1, size // 4))
+        times, _ = time_collective(
+            world,
+            [_runner(world, tensor, *case) for case in cases],
+            num_warm_up=_WARM_UP,
+            min_repeats=_MIN_REPEATS,
+            max_repeats=_MAX_REPEATS,
+            budget_s=_BUDGET_S,
+            starts_together=True,
+        )
+        for (collective, algorithm), seconds in zip(cases, times, strict=True):
+            rate = bus_bandwidth(collective, world.size, tensor.nbytes, seconds)
+            timings.append(
+                Timing(
+                    collective=collective,
+                    algorithm=algorithm,
+                    world_size=world.size,
+                    bytes=tensor.nbytes,
+                    latency_s=seconds,
+                    bus_bandwidth_bytes_s=rate,
+                )
+            )
+    return timings
+
+
+def _runner(
+    world: Communicator, tensor: torch.Tensor, collective: str, algorithm: str
+) -> Callable[[], object]:
+    import torch.distributed as dist
+
+    from paceline.distributed.collectives import run as collectives
+
+    if collective == "all-reduce":
+        if algorithm == NATIVE:
+            return lambda: dist.all_reduce(tensor, group=world.group)
+        return lambda: collectives.all_reduce(world, tensor, algorithm)
+    if algorithm == NATIVE:
+        return lambda: dist.broadcast(tensor, src=world.ranks[0], group=world.group)
+    return lambda: collectives.broadcast(world, tensor, algorithm)
+
+
+def bus_bandwidth(collective: str, world_size: int, size_bytes: int, latency_s: float) -> float:
+    """Bytes a second, comparable between collectives and world sizes: 2(N-1)/N × bytes / time for
+    an all-reduce, bytes / time for a broadcast (nccl-tests, doc/PERFORMANCE.md)."""
+    factor = 2 * (world_size - 1) / world_size if collective == "all-reduce" else 1.0
+    return factor * size_bytes / latency_s
+
+
+def load(collective: str, algorithm: str, world_size: int, size_bytes: int) -> tuple[int, int]:
+    """Messages and bytes of the rank that sends most; for the backend's own, those of a ring (its
+    algorithm is its affair)."""
+    schedule = "ring" if algorithm == NATIVE else algorithm
+    ranks = sent(schedule, world_size, size_bytes // 4, 4, collective)
+    return max(rank.messages for rank in ranks), max(rank.bytes for rank in ranks)
+
+
+def fits(timings: Sequence[Timing]) -> list[CostModel]:
+    """The model of each collective, algorithm and world size that was measured at two sizes or
+    more."""
+    groups: dict[tuple[str, str, int], list[tuple[float, float, float]]] = {}
+    for timing in timings:
+        key = (timing["collective"], timing["algorithm"], timing["world_size"])
+        point = (*load(*key, timing["bytes"]), timing["latency_s"])
+        groups.setdefault(key, []).append(point)
+    models = []
+    for key, points in groups.items():
+        model = fit(points)
+        if model is not None:
+            costs = (model["alpha_s"], model["beta_s_per_byte"], model["residual"])
+            models.append(CostModel(*key, *costs))
+    return models
+
+
+def table(timings: list[Timing]) -> str:
     """The results as text, relative to the backend's own collective where that was measured, and
     the fitted cost models."""
-    native = {
-        (case["collective"], case["world_size"], case["bytes"]): case
-        for case in results
-        if case["algorithm"] == NATIVE
-    }
     lines = []
-    groups = dict.fromkeys((case["collective"], case["world_size"]) for case in results)
-    for collective, world_size in groups:
+    for collective, world_size in groups_of(timings):
         lines += [
             "",
             f"{collective}, {world_size} ranks",
             f"  {'size':>10}  {'algorithm':<9}  {'latency':>11}  {'bus bandwidth':>14}  × native",
         ]
-        lines += [
-            _row(case, native.get((collective, world_size, case["bytes"])))
-            for case in results
-            if (case["collective"], case["world_size"]) == (collective, world_size)
-        ]
-    models = fits(results)
+        for timing in timings:
+            if (timing["collective"], timing["world_size"]) == (collective, world_size):
+                size, rate = human_bytes(timing["bytes"]), timing["bus_bandwidth_bytes_s"]
+                lines.append(
+                    f"  {size:>10}  {timing['algorithm']:<9}"
+                    f"  {1e3 * timing['latency_s']:>8.3f} ms  {human_bytes(rate) + '/s':>14}"
+                    f"  {native_ratio(timing, timings):>8}".rstrip()
+                )
+    models = fits(timings)
     if models:
         lines += [
             "",
-            (
-                "t = α · messages + β · bytes (of the rank that sends most; native counted as a"
-                " ring), by least squares:"
-            ),
+            "t = α · messages + β · bytes (of the rank that sends most; native counted as a"
+            " ring), by least squares:",
         ]
     for model in models:
-        name = f"{model['collective']} {model['algorithm']}, {model['world_size']} ranks"
-        alpha, rate, residual = model_words(model)
-        lines.append(f"  {name:<30} α {alpha:>11}   1/β {rate:>13}   residual {residual}")
+        name = f"{model.collective} {model.algorithm}, {model.world_size} ranks"
+        alpha, rate_text, residual = model.texts()
+        lines.append(f"  {name:<30} α {alpha:>11}   1/β {rate_text:>13}   residual {residual}")
     return "\n".join(lines).lstrip("\n")
 
 
-def _row(case: dict[str, Any], native: dict[str, Any] | None) -> str:
-    ratio = f"{native['latency_s'] / case['latency_s']:.2f}" if native else ""
-    rate = f"{human_bytes(case['bus_bandwidth_bytes_s'])}/s"
-    latency = f"{1e3 * case['latency_s']:.3f} ms"
-    return (
-        f"  {human_bytes(case['bytes']):>10}  {case['algorithm']:<9}  {latency:>11} "
-        f" {rate:>14}  {ratio:>8}".rstrip()
-    )
+def groups_of(timings: list[Timing]) -> list[tuple[str, int]]:
+    """The pairs of collective and world size, in their order."""
+    return list(dict.fromkeys((timing["collective"], timing["world_size"]) for timing in timings))
+
+
+def native_ratio(timing: Timing, timings: list[Timing]) -> str:
+    """How many times faster than the backend's own collective; empty if that was not measured."""
+    case = (timing["collective"], timing["world_size"], timing["bytes"])
+    for other in timings:
+        is_native = other["algorithm"] == NATIVE
+        if is_native and (other["collective"], other["world_size"], other["bytes"]) == case:
+            return f"{other['latency_s'] / timing['latency_s']:.2f}"
+    return ""

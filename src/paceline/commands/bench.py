@@ -6,8 +6,7 @@ import sys
 from argparse import Namespace
 from dataclasses import dataclass
 
-from paceline.bench.collectives import BenchOptions, measure, table
-from paceline.bench.measure import NATIVE, fits
+from paceline.bench.collectives import NATIVE, BenchOptions, fits, measure, table
 from paceline.bench.page import render
 from paceline.commands.options import (
     Choice,

@@ -16,13 +16,26 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from paceline.core.errors import EXIT_DONE, ConfigError, PacelineError
-from paceline.inference.generate import load_model, model_folder
+from paceline.inference.generate import encode_chat, load_model, model_folder
 
 _MOST_NEW_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What is asked; see the module."""
+
+    id: int
+    messages: list[dict[str, str]]
+    model: str = "tuned"
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    seed: int = 0
 
 
 class Models:
@@ -85,8 +98,8 @@ def serve(run: Path, device: str = "auto") -> int:
         raise ConfigError(f"`--device {device}` is not known", allowed="auto, cpu")
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print is no answer
-    requests: queue.Queue[dict[str, Any]] = queue.Queue()
-    stopped: set[Any] = set()
+    requests: queue.Queue[ChatRequest] = queue.Queue()
+    stopped: set[int] = set()
     threading.Thread(
         target=_read, args=(sys.stdin.buffer, requests, stopped), name="requests", daemon=True
     ).start()
@@ -94,44 +107,31 @@ def serve(run: Path, device: str = "auto") -> int:
     _say(out, ready={"device": str(models.device.type), "base": models.has_base})
     while True:
         request = requests.get()
-        number = request.get("id")
         try:
             _answer(models, request, out, stopped)
         except PacelineError as error:
-            _say(
-                out,
-                id=number,
-                error={"what": error.what, "allowed": error.allowed, "fix": error.fix},
-            )
+            _say_error(out, request.id, error.what, error.allowed, error.fix)
         except Exception as error:  # one answer that fails is not the worker's end
-            fix = (
-                "ask for fewer new tokens, or clear the chat"
-                if "memory" in str(error)
-                else "try again"
-            )
-            _say(
-                out,
-                id=number,
-                error={
-                    "what": f"{type(error).__name__}: {error}"[:500],
-                    "allowed": None,
-                    "fix": fix,
-                },
-            )
+            what = f"{type(error).__name__}: {error}"[:500]
+            is_memory = "memory" in str(error)
+            fix = "ask for fewer new tokens, or clear the chat" if is_memory else "try again"
+            _say_error(out, request.id, what, None, fix)
 
 
-def _read(lines: IO[bytes], requests: queue.Queue[dict[str, Any]], stopped: set[Any]) -> None:
+def _read(lines: IO[bytes], requests: queue.Queue[ChatRequest], stopped: set[int]) -> None:
     for line in lines:
-        try:
-            said = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(said, dict) and "stop" in said:
-            stopped.add(said["stop"])
-        elif isinstance(said, dict):
-            requests.put(said)
+        with contextlib.suppress(ValueError, TypeError):
+            message = json.loads(line)
+            if "stop" in message:
+                stopped.add(message["stop"])
+            else:
+                requests.put(ChatRequest(**message))
     # whoever asked has gone: also in the middle of an answer, of which there is nothing to keep
     os._exit(EXIT_DONE)
+
+
+def _say_error(out: IO[str], id: int, what: str, allowed: str | None, fix: str | None) -> None:
+    _say(out, id=id, error={"what": what, "allowed": allowed, "fix": fix})
 
 
 def _say(out: IO[str], **words: Any) -> None:
@@ -142,17 +142,15 @@ def _say(out: IO[str], **words: Any) -> None:
         os._exit(EXIT_DONE)
 
 
-def _answer(models: Models, request: dict[str, Any], out: IO[str], stopped: set[Any]) -> None:
+def _answer(models: Models, request: ChatRequest, out: IO[str], stopped: set[int]) -> None:
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList, TextStreamer
 
-    number, tokenizer = request["id"], models.tokenizer
+    number, tokenizer = request.id, models.tokenizer
     started = time.perf_counter()
-    inputs = {
-        name: one.to(models.device) for name, one in _inputs(tokenizer, request["messages"]).items()
-    }
+    inputs = encode_chat(tokenizer, request.messages).to(models.device)
     prompt = int(inputs["input_ids"].shape[1])
-    wanted = min(max(int(request.get("max_new_tokens", 256)), 1), _MOST_NEW_TOKENS)
+    wanted = min(max(request.max_new_tokens, 1), _MOST_NEW_TOKENS)
 
     class Streamer(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -165,42 +163,26 @@ def _answer(models: Models, request: dict[str, Any], out: IO[str], stopped: set[
                 (input_ids.shape[0],), number in stopped, dtype=torch.bool, device=input_ids.device
             )
 
-    temperature = float(request.get("temperature", 0.0))
-    sampling: dict[str, Any] = (
-        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    )
-    torch.manual_seed(int(request.get("seed", 0)))
-    with models.named(request.get("model", "tuned")) as model, torch.no_grad():
+    torch.manual_seed(request.seed)
+    with models.named(request.model) as model, torch.no_grad():
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if limit is not None and prompt + 1 > limit:
             raise ConfigError(
                 f"the chat has {prompt:,} tokens, and the model reads at most {limit:,}",
                 fix="clear the chat and ask again",
             )
+        pad_token = tokenizer.pad_token_id
         output = model.generate(
-            **inputs,
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            do_sample=request.temperature > 0,
+            temperature=request.temperature or None,
             max_new_tokens=wanted if limit is None else min(wanted, limit - prompt),
-            pad_token_id=(
-                tokenizer.pad_token_id
-                if tokenizer.pad_token_id is not None
-                else tokenizer.eos_token_id
-            ),
+            pad_token_id=tokenizer.eos_token_id if pad_token is None else pad_token,
             use_cache=True,
             streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
             stopping_criteria=StoppingCriteriaList([Stopped()]),
-            **sampling,
         )
     about = {"num_tokens": int(output.shape[1]) - prompt, "wall_s": time.perf_counter() - started}
     _say(out, id=number, end={**about, "stopped": number in stopped})
     stopped.discard(number)
-
-
-def _inputs(tokenizer: Any, messages: list[dict[str, str]]) -> dict[str, Any]:
-    """The chat as the model reads it: by its template, or, without one, its texts one after the
-    other."""
-    if tokenizer.chat_template is not None:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    else:
-        inputs = tokenizer("\n\n".join(one["content"] for one in messages), return_tensors="pt")
-    return {name: inputs[name] for name in ("input_ids", "attention_mask")}

@@ -80,6 +80,15 @@ def check_trained_length(model: Any, num_tokens: int) -> None:
         )
 
 
+def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
+    """Return the chat as the model reads it: by its template, or, without one, its texts one after
+    the other."""
+    if tokenizer.chat_template is not None:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, return_tensors="pt", add_special_tokens=False)
+    return tokenizer("\n\n".join(message["content"] for message in messages), return_tensors="pt")
+
+
 def generate(
     run: Path,
     question: str,
@@ -96,33 +105,22 @@ def generate(
     model, tokenizer = load_model(run)
     if torch.accelerator.is_available():
         model.to(torch.accelerator.current_accelerator())
-    messages = ([{"role": "system", "content": system}] if system else []) + [
-        {"role": "user", "content": question}
-    ]
-    if tokenizer.chat_template is not None:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    else:
-        inputs = tokenizer(question, return_tensors="pt")
-    check_trained_length(model, inputs["input_ids"].shape[1] + max_new_tokens)
-    inputs = {
-        key: value.to(model.device)
-        for key, value in inputs.items()
-        if key in ("input_ids", "attention_mask")
-    }
+    messages = [{"role": "user", "content": question}]
+    if system and tokenizer.chat_template is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    inputs = encode_chat(tokenizer, messages).to(model.device)
+    num_prompt = inputs["input_ids"].shape[1]
+    check_trained_length(model, num_prompt + max_new_tokens)
     torch.manual_seed(seed)
-    sampling: dict[str, Any] = (
-        {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-    )
     with torch.no_grad():
         output = model.generate(
-            **inputs,
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            do_sample=temperature > 0,
+            temperature=temperature or None,
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
             use_cache=True,
-            **sampling,
         )
-    answer: str = tokenizer.decode(
-        output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-    )
+    answer: str = tokenizer.decode(output[0, num_prompt:], skip_special_tokens=True)
     return answer.strip()

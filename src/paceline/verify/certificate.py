@@ -3,13 +3,13 @@ alone: no torch here."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Required, TypedDict
-
-from pydantic import JsonValue
 
 from paceline.config.schema import Config
 from paceline.core.files import human_bytes
+from paceline.core.formatting import finite
+from paceline.observe.report.certificate import ByteCounts, LeftOut, ModeReport
 
 REFERENCE = "single"
 #: The modes that differ from `ddp` only in where state or micro-batches are placed.
@@ -49,23 +49,6 @@ def bounds_for(config: Config, device_type: str) -> Bounds:
     if device_type == "cpu":
         return Bounds(loss=1e-5, weights=1e-3, family=1e-6)
     return Bounds(loss=1e-4, weights=1e-2, family=None)
-
-
-class ByteCounts(TypedDict):
-    """Bytes that were declared, and that were measured; None where a mode did not run."""
-
-    predicted: int | None
-    measured: int | None
-
-
-class LeftOut(TypedDict):
-    """A weight of which ``elements`` of ``of`` are not compared, because their gradient is at most
-    ``gradient_ratio`` of the largest tensor's."""
-
-    name: str
-    gradient_ratio: float
-    elements: int
-    of: int
 
 
 class RankResult(TypedDict, total=False):
@@ -169,37 +152,23 @@ def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> floa
     return worst
 
 
-@dataclass
-class ModeResult:
-    """One mode's line of the certificate, as it stands in the JSON. ``ok`` is None where this
-    config cannot run under it."""
-
-    mode: str
-    ok: bool | None
-    loss_rel_diff: float | None
-    weight_rel_diff: float | None
-    state_bytes: ByteCounts
-    traffic_bytes: ByteCounts
-    relative_step_time: float | None
-    reason: str | None
-    layout: str
-    step_time_s: float | None = None
-    final_loss: float | None = None
-    worst_tensor: str | None = None
-    loss_rel_diff_ddp: float | None = None
-
-    def as_dict(self) -> dict[str, JsonValue]:
-        """JSON has no NaN: such a figure is null, and the reason says so."""
-        return {
-            key: None if isinstance(one, float) and not math.isfinite(one) else one
-            for key, one in asdict(self).items()
-        }
-
-
-def not_run(mode: str, layout: str, ok: bool | None, reason: str) -> ModeResult:
+def not_run(mode: str, layout: str, ok: bool | None, reason: str) -> ModeReport:
     """A mode that was refused (``ok`` None) or that failed (False)."""
-    unknown: ByteCounts = {"predicted": None, "measured": None}
-    return ModeResult(mode, ok, None, None, unknown, unknown, None, reason, layout)
+    return ModeReport(
+        mode=mode,
+        ok=ok,
+        loss_rel_diff=None,
+        weight_rel_diff=None,
+        state_bytes={"predicted": None, "measured": None},
+        traffic_bytes={"predicted": None, "measured": None},
+        relative_step_time=None,
+        reason=reason,
+        layout=layout,
+        step_time_s=None,
+        final_loss=None,
+        worst_tensor=None,
+        loss_rel_diff_ddp=None,
+    )
 
 
 def judge(
@@ -209,56 +178,53 @@ def judge(
     reference: TrialResult,
     ddp: TrialResult | None,
     bounds: Bounds,
-) -> ModeResult:
-    """Hold a mode's figures against the reference's, against `ddp`'s where that ran, and against
-    what the mode declared."""
-    verdict = ModeResult(
+) -> ModeReport:
+    """Compare a mode's figures with the reference's, with `ddp`'s if that ran, and with what the
+    mode declared. JSON has no NaN: such a figure is None, and the reason says so."""
+    loss = loss_difference(trial["losses"], reference["losses"])
+    from_ddp = loss_difference(trial["losses"], ddp["losses"]) if ddp else None
+    reasons = _reasons(trial, loss, from_ddp if mode in FAMILY else None, bounds)
+    return ModeReport(
         mode=mode,
-        ok=True,
-        loss_rel_diff=loss_difference(trial["losses"], reference["losses"]),
-        weight_rel_diff=trial["weight_rel_diff"],
+        ok=not reasons,
+        loss_rel_diff=finite(loss),
+        weight_rel_diff=finite(trial["weight_rel_diff"]),
         state_bytes=trial["state_bytes"],
         traffic_bytes=trial["traffic_bytes"],
         relative_step_time=trial["step_time_s"] / ddp["step_time_s"] if ddp else None,
-        reason=None,
+        reason="; ".join(reasons) or None,
         layout=layout,
         step_time_s=trial["step_time_s"],
-        final_loss=trial["losses"][-1],
+        final_loss=finite(trial["losses"][-1]),
         worst_tensor=trial["worst_tensor"],
-        loss_rel_diff_ddp=loss_difference(trial["losses"], ddp["losses"]) if ddp else None,
+        loss_rel_diff_ddp=finite(from_ddp),
     )
-    reasons = _reasons(verdict, trial, bounds)
-    verdict.ok = not reasons
-    verdict.reason = "; ".join(reasons) or None
-    return verdict
 
 
-def _reasons(verdict: ModeResult, trial: TrialResult, bounds: Bounds) -> list[str]:
+def _reasons(trial: TrialResult, loss: float, from_ddp: float | None, bounds: Bounds) -> list[str]:
+    """What is beyond a bound. ``not x <= bound`` holds for NaN too."""
     reasons = []
-    if not (verdict.loss_rel_diff or 0.0) <= bounds.loss:
+    if not loss <= bounds.loss:
+        reasons.append(f"the losses differ by {loss:.1e}, more than {bounds.loss:g}")
+    weights = trial["weight_rel_diff"]
+    if not weights <= bounds.weights:
+        worst = _short(trial["worst_tensor"])
         reasons.append(
-            f"the losses differ by {verdict.loss_rel_diff:.1e}, more than {bounds.loss:g}"
-        )
-    if not (verdict.weight_rel_diff or 0.0) <= bounds.weights:
-        worst = _short(verdict.worst_tensor)
-        reasons.append(
-            f"the weights differ by {verdict.weight_rel_diff:.1e} ({worst}), more than"
-            f" {bounds.weights:g}"
+            f"the weights differ by {weights:.1e} ({worst}), more than {bounds.weights:g}"
         )
     if trial["missing"]:
         names = ", ".join(map(_short, trial["missing"][:3]))
         reasons.append(
             f"{len(trial['missing'])} weights are not owned once by the ranks together ({names})"
         )
-    from_ddp = verdict.loss_rel_diff_ddp
-    family = bounds.family if verdict.mode in FAMILY else None
-    if family is not None and from_ddp is not None and not from_ddp <= family:  # NaN too
+    family = bounds.family
+    if family is not None and from_ddp is not None and not from_ddp <= family:
         reasons.append(f"the losses differ from ddp's by {from_ddp:.1e}, more than {family:g}")
-    for name, both, slack in (
-        ("state", verdict.state_bytes, 0),
-        ("traffic", verdict.traffic_bytes, LOOP_BYTES),
+    for name, count, slack in (
+        ("state", trial["state_bytes"], 0),
+        ("traffic", trial["traffic_bytes"], LOOP_BYTES),
     ):
-        predicted, measured = both["predicted"] or 0, both["measured"] or 0
+        predicted, measured = count["predicted"] or 0, count["measured"] or 0
         if abs(measured - predicted) > bounds.cost * predicted + slack:
             share = f"{measured / predicted - 1:+.1%} of" if predicted else "and predicted were"
             reasons.append(

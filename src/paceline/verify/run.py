@@ -8,9 +8,9 @@ import logging
 import shutil
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from paceline.config.derive import derive
 from paceline.config.load import Loaded
@@ -29,7 +29,6 @@ from paceline.core.run_dir import RunDir
 from paceline.parallel.registry import OTHER_TRAINING
 from paceline.verify.certificate import (
     REFERENCE,
-    ModeResult,
     TrialResult,
     bounds_for,
     combine,
@@ -42,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from paceline.distributed.devices import Devices
+    from paceline.observe.report.certificate import Certificate, ModeReport
     from paceline.train.run_spec import RunSpec
     from paceline.verify.worker import Trial
 
@@ -65,7 +65,7 @@ class VerifyResult:
     """The exit code and the certificate; None where a signal ended it."""
 
     exit_code: int
-    certificate: dict[str, Any] | None
+    certificate: Certificate | None
 
 
 def verify(loaded: Loaded, options: VerifyOptions) -> VerifyResult:
@@ -185,7 +185,7 @@ def _devices(config: Config, world_size: int | None) -> Devices:
 
 def _modes(
     config: Config, world_size: int, names: list[str], asked: str | None
-) -> tuple[list[VerifyMode], list[ModeResult]]:
+) -> tuple[list[VerifyMode], list[ModeReport]]:
     """(the modes to run: the reference, then `ddp`, whose time the others are held against, then
     the rest; the verdicts of those that this config cannot run under).
 
@@ -257,7 +257,7 @@ def _trials(
     base: RunSpec,
     names: list[str],
     asked: str | None,
-    refused: list[ModeResult],
+    refused: list[ModeReport],
 ) -> tuple[list[VerifyMode], list[Trial]]:
     """Return the modes that this global batch is large enough for, and their trials; the others are
     added to ``refused``."""
@@ -353,11 +353,11 @@ def _certificate(
     steps: int,
     modes: list[VerifyMode],
     trials: dict[str, TrialResult],
-    refused: list[ModeResult],
-) -> dict[str, Any]:
+    refused: list[ModeReport],
+) -> Certificate:
     bounds = bounds_for(config, devices.type)
     reference, ddp = trials[REFERENCE], trials.get("ddp")
-    verdicts = {verdict.mode: verdict for verdict in refused}
+    verdicts = {verdict["mode"]: verdict for verdict in refused}
     for mode in modes:
         trial, axes = trials[mode.name], mode.layout.axes.text()
         if trial["status"] == "done":
@@ -366,7 +366,7 @@ def _certificate(
         else:
             ok = None if trial["status"] == "refused" else False
             verdicts[mode.name] = not_run(mode.name, axes, ok, trial["reason"])
-    listed = [verdicts[name].as_dict() for name in names]
+    listed = [verdicts[name] for name in names]
     args = config.train_args
     return {
         "world_size": devices.count,
@@ -378,7 +378,13 @@ def _certificate(
         "precision": args.precision,
         "optim": args.optim,
         "global_batch_size": base.derived.global_batch_size,
-        "bounds": asdict(bounds),
+        "bounds": {
+            "loss": bounds.loss,
+            "weights": bounds.weights,
+            "family": bounds.family,
+            "cost": bounds.cost,
+            "floor": bounds.floor,
+        },
         "excluded": reference["excluded"],
         "model": config.model,
         "task": config.task,
@@ -387,7 +393,7 @@ def _certificate(
     }
 
 
-def _write(certificate: dict[str, Any], folder: Path) -> None:
+def _write(certificate: Certificate, folder: Path) -> None:
     """``verify.json`` and ``verify.html``; where the folder is a finished run's, its report is made
     anew with it."""
     from paceline.observe.report.write import write_reports

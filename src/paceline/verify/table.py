@@ -1,18 +1,16 @@
 """The certificate as a table in a terminal of 100 columns."""
 
-from typing import Any
-
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from paceline.core import formatting
-from paceline.observe.report.certificate import rows, summary
+from paceline.observe.report.certificate import Certificate, rows, summary
 
 _COLORS = {"ok": "green", "not ok": "bold red", "refused": "yellow"}
 
 
-def certificate_table(certificate: dict[str, Any]) -> Group:
+def certificate_table(certificate: Certificate) -> Group:
     """The modes, the reasons of those that were refused or did not pass, and the bounds."""
     table = Table(
         box=None,

@@ -33,6 +33,7 @@ from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.blocks import DROPOUTS
+from paceline.observe.report.certificate import LeftOut
 from paceline.parallel.base import Strategy
 from paceline.parallel.cost import Workload
 from paceline.parallel.registry import estimate_cost
@@ -41,7 +42,7 @@ from paceline.tasks.base import num_positions
 from paceline.train.run_spec import RunSpec
 from paceline.train.setup import build_components, build_trainer
 from paceline.train.state import RankContext
-from paceline.verify.certificate import LeftOut, RankResult
+from paceline.verify.certificate import RankResult
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.staticfiles import StaticFiles
 
 from paceline.web.api import chat, datasets, launch, ranks, runs, series
-from paceline.web.jobs import context
 from paceline.web.responses import StrictJSONResponse, add_handlers
 from paceline.web.security import SecurityMiddleware
 from paceline.web.state import AppState
@@ -28,8 +27,7 @@ def create_app(panel: AppState) -> FastAPI:
         first_look.daemon = True
         first_look.start()
         yield
-        await context.close(app)
-        panel.close()
+        await panel.close()
 
     app = FastAPI(
         title="Paceline's panel", version=version("paceline"), lifespan=life,

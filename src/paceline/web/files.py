@@ -5,9 +5,13 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
+
+from pydantic import JsonValue
 
 from paceline.core.formatting import clean
+
+JSONObject = dict[str, JsonValue]
 
 
 def open_inside(path: Path) -> IO[bytes] | None:
@@ -47,7 +51,7 @@ def read_inside(path: Path, limit_bytes: int = 4 << 20) -> bytes | None:
         return b"".join(parts)
 
 
-def json_inside(path: Path) -> dict[str, Any] | None:
+def json_inside(path: Path) -> JSONObject | None:
     """A JSON object from a file; None where there is none, or it holds something else."""
     raw = read_inside(path, 16 << 20)
     try:
@@ -71,3 +75,14 @@ def tail_inside(path: Path, size_bytes: int = 1 << 18) -> bytes | None:
 def shown(name: str) -> str:
     """A file's name as text, whatever bytes it is made of."""
     return clean(os.fsencode(name).decode("utf-8", errors="replace"))
+
+
+def as_object(value: object) -> JSONObject:
+    """A JSON object from an event log or a report, which may hold anything; empty if it is not
+    one."""
+    return value if isinstance(value, dict) else {}
+
+
+def as_text(value: object, limit: int = 500) -> str | None:
+    """A text from there, without control characters."""
+    return clean(value)[:limit] if isinstance(value, str) else None

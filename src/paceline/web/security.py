@@ -7,15 +7,14 @@
 - Bound to more than this machine, reading needs the token too.
 """
 
-from __future__ import annotations
-
 import hmac
 import ipaddress
 import re
 import socket
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
 
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.web.binding import is_loopback
@@ -62,7 +61,7 @@ class SecurityMiddleware:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        headers = _Headers(scope)
+        headers = Headers(scope=scope)
         answer = HeaderInjector(send, self._cookie_for(scope), scope["path"])
         refused = self._refusal(scope, headers)
         if refused is not None:
@@ -70,7 +69,8 @@ class SecurityMiddleware:
             await problem(status, what, fix=fix)(scope, receive, answer)
             return
         if scope["path"] != _UPLOAD:
-            if (headers.length or 0) > MAX_BODY_BYTES:
+            length = headers.get("content-length", "")
+            if length.isdigit() and int(length) > MAX_BODY_BYTES:
                 await problem(413, "the request is too large", f"at most {MAX_BODY_BYTES:,} bytes")(
                     scope, receive, answer
                 )
@@ -78,27 +78,25 @@ class SecurityMiddleware:
             receive = _limited(receive)
         await self.app(scope, receive, answer)
 
-    def _refusal(self, scope: Scope, headers: _Headers) -> tuple[int, str, str] | None:
-        if not self._host_known(headers.all("host")):
+    def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str, str] | None:
+        if not self._host_known(headers.getlist("host")):
             names = "localhost" if self.open_reading else self.host
             return (
                 403,
                 "this name leads to the panel but is not its own (Host)",
                 f"open http://{names}:{self.port}/",
             )
-        origins = headers.all("origin")
-        own = f"http://{headers.all('host')[0].lower()}"
-        if origins and [one.lower() for one in origins] != [own]:
-            return 403, "a page of another site asked for this (Origin)", f"open {own}/ itself"
+        origins = [origin.lower() for origin in headers.getlist("origin")]
+        address = f"http://{headers['host'].lower()}"
+        if origins not in ([], [address]):
+            what = "a page of another site asked for this (Origin)"
+            return 403, what, f"open {address}/ itself"
         api = scope["path"].startswith("/api")
-        if api and headers.all("sec-fetch-site") not in ([], ["same-origin"], ["none"]):
-            return (
-                403,
-                "a page of another site asked for this (Sec-Fetch-Site)",
-                f"open {own}/ itself",
-            )
+        if api and headers.getlist("sec-fetch-site") not in ([], ["same-origin"], ["none"]):
+            what = "a page of another site asked for this (Sec-Fetch-Site)"
+            return 403, what, f"open {address}/ itself"
         writes = scope["method"] not in ("GET", "HEAD")
-        if writes and not self._is_token(headers.all(TOKEN_HEADER)):
+        if writes and not self._is_token(headers.getlist(TOKEN_HEADER)):
             return (
                 401,
                 "whatever starts, stops or writes needs the token",
@@ -112,8 +110,8 @@ class SecurityMiddleware:
             )
         return None
 
-    def _host_known(self, given: list[str]) -> bool:
-        match = _HOST.fullmatch(given[0]) if len(given) == 1 else None
+    def _host_known(self, values: list[str]) -> bool:
+        match = _HOST.fullmatch(values[0]) if len(values) == 1 else None
         if match is None or int(match[2] or 80) != self.port:
             return False
         name = match[1].lower()
@@ -123,18 +121,17 @@ class SecurityMiddleware:
             return name in _LOOPBACK
         # Bound to all addresses: any of them, as a number; a site cannot have its name lead to a
         # number.
-        own = socket.gethostname().lower()
-        return self.host in _WILDCARD and (
-            name in _LOOPBACK | {own, f"{own}.local"} or _is_address(name)
-        )
+        host_name = socket.gethostname().lower()
+        names = _LOOPBACK | {host_name, f"{host_name}.local"}
+        return self.host in _WILDCARD and (name in names or _is_address(name))
 
-    def _may_read(self, headers: _Headers) -> bool:
-        return self._is_token(headers.all(TOKEN_HEADER)) or self._is_token(
-            headers.cookies(self.cookie)
-        )
+    def _may_read(self, headers: Headers) -> bool:
+        cookies = cookie_parser("; ".join(headers.getlist("cookie")))
+        values = [cookies[self.cookie]] if self.cookie in cookies else []
+        return self._is_token(headers.getlist(TOKEN_HEADER)) or self._is_token(values)
 
-    def _is_token(self, given: list[str]) -> bool:
-        return len(given) == 1 and hmac.compare_digest(given[0].encode(), self.token.encode())
+    def _is_token(self, values: list[str]) -> bool:
+        return len(values) == 1 and hmac.compare_digest(values[0].encode(), self.token.encode())
 
     def _cookie_for(self, scope: Scope) -> str | None:
         """The cookie that the link of the start gives to a browser, which sends it where a page can
@@ -146,26 +143,6 @@ class SecurityMiddleware:
         return f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict" if right else None
 
 
-class _Headers:
-    def __init__(self, scope: Scope) -> None:
-        self._raw: list[tuple[bytes, bytes]] = scope["headers"]
-
-    def all(self, name: str) -> list[str]:
-        return [value.decode("latin-1") for key, value in self._raw if key == name.encode()]
-
-    @property
-    def length(self) -> int | None:
-        found = self.all("content-length")
-        return int(found[0]) if found and found[0].isdigit() else None
-
-    def cookies(self, name: str) -> list[str]:
-        try:
-            jar = SimpleCookie("; ".join(self.all("cookie")))
-        except CookieError:
-            return []
-        return [jar[name].value] if name in jar else []
-
-
 class HeaderInjector:
     """``send`` that adds the headers which an answer has not set itself."""
 
@@ -174,18 +151,13 @@ class HeaderInjector:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            given = {key.lower() for key, _ in message["headers"]}
-            more = {
-                **_HEADERS,
-                "cache-control": "no-store" if self._path.startswith("/api") else "no-cache",
-            }
-            added = [
-                (key.encode(), value.encode())
-                for key, value in more.items()
-                if key.encode() not in given
-            ]
-            cookie = [(b"set-cookie", self._cookie.encode())] if self._cookie else []
-            message = {**message, "headers": [*message["headers"], *added, *cookie]}
+            headers = MutableHeaders(scope=message)
+            for name, value in _HEADERS.items():
+                headers.setdefault(name, value)
+            is_api = self._path.startswith("/api")
+            headers.setdefault("cache-control", "no-store" if is_api else "no-cache")
+            if self._cookie:
+                headers.append("set-cookie", self._cookie)
         await self._send(message)
 
 

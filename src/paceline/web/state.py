@@ -1,19 +1,28 @@
 """What every route needs of the server it belongs to."""
 
+import os
 import secrets
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
-from fastapi import Request
+from fastapi import Depends, Request
+from fastapi import Path as PathParameter
 
 from paceline.web.files import shown
-from paceline.web.runs.discovery import Runs
+from paceline.web.jobs.chat import Chat
+from paceline.web.jobs.commands import CommandRunner
+from paceline.web.jobs.runs import Launched, RunLauncher
+from paceline.web.runs.discovery import Runs, run_id
 from paceline.web.runs.stream import Streams
+
+#: The id of a run, of which no path can be made.
+RunId = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{12}$")]
 
 
 @dataclass
 class AppState:
-    """One served folder.
+    """One served folder, and the child processes of its server.
 
     Args:
         folder: with the runs below it, resolved.
@@ -32,13 +41,46 @@ class AppState:
         self.folder = self.runs.folder
         self.shown_folder = shown(str(self.folder))
         self.streams = Streams(self.runs)
+        self.verbs = CommandRunner(self.folder)
+        self.launches = RunLauncher(self.folder)
+        self.chat = Chat()
 
-    def close(self) -> None:
+    def id_of(self, run: Path) -> str:
+        return run_id(os.path.relpath(run, self.folder))
+
+    def launched(self, id: str) -> Launched | None:
+        """The run with this id, if this server started it."""
+        for launched in self.launches.all():
+            if self.id_of(launched.folder) == id:
+                return launched
+        return None
+
+    def run_folder(self, id: str) -> Path:
+        """Folder of the run with this id, also of one that is only starting.
+
+        Raises:
+            NotFound: there is none.
+        """
+        launched = self.launched(id)
+        if launched is not None and launched.folder.is_dir():
+            return launched.folder
+        return self.runs.get(id).root
+
+    async def close(self) -> None:
+        """End what serves this server alone. Runs continue."""
         self.streams.close()
         self.runs.close()
+        self.verbs.close()
+        worker = self.chat.close()
+        if worker is not None:
+            await worker.wait()
 
 
-def panel_of(request: Request) -> AppState:
+async def _panel_of(request: Request) -> AppState:
     """Of the server that a request came to."""
     panel: AppState = request.app.state.panel
     return panel
+
+
+#: A parameter of a route.
+Panel = Annotated[AppState, Depends(_panel_of)]

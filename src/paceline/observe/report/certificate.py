@@ -1,12 +1,78 @@
 """What a certificate of ``paceline verify`` shows: its table, its summary and its page."""
 
 import time
-from typing import Any
+from typing import Any, TypedDict
 
 from paceline.core.files import human_bytes
 
 
-def rows(certificate: dict[str, Any]) -> list[dict[str, str]]:
+class ByteCounts(TypedDict):
+    """Bytes that were declared, and that were measured; None where a mode did not run."""
+
+    predicted: int | None
+    measured: int | None
+
+
+class LeftOut(TypedDict):
+    """A weight of which ``elements`` of ``of`` are not compared, because their gradient is at most
+    ``gradient_ratio`` of the largest tensor's."""
+
+    name: str
+    gradient_ratio: float
+    elements: int
+    of: int
+
+
+class BoundsReport(TypedDict):
+    """The bounds of a certificate; see :class:`paceline.verify.certificate.Bounds`."""
+
+    loss: float
+    weights: float
+    family: float | None
+    cost: float
+    floor: float
+
+
+class ModeReport(TypedDict):
+    """One mode of a certificate; as :func:`paceline.verify.certificate.judge`
+    makes it."""
+
+    mode: str
+    ok: bool | None
+    loss_rel_diff: float | None
+    weight_rel_diff: float | None
+    state_bytes: ByteCounts
+    traffic_bytes: ByteCounts
+    relative_step_time: float | None
+    reason: str | None
+    layout: str
+    step_time_s: float | None
+    final_loss: float | None
+    worst_tensor: str | None
+    loss_rel_diff_ddp: float | None
+
+
+class Certificate(TypedDict):
+    """The content of ``verify.json``."""
+
+    world_size: int
+    reference: str
+    ok: bool
+    modes: list[ModeReport]
+    steps: int
+    device: str
+    precision: str
+    optim: str
+    global_batch_size: int
+    bounds: BoundsReport
+    excluded: list[LeftOut]
+    model: str
+    task: str
+    dataset: list[str]
+    time: float
+
+
+def rows(certificate: Certificate) -> list[dict[str, str]]:
     """The modes as text, for a table. ``verdict``: ok, not ok, or refused."""
     return [
         {
@@ -35,7 +101,7 @@ def _power(value: float) -> str:
     return f"{value:.0e}".replace("e-0", "e-")
 
 
-def _both(value: dict[str, Any]) -> str:
+def _both(value: ByteCounts) -> str:
     if value["measured"] is None or value["predicted"] is None:
         return "–"
     predicted, measured = human_bytes(value["predicted"]), human_bytes(value["measured"])
@@ -46,7 +112,7 @@ def _both(value: dict[str, Any]) -> str:
     )
 
 
-def summary(certificate: dict[str, Any]) -> str:
+def summary(certificate: Certificate) -> str:
     """What was done and by what it was judged, in two sentences."""
     bounds, modes = certificate["bounds"], certificate["modes"]
     passed = sum(1 for mode in modes if mode["ok"])
@@ -66,7 +132,7 @@ def summary(certificate: dict[str, Any]) -> str:
     )
 
 
-def excluded_text(certificate: dict[str, Any], limit: int = 6) -> str:
+def excluded_text(certificate: Certificate, limit: int = 6) -> str:
     """Which weights were not compared, and why; empty if all were. Begins with a space."""
     excluded = certificate.get("excluded", [])
     if not excluded:
@@ -86,7 +152,7 @@ def excluded_text(certificate: dict[str, Any], limit: int = 6) -> str:
     )
 
 
-def certificate_page(certificate: dict[str, Any]) -> dict[str, Any]:
+def certificate_page(certificate: Certificate) -> dict[str, Any]:
     """What the page and the section of the report show of a certificate."""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(certificate["time"]))
     return {

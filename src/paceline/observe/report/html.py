@@ -17,7 +17,7 @@ from paceline.core.events import (
     RunStartEvent,
     StepEvent,
 )
-from paceline.observe.report.certificate import certificate_page
+from paceline.observe.report.certificate import Certificate, certificate_page
 from paceline.observe.report.charts import Plot, Point, Series, draw, raw_and_smooth
 from paceline.observe.report.tables import communication_rows, memory_table, rank_table
 
@@ -28,7 +28,7 @@ def render_report(
     report: dict[str, Any],
     events: list[Event],
     config_yaml: str,
-    certificate: dict[str, Any] | None = None,
+    certificate: Certificate | None = None,
 ) -> str:
     """The whole page. Every value is escaped: configs and data sets are not trusted.
 
@@ -80,7 +80,7 @@ def render_report(
     return str(template("report.html.jinja").render(page))
 
 
-def render_certificate(certificate: dict[str, Any]) -> str:
+def render_certificate(certificate: Certificate) -> str:
     """Return ``verify.html``: one page that opens offline. Every value is escaped."""
     return str(template("certificate.html.jinja").render(certificate=certificate_page(certificate)))
 

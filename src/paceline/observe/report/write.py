@@ -8,7 +8,7 @@ from paceline.core.event_log import read_events
 from paceline.core.events import Event
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.run_dir import RunDir
-from paceline.observe.report.certificate import certificate_page
+from paceline.observe.report.certificate import Certificate, certificate_page
 
 REPORT_KEYS = (
     "status", "strategy", "world_size", "device", "steps", "epochs", "samples_seen", "train_tokens",
@@ -79,14 +79,17 @@ def write_reports(run_dir: RunDir, report: dict[str, Any]) -> None:
     )
 
 
-def _certificate(run_dir: RunDir, events: list[Event]) -> dict[str, Any] | None:
+def _certificate(run_dir: RunDir, events: list[Event]) -> Certificate | None:
     """That of ``paceline verify --output RUN``, where it is of the run's model and task."""
     config: dict[str, Any] = next(
         (event["config"] for event in reversed(events) if event["type"] == "run_start"), {}
     )
     try:
-        certificate: dict[str, Any] = json.loads((run_dir.root / "verify.json").read_text())
-        same = all(certificate[key] == config.get(key) for key in ("model", "task"))
+        certificate: Certificate = json.loads((run_dir.root / "verify.json").read_text())
+        same = (certificate["model"], certificate["task"]) == (
+            config.get("model"),
+            config.get("task"),
+        )
         return certificate if same and certificate_page(certificate) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # none there, or not one of ours

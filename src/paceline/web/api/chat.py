@@ -1,18 +1,18 @@
 """Routes for the trained model: chat."""
 
-from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Literal
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter
 from pydantic import BaseModel, Field
 from starlette.responses import StreamingResponse
 
-from paceline.web.jobs.context import LaunchContext, run_folder
+from paceline.web.jobs.chat import ChatEvent
 from paceline.web.responses import encode
+from paceline.web.state import Panel, RunId
 
 router = APIRouter()
-
-Id = Annotated[str, Path(pattern=r"^[0-9a-f]{12}$")]
 
 
 class Message(BaseModel):
@@ -33,33 +33,27 @@ class Question(BaseModel):
 
 
 @router.post("/api/runs/{id}/chat", response_class=StreamingResponse)
-async def chat(id: Id, body: Question, request: Request) -> StreamingResponse:
+async def chat(id: RunId, body: Question, panel: Panel) -> StreamingResponse:
     """The model's answer as server-sent events: ``state``, ``token``, ``end``, ``error``. To close
     the connection stops it."""
-    run = run_folder(request, id)
-    live = any(one["status"] == "live" for one in request.app.state.panel.runs.summaries())
+    run = panel.run_folder(id)
+    live = any(entry["status"] == "live" for entry in panel.runs.summaries())
     # A model loaded beside a run could take the memory of its device.
-    answer = LaunchContext.of(request).chat.answer(
-        run, body.model_dump(), "cpu" if live else "auto"
-    )
-    first = await anext(answer)
+    answer = panel.chat.answer(run, body.model_dump(), "cpu" if live else "auto")
+    name, data = await anext(answer)
     return StreamingResponse(
-        _events(first, answer, live),
+        _send((name, {**data, "beside_run": live}), answer),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
     )
 
 
-async def _events(
-    first: tuple[str, dict[str, Any]], answer: AsyncIterator[tuple[str, dict[str, Any]]], live: bool
-) -> AsyncIterator[bytes]:
-    try:
-        yield _event(first[0], {**first[1], "beside_run": live})
-        async for name, data in answer:
-            yield _event(name, data)
-    finally:
-        await answer.aclose()  # type: ignore[attr-defined]  # it is a generator
+async def _send(first: ChatEvent, answer: AsyncGenerator[ChatEvent]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(answer):
+        yield _encode(first)
+        async for event in answer:
+            yield _encode(event)
 
 
-def _event(name: str, data: dict[str, Any]) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), encode(data))
+def _encode(event: ChatEvent) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event[0].encode(), encode(event[1]))

@@ -2,10 +2,12 @@
 it, where two differ."""
 
 import re
+from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, JsonValue
 
 from paceline.config.compat.binding import bind_key
 from paceline.config.diff import changes_training
@@ -17,6 +19,7 @@ from paceline.config.yaml_read import Document, parse_yaml
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.run_dir import RunDir
 from paceline.web.api.form import PRESETS, form
+from paceline.web.files import JSONObject
 
 __all__ = ["PRESETS", "check", "differences", "edit_yaml", "form", "load"]
 
@@ -33,39 +36,34 @@ def load(text: str) -> Loaded:
     return load_text(text, NAME)
 
 
-def check(text: str) -> dict[str, Any]:
+def check(text: str) -> JSONObject:
     """What is wrong with a config, and what its keys come to; as ``POST /api/check`` gives it."""
+    loaded, mistakes = None, list[JsonValue]()
     try:
         loaded = load_text(text, NAME)
     except ConfigError as error:
-        found = _errors(error, text)
-        return {
-            "ok": False,
-            "error": found[0],
-            "errors": found,
-            "notices": [],
-            "values": _written(text, None),
-        }
+        mistakes = _mistakes(error, text)
+    notices = [] if loaded is None else loaded.notices
     return {
-        "ok": True,
-        "error": None,
-        "errors": [],
-        "notices": [{"level": level, "text": text} for level, text in loaded.notices],
+        "ok": loaded is not None,
+        "error": mistakes[0] if mistakes else None,
+        "errors": mistakes,
+        "notices": [{"level": level, "text": notice} for level, notice in notices],
         "values": _written(text, loaded),
     }
 
 
-def _errors(error: ConfigError, text: str) -> list[dict[str, Any]]:
+def _mistakes(error: ConfigError, text: str) -> list[JsonValue]:
     if isinstance(error, ConfigMistakes):
         return [
             {
-                "what": one.what,
-                "allowed": one.allowed,
-                "fix": one.fix,
-                "key": one.key,
-                "line": one.line,
+                "what": mistake.what,
+                "allowed": mistake.allowed,
+                "fix": mistake.fix,
+                "key": mistake.key,
+                "line": mistake.line,
             }
-            for one in error.mistakes
+            for mistake in error.mistakes
         ]
     what = error.what.removeprefix(f"{NAME} ").removeprefix("is ")
     place = _PLACE.match(what)
@@ -77,44 +75,34 @@ def _errors(error: ConfigError, text: str) -> list[dict[str, Any]]:
     return [{"what": what, "allowed": error.allowed, "fix": error.fix, "key": None, "line": line}]
 
 
-def _written(text: str, loaded: Loaded | None) -> dict[str, dict[str, Any]]:
+def _written(text: str, loaded: Loaded | None) -> JSONObject:
     """The native keys that the text sets, each with its value and line."""
     try:
         document = parse_yaml(text, NAME)
     except ConfigError:
         return {}
-    found: dict[str, dict[str, Any]] = {}
+    written: JSONObject = {}
     for key, value, line in _entries(document):
         if loaded is not None:
-            value = loaded.config
-            for part in key.split("."):
-                value = getattr(value, part)
+            value = attrgetter(key)(loaded.config)
             value = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
-        found[key] = {"value": value, "line": line}
-    return found
+        written[key] = {"value": value, "line": line}
+    return written
 
 
-def _entries(document: Document) -> list[tuple[str, Any, int | None]]:
+def _entries(document: Document) -> Iterator[tuple[str, Any, int | None]]:
     walk = EntryCollector(FILE, document.lines)
     walk.tree(document.value if isinstance(document.value, dict) else {})
-    out = []
     for entry in walk.entries:
         meaning = bind_key(entry)
         target = meaning.target or (meaning.alias.target if meaning.alias else None) or ""
-        key = next(
-            (
-                one
-                for one in (target, target.rpartition(".")[0], target.split(".")[0])
-                if one in KEYS
-            ),
-            None,
-        )
-        if key is not None:
-            out.append((key, entry.value, entry.line))
-    return out
+        for key in (target, target.rpartition(".")[0], target.split(".")[0]):
+            if key in KEYS:
+                yield key, entry.value, entry.line
+                break
 
 
-def differences(run: Path, text: str) -> list[dict[str, Any]]:
+def differences(run: Path, text: str) -> list[JsonValue]:
     """Where a config differs from a run's own, as ``POST /api/runs/ID/diff`` gives it."""
     there = {"output_dir": str(run), "resume": "auto"}
     new = load_text(edit_yaml(text, there)[0], NAME).config

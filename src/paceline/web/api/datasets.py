@@ -1,18 +1,21 @@
 """Routes for datasets: those in the folder, uploading one, and a look at its rows."""
 
+import contextlib
 import os
+from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from paceline.web.api.upload import SUFFIXES, TooLarge, take_upload
-from paceline.web.files import shown, stat_inside
-from paceline.web.jobs.context import LaunchContext
-from paceline.web.responses import problem
+from paceline.web.files import JSONObject, shown, stat_inside
+from paceline.web.responses import StrictJSONResponse, problem
 from paceline.web.runs.discovery import is_run
+from paceline.web.state import Panel
 
 router = APIRouter()
 
@@ -58,73 +61,62 @@ class Preview(BaseModel):
 
 
 @router.get("/api/datasets")
-def datasets(request: Request) -> dict[str, Any]:
+def datasets(panel: Panel) -> StrictJSONResponse:
     """Data files below the served folder, newest first, without those that are a run's own; and the
-    built-in data. ``left_out``: so many more were found."""
-    found = _files(LaunchContext.of(request).folder)
-    found.sort(key=lambda one: one["modified_at"], reverse=True)
-    built_in = [{"path": path, "task": task} for path, task in BUILT_IN.items()]
-    return {
-        "datasets": found[:_MOST_SHOWN],
-        "left_out": len(found[_MOST_SHOWN:]),
-        "builtin": built_in,
-    }
+    built-in data. ``left_out``: so many further files exist."""
+    files = [
+        {
+            "path": f"./{shown(os.path.relpath(path, panel.folder))}",
+            "size_bytes": status.st_size,
+            "modified_at": status.st_mtime,
+        }
+        for path in _files(panel.folder)
+        if (status := stat_inside(path)) is not None
+    ]
+    files.sort(key=itemgetter("modified_at"), reverse=True)
+    return StrictJSONResponse(
+        {
+            "datasets": files[:_MOST_SHOWN],
+            "left_out": len(files[_MOST_SHOWN:]),
+            "builtin": [{"path": path, "task": task} for path, task in BUILT_IN.items()],
+        }
+    )
 
 
-def _files(folder: Path) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = []
-    level, looked_at = [folder], 0
+def _files(folder: Path) -> Iterator[Path]:
+    """Data files, down to some depth, but for those of runs."""
+    num_folders = 0
+    level = [folder]
     for _ in range(_DEPTH):
         below: list[Path] = []
-        for one in level:
-            looked_at += 1
-            if looked_at > _MOST_FOLDERS or (one != folder and is_run(one)):
+        for parent in level:
+            num_folders += 1
+            if num_folders > _MOST_FOLDERS or (parent != folder and is_run(parent)):
                 continue
-            out += _in_folder(one, folder, below)
+            with contextlib.suppress(OSError), os.scandir(parent) as entries:
+                for entry in sorted(entries, key=lambda entry: entry.name):
+                    if entry.name.startswith((".", "__")):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        below.append(Path(entry.path))
+                    elif entry.name not in _NOT_DATA and entry.name.lower().endswith(SUFFIXES):
+                        yield Path(entry.path)
         level = below
-    return out
-
-
-def _in_folder(here: Path, folder: Path, below: list[Path]) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = []
-    try:
-        entries = sorted(os.scandir(here), key=lambda one: one.name)
-    except OSError:
-        return out
-    for entry in entries:
-        if entry.name.startswith((".", "__")):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            below.append(Path(entry.path))
-        elif entry.name not in _NOT_DATA and entry.name.lower().endswith(SUFFIXES):
-            about = stat_inside(Path(entry.path))
-            if about is not None:
-                path = os.path.relpath(entry.path, folder)
-                out.append(
-                    {
-                        "path": f"./{shown(path)}",
-                        "size_bytes": about.st_size,
-                        "modified_at": about.st_mtime,
-                    }
-                )
-    return out
 
 
 @router.post("/api/upload", openapi_extra=_UPLOAD_FORM, response_model=None)
-async def upload(request: Request) -> dict[str, Any] | Response:
+async def upload(request: Request, panel: Panel) -> dict[str, str | int] | Response:
     """Take in a data file, of at most 1 GiB. It never takes another file's place: ``path`` is where
     it lies."""
-    folder = LaunchContext.of(request).folder
     try:
-        path, size_bytes = await take_upload(request, folder / _UPLOADS)
+        path, size_bytes = await take_upload(request, panel.folder / _UPLOADS)
     except TooLarge as error:
         return problem(413, error.what, error.allowed, error.fix)
     return {"path": f"./{_UPLOADS}/{path.name}", "size_bytes": size_bytes}
 
 
 @router.post("/api/preview")
-async def preview(body: Preview, request: Request) -> dict[str, Any]:
+async def preview(body: Preview, panel: Panel) -> JSONObject:
     """The first rows as the model will see them: ``paceline data preview --json``."""
     words = ["data", "preview", "CONFIG", "--rows", str(body.rows)]
-    found, said = await LaunchContext.of(request).verbs.run("preview", words, body.yaml)
-    return {**found, "said": said}
+    return await panel.verbs.run("preview", words, body.yaml)

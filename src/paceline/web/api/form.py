@@ -179,11 +179,12 @@ train_args:
 ]
 
 
+Schema = dict[str, Any]  # a JSON schema as pydantic writes it
 _BARE = ("null", "boolean")  # kinds whose few values stand beside words in a list of choices
 
 
 @cache
-def form() -> dict[str, Any]:
+def form() -> Schema:
     """``{schema, groups: [{name, help, keys}], fields: {key: Field}}``. A field: ``key, kind``
     (bool, integer, number, choice, text, yaml), ``help, takes`` (in words), ``default, required,
     choices, minimum, maximum, exclusive`` (bounds left out)."""
@@ -216,7 +217,7 @@ def form() -> dict[str, Any]:
     }
 
 
-def _field(key: str, schema: dict[str, Any]) -> dict[str, Any]:
+def _field(key: str, schema: Schema) -> Schema:
     section, _, name = key.rpartition(".")
     holder = schema if not section else _resolved(schema["properties"][section], schema)
     prop = holder["properties"][name]
@@ -263,7 +264,7 @@ def _kind(types: set[Any], choices: list[str], only_choices: bool) -> str:
     return "yaml" if types & {"array", "object"} else "text"
 
 
-def _members(prop: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
+def _members(prop: Schema, schema: Schema) -> list[Schema]:
     """The members of a union, or the one type there is, with references followed."""
     prop = _resolved(prop, schema)
     return [
@@ -273,7 +274,7 @@ def _members(prop: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any
     ]
 
 
-def _resolved(prop: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+def _resolved(prop: Schema, schema: Schema) -> Schema:
     if "$ref" in prop:
         return {
             **schema["$defs"][prop["$ref"].rpartition("/")[2]],

@@ -2,20 +2,18 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 
 from paceline.core.errors import ConfigError
 from paceline.core.run_dir import RunDir
-from paceline.web.files import read_inside
-from paceline.web.jobs.context import LaunchContext, run_folder
+from paceline.web.files import JSONObject, read_inside
 from paceline.web.jobs.runs import CONFIG, Launched, check_name, is_locked, stop
-from paceline.web.runs.discovery import Runs
+from paceline.web.state import AppState, Panel, RunId
 
 router = APIRouter()
 
-Id = Annotated[str, Path(pattern=r"^[0-9a-f]{12}$")]
 Yaml = Annotated[str, Field(max_length=1 << 20, description="A config's text.")]
 
 
@@ -28,7 +26,7 @@ class Text(BaseModel):
 class Edit(Text):
     """Keys to set in a config's text, and keys to take out."""
 
-    values: dict[str, Any] = Field(default_factory=dict, max_length=500)
+    values: JSONObject = Field(default_factory=dict, max_length=500)
     remove: list[str] = Field(default_factory=list, max_length=500)
 
 
@@ -60,26 +58,26 @@ def _configs() -> Any:
 
 
 @router.get("/api/schema")
-def schema() -> dict[str, Any]:
+def schema() -> JSONObject:
     """The config's JSON schema, and the form's fields and groups that follow from it."""
     return dict(_configs().form())
 
 
 @router.get("/api/presets")
-def presets() -> dict[str, Any]:
+def presets() -> dict[str, list[dict[str, str]]]:
     """Configs for the common jobs, as text."""
     return {"presets": _configs().PRESETS}
 
 
 @router.post("/api/check")
-def check(body: Text) -> dict[str, Any]:
+def check(body: Text) -> JSONObject:
     """What is wrong with a config, with the line and the key of each mistake; and what its keys
     come to."""
     return dict(_configs().check(body.yaml))
 
 
 @router.post("/api/yaml")
-def yaml(body: Edit) -> dict[str, Any]:
+def yaml(body: Edit) -> dict[str, str | bool]:
     """A form's edit put into the text. ``kept``: the rest of the text is as it was, comments and
     all."""
     text, kept = _configs().edit_yaml(body.yaml, body.values, body.remove)
@@ -87,111 +85,97 @@ def yaml(body: Edit) -> dict[str, Any]:
 
 
 @router.post("/api/plan")
-async def plan(body: Text, request: Request) -> dict[str, Any]:
+async def plan(body: Text, panel: Panel) -> JSONObject:
     """What the run would take under every mode: ``paceline plan --json``. A newer request ends an
     older one."""
-    found, notes = await LaunchContext.of(request).verbs.run("plan", ["plan", "CONFIG"], body.yaml)
-    args = _configs().load(body.yaml).config.train_args
-    return {**found, "max_steps": args.max_steps, "said": notes}
+    answer = await panel.verbs.run("plan", ["plan", "CONFIG"], body.yaml)
+    return {**answer, "max_steps": _configs().load(body.yaml).config.train_args.max_steps}
 
 
 @router.post("/api/steps")
-async def steps(body: Text, request: Request) -> dict[str, Any]:
+async def steps(body: Text, panel: Panel) -> JSONObject:
     """Steps, batch and warm-up as they follow from the data, which is read and tokenised for it
     (and kept for the run): ``paceline sft --dry-run --json``."""
     words = ["sft", "CONFIG", "--dry-run"]
-    found, notes = await LaunchContext.of(request).verbs.run(
-        "steps", words, body.yaml, timeout_s=900.0
-    )
-    return {**found, "said": notes}
+    return await panel.verbs.run("steps", words, body.yaml, timeout_s=900.0)
 
 
 @router.post("/api/start")
-async def start(body: Start, request: Request) -> dict[str, Any]:
-    """Start a run in ``FOLDER/NAME``. Answers when it shows or has failed, or after a while where
-    it is still preparing (``shows: false``); then :func:`launch` says more."""
-    starting = LaunchContext.of(request)
-    check_name(starting.folder, body.name)
+async def start(body: Start, panel: Panel) -> dict[str, str | bool]:
+    """Start a run in ``FOLDER/NAME``. Answers when it shows or has failed, or after a while if it
+    is still preparing (``shows: false``); then :func:`launch` says more."""
+    check_name(panel.folder, body.name)
     text, _ = _configs().edit_yaml(body.yaml, {"output_dir": f"./{body.name}"})
     _configs().load(text)
-    one = starting.launches.start(body.name, text)
-    return await _told(starting, request.app.state.panel.runs, one)
+    return await _answer(panel, panel.launches.start(body.name, text))
 
 
-async def _told(starting: LaunchContext, runs: Runs, one: Launched) -> dict[str, Any]:
-    shows = await starting.launches.wait(one)
-    await run_in_threadpool(runs.all, fresh=True)  # so that its page is there at once
-    return {"id": starting.id_of(one.folder), "name": one.folder.name, "shows": shows}
+async def _answer(panel: AppState, launched: Launched) -> dict[str, str | bool]:
+    shows = await panel.launches.wait(launched)
+    # so that its page is there at once
+    await run_in_threadpool(panel.runs.all, fresh=True)
+    folder = launched.folder
+    return {"id": panel.id_of(folder), "name": folder.name, "shows": shows}
 
 
 @router.get("/api/launches/{id}")
-def launch(id: Id, request: Request) -> dict[str, Any]:
-    """How a start goes on: ``{shows, ended, said}``; where it failed, its error."""
-    starting = LaunchContext.of(request)
-    one = starting.launched(id)
-    if one is None:
+def launch(id: RunId, panel: Panel) -> dict[str, str | bool]:
+    """How a start continues: ``{shows, ended, said}``; if it failed, its error."""
+    launched = panel.launched(id)
+    if launched is None:
         return {"shows": True, "ended": False, "said": ""}
-    starting.launches.check_ended(one)
-    return {
-        "shows": one.shows(),
-        "ended": one.process.poll() is not None,
-        "said": one.said()[-4000:],
-    }
+    panel.launches.check_ended(launched)
+    ended = launched.process.poll() is not None
+    return {"shows": launched.shows(), "ended": ended, "said": launched.output()[-4000:]}
 
 
 @router.post("/api/runs/{id}/stop")
-def stop_run(id: Id, body: Stop, request: Request) -> dict[str, Any]:
+def stop_run(id: RunId, body: Stop, panel: Panel) -> dict[str, int]:
     """Ask a run to stop, with a checkpoint."""
-    return {"pid": stop(run_folder(request, id), LaunchContext.of(request).launches, body.now)}
+    return {"pid": stop(panel.run_folder(id), panel.launches, body.now)}
 
 
 @router.get("/api/runs/{id}/resume")
-def resumable(id: Id, request: Request) -> dict[str, Any]:
+def resumable(id: RunId, panel: Panel) -> dict[str, str | bool]:
     """The config to go on with: ``{yaml, going_on}``."""
-    run = run_folder(request, id)
+    run = panel.run_folder(id)
     for path in (run / CONFIG, RunDir(run).config):
-        found = read_inside(path)
-        if found is not None:
-            return {"yaml": found.decode("utf-8", "replace"), "going_on": is_locked(run)}
+        text = read_inside(path)
+        if text is not None:
+            return {"yaml": text.decode("utf-8", "replace"), "going_on": is_locked(run)}
     raise ConfigError(f"{run.name} has no config to go on with", fix="start a new run")
 
 
 @router.post("/api/runs/{id}/diff")
-def diff(id: Id, body: Text, request: Request) -> dict[str, Any]:
+def diff(id: RunId, body: Text, panel: Panel) -> JSONObject:
     """Where a config differs from the run's own. ``needs_allow``: the change alters the numbers of
     the training."""
-    run = run_folder(request, id)
-    return {"changes": _configs().differences(run, body.yaml)}
+    return {"changes": _configs().differences(panel.run_folder(id), body.yaml)}
 
 
 @router.post("/api/runs/{id}/resume")
-async def resume(id: Id, body: Resume, request: Request) -> dict[str, Any]:
+async def resume(id: RunId, body: Resume, panel: Panel) -> dict[str, str | bool]:
     """Go on with a run, as :func:`start`."""
-    starting, run = LaunchContext.of(request), run_folder(request, id)
+    run = panel.run_folder(id)
     if body.yaml is not None:
         _configs().load(body.yaml)
-    return await _told(
-        starting,
-        request.app.state.panel.runs,
-        starting.launches.resume(run, body.yaml, body.allow_config_change),
-    )
+    return await _answer(panel, panel.launches.resume(run, body.yaml, body.allow_config_change))
 
 
 @router.post("/api/runs/{id}/export")
-async def export(id: Id, request: Request) -> dict[str, Any]:
+async def export(id: RunId, panel: Panel) -> JSONObject:
     """The whole model in one folder, adapters added in: ``paceline export --merge``. Without
     adapters it is whole already."""
-    run = run_folder(request, id)
-    if not (RunDir(run).model / "adapter_config.json").is_file():
-        if not RunDir(run).model.is_dir():
-            raise ConfigError(
-                f"{run.name} has no model yet",
-                fix="let the run finish; resume it where it was stopped",
-            )
-        return {"path": str(RunDir(run).model), "merged": False}
-    done = run / "exported"
-    if done.is_dir() and done.stat().st_mtime >= RunDir(run).model.stat().st_mtime:
-        return {"path": str(done), "merged": True}
+    run = panel.run_folder(id)
+    model, exported = RunDir(run).model, run / "exported"
+    if not model.is_dir():
+        raise ConfigError(
+            f"{run.name} has no model yet", fix="let the run finish; resume it where it was stopped"
+        )
+    if not (model / "adapter_config.json").is_file():
+        return {"path": str(model), "merged": False}
+    if exported.is_dir() and exported.stat().st_mtime >= model.stat().st_mtime:
+        return {"path": str(exported), "merged": True}
     words = ["export", str(run), "--merge"]
-    found, _ = await LaunchContext.of(request).verbs.run(f"export {id}", words, timeout_s=3600.0)
-    return {"path": found["path"], "merged": True}
+    answer = await panel.verbs.run(f"export {id}", words, timeout_s=3600.0)
+    return {"path": answer["path"], "merged": True}

@@ -5,31 +5,35 @@ import threading
 import time
 from typing import Any
 
+import psutil
+from pydantic import JsonValue
+
+from paceline.web.files import JSONObject
+
 _FRESH_S = 1.0  # a reading this recent is not made again
 _lock = threading.Lock()
-_last: tuple[float, dict[str, Any]] | None = None
+_last: tuple[float, JSONObject] = (-float("inf"), {})
 
 
-def machine() -> dict[str, Any]:
+def machine() -> JSONObject:
     """``{cpu_count, memory_bytes, gpus: [{index, name, utilisation (0 to 1), temperature_c,
     power_w, memory_used_bytes, memory_bytes}], gpus_problem}``; a figure that a device does not
     give is None."""
     global _last
     with _lock:
-        if _last is None or time.monotonic() - _last[0] > _FRESH_S:
+        if time.monotonic() - _last[0] > _FRESH_S:
             gpus, problem = _gpus()
-            memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-            found = {
+            machine: JSONObject = {
                 "cpu_count": os.cpu_count(),
-                "memory_bytes": memory,
+                "memory_bytes": psutil.virtual_memory().total,
                 "gpus": gpus,
                 "gpus_problem": problem,
             }
-            _last = (time.monotonic(), found)
+            _last = (time.monotonic(), machine)
         return _last[1]
 
 
-def _gpus() -> tuple[list[dict[str, Any]] | None, str | None]:
+def _gpus() -> tuple[list[JsonValue] | None, str | None]:
     try:
         import pynvml
     except ImportError:
@@ -46,7 +50,7 @@ def _gpus() -> tuple[list[dict[str, Any]] | None, str | None]:
         pynvml.nvmlShutdown()
 
 
-def _gpu(nvml: Any, number: int) -> dict[str, Any]:
+def _gpu(nvml: Any, number: int) -> JSONObject:
     device = nvml.nvmlDeviceGetHandleByIndex(number)
 
     def ask(question: Any, *more: Any) -> Any:

@@ -6,18 +6,18 @@ import math
 import statistics
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, TypedDict
 
 import numpy as np
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 
 from paceline.core.events import RankStep, StepEvent
-from paceline.core.formatting import clean, finite, short_duration
-from paceline.web.files import json_inside, open_inside
+from paceline.core.formatting import finite, short_duration
+from paceline.web.files import JSONObject, as_object, as_text, json_inside, open_inside
 from paceline.web.responses import StrictJSONResponse
 from paceline.web.runs.discovery import Run
 from paceline.web.runs.log_lines import lines_at, parse
-from paceline.web.state import AppState, panel_of
+from paceline.web.state import AppState, Panel
 
 router = APIRouter()
 #: Where a rank's step goes, as the event names it; ``other_s`` is the rest.
@@ -36,7 +36,7 @@ Points = Annotated[int, Query(ge=1, le=2000)]
 
 @router.get("/api/runs/{id}/ranks")
 def ranks(
-    request: Request,
+    panel: Panel,
     id: str,
     start: Step = None,
     end: Step = None,
@@ -44,7 +44,6 @@ def ranks(
 ) -> StrictJSONResponse:
     """The parts of a step, of each rank, in at most ``points`` buckets; ``lines_read`` of ``lines``
     were looked at for it."""
-    panel = panel_of(request)
     run = panel.runs.get(id)
     lines, found = _steps(panel, run, start, end, 2 * points)
     buckets = _groups(found, points)
@@ -84,10 +83,10 @@ def ranks(
 
 
 @router.get("/api/runs/{id}/heartbeats")
-def heartbeats(request: Request, id: str) -> StrictJSONResponse:
+def heartbeats(panel: Panel, id: str) -> StrictJSONResponse:
     """Where each rank was when the run last told, every two seconds; none where it does not (one
     rank, or no watchdog)."""
-    told = json_inside(panel_of(request).runs.get(id).run_dir.heartbeats) or {}
+    told = json_inside(panel.runs.get(id).run_dir.heartbeats) or {}
     rows = told.get("ranks")
     known = [
         one
@@ -104,7 +103,7 @@ def heartbeats(request: Request, id: str) -> StrictJSONResponse:
             "ranks": [
                 {
                     **{name: finite(one.get(name)) for name in figures},
-                    **{name: _words(one.get(name)) for name in words},
+                    **{name: as_text(one.get(name), 200) for name in words},
                 }
                 for one in known[:_MAX_RANKS]
             ],
@@ -114,7 +113,7 @@ def heartbeats(request: Request, id: str) -> StrictJSONResponse:
 
 @router.get("/api/runs/{id}/traffic")
 def traffic(
-    request: Request,
+    panel: Panel,
     id: str,
     start: Step = None,
     end: Step = None,
@@ -122,22 +121,24 @@ def traffic(
 ) -> StrictJSONResponse:
     """Bytes a step of the busiest rank, by collective; what was predicted beside what was
     measured."""
-    panel = panel_of(request)
     run = panel.runs.get(id)
     lines, found = _steps(panel, run, start, end, 2 * points)
     found = [event for event in found if isinstance(event.get("traffic"), dict)]
     buckets = _groups(found, points)
-    sent = [_dict(event.get("traffic")) for event in found]
+    sent = [as_object(event.get("traffic")) for event in found]
     names = sorted({str(name) for traffic in sent for name in traffic})[:50]
     by_collective = {
         name: [
-            _mean([finite(_dict(event.get("traffic")).get(name)) for event in bucket])
+            _mean([finite(as_object(event.get("traffic")).get(name)) for event in bucket])
             for bucket in buckets
         ]
         for name in names
     }
     report, begun = run.digest.report or {}, run.digest.start
-    told, predicted = _dict(report.get("traffic_bytes_per_step")), _dict(begun.get("predicted"))
+    told, predicted = (
+        as_object(report.get("traffic_bytes_per_step")),
+        as_object(begun.get("predicted")),
+    )
     sums = [sum(finite(size) or 0.0 for size in traffic.values()) for traffic in sent]
     measured = finite(told.get("measured"))
     foreseen = finite(told.get("predicted"))
@@ -153,16 +154,29 @@ def traffic(
             "measured_bytes": (
                 measured if measured is not None else statistics.median(sums) if sums else None
             ),
-            "compression": _compression(_dict(begun.get("config")), report),
+            "compression": _compression(as_object(begun.get("config")), report),
             "lines": lines,
             "lines_read": len(found),
         }
     )
 
 
+class Slowest(TypedDict):
+    """The rank that holds up the others. ``phase`` (the largest difference) and ``share`` (seconds
+    by phase) are None if the parts of a step are not known."""
+
+    rank: int
+    why: str
+    slower_by_s: float
+    phase: str | None
+    share: dict[str, float] | None
+
+
 def slowest(
-    table: dict[str, Any], numbers: Sequence[int], buckets: list[list[StepEvent]]
-) -> dict[str, Any] | None:
+    table: dict[str, dict[int, list[float | None]]],
+    numbers: Sequence[int],
+    buckets: list[list[StepEvent]],
+) -> Slowest | None:
     """The rank that works longest before it meets the others, where that is by a margin: ``{rank,
     why, slower_by_s, share}``. Where the parts of a step are not known: the one that waits least
     for the others."""
@@ -307,29 +321,25 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return float(f"{sum(known) / len(known):.7g}") if known else None
 
 
-def _places(run: Run) -> dict[int, dict[str, Any]]:
+def _places(run: Run) -> dict[int, JSONObject]:
     """Host and device of each rank, as the run said at its start."""
-    told = _dict(run.digest.start.get("mesh")).get("ranks")
-    return {
-        one["rank"]: {
-            key: one.get(key) for key in ("host", "device", "role") if key != "role" or key in one
-        }
-        for one in (told if isinstance(told, list) else [])
-        if isinstance(one, dict) and type(one.get("rank")) is int
-    }
+    places: dict[int, JSONObject] = {}
+    ranks = as_object(run.digest.start.get("mesh")).get("ranks")
+    for entry in map(as_object, ranks if isinstance(ranks, list) else []):
+        rank = entry.get("rank")
+        if type(rank) is int:
+            places[rank] = {"host": entry.get("host"), "device": entry.get("device")}
+            if "role" in entry:
+                places[rank]["role"] = entry["role"]
+    return places
 
 
-def _compression(config: dict[str, Any], report: dict[str, Any]) -> dict[str, Any] | None:
+def _compression(config: JSONObject, report: JSONObject) -> JSONObject | None:
     """``ratio``: how many times less is sent than without; None until the report tells."""
-    method = _dict(config.get("compression")).get("method")
+    method = as_object(config.get("compression")).get("method")
     if method in (None, "none"):
         return None
-    return {"method": method, "ratio": finite(_dict(report.get("communication")).get("ratio_sent"))}
-
-
-def _words(value: Any) -> str | None:
-    return clean(value)[:200] if isinstance(value, str) else None
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
+    return {
+        "method": method,
+        "ratio": finite(as_object(report.get("communication")).get("ratio_sent")),
+    }

@@ -1,20 +1,21 @@
 """``/series``, ``/csv``: the curves of a run, thinned."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Query
 from starlette.responses import StreamingResponse
 
 from paceline.core.errors import unknown_name
-from paceline.core.events import Event
 from paceline.core.formatting import finite
+from paceline.web.files import as_object
 from paceline.web.responses import StrictJSONResponse
 from paceline.web.runs.columns import SERIES, thin
 from paceline.web.runs.discovery import Run
-from paceline.web.runs.index import TimelineEvent
-from paceline.web.state import panel_of
+from paceline.web.runs.index import IndexWorker, TimelineEvent
+from paceline.web.state import Panel
 
 router = APIRouter()
 _MAX_MARKS = 2000
@@ -25,7 +26,7 @@ _NAMES = ",".join(SERIES)
 
 @router.get("/api/runs/{id}/series")
 def series(
-    request: Request,
+    panel: Panel,
     id: str,
     names: str = Query(_NAMES, description="comma-separated"),
     start: int | None = Query(None, ge=0, le=1 << 53, description="first step"),
@@ -35,7 +36,6 @@ def series(
     """Curves between two steps, in at most ``points`` buckets: mean, least and greatest of each.
     ``exact``: every step that counts was read; otherwise some that are spread over the log, until
     it is. ``every``: one in so many steps is kept."""
-    panel = panel_of(request)
     run, wanted = panel.runs.get(id), _names(names)
     index, exact = run.index, panel.runs.indexer.ready(run.index)
     if exact:
@@ -50,20 +50,20 @@ def series(
         seen = index.overview()
         low, high = _range(seen.rows["step"], start, end)
         curves = thin(lambda name: seen.rows[name][low:high], wanted, points)
-        marks, evals, left_out, every, num_steps, size = (
-            seen.marks,
-            seen.evals,
-            0,
-            None,
-            None,
-            seen.size,
-        )
+        marks, evals, size = seen.marks, seen.evals, seen.size
+        left_out, every, num_steps = 0, None, None
     marks = [one for one in marks if one.type != "eval" and _within(one.step, start, end)]
     evals = [one for one in evals if _within(one.get("step"), start, end)]
     return StrictJSONResponse(
         {
             **curves,
-            "evals": [_eval(one) for one in evals[-_MAX_EVALS:]],
+            "evals": [
+                {
+                    **{key: finite(event.get(key)) for key in ("step", "time", "loss")},
+                    "metrics": as_object(event.get("metrics")),
+                }
+                for event in evals[-_MAX_EVALS:]
+            ],
             "marks": [vars(one) for one in most_telling(marks, _MAX_MARKS)],
             "left_out": {
                 "marks": left_out + max(0, len(marks) - _MAX_MARKS),
@@ -80,10 +80,9 @@ def series(
 
 @router.get("/api/runs/{id}/csv")
 def csv(
-    request: Request, id: str, names: str = Query(_NAMES, description="comma-separated")
+    panel: Panel, id: str, names: str = Query(_NAMES, description="comma-separated")
 ) -> StreamingResponse:
     """Every step that counts, one a line. A long log is read to its end first."""
-    panel = panel_of(request)
     run, wanted = panel.runs.get(id), _names(names)
     headers = {"content-disposition": f'attachment; filename="{run.id}.csv"'}
     return StreamingResponse(
@@ -91,7 +90,7 @@ def csv(
     )
 
 
-def _csv_lines(run: Run, indexer: Any, names: list[str]) -> Iterator[str]:
+def _csv_lines(run: Run, indexer: IndexWorker, names: list[str]) -> Iterator[str]:
     columns = ["step", "time", "tokens", *names]
     indexer.finish(run.index)
     yield ",".join(columns) + "\n"
@@ -109,17 +108,11 @@ def _csv_lines(run: Run, indexer: Any, names: list[str]) -> Iterator[str]:
 
 
 def _cell(value: float) -> str:
-    return (
-        ""
-        if value != value
-        else (
-            str(value)
-            if isinstance(value, int)
-            else f"{value:.15g}"
-            if value > 1e9
-            else f"{value:.7g}"
-        )
-    )
+    if math.isnan(value):
+        return ""
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.15g}" if value > 1e9 else f"{value:.7g}"
 
 
 def _names(given: str) -> list[str]:
@@ -149,13 +142,3 @@ def most_telling(marks: list[TimelineEvent], count: int) -> list[TimelineEvent]:
     rank = {"error": 0, "warning": 1}
     kept = sorted(range(len(marks)), key=lambda at: (rank.get(marks[at].level, 2), -at))[:count]
     return [marks[at] for at in sorted(kept)]
-
-
-def _eval(event: Event) -> dict[str, Any]:
-    metrics = event.get("metrics")
-    return {
-        "step": finite(event.get("step")),
-        "time": finite(event.get("time")),
-        "loss": finite(event.get("loss")),
-        "metrics": metrics if isinstance(metrics, dict) else {},
-    }

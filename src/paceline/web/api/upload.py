@@ -58,19 +58,24 @@ class _Part:
         self._headers: dict[bytes, bytes] = {}
         self._is_file = False
 
-    def callbacks(self) -> dict[str, object]:
-        return {
-            "on_part_begin": self._begin,
-            "on_header_field": lambda data, start, end: setattr(
-                self, "_field", self._field + data[start:end]
-            ),
-            "on_header_value": lambda data, start, end: setattr(
-                self, "_value", self._value + data[start:end]
-            ),
-            "on_header_end": self._header,
-            "on_headers_finished": self._headers_finished,
-            "on_part_data": self._data,
-        }
+    def parser(self, boundary: bytes) -> MultipartParser:
+        return MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin,
+                "on_header_field": self._add_to_field,
+                "on_header_value": self._add_to_value,
+                "on_header_end": self._header,
+                "on_headers_finished": self._headers_finished,
+                "on_part_data": self._data,
+            },
+        )
+
+    def _add_to_field(self, data: bytes, start: int, end: int) -> None:
+        self._field += data[start:end]
+
+    def _add_to_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
 
     def _begin(self) -> None:
         self._headers, self._is_file = {}, False
@@ -125,8 +130,7 @@ async def take_upload(
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".upload-") as aside:
             part = _Part(aside)
             try:
-                parser = MultipartParser(boundary, part.callbacks())  # type: ignore[arg-type]
-                await _take(request, parser, folder, limit_bytes)
+                await _take(request, part.parser(boundary), folder, limit_bytes)
             except FormParserError as error:
                 raise ConfigError(
                     f"the upload cannot be read: {error}", fix="choose the file and try again"

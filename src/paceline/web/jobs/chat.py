@@ -8,31 +8,37 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO
+
+from pydantic import JsonValue
 
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.processes import end_with_parent
+from paceline.web.files import JSONObject, as_object
 from paceline.web.jobs.commands import end, error_of
 
 IDLE_S = 300.0
 _LINE_BYTES = 1 << 20
 
 
-class Chat:
-    """Holds at most one model. ``idle_s``: so long after the last answer its worker ends."""
+#: Name and data of an event of an answer.
+ChatEvent = tuple[str, Mapping[str, JsonValue]]
 
-    def __init__(self, idle_s: float | None = None) -> None:
-        self.idle_s = IDLE_S if idle_s is None else idle_s
+
+class Chat:
+    """Holds at most one model, whose worker ends ``IDLE_S`` after the last answer."""
+
+    def __init__(self) -> None:
         self._worker: _Worker | None = None
         self._turn = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
         self._number = 0
 
     async def answer(
-        self, run: Path, request: dict[str, Any], device: str
-    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        self, run: Path, request: JSONObject, device: str
+    ) -> AsyncGenerator[ChatEvent]:
         """Events of one answer: ``state`` {state: loading | ready, device, base}, ``token`` {text},
         ``end`` {num_tokens, wall_s, stopped}, ``error`` {what, allowed, fix}. To leave the iterator
         stops the answer.
@@ -60,7 +66,7 @@ class Chat:
             except PacelineError as error:
                 yield "error", {"what": error.what, "allowed": error.allowed, "fix": error.fix}
             finally:
-                self._timer = asyncio.get_running_loop().call_later(self.idle_s, self.close)
+                self._timer = asyncio.get_running_loop().call_later(IDLE_S, self.close)
 
     def _rest(self) -> None:
         if self._timer is not None:
@@ -82,88 +88,80 @@ class _Worker:
     name."""
 
     def __init__(
-        self, run: Path, device: str, process: asyncio.subprocess.Process, said: Any
+        self, run: Path, device: str, process: asyncio.subprocess.Process, output: IO[bytes]
     ) -> None:
-        self.run, self.device, self.process, self._said = run, device, process, said
-        self._about: dict[str, Any] | None = None
+        self.run, self.device, self.process, self._output = run, device, process, output
+        self._about: JSONObject | None = None
 
     @staticmethod
     async def start(run: Path, device: str) -> _Worker:
-        said = tempfile.TemporaryFile()  # noqa: SIM115  (the worker's, until it ends)
+        output = tempfile.TemporaryFile()  # noqa: SIM115  (the worker's, until it ends)
+        words = ("generate", str(run), "--serve", "--device", device)
         process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "paceline",
-                "generate",
-                str(run),
-                "--serve",
-                "--device",
-                device,
-            ),
+            *(sys.executable, "-m", "paceline", *words),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            stderr=said,
+            stderr=output,
             limit=_LINE_BYTES,
             env={**os.environ, "NO_COLOR": "1"},
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
-        return _Worker(run, device, process, said)
+        return _Worker(run, device, process, output)
 
     def serves(self, run: Path, device: str) -> bool:
         return self.process.returncode is None and (self.run, self.device) == (run, device)
 
-    async def ready(self) -> dict[str, Any]:
+    async def ready(self) -> JSONObject:
         """Wait for the model to be loaded: on which device, and whether its base can be asked
         too."""
         while self._about is None:
-            self._about = (await self._next()).get("ready")
+            message = await self._next()
+            self._about = as_object(message["ready"]) if "ready" in message else None
         return self._about
 
-    async def ask(
-        self, number: int, request: dict[str, Any]
-    ) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+    async def ask(self, number: int, request: JSONObject) -> AsyncGenerator[ChatEvent]:
         ended = False
         try:
             await self._send({**request, "id": number})
             while not ended:
-                said = await self._next()
-                if said.get("id") != number:
+                message = await self._next()
+                if message.get("id") != number:
                     continue  # of an answer that was left
-                ended = "token" not in said
+                ended = "token" not in message
                 if not ended:
-                    yield "token", {"text": said["token"]}
+                    yield "token", {"text": message["token"]}
+                elif "error" in message:
+                    yield "error", as_object(message["error"])
                 else:
-                    yield ("error", said["error"]) if "error" in said else ("end", said["end"])
+                    yield "end", as_object(message["end"])
         finally:
             if not ended and self.process.returncode is None:
                 await self._send({"stop": number})
 
-    async def _send(self, words: dict[str, Any]) -> None:
+    async def _send(self, message: JSONObject) -> None:
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps(words).encode() + b"\n")
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
             await self.process.stdin.drain()
         except (ConnectionError, OSError):
             raise await self._gone() from None
 
-    async def _next(self) -> dict[str, Any]:
+    async def _next(self) -> JSONObject:
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
         if not line:
             raise await self._gone()
-        found: dict[str, Any] = json.loads(line)
-        return found
+        return as_object(json.loads(line))
 
     async def _gone(self) -> ConfigError | RunError:
         code = await self.process.wait()
-        self._said.seek(0)
-        said = self._said.read().decode("utf-8", "replace")
-        return error_of(said, code, f"the model's process ended (exit code {code})")
+        self._output.seek(0)
+        output = self._output.read().decode("utf-8", "replace")
+        return error_of(output, code, f"the model's process ended (exit code {code})")
 
     def close(self) -> None:
         if self.process.stdin is not None:
             self.process.stdin.close()  # its sign to end
         end(self.process)
-        self._said.close()
+        self._output.close()

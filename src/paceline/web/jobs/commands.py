@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from paceline.core.errors import EXIT_USAGE, ConfigError, RunError
 from paceline.core.processes import end_with_parent
+from paceline.web.files import JSONObject
 
 _CONFIG = "config.yaml"
 _NICE = 10  # these stand back behind the runs
@@ -32,9 +32,9 @@ class CommandRunner:
 
     async def run(
         self, kind: str, words: Sequence[str], yaml: str | None = None, timeout_s: float = 120.0
-    ) -> tuple[Any, list[str]]:
-        """The JSON value that ``python -m paceline WORDS… --json`` prints, and the lines it says
-        beside it.
+    ) -> JSONObject:
+        """The JSON object that ``python -m paceline WORDS… --json`` prints, and as ``said`` the
+        lines that it prints beside it.
 
         Args:
             kind: requests of a kind supersede each other.
@@ -108,10 +108,10 @@ def _stand_back() -> None:
     end_with_parent()
 
 
-def _result(verb: str, code: int | None, out: bytes, said: str) -> tuple[Any, list[str]]:
+def _result(verb: str, code: int | None, out: bytes, said: str) -> JSONObject:
     if code == 0:
         with contextlib.suppress(ValueError):
-            return json.loads(out), [line for line in said.splitlines() if line.strip()]
+            return {**json.loads(out), "said": [line for line in said.splitlines() if line.strip()]}
     raise error_of(said, code, f"`paceline {verb}` ended with exit code {code}")
 
 

@@ -3,7 +3,6 @@ server, and owes it nothing."""
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import signal
@@ -14,17 +13,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from paceline.core.errors import EXIT_DONE, ConfigError, RunError
-from paceline.core.event_log import tail_events
-from paceline.core.events import Event
+from paceline.core.event_log import parse_event, tail_events
+from paceline.core.events import RunStartEvent
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.formatting import finite
 from paceline.core.launch_lock import is_launching
 from paceline.core.processes import host_name, pid_alive
 from paceline.core.run_dir import RunDir, lock_run
-from paceline.web.files import json_inside, read_inside, stat_inside
+from paceline.web.files import JSONObject, json_inside, read_inside, stat_inside
 from paceline.web.jobs.commands import error_of
 from paceline.web.responses import Conflict
 
@@ -52,7 +51,7 @@ class Launched:
             return RunDir(self.folder).events.stat().st_size > self.events_before
         return False
 
-    def said(self) -> str:
+    def output(self) -> str:
         """What it has printed since it was started."""
         with contextlib.suppress(OSError), open(self.folder / OUTPUT, "rb") as handle:
             size = handle.seek(0, os.SEEK_END)
@@ -175,7 +174,7 @@ class RunLauncher:
         code = one.process.returncode
         if code in (None, EXIT_DONE) or one.shows() or one.stopping:
             return
-        error = error_of(one.said(), code, f"the run ended with exit code {code} before it began")
+        error = error_of(one.output(), code, f"the run ended with exit code {code} before it began")
         self._by_folder.pop(one.folder, None)
         if one.fresh and not RunDir(one.folder).is_run():
             _remove(one.folder)
@@ -225,7 +224,7 @@ def started_from(run: Path, otherwise: Path) -> Path:
     told = _started(run).get("cwd")
     if isinstance(told, str) and Path(told).is_dir():
         return Path(told)
-    output = _last(run, "run_start").get("output_dir")
+    output = _run_start(run).get("output_dir")
     parts = Path(output).parts if isinstance(output, str) and not Path(output).is_absolute() else ()
     if parts and ".." not in parts and run.parts[-len(parts) :] == parts:
         return Path(*run.parts[: -len(parts)])
@@ -246,7 +245,8 @@ def stop(run: Path, launches: RunLauncher, now: bool = False) -> int:
     """
     launched = launches.find(run)
     pid, before = _launcher(run, launched)
-    with _handle(pid) as handle:
+    handle = _open_handle(pid)
+    try:
         if not (pid_alive(pid, before) and _is_python(pid)):
             raise ConfigError(
                 f"{run.name} is not going on: its process {pid} is gone", fix="resume it"
@@ -258,16 +258,18 @@ def stop(run: Path, launches: RunLauncher, now: bool = False) -> int:
         launches.asked[run] = pid
         if launched is not None:
             launched.stopping = True
-        try:
-            if handle is None:
-                os.kill(pid, signal.SIGTERM)
-            else:
-                signal.pidfd_send_signal(handle, signal.SIGTERM)
-        except OSError as error:
-            raise RunError(
-                f"{run.name} cannot be stopped: {error.strerror} (process {pid})",
-                fix="stop it as the user who started it",
-            ) from error
+        if handle is None:
+            os.kill(pid, signal.SIGTERM)
+        else:
+            signal.pidfd_send_signal(handle, signal.SIGTERM)
+    except OSError as error:
+        raise RunError(
+            f"{run.name} cannot be stopped: {error.strerror} (process {pid})",
+            fix="stop it as the user who started it",
+        ) from error
+    finally:
+        if handle is not None:
+            os.close(handle)
     return pid
 
 
@@ -275,7 +277,7 @@ def _launcher(run: Path, launched: Launched | None) -> tuple[int, float]:
     """Process that answers a run's signals, and a time at which it was there."""
     if launched is not None and launched.process.poll() is None:
         return launched.process.pid, time.time()
-    start, panel = _last(run, "run_start"), _started(run)
+    start, panel = _run_start(run), _started(run)
     began, launched_at = finite(start.get("time")), finite(panel.get("time")) or 0.0
     if began is not None and began >= launched_at:
         pid, host = start.get("launcher") or start.get("pid"), start.get("host")
@@ -286,10 +288,10 @@ def _launcher(run: Path, launched: Launched | None) -> tuple[int, float]:
             )
         if isinstance(pid, int) and pid > 1 and is_locked(run):
             return pid, began
-    elif (
-        isinstance(panel.get("pid"), int) and panel["pid"] > 1 and panel.get("host") == host_name()
-    ):
-        return panel["pid"], launched_at
+    else:
+        started = panel.get("pid")
+        if isinstance(started, int) and started > 1 and panel.get("host") == host_name():
+            return started, launched_at
     raise ConfigError(
         f"{run.name} is not going on, as far as can be seen from here",
         fix=(
@@ -308,40 +310,24 @@ def _is_python(pid: int) -> bool:
     return any(word in command for word in (b"python", b"paceline", b"torchrun"))
 
 
-@contextlib.contextmanager
-def _handle(pid: int) -> Any:
-    """A handle of a process that stays with it when its number goes to another; None where the
-    system has none."""
-    try:
-        handle = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else None
-    except ProcessLookupError:
-        handle = None
-    except OSError:  # an older kernel
-        handle = None
-    try:
-        yield handle
-    finally:
-        if handle is not None:
-            os.close(handle)
+def _open_handle(pid: int) -> int | None:
+    """A handle of a process that stays with it when its number goes to another; None if the system
+    has none."""
+    with contextlib.suppress(OSError, AttributeError):  # an older kernel, another system
+        return os.pidfd_open(pid)
+    return None
 
 
-def _last(run: Path, kind: str) -> Event:
+def _run_start(run: Path) -> RunStartEvent:
+    """The newest ``run_start`` of a run; empty if there is none near the ends of its log."""
     path = RunDir(run).events
-    found = [one for one in tail_events(path) if one["type"] == kind]
-    if not found and path.exists():  # long ago: it is near the beginning
-        with open(path, "rb") as handle:
-            head = handle.read(1 << 20).split(b"\n")
-        found = [one for line in head if f'"{kind}"'.encode() in line and (one := _parsed(line))]
-    return found[-1] if found else {}
+    starts = [event for event in tail_events(path) if event["type"] == "run_start"]
+    if not starts and path.exists():  # long ago: it is near the beginning
+        head = (read_inside(path, 1 << 20) or b"").split(b"\n")
+        parsed = [parse_event(line) for line in head if b'"run_start"' in line]
+        starts = [event for event in parsed if event and event["type"] == "run_start"]
+    return starts[-1] if starts else {}
 
 
-def _parsed(line: bytes) -> Any:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) else None
-
-
-def _started(run: Path) -> dict[str, Any]:
+def _started(run: Path) -> JSONObject:
     return json_inside(run / START) or {}

@@ -1,7 +1,7 @@
 """The steps of a run as columns of numbers, and their thinning for a plot."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -166,7 +166,16 @@ def _fullest(values: Any) -> float:
     return np.nan if found is None else found
 
 
-def thin(column: Callable[[str], np.ndarray], names: list[str], points: int) -> dict[str, Any]:
+class Curves(TypedDict):
+    """Columns in buckets; ``series``: name → mean, min and max."""
+
+    step: list[int]
+    time: list[float | None]
+    tokens: list[float | None]
+    series: dict[str, dict[str, list[float | None]]]
+
+
+def thin(column: Callable[[str], np.ndarray], names: list[str], points: int) -> Curves:
     """The rows that ``column(name)`` gives of each column, in at most ``points`` buckets of as many
     rows each: ``{step, time, tokens, series}``. A bucket stands at its last step; figures that are
     not finite are left out of its mean, least and greatest."""

@@ -6,16 +6,20 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
+from pydantic import JsonValue
+
+from paceline.core.errors import ConfigError
+from paceline.core.files import write_json_atomic
 from paceline.core.run_dir import RunDir
-from paceline.web.files import shown, stat_inside
+from paceline.web.files import json_inside, shown, stat_inside
 from paceline.web.jobs.runs import START
 from paceline.web.responses import NotFound
 from paceline.web.runs.index import IndexWorker, RunIndex
-from paceline.web.runs.notes import Notes
-from paceline.web.runs.summary import RunSummary
+from paceline.web.runs.summary import RunState, RunSummary
 
+NOTES = ".paceline-ui.json"
 _DEPTH = 8  # folders below the served one
 _FOLDERS = 20_000  # looked into in one search
 _FRESH_S = 0.9  # a search this recent is not made again
@@ -28,6 +32,77 @@ _NEVER = {
     "venv",
     "site-packages",
 }
+
+
+class Note(TypedDict):
+    """What a person wrote on a run; empty without it."""
+
+    note: str
+    tags: list[str]
+
+
+class RunEntry(RunState, Note):
+    """A run as ``GET /api/runs`` gives it."""
+
+    id: str
+    name: str
+    path: str
+
+
+class Notes:
+    """Notes and tags on runs, by a run's path in the folder. They are the panel's own, in a file of
+    the served folder; a run is never written to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NOTES
+        self._lock = threading.Lock()
+        self._key: tuple[int, int] | None = None
+        self._runs: JsonValue = {}
+
+    def of(self, run: str) -> Note:
+        """Those of a run."""
+        with self._lock:
+            runs = self._read()
+        entry = runs.get(run) if isinstance(runs, dict) else None
+        if not isinstance(entry, dict):
+            return {"note": "", "tags": []}
+        tags = entry.get("tags")
+        return {
+            "note": str(entry.get("note") or ""),
+            "tags": [str(tag) for tag in tags] if isinstance(tags, list) else [],
+        }
+
+    def put(self, run: str, note: str, tags: list[str]) -> None:
+        """Keep them.
+
+        Raises:
+            ConfigError: the file holds something else, or cannot be written.
+        """
+        with self._lock:
+            runs = self._read()
+            if not isinstance(runs, dict):
+                raise ConfigError(
+                    f"`{self.path}` is not what the panel wrote", fix="repair it, or move it away"
+                )
+            kept = {name: entry for name, entry in runs.items() if name != run}
+            if note or tags:
+                kept[run] = {"note": note, "tags": [*tags]}
+            try:
+                write_json_atomic(self.path, {"runs": kept})
+            except OSError as error:
+                raise ConfigError(
+                    f"`{self.path}` cannot be written ({error.strerror})",
+                    fix="make room, or set the rights",
+                ) from error
+
+    def _read(self) -> JsonValue:
+        """What the file says of the runs, by path, if it is what the panel wrote."""
+        status = stat_inside(self.path)
+        key = None if status is None else (status.st_size, status.st_mtime_ns)
+        if key != self._key:
+            self._key = key
+            self._runs = {} if key is None else (json_inside(self.path) or {}).get("runs")
+        return self._runs
 
 
 class Run:
@@ -46,18 +121,18 @@ class Run:
         self._notes = notes
         self._lock = threading.Lock()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> RunEntry:
         """As ``GET /api/runs`` gives it."""
         with self._lock:
             self.digest.refresh()
-            found = self.digest.summary()
-        if found["restarts"] is None and self.index.num_starts and not self.index.behind_bytes:
-            found["restarts"] = self.index.num_starts - 1
+            state = self.digest.summary()
+        if state["restarts"] is None and self.index.num_starts and not self.index.behind_bytes:
+            state["restarts"] = self.index.num_starts - 1
         return {
             "id": self.id,
             "name": self.name,
             "path": self.path,
-            **found,
+            **state,
             **self._notes.of(self.path),
         }
 
@@ -86,11 +161,12 @@ class Runs:
                 self._search()
             return list(self._runs.values())
 
-    def summaries(self) -> list[dict[str, Any]]:
+    def summaries(self) -> list[RunEntry]:
         """Of every run, as ``GET /api/runs`` gives it; the latest first."""
-        found = [run.summary() for run in self.all()]
         return sorted(
-            found, key=lambda one: one["updated_at"] or one["started_at"] or 0.0, reverse=True
+            (run.summary() for run in self.all()),
+            key=lambda entry: entry["updated_at"] or entry["started_at"] or 0.0,
+            reverse=True,
         )
 
     def get(self, id: str) -> Run:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -273,16 +273,15 @@ class IndexWorker:
     """The thread that reads long logs, and the bound on what all indexes hold together."""
 
     def __init__(self) -> None:
-        self._wanted: queue.SimpleQueue[RunIndex | None] = queue.SimpleQueue()
+        self._executor = ThreadPoolExecutor(1, "panel-index", _lower_priority)
         self._waiting: set[int] = set()
-        self._used: dict[int, RunIndex] = {}  # the one used last is last
+        self._used: dict[int, RunIndex] = {}  # in the order of their last use
         self._lock = threading.Lock()
         self._closed = False
-        self._thread: threading.Thread | None = None
 
     def ready(self, index: RunIndex) -> bool:
-        """Whether all of a log has been read; what is missing is read now where it is little, or
-        else in the background."""
+        """Whether all of a log has been read; what is missing is read now if it is little, or else
+        in the background."""
         with self._lock:
             self._used.pop(id(index), None)
             self._used[id(index)] = index
@@ -292,12 +291,7 @@ class IndexWorker:
         with self._lock:
             if id(index) not in self._waiting and not self._closed:
                 self._waiting.add(id(index))
-                self._wanted.put(index)
-                if self._thread is None:
-                    self._thread = threading.Thread(
-                        target=self._work, name="panel-index", daemon=True
-                    )
-                    self._thread.start()
+                self._executor.submit(self._read, index)
         return False
 
     def finish(self, index: RunIndex) -> None:
@@ -307,29 +301,30 @@ class IndexWorker:
             pass
 
     def close(self) -> None:
-        self._closed = True
-        self._wanted.put(None)
-        if self._thread is not None:
-            self._thread.join(5.0)
+        with self._lock:
+            self._closed = True
+        self._executor.shutdown(cancel_futures=True)
 
     def _forget(self) -> None:
         """The columns of the runs that nobody has looked at for longest go first."""
         with self._lock:
-            held = sum(one.columns.size_bytes for one in self._used.values())
+            held = sum(index.columns.size_bytes for index in self._used.values())
             while held > _MEMORY_BYTES and len(self._used) > 1:
                 oldest = self._used.pop(next(iter(self._used)))
                 held -= oldest.columns.size_bytes
                 with oldest.lock:
                     oldest._reset()
 
-    def _work(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            # of this thread alone, on Linux
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        while (index := self._wanted.get()) is not None:
-            while not self._closed and index.advance():
-                # a request that waits for the lock, or for the interpreter, goes first
-                time.sleep(0.002)
-            with self._lock:
-                self._waiting.discard(id(index))
-            self._forget()
+    def _read(self, index: RunIndex) -> None:
+        while not self._closed and index.advance():
+            # a request that waits for the lock, or for the interpreter, goes first
+            time.sleep(0.002)
+        with self._lock:
+            self._waiting.discard(id(index))
+        self._forget()
+
+
+def _lower_priority() -> None:
+    """Of this thread alone, on Linux."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

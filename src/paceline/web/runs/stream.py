@@ -8,14 +8,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, cast
+from typing import cast
 
 from starlette.responses import StreamingResponse
 
 from paceline.core.events import Event
 from paceline.web.files import open_inside, stat_inside
 from paceline.web.responses import encode
-from paceline.web.runs.discovery import Run, Runs
+from paceline.web.runs.discovery import Run, RunEntry, Runs
 from paceline.web.runs.log_lines import parse
 
 # at most five times a second; with more than so many viewers less often:
@@ -261,21 +261,21 @@ class ListSource(_Source):
     def __init__(self, runs: Runs) -> None:
         super().__init__()
         self.runs = runs
-        self._told: dict[str, dict[str, Any]] = {}
+        self._sent: dict[str, RunEntry] = {}
         self._looked_at = -float("inf")
 
     def hello(self, viewer: SSEClient) -> None:
-        if self._told:
-            viewer.put("runs", encode({"changed": list(self._told.values()), "removed": []}))
+        if self._sent:
+            viewer.put("runs", encode({"changed": list(self._sent.values()), "removed": []}))
 
     async def _tick(self) -> None:
         if time.monotonic() - self._looked_at < _STATUS_S:
             return
         self._looked_at = time.monotonic()
         now = {one["id"]: one for one in await asyncio.to_thread(self.runs.summaries)}
-        changed = [one for id, one in now.items() if self._told.get(id) != one]
-        removed = [id for id in self._told if id not in now]
-        self._told = now
+        changed = [one for id, one in now.items() if self._sent.get(id) != one]
+        removed = [id for id in self._sent if id not in now]
+        self._sent = now
         if changed or removed:
             self.tell("runs", encode({"changed": changed, "removed": removed}))
 

@@ -4,13 +4,21 @@ it."""
 import os
 import time
 from collections import deque
-from typing import Any, cast
+from typing import Any, TypedDict, cast
 
 from paceline.core.events import EvalEvent, Event, RunEndEvent, RunStartEvent, StepEvent
 from paceline.core.formatting import clean, finite, throughput
 from paceline.core.processes import holder_alive, process_alive, run_alive
 from paceline.core.run_dir import RunDir
-from paceline.web.files import json_inside, open_inside, stat_inside, tail_inside
+from paceline.web.files import (
+    JSONObject,
+    as_object,
+    as_text,
+    json_inside,
+    open_inside,
+    stat_inside,
+    tail_inside,
+)
 from paceline.web.jobs.runs import OUTPUT, START
 from paceline.web.runs.log_lines import is_step, parse, parse_without_ranks
 
@@ -21,6 +29,33 @@ _QUIET_S = 5.0
 _SAY_QUIET_S = 120.0  # a log this old is worth a word, where the process cannot be looked at
 _RECENT = 30  # step lines that speed and the time left follow from
 _STEP_KEYS = ("time", "step", "loss", "tokens", "samples", "step_time_s")
+
+
+class RunFigures(TypedDict):
+    """What a run's log and report say; None if it is not known."""
+
+    started_at: float | None
+    updated_at: float | None
+    step: int | None
+    steps: int | None
+    loss: float | None
+    eval_loss: float | None
+    strategy: str | None
+    world_size: int | None
+    device: str | None
+    model: str | None
+    task: str | None
+    tokens_per_second: float | None
+    wall_s: float | None
+    eta_s: float | None
+    restarts: int | None
+
+
+class RunState(RunFigures):
+    """With ``status`` (empty, waiting, live, lost, done, stopped or failed), and what is wrong."""
+
+    status: str
+    problem: str | None
 
 
 class RunSummary:
@@ -34,9 +69,9 @@ class RunSummary:
         self.started = run_dir.root / START
         self._key: tuple[int, ...] | None = None
         self._report_key: tuple[int, int] | None = None
-        self._figures: dict[str, Any] | None = None
+        self._figures: RunFigures | None = None
         self._pace: tuple[float | None, float | None] = (None, None)
-        self.report: dict[str, Any] | None = None
+        self.report: JSONObject | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -132,21 +167,21 @@ class RunSummary:
 
     # What follows from it.
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> RunState:
         """As ``GET /api/runs`` gives it, without note and tags. What is not known is None."""
         status, problem = self._status()
         if self._figures is None:
             self._figures = self._read_figures()
-        found = {"status": status, **self._figures, "problem": problem}
-        seconds, steps, step = self._pace[0], found["steps"], found["step"]
+        state: RunState = {"status": status, **self._figures, "problem": problem}
+        seconds, steps, step = self._pace[0], state["steps"], state["step"]
         if status == "live" and steps and step and seconds:
-            found["eta_s"] = max(0, steps - step) * seconds
-        return found
+            state["eta_s"] = max(0, steps - step) * seconds
+        return state
 
-    def _read_figures(self) -> dict[str, Any]:
+    def _read_figures(self) -> RunFigures:
         """What the lines that were read say; the same until there are more."""
-        start, derived = self.start, _dict(self.start.get("derived"))
-        config, model = _dict(start.get("config")), _dict(start.get("model"))
+        start, derived = self.start, as_object(self.start.get("derived"))
+        config, model = as_object(start.get("config")), as_object(start.get("model"))
         newest, report = self.newest, (self.report or {}) if self.end is not None else {}
         step = _whole(newest.get("step"))
         self._pace = self._measure_pace()
@@ -165,11 +200,11 @@ class RunSummary:
                 if self.eval
                 else finite(report.get("final_eval_loss"))
             ),
-            "strategy": _text(start.get("strategy")),
+            "strategy": as_text(start.get("strategy")),
             "world_size": _whole(start.get("world_size")),
-            "device": _text(start.get("device")),
-            "model": _text(model.get("name") or config.get("model")),
-            "task": _text(config.get("task")),
+            "device": as_text(start.get("device")),
+            "model": as_text(model.get("name") or config.get("model")),
+            "task": as_text(config.get("task")),
             "tokens_per_second": finite(report.get("tokens_per_second")) or self._pace[1],
             "wall_s": wall_s,
             "eta_s": None,
@@ -195,7 +230,7 @@ class RunSummary:
             return (times[1] - times[0]) / made, per_second
         return finite(last.get("step_time_s")), per_second
 
-    def _restarts(self, report: dict[str, Any]) -> int | None:
+    def _restarts(self, report: JSONObject) -> int | None:
         if self.whole:
             return max(0, self.num_starts - 1) if self.num_starts else None
         return _whole(report.get("restarts"))
@@ -209,26 +244,18 @@ class RunSummary:
             return "waiting", None
         status = self.end.get("status")
         reason = clean(self.end["reason"])[:2000] if self.end.get("reason") else None
-        return (
-            (status, None if status == "done" else reason)
-            if status in ("done", "stopped", "failed")
-            else ("failed", reason)
-        )
+        if status == "done":
+            return status, None
+        return status if status == "stopped" else "failed", reason
 
     def _not_begun(self) -> tuple[str, str | None]:
         started = self._launcher_alive()
         if started or holder_alive(self.run_dir):
             return "waiting", None
         if started is False:
-            said = (
-                (tail_inside(self.run_dir.root / OUTPUT, 1 << 13) or b"")
-                .decode("utf-8", errors="replace")
-                .strip()
-            )
-            return (
-                "failed",
-                clean(said.rpartition("\n")[2])[:2000] or "it ended before its first event",
-            )
+            output = tail_inside(self.run_dir.root / OUTPUT, 1 << 13) or b""
+            last = output.decode("utf-8", errors="replace").strip().rpartition("\n")[2]
+            return "failed", clean(last)[:2000] or "it ended before its first event"
         return "empty", "it has written no event, and no process works on it"
 
     def _starts_again(self) -> bool:
@@ -269,14 +296,6 @@ class RunSummary:
         if newest.get("loss") is not None and finite(newest["loss"]) is None:
             return "live", f"the loss of step {newest.get('step')} is {clean(newest['loss'])[:20]}"
         return "live", None
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _text(value: Any) -> str | None:
-    return clean(value)[:500] if isinstance(value, str) else None
 
 
 def _whole(value: Any) -> int | None:
