@@ -8,6 +8,7 @@ from typing import TypedDict
 
 from paceline.config.load import load_config
 from paceline.config.schema import Config
+from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError
 from paceline.distributed.devices import resolve, without_idle_offload
 from paceline.models.positions import fit_length
@@ -128,12 +129,12 @@ class Plan:
 
 
 def plan(
-    config: str | Path | Mapping[str, object],
+    config: str | Path | Mapping[str, YamlValue],
     *,
     world_size: int | None = None,
     device_memory: str | int | None = None,
     device: str | None = None,
-    **overrides: object,
+    **overrides: YamlValue,
 ) -> PlanReport:
     """Memory, traffic and time of a run under every mode, as ``paceline plan CONFIG --json`` prints
     them.
