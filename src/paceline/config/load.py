@@ -28,6 +28,7 @@ from paceline.config.entries import (
     ConfigEntry,
     EntryCollector,
     Problem,
+    quoted_names,
     short,
     split_key,
 )
@@ -176,27 +177,24 @@ def _validate(merge: Merge, file: Path | None) -> Config:
         return winner.entry if winner and winner.value is not RESET else None
 
     strict = strict_problems(data, find)
-    told = {id(problem.entry) for problem in strict if problem.entry}
+    reported = {id(problem.entry) for problem in strict if problem.entry}
+    guesses = [problem.fix for problem in merge.problems]
     problems.extend(strict)
     config = None
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
         for problem in explain(error, data, find):
-            missing = problem.entry is None and problem.what.endswith("is missing")
-            if missing and (
-                _guessed(problem, merge.problems) or problem.what.split("`")[1] in refused
-            ):
-                continue  # the same mistake, already told as a misspelt or refused key
-            if problem.entry is None or id(problem.entry) not in told:
+            if problem.entry is None and problem.what.endswith("is missing"):
+                key = problem.what.split("`")[1]
+                # the same mistake, already reported as a misspelt or refused key
+                if key in refused or f"did you mean `{key}`?" in guesses:
+                    continue
+            if problem.entry is None or id(problem.entry) not in reported:
                 problems.append(problem)
     if problems or config is None:
         raise _error(problems, file)
     return config
-
-
-def _guessed(missing: Problem, problems: list[Problem]) -> bool:
-    return any(one.fix == f"did you mean {missing.what.split(' ')[0]}?" for one in problems)
 
 
 def _nested(merge: Merge) -> dict[str, YamlValue]:
@@ -226,11 +224,13 @@ def _nested(merge: Merge) -> dict[str, YamlValue]:
 def _summary(merge: Merge) -> list[tuple[str, str]]:
     """The lines that stand for many keys at once."""
     out = []
-    moved = [entry for entry in merge.moved if merge.foreign or entry.section]
+    moved = [entry.key for entry in merge.moved if merge.foreign or entry.section]
     if moved:
-        out.append(("info", f"read as keys of train_args, or of the top level: {_names(moved)}"))
+        text = "read as keys of train_args, or of the top level"
+        out.append(("info", f"{text}: {quoted_names(moved)}"))
     if merge.empty:
-        out.append(("info", f"left empty, so without effect: {_names(merge.empty)}"))
+        empty = quoted_names(entry.key for entry in merge.empty)
+        out.append(("info", f"left empty, so without effect: {empty}"))
     if merge.foreign:
         out.append(
             (
@@ -242,10 +242,6 @@ def _summary(merge: Merge) -> list[tuple[str, str]]:
             )
         )
     return out
-
-
-def _names(entries: list[ConfigEntry]) -> str:
-    return ", ".join(f"`{entry.key}`" for entry in entries)
 
 
 def _error(problems: list[Problem], file: Path | None) -> ConfigError:

@@ -71,20 +71,10 @@ def _native(entry: ConfigEntry) -> str | None:
 def unknown_key(entry: ConfigEntry) -> Problem:
     """The error for a key that nobody knows, with the nearest one that is known."""
     close = _close(entry)
-    fix = (
-        f"did you mean `{close}`?"
-        if close
-        else f"remove it; docs/config.md lists all keys{_of_section(entry)}"
-    )
+    fix = f"did you mean `{close}`?" if close else "remove it; docs/config.md lists all keys"
+    if not close and entry.section:
+        fix += f", and `{entry.section}` has {quoted_names(SECTIONS[entry.section].model_fields)}"
     return Problem(f"there is no key `{entry.key}`", entry, fix=fix)
-
-
-def _of_section(entry: ConfigEntry) -> str:
-    return (
-        f", and `{entry.section}` has {quoted_names(SECTIONS[entry.section].model_fields)}"
-        if entry.section
-        else ""
-    )
 
 
 def _close(entry: ConfigEntry) -> str | None:
@@ -95,25 +85,23 @@ def _close(entry: ConfigEntry) -> str | None:
     if name in by_last:
         return "` or `".join(by_last[name])
     prefix = f"{entry.section}." if entry.section else ""
-    own = [
+    siblings = [
         key.removeprefix(prefix)
         for key in KEYS
         if key.startswith(prefix) and "." not in key.removeprefix(prefix)
     ]
     if not entry.section:
-        own += list(SECTIONS) + list(SECTIONS["train_args"].model_fields)
-    found = [
-        one
-        for one in (nearest(name, own), nearest(name, by_last), nearest(name, all_foreign()))
-        if one
-    ]
-    if not found:
+        siblings += list(SECTIONS) + list(SECTIONS["train_args"].model_fields)
+    nearest_keys = [nearest(name, siblings), nearest(name, by_last), nearest(name, all_foreign())]
+
+    def likelihood(key: str) -> float:
+        # a key of the same section is likelier than one that is a letter nearer elsewhere
+        return SequenceMatcher(None, name, key).ratio() + (0.1 if key in siblings else 0)
+
+    best = max((key for key in nearest_keys if key), key=likelihood, default=None)
+    if best is None:
         return None
-    # a key of the same section is likelier than one that is a letter nearer elsewhere
-    best = max(
-        found, key=lambda one: SequenceMatcher(None, name, one).ratio() + (0.1 if one in own else 0)
-    )
-    if best in own:
+    if best in siblings:
         return prefix + best
     return by_last[best][0] if best in by_last else best
 

@@ -1,6 +1,7 @@
 """Values of other tools' keys, turned into Paceline's: each converter takes one value and returns a
 :class:`Conversion`. Those that need no code are in ``values.yaml``."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -101,6 +102,17 @@ def by_case(name: str) -> Convert:
         return Conversion() if case is None else case.convert(value)
 
     return convert
+
+
+def read_json_object(path: Path, fix: str) -> dict[str, YamlValue]:
+    """Read a JSON file that a config names; ``fix``: what to do if that is not possible."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UnsupportedValue(f"{path} cannot be read: {error}", fix) from None
+    if not isinstance(value, dict):
+        raise UnsupportedValue(f"{path} is not a JSON object", fix)
+    return value
 
 
 def info(text: str, sets: dict[str, YamlValue] | None = None) -> Conversion:

@@ -6,6 +6,7 @@ from typing import Any
 
 from paceline.config.compat.conversion import Conversion, UnsupportedValue, by_case, words
 from paceline.config.compat.values import chat_template, ratio, roles_to_train
+from paceline.config.entries import quoted_names
 from paceline.config.schema.data import DatasetSource
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import did_you_mean
@@ -98,11 +99,10 @@ def mixture(value: Any) -> Conversion:
     if value.get("test_split_size") is not None:
         sets.update(ratio(value["test_split_size"]).sets)
     rest = [key for key in value if key not in ("datasets", "test_split_size", "streaming")]
-    says = out.says + (
-        (("info", f"{_names(rest)} in it: the one `seed` and the order of the sources are used"),)
-        if rest
-        else ()
-    )
+    says = out.says
+    if rest:
+        text = "in it: the one `seed` and the order of the sources are used"
+        says = (*says, ("info", f"{quoted_names(rest)} {text}"))
     return Conversion(sets, says=says)
 
 
@@ -178,7 +178,7 @@ def _mapping(item: dict[str, Any], says: list[tuple[str, str]]) -> list[Source]:
         if key not in native and key not in _FOREIGN:
             fix = did_you_mean(key, native | _FOREIGN, "remove it")
             raise UnsupportedValue(
-                f"a source has no key `{key}`; it has {_names(sorted(native))}", fix
+                f"a source has no key `{key}`; it has {quoted_names(sorted(native))}", fix
             )
     out = {key: value for key, value in item.items() if key in native and value is not None}
     if isinstance(out.get("columns"), list):
@@ -211,7 +211,7 @@ def _mapping(item: dict[str, Any], says: list[tuple[str, str]]) -> list[Source]:
     ]
     if dropped:
         level = "warning" if _MATTER & set(dropped) else "info"
-        says.append((level, f"{_names(dropped)} of a source: without effect here"))
+        says.append((level, f"{quoted_names(dropped)} of a source: without effect here"))
     return _files(item, out)
 
 
@@ -232,15 +232,8 @@ def _set_type(
         columns.update(_columns(kind))
         rest = [key for key in kind if key not in _COLUMNS]
         if rest:
-            says.append(
-                (
-                    "warning",
-                    (
-                        f"{_names(rest)} of `type`: prompts are written with the tokenizer's chat"
-                        " template"
-                    ),
-                )
-            )
+            text = "of `type`: prompts are written with the tokenizer's chat template"
+            says.append(("warning", f"{quoted_names(rest)} {text}"))
         out.setdefault("format", "alpaca")
         return
     name = re.split(r"[.:]", str(kind).lower())[0]
@@ -283,7 +276,3 @@ def limit(sources: list[Any], number: int) -> list[Any]:
 def with_fields(sources: list[Any], fields: dict[str, YamlValue]) -> list[Any]:
     """Add fields (split, name, columns, format) to every source that does not say its own."""
     return [{**fields, **({"path": one} if isinstance(one, str) else one)} for one in sources]
-
-
-def _names(keys: list[str]) -> str:
-    return ", ".join(f"`{key}`" for key in keys)

@@ -1,13 +1,18 @@
 """LLaMA-Factory's own files and settings: ``dataset_info.json``, whose names stand for data, and of
 version 1 the data sets that a YAML file lists, and `peft_config`. Every key is read, or refused."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.config.chat_names import CALL, ROLES
-from paceline.config.compat.conversion import Conversion, UnsupportedValue, by_case, is_off
+from paceline.config.compat.conversion import (
+    Conversion,
+    UnsupportedValue,
+    by_case,
+    is_off,
+    read_json_object,
+)
 from paceline.config.compat.datasets import eval_sources, train_sources
 from paceline.config.compat.values import targets
 from paceline.config.yaml_read import YamlValue, parse_yaml
@@ -54,28 +59,13 @@ def in_folder(sources: list[Any], folder: str, pretrain: bool, notes: list[str])
             f"download it, and give its path instead of `{folder}`",
         )
     root = Path(folder)
-    table = _table(root / FILE)
+    has_table = (root / FILE).is_file()
+    fix = "repair it, or give the files themselves"
+    table = read_json_object(root / FILE, fix) if has_table else {}
     return [
         _source(one, root, table, pretrain, notes) if isinstance(one, str) else one
         for one in sources
     ]
-
-
-def _table(path: Path) -> dict[str, YamlValue]:
-    if not path.is_file():
-        return {}
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UnsupportedValue(
-            f"{path} is not valid JSON: {error}", "repair it, or give the files themselves"
-        ) from None
-    if not isinstance(loaded, dict):
-        raise UnsupportedValue(
-            f"{path} is not a mapping of names to datasets",
-            "repair it, or give the files themselves",
-        )
-    return loaded
 
 
 def _source(
@@ -108,35 +98,17 @@ class _Entry:
     def refused(self, why: str, fix: str) -> UnsupportedValue:
         return UnsupportedValue(f"`{self.name}` in {self.file}: {why}", fix)
 
-    def get(self, key: str) -> Any:
-        return self.values.get(key)
-
 
 def _from_entry(
     entry: _Entry, root: Path, mark: str, pretrain: bool, notes: list[str]
 ) -> dict[str, YamlValue]:
-    _check_method(entry)
-    media = [key for key in _MEDIA if key in entry.columns]
-    if media:
-        raise entry.refused(
-            f"it has {media[0]}, and `task: sft` reads text alone", "use a dataset of text"
-        )
-    if entry.get("folder"):
-        raise entry.refused(
-            f"`folder: {entry.get('folder')}` of a hub dataset cannot be chosen",
-            "download it and give `file_name`",
-        )
-    if entry.get("revision") not in (None, "main", "master"):
-        raise entry.refused(
-            f"`revision: {entry.get('revision')}` cannot be chosen",
-            "download it and give `file_name`",
-        )
+    _check(entry)
     unknown = sorted(set(entry.values) - _KNOWN)
     if unknown:
         notes.append(
             f"`{entry.name}`: {', '.join(f'`{key}`' for key in unknown)} has no meaning in {FILE}"
         )
-    number = entry.get("num_samples")
+    number = entry.values.get("num_samples")
     if number is not None and not mark:
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise entry.refused(
@@ -154,48 +126,63 @@ def _from_entry(
     if roles and form != "alpaca":
         source["roles"] = roles
     for theirs, ours in (("subset", "name"), ("split", "split")):
-        if entry.get(theirs):
-            source[ours] = str(entry.get(theirs))
+        if entry.values.get(theirs):
+            source[ours] = str(entry.values.get(theirs))
     return source
 
 
-def _check_method(entry: _Entry) -> None:
-    fix = "choose a dataset for supervised fine-tuning, or use the tool that has this method"
-    pairs = [key for key in ("chosen", "rejected") if key in entry.columns]
-    if entry.get("ranking") or pairs:
-        key = "`ranking: true`" if entry.get("ranking") else f"the column `{pairs[0]}`"
-        raise entry.refused(
-            f"{key} marks it as preference data, for DPO, ORPO, SimPO or reward modeling, which"
-            " Paceline does not have",
-            fix,
-        )
-    if "kto_tag" in entry.columns:
-        raise entry.refused("`kto_tag` marks it as data for KTO, which Paceline does not have", fix)
+def _check(entry: _Entry) -> None:
+    """Refuse data of another training method, media, and choices that cannot be made."""
+    supervised = "choose a dataset for supervised fine-tuning, or use the tool that has this method"
+    preference = (
+        "marks it as preference data, for DPO, ORPO, SimPO or reward modeling, which Paceline does"
+        " not have"
+    )
+    if entry.values.get("ranking"):
+        raise entry.refused(f"`ranking: true` {preference}", supervised)
+    for column in entry.columns:
+        if column in ("chosen", "rejected"):
+            raise entry.refused(f"the column `{column}` {preference}", supervised)
+        if column == "kto_tag":
+            raise entry.refused(
+                "`kto_tag` marks it as data for KTO, which Paceline does not have", supervised
+            )
+        if column in _MEDIA:
+            raise entry.refused(
+                f"it has {column}, and `task: sft` reads text alone", "use a dataset of text"
+            )
+    for key in ("folder", "revision"):
+        value = entry.values.get(key)
+        if value and (key, value) not in (("revision", "main"), ("revision", "master")):
+            raise entry.refused(
+                f"`{key}: {value}` of a hub dataset cannot be chosen",
+                "download it and give `file_name`",
+            )
 
 
 def _path(entry: _Entry, root: Path) -> str:
     """As LLaMA-Factory chooses: the hub before a file."""
-    if entry.get("hf_hub_url"):
-        return str(entry.get("hf_hub_url"))
-    if entry.get("ms_hub_url"):
-        return f"modelscope:{entry.get('ms_hub_url')}"
+    if entry.values.get("hf_hub_url"):
+        return str(entry.values.get("hf_hub_url"))
+    if entry.values.get("ms_hub_url"):
+        return f"modelscope:{entry.values.get('ms_hub_url')}"
     for key in ("om_hub_url", "script_url", "cloud_file_name"):
-        if entry.get(key):
+        if entry.values.get(key):
             raise entry.refused(
-                f"`{key}: {entry.get(key)}` is not read; `hf_hub_url`, `ms_hub_url` and"
+                f"`{key}: {entry.values.get(key)}` is not read; `hf_hub_url`, `ms_hub_url` and"
                 " `file_name` are",
                 "download it and give `file_name`",
             )
-    if not entry.get("file_name"):
+    if not entry.values.get("file_name"):
         raise entry.refused(
             "it has neither `file_name` nor `hf_hub_url` nor `ms_hub_url`", "add one of them"
         )
-    return str(root / str(entry.get("file_name")))
+    return str(root / str(entry.values.get("file_name")))
 
 
 def _shape(entry: _Entry, pretrain: bool) -> tuple[str, dict[str, str]]:
     """The format, and the names of its columns where they are not the usual ones."""
-    form = str(entry.get("formatting") or "alpaca").lower()
+    form = str(entry.values.get("formatting") or "alpaca").lower()
     if form == "alpaca":
         return _alpaca(entry, pretrain)
     if form not in ("sharegpt", "openai"):

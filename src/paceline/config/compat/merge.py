@@ -71,8 +71,11 @@ class Merge:
                 self.empty.append(entry)
         elif meaning.alias is not None:
             self._convert(meaning, meaning.alias.convert, meaning.alias.target)
-        else:
-            self.lines.append(SourceLine(meaning, [], self._ignored_says(meaning)))
+        elif meaning.ignored is not None:
+            ignored = meaning.ignored
+            is_silent = ignored.level == "warning" and is_off(entry.value)
+            says = () if is_silent else ((ignored.level, ignored.reason),)
+            self.lines.append(SourceLine(meaning, [], says))
 
     def _native(self, meaning: KeyBinding, target: str) -> None:
         entry = meaning.entry
@@ -126,12 +129,6 @@ class Merge:
             return [leaf for part in parts for leaf in self._assign(part)]
         self.assigned.append(one)
         return [one]
-
-    def _ignored_says(self, meaning: KeyBinding) -> tuple[tuple[str, str], ...]:
-        assert meaning.ignored is not None
-        if meaning.ignored.level == "warning" and is_off(meaning.entry.value):
-            return ()
-        return ((meaning.ignored.level, meaning.ignored.reason),)
 
     # -- all entries
     def settle_precedence(self) -> None:

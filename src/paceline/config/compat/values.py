@@ -23,6 +23,7 @@ from paceline.config.compat.conversion import (
     warning,
     words,
 )
+from paceline.config.entries import quoted_names
 from paceline.config.schema.lora import ALL_LINEAR, is_regex
 
 
@@ -157,14 +158,7 @@ def targets(value: Any) -> Conversion:
     """`all`, names in a list or with commas, or a regular expression, which peft matches with the
     whole name of a module."""
     if isinstance(value, str) and is_regex(value):
-        try:
-            re.compile(value)
-        except re.error as error:
-            raise UnsupportedValue(
-                f"it is not a valid regular expression: {error}",
-                "repair it, or give a list of names",
-            ) from None
-        return Conversion({"lora.target_modules": value})
+        return _regex("lora.target_modules", value)
     names = words(value)
     if not names:
         return Conversion()
@@ -172,7 +166,7 @@ def targets(value: Any) -> Conversion:
         _refuse_groups(names)
         return Conversion({"lora.target_modules": names})
     ends, covered = split_beside_all(names)
-    says = (("info", f"{_listed(covered)}: among all linear layers"),) if covered else ()
+    says = (("info", f"{quoted_names(covered)}: among all linear layers"),) if covered else ()
     return Conversion(
         {"lora.target_modules": ALL_LINEAR}, weak={"_save_in_full": ends} if ends else {}, says=says
     )
@@ -200,14 +194,14 @@ def target_regex(value: Any) -> Conversion:
     """ms-swift's regular expression, which comes before a list of names."""
     if not isinstance(value, str):
         raise UnsupportedValue("it is not a regular expression", "write it as text")
+    return _regex("_target_regex", value)
+
+
+def _regex(target: str, text: str) -> Conversion:
     try:
-        re.compile(value)
+        re.compile(text)
     except re.error as error:
         raise UnsupportedValue(
-            f"it is not a valid regular expression: {error}", "repair it"
+            f"it is not a valid regular expression: {error}", "repair it, or give a list of names"
         ) from None
-    return Conversion({"_target_regex": value})
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
+    return Conversion({target: text})

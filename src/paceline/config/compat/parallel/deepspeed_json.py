@@ -151,7 +151,11 @@ class DeepSpeedJson:
             self.read(f"{name}.{key}", item)
 
     def _check_type(self, name: str, value: Any, kind: type) -> None:
-        if value is not None and value != "auto" and not _is_a(value, kind):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_valid = is_number and value >= 0 and float(value).is_integer()
+        if kind is bool:
+            is_valid = isinstance(value, bool)
+        if value not in (None, "auto") and not is_valid:
             expected = "a whole number" if kind is int else "true or false"
             self.problems.append(f"{name}: {value!r} is not {expected}")
 
@@ -281,17 +285,6 @@ def is_off(value: Any) -> bool:
     if value.get("enabled") in (False, "auto"):
         return True
     return all(is_off(one) for one in value.values())
-
-
-def _is_a(value: object, kind: type) -> bool:
-    if kind is bool:
-        return isinstance(value, bool)
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and value >= 0
-        and float(value).is_integer()
-    )
 
 
 def interpret(given: Mapping[str, YamlValue]) -> DeepSpeedJson:

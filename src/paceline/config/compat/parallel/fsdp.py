@@ -1,14 +1,19 @@
 """Settings of torch's FSDP as transformers, Accelerate and axolotl write them, read as a strategy
 of Paceline."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import UnsupportedValue, as_bool, is_off, words
+from paceline.config.compat.conversion import (
+    UnsupportedValue,
+    as_bool,
+    is_off,
+    read_json_object,
+    words,
+)
 from paceline.config.compat.merge import Assignment
 from paceline.config.compat.parallel.keys import BELOW_FILE, StrategyKeys, num_ranks
 from paceline.config.compat.precision import BF16, FP16
@@ -255,16 +260,8 @@ def words_of(value: Any) -> list[str]:
 
 
 def _fsdp_file(path: str, key: str) -> dict[str, YamlValue]:
-    try:
-        found = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UnsupportedValue(
-            f"{path} cannot be read: {error}",
-            f"correct the path, or write the settings into `{key}`",
-        ) from None
-    if not isinstance(found, dict):
-        raise UnsupportedValue(f"{path} is not a JSON object", f"write the settings into `{key}`")
-    return found
+    fix = f"correct the path, or write the settings into `{key}`"
+    return read_json_object(Path(path).expanduser(), fix)
 
 
 def _fsdp_settings(
