@@ -179,7 +179,7 @@ def test_of_two_runs_the_one_that_claimed_first_ends(place: str, tmp_path: Path)
     second = CheckpointStore(place)
     before = second.claim(tmp_path / "second")
     assert before is not None
-    assert before["output_dir"] == str(tmp_path / "first")
+    assert before.output_dir == str(tmp_path / "first")
     with pytest.raises(ClaimLostError, match=str(tmp_path / "second")) as caught:
         save(first, 2)
     assert caught.value.exit_code == 2

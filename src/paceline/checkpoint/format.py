@@ -14,10 +14,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypedDict
+
+from pydantic import Field, JsonValue, NonNegativeInt, TypeAdapter
 
 STATE, INDEX, META, MANIFEST = "state.safetensors", "index.json", "meta.json", "manifest.json"
-_STATE_NAME = re.compile(r"state(-\d{5}-of-\d{5})?\.safetensors")
+_STATE_NAME = r"^state(-\d{5}-of-\d{5})?\.safetensors$"
 
 #: safetensors' name of a dtype → (torch's name, bytes an element)
 DTYPES = {
@@ -46,10 +48,10 @@ class Piece:
     """Where a part of a tensor lies: a box at ``offset`` of the whole, or, where ``flat``, a range
     of the flattened whole from ``offset[0]`` on, as the tensor ``key`` of ``file``."""
 
-    file: str
+    file: Annotated[str, Field(pattern=_STATE_NAME)]
     key: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: tuple[NonNegativeInt, ...]
+    shape: tuple[NonNegativeInt, ...]
     flat: bool = False
 
     @property
@@ -61,12 +63,59 @@ class Piece:
 class Entry:
     """One tensor of the state: safetensors' name of its dtype, the whole shape, its pieces."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
+    shape: tuple[NonNegativeInt, ...]
     pieces: tuple[Piece, ...]
 
 
 Index = dict[str, Entry]
+#: Checks an index that was read: ``ValidationError``, a ValueError, where it is none.
+INDEX_ADAPTER = TypeAdapter(Index)
+
+
+class TensorHeader(TypedDict):
+    """What the header of a safetensors file says of a tensor."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
+
+
+class ManifestEntry(TypedDict):
+    """What ``manifest.json`` says of a file."""
+
+    size_bytes: int
+    sha256: str
+
+
+class BalanceRecord(TypedDict):
+    """Micro-batches of each rank in a step (``parallel.balance``), and whether they may change."""
+
+    shares: list[int]
+    fixed: bool
+
+
+class CheckpointMeta(TypedDict, total=False):
+    """``meta.json``.
+
+    Args:
+        fingerprint: of the training data.
+        torch: version of torch.
+        frozen: digest of the weights that are not trained; None if all are trained.
+        skipped_batches, recent_losses: see :class:`paceline.train.state.TrainState`.
+    """
+
+    step: int
+    strategy: str
+    world_size: int
+    global_batch_size: int
+    fingerprint: str | None
+    config: dict[str, JsonValue]
+    torch: str
+    frozen: str | None
+    skipped_batches: list[int]
+    recent_losses: list[float]
+    balance: BalanceRecord
 
 
 def name_of(step: int) -> str:
@@ -75,62 +124,11 @@ def name_of(step: int) -> str:
 
 def is_file_of_checkpoint(name: str) -> bool:
     """Whether a checkpoint may hold a file of that name."""
-    return name in (INDEX, META, MANIFEST) or _STATE_NAME.fullmatch(name) is not None
+    return name in (INDEX, META, MANIFEST) or re.fullmatch(_STATE_NAME, name) is not None
 
 
 def state_file(rank: int, num_ranks: int) -> str:
     return f"state-{rank:05d}-of-{num_ranks:05d}.safetensors"
-
-
-def index_to_json(index: Index) -> dict[str, Any]:
-    return {
-        name: {
-            "dtype": one.dtype,
-            "shape": one.shape,
-            "pieces": [
-                {
-                    "file": piece.file,
-                    "key": piece.key,
-                    "offset": piece.offset,
-                    "shape": piece.shape,
-                    "flat": piece.flat,
-                }
-                for piece in one.pieces
-            ],
-        }
-        for name, one in sorted(index.items())
-    }
-
-
-def index_from_json(raw: Any) -> Index:
-    """The reverse. ValueError, KeyError, TypeError or AttributeError where it is no index."""
-    return {str(name): _entry(one) for name, one in raw.items()}
-
-
-def _entry(raw: dict[str, Any]) -> Entry:
-    if raw["dtype"] not in DTYPES:
-        raise ValueError(f"dtype {raw['dtype']!r}")
-    pieces = tuple(
-        Piece(
-            str(one["file"]),
-            str(one["key"]),
-            _sizes(one["offset"]),
-            _sizes(one["shape"]),
-            bool(one["flat"]),
-        )
-        for one in raw["pieces"]
-    )
-    for piece in pieces:
-        if not _STATE_NAME.fullmatch(piece.file):
-            raise ValueError(f"file {piece.file!r}")
-    return Entry(raw["dtype"], _sizes(raw["shape"]), pieces)
-
-
-def _sizes(raw: Any) -> tuple[int, ...]:
-    found = tuple(int(one) for one in raw)
-    if any(one < 0 for one in found):
-        raise ValueError(f"negative size in {raw}")
-    return found
 
 
 def read_index(path: Path) -> Index:
@@ -140,26 +138,25 @@ def read_index(path: Path) -> Index:
         OSError, ValueError, KeyError, TypeError, AttributeError: there is none, or it is broken.
     """
     if (path / INDEX).exists():
-        return index_from_json(json.loads((path / INDEX).read_text())["tensors"])
+        return INDEX_ADAPTER.validate_python(json.loads((path / INDEX).read_text())["tensors"])
     _, header = read_header(path / STATE)
-    found = {}
-    for name, one in header.items():
-        shape = _sizes(one["shape"])
-        found[name] = Entry(
-            str(one["dtype"]), shape, (Piece(STATE, name, (0,) * len(shape), shape),)
-        )
-    return found
+    raw = {}
+    for name, tensor in header.items():
+        dtype, shape = tensor["dtype"], tensor["shape"]
+        piece = {"file": STATE, "key": name, "offset": [0] * len(shape), "shape": shape}
+        raw[name] = {"dtype": dtype, "shape": shape, "pieces": [piece]}
+    return INDEX_ADAPTER.validate_python(raw)
 
 
-def read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    """(where the tensors' bytes begin, {key: {dtype, shape, data_offsets}}) of a safetensors file:
+def read_header(file: Path) -> tuple[int, dict[str, TensorHeader]]:
+    """(where the tensors' bytes begin, tensors by key) of a safetensors file:
     8 bytes little-endian header length, a JSON header, then the tensors' bytes (safetensors'
     README, "Format")."""
     with open(file, "rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         if length > file.stat().st_size:
             raise ValueError(f"{file} is no safetensors file")
-        header = json.loads(handle.read(length))
+        header: dict[str, TensorHeader] = json.loads(handle.read(length))
     header.pop("__metadata__", None)
     return 8 + length, header
 
@@ -172,13 +169,13 @@ def merge(parts: Sequence[Index]) -> Index:
     """
     merged: Index = {}
     for part in parts:
-        for name, one in part.items():
-            add(merged, name, one)
-    for name, one in merged.items():
-        problem = cover_problem(one)
+        for name, entry in part.items():
+            add(merged, name, entry)
+    for name, entry in merged.items():
+        problem = cover_problem(entry)
         if problem is not None:
             raise ValueError(
-                f"the ranks' pieces do not make up {name} of shape {list(one.shape)}: {problem}"
+                f"the ranks' pieces do not make up {name} of shape {list(entry.shape)}: {problem}"
             )
     return merged
 

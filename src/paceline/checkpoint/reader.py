@@ -7,11 +7,12 @@ Torch is imported where a tensor is asked for, and not before."""
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self, TypedDict
 
 import numpy as np
 
@@ -19,9 +20,10 @@ from paceline.checkpoint.format import (
     DTYPES,
     META,
     STATE,
+    CheckpointMeta,
     Entry,
-    Index,
     Piece,
+    TensorHeader,
     name_of,
     read_header,
     read_index,
@@ -40,6 +42,14 @@ _BLOCK_BYTES = 8 << 20
 _RUN_BYTES = 64 << 10
 
 
+class TensorDigest(TypedDict):
+    """What ``paceline inspect`` shows of a tensor."""
+
+    dtype: str
+    shape: list[int]
+    sha256: str
+
+
 class CheckpointReader:
     """The state in a checkpoint's folder, as a :class:`~paceline.parallel.state.StateReader`. Use
     it in a ``with``.
@@ -50,11 +60,12 @@ class CheckpointReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._files: dict[str, tuple[IO[bytes], int, dict[str, dict[str, Any]]]] = {}
+        self._files: dict[str, tuple[IO[bytes], int, dict[str, TensorHeader]]] = {}
         try:
-            self._index = read_index(path)
+            self.entries = read_index(path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise _broken(path) from error
+        self.meta = read_meta(path)
 
     def __enter__(self) -> Self:
         return self
@@ -65,9 +76,6 @@ class CheckpointReader:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
-
-    def close(self) -> None:
         for handle, _, _ in self._files.values():
             handle.close()
         self._files.clear()
@@ -75,7 +83,9 @@ class CheckpointReader:
     # -- a StateReader
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of each whole tensor, by name."""
-        return {name: (_torch_dtype(one.dtype), one.shape) for name, one in self._index.items()}
+        return {
+            name: (_torch_dtype(entry.dtype), entry.shape) for name, entry in self.entries.items()
+        }
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """A box of a tensor, on the CPU."""
@@ -92,10 +102,6 @@ class CheckpointReader:
         return _as_tensor(out, entry)
 
     # -- in blocks
-    @property
-    def entries(self) -> Index:
-        return self._index
-
     def box_blocks(
         self, name: str, offset: Sequence[int], shape: Sequence[int], block_bytes: int
     ) -> Iterator[memoryview]:
@@ -124,29 +130,25 @@ class CheckpointReader:
             yield out.view(np.uint8).data
 
     # -- without torch
-    def describe(self, name: str) -> dict[str, Any]:
-        """``{dtype, shape, sha256}`` of a whole tensor, its bytes in row-major order, read in
-        blocks."""
+    def describe(self, name: str) -> TensorDigest:
+        """Digest of a whole tensor, its bytes in row-major order, read in blocks."""
         entry = self._entry(name)
         digest = hashlib.sha256()
-        total = math.prod(entry.shape)
-        row = max(1, total // max(1, entry.shape[0])) if entry.shape else 1
-        block = max(1, _BLOCK_BYTES // _item_type(entry).itemsize)
-        # whole rows, where a row is not too long
-        block = max(row, block // row * row) if row <= block else block
-        for start in range(0, total, block):
-            out = np.empty((min(block, total - start),), _item_type(entry))
-            self._fill_flat(name, entry, start, out)
-            digest.update(out.view(np.uint8).data)
+        total, block_bytes = math.prod(entry.shape), _BLOCK_BYTES
+        row_bytes = math.prod(entry.shape[1:]) * _item_type(entry).itemsize
+        if 0 < row_bytes <= block_bytes:  # whole rows, where a row is not too long
+            block_bytes -= block_bytes % row_bytes
+        for block in self.flat_blocks(name, 0, total, block_bytes):
+            digest.update(block)
         return {"dtype": entry.dtype, "shape": list(entry.shape), "sha256": digest.hexdigest()}
 
     @property
     def names(self) -> list[str]:
-        return sorted(self._index)
+        return sorted(self.entries)
 
     # -- how it is put together
     def _entry(self, name: str) -> Entry:
-        entry = self._index.get(name)
+        entry = self.entries.get(name)
         if entry is None:
             raise ConfigError(
                 f"the checkpoint {self.path} holds no tensor {name!r}: it is one of another model,"
@@ -234,7 +236,7 @@ class CheckpointReader:
 
         return fetch
 
-    def _open(self, name: str) -> tuple[IO[bytes], int, dict[str, dict[str, Any]]]:
+    def _open(self, name: str) -> tuple[IO[bytes], int, dict[str, TensorHeader]]:
         if name not in self._files:
             file = self.path / name
             try:
@@ -332,6 +334,23 @@ def _as_tensor(values: Array, entry: Entry) -> torch.Tensor:
 
     raw = torch.from_numpy(values.reshape(-1).view(np.uint8))
     return raw.view(_torch_dtype(entry.dtype)).view(values.shape)
+
+
+def read_meta(path: Path) -> CheckpointMeta:
+    """``meta.json`` of a checkpoint.
+
+    Raises:
+        ConfigError: ``path`` is no checkpoint.
+    """
+    try:
+        meta: CheckpointMeta = json.loads((path / META).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} is no checkpoint: {META} is missing or broken",
+            allowed=f"a folder such as RUN/checkpoints/{name_of(40)}",
+            fix="list them with `ls RUN/checkpoints`",
+        ) from error
+    return meta
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:

@@ -22,14 +22,14 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from paceline.checkpoint.format import MANIFEST, is_file_of_checkpoint, name_of
 from paceline.checkpoint.integrity import read_manifest, verify
 from paceline.checkpoint.writer import remove
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, SaveError
 from paceline.core.processes import host_name
 
 Warn = Callable[[str], None]
@@ -46,6 +46,16 @@ _PACKAGES: dict[str, tuple[str, str | None]] = {
 
 class ClaimLostError(ConfigError):
     """Another run writes checkpoints to the same place (exit code 2)."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Which run claimed a place, when, in seconds since the epoch."""
+
+    host: str
+    pid: int
+    output_dir: str
+    time: float
 
 
 def is_url(text: str) -> bool:
@@ -219,7 +229,7 @@ class CheckpointStore:
         return None
 
     # -- writing
-    def claim(self, output_dir: Path) -> dict[str, Any] | None:
+    def claim(self, output_dir: Path) -> Claim | None:
         """Make this run the one that writes here, and remove what interrupted uploads left. Returns
         the record of the run that wrote here before, if that was another one.
 
@@ -228,13 +238,7 @@ class CheckpointStore:
         """
         with self._as_config_error():
             before, claims = None, []
-            began = time.time()
-            record = {
-                "host": host_name(),
-                "pid": os.getpid(),
-                "output_dir": str(output_dir.absolute()),
-                "time": began,
-            }
+            claim = Claim(host_name(), os.getpid(), str(output_dir.absolute()), time.time())
             while self._number is None:
                 claims = self._claims()
                 number = claims[-1] + 1 if claims else 1
@@ -242,7 +246,7 @@ class CheckpointStore:
                     before = self._record(claims[-1])
                 try:
                     self._create(
-                        self._path(_CLAIMS, _claim_name(number)), json.dumps(record).encode()
+                        self._path(_CLAIMS, _claim_name(number)), json.dumps(asdict(claim)).encode()
                     )
                 except FileExistsError:
                     continue  # another run was faster: the next number
@@ -250,11 +254,9 @@ class CheckpointStore:
             for old in claims:
                 self._delete(f"{_CLAIMS}/{_claim_name(old)}")
             self._clear_debris()
-        same = before is not None and (before.get("host"), before.get("output_dir")) == (
-            record["host"],
-            record["output_dir"],
-        )
-        return None if same else before
+        if before is None or (before.host, before.output_dir) == (claim.host, claim.output_dir):
+            return None
+        return before
 
     def publish(self, path: Path) -> None:
         """Upload a committed checkpoint. The manifest, last, makes it one.
@@ -275,6 +277,32 @@ class CheckpointStore:
             self._create(manifest, (path / MANIFEST).read_bytes())
         except FileExistsError as error:
             raise self._lost(None) from error
+
+    def upload(self, path: Path, keep: int | None, superseded: Collection[int]) -> list[str]:
+        """:meth:`publish` a checkpoint, then :meth:`prune`. Returns warnings.
+
+        Raises:
+            ClaimLostError: another run claimed the place.
+            SaveError: it could not be uploaded.
+        """
+        try:
+            self.publish(path)
+        except ClaimLostError:
+            raise
+        except Exception as error:
+            raise SaveError(
+                f"the checkpoint {path} could not be uploaded to {self.url}: {reason_of(error)}",
+                fix=(
+                    "check the connection and the credentials; the same command resumes from it,"
+                    " and earlier checkpoints are untouched"
+                ),
+            ) from error
+        try:
+            self.prune(keep, superseded)
+        except Exception as error:
+            text = f"older checkpoints in {self.url} could not be removed: {reason_of(error)}"
+            return [text]
+        return []
 
     def prune(self, keep: int | None, superseded: Collection[int] = ()) -> None:
         """Remove all but the newest ``keep`` checkpoints (None keeps all), and those of the steps
@@ -325,9 +353,9 @@ class CheckpointStore:
             int(one[len("claim-") : -len(".json")]) for one in found if one.endswith(".json")
         )
 
-    def _record(self, number: int) -> dict[str, Any] | None:
+    def _record(self, number: int) -> Claim | None:
         try:
-            return dict(json.loads(self._fs.cat_file(self._path(_CLAIMS, _claim_name(number)))))
+            return Claim(**json.loads(self._fs.cat_file(self._path(_CLAIMS, _claim_name(number)))))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
@@ -336,13 +364,13 @@ class CheckpointStore:
         if self._number is None or not claims or claims[-1] != self._number:
             raise self._lost(self._record(claims[-1]) if claims else None)
 
-    def _lost(self, other: dict[str, Any] | None) -> ClaimLostError:
+    def _lost(self, other: Claim | None) -> ClaimLostError:
         who = "another run"
         if other is not None:
-            began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(float(other.get("time", 0))))
+            began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(other.time))
             who = (
-                f"the run in {other.get('output_dir')} on host {other.get('host')} (process"
-                f" {other.get('pid')}, since {began})"
+                f"the run in {other.output_dir} on host {other.host} (process"
+                f" {other.pid}, since {began})"
             )
         return ClaimLostError(
             f"`{self.key}: {self.url}` now belongs to {who}, so this run writes no more checkpoints"

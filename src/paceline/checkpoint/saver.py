@@ -4,19 +4,20 @@ training goes on."""
 from __future__ import annotations
 
 import logging
+import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
-from paceline.checkpoint.format import name_of
-from paceline.checkpoint.in_flight import HURRY_S, InFlightSave
+from paceline.checkpoint import transfer, writer
+from paceline.checkpoint.format import CheckpointMeta, name_of
 from paceline.checkpoint.remote import CheckpointStore, ClaimLostError
 from paceline.checkpoint.staging import StagingBuffer
-from paceline.checkpoint.store import committed, step_of
-from paceline.checkpoint.writer import ShardWriter, clear_debris, prepare, reason_of, write_part
-from paceline.core.errors import RunError
+from paceline.checkpoint.store import committed, prune_after, step_of
+from paceline.core.errors import RunError, SaveError
 from paceline.core.event_log import EventLog
 from paceline.core.events import CheckpointEvent
 from paceline.distributed.communicator import Communicator
@@ -32,6 +33,8 @@ MakeParts = Callable[[], list[TensorShard]]
 
 #: A wait for an earlier save is worth a word from so many seconds on.
 _LONG_WAIT_S = 10.0
+#: How long a run that failed waits for its ranks to end what they are writing.
+_HURRY_S = 20.0
 #: How often a save is tried again while the run stands still for it.
 _RETRY_S = 5.0
 #: What rank 0 may request of all ranks (:meth:`CheckpointManager.next_request`): an ordinary save,
@@ -39,6 +42,26 @@ _RETRY_S = 5.0
 _SAVE, _PAUSE = 1.0, 2.0
 
 
+class _RankShare(NamedTuple):
+    """What a rank tells all others when a save begins.
+
+    Args:
+        aside: the hidden folder, from rank 0.
+        problem: why the save cannot be begun.
+        unpinned: see :class:`StagingBuffer`.
+        is_idle: it neither writes nor sends anything.
+        is_broken: it needs a new connection to rank 0.
+    """
+
+    process: writer.ShardWriter
+    aside: Path | None
+    problem: str | None
+    unpinned: str | None
+    is_idle: bool
+    is_broken: bool
+
+
+@dataclass
 class CheckpointManager:
     """Saves the state of a run below ``folder`` (``RUN/checkpoints``), each rank what it owns. Use
     it in a ``with``, so that what is being written when the training ends is waited for.
@@ -56,32 +79,20 @@ class CheckpointManager:
         store: where checkpoints are uploaded (``checkpoint_dir``); on rank 0.
     """
 
-    def __init__(
-        self,
-        world: Communicator,
-        folder: Path,
-        keep: int | None,
-        events: EventLog,
-        *,
-        background: bool,
-        every_steps: int | None = None,
-        every_s: float | None = None,
-        pause: bool = False,
-        stop: Callable[[], bool] = lambda: False,
-        side: SideGroup | None = None,
-        store: CheckpointStore | None = None,
-    ) -> None:
-        self.world = world
-        self.folder = folder
-        self.keep = keep
-        self.events = events
-        self.background = background
-        self.every_steps = every_steps
-        self.every_s = every_s
-        self.pause = pause
-        self.stop = stop
-        self.side = side
-        self.store = store
+    world: Communicator
+    folder: Path
+    keep: int | None
+    events: EventLog
+    _: KW_ONLY
+    background: bool
+    every_steps: int | None = None
+    every_s: float | None = None
+    pause: bool = False
+    stop: Callable[[], bool] = lambda: False
+    side: SideGroup | None = None
+    store: CheckpointStore | None = None
+
+    def __post_init__(self) -> None:
         self.first_step = 0  # from which this attempt resumed
         self.last_step: int | None = None  # saved, or being saved in the background
         self.num_begun = 0  # saves; the last one at:
@@ -91,21 +102,17 @@ class CheckpointManager:
         self._flight: InFlightSave | None = None
         # of the last save in the background; known to rank 0 alone
         self._error: Failure | None = None
-        self._copy = StagingBuffer(world.device)
-        self._said_unpinned = False
-        if world.is_rank_zero:
-            clear_debris(folder)
-        self._found = {step_of(one) for one in committed(folder)}  # by earlier lives
+        self._copy = StagingBuffer(self.world.device)
+        self._has_warned_unpinned = False
+        if self.world.is_rank_zero:
+            writer.clear_debris(self.folder)
+        # of earlier attempts
+        self._earlier_steps = {step_of(path) for path in committed(self.folder)}
 
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.finish(hurry=error is not None)
 
     def next_request(self) -> float:
@@ -143,8 +150,9 @@ class CheckpointManager:
         """Whether a save is being written beside the training."""
         return self._flight is not None
 
+    @PROGRESS.during("saving")
     def save(
-        self, step: int, make_parts: MakeParts, meta: dict[str, Any], *, must_succeed: bool
+        self, step: int, make_parts: MakeParts, meta: CheckpointMeta, *, must_succeed: bool
     ) -> None:
         """Save the state of ``step``, unless it is saved or being saved. A collective.
 
@@ -153,12 +161,6 @@ class CheckpointManager:
         background is made once more, and where that fails too (and the run does not stand still for
         it) every rank raises the same RunError.
         """
-        with PROGRESS.during("saving"):
-            self._save(step, make_parts, meta, must_succeed)
-
-    def _save(
-        self, step: int, make_parts: MakeParts, meta: dict[str, Any], must_succeed: bool
-    ) -> None:
         request, self._request = self._request, 0.0
         if step == self.last_step:
             if not must_succeed:
@@ -170,7 +172,7 @@ class CheckpointManager:
         lost = self.world.lost
         self._since = time.monotonic()
         self.num_begun += 1
-        self._found.discard(step)
+        self._earlier_steps.discard(step)
         background = self.background and not must_succeed and request != _PAUSE
         error = self._begin(step, make_parts, meta, background)
         if isinstance(error, ClaimLostError):
@@ -185,7 +187,7 @@ class CheckpointManager:
             raise error
 
     def _stand_still(
-        self, error: Failure, step: int, make_parts: MakeParts, meta: dict[str, Any]
+        self, error: Failure, step: int, make_parts: MakeParts, meta: CheckpointMeta
     ) -> Failure | None:
         """Try again until it is written, or until a rank is asked to stop. Said once. On all
         ranks."""
@@ -197,7 +199,7 @@ class CheckpointManager:
                 f" checkpoint can be written: {error.what}"
             )
         while found is not None and not self._wait_for_retry():
-            found = self._begin(step, make_parts, meta, background=False, quiet=True)
+            found = self._begin(step, make_parts, meta, background=False, is_retry=True)
         if found is None and self.world.is_rank_zero:
             logger.info(
                 "the checkpoint is written: training goes on after"
@@ -224,114 +226,99 @@ class CheckpointManager:
         """Wait for the save in flight. ``hurry``: the run has failed, and other ranks may be
         gone."""
         if self._flight is not None and hurry:
-            self._flight.patience_s = HURRY_S
+            self._flight.patience_s = _HURRY_S
         self._land(wait=True)
 
     def _begin(
         self,
         step: int,
         make_parts: MakeParts,
-        meta: dict[str, Any],
+        meta: CheckpointMeta,
         background: bool,
-        quiet: bool = False,
+        is_retry: bool = False,
     ) -> Failure | None:
-        """Write a checkpoint, or begin to. Returns the error on which all ranks agree; ``quiet``:
-        it is known already."""
+        """Write a checkpoint, or begin to. Returns the error on which all ranks agree.
+        ``is_retry``: it is known already."""
         start = time.perf_counter()
-        aside, problem = self._prepare(step)
+        aside, problem = None, None
+        if self.world.is_rank_zero:
+            try:
+                aside = writer.prepare(self.folder, step, self.world.size)
+            except OSError as error:
+                problem = writer.reason_of(error)
         parts = make_parts()
         if background:
             try:
                 parts = self._copy.take(parts)
-            except (RuntimeError, MemoryError) as caught:
-                problem = f"no memory on the host for the copy (set `async_save: false`): {caught}"
-        remote = self.side is not None and self.side.is_remote
-        idle = remote and not parts  # sees no folder to say so in
-        broken = self.side is not None and self.side.is_broken
-        with uncounted():
-            told: list[Any] = self.world.gather_objects(
-                (ShardWriter.here(parts), aside, problem, self._copy.unpinned, idle, broken)
-            )
-        senders = self._senders(told)
-        asides = [one[1] for one in told if one is not None and one[1] is not None]
-        problems = [
-            (rank, one[2])
-            for rank, one in enumerate(told)
-            if one is not None and one[2] is not None
-        ]
-        if self.world.is_rank_zero and asides:
-            # A rank that the others do without, or that has nothing to send.
-            for rank in (rank for rank, one in enumerate(told) if one is None or one[4]):
-                write_part(asides[0], rank, len(told), ())
-        self._say_unpinned(
-            {
-                rank: one[3]
-                for rank, one in enumerate(told)
-                if one is not None and one[3] is not None
-            }
+            except (RuntimeError, MemoryError) as error:
+                problem = f"no memory on the host for the copy (set `async_save: false`): {error}"
+        share = _RankShare(
+            writer.ShardWriter.here(parts),
+            aside,
+            problem,
+            self._copy.unpinned,
+            # a remote rank sees no folder to say so in
+            is_idle=self.side is not None and self.side.is_remote and not parts,
+            is_broken=self.side is not None and self.side.is_broken,
         )
-        if not asides and not problems:
+        with uncounted():
+            shares: list[_RankShare | None] = self.world.gather_objects(share)
+        known = {rank: item for rank, item in enumerate(shares) if item is not None}
+        senders = self._senders(known)
+        aside = next((share.aside for share in known.values() if share.aside is not None), None)
+        problems = [(rank, share.problem) for rank, share in known.items() if share.problem]
+        if self.world.is_rank_zero and aside is not None:
+            # A rank that the others do without, or that has nothing to send.
+            for rank in range(len(shares)):
+                if rank not in known or known[rank].is_idle:
+                    writer.write_part(aside, rank, len(shares), ())
+        self._warn_unpinned(known)
+        if aside is None and not problems:
             problems = [(0, "the rank that led it has ended")]
-        writers = [ShardWriter.here(()) if one is None else one[0] for one in told]
-        superseded = frozenset(one for one in self._found if one > self.first_step)
-        aside = asides[0] if asides else None
-        ways = (self.side, senders, self.store)
         flight = InFlightSave(
-            self.world,
-            self.folder,
+            self,
             step,
+            self.world.first,
+            self.world.is_rank_zero,
             parts,
             meta,
             aside,
-            writers,
-            self.keep,
-            superseded,
+            [writer.ShardWriter.here(()) if share is None else share.process for share in shares],
+            senders,
+            frozenset(step for step in self._earlier_steps if step > self.first_step),
             start,
-            *ways,
         )
         if problems:
             rank, text = problems[0]
             flight.fail(text + (f" (on rank {rank})" if self.world.size > 1 else ""))
         elif background:
-            self._flight, self.last_step = flight, step
-            self._error = None
+            self._flight, self.last_step, self._error = flight, step, None
             flight.start()
             flight.blocked_s = time.perf_counter() - start
             return None
         else:
             flight.run(PROGRESS.tick if self.side is not None else lambda: None)
-        error = self._agree(flight.error)
-        if (
-            error is None
-            and flight.leader in self.world.lost
-            and not (self.folder / name_of(step)).is_dir()
-        ):
-            error = flight.not_led()
+        failure = self._agree(flight.error)
+        is_leader_lost = flight.leader in self.world.lost
+        if failure is None and is_leader_lost and not (self.folder / name_of(step)).is_dir():
+            failure = flight.not_led()
         flight.blocked_s = time.perf_counter() - start
-        if error is None:
+        if failure is None:
             self.last_step, self._error = step, None
-        if error is None or not quiet:
+        if failure is None or not is_retry:
             self._say(flight)
-        return error
+        return failure
 
-    def _senders(self, told: Sequence[Any]) -> list[int]:
+    def _senders(self, known: dict[int, _RankShare]) -> list[int]:
         """The ranks that send what they own of this save to rank 0. Makes new connections if an
         earlier transfer failed on some rank. The same on all ranks."""
         if self.side is None:
             return []
-        if any(one is not None and one[5] for one in told) and not self.world.lost:
+        if any(share.is_broken for share in known.values()) and not self.world.lost:
             self.side.reopen()
         return [
-            rank for rank in self.side.remote_ranks if told[rank] is not None and not told[rank][4]
+            rank for rank in self.side.remote_ranks if rank in known and not known[rank].is_idle
         ]
-
-    def _prepare(self, step: int) -> tuple[Path | None, str | None]:
-        if not self.world.is_rank_zero:
-            return None, None
-        try:
-            return prepare(self.folder, step, self.world.size), None
-        except OSError as error:
-            return None, reason_of(error)
 
     def _agree(self, error: Failure | None) -> Failure | None:
         with uncounted():
@@ -346,11 +333,8 @@ class CheckpointManager:
         flight.join()
         waited_s = time.perf_counter() - start if wait else 0.0
         flight.blocked_s += waited_s
-        if (
-            self.world.is_rank_zero
-            and not flight.leads
-            and not (self.folder / name_of(flight.step)).is_dir()
-        ):
+        is_new_leader = self.world.is_rank_zero and not flight.leads
+        if is_new_leader and not (self.folder / name_of(flight.step)).is_dir():
             flight.error = flight.not_led()
         self._flight, self._error = None, flight.error
         self._failed = flight.error is not None and (
@@ -364,10 +348,11 @@ class CheckpointManager:
                 f" {flight.step} was written; a higher `save_steps` saves more seldom"
             )
 
-    def _say_unpinned(self, reasons: dict[int, str]) -> None:
-        if not reasons or self._said_unpinned or not self.world.is_rank_zero:
+    def _warn_unpinned(self, known: dict[int, _RankShare]) -> None:
+        reasons = {rank: share.unpinned for rank, share in known.items() if share.unpinned}
+        if not reasons or self._has_warned_unpinned or not self.world.is_rank_zero:
             return
-        self._said_unpinned = True
+        self._has_warned_unpinned = True
         where = f" of rank {', '.join(map(str, reasons))}" if self.world.size > 1 else ""
         logger.warning(
             f"the copy{where} that is saved from in the background lies in ordinary memory, for no"
@@ -394,3 +379,124 @@ class CheckpointManager:
         self.events.emit(event)
         for text in flight.warnings:
             logger.warning(text)
+
+
+@dataclass
+class InFlightSave:
+    """One save, on one rank: what it writes, and on rank 0 the commit. Speaks with the other ranks
+    through files alone, in the foreground or in a thread.
+
+    Args:
+        leader, leads: the rank that commits it; whether that is this one.
+        aside: the hidden folder it is written in; None where it could not be made.
+        writers: all ranks, in order.
+        senders: the ranks that send what they own to rank 0.
+        superseded: steps of checkpoints that an earlier attempt wrote, beyond the one from which
+            this attempt resumed.
+        started: on the clock of ``time.perf_counter``.
+    """
+
+    manager: CheckpointManager
+    step: int
+    leader: int
+    leads: bool
+    parts: Sequence[TensorShard]
+    meta: CheckpointMeta
+    aside: Path | None
+    writers: Sequence[writer.ShardWriter]
+    senders: Sequence[int]
+    superseded: frozenset[int]
+    started: float
+    blocked_s: float = 0.0
+    wall_s: float | None = None
+    saved: writer.SavedCheckpoint | None = None
+    error: Failure | None = None
+    warnings: list[str] = field(default_factory=list)
+    patience_s: float = writer.STALL_S  # how long it waits for what does not move
+    ended: bool = False
+    transfer: str | None = None  # over the network, under way
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self.run, name=f"save-{self.step}", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the thread. If the run has failed (``patience_s`` is shorter), a transfer that
+        does not move is abandoned; it ends with the process."""
+        if self._thread is None:
+            return
+        moved, since = -1, time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(0.2)
+            if self.patience_s == writer.STALL_S or self.transfer is None:
+                continue
+            side = self.manager.side
+            num_moved = 0 if side is None else side.num_moved
+            if moved != num_moved:
+                moved, since = num_moved, time.monotonic()
+            elif time.monotonic() - since > self.patience_s:
+                self.fail(
+                    f"{self.transfer} did not end within {self.patience_s:.0f} s after the run had"
+                    " failed"
+                )
+                return
+
+    def run(self, tick: Callable[[], None] = lambda: None) -> None:
+        """Write this rank's part; on rank 0 wait for the others and commit. Raises nothing.
+        ``tick`` is called as what travels gets on."""
+        assert self.aside is not None
+        side, rank, num_ranks = self.manager.side, self.manager.world.rank, len(self.writers)
+        try:
+            if side is None or not side.is_remote:
+                writer.write_part(self.aside, rank, num_ranks, self.parts)
+            elif self.parts:  # else rank 0 knows from the gather that began the save
+                self.transfer = "the transfer to rank 0"
+                transfer.send_part(side, rank, num_ranks, self.parts, tick)
+            if self.leads and side is not None:
+                self.transfer = "the transfer from the ranks that do not see the run's folder"
+                transfer.receive_parts(side, self.aside, self.senders, num_ranks, tick)
+                self.transfer = None
+            if self.leads:
+                self._commit(tick)
+        finally:
+            self.parts = ()
+            self.ended = True
+
+    def _commit(self, tick: Callable[[], None]) -> None:
+        assert self.aside is not None
+        manager = self.manager
+        try:
+            records = writer.wait_for_parts(self.aside, self.writers, lambda: self.patience_s, tick)
+            self.saved = writer.commit(manager.folder, self.step, self.aside, self.meta, records)
+            self.wall_s = time.perf_counter() - self.started
+        except Exception as error:
+            self.fail(writer.reason_of(error))
+            return
+        keep = manager.keep
+        if manager.store is not None:
+            self.transfer = f"the upload to {manager.store.url}"
+            try:
+                self.warnings += manager.store.upload(self.saved.path, keep, self.superseded)
+            except (ClaimLostError, SaveError) as error:
+                self.saved, self.error = None, error
+                return
+            self.wall_s = time.perf_counter() - self.started
+            keep = 1
+        self.warnings += prune_after(self.saved, self.step, keep, self.superseded)
+
+    def not_led(self) -> RunError:
+        """The error of a save whose leader was lost before it gave the checkpoint its name."""
+        return self._not_written(f"rank {self.leader}, which led it, has ended")
+
+    def fail(self, reason: str) -> None:
+        """Remove what was begun, and keep the reason; on rank 0."""
+        if not self.leads:
+            return
+        if self.aside is not None:
+            shutil.rmtree(self.aside, ignore_errors=True)
+        self.error = self._not_written(reason)
+
+    def _not_written(self, reason: str) -> RunError:
+        size_bytes = sum(process.size_bytes for process in self.writers)
+        return writer.not_written(self.manager.folder, self.step, size_bytes, reason)

@@ -9,17 +9,16 @@ that was cut is cleared by the next.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
-from paceline.checkpoint.format import META, name_of
+from paceline.checkpoint.format import META, CheckpointMeta, name_of
 from paceline.checkpoint.integrity import foreign_files, verify
-from paceline.checkpoint.reader import CheckpointReader, read_state
+from paceline.checkpoint.reader import CheckpointReader, TensorDigest, read_meta, read_state
 from paceline.checkpoint.writer import (
     SavedCheckpoint,
     ShardWriteError,
@@ -62,7 +61,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 def save(
-    folder: Path, step: int, state: dict[str, torch.Tensor], meta: dict[str, Any]
+    folder: Path, step: int, state: dict[str, torch.Tensor], meta: CheckpointMeta
 ) -> SavedCheckpoint:
     """Write a checkpoint of ``step`` below ``folder`` (``RUN/checkpoints``) out of whole tensors,
     in this process alone.
@@ -104,6 +103,25 @@ def prune(folder: Path, keep: int | None, superseded: Collection[int] = ()) -> l
     return gone
 
 
+def prune_after(
+    saved: SavedCheckpoint, step: int, keep: int | None, superseded: Collection[int]
+) -> list[str]:
+    """:func:`prune` when a checkpoint was saved. Returns warnings."""
+    folder = saved.path.parent
+    try:
+        removed = prune(folder, keep, superseded)
+    except OSError as error:
+        return [f"older checkpoints in {folder} could not be removed: {reason_of(error)}"]
+    names = [path.name for path in removed if step_of(path) in superseded]
+    if not names:
+        return []
+    text = (
+        f"removed from {folder}: {', '.join(names)}, of an earlier attempt of this run beyond the"
+        f" step from which it resumed; {name_of(step)} takes their place"
+    )
+    return [text]
+
+
 def committed(folder: Path) -> list[Path]:
     """The checkpoints below ``folder``, oldest first."""
     if not folder.is_dir():
@@ -142,26 +160,19 @@ def _leads_out(path: Path, folder: Path) -> str | None:
     )
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """``meta.json`` of a checkpoint.
+class CheckpointContents(TypedDict):
+    """What ``paceline inspect`` shows of a checkpoint."""
 
-    Raises:
-        ConfigError: ``path`` is no checkpoint.
-    """
-    try:
-        meta = json.loads((path / META).read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} is no checkpoint: {META} is missing or broken",
-            allowed=f"a folder such as RUN/checkpoints/{name_of(40)}",
-            fix="list them with `ls RUN/checkpoints`",
-        ) from error
-    return dict(meta)
+    step: int
+    strategy: str
+    world_size: int
+    digest: str
+    model_digest: str
+    tensors: dict[str, TensorDigest]
 
 
-def inspect(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds: ``{step, strategy, world_size, digest, model_digest, tensors: {name:
-    {dtype, shape, sha256}}}``, over the whole tensors, whatever pieces they were written in.
+def inspect(path: Path) -> CheckpointContents:
+    """What a checkpoint holds, over the whole tensors, whatever pieces they were written in.
 
     The digest is the SHA-256 over the lines "name dtype shape sha256" in order of name: equal
     digests mean equal bits.
@@ -187,7 +198,7 @@ def inspect(path: Path) -> dict[str, Any]:
     }
 
 
-def _digest(tensors: dict[str, dict[str, Any]]) -> str:
+def _digest(tensors: dict[str, TensorDigest]) -> str:
     lines = [
         f"{name} {one['dtype']} {one['shape']} {one['sha256']}\n"
         for name, one in sorted(tensors.items())

@@ -17,15 +17,16 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from paceline.checkpoint.format import DTYPES, index_to_json, state_file
-from paceline.checkpoint.store import CheckpointReader, read_meta
-from paceline.checkpoint.writer import StateFile, deliver, has_failed, write_part
+from paceline.checkpoint.format import DTYPES, INDEX_ADAPTER, CheckpointMeta, state_file
+from paceline.checkpoint.reader import CheckpointReader
+from paceline.checkpoint.writer import ShardRecord, StateFile, deliver, has_failed, write_part
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import human_bytes
 from paceline.core.log import ON_EVERY_RANK
@@ -64,7 +65,8 @@ def send_part(
             return
         with side.outgoing(side.root, file.size_bytes, tick) as out:
             sha256 = file.write(out)
-            out.finish({"sha256": sha256, "tensors": index_to_json(file.index)})
+            tensors = INDEX_ADAPTER.dump_python(file.index, mode="json")
+            out.finish({"sha256": sha256, "tensors": tensors})
     except Exception as error:
         logger.warning(
             f"the part of rank {rank} of a checkpoint did not reach rank {side.root}: {error}",
@@ -95,7 +97,7 @@ def _decline(side: SideGroup, aside: Path, rank: int, num_ranks: int) -> None:
     write_part(aside, rank, num_ranks, ())
 
 
-def _receive_part(side: SideGroup, rank: int, tick: Tick, path: Path) -> dict[str, Any]:
+def _receive_part(side: SideGroup, rank: int, tick: Tick, path: Path) -> ShardRecord:
     """Returns what rank 0 must know of the file. Raises why it was not written."""
     host = f"rank {rank}"
     try:
@@ -123,12 +125,8 @@ def _receive_part(side: SideGroup, rank: int, tick: Tick, path: Path) -> dict[st
             os.fsync(handle.fileno())
     except TransferError as error:
         raise ValueError(f"the part of {host} did not arrive: {error}") from error
-    return {
-        "file": path.name,
-        "size_bytes": size_bytes,
-        "sha256": ending["sha256"],
-        "tensors": ending["tensors"],
-    }
+    tensors = INDEX_ADAPTER.validate_python(ending["tensors"])
+    return ShardRecord(path.name, size_bytes, ending["sha256"], tensors)
 
 
 def _open_for(path: Path, size_bytes: int) -> Any:
@@ -162,13 +160,19 @@ class _Writer:
 class OpenCheckpoint(StateReader, Protocol):
     """The state in a checkpoint together with its ``meta.json``."""
 
-    meta: dict[str, Any]
+    meta: CheckpointMeta
 
 
-class _LocalCheckpoint(CheckpointReader):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.meta = read_meta(path)
+@dataclass(frozen=True)
+class ReadRequest:
+    """A box of a tensor, or with ``is_flat`` a range of its elements, that rank 0 shall send.
+    ``size_bytes``: of the answer."""
+
+    name: str
+    offset: list[int]
+    shape: list[int]
+    is_flat: bool = False
+    size_bytes: int = 0
 
 
 @contextmanager
@@ -191,7 +195,7 @@ def open_checkpoint(path: Path, side: SideGroup | None) -> Iterator[OpenCheckpoi
         if side is None or not side.is_root
         else [_Server(side, rank, path) for rank in side.remote_ranks]
     )
-    with _LocalCheckpoint(path) as reader:
+    with CheckpointReader(path) as reader:
         yield reader
     for server in servers:  # not after an error: the other ranks may never end
         server.join()
@@ -203,18 +207,18 @@ class _RemoteCheckpoint:
 
     def __init__(self, side: SideGroup) -> None:
         self.side = side
-        self._request({"do": "open"})
+        self._request(None)
         opened = self._call(lambda: side.receive_frame(side.root))
         if "error" in opened:
-            raise _error_from(opened["error"])
-        self.meta: dict[str, Any] = opened["meta"]
+            raise _error_from(*opened["error"])
+        self.meta: CheckpointMeta = opened["meta"]
         self._tensors = {
             name: (str(dtype), tuple(shape)) for name, (dtype, shape) in opened["tensors"].items()
         }
 
     def close(self) -> None:
         if not self.side.is_broken:
-            self._request({"do": "close"})
+            self._request(None)
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """dtype and shape of each whole tensor, by name."""
@@ -225,40 +229,34 @@ class _RemoteCheckpoint:
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         """A box of a tensor, on the CPU."""
-        found = self._read(
-            name,
-            math.prod(shape),
-            {"do": "read", "name": name, "offset": [*offset], "shape": [*shape]},
-        )
-        return found.view(tuple(shape))
+        return self._read(ReadRequest(name, [*offset], [*shape])).view(tuple(shape))
 
     def read_flat(self, name: str, start: int, count: int) -> torch.Tensor:
         """``count`` elements from ``start`` on of the flattened tensor, on the CPU."""
-        return self._read(
-            name, count, {"do": "read_flat", "name": name, "start": start, "count": count}
-        )
+        return self._read(ReadRequest(name, [start], [count], is_flat=True))
 
-    def _read(self, name: str, count: int, request: dict[str, Any]) -> torch.Tensor:
+    def _read(self, request: ReadRequest) -> torch.Tensor:
         # rank 0 answers a request for a name that it does not have with the error
-        known = self._tensors.get(name)
-        values = torch.empty(
-            count if known else 0, dtype=getattr(torch, DTYPES[known[0] if known else "U8"][0])
-        )
+        dtype, count = "U8", 0
+        if request.name in self._tensors:
+            dtype, count = self._tensors[request.name][0], math.prod(request.shape)
+        values = torch.empty(count, dtype=getattr(torch, DTYPES[dtype][0]))
         memory = values.view(torch.uint8).numpy()
         digest = hashlib.sha256()
-        self._request({**request, "size_bytes": len(memory)})
+        self._request(replace(request, size_bytes=len(memory)))
         ending = self._call(lambda: self.side.receive_into(self.side.root, memory, digest.update))
         if "error" in ending:
-            raise _error_from(ending["error"])
+            raise _error_from(*ending["error"])
         if ending.get("sha256") != digest.hexdigest():
             raise RunError(
-                f"{name} of the checkpoint arrived with another SHA-256 than rank {self.side.root}"
-                " read it with"
+                f"{request.name} of the checkpoint arrived with another SHA-256 than rank"
+                f" {self.side.root} read it with"
             )
         return values
 
-    def _request(self, request: dict[str, Any]) -> None:
-        self._call(lambda: self.side.send_frame(self.side.root, request))
+    def _request(self, request: ReadRequest | None) -> None:
+        frame = None if request is None else asdict(request)
+        self._call(lambda: self.side.send_frame(self.side.root, frame))
 
     def _call(self, transfer: Callable[[], Any]) -> Any:
         try:
@@ -287,19 +285,19 @@ class _Server(threading.Thread):
         side, rank = self.side, self.rank
         side.receive_frame(rank)
         try:
-            reader = _LocalCheckpoint(self.path)
+            reader = CheckpointReader(self.path)
         except ConfigError as error:
             side.send_frame(rank, {"error": _error_to(error)})
             return
         with reader:
             tensors = {name: (entry.dtype, entry.shape) for name, entry in reader.entries.items()}
             side.send_frame(rank, {"meta": reader.meta, "tensors": tensors})
-            while (request := side.receive_frame(rank, any_time=True))["do"] != "close":
-                self._answer(reader, request)
+            while (frame := side.receive_frame(rank, any_time=True)) is not None:
+                self._answer(reader, ReadRequest(**frame))
 
-    def _answer(self, reader: CheckpointReader, request: dict[str, Any]) -> None:
+    def _answer(self, reader: CheckpointReader, request: ReadRequest) -> None:
         digest = hashlib.sha256()
-        with self.side.outgoing(self.rank, int(request["size_bytes"])) as out:
+        with self.side.outgoing(self.rank, request.size_bytes) as out:
             try:
                 for block in _blocks(reader, request):
                     digest.update(block)
@@ -316,26 +314,24 @@ class _Server(threading.Thread):
             super().join(timeout)
 
 
-def _blocks(reader: CheckpointReader, request: dict[str, Any]) -> Iterator[memoryview]:
-    if request["do"] == "read":
-        return reader.box_blocks(request["name"], request["offset"], request["shape"], CHUNK_BYTES)
-    return reader.flat_blocks(request["name"], request["start"], request["count"], CHUNK_BYTES)
+def _blocks(reader: CheckpointReader, request: ReadRequest) -> Iterator[memoryview]:
+    name, offset, shape = request.name, request.offset, request.shape
+    if request.is_flat:
+        return reader.flat_blocks(name, offset[0], shape[0], CHUNK_BYTES)
+    return reader.box_blocks(name, offset, shape, CHUNK_BYTES)
 
 
-def _error_to(error: Exception) -> dict[str, Any]:
+def _error_to(error: Exception) -> tuple[bool, str, str | None, str | None]:
+    """The arguments of :func:`_error_from`."""
     if isinstance(error, ConfigError):
-        return {"what": error.what, "allowed": error.allowed, "fix": error.fix, "is_config": True}
-    return {
-        "what": str(error) or type(error).__name__,
-        "allowed": None,
-        "fix": None,
-        "is_config": False,
-    }
+        return True, error.what, error.allowed, error.fix
+    return False, str(error) or type(error).__name__, None, None
 
 
-def _error_from(raw: dict[str, Any]) -> ConfigError | RunError:
-    kind = ConfigError if raw["is_config"] else RunError
-    return kind(raw["what"], allowed=raw["allowed"], fix=raw["fix"])
+def _error_from(
+    is_config: bool, what: str, allowed: str | None, fix: str | None
+) -> ConfigError | RunError:
+    return (ConfigError if is_config else RunError)(what, allowed=allowed, fix=fix)
 
 
 # -- what it costs

@@ -12,23 +12,26 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+
+from pydantic import TypeAdapter
 
 from paceline.checkpoint.format import (
     DTYPE_NAMES,
     DTYPES,
     INDEX,
+    INDEX_ADAPTER,
     MANIFEST,
     META,
+    CheckpointMeta,
     Entry,
     Index,
+    ManifestEntry,
     Piece,
     add,
-    index_from_json,
-    index_to_json,
     merge,
     name_of,
     state_file,
@@ -54,14 +57,28 @@ def size_of(parts: Sequence[TensorShard]) -> int:
     return sum(one.tensor.numel() * one.tensor.element_size() for one in parts)
 
 
-def write_state(path: Path, parts: Sequence[TensorShard]) -> tuple[int, str, Index]:
-    """Write the parts as one safetensors file, synced. Returns (bytes, SHA-256 of the file, its
-    tensors)."""
+@dataclass(frozen=True)
+class ShardRecord:
+    """A rank's file, as it says of it to rank 0. ``file``: None if it owns nothing."""
+
+    file: str | None = None
+    size_bytes: int = 0
+    sha256: str = ""
+    tensors: Index = field(default_factory=dict)
+
+
+_RECORD_ADAPTER = TypeAdapter(ShardRecord)
+
+
+def write_shard(path: Path, parts: Sequence[TensorShard]) -> ShardRecord:
+    """Write the parts as one safetensors file, synced; no file if there are none."""
+    if not parts:
+        return ShardRecord()
     file = StateFile(path.name, parts)
     with open(path, "wb", buffering=0) as handle:
         sha256 = file.write(handle)
         os.fsync(handle.fileno())
-    return file.size_bytes, sha256, file.index
+    return ShardRecord(path.name, file.size_bytes, sha256, file.index)
 
 
 class StateFile:
@@ -255,40 +272,27 @@ def remove(path: Path) -> None:
 
 def write_part(aside: Path, rank: int, num_ranks: int, parts: Sequence[TensorShard]) -> None:
     """Write what this rank owns and say so to rank 0, or why it could not. Raises nothing."""
-
-    def write(path: Path) -> dict[str, Any]:
-        if not parts:
-            return {"file": None, "size_bytes": 0, "sha256": None, "tensors": {}}
-        size_bytes, sha256, index = write_state(path, parts)
-        return {
-            "file": path.name,
-            "size_bytes": size_bytes,
-            "sha256": sha256,
-            "tensors": index_to_json(index),
-        }
-
-    deliver(aside, rank, num_ranks, write)
+    deliver(aside, rank, num_ranks, partial(write_shard, parts=parts))
 
 
 def deliver(
-    aside: Path, rank: int, num_ranks: int, write: Callable[[Path], dict[str, Any]]
+    aside: Path, rank: int, num_ranks: int, write: Callable[[Path], ShardRecord]
 ) -> Exception | None:
     """Let ``write`` bring a rank's file to the disk, and leave for rank 0 what it says of it, or
     why it could not. Raises nothing; returns why."""
     writing = _marker(aside, rank, "writing")
     path = aside / state_file(rank, num_ranks)
     try:
-        writing.write_text(json.dumps(write(path)))
+        writing.write_bytes(_RECORD_ADAPTER.dump_json(write(path)))
         os.replace(writing, _marker(aside, rank, "json"))
     except Exception as error:
         with suppress(OSError):
             path.unlink(missing_ok=True)  # makes room for the reason
             writing.write_text(reason_of(error))
+        number = getattr(error, "errno", None) or 0
         # where nothing can be said on this disk, rank 0 waits until its patience ends
         with suppress(OSError):
-            os.replace(
-                writing, _marker(aside, rank, f"failed-{getattr(error, 'errno', None) or 0}")
-            )
+            os.replace(writing, _marker(aside, rank, f"failed-{number}"))
         return error
     return None
 
@@ -303,7 +307,7 @@ def wait_for_parts(
     writers: Sequence[ShardWriter],
     patience_s: Callable[[], float] = lambda: STALL_S,
     tick: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> list[ShardRecord]:
     """What each rank said of its file, in order of rank, when all have ended. ``tick`` is called as
     they grow.
 
@@ -343,7 +347,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _outcome(aside: Path, rank: int, num_ranks: int) -> dict[str, Any]:
+def _outcome(aside: Path, rank: int, num_ranks: int) -> ShardRecord:
     who = f" (on rank {rank})" if num_ranks > 1 else ""
     for failed in aside.glob(f"rank-{rank:05d}.failed-*"):
         # a disk that is full may have no room for the words
@@ -353,11 +357,11 @@ def _outcome(aside: Path, rank: int, num_ranks: int) -> dict[str, Any]:
         )
     if not _marker(aside, rank, "json").exists():
         raise ShardWriteError(f"rank {rank} ended, or stopped writing, before its part was on disk")
-    return dict(json.loads(_marker(aside, rank, "json").read_text()))
+    return _RECORD_ADAPTER.validate_json(_marker(aside, rank, "json").read_bytes())
 
 
 def commit(
-    folder: Path, step: int, aside: Path, meta: dict[str, Any], said: Sequence[dict[str, Any]]
+    folder: Path, step: int, aside: Path, meta: CheckpointMeta, records: Sequence[ShardRecord]
 ) -> SavedCheckpoint:
     """Give the folder its name, when every rank's file is in it.
 
@@ -366,23 +370,23 @@ def commit(
         ValueError: the pieces do not make up the state.
     """
     final = folder / name_of(step)
-    index = merge([index_from_json(one["tensors"]) for one in said])
-    files = {
-        one["file"]: {"size_bytes": one["size_bytes"], "sha256": one["sha256"]}
-        for one in said
-        if one["file"]
+    index = merge([record.tensors for record in records])
+    tensors = INDEX_ADAPTER.dump_python(dict(sorted(index.items())), mode="json")
+    files: dict[str, ManifestEntry] = {
+        record.file: {"size_bytes": record.size_bytes, "sha256": record.sha256}
+        for record in records
+        if record.file is not None
     }
-    for name, value in (
-        (INDEX, {"format": 2, "tensors": index_to_json(index)}),
-        (META, {**meta, "step": step}),
+    for name, text in (
+        (INDEX, json.dumps({"format": 2, "tensors": tensors})),
+        (META, json.dumps({**meta, "step": step}, indent=2)),
     ):
-        raw = (json.dumps(value, indent=2 if name == META else None) + "\n").encode()
+        raw = f"{text}\n".encode()
         _write_synced(aside / name, raw)
         files[name] = {"size_bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    _write_synced(
-        aside / MANIFEST, (json.dumps({"format": 2, "files": files}, indent=2) + "\n").encode()
-    )
-    for rank in range(len(said)):
+    manifest = json.dumps({"format": 2, "files": files}, indent=2)
+    _write_synced(aside / MANIFEST, f"{manifest}\n".encode())
+    for rank in range(len(records)):
         _marker(aside, rank, "json").unlink()
     fsync_dir(aside)
     old = folder / f".{final.name}.{os.getpid()}.old"
@@ -397,7 +401,7 @@ def commit(
         raise
     fsync_dir(folder)
     shutil.rmtree(old, ignore_errors=True)
-    return SavedCheckpoint(final, sum(int(one["size_bytes"]) for one in files.values()))
+    return SavedCheckpoint(final, sum(file["size_bytes"] for file in files.values()))
 
 
 def _write_synced(path: Path, raw: bytes) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import store
+from paceline.checkpoint.format import CheckpointMeta
 from paceline.checkpoint.remote import CheckpointStore, check_url, fetch_checkpoint, is_url
 from paceline.config.derive import ResolvedValues
 from paceline.config.diff import changes_training
@@ -106,7 +107,7 @@ def checkpoint_after_restart(config: Config, run_dir: RunDir) -> Path | None:
 
 
 def check_resume(
-    spec: RunSpec, path: Path, meta: dict[str, Any], allow_change: bool
+    spec: RunSpec, path: Path, meta: CheckpointMeta, allow_change: bool
 ) -> dict[str, Any] | None:
     """Check that the run can continue exactly from the checkpoint at ``path``.
 
@@ -200,7 +201,7 @@ def _check_same_config(
     )
 
 
-def _check_same_data(data: Prepared, meta: dict[str, Any], path: Path, allow_change: bool) -> None:
+def _check_same_data(data: Prepared, meta: CheckpointMeta, path: Path, allow_change: bool) -> None:
     if meta["fingerprint"] == data.fingerprint:
         return
     if allow_change:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 
+from paceline.checkpoint.format import BalanceRecord
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.config.schema import Config
 from paceline.core import formatting
@@ -36,7 +37,6 @@ from paceline.tasks.base import num_positions
 from paceline.train.callbacks import Callback
 from paceline.train.state import StepResult, TrainState
 
-_META = "balance"
 #: Steps that are not measured after the start and after a change, and steps of a measurement.
 _WARMUP_STEPS, _MEASURED_STEPS = 2, 5
 #: Steps between later measurements.
@@ -149,15 +149,14 @@ class Balancer(Callback):
         """Micro-batches of each rank."""
         return self.data.shares or self.data.equal_shares
 
-    def begin(self, step: int, checkpoint_meta: dict[str, Any]) -> None:
+    def begin(self, step: int, record: BalanceRecord | None) -> None:
         """Decide on the shares to start with. A collective if weights are configured.
 
         Args:
             step: the step that the run starts from.
-            checkpoint_meta: ``meta.json`` of the checkpoint that it resumes from; may be empty.
+            record: of the checkpoint that it resumes from.
         """
         balance = self.config.parallel.balance
-        record = checkpoint_meta.get(_META)
         stored = None if record is None else tuple(record["shares"])
         is_supported = self.strategy.capabilities.unequal_shares and is_divisible(
             self.data.num_replicas, self._num_micro_batches
@@ -197,7 +196,7 @@ class Balancer(Callback):
             and sum(stored) == self._num_micro_batches
         ):
             self._set(stored)
-            self.phase = "fixed" if record.get("fixed") else "watch"
+            self.phase = "fixed" if record["fixed"] else "watch"
             self._note(
                 step,
                 "checkpoint",
@@ -354,16 +353,16 @@ class Balancer(Callback):
         )
 
     # -- kept with a checkpoint, and reported
-    def meta(self) -> dict[str, Any]:
-        """Return what goes into a checkpoint's ``meta.json``; empty before the shares are
+    def record(self) -> BalanceRecord | None:
+        """Return what goes into a checkpoint's ``meta.json``; None before the shares are
         decided."""
         if (
             self.config.parallel.balance == "equal"
             or self.phase == "first"
             or self.data.num_replicas == 1
         ):
-            return {}
-        return {_META: {"shares": list(self.counts), "fixed": self.phase == "fixed"}}
+            return None
+        return {"shares": list(self.counts), "fixed": self.phase == "fixed"}
 
     def figures(self) -> dict[str, Any]:
         """Return the report's ``balance``; empty with ``parallel.balance: equal``."""

@@ -227,7 +227,7 @@ def _claim_store(spec: RunSpec, ctx: RankContext) -> CheckpointStore | None:
     if before is not None:
         logger.warning(
             f"`checkpoint_dir: {store.url}` was last written by the run in"
-            f" {before.get('output_dir')} on host {before.get('host')}; this run takes it over, and"
+            f" {before.output_dir} on host {before.host}; this run takes it over, and"
             " that one ends at its next checkpoint if it still runs"
         )
     return store
@@ -386,7 +386,7 @@ def build_trainer(
     resume_notices = strategy.notices[num_notices:]
     resume_notices += transfer_notices(strategy, side, components.shape.optimizer_bytes_per_element)
     balancer = Balancer(spec.config, strategy, data, events, metrics, checkpoints)
-    balancer.begin(state.step, meta)
+    balancer.begin(state.step, meta.get("balance"))
     emit_run_start(
         _run_info(spec, ctx, components, data),
         events,

@@ -7,12 +7,13 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
 from paceline.checkpoint import store
+from paceline.checkpoint.format import BalanceRecord, CheckpointMeta
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.train_state import load_train_state
 from paceline.checkpoint.transfer import open_checkpoint
@@ -106,9 +107,6 @@ class StepResult:
     is_logged: bool = False
 
 
-_SKIPPED, _RECENT = "skipped_batches", "recent_losses"
-
-
 @dataclass(frozen=True)
 class RollbackTarget:
     """The checkpoint to go back to. ``path``: None if there is none; ``step``: its number of
@@ -129,14 +127,14 @@ def find_target(run_dir: RunDir, step: int, resumed_from: str | None) -> Rollbac
     resumed from."""
     for path in reversed(store.committed(run_dir.checkpoints)):
         if store.verify(path) is None:
-            stored_step = int(store.read_meta(path)["step"])
+            stored_step = store.read_meta(path)["step"]
             if stored_step <= step:
                 return RollbackTarget(str(path), stored_step, True)
     if resumed_from is None:
         return RollbackTarget()
     path = Path(resumed_from)
     is_own = path.resolve().parent == run_dir.checkpoints.resolve()
-    return RollbackTarget(str(path), int(store.read_meta(path)["step"]), is_own)
+    return RollbackTarget(str(path), store.read_meta(path)["step"], is_own)
 
 
 def report_rollback(events: EventLog, step: int, spike: LossSpike, target: RollbackTarget) -> None:
@@ -165,30 +163,36 @@ def report_rollback(events: EventLog, step: int, spike: LossSpike, target: Rollb
     logger.warning(f"step {step + 1}: {text}")
 
 
-def checkpoint_meta(state: TrainState, spec: RunSpec) -> dict[str, Any]:
-    """Return what a checkpoint's ``meta.json`` records of the run and of loss spikes."""
-    meta: dict[str, Any] = {
+def checkpoint_meta(
+    state: TrainState, spec: RunSpec, components: TrainComponents, balance: BalanceRecord | None
+) -> CheckpointMeta:
+    """Return what a checkpoint's ``meta.json`` records, but for its step."""
+    meta: CheckpointMeta = {
         "world_size": spec.derived.world_size,
         "global_batch_size": spec.derived.global_batch_size,
         "fingerprint": spec.data.fingerprint,
         "config": spec.config.model_dump(mode="json"),
         "torch": torch.__version__,
+        "strategy": components.strategy.name,
+        "frozen": components.frozen_digest,
     }
     if state.skipped_batches:
-        meta[_SKIPPED] = sorted(state.skipped_batches)
+        meta["skipped_batches"] = sorted(state.skipped_batches)
     if spec.config.recovery.rewind_on_spike:
-        meta[_RECENT] = list(state.recent_losses)
+        meta["recent_losses"] = list(state.recent_losses)
+    if balance is not None:
+        meta["balance"] = balance
     return meta
 
 
-def recent_losses_from(meta: dict[str, Any], settings: RecoveryConfig) -> deque[float]:
+def recent_losses_from(meta: CheckpointMeta, settings: RecoveryConfig) -> deque[float]:
     """Return the recent losses of a checkpoint's ``meta.json``."""
-    return deque(meta.get(_RECENT, ()), maxlen=settings.spike_window)
+    return deque(meta.get("recent_losses", ()), maxlen=settings.spike_window)
 
 
 def resume(
     spec: RunSpec, ctx: RankContext, components: TrainComponents, checkpoints: CheckpointManager
-) -> tuple[TrainState, str | None, dict[str, Any]]:
+) -> tuple[TrainState, str | None, CheckpointMeta]:
     """Load the checkpoint that the run resumes from. Returns the state, the checkpoint's path and
     its ``meta.json``; without a checkpoint a new state, None and nothing. A collective."""
     settings = spec.config.recovery
@@ -203,12 +207,12 @@ def resume(
         return TrainState(recent_losses=recent_losses_from({}, settings)), None, {}
     with open_checkpoint(Path(path), checkpoints.side) as opened:
         load_train_state(components.strategy, opened, components.precision.scaler)
-    step = int(opened.meta["step"])
+    step = opened.meta["step"]
     checkpoints.resume_at(step, is_own)
     state = TrainState(
         step=step,
         first_step=step,
-        skipped_batches=set(opened.meta.get(_SKIPPED, ())),
+        skipped_batches=set(opened.meta.get("skipped_batches", ())),
         recent_losses=recent_losses_from(opened.meta, settings),
     )
     return state, path, opened.meta

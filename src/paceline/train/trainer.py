@@ -244,7 +244,7 @@ class Trainer:
         num_notices = len(strategy.notices)
         with open_checkpoint(Path(str(target.path)), self.checkpoints.side) as opened:
             load_train_state(strategy, opened, self.components.precision.scaler)
-        state.step = int(opened.meta["step"])
+        state.step = opened.meta["step"]
         state.first_step = min(state.first_step, state.step)
         state.recent_losses = recent_losses_from(opened.meta, self.spec.config.recovery)
         for step in [step for step in state.eval_losses if step > state.step]:
@@ -310,12 +310,7 @@ class Trainer:
         self.anomalies.flush()
         for callback in self.callbacks:
             callback.before_checkpoint(self.state)
-        step, spec, scaler = self.state.step, self.spec, self.components.precision.scaler
+        step, scaler = self.state.step, self.components.precision.scaler
         collect = partial(collect_train_state, self.strategy, step, self.data.order, scaler)
-        meta = {
-            **checkpoint_meta(self.state, spec),
-            **self.balancer.meta(),
-            "strategy": self.strategy.name,
-            "frozen": self.components.frozen_digest,
-        }
+        meta = checkpoint_meta(self.state, self.spec, self.components, self.balancer.record())
         self.checkpoints.save(step, collect, meta, must_succeed=must_succeed)
