@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from paceline.checkpoint import transfer, writer
 from paceline.checkpoint.format import CheckpointMeta, name_of
@@ -353,11 +353,10 @@ class CheckpointManager:
         if not reasons or self._has_warned_unpinned or not self.world.is_rank_zero:
             return
         self._has_warned_unpinned = True
-        where = f" of rank {', '.join(map(str, reasons))}" if self.world.size > 1 else ""
+        rank, reason = next(iter(reasons.items()))
         logger.warning(
-            f"the copy{where} that is saved from in the background lies in ordinary memory, for no"
-            " more could be pinned: training stands still longer at each save"
-            f" ({next(iter(reasons.values()))})"
+            f"the copy of rank {rank} that is saved from in the background lies in ordinary memory,"
+            f" for no more could be pinned: training stands still longer at each save ({reason})"
         )
 
     def _say(self, flight: InFlightSave) -> None:
