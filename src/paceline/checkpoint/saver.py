@@ -353,10 +353,10 @@ class CheckpointManager:
         if not reasons or self._has_warned_unpinned or not self.world.is_rank_zero:
             return
         self._has_warned_unpinned = True
-        rank, reason = next(iter(reasons.items()))
         logger.warning(
-            f"the copy of rank {rank} that is saved from in the background lies in ordinary memory,"
-            f" for no more could be pinned: training stands still longer at each save ({reason})"
+            f"the copy of rank {', '.join(map(str, reasons))} that is saved from in the background"
+            " lies in ordinary memory, for no more could be pinned: training stands still longer at"
+            f" each save ({next(iter(reasons.values()))})"
         )
 
     def _say(self, flight: InFlightSave) -> None:
@@ -388,8 +388,7 @@ class InFlightSave:
     Args:
         leader, leads: the rank that commits it; whether that is this one.
         aside: the hidden folder it is written in; None where it could not be made.
-        writers: all ranks, in order.
-        senders: the ranks that send what they own to rank 0.
+        writers, senders: all ranks, in order; those that send what they own to rank 0.
         superseded: steps of checkpoints that an earlier attempt wrote, beyond the one from which
             this attempt resumed.
         started: on the clock of ``time.perf_counter``.

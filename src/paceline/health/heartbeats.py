@@ -15,10 +15,12 @@ import os
 import statistics
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from paceline.distributed import torch_compat
 from paceline.distributed.call_log import CallLogReader, CallRecord
@@ -50,6 +52,50 @@ def period_s(world_size: int, shortest_s: float) -> float:
 def reads(world_size: int, local_rank: int) -> bool:
     """Whether a rank listens to the others."""
     return world_size <= _ALL_READ or local_rank == 0
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank tells of itself.
+
+    Args:
+        number: of beats so far; 0 before the first.
+        marks: signs of progress so far.
+        usual_s: its usual step.
+        kind: which ranks it is like, see :class:`~paceline.health.stragglers.StragglerDetector`.
+        told_step: the last step whose times it has told.
+        box: the file of its :class:`~paceline.distributed.call_log.CallLog`.
+        pause: the last one of its process.
+    """
+
+    number: int = 0
+    marks: int = -1
+    still_s: float = 0.0
+    phase: str = "starting"
+    step: int | None = None
+    waits_for: str | None = None
+    usual_s: float | None = None
+    issued: dict[str, int] = field(default_factory=dict)
+    host: str = ""
+    pid: int = 0
+    kind: str | None = UNKNOWN_KIND
+    asks: bool = False
+    told_step: int | None = None
+    box: int | None = None
+    pause: Pause | None = None
+    segments: Segments = field(default_factory=Segments)
+
+
+_BEAT_ADAPTER = TypeAdapter(Beat)
+
+
+@dataclass
+class Details:
+    """What few ever read of a rank: ``stack`` (lines, innermost first), and its last calls if it
+    has told them."""
+
+    stack: list[str]
+    calls: list[CallRecord] | None = None
 
 
 class HeartbeatExchange:
@@ -89,34 +135,32 @@ class HeartbeatExchange:
         steps = list(PROGRESS.steps)
         if time.perf_counter() - self._sent_at > _SEGMENTS_S:
             self._sent, self._sent_at = self._segments.read(), time.perf_counter()
-        beat = {
-            "number": self._number,
-            "marks": PROGRESS.marks,
-            "still_s": round(still_s, 3),
-            "phase": "ended" if self.ended else PROGRESS.phase,
-            "step": PROGRESS.step,
-            "waits_for": _waits_for(),
-            "usual_s": (
-                statistics.median(one.wall_s for one in steps[-16:]) if len(steps) > 1 else None
+        beat = Beat(
+            number=self._number,
+            marks=PROGRESS.marks,
+            still_s=round(still_s, 3),
+            phase="ended" if self.ended else PROGRESS.phase,
+            step=PROGRESS.step,
+            waits_for=_waits_for(),
+            usual_s=(
+                statistics.median(step.wall_s for step in steps[-16:]) if len(steps) > 1 else None
             ),
-            "issued": PROGRESS.issued,
-            "host": self.host,
-            "pid": self.pid,
-            "kind": self.kind,
-            "asks": self.asks,
-            "told_step": steps[-1].step if steps else None,
-            "box": PROGRESS.box.file if PROGRESS.box is not None else None,
-            "pause": (
-                [self.pause.step, round(self.pause.seconds, 3)] if self.pause is not None else None
-            ),
-            "segments": [self._sent.sent, self._sent.resent],
-        }
-        details: dict[str, Any] = {"stack": stack_of(PROGRESS.thread)}
+            issued=PROGRESS.issued,
+            host=self.host,
+            pid=self.pid,
+            kind=self.kind,
+            asks=self.asks,
+            told_step=steps[-1].step if steps else None,
+            box=PROGRESS.box.file if PROGRESS.box is not None else None,
+            pause=self.pause,
+            segments=self._sent,
+        )
+        details = Details(stack_of(PROGRESS.thread))
         if still_s > _CALLS_AFTER_S or self.asked or self.asks:
-            details["calls"] = [call.record() for call in list(PROGRESS.ring)]
-        written: dict[str, Any] = {
-            self._key(self.rank): beat,
-            self._key(self.rank, "details"): details,
+            details.calls = [call.record() for call in list(PROGRESS.ring)]
+        written = {
+            self._key(self.rank): _BEAT_ADAPTER.dump_json(beat),
+            self._key(self.rank, "details"): json.dumps(asdict(details)),
         }
         if steps and steps[-1] is not self._told_steps:
             # A reader that beats at the same pace may miss one of two.
@@ -125,10 +169,9 @@ class HeartbeatExchange:
                 self._told_steps.step if self._told_steps is not None else 0,
             )
             self._told_steps = steps[-1]
-            written[self._key(self.rank, "steps")] = [
-                _rounded(one) for one in steps if one.step > since
-            ]
-        self._store.multi_set(list(written), [json.dumps(one) for one in written.values()])
+            told = [_rounded(times) for times in steps if times.step > since]
+            written[self._key(self.rank, "steps")] = json.dumps(told)
+        self._store.multi_set(list(written), list(written.values()))
 
     # -- reading
     def read(self) -> list[PeerState]:
@@ -137,15 +180,15 @@ class HeartbeatExchange:
         met = [
             one
             for one in self._peers.values()
-            if one.number > 0 or self._store.check([self._key(one.rank)])
+            if one.beat.number > 0 or self._store.check([self._key(one.rank)])
         ]
         now = time.perf_counter()
         for peer, text in zip(
             met, self._store.multi_get([self._key(one.rank) for one in met]), strict=True
         ):
-            peer.hear(json.loads(text), now)
+            peer.hear(_BEAT_ADAPTER.validate_json(text), now)
             peer.look(self.host, now)
-        self.asked = any(one.asks for one in met if one.rank != self.rank)
+        self.asked = any(peer.beat.asks for peer in met if peer.rank != self.rank)
         return met
 
     def forgive(self) -> None:
@@ -156,7 +199,7 @@ class HeartbeatExchange:
 
     def steps(self, ranks: Iterable[int]) -> dict[int, list[StepTimes]]:
         """rank → the times of its last steps, as of its last beat."""
-        told = {rank: self._peers[rank].beat.get("told_step") for rank in ranks}
+        told = {rank: self._peers[rank].beat.told_step for rank in ranks}
         new = [
             rank
             for rank, step in told.items()
@@ -170,24 +213,25 @@ class HeartbeatExchange:
             self._steps[rank] = (told[rank], [StepTimes(*one) for one in json.loads(text)])
         return {rank: self._steps[rank][1] if rank in self._steps else [] for rank in told}
 
-    def details(self, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
-        """rank → ``stack`` (lines, innermost first), and ``calls`` where it has told them."""
-        found = {rank: self._get(self._key(rank, "details")) for rank in ranks}
-        return {rank: one for rank, one in found.items() if one is not None}
+    def details(self, ranks: Iterable[int]) -> dict[int, Details]:
+        """The details by rank, where they can be had."""
+        keys = {rank: self._key(rank, "details") for rank in ranks}
+        return {
+            rank: Details(**json.loads(self._store.get(key)))
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
 
     def calls(self, ranks: Iterable[int]) -> dict[int, list[CallRecord]]:
         """rank → its last calls, where they can be had: from its memory on this host, or as it has
         told them."""
         near = self.calls_near()
         told = self.details(rank for rank in ranks if rank not in near)
-        return near | {rank: one["calls"] for rank, one in told.items() if "calls" in one}
+        return near | {rank: one.calls for rank, one in told.items() if one.calls is not None}
 
     def calls_near(self) -> dict[int, list[CallRecord]]:
         """Of the ranks of this host, without the store."""
         return {rank: one.box.calls() for rank, one in self._peers.items() if one.box is not None}
-
-    def _get(self, key: str) -> Any:
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _key(self, rank: int, what: str = "beat") -> str:
         return f"paceline/{what}/{rank}"
@@ -199,45 +243,18 @@ class PeerState:
     made progress."""
 
     rank: int
-    number: int = 0
-    marks: int = -1
     heard_at: float = field(default_factory=time.perf_counter)
     moved_at: float = field(default_factory=time.perf_counter)
-    beat: dict[str, Any] = field(default_factory=dict)
+    beat: Beat = field(default_factory=Beat)
     state: str | None = None
     box: CallLogReader | None = None
 
-    @property
-    def asks(self) -> bool:
-        return bool(self.beat.get("asks"))
-
-    @property
-    def kind(self) -> str | None:
-        found: str | None = self.beat.get("kind", UNKNOWN_KIND)
-        return found
-
-    @property
-    def pause(self) -> Pause | None:
-        """The last one that the rank reports."""
-        found = self.beat.get("pause")
-        return Pause(*found) if found is not None else None
-
-    @property
-    def segments(self) -> Segments:
-        return Segments(*self.beat.get("segments", ()))
-
-    def hear(self, beat: dict[str, Any], now: float) -> None:
-        if beat["number"] == self.number:
+    def hear(self, beat: Beat, now: float) -> None:
+        if beat.number == self.beat.number:
             return
-        if beat["marks"] != self.marks:
-            self.moved_at = now - beat["still_s"]
-        self.number, self.marks, self.beat, self.heard_at, self.state = (
-            beat["number"],
-            beat["marks"],
-            beat,
-            now,
-            None,
-        )
+        if beat.marks != self.beat.marks:
+            self.moved_at = now - beat.still_s
+        self.beat, self.heard_at, self.state = beat, now, None
 
     @property
     def is_gone(self) -> bool:
@@ -246,27 +263,28 @@ class PeerState:
 
     def look(self, host: str, now: float) -> None:
         """On this host: the state of a process that is silent, and its black box while it lives."""
-        if self.beat["host"] != host or self.beat["phase"] == "ended":
+        beat = self.beat
+        if beat.host != host or beat.phase == "ended":
             self.state = None
             return
-        self.state = state_of(self.beat["pid"]) if now - self.heard_at > _LOOK_S else None
-        if self.box is None and self.state is None and self.beat["box"] is not None:
+        self.state = state_of(beat.pid) if now - self.heard_at > _LOOK_S else None
+        if self.box is None and self.state is None and beat.box is not None:
             with contextlib.suppress(OSError):
-                self.box = CallLogReader(self.beat["pid"], self.beat["box"])
+                self.box = CallLogReader(beat.pid, beat.box)
 
     def seen(self, now: float) -> RankStatus:
         beat = self.beat
         return RankStatus(
             rank=self.rank,
-            host=beat["host"],
-            pid=beat["pid"],
-            phase=beat["phase"],
-            step=beat["step"],
+            host=beat.host,
+            pid=beat.pid,
+            phase=beat.phase,
+            step=beat.step,
             still_s=now - self.moved_at,
             silent_s=now - self.heard_at,
-            waits_for=beat["waits_for"],
-            usual_s=beat["usual_s"],
-            issued=beat["issued"],
+            waits_for=beat.waits_for,
+            usual_s=beat.usual_s,
+            issued=beat.issued,
             state=self.state,
         )
 
@@ -336,7 +354,21 @@ class HeartbeatFile:
                 {
                     "time": round(now, 3),
                     "every_s": _EVERY_S,
-                    "ranks": [_as_dict(one, now) for one in ranks],
+                    "ranks": [
+                        {
+                            "rank": status.rank,
+                            "host": status.host,
+                            "pid": status.pid,
+                            "phase": status.phase,
+                            "step": status.step,
+                            "waits_for": status.waits_for,
+                            # its last beat and last sign of progress, by one clock for all
+                            "heard_at": round(now - status.silent_s, 2),
+                            "moved_at": round(now - status.still_s, 2),
+                            "state": status.state,
+                        }
+                        for status in ranks
+                    ],
                 }
             )
             # it never grows shorter, so that none reads a torn end
@@ -350,19 +382,3 @@ class HeartbeatFile:
             self._file = None
             with contextlib.suppress(OSError):
                 self.path.unlink()
-
-
-def _as_dict(one: RankStatus, now: float) -> dict[str, Any]:
-    """``heard_at``, ``moved_at``: its last beat and last sign of progress, in seconds since the
-    epoch, by one clock for all."""
-    return {
-        "rank": one.rank,
-        "host": one.host,
-        "pid": one.pid,
-        "phase": one.phase,
-        "step": one.step,
-        "waits_for": one.waits_for,
-        "heard_at": round(now - one.silent_s, 2),
-        "moved_at": round(now - one.still_s, 2),
-        "state": one.state,
-    }

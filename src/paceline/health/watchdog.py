@@ -226,7 +226,7 @@ class Watchdog:
         details, seen = self._beats.details(ranks), hang.seen
         found = find_mismatch(self._beats.calls(ranks), sites=hang.all_wait)
         self._mismatch = found[1] if found is not None else None
-        stack = details[seen.rank]["stack"] if seen is not None and seen.rank in details else []
+        stack = details[seen.rank].stack if seen is not None and seen.rank in details else []
         lines = [hang.text()]
         if self._mismatch:
             lines.append(self._mismatch)
@@ -286,12 +286,12 @@ class Watchdog:
     # -- stragglers
     def _judge_stragglers(self, peers: list[PeerState]) -> None:
         assert self._beats is not None
-        kinds = {one.rank: one.kind for one in peers}
+        kinds = {one.rank: one.beat.kind for one in peers}
         if len(peers) + len(self.world.lost) < self.world.size or UNKNOWN_KIND in kinds.values():
             return
         told = self._beats.steps(rank for rank, kind in kinds.items() if kind is not None)
         for one in self._steps.add(kinds, told):
-            host = next(peer.beat["host"] for peer in peers if peer.rank == one.rank)
+            host = next(peer.beat.host for peer in peers if peer.rank == one.rank)
             if one.even:
                 self._emit(
                     {
@@ -322,16 +322,16 @@ class Watchdog:
 
     def _judge_pauses(self, peers: list[PeerState]) -> None:
         for one in peers:
-            pause = one.pause
+            pause = one.beat.pause
             if pause is not None and pause != self._pauses.get(one.rank):
                 self._pauses[one.rank] = pause
                 paused_s = round(pause.seconds, 3)
                 self._emit(
                     {
                         "type": "straggler",
-                        "text": pause.text(one.rank, one.beat["host"]),
+                        "text": pause.text(one.rank, one.beat.host),
                         "rank": one.rank,
-                        "host": one.beat["host"],
+                        "host": one.beat.host,
                         "step": pause.step,
                         "slower_by_s": paused_s,
                         "share": {
@@ -346,15 +346,17 @@ class Watchdog:
     def _judge_links(self, peers: list[PeerState]) -> None:
         now_s = time.perf_counter()
         for one in peers:
-            found = self._links.add(one.rank, now_s, one.segments.sent, one.segments.resent)
+            found = self._links.add(
+                one.rank, now_s, one.beat.segments.sent, one.beat.segments.resent
+            )
             if found is not None:
                 self._emit(
                     {
                         "type": "link_end" if found.is_sound else "link",
-                        "text": found.text(one.beat["host"]),
+                        "text": found.text(one.beat.host),
                         "rank": one.rank,
-                        "host": one.beat["host"],
-                        "step": one.beat["step"],
+                        "host": one.beat.host,
+                        "step": one.beat.step,
                         "resent_share": round(found.share, 5),
                         "segments": found.sent,
                         "seconds": round(found.seconds, 1),
@@ -403,7 +405,7 @@ class Watchdog:
             if found is not None or not peers:
                 return found[1] if found is not None else None
             if len(peers) == self.world.size and all(
-                one.rank in calls or one.is_gone or one.beat["phase"] == "ended" for one in peers
+                one.rank in calls or one.is_gone or one.beat.phase == "ended" for one in peers
             ):
                 return None
             time.sleep(_PERIOD_S / 3)
