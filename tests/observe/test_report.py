@@ -21,8 +21,8 @@ from paceline.observe.report.charts import (
     tick_label,
     ticks,
 )
-from paceline.observe.report.html import render_report
-from paceline.observe.report.write import REPORT_KEYS, write_reports
+from paceline.observe.report.html import render_report, write_reports
+from paceline.observe.report.record import REPORT_KEYS
 
 EVIL = "</script><script>alert('x')</script><img src=x onerror=\"alert(1)\">"
 VOID = {"meta", "br", "img", "line", "path", "input", "hr", "link"}
@@ -465,7 +465,7 @@ def test_a_stack_adds_up():
         ],
     )
     shapes = draw(plot, (1, 2), [])["shapes"]
-    top = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", shapes[1]["d"])]
-    lower = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", shapes[0]["d"])]
+    top = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", shapes[1].d)]
+    lower = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", shapes[0].d)]
     assert top[2:] == lower[:2]  # the lower edge of b is the upper edge of a
     assert (400 - top[0]) == pytest.approx(4 * (400 - lower[0]), rel=1e-3)

@@ -15,7 +15,8 @@ from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.core.event_log import EventLog
 from paceline.core.run_dir import RunDir
-from paceline.observe.report.write import REPORT_KEYS, write_reports
+from paceline.observe.report.html import write_reports
+from paceline.observe.report.record import REPORT_KEYS
 from paceline.verify.certificate import Bounds, combine, judge, loss_difference, weight_difference
 from paceline.verify.modes import all_modes, hybrids, make_mode, split_names
 from paceline.verify.run import _modes

@@ -6,8 +6,8 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from paceline.observe.metrics import StepMetrics
 from paceline.parallel.comm_profile import CommProfile, CommTimes
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
     from paceline.distributed.communicator import Communicator
     from paceline.parallel.base import Strategy
 
@@ -366,11 +368,11 @@ class CommAdvisor:
         return f"{self.exchange.method} {how} on this link: {verdict.why}"
 
     # -- at the end
-    def report(self) -> dict[str, Any]:
-        """Keys of the report: ``link`` where one was measured, ``communication``."""
+    def report(self) -> dict[str, JsonValue]:
+        """The report's ``communication``; :attr:`link` was measured, or is None."""
         measured, exchange = self.measured(), self.exchange
         share = wait_share(measured)
-        found: dict[str, Any] = {
+        figures: dict[str, JsonValue] = {
             "step_s": measured.step_s if measured else None,
             "wait_s": measured.wait_s if measured else None,
             "wait_share": share,
@@ -380,21 +382,18 @@ class CommAdvisor:
             if share is not None and share > _MUCH:  # the same on all ranks
                 self.link = measure_link(exchange.group)
             self.summary = judge_plain(measured, self.link, exchange.bucket_bytes)
-            found = {"method": "none", **found, "pays": None, "why": self.summary}
+            figures = {"method": "none", **figures, "pays": None, "why": self.summary}
         else:
             verdict = self._verdict(measured)
             method_s = measured.spent.method_s if measured and measured.wait_s is not None else None
-            found |= {
+            figures |= {
                 "method_s": method_s,
-                "ddp": verdict.ddp,
+                "ddp": {**verdict.ddp},
                 "pays": verdict.pays,
                 "why": verdict.why,
             }
             self.summary = self.sentence(verdict)
-        return {
-            "communication": found,
-            **({"link": asdict(self.link)} if self.link is not None else {}),
-        }
+        return figures
 
 
 def make_advisor(

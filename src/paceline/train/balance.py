@@ -145,6 +145,11 @@ class Balancer(Callback):
         return self.data.num_replicas * self.data.accumulation
 
     @property
+    def is_equal(self) -> bool:
+        """Whether shares are equal by configuration."""
+        return self.config.parallel.balance == "equal"
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Micro-batches of each rank."""
         return self.data.shares or self.data.equal_shares
@@ -363,12 +368,6 @@ class Balancer(Callback):
         ):
             return None
         return {"shares": list(self.counts), "fixed": self.phase == "fixed"}
-
-    def figures(self) -> dict[str, Any]:
-        """Return the report's ``balance``; empty with ``parallel.balance: equal``."""
-        if self.config.parallel.balance == "equal":
-            return {}
-        return {"balance": {"shares": list(self.counts)}}
 
 
 def _size(batch: MicroBatch) -> int:

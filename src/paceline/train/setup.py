@@ -44,7 +44,7 @@ from paceline.observe.comm_advisor import CommAdvisor, make_advisor
 from paceline.observe.device_stats import DeviceMonitor
 from paceline.observe.metrics import StepMetrics
 from paceline.observe.report.build import build_report
-from paceline.observe.report.write import write_reports
+from paceline.observe.report.html import write_reports
 from paceline.observe.run_start import RunInfo, emit_run_start
 from paceline.parallel.protocols import close_servers, model_init_context
 from paceline.parallel.registry import make_strategy
@@ -144,7 +144,7 @@ def _run(trainer: Trainer) -> dict[str, Any]:
         save_model_folder(
             ctx, trainer.components, build_model, state.step, trainer.handle_rank_loss
         )
-    report: Any = build_report(
+    report = build_report(
         _run_info(spec, ctx, trainer.components, trainer.data),
         trainer.metrics,
         advisor,
@@ -152,7 +152,7 @@ def _run(trainer: Trainer) -> dict[str, Any]:
         step=state.step,
         resumed_from_step=state.first_step if spec.resume_from is not None else None,
         skipped_batches=state.skipped_batches,
-        balance=trainer.balancer.figures(),
+        shares=None if trainer.balancer.is_equal else trainer.balancer.counts,
     )
     if ctx.comm.is_rank_zero:
         write_reports(ctx.run_dir, report)

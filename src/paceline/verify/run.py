@@ -396,14 +396,12 @@ def _certificate(
 def _write(certificate: Certificate, folder: Path) -> None:
     """``verify.json`` and ``verify.html``; where the folder is a finished run's, its report is made
     anew with it."""
-    from paceline.observe.report.write import write_reports
+    from paceline.observe.report.html import render_certificate, write_reports
 
     run_dir = RunDir(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_json_atomic(folder / "verify.json", certificate)
-        from paceline.observe.report.html import render_certificate
-
         write_atomic(folder / "verify.html", render_certificate(certificate))
         if run_dir.report.is_file():
             write_reports(run_dir, json.loads(run_dir.report.read_text()))

@@ -2,16 +2,18 @@
 
 import time
 from collections.abc import Collection, Sequence
-from typing import Any
+from dataclasses import asdict
+from typing import Any, cast
 
 import numpy as np
 
 from paceline.core.event_log import effective_events, effective_steps, read_events
-from paceline.core.events import Event
+from paceline.core.events import Event, WorkerLostEvent
 from paceline.data.order import SampleOrder
 from paceline.health.anomalies import skipped_steps
 from paceline.observe.comm_advisor import CommAdvisor
 from paceline.observe.metrics import StepMetrics, memory_peak
+from paceline.observe.report.record import DataReport, Report
 from paceline.observe.run_start import RunInfo
 from paceline.parallel.registry import estimate_cost
 
@@ -25,14 +27,14 @@ def build_report(
     step: int,
     resumed_from_step: int | None,
     skipped_batches: Collection[int],
-    balance: dict[str, Any],
-) -> dict[str, Any]:
+    shares: tuple[int, ...] | None,
+) -> Report:
     """Return the report; rank 0's result is the one to write. A collective.
 
     Args:
         step: the step reached.
         skipped_batches: steps whose batch was skipped after a loss spike, counted from 0.
-        balance: what the report says of ``parallel.balance``.
+        shares: micro-batches of each rank; None with ``parallel.balance: equal``.
     """
     strategy, config, order = info.strategy, info.config, info.order
     comm = strategy.world
@@ -42,22 +44,21 @@ def build_report(
     traffic = strategy.sent_in_a_step(metrics.usual_traffic)
     sent = [int(size) for size in comm.gather_numbers(-1 if traffic is None else traffic)]
     figures = strategy.report_metrics(max(sent) if max(sent) > 0 else None)
-    advice = advisor.report() if advisor is not None else {}
-    if advice:
-        advice["communication"] = {**advice["communication"], **figures.pop("communication", {})}
+    communication = advisor.report() if advisor is not None else {}
+    communication |= figures.get("communication", {})
     events = read_events(info.run_dir.events) if comm.is_rank_zero else []
     steps = effective_steps(events)
     cost = estimate_cost(
         info.layout.strategy, info.shape, info.layout.axes, info.workload(step), config
     )
     losses = workers_lost(events, step)
-    skipped = _skipped_batches(order, skipped_batches)
+    num_skipped_samples = sum(len(order.global_batch(step)) for step in skipped_batches)
     seen = samples_seen(order, step) - sum(loss["samples_unseen"] for loss in losses)
-    seen -= skipped["skipped_batches"]["samples"] if skipped else 0
+    seen -= num_skipped_samples
     tokens, labels = _tokens_seen(info, step, skipped_batches)
     evals = [event for event in events if event["type"] == "eval" and event["step"] <= step]
     starts = sum(1 for event in events if event["type"] == "run_start")
-    return {
+    report: Report = {
         "status": status,
         "strategy": strategy.name,
         "world_size": info.derived.world_size,
@@ -76,23 +77,33 @@ def build_report(
         "final_train_loss": steps[-1]["loss"] if steps else None,
         "final_eval_loss": evals[-1]["loss"] if evals else None,
         "final_eval_metrics": evals[-1].get("metrics") if evals else None,
-        **figures,
-        **advice,
-        **({"workers_lost": losses} if losses else {}),
-        **balance,
         "peak_memory_bytes": peaks,
         "state_memory_bytes": {"predicted": cost.state, "measured": max(state_bytes)},
         "traffic_bytes_per_step": {
             "predicted": cost.traffic_per_step,
             "measured": max(sent) if max(sent) >= 0 else None,
-            # the prediction is an upper bound
-            **({"bound": True} if cost.traffic_is_bound else {}),
         },
         "skipped_steps": skipped_steps(events, step),
         "restarts": max(0, starts - 1),
         "resumed_from_step": resumed_from_step,
-        "data": {**info.data_counts, **skipped},
+        "data": cast(DataReport, {**info.data_counts}),
     }
+    if cost.traffic_is_bound:
+        report["traffic_bytes_per_step"]["bound"] = True
+    if communication:
+        report["communication"] = communication
+    if advisor is not None and advisor.link is not None:
+        report["link"] = asdict(advisor.link)
+    if "staleness" in figures:
+        report["staleness"] = figures["staleness"]
+    if losses:
+        report["workers_lost"] = losses
+    if shares is not None:
+        report["balance"] = {"shares": list(shares)}
+    if num_skipped_samples:
+        steps_from_1 = sorted(step + 1 for step in skipped_batches)
+        report["data"]["skipped_batches"] = {"steps": steps_from_1, "samples": num_skipped_samples}
+    return report
 
 
 def samples_seen(order: SampleOrder, step: int) -> int:
@@ -102,7 +113,7 @@ def samples_seen(order: SampleOrder, step: int) -> int:
     return epochs * order.num_samples + in_epoch
 
 
-def workers_lost(events: Sequence[Event], step: int) -> list[dict[str, Any]]:
+def workers_lost(events: Sequence[Event], step: int) -> list[WorkerLostEvent]:
     """Return the workers that this run has lost up to ``step``, over all its attempts, without
     those of steps that were rolled back."""
     return [
@@ -116,15 +127,6 @@ def workers_lost(events: Sequence[Event], step: int) -> list[dict[str, Any]]:
         for event in effective_events(events)
         if event["type"] == "worker_lost" and event["step"] <= step
     ]
-
-
-def _skipped_batches(order: SampleOrder, steps: Collection[int]) -> dict[str, Any]:
-    """Return what the report's ``data`` says of skipped batches, with steps counted from 1; empty
-    if there are none."""
-    samples = sum(len(order.global_batch(step)) for step in steps)
-    if not samples:
-        return {}
-    return {"skipped_batches": {"steps": sorted(step + 1 for step in steps), "samples": samples}}
 
 
 def _tokens_seen(

@@ -7,7 +7,11 @@ text has the same size on a phone as on a large screen. Everything is visible wi
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypedDict
+
+from paceline.core import formatting
+from paceline.core.events import EvalEvent, RunStartEvent, StepEvent
 
 MAX_POINTS = 1500  # of all series of a plot together
 WIDTH, HEIGHT = 1000.0, 400.0  # of the SVG's own coordinates
@@ -133,9 +137,50 @@ def tick_label(value: float, step: float) -> str:
     return f"{value:,.{min(decimals, 6)}f}"
 
 
+class Mark(NamedTuple):
+    """A tick or marker: ``svg`` in the SVG's coordinates, ``at`` in per cent of the area."""
+
+    svg: str
+    at: str
+    text: str
+
+
+class ReadOut(TypedDict):
+    """The figures of a series, for the script that shows them."""
+
+    name: str
+    colour: str
+    x: list[float]
+    y: list[float | None]
+
+
+class Shape(NamedTuple):
+    """A series as an SVG path ``d``."""
+
+    name: str
+    colour: str
+    kind: str
+    d: str
+
+
+class DrawnPlot(TypedDict):
+    """What the template shows of a plot."""
+
+    title: str
+    unit: str
+    wide: bool
+    notes: list[str]
+    shapes: list[Shape]
+    y_ticks: list[Mark]
+    x_ticks: list[Mark]
+    markers: list[Mark]
+    x_range: tuple[float, float]
+    series: list[ReadOut]
+
+
 def draw(
     plot: Plot, x_range: tuple[float, float], markers: Sequence[tuple[float, str]]
-) -> dict[str, Any]:
+) -> DrawnPlot:
     """All that the template needs of a plot: paths, ticks in per cent of the area, and the
     read-out's data."""
     x_low, x_high = x_range if x_range[1] > x_range[0] else (x_range[0] - 1, x_range[0] + 1)
@@ -175,7 +220,7 @@ def draw(
             if one.kind == "area"
             else _path(one.points, place, one.kind == "dots")
         )
-        shapes.append({"name": one.name, "colour": one.colour, "kind": one.kind, "d": d})
+        shapes.append(Shape(one.name, one.colour, one.kind, d))
     x_marks = [(x, text) for x, text in markers if x_low <= x <= x_high]
     return {
         "title": plot.title,
@@ -186,20 +231,16 @@ def draw(
         "y_ticks": [_mark(place(x_low, y)[1], HEIGHT, tick_label(y, y_step)) for y in y_ticks],
         "x_ticks": [_mark(place(x, y_low)[0], WIDTH, tick_label(x, x_step)) for x in x_ticks],
         "markers": [_mark(place(x, y_low)[0], WIDTH, text) for x, text in x_marks],
-        "data": {
-            "x": [x_low, x_high],
-            "unit": plot.unit,
-            "series": [_read_out(one) for one in series],
-        },
+        "x_range": (x_low, x_high),
+        "series": [_read_out(one) for one in series],
     }
 
 
-def _mark(at: float, whole: float, text: str) -> dict[str, Any]:
-    """A tick or marker: ``svg`` in the SVG's coordinates, ``at`` in per cent of the area."""
-    return {"svg": f"{at:.1f}", "at": f"{100 * at / whole:.2f}", "text": text}
+def _mark(at: float, whole: float, text: str) -> Mark:
+    return Mark(f"{at:.1f}", f"{100 * at / whole:.2f}", text)
 
 
-def _read_out(one: Series) -> dict[str, Any]:
+def _read_out(one: Series) -> ReadOut:
     values = [None if y is None else float(f"{y:.6g}") for _, y in one.points]
     return {"name": one.name, "colour": one.colour, "x": [x for x, _ in one.points], "y": values}
 
@@ -262,3 +303,175 @@ def _area(bottom: Sequence[Point], top: Sequence[Point], place: Any) -> str:
             edge, back = [(x - 6, y), (x + 6, y)], [(x + 6, foot), (x - 6, foot)]
         parts.append("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in [*edge, *back]) + "Z")
     return "".join(parts)
+
+
+_RANK_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
+
+
+def draw_plots(
+    steps: list[StepEvent],
+    evals: list[EvalEvent],
+    start: RunStartEvent,
+    resumed_from: Sequence[int],
+) -> list[DrawnPlot]:
+    """The plots of a run. ``resumed_from``: steps from which it was resumed."""
+    if not steps:
+        return []
+    batch = (start.get("derived") or {}).get("global_batch_size")
+    made = [
+        _loss_plot(steps, evals),
+        _rate_plot(steps),
+        _throughput_plot(steps, batch),
+        _time_plot(steps),
+        _memory_plot(steps),
+        _norm_plot(steps),
+    ]
+    markers = [(step, f"resumed at step {step:,}") for step in resumed_from]
+    x_all = [event["step"] for event in (*steps, *evals)]
+    x_range = (min(x_all), max(x_all))
+    return [draw(plot, x_range, markers) for plot in made if plot.notes or _has_figures(plot)]
+
+
+def _has_figures(plot: Plot) -> bool:
+    return any(y is not None for one in plot.series for _, y in one.points)
+
+
+def _points(events: Sequence[StepEvent | EvalEvent], key: str, scale: float = 1.0) -> list[Point]:
+    return [
+        (event["step"], None if (y := formatting.finite(event.get(key))) is None else y / scale)
+        for event in events
+    ]
+
+
+def _broken(events: list[StepEvent], key: str, what: str) -> list[str]:
+    many = sum(
+        1
+        for one in events
+        if formatting.number(one.get(key)) is not None and formatting.finite(one.get(key)) is None
+    )
+    return (
+        [
+            f"{many:,} of {len(events):,} logged steps have a {what} that is not a finite number:"
+            " the gaps."
+        ]
+        if many
+        else []
+    )
+
+
+def _loss_plot(steps: list[StepEvent], evals: list[EvalEvent]) -> Plot:
+    raw = _points(steps, "loss")
+    series = raw_and_smooth("loss", raw, "c1", 10)
+    if evals:
+        series.append(Series("evaluation", _points(evals, "loss"), "c2", "dots"))
+    return Plot("Training loss", "", series, wide=True, notes=_broken(steps, "loss", "loss"))
+
+
+def _rate_plot(steps: list[StepEvent]) -> Plot:
+    return Plot(
+        "Learning rate",
+        "",
+        [Series("learning rate", _points(steps, "learning_rate"), "c3")],
+        from_zero=True,
+    )
+
+
+def _norm_plot(steps: list[StepEvent]) -> Plot:
+    notes = _broken(steps, "grad_norm", "gradient norm")
+    series = raw_and_smooth("gradient norm", _points(steps, "grad_norm"), "c4", 100)
+    return Plot("Gradient norm", "", series, from_zero=True, notes=notes)
+
+
+def _throughput_plot(steps: list[StepEvent], batch: Any) -> Plot:
+    found = [formatting.throughput(step, batch) for step in steps]
+    unit = found[-1][1]
+    points: list[Point] = [
+        (step["step"], y if u == unit else None) for step, (y, u) in zip(steps, found, strict=True)
+    ]
+    return Plot("Throughput", unit, raw_and_smooth("throughput", points, "c5", 100), from_zero=True)
+
+
+def _memory_plot(steps: list[StepEvent]) -> Plot:
+    rows = [(step["step"], _as_list(step.get("memory_bytes"))) for step in steps]
+    world = max((len(values) for _, values in rows), default=0)
+    top = max(
+        (
+            figure
+            for _, values in rows
+            for value in values
+            if (figure := formatting.finite(value)) is not None
+        ),
+        default=0.0,
+    )
+    scale, unit = next(
+        ((s, u) for s, u in ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")) if top >= s),
+        (1.0, "B"),
+    )
+
+    def of(pick: Any) -> list[Point]:
+        return [
+            (x, None if (y := formatting.finite(pick(values))) is None else y / scale)
+            for x, values in rows
+        ]
+
+    if world <= len(_RANK_COLOURS):
+        series = [
+            Series(f"rank {rank}", of(partial(_at_rank, rank)), _RANK_COLOURS[rank])
+            for rank in range(world)
+        ]
+        return Plot("Memory of each rank", unit, series, from_zero=True)
+    series = [
+        Series("fullest rank", of(formatting.fullest)),
+        Series("emptiest rank", of(_emptiest), "c2"),
+    ]
+    return Plot(f"Memory, {world} ranks", unit, series, from_zero=True)
+
+
+def _at_rank(rank: int, values: list[Any]) -> Any:
+    return values[rank] if rank < len(values) else None
+
+
+def _emptiest(values: list[Any]) -> float | None:
+    return min(
+        (figure for value in values if (figure := formatting.finite(value)) is not None),
+        default=None,
+    )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def _time_plot(steps: list[StepEvent]) -> Plot:
+    """Where a step's time goes. What is not measured stays in the first layer, which is named after
+    it."""
+    total = [formatting.finite(step.get("step_time_s")) for step in steps]
+    top = max((seconds for seconds in total if seconds is not None), default=0.0)
+    scale, unit = (1.0, "s") if top >= 1 else (1e-3, "ms")
+    waits = [(key, name, colour) for key, name, colour in
+             (("data_wait_s", "data wait", "c2"), ("comm_wait_s", "communication wait", "c4"))
+             if any(formatting.finite(step.get(key)) is not None for step in steps)]  # fmt: skip
+    rest: list[Point] = []
+    layers: dict[str, list[Point]] = {key: [] for key, *_ in waits}
+    for step, seconds in zip(steps, total, strict=True):
+        spent = {key: formatting.finite(step.get(key)) or 0.0 for key in layers}
+        rest.append(
+            (
+                step["step"],
+                None if seconds is None else max(0.0, seconds - sum(spent.values())) / scale,
+            )
+        )
+        for key, value in spent.items():
+            layers[key].append((step["step"], None if seconds is None else value / scale))
+    alone = (
+        len({rank for step in steps for rank in range(len(_as_list(step.get("memory_bytes"))))})
+        == 1
+    )
+    rest_name = "compute"
+    if "data_wait_s" not in layers:
+        rest_name += " and data wait"
+    if "comm_wait_s" not in layers and not alone:
+        rest_name += " and communication"
+    stack = [Series(rest_name, rest, "c1", "area")]
+    stack += [Series(text, layers[key], colour, "area") for key, text, colour in waits]
+    return Plot("Time of a step", unit, stack, from_zero=True)

@@ -1,31 +1,32 @@
-"""``report.html``: one file that opens offline, from a run's report, events and config."""
+"""A run's result: ``report.json`` for programs, ``report.html`` for people, which opens offline."""
 
 import json
+import math
 import time
-from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from paceline.core import formatting
-from paceline.core.event_log import effective_events, effective_steps
+from paceline.core.event_log import effective_events, effective_steps, read_events
 from paceline.core.events import (
     CheckpointEvent,
-    EvalEvent,
+    DataFigures,
     Event,
     NoticeEvent,
     RunStartEvent,
-    StepEvent,
 )
+from paceline.core.files import write_atomic, write_json_atomic
+from paceline.core.run_dir import RunDir
 from paceline.observe.report.certificate import Certificate, certificate_page
-from paceline.observe.report.charts import Plot, Point, Series, draw, raw_and_smooth
+from paceline.observe.report.charts import draw_plots
+from paceline.observe.report.record import Report, SkippedBatches, check_report
 from paceline.observe.report.tables import communication_rows, memory_table, rank_table
-
-_RANK_COLOURS = ("c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8")
 
 
 def render_report(
-    report: dict[str, Any],
+    report: Report,
     events: list[Event],
     config_yaml: str,
     certificate: Certificate | None = None,
@@ -33,7 +34,7 @@ def render_report(
     """The whole page. Every value is escaped: configs and data sets are not trusted.
 
     Args:
-        report: as :func:`paceline.observe.report.write.write_reports` takes it; missing keys show
+        report: as :func:`write_reports` takes it; missing keys show
             as unknown.
         events: all events of the run, of every life.
         config_yaml: the text of ``config.yaml``.
@@ -45,6 +46,7 @@ def render_report(
     steps = effective_steps(events)
     evals = [event for event in effective_events(events) if event["type"] == "eval"]
     lives = _lives(events, str(report.get("status")))
+    data = report.get("data") or {}
     page = {
         "name": (
             Path(
@@ -60,8 +62,10 @@ def render_report(
         "reason": _reason(events, report),
         "subtitle": _subtitle(start),
         "cards": _cards(report, start),
-        "plots": _plots(steps, evals, start, lives),
-        "data": _data_rows(report.get("data") or start.get("data") or {}),
+        "plots": draw_plots(
+            steps, evals, start, [life.first_step for life in lives if life.first_step]
+        ),
+        "data": _data_rows(data or start.get("data") or {}, data.get("skipped_batches")),
         "predictions": _predictions(report),
         "communication": communication_rows(report),
         "certificate": certificate and certificate_page(certificate),
@@ -120,23 +124,21 @@ def _subtitle(start: RunStartEvent) -> str:
     )
 
 
-def _reason(events: list[Event], report: dict[str, Any]) -> str:
+def _reason(events: list[Event], report: Report) -> str:
     ends = [event for event in events if event["type"] == "run_end"]
     is_known = bool(ends) and report.get("status") != "done"
     return str(ends[-1].get("reason") or "") if is_known else ""
 
 
-def _cards(report: dict[str, Any], start: RunStartEvent) -> list[dict[str, str]]:
+def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
     get, model = report.get, start.get("model") or {}
     epochs, resumed, words = (
         formatting.finite(get("epochs")),
         get("resumed_from_step"),
         formatting.short_count,
     )
-    metrics = ", ".join(
-        f"{name} {formatting.loss(value)}"
-        for name, value in (get("final_eval_metrics") or {}).items()
-    )
+    figures = report.get("final_eval_metrics") or {}
+    metrics = ", ".join(f"{name} {formatting.loss(value)}" for name, value in figures.items())
     speed, unit = get("tokens_per_second"), "tokens/s"
     if speed is None and get("samples_per_second") is not None:
         speed, unit = get("samples_per_second"), "samples/s"
@@ -199,35 +201,25 @@ def _card(label: str, value: str, note: str = "") -> dict[str, str]:
     return {"label": label, "value": value, "note": note}
 
 
-def _data_rows(data: Mapping[str, Any]) -> list[dict[str, str]]:
+def _data_rows(data: DataFigures, skipped: SkippedBatches | None) -> list[dict[str, str]]:
     """Rows (what, how many, share of those read)."""
-    dropped = data.get("dropped")
-    reasons = (
-        dropped
-        if isinstance(dropped, dict)
-        else {"dropped": dropped}
-        if dropped is not None
-        else {}
-    )
-    figures = [
-        (name, data[name]) for name in ("read", "kept", "truncated") if data.get(name) is not None
-    ]
-    figures += [(f"dropped: {reason}", many) for reason, many in reasons.items()]
-    left_out = data.get("skipped_batches") or {}
+    dropped = data.get("dropped") or {}
+    if not isinstance(dropped, dict):  # of a report without reasons
+        dropped = {"dropped": dropped}
     turns = data.get("excluded_turns")
-    figures += (
-        [("left out: the loss jumped", left_out["samples"])]
-        if left_out.get("samples") is not None
-        else []
-    )
+    counts = [(name, data.get(name)) for name in ("read", "kept", "truncated")]
+    counts += [(f"dropped: {reason}", num_rows) for reason, num_rows in dropped.items()]
+    counts.append(("left out: the loss jumped", skipped["samples"] if skipped else None))
     read = formatting.finite(data.get("read"))
     rows = []
-    for name, many in figures:
-        figure = formatting.finite(many)
+    for name, num_rows in counts:
+        if num_rows is None:
+            continue
+        number = formatting.finite(num_rows)
         share = (
-            f"{100 * figure / read:.1f} %" if figure is not None and read else formatting.UNKNOWN
+            f"{100 * number / read:.1f} %" if number is not None and read else formatting.UNKNOWN
         )
-        rows.append({"name": name, "count": formatting.count(many), "share": share})
+        rows.append({"name": name, "count": formatting.count(num_rows), "share": share})
     if turns:  # these are turns, not rows, so they have no share of the rows read
         rows.append(
             {
@@ -239,25 +231,20 @@ def _data_rows(data: Mapping[str, Any]) -> list[dict[str, str]]:
     return rows
 
 
-def _predictions(report: dict[str, Any]) -> list[dict[str, str]]:
+def _predictions(report: Report) -> list[dict[str, str]]:
     rows = []
-    figures = {
-        "state_memory_bytes": "State memory, fullest rank",
-        "traffic_bytes_per_step": "Traffic a step, busiest rank",
-    }
-    for key, name in figures.items():
-        both = report.get(key) or {}
-        predicted, measured = (
-            formatting.fullest(both.get("predicted")),
-            formatting.fullest(both.get("measured")),
-        )
+    memory, traffic = report.get("state_memory_bytes"), report.get("traffic_bytes_per_step")
+    traffic_name = "Traffic a step, busiest rank"
+    if traffic and traffic.get("bound"):
+        traffic_name += " (the prediction is an upper bound: no id twice in a batch)"
+    for name, pair in (("State memory, fullest rank", memory), (traffic_name, traffic)):
+        predicted = formatting.fullest(pair and pair["predicted"])
+        measured = formatting.fullest(pair and pair["measured"])
         ratio = (
             f"{measured / predicted:.3f}"
             if predicted and measured is not None
             else formatting.UNKNOWN
         )
-        if both.get("bound"):
-            name += " (the prediction is an upper bound: no id twice in a batch)"
         rows.append(
             {
                 "name": name,
@@ -289,12 +276,22 @@ def _at(event: Event) -> str:
     return time.strftime("%H:%M:%S", time.gmtime(seconds)) if seconds is not None else ""
 
 
-def _lives(events: list[Event], status: str) -> list[dict[str, Any]]:
+@dataclass
+class _Life:
+    """One start of the run."""
+
+    start: str
+    first_step: int
+    last_step: int | None = None
+    end: str = ""
+
+
+def _lives(events: list[Event], status: str) -> list[_Life]:
     """Each time that the run was started: from which step, to which, and how it ended.
 
     ``status`` is the last one's: the report is written before the log's ``run_end``.
     """
-    lives: list[dict[str, Any]] = []
+    lives: list[_Life] = []
     for event in events:
         if event["type"] == "run_start":
             begun = formatting.finite(event.get("time"))
@@ -303,191 +300,61 @@ def _lives(events: list[Event], status: str) -> list[dict[str, Any]]:
                 if begun is not None
                 else formatting.UNKNOWN
             )
-            lives.append(
-                {
-                    "start": when,
-                    "from": event.get("resumed_from_step") or 0,
-                    "to": None,
-                    "end": None,
-                }
-            )
+            lives.append(_Life(when, event.get("resumed_from_step") or 0))
         elif event["type"] == "resume" and lives:
-            lives[-1]["from"] = event.get("step") or 0
+            lives[-1].first_step = event.get("step") or 0
         elif event["type"] == "step" and lives:
-            lives[-1]["to"] = event["step"]
+            lives[-1].last_step = event["step"]
         elif event["type"] == "run_end" and lives:
-            lives[-1]["end"] = str(event.get("status"))
+            lives[-1].end = str(event.get("status"))
     for life in lives:
-        life["to"] = life["to"] if life["to"] is not None else life["from"]
-        life["end"] = life["end"] or (status if life is lives[-1] else "ended without a word")
+        life.last_step = life.first_step if life.last_step is None else life.last_step
+        life.end = life.end or (status if life is lives[-1] else "ended without a word")
     return lives
 
 
-def _plots(
-    steps: list[StepEvent],
-    evals: list[EvalEvent],
-    start: RunStartEvent,
-    lives: list[dict[str, Any]],
-) -> list[dict[str, Any]]:
-    if not steps:
-        return []
-    batch = (start.get("derived") or {}).get("global_batch_size")
-    made = [
-        _loss_plot(steps, evals),
-        _rate_plot(steps),
-        _throughput_plot(steps, batch),
-        _time_plot(steps),
-        _memory_plot(steps),
-        _norm_plot(steps),
-    ]
-    markers = [
-        (life["from"], f"resumed at step {life['from']:,}") for life in lives if life["from"]
-    ]
-    x_all = [event["step"] for event in (*steps, *evals)]
-    x_range = (min(x_all), max(x_all))
-    return [draw(plot, x_range, markers) for plot in made if plot.notes or _has_figures(plot)]
+def write_reports(run_dir: RunDir, report: Report) -> None:
+    """Write ``report.json`` and, from it and the run's events and config, ``report.html``; each
+    whole or not at all.
 
+    NaN and the infinities, which JSON has not, become the strings "nan", "inf", "-inf".
 
-def _has_figures(plot: Plot) -> bool:
-    return any(y is not None for one in plot.series for _, y in one.points)
-
-
-def _points(events: Sequence[StepEvent | EvalEvent], key: str, scale: float = 1.0) -> list[Point]:
-    return [
-        (event["step"], None if (y := formatting.finite(event.get(key))) is None else y / scale)
-        for event in events
-    ]
-
-
-def _broken(events: list[StepEvent], key: str, what: str) -> list[str]:
-    many = sum(
-        1
-        for one in events
-        if formatting.number(one.get(key)) is not None and formatting.finite(one.get(key)) is None
+    Raises:
+        KeyError: a key of :class:`Report` is missing, or one is not known.
+        OSError: a file cannot be written.
+    """
+    check_report(report)
+    write_json_atomic(run_dir.report, _for_json(report))
+    config_yaml = (
+        run_dir.config.read_text(encoding="utf-8", errors="replace")
+        if run_dir.config.is_file()
+        else ""
     )
-    return (
-        [
-            f"{many:,} of {len(events):,} logged steps have a {what} that is not a finite number:"
-            " the gaps."
-        ]
-        if many
-        else []
+    events = read_events(run_dir.events)
+    write_atomic(
+        run_dir.report_html,
+        render_report(report, events, config_yaml, _certificate(run_dir, events)),
     )
 
 
-def _loss_plot(steps: list[StepEvent], evals: list[EvalEvent]) -> Plot:
-    raw = _points(steps, "loss")
-    series = raw_and_smooth("loss", raw, "c1", 10)
-    if evals:
-        series.append(Series("evaluation", _points(evals, "loss"), "c2", "dots"))
-    return Plot("Training loss", "", series, wide=True, notes=_broken(steps, "loss", "loss"))
-
-
-def _rate_plot(steps: list[StepEvent]) -> Plot:
-    return Plot(
-        "Learning rate",
-        "",
-        [Series("learning rate", _points(steps, "learning_rate"), "c3")],
-        from_zero=True,
-    )
-
-
-def _norm_plot(steps: list[StepEvent]) -> Plot:
-    notes = _broken(steps, "grad_norm", "gradient norm")
-    series = raw_and_smooth("gradient norm", _points(steps, "grad_norm"), "c4", 100)
-    return Plot("Gradient norm", "", series, from_zero=True, notes=notes)
-
-
-def _throughput_plot(steps: list[StepEvent], batch: Any) -> Plot:
-    found = [formatting.throughput(step, batch) for step in steps]
-    unit = found[-1][1]
-    points: list[Point] = [
-        (step["step"], y if u == unit else None) for step, (y, u) in zip(steps, found, strict=True)
-    ]
-    return Plot("Throughput", unit, raw_and_smooth("throughput", points, "c5", 100), from_zero=True)
-
-
-def _memory_plot(steps: list[StepEvent]) -> Plot:
-    rows = [(step["step"], _as_list(step.get("memory_bytes"))) for step in steps]
-    world = max((len(values) for _, values in rows), default=0)
-    top = max(
-        (
-            figure
-            for _, values in rows
-            for value in values
-            if (figure := formatting.finite(value)) is not None
-        ),
-        default=0.0,
-    )
-    scale, unit = next(
-        ((s, u) for s, u in ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")) if top >= s),
-        (1.0, "B"),
-    )
-
-    def of(pick: Any) -> list[Point]:
-        return [
-            (x, None if (y := formatting.finite(pick(values))) is None else y / scale)
-            for x, values in rows
-        ]
-
-    if world <= len(_RANK_COLOURS):
-        series = [
-            Series(f"rank {rank}", of(partial(_at_rank, rank)), _RANK_COLOURS[rank])
-            for rank in range(world)
-        ]
-        return Plot("Memory of each rank", unit, series, from_zero=True)
-    series = [
-        Series("fullest rank", of(formatting.fullest)),
-        Series("emptiest rank", of(_emptiest), "c2"),
-    ]
-    return Plot(f"Memory, {world} ranks", unit, series, from_zero=True)
-
-
-def _at_rank(rank: int, values: list[Any]) -> Any:
-    return values[rank] if rank < len(values) else None
-
-
-def _emptiest(values: list[Any]) -> float | None:
-    return min(
-        (figure for value in values if (figure := formatting.finite(value)) is not None),
-        default=None,
-    )
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
-
-
-def _time_plot(steps: list[StepEvent]) -> Plot:
-    """Where a step's time goes. What is not measured stays in the first layer, which is named after
-    it."""
-    total = [formatting.finite(step.get("step_time_s")) for step in steps]
-    top = max((seconds for seconds in total if seconds is not None), default=0.0)
-    scale, unit = (1.0, "s") if top >= 1 else (1e-3, "ms")
-    waits = [(key, name, colour) for key, name, colour in
-             (("data_wait_s", "data wait", "c2"), ("comm_wait_s", "communication wait", "c4"))
-             if any(formatting.finite(step.get(key)) is not None for step in steps)]  # fmt: skip
-    rest: list[Point] = []
-    layers: dict[str, list[Point]] = {key: [] for key, *_ in waits}
-    for step, seconds in zip(steps, total, strict=True):
-        spent = {key: formatting.finite(step.get(key)) or 0.0 for key in layers}
-        rest.append(
-            (
-                step["step"],
-                None if seconds is None else max(0.0, seconds - sum(spent.values())) / scale,
-            )
+def _certificate(run_dir: RunDir, events: list[Event]) -> Certificate | None:
+    """That of ``paceline verify --output RUN``, where it is of the run's model and task."""
+    configs = [event["config"] for event in events if event["type"] == "run_start"]
+    config = configs[-1] if configs else {}
+    try:
+        certificate: Certificate = json.loads((run_dir.root / "verify.json").read_text())
+        same = (certificate["model"], certificate["task"]) == (
+            config.get("model"),
+            config.get("task"),
         )
-        for key, value in spent.items():
-            layers[key].append((step["step"], None if seconds is None else value / scale))
-    alone = (
-        len({rank for step in steps for rank in range(len(_as_list(step.get("memory_bytes"))))})
-        == 1
-    )
-    rest_name = "compute"
-    if "data_wait_s" not in layers:
-        rest_name += " and data wait"
-    if "comm_wait_s" not in layers and not alone:
-        rest_name += " and communication"
-    stack = [Series(rest_name, rest, "c1", "area")]
-    stack += [Series(text, layers[key], colour, "area") for key, text, colour in waits]
-    return Plot("Time of a step", unit, stack, from_zero=True)
+        return certificate if same and certificate_page(certificate) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # none there, or not one of ours
+
+
+def _for_json(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _for_json(item) for key, item in value.items()}
+    return [_for_json(item) for item in value] if isinstance(value, list | tuple) else value

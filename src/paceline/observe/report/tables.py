@@ -1,11 +1,14 @@
 """The report's tables by rank: where its step went, and what its memory is filled with."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import JsonValue
 
 from paceline.core import formatting
 from paceline.core.event_log import effective_events
 from paceline.core.events import Event, RunStartEvent, StepEvent
+from paceline.observe.report.record import Report
 
 #: Of a step line's ``ranks``: what the parts of a step have taken the place of, and how these are
 #: named for a person.
@@ -22,7 +25,23 @@ _NAMES = {
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "total")
 
 
-def rank_table(steps: Sequence[StepEvent]) -> dict[str, Any]:
+class Table(NamedTuple):
+    """``step``: at which the figures were taken."""
+
+    columns: list[str]
+    rows: list[list[str]]
+    step: int | None = None
+
+
+class Row(NamedTuple):
+    """``is_text``: the value is a sentence, no figure."""
+
+    name: str
+    value: str
+    is_text: bool
+
+
+def rank_table(steps: Sequence[StepEvent]) -> Table:
     """What each rank said of itself at the last step that has it: {columns, rows, step}."""
     last = next((step for step in reversed(steps) if step.get("ranks")), StepEvent())
     rows = last.get("ranks") or []
@@ -30,28 +49,22 @@ def rank_table(steps: Sequence[StepEvent]) -> dict[str, Any]:
     if "forward_s" in keys:
         keys = [key for key in keys if key not in _OLDER]
     cells = [[_cell(key, row.get(key)) for key in keys] for row in rows]
-    return {
-        "columns": [_NAMES.get(key, key) for key in keys],
-        "rows": cells,
-        "step": last.get("step"),
-    }
+    return Table([_NAMES.get(key, key) for key in keys], cells, last.get("step"))
 
 
-def memory_table(events: Sequence[Event], start: RunStartEvent) -> dict[str, Any]:
-    """What was measured of each rank's memory, and above it what was predicted for the fullest:
-    {columns, rows}. ``start``: the last ``run_start``. No rows where nothing was measured."""
+def memory_table(events: Sequence[Event], start: RunStartEvent) -> Table:
+    """What was measured of each rank's memory, and above it what was predicted for the fullest.
+    ``start``: the last ``run_start``. No rows where nothing was measured."""
     measured = [event for event in effective_events(events) if event["type"] == "memory"]
     ranks = measured[-1].get("ranks") or [] if measured else []
     predicted = (start.get("predicted") or {}).get("memory_bytes")
     rows = [("predicted, fullest rank", predicted)] if ranks and isinstance(predicted, dict) else []
     rows += [(f"rank {rank}", row) for rank, row in enumerate(ranks)]
-    return {
-        "columns": list(_KINDS),
-        "rows": [
-            [name, *(formatting.size(formatting.finite(row.get(kind))) for kind in _KINDS)]
-            for name, row in rows
-        ],
-    }
+    cells = [
+        [name, *(formatting.size(formatting.finite(row.get(kind))) for kind in _KINDS)]
+        for name, row in rows
+    ]
+    return Table(list(_KINDS), cells)
 
 
 def _cell(key: str, value: Any) -> str:
@@ -74,8 +87,8 @@ def _cell(key: str, value: Any) -> str:
     )
 
 
-def communication_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows {name, value, text}; ``text``: a sentence, no figure. Empty where the report says
+def communication_rows(report: Report) -> list[Row]:
+    """The rows. Empty where the report says
     nothing of it."""
     figures, link = report.get("communication") or {}, report.get("link") or {}
     if not figures:
@@ -103,18 +116,19 @@ def communication_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     rows += _times(figures)
     sentences = []
     if method != "none" and "pays" in figures:
-        sentences.append(
-            ("Pays on this link", {True: "yes", False: "no"}.get(figures["pays"], "not known"))
-        )
+        verdict = "not known"
+        if figures["pays"] is not None:
+            verdict = "yes" if figures["pays"] else "no"
+        sentences.append(("Pays on this link", verdict))
     if figures.get("why"):
         sentences.append(("Why", str(figures["why"])))
-    return [{"name": name, "value": value, "text": False} for name, value in rows] + [
-        {"name": name, "value": value, "text": True} for name, value in sentences
+    return [Row(name, value, False) for name, value in rows] + [
+        Row(name, value, True) for name, value in sentences
     ]
 
 
-def _times(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    short, ddp = formatting.short_duration, figures.get("ddp") or {}
+def _times(figures: dict[str, JsonValue]) -> list[tuple[str, str]]:
+    short, ddp = formatting.short_duration, figures.get("ddp")
     share = formatting.finite(figures.get("wait_share"))
     rows = []
     if figures.get("step_s") is not None:
@@ -128,7 +142,7 @@ def _times(figures: dict[str, Any]) -> list[tuple[str, str]]:
         )
     if figures.get("method_s") is not None:
         rows.append(("The method's own computing, a step", short(figures["method_s"])))
-    if ddp:
+    if isinstance(ddp, dict):
         rows.append(("All-reduce of plain ddp, predicted", short(ddp.get("all_reduce_s"))))
         rows.append(("Waiting of plain ddp for it, predicted", short(ddp.get("wait_s"))))
         rows.append(("A step of plain ddp, predicted", short(ddp.get("step_s"))))

@@ -1,0 +1,102 @@
+"""The keys of ``report.json``."""
+
+from collections.abc import Collection
+from typing import TypedDict
+
+from pydantic import JsonValue
+
+from paceline.core.events import DataFigures, WorkerLostEvent
+
+
+class Predicted(TypedDict):
+    """Bytes that the strategy declares, and that were measured."""
+
+    predicted: float
+    measured: int | None
+
+
+class PredictedTraffic(Predicted, total=False):
+    """``bound``: the prediction is an upper bound."""
+
+    bound: bool
+
+
+class SkippedBatches(TypedDict):
+    """``steps``: counted from 1."""
+
+    steps: list[int]
+    samples: int
+
+
+class DataReport(DataFigures, total=False):
+    """The accounting of the training data. ``skipped_batches``: after loss spikes."""
+
+    skipped_batches: SkippedBatches
+
+
+class _AlwaysReported(TypedDict):
+    status: str
+    strategy: str
+    world_size: int
+    device: str
+    steps: int
+    epochs: float
+    samples_seen: int
+    train_tokens: int | None
+    label_tokens: int | None
+    tokens_per_second: float | None
+    time_to_first_step_s: float | None
+    wall_s: float
+    first_train_loss: float | None
+    final_train_loss: float | None
+    final_eval_loss: float | None
+    peak_memory_bytes: list[int | None]
+    state_memory_bytes: Predicted
+    traffic_bytes_per_step: PredictedTraffic
+    restarts: int
+    resumed_from_step: int | None
+    data: DataReport
+
+
+class Report(_AlwaysReported, total=False):
+    """What was not measured is None. ``communication``, ``link`` and ``staleness`` depend on the
+    strategy; ``balance``: the shares of the ranks."""
+
+    samples_per_second: float | None
+    final_eval_metrics: dict[str, float] | None
+    communication: dict[str, JsonValue]
+    link: dict[str, JsonValue]
+    staleness: JsonValue
+    workers_lost: list[WorkerLostEvent]
+    skipped_steps: int
+    precision: str
+    balance: dict[str, list[int]]
+
+
+REPORT_KEYS = tuple(_AlwaysReported.__annotations__)
+_PREDICTED_KEYS = tuple(Predicted.__annotations__)
+#: key → (keys of its value that must be there, keys that may be there)
+_INNER_KEYS = {
+    "state_memory_bytes": (_PREDICTED_KEYS, _PREDICTED_KEYS),
+    "traffic_bytes_per_step": (_PREDICTED_KEYS, tuple(PredictedTraffic.__annotations__)),
+    "data": (("read", "kept", "dropped"), tuple(DataReport.__annotations__)),
+}
+
+
+def check_report(report: Report) -> None:
+    """Raise KeyError, naming every missing and every unknown key, where ``report`` is not of the
+    fixed shape."""
+    wrong = _wrong_keys(report, REPORT_KEYS, tuple(Report.__annotations__), "")
+    for key, (required, known) in _INNER_KEYS.items():
+        inner = report.get(key)
+        if isinstance(inner, dict):
+            wrong += _wrong_keys(inner, required, known, f"{key}.")
+    if wrong:
+        raise KeyError("; ".join(wrong))
+
+
+def _wrong_keys(
+    keys: Collection[str], required: tuple[str, ...], known: tuple[str, ...], prefix: str
+) -> list[str]:
+    missing = [f"missing {prefix}{key}" for key in required if key not in keys]
+    return missing + [f"unknown {prefix}{key}" for key in keys if key not in known]
