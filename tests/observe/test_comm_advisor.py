@@ -286,7 +286,7 @@ def test_the_report_and_the_last_lines_tell():
     assert rows["Why"] == verdict.why
     assert communication_rows({}) == []
     old = {
-        row["name"]
+        row.name
         for row in communication_rows({"communication": {"method": "topk", "ratio_sent": None}})
     }
     assert old == {"Method", "Sent, of what plain ddp sends"}  # of a run before links were measured
