@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
-import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 
 from paceline.core.errors import ConfigError, RunError, did_you_mean
 from paceline.data.cache import key_of
+from paceline.data.sources.opening import take_count
 from paceline.distributed.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -71,12 +71,11 @@ class ImageIndex:
 
     def take(self, indices: np.ndarray) -> ImageIndex:
         """The images at ``indices`` (int64), with nothing dropped."""
-        pick = [int(one) for one in indices]
         return replace(
             self,
-            names=None if self.names is None else [self.names[one] for one in pick],
+            names=None if self.names is None else [self.names[index] for index in indices],
             rows=None if self.rows is None else self.rows[indices],
-            sizes=None if self.sizes is None else [self.sizes[one] for one in pick],
+            sizes=None if self.sizes is None else [self.sizes[index] for index in indices],
             labels=self.labels[indices],
             dropped={},
             notices=[],
@@ -100,11 +99,7 @@ def open_images(given: str, seed: int) -> ImageIndex:
     Raises:
         ConfigError: no such folder, no class subfolders, one class only, or no readable image.
     """
-    name, count = given.strip(), None
-    if not Path(name).expanduser().exists() and (cut := re.fullmatch(r"(.+)#(\d[\d_,]*)", name)):
-        name, count = cut[1], int(re.sub("[_,]", "", cut[2]))
-        if count < 1:
-            raise ConfigError(f"`{given}` asks for no images", allowed="path#N with N of 1 or more")
+    name, count = take_count(given, "images")
     if name.startswith("builtin:"):
         if name != DIGITS:
             raise ConfigError(
@@ -112,7 +107,9 @@ def open_images(given: str, seed: int) -> ImageIndex:
                 allowed=_ALLOWED,
                 fix=did_you_mean(name, [DIGITS]),
             )
-        index = _digits_index()
+        _, digits = _digits_table()
+        classes = [str(digit) for digit in range(10)]
+        index = ImageIndex(DIGITS, None, np.arange(len(digits)), digits, classes)
     else:
         index = _folder_index(Path(name).expanduser())
     if count is None:
@@ -140,11 +137,6 @@ def _digits_table() -> tuple[np.ndarray, np.ndarray]:
 
     pixels, digits = load_digits(return_X_y=True)
     return (pixels.reshape(-1, 1, 8, 8) / 16.0).astype(np.float32), digits.astype(np.int64)
-
-
-def _digits_index() -> ImageIndex:
-    _, digits = _digits_table()
-    return ImageIndex(DIGITS, None, np.arange(len(digits)), digits, [str(one) for one in range(10)])
 
 
 # -- folders

@@ -6,33 +6,27 @@ is already a mean is divided twice, which trains with a fraction of the gradient
 plausible curve.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, first_line
 from paceline.data.collate import map_tensors
 from paceline.distributed.seeds import seed_everything
-
-if TYPE_CHECKING:
-    from paceline.tasks.base import Task
+from paceline.tasks.base import Notice, Task
 
 _MAX_SAMPLES = 6
 #: Draws over which a loss that uses random numbers is averaged, and how far such an average may be
 #: from its expectation.
 _NUM_DRAWS = 8
 _STOCHASTIC_TOLERANCE = 0.2
-
-Notice = tuple[str, str]
 
 
 @dataclass(frozen=True)
@@ -86,7 +80,7 @@ def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> lis
             notices = _check_quantity(
                 task, model, samples, seed, "loss", lambda batch: {"loss": task.loss(model, batch)}
             )
-            if _overrides_evaluate(task):
+            if type(task).evaluate is not Task.evaluate:
                 notices += _check_quantity(
                     task,
                     model,
@@ -98,10 +92,9 @@ def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> lis
         except ConfigError:
             raise
         except Exception as error:  # such as a detection model, which has no loss in eval mode
-            first_line = (str(error).strip().splitlines() or [""])[0][:200]
             text = (
                 "the loss was not checked to be a sum, because it failed in eval mode:"
-                f" {type(error).__name__}: {first_line}"
+                f" {type(error).__name__}: {first_line(error)}"
             )
             return [("warning", text)]
     return notices
@@ -236,12 +229,6 @@ def _average(
 
 def _sums(task: Task, results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in results.items() if name not in task.gathers}
-
-
-def _overrides_evaluate(task: Task) -> bool:
-    from paceline.tasks.base import Task
-
-    return type(task).evaluate is not Task.evaluate
 
 
 def _tolerance(model: nn.Module) -> float:

@@ -21,10 +21,10 @@ from paceline.data.clicks.log import (
     exact_auc,
     open_stored,
     stored_meta,
-    take_count,
 )
 from paceline.data.clicks.reader import read_clicks
 from paceline.data.counts import DataCounts
+from paceline.data.sources.opening import take_count
 from paceline.data.text.prepare import split_indices, split_notice
 from paceline.distributed.seeds import derive_seed
 from paceline.models.recommend import (

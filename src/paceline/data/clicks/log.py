@@ -8,7 +8,6 @@ reach is known too.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -129,17 +128,6 @@ class Row(NamedTuple):
 
     log: ClickLog
     place: int
-
-
-def take_count(given: str) -> tuple[str, int | None]:
-    """``path#N`` cut into the path and N; a path that exists as it is stays whole."""
-    name = given.strip()
-    if Path(name).expanduser().exists() or not (cut := re.fullmatch(r"(.+)#(\d[\d_,]*)", name)):
-        return name, None
-    count = int(re.sub("[_,]", "", cut[2]))
-    if count < 1:
-        raise ConfigError(f"`{given}` asks for no rows", allowed="path#N with N of 1 or more")
-    return cut[1], count
 
 
 # -- the cache

@@ -4,7 +4,7 @@
 import importlib
 import re
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, first_line
 
 PREFIX = "modelscope:"
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -50,9 +50,8 @@ def download(name: str, kind: str) -> str:
         try:
             return str(load(repo, local_files_only=True))
         except Exception:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300].rstrip(".")
             raise ConfigError(
-                f"`{name}` cannot be downloaded from ModelScope: {reason}",
+                f"`{name}` cannot be downloaded from ModelScope: {first_line(error)}",
                 fix=(
                     "check the name and the network, or download it on another machine and give its"
                     " folder"

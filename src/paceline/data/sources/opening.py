@@ -4,6 +4,7 @@ text."""
 import codecs
 import io
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,21 @@ def data_suffix(path: Path) -> str:
     and ``rows.jsonl.gz``."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
+
+
+def take_count(given: str, noun: str = "rows") -> tuple[str, int | None]:
+    """``path#N`` cut into the path and N; a path that exists as it is stays whole.
+
+    Raises:
+        ConfigError: N is 0.
+    """
+    name = given.strip()
+    if Path(name).expanduser().exists() or not (cut := re.fullmatch(r"(.+)#(\d[\d_,]*)", name)):
+        return name, None
+    count = int(re.sub("[_,]", "", cut[2]))
+    if count < 1:
+        raise ConfigError(f"`{given}` asks for no {noun}", allowed="path#N with N of 1 or more")
+    return cut[1], count
 
 
 class Position:

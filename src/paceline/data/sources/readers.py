@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, first_line
 from paceline.data.sources.opening import (
     COMPRESSED_SUFFIXES,
     HEAD_BYTES,
@@ -337,7 +337,7 @@ def _csv(path: Path, suffix: str, position: Position) -> Numbered:
     with open_data(path, position) as handle:
         lines = text_lines(handle, path)
         header = next(lines, "")
-        delimiter = "\t" if suffix == ".tsv" else _delimiter(header)
+        delimiter = "\t" if suffix == ".tsv" else max((",", ";", "\t"), key=header.count)
         reader = csv.DictReader(chain([header], lines), delimiter=delimiter)
         try:
             for row in reader:
@@ -348,10 +348,6 @@ def _csv(path: Path, suffix: str, position: Position) -> Numbered:
         except csv.Error as error:
             what = f"line {reader.line_num} of `{path}` is not valid CSV: {error}"
             raise ConfigError(what, fix="correct that line") from error
-
-
-def _delimiter(header: str) -> str:
-    return max((",", ";", "\t"), key=header.count)
 
 
 def _parquet(path: Path, position: Position) -> Numbered:
@@ -394,9 +390,9 @@ def _arrow(path: Path, position: Position) -> Numbered:
 
 
 def _unreadable(path: Path, kind: str, error: Exception) -> ConfigError:
-    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return ConfigError(
-        f"`{path}` cannot be read as {kind}: {reason}", fix="check the file, or copy it anew"
+        f"`{path}` cannot be read as {kind}: {first_line(error)}",
+        fix="check the file, or copy it anew",
     )
 
 

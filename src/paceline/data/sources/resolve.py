@@ -17,7 +17,7 @@ from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.cache import fingerprint
 from paceline.data.sources import hub, modelscope
 from paceline.data.sources.builtin import builtin_dataset
-from paceline.data.sources.opening import COMPRESSED_SUFFIXES, Position, data_suffix
+from paceline.data.sources.opening import COMPRESSED_SUFFIXES, Position, data_suffix, take_count
 from paceline.data.sources.readers import (
     KINDS,
     LineBlock,
@@ -185,17 +185,10 @@ def open_source(given: DatasetSource) -> ResolvedSource:
         ConfigError: nothing of that name (with the nearest one there is), a folder without data, a
             hub dataset that cannot be had.
     """
-    name, take = given.path.strip(), None
-    if not name:
+    if not given.path.strip():
         raise ConfigError("`dataset` is empty", allowed=_ALLOWED)
+    name, take = take_count(given.path)
     path = Path(name).expanduser()
-    if not path.exists() and (cut := re.fullmatch(r"(.+)#(\d[\d_,]*)", name)):
-        name, take = cut[1], int(re.sub("[_,]", "", cut[2]))
-        path = Path(name).expanduser()
-        if take < 1:
-            raise ConfigError(
-                f"`{given.path}` asks for no rows", allowed="`path#N` with N of 1 or more"
-            )
     if name.startswith("builtin:"):
         return ResolvedSource(
             given, files=[builtin_dataset(name.removeprefix("builtin:"))], take=take

@@ -28,7 +28,7 @@ from paceline.data.text.refused_rows import MEDIA
 from paceline.data.text.templates import AskedTemplate
 from paceline.data.text.token_dataset import TokenWriter
 from paceline.data.text.tokenizer import load_tokenizer
-from paceline.data.text.workers import start_workers
+from paceline.data.text.workers import encode_chunks, start_workers
 from paceline.distributed.devices import cpu_cores
 
 #: Less text than this is encoded sooner than worker processes have started.
@@ -68,7 +68,8 @@ def build_entry(
     Raises:
         ConfigError: no row could be used; the text says why.
     """
-    with start_workers(_workers(sources) if workers is None else workers, folder) as started:
+    num_workers = _workers(sources) if workers is None else workers
+    with start_workers(num_workers) as pool:
         tokenizer = load_tokenizer(tokenizer_folder, config.trust_remote_code)
         text, notices = template.choose(tokenizer)
         for_tools = template.for_tools(tokenizer)
@@ -91,7 +92,7 @@ def build_entry(
             for number, source in enumerate(sources)
             for chunk in chunks_of(number, source, config.train_args.seed)
         )
-        encoded = started.encode(chunks, setup, encoder)
+        encoded = encode_chunks(chunks, setup, encoder, pool, num_workers, folder / "setup.pickle")
         writer = TokenWriter(folder)
         progress = Progress(_text_bytes(sources))
         try:

@@ -57,7 +57,7 @@ def converted_tokenizer(folder: Path) -> Path:
         ConfigError: the file is damaged.
     """
     key = key_of(
-        ["qwen tokenizer", _LAYOUT, fingerprint(folder / RANKS_FILE), _own_template(folder)]
+        ["qwen tokenizer", _LAYOUT, fingerprint(folder / RANKS_FILE), folder_template(folder)]
     )
     final = cache_dir() / "tokenizers" / f"qwen-{key}"
     build_once(final, "config.json", lambda aside: _write_with_config(folder, aside))
@@ -122,7 +122,7 @@ def write_qwen_tokenizer(source: Path, target: Path) -> dict[str, int]:
         "pad_token": END_OF_TEXT,
         "unk_token": None,
         "clean_up_tokenization_spaces": False,
-        "chat_template": _own_template(source) or CHATML_TEMPLATE,
+        "chat_template": folder_template(source) or CHATML_TEMPLATE,
     }
     (target / "tokenizer_config.json").write_text(
         json.dumps(settings, indent=1, ensure_ascii=False), encoding="utf-8"
@@ -206,7 +206,7 @@ def _byte_letters() -> dict[int, str]:
     return letters | {byte: chr(256 + number) for number, byte in enumerate(others)}
 
 
-def _own_template(folder: Path) -> str | None:
+def folder_template(folder: Path) -> str | None:
     """The chat template that the folder itself has."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")

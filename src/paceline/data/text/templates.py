@@ -22,6 +22,7 @@ from paceline.config.chat_names import (
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, did_you_mean
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
+from paceline.data.text.qwen_tokenizer import folder_template
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 from paceline.data.text.tool_calls import Message
 
@@ -457,16 +458,8 @@ def _read(value: str, path: Path) -> str:
 
 def _of_folder(value: str, path: Path) -> str:
     """The template of a tokenizer in a local folder."""
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    settings = path / "tokenizer_config.json"
-    found = (
-        json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
-        if settings.is_file()
-        else None
-    )
-    if not isinstance(found, str):
+    template = folder_template(path)
+    if template is None:
         raise ConfigError(
             f"`chat_template: {value}`: there is no chat template in this folder",
             allowed=(
@@ -474,7 +467,7 @@ def _of_folder(value: str, path: Path) -> str:
                 " tokenizer_config.json"
             ),
         )
-    return found
+    return template
 
 
 def save_template(config: Config, folder: Path) -> None:

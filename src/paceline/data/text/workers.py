@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from paceline.core.errors import ConfigError, RunError
@@ -22,78 +22,74 @@ from paceline.data.worker_pool import worker_pool
 _CHUNKS_AHEAD = 4  # per worker: what may wait for an earlier chunk
 
 
-class Workers:
-    """Encodes chunks in ``count`` processes, or in this one if ``count`` is 1; made by
-    :func:`start_workers`."""
+def encode_chunks(
+    chunks: Iterable[Chunk],
+    setup: Setup,
+    encoder: Encoder,
+    pool: ProcessPoolExecutor | None,
+    num_workers: int,
+    setup_file: Path,
+) -> Iterator[EncodedChunk]:
+    """Yield the encoded chunks in the order of ``chunks``.
 
-    def __init__(self, count: int, pool: ProcessPoolExecutor | None, setup_file: Path) -> None:
-        self.count = count
-        self._pool, self._setup_file = pool, setup_file
+    Args:
+        encoder: used where this process encodes them.
+        pool: of :func:`start_workers`; None: this process encodes.
+        setup_file: where ``setup`` is written for the processes while they encode.
 
-    def encode(
-        self, chunks: Iterable[Chunk], setup: Setup, encoder: Encoder
-    ) -> Iterator[EncodedChunk]:
-        """Yield the encoded chunks in the order of ``chunks``. ``encoder`` is used if this process
-        encodes them.
+    Raises:
+        ConfigError: a row because of which the data cannot be used; of several the first in the
+            order of the rows.
+        RunError: a worker process was killed.
+    """
+    if pool is None:
+        encode = ChunkEncoder(setup, encoder)
+        for chunk in chunks:
+            poll()
+            yield encode(chunk)
+        return
+    # Through a file: a pipe would hold less than a tokenizer, so each process would have to be
+    # waited for in turn.
+    setup_file.write_bytes(pickle.dumps(setup))
+    try:
+        yield from _in_order(pool, num_workers, chunks, setup_file)
+    except BrokenProcessPool as error:
+        raise RunError(
+            "a process that tokenizes the data was killed, perhaps because memory ran out",
+            fix="free memory and give the command again: nothing of the data was stored",
+        ) from error
+    finally:
+        setup_file.unlink(missing_ok=True)
 
-        Raises:
-            ConfigError: a row because of which the data cannot be used; of several the first in the
-                order of the rows.
-            RunError: a worker process was killed.
-        """
-        if self._pool is None:
-            encode = ChunkEncoder(setup, encoder)
-            for chunk in chunks:
-                poll()
-                yield encode(chunk)
-            return
-        # Through a file: a pipe would hold less than a tokenizer, so each process would have to be
-        # waited for in turn.
-        self._setup_file.write_bytes(pickle.dumps(setup))
+
+def _in_order(
+    pool: ProcessPoolExecutor, num_workers: int, chunks: Iterable[Chunk], setup_file: Path
+) -> Iterator[EncodedChunk]:
+    waiting: deque[Future[EncodedChunk]] = deque()
+    unread: BaseException | None = None
+    rest = iter(chunks)
+    while True:
         try:
-            yield from self._in_order(self._pool, chunks)
-        except BrokenProcessPool as error:
-            raise RunError(
-                "a process that tokenizes the data was killed, perhaps because memory ran out",
-                fix="free memory and give the command again: nothing of the data was stored",
-            ) from error
-
-    def _in_order(
-        self, pool: ProcessPoolExecutor, chunks: Iterable[Chunk]
-    ) -> Iterator[EncodedChunk]:
-        waiting: deque[Future[EncodedChunk]] = deque()
-        unread: BaseException | None = None
-        rest = iter(chunks)
-        while True:
-            try:
-                chunk = next(rest, None)
-            except ConfigError as error:  # it is raised after those of earlier rows
-                chunk, unread = None, error
-            if chunk is None:
-                break
-            waiting.append(pool.submit(_encode, self._setup_file, chunk))
-            while len(waiting) >= self.count * _CHUNKS_AHEAD or (waiting and waiting[0].done()):
-                poll()
-                yield waiting.popleft().result()
-        while waiting:
+            chunk = next(rest, None)
+        except ConfigError as error:  # it is raised after those of earlier rows
+            chunk, unread = None, error
+        if chunk is None:
+            break
+        waiting.append(pool.submit(_encode, setup_file, chunk))
+        while len(waiting) >= num_workers * _CHUNKS_AHEAD or (waiting and waiting[0].done()):
             poll()
             yield waiting.popleft().result()
-        if unread is not None:
-            raise unread
+    while waiting:
+        poll()
+        yield waiting.popleft().result()
+    if unread is not None:
+        raise unread
 
 
-@contextmanager
-def start_workers(count: int, folder: Path) -> Iterator[Workers]:
-    """Start ``count`` processes that encode chunks; with 1, none. They import what they need while
-    this process loads the tokenizer, and end with the block. ``folder`` gets a file for them while
-    they encode."""
-    if count <= 1:
-        yield Workers(1, None, folder)
-        return
-    setup_file = folder / "setup.pickle"
-    with worker_pool(count, _import_encoders) as pool:
-        yield Workers(count, pool, setup_file)
-    setup_file.unlink(missing_ok=True)
+def start_workers(num_workers: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
+    """Start processes that encode chunks; with one worker, none. They import what they need while
+    this process loads the tokenizer, and end with the block."""
+    return worker_pool(num_workers, _import_encoders) if num_workers > 1 else nullcontext()
 
 
 def _import_encoders() -> None:
