@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from commands import run
 
-from paceline.config.compat.methods import method_tables
+from paceline.config.compat.keys import method_tables
 from paceline.config.load import Loaded
 from paceline.core.errors import ConfigError
 

@@ -12,8 +12,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic.fields import FieldInfo
 
-from paceline.config.compat.keys import TOOLS, alias_tables, ignored_tables
-from paceline.config.compat.methods import method_tables
+from paceline.config.compat.keys import TOOLS, alias_tables, ignored_tables, method_tables
 from paceline.config.entries import quoted_names, short
 from paceline.config.fields import KEYS, SECTIONS, describe
 from paceline.config.schema import Config

@@ -7,8 +7,17 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 
-from paceline.config.compat.keys import Alias, Ignored, alias_of, all_foreign, ignored_of
-from paceline.config.compat.methods import method_setting, method_tables, methods_of, named_method
+from paceline.config.compat.keys import (
+    Alias,
+    Ignored,
+    alias_of,
+    all_foreign,
+    ignored_of,
+    method_setting,
+    method_tables,
+    methods_of,
+    named_method,
+)
 from paceline.config.entries import ConfigEntry, Problem, quoted_names
 from paceline.config.fields import FREE, KEYS, SECTIONS, SOURCE_KEYS
 from paceline.core.errors import nearest

@@ -155,14 +155,6 @@ def _per_epoch(merge: Merge, by: Assignment, target: str, count: float) -> tuple
     return "info", f"is read as {share}: {short(count)} in each of {short(epochs)} epochs"
 
 
-def _saves_per_epoch(merge: Merge, by: Assignment) -> tuple[str, str]:
-    return _per_epoch(merge, by, "train_args.save_steps", by.value)
-
-
-def _evals_per_epoch(merge: Merge, by: Assignment) -> tuple[str, str]:
-    return _per_epoch(merge, by, "train_args.eval_steps", by.value)
-
-
 def _eval_strategy(merge: Merge, by: Assignment) -> tuple[str, str]:
     if by.value == "steps":
         return (
@@ -338,8 +330,8 @@ _ACTS: dict[str, Callable[[Merge, Assignment], tuple[str, str]]] = {
     "_save_in_full": _save_in_full,
     "_jinja": _jinja,
     "_save_strategy": _save_strategy,
-    "_saves_per_epoch": _saves_per_epoch,
-    "_evals_per_epoch": _evals_per_epoch,
+    "_saves_per_epoch": lambda merge, by: _per_epoch(merge, by, f"{_T}save_steps", by.value),
+    "_evals_per_epoch": lambda merge, by: _per_epoch(merge, by, f"{_T}eval_steps", by.value),
     "_dataset_dir": _dataset_dir,
     "_listed_configs": _listed_configs,
     "_listed_splits": _listed_splits,

@@ -6,8 +6,7 @@ from typing import Any
 
 from paceline.config.compat.binding import KeyBinding, unknown_key
 from paceline.config.compat.conversion import Conversion, UnsupportedValue, is_off
-from paceline.config.compat.keys import alias_tables, tool_names
-from paceline.config.compat.methods import DATA_KEYS, named_method
+from paceline.config.compat.keys import DATA_KEYS, alias_tables, named_method, tool_names
 from paceline.config.entries import FILE, OVERRIDE, ConfigEntry, Problem, short
 from paceline.config.fields import FREE, KEYS, takes_none
 
