@@ -4,11 +4,14 @@ A console is a listener of :class:`paceline.core.event_log.EventLog`. It never r
 terminal, a broken pipe or an event it does not understand must not touch the training.
 """
 
+from __future__ import annotations
+
 import shlex
 import statistics
 import sys
 from collections import deque
-from typing import Any, TextIO
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TextIO
 
 from paceline.core import formatting
 from paceline.core.event_text import event_text
@@ -33,6 +36,9 @@ from paceline.core.events import (
 from paceline.core.formatting import shares_text
 from paceline.core.log import is_shown
 from paceline.observe.terminal import LiveTerminal, PlainTerminal, SafeStream
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 _PLAIN_GAP_S = 1.0  # of a long run that logs every step, at most about one plain line per second
 _SHORT_RUN_STEPS = 100  # a run with no more steps than this prints all that it logs
@@ -434,7 +440,7 @@ def end_lines(progress: Progress, event: RunEndEvent) -> list[tuple[str, str]]:
     return lines
 
 
-def resume_hint(output_dir: str, config: dict[str, Any]) -> str:
+def resume_hint(output_dir: str, config: Mapping[str, JsonValue]) -> str:
     """What to type to go on with a run that ended early."""
     again = f"paceline train {shlex.quote(f'{output_dir}/config.yaml')}"
     if config.get("resume") == "never":

@@ -66,7 +66,7 @@ class TensorBoardListener:
         elif event["type"] == "run_end":
             self.close()
 
-    def _write(self, event: StepEvent | EvalEvent, scalars: dict[str, Any]) -> None:
+    def _write(self, event: StepEvent | EvalEvent, scalars: dict[str, float | None]) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -82,7 +82,7 @@ class TensorBoardListener:
                 )
 
 
-def _step_scalars(step: StepEvent, global_batch_size: Any) -> dict[str, Any]:
+def _step_scalars(step: StepEvent, global_batch_size: Any) -> dict[str, float | None]:
     per_second, unit = formatting.throughput(step, global_batch_size)
     scalars = {
         "train/loss": step.get("loss"),

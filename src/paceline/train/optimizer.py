@@ -90,13 +90,13 @@ class Schedule:
         return rate
 
 
-def _schedule_arguments(args: TrainArgs, derived: ResolvedValues) -> dict[str, Any]:
-    given: dict[str, Any] = dict(args.lr_scheduler_kwargs)
-    if args.lr_scheduler_type == "cosine_with_min_lr":
-        given.setdefault("min_lr_rate", 0.1) if "min_lr" not in given else None
+def _schedule_arguments(args: TrainArgs, derived: ResolvedValues) -> dict[str, float | int | str]:
+    arguments = dict(args.lr_scheduler_kwargs)
+    if args.lr_scheduler_type == "cosine_with_min_lr" and "min_lr" not in arguments:
+        arguments.setdefault("min_lr_rate", 0.1)
     if args.lr_scheduler_type == "warmup_stable_decay":
-        given.setdefault("num_decay_steps", max(1, derived.steps // 10))
-    return given
+        arguments.setdefault("num_decay_steps", max(1, derived.steps // 10))
+    return arguments
 
 
 def check_schedule(args: TrainArgs) -> str | None:
