@@ -10,7 +10,12 @@ from paceline.config.load import load_config
 from paceline.config.schema import Config
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError
-from paceline.distributed.devices import resolve, without_idle_offload
+from paceline.distributed.devices import (
+    accelerators,
+    choose_devices,
+    resolve,
+    without_idle_offload,
+)
 from paceline.models.positions import fit_length
 from paceline.parallel.deepspeed.config import stage_of
 from paceline.planner.advice import Advice, ChangeReport, advise
@@ -57,11 +62,11 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        return sum(one.numel for one in self.described.shape.parameters)
+        return sum(tensor.numel for tensor in self.described.shape.parameters)
 
     @property
     def trained(self) -> int:
-        return sum(one.numel for one in self.described.shape.trained)
+        return sum(tensor.numel for tensor in self.described.shape.trained)
 
     @property
     def configured(self) -> ModeEstimate | None:
@@ -174,11 +179,13 @@ def make_plan(
         load_task(config)  # a task that cannot be had is an error before anything is measured
     machine = _machine(config, world_size, memory, device)
     if config.train_args.precision == "auto":
-        precision, reason = (
-            _precision_on(machine)
-            if device is not None or memory is not None
-            else _local_precision(machine)
-        )
+        kind, names = accelerators()
+        if device is not None or memory is not None:
+            precision, reason = _precision_on(machine)
+        elif machine.is_cpu or kind is None:
+            precision, reason = resolve("cpu")
+        else:
+            precision, reason = resolve(kind, names[: machine.count])
         config = config.model_copy(
             update={"train_args": config.train_args.model_copy(update={"precision": precision})}
         )
@@ -197,16 +204,6 @@ def make_plan(
     described = describe(config)
     batch = micro_batch(config)
     return Plan(config, machine, described, batch, choose(config, described, batch, machine))
-
-
-def _local_precision(machine: Machine) -> tuple[str, str]:
-    """What a run on this machine takes for ``precision: auto``, and why."""
-    from paceline.distributed.devices import accelerators
-
-    kind, names = accelerators()
-    return (
-        resolve("cpu") if machine.is_cpu or kind is None else resolve(kind, names[: machine.count])
-    )
 
 
 def _precision_on(machine: Machine) -> tuple[str, str]:
@@ -233,15 +230,13 @@ def _machine(
             return local_machine(count, True, dtype, memory)
         named, notice = (None, "") if device is None else find_device(device, memory)
         return named_machine(named, memory, count, dtype, (notice,) if notice else ())
-    from paceline.distributed.devices import choose_devices
-
     settings = (
         config.parallel
         if world_size is None
         else config.parallel.model_copy(update={"num_gpus": "auto"})
     )
     try:
-        found = choose_devices(settings)
+        devices = choose_devices(settings)
     except ConfigError as error:
         raise ConfigError(
             error.what,
@@ -251,14 +246,14 @@ def _machine(
                 " --device A100-80GB`"
             ),
         ) from error
-    count = world_size or found.count
-    machine = local_machine(count, found.type == "cpu", dtype)
-    if found.type != "cpu" and count > found.count:
+    count = world_size or devices.count
+    machine = local_machine(count, devices.type == "cpu", dtype)
+    if devices.type != "cpu" and count > devices.count:
         machine = replace(
             machine,
             notes=(
                 *machine.notes,
-                f"this machine has {found.count} of the {count} devices planned for",
+                f"this machine has {devices.count} of the {count} devices planned for",
             ),
         )
     return machine

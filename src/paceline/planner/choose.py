@@ -172,7 +172,7 @@ def nothing_fits(
     """Which mode is nearest, and what would make it fit: each cure is tried by estimate."""
     if not open_to:
         return "no mode can run this config on these devices; the reasons stand beside each"
-    nearest = min(open_to, key=lambda one: one.total)
+    nearest = min(open_to, key=lambda mode: mode.total)
     text = (
         f"nothing fits {counted(machine.count, 'device')}: the nearest is {nearest.name}, which"
         f" {nearest.reason}"
@@ -307,15 +307,15 @@ def local_machine(
 
 def _with_profile(machine: Machine, device_type: str) -> Machine:
     """With the links as `paceline doctor` measured them here, where it did."""
-    found = machine_profile.read(device_type)
-    if found is None or found.bandwidth_bytes_s is None or machine.count == 1:
+    profile = machine_profile.read(device_type)
+    if profile is None or profile.bandwidth_bytes_s is None or machine.count == 1:
         return machine
-    rate = human_bytes(found.bandwidth_bytes_s)
+    rate = human_bytes(profile.bandwidth_bytes_s)
     note = (
-        f"links: {rate}/s a rank, as `paceline doctor` measured on {found.day} with"
-        f" {counted(found.num_ranks, 'rank')}"
+        f"links: {rate}/s a rank, as `paceline doctor` measured on {profile.day} with"
+        f" {counted(profile.num_ranks, 'rank')}"
     )
-    return replace(machine, link_bytes_s=found.bandwidth_bytes_s, notes=(*machine.notes, note))
+    return replace(machine, link_bytes_s=profile.bandwidth_bytes_s, notes=(*machine.notes, note))
 
 
 def _device_type(config: Config) -> str:

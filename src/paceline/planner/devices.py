@@ -122,13 +122,9 @@ def find_device(name: str, memory_bytes: int | None = None) -> tuple[Device, str
     chosen = _closest(of_this_size, memory_bytes) if of_this_size and memory_bytes else rows[0]
     if len(rows) == 1:
         return chosen, ""
-    return (
-        chosen,
-        (
-            f"`--device {name}` can be {_listing(row.name for row in rows)}: this plan is for"
-            f" {chosen.name}"
-        ),
-    )
+    names = ", ".join(row.name for row in rows[:-1])
+    notice = f"`--device {name}` can be {names} or {rows[-1].name}: this plan is for {chosen.name}"
+    return chosen, notice
 
 
 def recognize(driver_name: str, memory_bytes: int) -> Device | None:
@@ -177,8 +173,3 @@ def _nearest(name: str) -> list[str]:
     keys = difflib.get_close_matches(_key(name), _by_key(), n=3 * _NEAREST, cutoff=0.3)
     names = list(dict.fromkeys(row.name for key in keys for row in _by_key()[key]))
     return names[:_NEAREST] or [row.name for row in devices()[:_NEAREST]]
-
-
-def _listing(names: Iterable[str]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last

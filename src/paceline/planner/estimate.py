@@ -67,17 +67,16 @@ def micro_batch(config: Config) -> MicroBatchProfile:
     from paceline.data.text.prepare import TextTask, cached_lengths
 
     task: TextTask = "pretrain" if config.task == "pretrain" else "sft"
-    found = cached_lengths(config, task, resolve_model)
-    if found is None or len(found[0]) == 0:
+    cached = cached_lengths(config, task, resolve_model)
+    if cached is None or len(cached[0]) == 0:
         longest = float(size * args.max_length)
         return MicroBatchProfile(longest, longest, sample=args.max_length, known=False)
-    lengths, labels = found
+    lengths, labels = cached
     size = min(size, len(lengths))
     mean = float(lengths.mean())
     longest_samples = sorted(lengths.tolist())[-size:]
-    fullest = float(
-        sum(longest_samples) if args.packing is not False else size * longest_samples[-1]
-    )
+    is_packed = args.packing is not False
+    fullest = float(sum(longest_samples) if is_packed else size * longest_samples[-1])
     return MicroBatchProfile(mean * size, fullest, float(labels.sum() / lengths.sum()), mean)
 
 
@@ -118,7 +117,7 @@ def micro_batch_flops(config: Config, described: ModelProfile, batch: MicroBatch
         )
     if described.flops:
         return described.flops
-    return 6.0 * batch.positions * sum(one.numel for one in described.shape.parameters)
+    return 6.0 * batch.positions * sum(tensor.numel for tensor in described.shape.parameters)
 
 
 class MemoryReport(TypedDict):
@@ -296,9 +295,9 @@ def _weight_copies(shape: ModelShape, layout: ParallelLayout, cost: Cost) -> int
         return 0
     parts = layout.axes.tensor * layout.axes.pipeline
     matrices = sum(
-        one.numel
-        for one in shape.trained
-        if len(one.shape) > 1 and one.element_bytes > shape.low_bytes
+        tensor.numel
+        for tensor in shape.trained
+        if len(tensor.shape) > 1 and tensor.element_bytes > shape.low_bytes
     )
     holds_float32 = cost.parameters >= 0.9 * 4 * matrices / parts
     return shape.low_bytes * matrices // parts if holds_float32 else 0

@@ -64,9 +64,9 @@ def parse_size(text: str, flag: str = "--device-memory") -> int:
     Raises:
         ConfigError: no number, no unit, or nothing left of it.
     """
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*", text)
-    unit = _UNITS.get(found.group(2).lower()) if found else None
-    if found is None or unit is None:
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*", text)
+    unit = _UNITS.get(match.group(2).lower()) if match else None
+    if match is None or unit is None:
         bare = re.fullmatch(r"\s*[0-9.]+\s*", text)
         raise ConfigError(
             f"`{flag} {text}` " + ("has no unit" if bare else "is not a size"),
@@ -75,7 +75,7 @@ def parse_size(text: str, flag: str = "--device-memory") -> int:
             ),
             fix=f"write e.g. `{flag} {text.strip() if bare else 80}GB`",
         )
-    size = round(float(found.group(1)) * unit)
+    size = round(float(match.group(1)) * unit)
     if size < 2**20:
         raise ConfigError(f"`{flag} {text}` is less than 1 MiB", fix=f"write e.g. `{flag} 80GB`")
     return size

@@ -103,15 +103,15 @@ def verify(loaded: Loaded, options: VerifyOptions) -> VerifyResult:
     try:
         base = _base_job(replace(loaded, config=config), devices, folder)
         modes, trials = _trials(modes, config, base, names, options.modes, refused)
-        found = _run(trials, options.steps, folder, devices.count)
+        results = _run(trials, options.steps, folder, devices.count)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    if isinstance(found, int):
-        return VerifyResult(found, None)
-    certificate = _certificate(names, config, base, devices, options.steps, modes, found, refused)
+    if isinstance(results, int):
+        return VerifyResult(results, None)
+    certificate = _certificate(names, config, base, devices, options.steps, modes, results, refused)
     if options.output is not None:
         _write(certificate, options.output)
-    late = options.modes is not None and any(one["ok"] is None for one in certificate["modes"])
+    late = options.modes is not None and any(mode["ok"] is None for mode in certificate["modes"])
     return VerifyResult(
         EXIT_FAILED if not certificate["ok"] else EXIT_USAGE if late else EXIT_DONE, certificate
     )

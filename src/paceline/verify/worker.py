@@ -103,14 +103,14 @@ def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> 
     world = init_communicator(env, first.device_type, first.config.parallel.timeout_s)
     try:
         for trial in certification.trials:
-            found = _one_trial(certification, trial, world, stop)
+            result = _one_trial(certification, trial, world, stop)
             write_atomic(
-                result_file(certification.folder, trial.number, env.rank), json.dumps(found)
+                result_file(certification.folder, trial.number, env.rank), json.dumps(result)
             )
-            if not _all_have_done(certification, trial, env, found, stop):
+            if not _all_have_done(certification, trial, env, result, stop):
                 return {"status": "stopped", "report": None}
             if world.is_rank_zero:
-                _log(certification, trial, found)
+                _log(certification, trial, result)
         return {"status": "done", "report": None}
     finally:
         world.close()
@@ -171,9 +171,9 @@ def _train(
         save_reference(strategy, reference, {name: mask for name, (_, mask) in left_out.items()})
     return {
         "status": "done",
-        "losses": [float(one["loss"]) for one in steps],
+        "losses": [float(event["loss"]) for event in steps],
         "step_time_s": statistics.median(
-            _after_first([float(one["step_time_s"]) for one in steps])
+            _after_first([float(event["step_time_s"]) for event in steps])
         ),
         "state_predicted": cost.state,
         "state_measured": strategy.memory_bytes(),
@@ -182,7 +182,9 @@ def _train(
         "weights": distances(strategy, reference),
         "excluded": listing(left_out),
         "notices": [
-            one["text"] for one in heard if one["type"] == "notice" and one["level"] == "warning"
+            event["text"]
+            for event in heard
+            if event["type"] == "notice" and event["level"] == "warning"
         ],
     }
 
@@ -202,7 +204,9 @@ def turn_off_dropout(model: nn.Module) -> int:
     changed = 0
     for module in model.modules():
         holders = [vars(module)] + [
-            vars(one) for one in (getattr(module, "config", None),) if hasattr(one, "__dict__")
+            vars(config)
+            for config in (getattr(module, "config", None),)
+            if hasattr(config, "__dict__")
         ]
         dropout = isinstance(module, DROPOUTS)
         for holder in holders:
@@ -245,9 +249,11 @@ class GradientWatch:
     @torch.no_grad()
     def _note(self) -> None:
         gradients = {
-            name: one.grad.float() for name, one in self._parameters.items() if one.grad is not None
+            name: parameter.grad.float()
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
         }
-        norms = {name: float(one.norm()) for name, one in gradients.items()}
+        norms = {name: float(gradient.norm()) for name, gradient in gradients.items()}
         largest = max(norms.values(), default=0.0)
         if not math.isfinite(largest) or largest == 0:
             return  # an update that is skipped
@@ -266,20 +272,20 @@ class GradientWatch:
         largest tensor's in every step, and of tensors with one dimension also single elements:
         those of which a whole tensor would have stayed below it.
         """
-        found: dict[str, tuple[float, torch.Tensor]] = {}
+        negligible: dict[str, tuple[float, torch.Tensor]] = {}
         for name, ratio in self._tensors.items():
             parameter = self._parameters[name]
             if 0 < ratio < GRADIENT_RATIO:
-                found[name] = ratio, torch.ones(parameter.shape, dtype=torch.bool)
+                negligible[name] = ratio, torch.ones(parameter.shape, dtype=torch.bool)
             elif name in self._elements and ratio:
                 elements = self._elements[name].cpu()
                 mask = elements < GRADIENT_RATIO / math.sqrt(elements.numel())
                 # exact zeros alone are zeros under every strategy
                 if bool((elements[mask] > 0).any()):
-                    found[name] = float(elements[mask].norm()), mask
-        most = LARGEST_SHARE * sum(one.numel() for one in self._parameters.values())
+                    negligible[name] = float(elements[mask].norm()), mask
+        most = LARGEST_SHARE * sum(parameter.numel() for parameter in self._parameters.values())
         kept, total = {}, 0
-        for name, (ratio, mask) in sorted(found.items(), key=lambda entry: entry[1][0]):
+        for name, (ratio, mask) in sorted(negligible.items(), key=lambda entry: entry[1][0]):
             total += int(mask.sum())
             if total > most:
                 break
@@ -328,7 +334,7 @@ def distances(strategy: Strategy, path: Path) -> dict[str, list[float]]:
     mine: dict[str, list[TensorShard]] = {}
     for part in _trained_parts(strategy):
         mine.setdefault(part.name, []).append(part)
-    found = {}
+    sums = {}
     with safe_open(str(path), framework="pt") as reference:
         keys = set(reference.keys())
         names = [name for name in reference.keys() if not name.startswith(_EXCLUDED)]  # noqa: SIM118 - not a mapping
@@ -355,8 +361,8 @@ def distances(strategy: Strategy, path: Path) -> dict[str, list[float]]:
                 apart = part.tensor.cpu().double() - _cut(whole, part).double()
                 numbers[0] += _squares(apart if compared is None else apart * _cut(compared, part))
                 numbers[1] += part.tensor.numel()
-            found[name] = numbers
-    return found
+            sums[name] = numbers
+    return sums
 
 
 def _squares(tensor: torch.Tensor) -> float:
@@ -382,7 +388,7 @@ def _cut(whole: torch.Tensor, part: TensorShard) -> torch.Tensor:
 
 # -- among the ranks
 def _all_have_done(
-    certification: Certification, trial: Trial, env: RankEnv, found: RankResult, stop: StopFlag
+    certification: Certification, trial: Trial, env: RankEnv, result: RankResult, stop: StopFlag
 ) -> bool:
     """Wait until every rank has left its figures of the trial. False where the ranks are asked to
     stop."""
@@ -391,23 +397,23 @@ def _all_have_done(
     ]
     start = time.monotonic()
     while True:
-        if found["status"] == "stopped" or (found["status"] == "idle" and stop.wanted):
+        if result["status"] == "stopped" or (result["status"] == "idle" and stop.wanted):
             return False
-        waiting = [one for one in waiting if not one.exists()]
+        waiting = [path for path in waiting if not path.exists()]
         if not waiting:
             return not stop.wanted
-        if found["status"] == "refused" and time.monotonic() - start > _REFUSED_WAIT_S:
+        if result["status"] == "refused" and time.monotonic() - start > _REFUSED_WAIT_S:
             raise RunError(
-                f"rank {env.rank} refused what the other ranks had begun: {found['reason']}"
+                f"rank {env.rank} refused what the other ranks had begun: {result['reason']}"
             )
         time.sleep(_POLL_S)
 
 
-def _log(certification: Certification, trial: Trial, found: RankResult) -> None:
+def _log(certification: Certification, trial: Trial, result: RankResult) -> None:
     text = "refused"
-    if found["status"] == "done":
+    if result["status"] == "done":
         text = (
-            f"{certification.steps} steps, loss {found['losses'][-1]:.6g},"
-            f" {found['step_time_s']:.3g} s a step"
+            f"{certification.steps} steps, loss {result['losses'][-1]:.6g},"
+            f" {result['step_time_s']:.3g} s a step"
         )
     logger.info("[%d/%d] %s: %s", trial.number + 1, certification.total, trial.name, text)

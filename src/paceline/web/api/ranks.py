@@ -196,7 +196,11 @@ def slowest(
     if not step_s or by_s < _SLOWER * step_s:
         return None
     share = (
-        {name: (means[name][last] or 0.0) - _median(means[name], last) for name in _WORK}
+        {
+            name: (means[name][last] or 0.0)
+            - statistics.median(means[name][rank] or 0.0 for rank in numbers if rank != last)
+            for name in _WORK
+        }
         if known
         else {}
     )
@@ -207,10 +211,6 @@ def slowest(
         f" ({100 * by_s / step_s:.0f} %); {what}"
     )
     return {"rank": last, "why": why, "slower_by_s": by_s, "phase": most, "share": share or None}
-
-
-def _median(values: dict[int, float | None], but: int) -> float:
-    return statistics.median([value or 0.0 for rank, value in values.items() if rank != but])
 
 
 def _steps(

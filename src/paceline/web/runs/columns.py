@@ -150,8 +150,8 @@ def _figure(value: Any) -> Any:
     kind = type(value)
     if kind is float or (kind is int and -_LARGEST < value < _LARGEST):  # nearly always
         return value  # a float, or an int that fits one
-    found = number(value) if kind is not int else None
-    return np.nan if found is None else found
+    figure = number(value) if kind is not int else None
+    return np.nan if figure is None else figure
 
 
 def _fullest(values: Any) -> float:

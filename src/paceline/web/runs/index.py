@@ -193,7 +193,7 @@ class RunIndex:
         elif kind == "resume" and type(step) is int:
             self._cut(step)
             for kept in (self.evals, self.checkpoints, self.samples):
-                counting = [one for one in kept if not _after(one, step)]
+                counting = [event for event in kept if (finite(event.get("step")) or 0) <= step]
                 kept.clear()
                 kept.extend(counting)
         self._keep(kind, event)
@@ -209,11 +209,6 @@ class RunIndex:
     def _mark(self, event: Event) -> None:
         self.marks_left_out += len(self.marks) == self.marks.maxlen
         self.marks.append(mark_of(event, self._last[0] if self._last else None))
-
-
-def _after(event: Event, step: int) -> bool:
-    own = finite(event.get("step"))
-    return own is not None and own > step
 
 
 def mark_of(event: Event, last_step: int | None) -> TimelineEvent:
