@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from paceline.web.api.upload import SUFFIXES, TooLarge, take_upload
 from paceline.web.files import JSONObject, shown, stat_inside
-from paceline.web.responses import StrictJSONResponse, problem
+from paceline.web.responses import problem
 from paceline.web.runs.discovery import is_run
 from paceline.web.state import Panel
 
@@ -61,10 +61,10 @@ class Preview(BaseModel):
 
 
 @router.get("/api/datasets")
-def datasets(panel: Panel) -> StrictJSONResponse:
+def datasets(panel: Panel) -> JSONObject:
     """Data files below the served folder, newest first, without those that are a run's own; and the
     built-in data. ``left_out``: so many further files exist."""
-    files = [
+    files: list[JSONObject] = [
         {
             "path": f"./{shown(os.path.relpath(path, panel.folder))}",
             "size_bytes": status.st_size,
@@ -74,13 +74,11 @@ def datasets(panel: Panel) -> StrictJSONResponse:
         if (status := stat_inside(path)) is not None
     ]
     files.sort(key=itemgetter("modified_at"), reverse=True)
-    return StrictJSONResponse(
-        {
-            "datasets": files[:_MOST_SHOWN],
-            "left_out": len(files[_MOST_SHOWN:]),
-            "builtin": [{"path": path, "task": task} for path, task in BUILT_IN.items()],
-        }
-    )
+    return {
+        "datasets": [*files[:_MOST_SHOWN]],
+        "left_out": len(files[_MOST_SHOWN:]),
+        "builtin": [{"path": path, "task": task} for path, task in BUILT_IN.items()],
+    }
 
 
 def _files(folder: Path) -> Iterator[Path]:
