@@ -121,8 +121,8 @@ def test_records_are_taken_once_and_state_is_kept(tmp_path: Path) -> None:
     folder = AgentFolder(tmp_path / "agent")
     folder.write(0, "start", {"rank": 3, "pid": 17})
     folder.write(0, "end", {"status": "failed"})
-    folder.write_state(node_rank=1)
-    folder.write_state(hosts=["a"])
+    folder.write_state({"node_rank": 1})
+    folder.write_state({"hosts": ["a"]})
     assert folder.pids() == {0: 17}
     assert folder.take(0) == {"start": {"rank": 3, "pid": 17}, "end": {"status": "failed"}}
     assert folder.take(0) == {}

@@ -32,6 +32,6 @@ def test_a_host_that_must_come_back_has_a_limit_of_its_own(tmp_path: Path) -> No
         timedelta(seconds=3),
         4,
     )
-    folder.write_state(node_rank=0)  # as the ranks of the first round do
+    folder.write_state({"node_rank": 0})  # as the ranks of the first round do
     with pytest.raises(RendezvousTimeoutError):
         handler.next_rendezvous()

@@ -22,6 +22,7 @@ from paceline.launch.host_checks import Check
 
 _HOST = """
 import json, sys
+from dataclasses import asdict
 from paceline.doctor.hosts import MeetingPoint, check_own_port, inspect_endpoint_and_hosts
 from paceline.doctor.hosts import reach_endpoint
 
@@ -32,13 +33,13 @@ if blocked_port and not is_host:
     dropped = reach_endpoint(endpoint, silent_s=0.0)
     endpoint = MeetingPoint("192.0.2.1", blocked_port + 1, address, "eth0", False)
     refused = reach_endpoint(endpoint, wait_s=0.0)
-    result["endpoint"] = [dropped.as_dict(), refused.as_dict()]
+    result["endpoint"] = [asdict(dropped), asdict(refused)]
 if blocked_port and is_host:
     endpoint = MeetingPoint("192.0.2.1", blocked_port, address, "eth0", True)
-    result["own"] = check_own_port(endpoint).as_dict()
+    result["own"] = asdict(check_own_port(endpoint))
 endpoint = MeetingPoint("192.0.2.1", 29500, address, "eth0", is_host)
 report = inspect_endpoint_and_hosts(endpoint, (2, 2), [], None)
-result["checks"] = [check.as_dict() for check in report.checks]
+result["checks"] = [asdict(check) for check in report.checks]
 result |= {"links": report.links, "blocks": report.blocks_ranks}
 print(json.dumps(result))
 """

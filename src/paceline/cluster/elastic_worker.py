@@ -15,13 +15,13 @@ from paceline.cluster.failures import AgentFolder
 from paceline.cluster.rounds import Membership, join_round
 from paceline.core.errors import EXIT_FAILED, RunError
 from paceline.core.log import configure_logging
+from paceline.core.outcome import Outcome
 from paceline.core.processes import end_with_launcher
 from paceline.core.stop import StopFlag
 from paceline.launch.worker import STOP_FILE, describe, failed_outcome
 
 logger = logging.getLogger(__name__)
 
-Outcome = dict[str, Any]
 #: What a worker does: (payload, its membership in the round, whether to stop) → outcome.
 Target = Callable[[Any, Membership, StopFlag], Outcome]
 
@@ -75,7 +75,7 @@ def _run(task: WorkerTask) -> Outcome | None:
         )
     except (RunError, DistError) as error:
         return _not_joined(folder, error)
-    folder.write_state(not_joined=0)
+    folder.write_state({"not_joined": 0})
     stop.fail = member.fail
     try:
         outcome = task.target(task.payload, member, stop)
@@ -107,7 +107,7 @@ def _not_joined(folder: AgentFolder, error: Exception) -> Outcome | None:
     """The ranks of a round could not reach each other; after several such rounds in a row it is not
     tried again."""
     failures = int(folder.read_state().get("not_joined", 0)) + 1
-    folder.write_state(not_joined=failures)
+    folder.write_state({"not_joined": failures})
     text = error.paragraph() if isinstance(error, RunError) else describe(error)
     if failures < _JOIN_ATTEMPTS:
         logger.warning("%s. A new round follows (%d of %d)", text, failures, _JOIN_ATTEMPTS)

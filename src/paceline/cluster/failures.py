@@ -19,11 +19,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 from paceline.core.errors import EXIT_FAILED
 from paceline.core.files import write_json_atomic
+from paceline.core.outcome import Outcome
 from paceline.core.processes import pid_alive
+from paceline.launch.restart import PolicyState
 
 #: How Gloo, NCCL and torch's stores report that a peer has gone.
 _PEER_GONE = re.compile(
@@ -34,7 +36,50 @@ _PEER_GONE = re.compile(
     re.IGNORECASE,
 )
 
-Record = dict[str, Any]
+
+class StartRecord(TypedDict):
+    """Written when a rank starts. ``time``: seconds since the epoch."""
+
+    rank: int
+    host: str
+    pid: int
+    time: float
+
+
+class ExitRecord(TypedDict):
+    """Written by the agent. ``code``: None if it could not be seen."""
+
+    pid: int
+    code: int | None
+    time: float
+
+
+class TerminatedRecord(TypedDict):
+    time: float
+
+
+class Record(TypedDict, total=False):
+    """What a rank of the round before has left."""
+
+    start: StartRecord
+    end: Outcome
+    terminated: TerminatedRecord
+    exit: ExitRecord
+
+
+class AgentState(TypedDict, total=False):
+    """What an agent knows of the round before."""
+
+    node_rank: int
+    hosts: list[str]
+    recovery: PolicyState
+    entered_at: float
+    global_batch_size: int
+    resume_from: str | None
+    not_joined: int
+
+
+RecordPart = StartRecord | Outcome | TerminatedRecord | ExitRecord
 
 
 class AgentFolder:
@@ -47,15 +92,15 @@ class AgentFolder:
     def take(self, local_rank: int) -> Record:
         """What the rank before this one in the same place has left, and remove it. Empty:
         nothing."""
-        record: Record = {}
+        record = {}
         for name in ("start", "end", "terminated", "exit"):
             file = self._file(local_rank, name)
             with contextlib.suppress(OSError, ValueError):
                 record[name] = json.loads(file.read_text())
             file.unlink(missing_ok=True)
-        return record
+        return cast(Record, record)
 
-    def write(self, local_rank: int, name: str, content: dict[str, Any]) -> None:
+    def write(self, local_rank: int, name: str, content: RecordPart) -> None:
         """``name``: start, end, terminated or exit. A full disk does not end the rank."""
         with contextlib.suppress(OSError):
             write_json_atomic(self._file(local_rank, name), content)
@@ -70,14 +115,14 @@ class AgentFolder:
                 )
         return pids
 
-    def read_state(self) -> dict[str, Any]:
+    def read_state(self) -> AgentState:
         """What :meth:`write_state` has written in an earlier round, or an empty mapping."""
         try:
-            return dict(json.loads((self.path / "state.json").read_text()))
+            return cast(AgentState, dict(json.loads((self.path / "state.json").read_text())))
         except (OSError, ValueError, TypeError):
             return {}
 
-    def write_state(self, **entries: Any) -> None:
+    def write_state(self, entries: AgentState) -> None:
         with contextlib.suppress(OSError):
             write_json_atomic(self.path / "state.json", {**self.read_state(), **entries})
 
@@ -125,7 +170,7 @@ def watch_termination(folder: AgentFolder, local_rank: int) -> None:
     threading.Thread(target=read, name="termination-record", daemon=True).start()
 
 
-def is_secondary(outcome: dict[str, Any]) -> bool:
+def is_secondary(outcome: Outcome) -> bool:
     """Return whether an outcome only reports that a peer has gone."""
     return outcome.get("of_all") is not True and bool(
         _PEER_GONE.search(str(outcome.get("text", "")))
@@ -140,7 +185,7 @@ class Failure:
     ranks: list[int]
     host: str
     time: float | None
-    outcome: dict[str, Any]
+    outcome: Outcome
 
 
 def first_failure(
@@ -183,7 +228,7 @@ def _failure_of(record: Record) -> Failure | None:
         named = end.get("blamed") or [rank]
         says_all = end["exit_code"] == 2 or end.get("of_all") or end.get("every_rank")
         text = end["text"] if says_all else f"rank {rank} on host {host} failed. {end['text']}"
-        outcome = {
+        outcome: Outcome = {
             **end,
             "text": text,
             "ranks": named,
@@ -198,7 +243,7 @@ def _failure_of(record: Record) -> Failure | None:
     return _killed(start, None if exit_ is None else exit_["code"], ended_at)
 
 
-def _killed(start: dict[str, Any], code: int | None, ended_at: float | None) -> Failure:
+def _killed(start: StartRecord, code: int | None, ended_at: float | None) -> Failure:
     rank, host = int(start["rank"]), str(start["host"])
     if code is not None and code < 0:
         often = " (often: out of memory; see `dmesg`)" if code == -signal.SIGKILL else ""
@@ -220,7 +265,7 @@ def _lost_host(host: str, ranks: list[int], came_back: bool) -> Failure:
     )
 
 
-def _fault(reason: str, ranks: list[int], host: str) -> dict[str, Any]:
+def _fault(reason: str, ranks: list[int], host: str) -> Outcome:
     return {
         "status": "failed", "exit_code": EXIT_FAILED,
         "text": f"{reason}. The other ranks were stopped.", "traceback": "", "report": None,

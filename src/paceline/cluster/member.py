@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 from paceline.cluster.failures import AgentFolder, folder_of_agent
 from paceline.cluster.rounds import (
     Membership,
-    Outcome,
     agree,
     config_problem,
     follow,
@@ -41,6 +40,7 @@ from paceline.core.log import (
     mute_console,
     recorded_notices,
 )
+from paceline.core.outcome import Outcome
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed.environment import from_environment
@@ -126,15 +126,15 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
     else:
         mute_console()
     restart = follow(member, request.loaded.config)
-    if restart.failed is not None:
-        return restart.failed
+    if restart["failed"] is not None:
+        return restart["failed"]
     with contextlib.ExitStack() as stack:
-        is_first_round = restart.is_first and request.options.fault is None
+        is_first_round = restart["is_first"] and request.options.fault is None
         try:
             with recorded_notices() as recorder:
                 log_notices(logger, request.loaded.notices)
                 prepared = _prepare(
-                    request, member, is_first_round, restart.global_batch_size, stack
+                    request, member, is_first_round, restart["global_batch_size"], stack
                 )
         except _Refused as refused:
             return refused.outcome
@@ -142,13 +142,15 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
             return {"status": "finished", "exit_code": 0, "report": prepared.finished}
         if member.round.env.local_rank == 0:
             member.folder.write_state(
-                global_batch_size=prepared.spec.derived.global_batch_size,
-                resume_from=prepared.spec.resume_from,
+                {
+                    "global_batch_size": prepared.spec.derived.global_batch_size,
+                    "resume_from": prepared.spec.resume_from,
+                }
             )
         spec = replace(
             prepared.spec,
             notices=list(recorder.notices),
-            failure=restart.fault or request.options.fault,
+            failure=restart["fault"] or request.options.fault,
             launcher_pid=member.agent_pid if member.can_restart else None,
             reports_everywhere=True,
         )

@@ -10,17 +10,24 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict, cast
 
-from paceline.cluster.failures import AgentFolder, Record, first_failure, watch_termination
+from paceline.cluster.failures import (
+    AgentFolder,
+    AgentState,
+    Record,
+    StartRecord,
+    first_failure,
+    watch_termination,
+)
 from paceline.cluster.ranks import HostEntry, Round, enter_round
 from paceline.config.schema import Config
 from paceline.core.errors import EXIT_FAILED, EXIT_USAGE
+from paceline.core.events import Fault
 from paceline.core.log import CONSOLE_ONLY
+from paceline.core.outcome import Outcome
 from paceline.core.processes import host_name
-from paceline.launch.restart import RestartPolicy
-
-Outcome = dict[str, Any]
+from paceline.launch.restart import PolicyState, RestartPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -43,17 +50,13 @@ class Membership:
 
     def end(self, outcome: Outcome) -> None:
         """Record how this rank ended."""
-        content = {key: value for key, value in outcome.items() if key != "report"}
-        self.folder.write(
-            self.round.env.local_rank,
-            "end",
-            {**content, "rank": self.round.env.rank, "time": time.time()},
-        )
+        record: Outcome = {**outcome, "rank": self.round.env.rank, "time": time.time()}
+        record.pop("report", None)
+        self.folder.write(self.round.env.local_rank, "end", record)
 
-    def policy_state(self) -> dict[str, Any] | None:
+    def policy_state(self) -> PolicyState | None:
         """What the restart policy has counted so far."""
-        state: dict[str, Any] | None = self.folder.read_state().get("recovery")
-        return state
+        return self.folder.read_state().get("recovery")
 
     def fail(self, text: str, blamed: Sequence[int]) -> None:
         """End this process and record a fault of the run. Any thread may call this while the main
@@ -107,14 +110,18 @@ def join_round(
     previous = folder.read_state().get("node_rank")
     entry = HostEntry(host_name(), group_rank, num_ranks, is_endpoint, node_rank, previous)
     joined = enter_round(entry, call)
-    start = {"rank": joined.env.rank, "host": entry.host, "pid": os.getpid(), "time": time.time()}
+    start: StartRecord = {
+        "rank": joined.env.rank,
+        "host": entry.host,
+        "pid": os.getpid(),
+        "time": time.time(),
+    }
     folder.write(local_rank, "start", start)
     watch_termination(folder, local_rank)
     return Membership(joined, folder, record, can_restart, agent_pid)
 
 
-@dataclass(frozen=True)
-class Restart:
+class Restart(TypedDict):
     """How this round follows from the one before.
 
     Args:
@@ -127,9 +134,9 @@ class Restart:
     """
 
     is_first: bool
-    fault: dict[str, Any] | None = None
-    failed: Outcome | None = None
-    global_batch_size: int | None = None
+    fault: Fault | None
+    failed: Outcome | None
+    global_batch_size: int | None
 
 
 def follow(member: Membership, config: Config) -> Restart:
@@ -139,18 +146,22 @@ def follow(member: Membership, config: Config) -> Restart:
     records = round_.gather("records", member.record)
     states = round_.gather("states", member.folder.read_state())
     decision = _decide(member, records, _latest(states), config) if round_.is_first else None
-    decision = round_.broadcast("restart", decision)
-    policy = decision.pop("policy")
+    policy, restart = round_.broadcast("restart", decision)
     if round_.env.local_rank == 0:
         # On every host: where the one of rank 0 is lost with its agent, the others still know what
         # was before.
         member.folder.write_state(
-            node_rank=round_.node_rank, hosts=round_.hosts, recovery=policy, entered_at=time.time()
+            {
+                "node_rank": round_.node_rank,
+                "hosts": round_.hosts,
+                "recovery": policy,
+                "entered_at": time.time(),
+            }
         )
-    return Restart(**decision)
+    return cast(Restart, restart)
 
 
-def _latest(states: list[dict[str, Any]]) -> dict[str, Any]:
+def _latest(states: list[AgentState]) -> AgentState:
     """What rank 0's agent knows of the round before or, where that agent is new, what the agent
     knows that was in one last."""
     return (
@@ -161,13 +172,14 @@ def _latest(states: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _decide(
-    member: Membership, records: list[Record], state: dict[str, Any], config: Config
-) -> dict[str, Any]:
+    member: Membership, records: list[Record], state: AgentState, config: Config
+) -> tuple[PolicyState, Restart]:
     round_ = member.round
     previous_hosts = state.get("hosts", [])
     policy = RestartPolicy(config, state.get("resume_from"), state.get("recovery"))
     failure = first_failure(records, round_.hosts, previous_hosts) if previous_hosts else None
-    fault, failed = None, None
+    fault: Fault | None = None
+    failed: Outcome | None = None
     if failure is not None and failure.outcome.get("is_final"):
         failed = failure.outcome
     elif failure is not None:
@@ -183,13 +195,13 @@ def _decide(
             extra=CONSOLE_ONLY,
         )
         policy.begin_attempt()
-    return {
-        "policy": policy.state(),
+    restart: Restart = {
         "is_first": not previous_hosts,
         "fault": fault,
         "failed": failed,
         "global_batch_size": state.get("global_batch_size"),
     }
+    return policy.state(), restart
 
 
 def agree(member: Membership, name: str, problem: Outcome | None) -> Outcome | None:
@@ -201,7 +213,7 @@ def agree(member: Membership, name: str, problem: Outcome | None) -> Outcome | N
             where = (
                 "" if len(set(member.round.hosts)) == 1 else f"on host {member.round.hosts[rank]}: "
             )
-            return {**outcome, "text": f"{where}{outcome['text']}", "is_final": True}
+            return cast(Outcome, {**outcome, "text": f"{where}{outcome['text']}", "is_final": True})
     return None
 
 

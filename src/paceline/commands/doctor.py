@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rich.console import Group
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -15,10 +15,11 @@ from paceline.commands.options import OptionParser, WholeNumber, add_config, con
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
-from paceline.launch.host_checks import Check
 
 if TYPE_CHECKING:
-    from paceline.doctor.run import DoctorOptions
+    from paceline.doctor.links import PairRecord
+    from paceline.doctor.run import DoctorOptions, DoctorReport
+    from paceline.launch.host_checks import Check
 
 
 _MAX_RANKS = 64
@@ -45,8 +46,6 @@ def run(args: Namespace) -> int:
     if result.report is not None and args.json:
         print(json.dumps(result.report, indent=2))
     elif result.report is not None:
-        from rich.console import Console
-
         console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, highlight=False)
         console.print(report_table(result.checks, result.report))
     return result.exit_code
@@ -79,7 +78,7 @@ def make_options(args: Namespace) -> DoctorOptions:
 _MAX_LINKS = 8
 
 
-def report_table(checks: list[Check], report: dict[str, Any]) -> Group:
+def report_table(checks: list[Check], report: DoctorReport) -> Group:
     """The checks, the slowest links, and the verdict."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
@@ -100,7 +99,7 @@ def _mark(check: Check) -> Text:
     return Text("FAIL", style="bold red") if check.fatal else Text("warn", style="yellow")
 
 
-def _link_lines(links: list[dict[str, Any]]) -> list[Text]:
+def _link_lines(links: list[PairRecord]) -> list[Text]:
     if len(links) < 2:
         return []
     slowest = sorted(links, key=lambda link: link["bandwidth_bytes_s"])[:_MAX_LINKS]

@@ -23,6 +23,7 @@ from paceline.commands.options import (
 )
 from paceline.config.load import load_config
 from paceline.core.errors import EXIT_DONE, ConfigError, StoppedError
+from paceline.core.outcome import Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -239,14 +240,14 @@ def _uses_gpus(options: RayOptions, device: str, connection: Connection) -> bool
     return True
 
 
-def _until_done(trainer: TorchTrainer) -> list[dict[str, Any]]:
+def _until_done(trainer: TorchTrainer) -> list[Outcome]:
     """Run the trainer in a thread, so that this one answers signals: the first one asks the ranks
     to write a checkpoint and stop, a second one disconnects from Ray, which ends the workers.
 
     Raises:
         StoppedError: by a second signal.
     """
-    results: list[dict[str, Any]] = []
+    results: list[Outcome] = []
     errors: list[BaseException] = []
 
     def fit() -> None:

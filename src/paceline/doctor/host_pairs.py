@@ -26,6 +26,7 @@ from paceline.core.formatting import counted
 from paceline.core.processes import host_name
 from paceline.doctor.checks import nvidia_driver
 from paceline.doctor.host_probe import TOKEN_BYTES, Probe, Responder, probe, try_port
+from paceline.launch.host_checks import Check
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -86,14 +87,14 @@ def inspect_hosts(
     token = os.urandom(TOKEN_BYTES)
     with Responder(facts.address, token) as responder:
         message = {
-            "facts": facts.as_dict(),
+            "facts": asdict(facts),
             "token": token.hex(),
             "tcp": responder.tcp_ports,
             "udp": responder.udp_port,
         }
         index, count = board.join(message, is_endpoint, hosts, wait_s)
         peers = [board.read(f"facts/{number}") for number in range(count)]
-        everyone = [HostFacts.from_dict(peer["facts"]) for peer in peers]
+        everyone = [HostFacts.from_dict(dict(peer["facts"])) for peer in peers]
         if count == 1:
             return Findings(everyone, hosts[1])
         names = ", ".join(host.name for host in everyone)
@@ -220,13 +221,12 @@ def _probe_all(
     return probes, sum(map(len, rounds[MAX_ROUNDS:]))
 
 
-def _probe(source: Any, target: Any, ports: dict[int, str]) -> dict[str, Any]:
+def _probe(source: Any, target: Any, ports: dict[int, str]) -> dict[str, float | str | None]:
     port = next(port for port, text in ports.items() if text == "open")
     mtus = (source["facts"]["mtu_bytes"], target["facts"]["mtu_bytes"])
     try:
-        return probe(
-            target["facts"]["address"], port, target["udp"], bytes.fromhex(target["token"]), mtus
-        ).as_dict()
+        token = bytes.fromhex(target["token"])
+        return asdict(probe(target["facts"]["address"], port, target["udp"], token, mtus))
     except OSError as error:
         return {"error": error.strerror or str(error)}
 
@@ -274,8 +274,7 @@ class HostFacts:
     ephemeral_ports: the range from which the kernel takes the ports of Gloo and NCCL; None if it is
     not known.
     versions: name → version; "none" for what is not installed.
-    checks: results of the checks of this host alone, as :meth:`Check.as_dict
-    <paceline.launch.host_checks.Check.as_dict>`.
+    checks: results of the checks of this host alone.
     gradient_bytes: size of the config's gradients; None if it is not known.
     """
 
@@ -286,20 +285,20 @@ class HostFacts:
     lease_s: int | None
     ephemeral_ports: tuple[int, int] | None
     versions: dict[str, str]
-    checks: list[dict[str, Any]]
+    checks: list[Check]
     gradient_bytes: int | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> HostFacts:
+        """Read what ``asdict`` returned, after a journey as JSON."""
         ports = values["ephemeral_ports"]
-        return cls(**{**values, "ephemeral_ports": None if ports is None else (ports[0], ports[1])})
+        values["ephemeral_ports"] = None if ports is None else (ports[0], ports[1])
+        values["checks"] = [Check(**check) for check in values["checks"]]
+        return cls(**values)
 
 
 def collect_facts(
-    address: str, interface: str, checks: list[dict[str, Any]], gradient_bytes: int | None = None
+    address: str, interface: str, checks: list[Check], gradient_bytes: int | None = None
 ) -> HostFacts:
     return HostFacts(
         host_name(),

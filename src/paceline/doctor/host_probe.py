@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from types import TracebackType
 from typing import Any
@@ -60,9 +60,6 @@ class Probe:
     loss_from: float | None
     mtu_to_bytes: int | None
     mtu_from_bytes: int | None
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Responder:

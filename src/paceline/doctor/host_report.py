@@ -4,7 +4,7 @@ No input or output here."""
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
@@ -44,22 +44,34 @@ def evaluate(findings: Findings, max_skew_s: float) -> list[Check]:
     return checks
 
 
-def host_links(findings: Findings) -> list[dict[str, Any]]:
+#: One direction between two hosts, as JSON.
+HostLink = TypedDict(
+    "HostLink",
+    {
+        "from": str,
+        "to": str,
+        "round_trip_s": float,
+        "bandwidth_bytes_s": float | None,
+        "loss": float | None,
+        "path_mtu_bytes": int | None,
+        "clock_offset_s": float,
+    },
+)
+
+
+def host_links(findings: Findings) -> list[HostLink]:
     """The measurements for scripts: an entry for each direction of each pair of hosts."""
-    links = []
+    links: list[HostLink] = []
     for (source, target), one in findings.probes.items():
         if isinstance(one, str):
             continue
         names = findings.facts[source].name, findings.facts[target].name
-        common = {"round_trip_s": one.round_trip_s}
         links.append(
             {
                 "from": names[0],
                 "to": names[1],
-                **common,
+                "round_trip_s": one.round_trip_s,
                 "bandwidth_bytes_s": one.bandwidth_to_bytes_s,
-            }
-            | {
                 "loss": one.loss_to,
                 "path_mtu_bytes": one.mtu_to_bytes,
                 "clock_offset_s": one.clock_offset_s,
@@ -69,10 +81,8 @@ def host_links(findings: Findings) -> list[dict[str, Any]]:
             {
                 "from": names[1],
                 "to": names[0],
-                **common,
+                "round_trip_s": one.round_trip_s,
                 "bandwidth_bytes_s": one.bandwidth_from_bytes_s,
-            }
-            | {
                 "loss": one.loss_from,
                 "path_mtu_bytes": one.mtu_from_bytes,
                 "clock_offset_s": -one.clock_offset_s,
@@ -84,9 +94,7 @@ def host_links(findings: Findings) -> list[dict[str, Any]]:
 def local_checks(facts: list[HostFacts]) -> list[Check]:
     """The checks that each host made of itself, under its name."""
     return [
-        replace(Check(**one), name=f"{host.name}: {one['name']}")
-        for host in facts
-        for one in host.checks
+        replace(check, name=f"{host.name}: {check.name}") for host in facts for check in host.checks
     ]
 
 

@@ -9,9 +9,9 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.cluster.clock import MAX_SKEW_S
 from paceline.cluster.endpoint import public_address_warning, public_listener_warning
@@ -19,10 +19,11 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.network import interface_of, source_address
 from paceline.doctor.host_pairs import collect_facts, inspect_hosts
 from paceline.doctor.host_probe import try_port
-from paceline.doctor.host_report import evaluate, host_links, local_checks
+from paceline.doctor.host_report import HostLink, evaluate, host_links, local_checks
 from paceline.launch.host_checks import Check, broken, doubtful, well
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
     from torch.distributed import Store
 
     from paceline.distributed.environment import RankEnv
@@ -67,8 +68,8 @@ class HostsReport:
 
     checks: list[Check]
     is_first: bool
-    links: list[dict[str, Any]]
-    hosts: list[dict[str, Any]]
+    links: list[HostLink]
+    hosts: list[dict[str, JsonValue]]
     gradient_bytes: int | None = None
     blocks_ranks: bool = True
 
@@ -99,7 +100,7 @@ def inspect_endpoint_and_hosts(
         store,
         endpoint,
         hosts,
-        [one.as_dict() for one in (*checks, rendezvous)],
+        [*checks, rendezvous],
         gradient_bytes,
     )
     del store  # the launcher of the ranks opens its own on the same port
@@ -111,7 +112,7 @@ def inspect_over_store(
     store: Store,
     endpoint: MeetingPoint,
     hosts: tuple[int, int],
-    checks: list[dict[str, Any]],
+    checks: list[Check],
     gradient_bytes: int | None,
 ) -> HostsReport:
     """The preflight over a store that all hosts already reach."""
@@ -130,8 +131,8 @@ def inspect_over_store(
         endpoint.is_host,
         host_links(findings),
         [
-            {key: value for key, value in one.as_dict().items() if key != "checks"}
-            for one in findings.facts
+            {key: value for key, value in asdict(host).items() if key != "checks"}
+            for host in findings.facts
         ],
         findings.facts[0].gradient_bytes,
         any(one.fatal for one in between),
@@ -170,7 +171,7 @@ def inspect_from_ranks(
             store,
             endpoint,
             (num_hosts, num_hosts),
-            [one.as_dict() for one in checks],
+            checks,
             gradient_bytes,
         )
         if env.rank == 0:

@@ -4,10 +4,10 @@ it was sent. Run on all of the ranks at once."""
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from paceline.core.processes import host_name
 from paceline.distributed.link import Link, measure_link, time_once
@@ -23,6 +23,20 @@ _PINGS = 12
 _LARGE_BYTES, _SMALL_BYTES = 8 << 20, 1 << 20
 _SLOW_S = 0.02
 _REPEATS = 3
+
+
+#: A link between two ranks, as JSON.
+PairRecord = TypedDict(
+    "PairRecord",
+    {
+        "from": int,
+        "to": int,
+        "latency_s": float,
+        "bandwidth_bytes_s": float,
+        "intact": bool,
+        "clock_offset_s": float,
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +58,16 @@ class Pair:
     intact: bool
     clock_offset_s: float
 
-    def as_dict(self) -> dict[str, Any]:
-        found = asdict(self)
-        return {"from": found.pop("sender"), "to": found.pop("receiver"), **found}
+    def record(self) -> PairRecord:
+        """The link as JSON."""
+        return {
+            "from": self.sender,
+            "to": self.receiver,
+            "latency_s": self.latency_s,
+            "bandwidth_bytes_s": self.bandwidth_bytes_s,
+            "intact": self.intact,
+            "clock_offset_s": self.clock_offset_s,
+        }
 
 
 @dataclass(frozen=True)

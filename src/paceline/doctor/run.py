@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
@@ -14,6 +14,7 @@ from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, PacelineEr
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
 from paceline.core.log import configure_logging, log_notices
+from paceline.core.outcome import Outcome
 from paceline.doctor.checks import (
     check_cache,
     check_clock,
@@ -40,11 +41,15 @@ from paceline.launch.host_checks import (
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
     from paceline.cluster.rounds import Membership
     from paceline.core.stop import StopFlag
     from paceline.distributed.devices import Devices
     from paceline.distributed.environment import RankEnv
+    from paceline.doctor.host_report import HostLink
     from paceline.doctor.hosts import HostsReport
+    from paceline.doctor.links import PairRecord
 
 #: A link this many times slower than the middle one is named.
 _SLOWER = 3.0
@@ -62,12 +67,35 @@ class DoctorOptions:
     num_ranks: int | None = None
 
 
+class AllReduceRecord(TypedDict):
+    """A :class:`~paceline.distributed.link.Link` over all ranks."""
+
+    latency_s: float
+    bandwidth_bytes_s: float | None
+    num_ranks: int
+    residual: float
+    sent_bytes: int
+    wall_s: float
+    num_hosts: int
+
+
+class DoctorReport(TypedDict, total=False):
+    """What `--json` prints; the ranks send the part that they have measured."""
+
+    ok: bool
+    checks: list[dict[str, Any]]
+    links: list[PairRecord]
+    all_reduce: AllReduceRecord | None
+    host_links: list[HostLink]
+    hosts: list[dict[str, JsonValue]]
+
+
 @dataclass(frozen=True)
 class DoctorResult:
     """``report`` is None if another rank or host prints it, or if a signal ended the command."""
 
     exit_code: int
-    report: dict[str, Any] | None = None
+    report: DoctorReport | None = None
     checks: list[Check] = field(default_factory=list)
 
 
@@ -122,7 +150,7 @@ def doctor(options: DoctorOptions) -> DoctorResult:
         checks, gradient_bytes = examine_host(
             options.loaded.config, options.has_config, devices.type, devices.count
         )
-    measured = None
+    measured: DoctorReport | None = None
     if hosts is not None and hosts.blocks_ranks:
         logger.info("no ranks were started, because a run between these hosts would fail")
     elif outer is not None or starts_ranks:
@@ -140,7 +168,7 @@ def doctor(options: DoctorOptions) -> DoctorResult:
         if outcome["status"] == "failed":
             checks.append(_failed_links(outcome["text"]))
         else:
-            measured = outcome["report"]
+            measured = cast("DoctorReport", outcome["report"])
     if measured is not None:
         checks += [Check(**check) for check in measured["checks"]]
     elif not checks:  # under an outer launcher, rank 0 prints for all
@@ -161,12 +189,12 @@ def _failed_links(text: str) -> Check:
 
 
 def _report(
-    checks: list[Check], measured: dict[str, Any] | None, hosts: HostsReport | None
-) -> dict[str, Any]:
+    checks: list[Check], measured: DoctorReport | None, hosts: HostsReport | None
+) -> DoctorReport:
     """What `--json` prints."""
     return {
         "ok": not any(check.fatal for check in checks),
-        "checks": [check.as_dict() for check in checks],
+        "checks": [asdict(check) for check in checks],
         "links": measured["links"] if measured else [],
         "all_reduce": measured["all_reduce"] if measured else None,
         "host_links": hosts.links if hosts else (measured or {}).get("host_links", []),
@@ -274,40 +302,47 @@ def _peer_copies(count: int, device_type: str) -> Check:
 
 
 # -- ranks
-def examine_rank(job: HostExam, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
+def examine_rank(job: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
     """Measure the network with the other ranks; a collective."""
     from paceline.distributed.communicator import init_communicator
     from paceline.doctor.links import measure_network
 
     checks: list[Check] = []
     gradients = job.gradient_bytes
-    between: dict[str, Any] = {}
+    between: DoctorReport = {}
     if job.looks:
         checks, gradients, between, fatal = _look_at_hosts(job, env)
-        report = {
-            "checks": [one.as_dict() for one in checks],
+        report: DoctorReport = {
+            "checks": [asdict(check) for check in checks],
             "links": [],
             "all_reduce": None,
             **between,
         }
         if fatal or env.world_size == 1:
-            return {"status": "done", "report": report if env.rank == 0 else None}
+            return _outcome(report if env.rank == 0 else None)
     world = init_communicator(env, job.device_type, job.timeout_s)
     try:
         network = measure_network(world)
         checks += judge_network(network, gradients)
         report = {
-            "checks": [one.as_dict() for one in checks],
-            "links": [one.as_dict() for one in network.pairs],
-            "all_reduce": {**asdict(network.all_reduce), "num_hosts": len(set(network.hosts))},
+            "checks": [asdict(check) for check in checks],
+            "links": [pair.record() for pair in network.pairs],
+            "all_reduce": cast(
+                AllReduceRecord,
+                {**asdict(network.all_reduce), "num_hosts": len(set(network.hosts))},
+            ),
             **between,
         }
-        return {"status": "done", "report": report if world.is_rank_zero else None}
+        return _outcome(report if world.is_rank_zero else None)
     finally:
         world.close()
 
 
-def examine_member(job: HostExam, member: Membership, stop: StopFlag) -> dict[str, Any]:
+def _outcome(report: DoctorReport | None) -> Outcome:
+    return {"status": "done", "report": cast("dict[str, JsonValue] | None", report)}
+
+
+def examine_member(job: HostExam, member: Membership, stop: StopFlag) -> Outcome:
     """As :func:`examine_rank`, on a rank of several hosts. Nothing is started again after a
     failure."""
     from paceline.launch.worker import run_guarded
@@ -318,7 +353,7 @@ def examine_member(job: HostExam, member: Membership, stop: StopFlag) -> dict[st
 
 def _look_at_hosts(
     job: HostExam, env: RankEnv
-) -> tuple[list[Check], int | None, dict[str, Any], bool]:
+) -> tuple[list[Check], int | None, DoctorReport, bool]:
     """Under an outer launcher: the first rank of each host looks at it, and all hosts measure
     between them.
 
@@ -411,7 +446,7 @@ def _between(network: Any, pair: Any) -> str:
     return f"{ends[0]} ↔ {ends[1]}"
 
 
-def _on_ranks(job: HostExam, devices: Devices, outer: RankEnv | None) -> dict[str, Any]:
+def _on_ranks(job: HostExam, devices: Devices, outer: RankEnv | None) -> Outcome:
     if outer is not None:
         from paceline.core.stop import StopFlag
         from paceline.launch.worker import run_guarded
@@ -456,7 +491,7 @@ def _devices(options: DoctorOptions, outer: RankEnv | None) -> Devices:
     return devices
 
 
-def _keep(device_type: str, measured: dict[str, Any] | None) -> None:
+def _keep(device_type: str, measured: DoctorReport | None) -> None:
     """What was measured is this machine's profile, which the planner reads."""
     from paceline.planner import machine_profile
 

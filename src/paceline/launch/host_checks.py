@@ -4,9 +4,8 @@ run."""
 import os
 import shutil
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from paceline.config.schema import Config
 from paceline.core.files import human_bytes
@@ -38,9 +37,6 @@ class Check:
     value: str
     advice: str | None = None
     fatal: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def well(name: str, value: str) -> Check:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from paceline.core.errors import EXIT_SIGINT, EXIT_SIGTERM
 from paceline.core.log import CONSOLE_ONLY
+from paceline.core.outcome import Outcome
 from paceline.core.processes import hidden_main
 from paceline.launch.rank_processes import RankProcesses, open_store
 from paceline.launch.worker import RunRank, failed_outcome
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 #: What follows an attempt that a fault has ended: the spec of the next one; None where there is
 #: none, with the outcome as it shall be reported.
-Follow = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
+Follow = Callable[[Any, Outcome], tuple[Any, Outcome]]
 
 
 class LocalLauncher:
@@ -43,7 +44,7 @@ class LocalLauncher:
         self.on_stop = "finishing this step and saving a checkpoint"  # what a person is told then
         self.signals = SignalForwarder(lambda: self.on_stop)
 
-    def run(self) -> dict[str, Any]:
+    def run(self) -> Outcome:
         """Returns {"status", "exit_code", "report", and for a failure "text", "traceback"}. Leaves
         no process and no file."""
         with self.signals, hidden_main():
@@ -60,7 +61,7 @@ class LocalLauncher:
                     return outcome
                 self.spec, self.num_ranks = following, following.layout.num_processes
 
-    def _run_attempt(self) -> dict[str, Any]:
+    def _run_attempt(self) -> Outcome:
         try:
             store = open_store()
             ranks = RankProcesses(
@@ -72,7 +73,7 @@ class LocalLauncher:
             return failed_outcome(f"the ranks could not be started: {error}")
 
 
-def _run_ranks(ranks: RankProcesses, spec: Any, signals: SignalForwarder) -> dict[str, Any]:
+def _run_ranks(ranks: RankProcesses, spec: Any, signals: SignalForwarder) -> Outcome:
     """Start the ranks, wait until the last has ended, and return what became of them."""
     with signals.to(ranks):
         try:
@@ -167,7 +168,7 @@ def _role(spec: Any, rank: int) -> str:
     return f", {role}" if role else ""
 
 
-def outcome_of(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> dict[str, Any]:
+def outcome_of(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> Outcome:
     """What became of the ranks of this host. For a failure ``fault`` says whether going back to a
     checkpoint may mend it: True, False, or None where it is not known."""
     outcomes = {rank: o for rank, o in ranks.outcomes().items() if rank not in ranks.lost_ranks}
@@ -190,7 +191,7 @@ def outcome_of(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> dict[
     return outcome
 
 
-def _failed_with(failure: dict[str, Any], ranks: RankProcesses, spec: Any) -> dict[str, Any]:
+def _failed_with(failure: Outcome, ranks: RankProcesses, spec: Any) -> Outcome:
     """The outcome of an attempt that ended because a rank reported this failure."""
     is_of_run = failure["exit_code"] == 2 or failure.get("of_all") or failure.get("every_rank")
     text = failure["text"] if is_of_run else f"rank {failure['rank']} failed. {failure['text']}"
@@ -202,16 +203,16 @@ def _failed_with(failure: dict[str, Any], ranks: RankProcesses, spec: Any) -> di
     }
 
 
-def _cut_start(stopped_by: int | None) -> dict[str, Any]:
+def _cut_start(stopped_by: int | None) -> Outcome:
     """The outcome of an attempt that ended before all its ranks were there: multiprocessing starts
     the fork server anew."""
     if stopped_by is not None:
         return {"status": "stopped", "exit_code": stop_code(stopped_by), "report": None}
     text = "the process from which the ranks are forked ended while it started them"
-    return failed_outcome(text, fault=True, ranks=[], reason=text)
+    return {**failed_outcome(text), "fault": True, "ranks": [], "reason": text}
 
 
-def _failed_by(lost: list[int], ranks: RankProcesses, spec: Any) -> dict[str, Any]:
+def _failed_by(lost: list[int], ranks: RankProcesses, spec: Any) -> Outcome:
     """The outcome of an attempt that ended because these ranks were gone without a message."""
     names = "; ".join(
         f"rank {rank}{_role(spec, rank)} (process {ranks.processes[rank].pid})"
@@ -219,7 +220,13 @@ def _failed_by(lost: list[int], ranks: RankProcesses, spec: Any) -> dict[str, An
         for rank in lost
     )
     text = f"{names}. The other ranks were stopped.{_lost_earlier(ranks, spec)}"
-    return failed_outcome(text, fault=True, ranks=lost, reason=names, gone=True)
+    return {
+        **failed_outcome(text),
+        "fault": True,
+        "ranks": lost,
+        "reason": names,
+        "gone": True,
+    }
 
 
 def _lost_earlier(ranks: RankProcesses, spec: Any) -> str:

@@ -23,7 +23,9 @@ from paceline.core.errors import (
     ConfigError,
     ReportedError,
 )
+from paceline.core.events import Fault
 from paceline.core.log import CONSOLE_ONLY, log_notices
+from paceline.core.outcome import Outcome
 from paceline.core.run_dir import RunDir
 from paceline.distributed.devices import (
     choose_devices,
@@ -54,6 +56,8 @@ from paceline.tasks.base import Prepared, Task
 from paceline.train.run_spec import RunSpec
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
     from paceline.distributed.devices import Devices
     from paceline.distributed.environment import RankEnv
 
@@ -264,7 +268,7 @@ class TrainOptions:
     dry_run: bool = False
     debug: bool = False
     allow_config_change: bool = False
-    fault: dict[str, Any] | None = None
+    fault: Fault | None = None
 
 
 @dataclass(frozen=True)
@@ -321,7 +325,7 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
     return PreparedHost(replace(loaded, config=config), devices)
 
 
-def result_of(outcome: dict[str, Any], options: TrainOptions, config: Config) -> TrainResult:
+def result_of(outcome: Outcome, options: TrainOptions, config: Config) -> TrainResult:
     """The result of a run, from what its launcher or this rank returned.
 
     Raises:
@@ -329,8 +333,9 @@ def result_of(outcome: dict[str, Any], options: TrainOptions, config: Config) ->
         ReportedError: the run failed.
     """
     if outcome["status"] == "finished":
-        log_finished(config, outcome["report"])
-        return TrainResult(EXIT_DONE, outcome["report"])
+        report = outcome["report"] or {}
+        log_finished(config, report.get("steps"))
+        return TrainResult(EXIT_DONE, report)
     if outcome["status"] == "failed":
         if options.debug and outcome.get("traceback"):
             sys.stderr.write(f"{outcome['traceback']}\n")
@@ -346,13 +351,13 @@ def result_of(outcome: dict[str, Any], options: TrainOptions, config: Config) ->
     return TrainResult(outcome["exit_code"], outcome["report"])
 
 
-def log_finished(config: Config, report: dict[str, Any]) -> None:
+def log_finished(config: Config, steps: JsonValue) -> None:
     """Report that the run in the output folder is complete already."""
     folder = config.output_dir
     logger.info(
         "%s holds this run, done already: %s steps, nothing left to do",
         folder,
-        report["steps"],
+        steps,
         extra=CONSOLE_ONLY,
     )
     logger.info(

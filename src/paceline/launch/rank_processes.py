@@ -17,15 +17,23 @@ import os
 import signal
 import socket
 import time
-from typing import Any
+from typing import Any, TypedDict
 
 from paceline.core.files import Scratch, write_atomic
+from paceline.core.outcome import Outcome
 from paceline.distributed.environment import LOST_KEY, MEETING_KEY
 from paceline.launch.worker import STOP_FILE, RunRank, outcome_file, pid_file, worker_main
 
 # How long the other ranks may take to end by themselves after one has failed: they leave a message,
 # and end what they are saving.
 _GRACE_S = 4.0
+
+
+class LostRank(TypedDict):
+    """A rank that the others continue without."""
+
+    pid: int | None
+    reason: str
 
 
 class RankProcesses:
@@ -54,7 +62,7 @@ class RankProcesses:
         self._scratch = Scratch()
         self.folder = self._scratch.path
         # rank that the others go on without → pid, reason
-        self.lost_ranks: dict[int, dict[str, Any]] = {}
+        self.lost_ranks: dict[int, LostRank] = {}
         self._failed_at: float | None = None
         self._gone: list[int] = []  # without a message, when the first failure was seen
         self._killed: set[int] = set()  # by this launcher
@@ -118,7 +126,7 @@ class RankProcesses:
                 pids[rank] = int(pid_file(self.folder, rank).read_text())
         return pids
 
-    def outcomes(self) -> dict[int, dict[str, Any]]:
+    def outcomes(self) -> dict[int, Outcome]:
         """What each rank that has ended left behind."""
         outcomes = {}
         for rank in range(self.num_ranks):
@@ -167,7 +175,7 @@ class RankProcesses:
         elif time.monotonic() - self._failed_at > _GRACE_S:
             self.kill()
 
-    def _do_without(self, ended: list[int], outcomes: dict[int, dict[str, Any]]) -> bool:
+    def _do_without(self, ended: list[int], outcomes: dict[int, Outcome]) -> bool:
         """Tell the other ranks to go on without these. False where they cannot."""
         gone = {*ended, *self.lost_ranks}
         if not (

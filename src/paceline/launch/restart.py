@@ -5,7 +5,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from paceline.checkpoint import store
 from paceline.config.schema import Config
@@ -13,6 +13,7 @@ from paceline.core.event_log import EventLog, tail_events
 from paceline.core.events import Event, Fault
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, recorded_notices
+from paceline.core.outcome import Outcome
 from paceline.core.run_dir import RunDir
 from paceline.train.run_spec import RunSpec
 
@@ -28,6 +29,16 @@ _REPEATS_WITHOUT_CHECKPOINT = (
 )
 
 
+class PolicyState(TypedDict):
+    """What the process that judges the next fault needs. Times: seconds since the epoch."""
+
+    restarts: int
+    newest: int | None
+    last_text: str
+    started: float
+    begun: float
+
+
 class RestartPolicy:
     """Counts the faults of a run and decides what follows each.
 
@@ -40,7 +51,7 @@ class RestartPolicy:
     """
 
     def __init__(
-        self, config: Config, resume_from: str | None, state: dict[str, Any] | None = None
+        self, config: Config, resume_from: str | None, state: PolicyState | None = None
     ) -> None:
         self.config = config
         self.run_dir = RunDir(Path(config.output_dir))
@@ -57,7 +68,7 @@ class RestartPolicy:
             )
             self._started, self._attempt_started = state["started"], state["begun"]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> PolicyState:
         """What the process that judges the next fault needs (JSON)."""
         return {
             "restarts": self._restarts,
@@ -71,9 +82,7 @@ class RestartPolicy:
         """A new attempt begins without a fault."""
         self._attempt_started = time.time()
 
-    def follow(
-        self, spec: RunSpec, outcome: dict[str, Any]
-    ) -> tuple[RunSpec | None, dict[str, Any]]:
+    def follow(self, spec: RunSpec, outcome: Outcome) -> tuple[RunSpec | None, Outcome]:
         """The spec of the next attempt, or None with the outcome as it shall be reported."""
         fault, outcome = self.judge(outcome)
         if fault is None:
@@ -83,7 +92,7 @@ class RestartPolicy:
         notices = list(recorder.notices)
         return replace(spec, resume_from=resume_from, failure=fault, notices=notices), outcome
 
-    def judge(self, outcome: dict[str, Any]) -> tuple[Fault | None, dict[str, Any]]:
+    def judge(self, outcome: Outcome) -> tuple[Fault | None, Outcome]:
         """What is to be told of a fault after which the ranks shall be started again; None where
         they shall not, with the outcome as it shall be told."""
         last_step = self._last_step()
@@ -129,7 +138,7 @@ class RestartPolicy:
             "seen_at": time.time(),
         }, outcome
 
-    def _would_repeat(self, outcome: dict[str, Any], last_step: int | None) -> bool:
+    def _would_repeat(self, outcome: Outcome, last_step: int | None) -> bool:
         """Whether the same command would end in the same exception of the program."""
         if outcome["exit_code"] == 2:
             return False  # says itself what to change
@@ -139,7 +148,7 @@ class RestartPolicy:
             last_step is None or _kind(outcome) == self._last_text
         )
 
-    def _why_not(self, outcome: dict[str, Any], last_step: int | None) -> str | None:
+    def _why_not(self, outcome: Outcome, last_step: int | None) -> str | None:
         """Why the ranks are not started again: a sentence to be added, "" where what happened says
         enough. None: they are."""
         fault, allowed = outcome.get("fault"), self.config.recovery.max_restarts
@@ -204,5 +213,5 @@ class RestartPolicy:
         self.run_dir.heartbeats.unlink(missing_ok=True)
 
 
-def _kind(outcome: dict[str, Any]) -> str:
+def _kind(outcome: Outcome) -> str:
     return str(outcome["text"]).partition("\n")[0]

@@ -24,6 +24,7 @@ from paceline.core.errors import (
 )
 from paceline.core.files import write_atomic
 from paceline.core.log import configure_logging, mute_console
+from paceline.core.outcome import Outcome
 from paceline.core.processes import end_with_launcher
 from paceline.core.stop import StopFlag
 from paceline.distributed.environment import RankEnv, from_environment
@@ -57,15 +58,18 @@ _OF_THE_PROGRAM = re.compile(
 
 #: What a rank does: (spec, who it is, whether it shall stop) → {"status": "done" | "stopped",
 #: "report": …}. ``spec.config`` is its config.
-RunRank = Callable[[Any, RankEnv, StopFlag], dict[str, Any]]
+RunRank = Callable[[Any, RankEnv, StopFlag], Outcome]
 
 
-def failed_outcome(text: str, exit_code: int = EXIT_FAILED, **fields: Any) -> dict[str, Any]:
-    """The outcome of a run or a rank that failed. ``fields``: see :func:`run_guarded`."""
+def failed_outcome(text: str, exit_code: int = EXIT_FAILED) -> Outcome:
+    """Return the outcome of a run or a rank that failed."""
     return {
-        "status": "failed", "exit_code": exit_code, "text": text, "traceback": "", "report": None,
-        **fields,
-    }  # fmt: skip
+        "status": "failed",
+        "exit_code": exit_code,
+        "text": text,
+        "traceback": "",
+        "report": None,
+    }
 
 
 def outcome_file(folder: Path, local_rank: int) -> Path:
@@ -103,17 +107,17 @@ def worker_main(spec: Any, folder: str, run: RunRank = run_rank) -> None:
         os._exit(int(outcome["exit_code"]))
 
 
-def run_guarded(spec: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank) -> dict[str, Any]:
+def run_guarded(spec: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank) -> Outcome:
     """Run the rank; what happened as a plain dict: status, report, and for a failure exit_code,
     text and traceback."""
     try:
         outcome = run(spec, env, stop)
     except PacelineError as error:
-        told = _failed(env, error.exit_code, error.paragraph(), isinstance(error, FaultError))
+        failed = _failed(env, error.exit_code, error.paragraph(), isinstance(error, FaultError))
         blamed = getattr(error, "ranks", None)
-        told["every_rank"] = isinstance(error, SaveError)
         return {
-            **told,
+            **failed,
+            "every_rank": isinstance(error, SaveError),
             "of_all": isinstance(error, MismatchError) or blamed is not None,
             "blamed": blamed,
         }
@@ -130,15 +134,15 @@ def run_guarded(spec: Any, env: RankEnv, stop: StopFlag, run: RunRank = run_rank
     return outcome
 
 
-def _failed(env: RankEnv, exit_code: int, text: str, fault: bool | None) -> dict[str, Any]:
-    outcome = {
+def _failed(env: RankEnv, exit_code: int, text: str, fault: bool | None) -> Outcome:
+    return {
         "status": "failed",
         "rank": env.rank,
         "exit_code": exit_code,
         "text": text,
         "fault": fault,
+        "traceback": traceback.format_exc(),
     }
-    return {**outcome, "traceback": traceback.format_exc()}
 
 
 def _is_fault(error: BaseException) -> bool | None:
@@ -202,7 +206,7 @@ def describe(error: BaseException, spec: Any = None) -> str:
     return f"{kind}: {first}{where}. To see the whole traceback: run again with --debug."
 
 
-def write_outcome(folder: Path, env: RankEnv, outcome: dict[str, Any]) -> None:
+def write_outcome(folder: Path, env: RankEnv, outcome: Outcome) -> None:
     write_atomic(
         outcome_file(folder, env.local_rank),
         json.dumps({**outcome, "rank": env.rank, "time": time.time()}),

@@ -25,6 +25,7 @@ from paceline.core.event_log import EventLog
 from paceline.core.events import RunEndEvent
 from paceline.core.files import write_atomic
 from paceline.core.log import log_to_events
+from paceline.core.outcome import Outcome
 from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.core.stop import StopFlag
 from paceline.data.loader import LoaderOptions
@@ -73,7 +74,7 @@ from paceline.train.trainer import Trainer
 logger = logging.getLogger(__name__)
 
 
-def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
+def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
     """Run one rank from start to end. Returns ``{"status": "done" | "stopped", "report": …}``: the
     report on every rank, or on rank 0 only if a launcher of Paceline collects it."""
     axes = spec.layout.axes if spec.layout.num_processes > 1 else ParallelDims()
@@ -130,7 +131,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
         comm.close()
 
 
-def _run(trainer: Trainer) -> dict[str, Any]:
+def _run(trainer: Trainer) -> Outcome:
     """Train, save the model and write the report. Returns the result of :func:`run_rank`."""
     spec, ctx, strategy = trainer.spec, trainer.ctx, trainer.strategy
     state, events = trainer.state, ctx.events

@@ -26,6 +26,7 @@ from paceline.core.event_log import EventLog
 from paceline.core.events import Event
 from paceline.core.files import write_atomic
 from paceline.core.log import log_to_events
+from paceline.core.outcome import Outcome
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.data.loader import MicroBatch
@@ -92,7 +93,7 @@ def result_file(folder: str | Path, number: int, rank: int) -> Path:
     return Path(folder) / f"trial-{number}-rank-{rank}.json"
 
 
-def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> dict[str, Any]:
+def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> Outcome:
     """Run all trials on this rank. What a trial gave stands in its file (see :func:`result_file`):
     ``status`` done | refused | idle (a rank that has no part in it), and the figures.
 

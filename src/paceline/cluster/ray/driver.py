@@ -29,6 +29,8 @@ from paceline.core.errors import (
     RunError,
     StoppedError,
 )
+from paceline.core.events import Fault
+from paceline.core.outcome import Outcome
 from paceline.core.processes import temporary_environment
 
 if TYPE_CHECKING:
@@ -134,9 +136,9 @@ class TorchTrainer:
                 else "before the training began"
             )
             raise StoppedError(f"the run was stopped by a signal; {where}", result["exit_code"])
-        return result["report"]  # type: ignore[no-any-return]
+        return result["report"] or {}
 
-    def results(self) -> list[dict[str, Any]]:
+    def results(self) -> list[Outcome]:
         """As :meth:`fit`, but returns ``{status, exit_code, report}`` of every rank, also of a run
         that was stopped."""
         import ray
@@ -177,7 +179,7 @@ class TorchTrainer:
         from ray.train.torch import TorchConfig
         from ray.train.torch import TorchTrainer as RayTorchTrainer
 
-        def train_loop() -> dict[str, Any]:
+        def train_loop() -> Outcome:
             return train_worker(task)
 
         with _temporary_storage(self.run_config) as storage:
@@ -215,9 +217,7 @@ class TorchTrainer:
             self._record.request_stop.remote(number)
 
 
-def _outcomes(
-    ray: Any, record: Any, error: Exception | None, max_failures: int
-) -> list[dict[str, Any]]:
+def _outcomes(ray: Any, record: Any, error: Exception | None, max_failures: int) -> list[Outcome]:
     """The result of each rank.
 
     Raises:
@@ -225,16 +225,16 @@ def _outcomes(
     """
     failed = ray.get(record.final_failure.remote())
     if failed is not None:
-        if failed["exit_code"] == EXIT_USAGE:
-            raise ConfigError(failed["text"])
-        raise ReportedError(f"{failed['place']}: {failed['text']}", failed["exit_code"])
+        if failed.exit_code == EXIT_USAGE:
+            raise ConfigError(failed.text)
+        raise ReportedError(f"{failed.place}: {failed.text}", failed.exit_code)
     if error is not None:
         raise _failure(error, ray.get(record.last_fault.remote()), max_failures) from error
     results = ray.get(record.results.remote())
     return [results[rank] for rank in sorted(results)]
 
 
-def _failure(error: Exception, fault: dict[str, Any] | None, max_failures: int) -> PacelineError:
+def _failure(error: Exception, fault: Fault | None, max_failures: int) -> PacelineError:
     if fault is None:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         text = "; ".join(lines[:3]) or type(error).__name__

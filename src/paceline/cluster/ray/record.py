@@ -6,8 +6,10 @@ how they ended, and whether the run can be retried at all.
 """
 
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+
+from paceline.core.events import Fault
+from paceline.core.outcome import Outcome
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,17 @@ class Attempt:
     """
 
     order: list[int]
-    fault: dict[str, Any] | None
+    fault: Fault | None
     lost_folder_of: str | None
+
+
+@dataclass(frozen=True)
+class FinalFailure:
+    """A failure that every further attempt would repeat. ``place``: of the worker."""
+
+    exit_code: int
+    text: str
+    place: str = ""
 
 
 @dataclass
@@ -66,14 +77,14 @@ class RunRecord:
         self._ended: dict[int, _Ended] = {}
         self._lost: set[int] = set()
         self._failed_at: float | None = None
-        self._final_failure: dict[str, Any] | None = None
+        self._final_failure: FinalFailure | None = None
         self._final_ranks: set[int] = set()
-        self._results: dict[int, dict[str, Any]] = {}
+        self._results: dict[int, Outcome] = {}
         self._has_run_folder = False
         self._stop_signal: int | None = None
 
     # -- workers
-    def final_failure(self) -> dict[str, Any] | None:
+    def final_failure(self) -> FinalFailure | None:
         """The failure after which no attempt may follow (:meth:`fail_finally`), or None."""
         return self._final_failure
 
@@ -118,15 +129,15 @@ class RunRecord:
         self._ended.setdefault(ray_rank, _Ended(text, time.time(), is_secondary))
         self._failed_at = self._failed_at or time.time()
 
-    def fail_finally(self, ray_rank: int, failure: dict[str, Any]) -> int:
+    def fail_finally(self, ray_rank: int, failure: FinalFailure) -> int:
         """A worker has a failure that every further attempt would repeat. Returns how many workers
         have reported one."""
         if self._final_failure is None:
-            self._final_failure = {**failure, "place": self._place(ray_rank)}
+            self._final_failure = replace(failure, place=self._place(ray_rank))
         self._final_ranks.add(ray_rank)
         return len(self._final_ranks)
 
-    def finish(self, rank: int, result: dict[str, Any]) -> None:
+    def finish(self, rank: int, result: Outcome) -> None:
         """The worker that Paceline numbers ``rank`` has its result: status, exit code and
         report."""
         self._results[rank] = result
@@ -140,18 +151,15 @@ class RunRecord:
     def request_stop(self, number: int) -> None:
         self._stop_signal = number
 
-    def results(self) -> dict[int, dict[str, Any]]:
+    def results(self) -> dict[int, Outcome]:
         return self._results
 
-    def places(self) -> list[dict[str, Any]]:
+    def places(self) -> list[WorkerPlace]:
         """The workers of the attempt under way, in the order of Paceline's ranks."""
         ranks = sorted(self._numbers, key=lambda ray_rank: self._numbers[ray_rank])
-        return [
-            {"rank": self._numbers[ray_rank], **asdict(self._places[ray_rank])}
-            for ray_rank in ranks
-        ]
+        return [self._places[ray_rank] for ray_rank in ranks]
 
-    def last_fault(self) -> dict[str, Any] | None:
+    def last_fault(self) -> Fault | None:
         """The content of a `fault` event: the workers that failed first, not those that lost their
         connection to them. None before the first attempt.
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cluster.member import run_under_agent
-from paceline.cluster.ray.record import Attempt, WorkerPlace
+from paceline.cluster.ray.record import Attempt, FinalFailure, WorkerPlace
 from paceline.config.load import Loaded
 from paceline.core.errors import EXIT_USAGE, ConfigError, PacelineError
 from paceline.core.event_log import tail_events
 from paceline.core.log import CONSOLE_ONLY, configure_logging
+from paceline.core.outcome import Outcome
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
 from paceline.launch.preflight import TrainOptions
@@ -50,7 +51,7 @@ class WorkerTask:
     record: Any
 
 
-def train_worker(task: WorkerTask) -> dict[str, Any]:
+def train_worker(task: WorkerTask) -> Outcome:
     """Train on this worker. Returns the result of this rank: status, exit_code, report.
 
     An exception makes Ray start all workers again. A failure that would only come again is
@@ -81,7 +82,7 @@ def train_worker(task: WorkerTask) -> dict[str, Any]:
     return result
 
 
-def _run(task: WorkerTask, attempt: Attempt) -> dict[str, Any]:
+def _run(task: WorkerTask, attempt: Attempt) -> Outcome:
     import ray
 
     run_dir = RunDir(Path(task.loaded.config.output_dir))
@@ -225,13 +226,13 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _fail_finally(task: WorkerTask, ray_rank: int, error: PacelineError) -> dict[str, Any]:
+def _fail_finally(task: WorkerTask, ray_rank: int, error: PacelineError) -> Outcome:
     """Return the failure, if all workers have one; else raise it: the others wait for this worker,
     and Ray must end them."""
     import ray
     import ray.train
 
-    failed = {"exit_code": error.exit_code, "text": error.paragraph()}
+    failed = FinalFailure(error.exit_code, error.paragraph())
     deadline = time.monotonic() + _AGREE_S
     while (
         ray.get(task.record.fail_finally.remote(ray_rank, failed))
@@ -243,11 +244,11 @@ def _fail_finally(task: WorkerTask, ray_rank: int, error: PacelineError) -> dict
     return _final(failed)
 
 
-def _final(failed: dict[str, Any]) -> dict[str, Any]:
+def _final(failed: FinalFailure) -> Outcome:
     return {
         "status": "failed",
-        "exit_code": failed["exit_code"],
-        "text": failed["text"],
+        "exit_code": failed.exit_code,
+        "text": failed.text,
         "report": None,
     }
 
@@ -287,13 +288,13 @@ def _reporting(task: WorkerTask, run_dir: RunDir) -> Iterator[None]:
         thread.join(2 * _POLL_S)
 
 
-def _nodes(places: list[dict[str, Any]]) -> str:
+def _nodes(places: list[WorkerPlace]) -> str:
     """The nodes with their ranks: ``gpu1 (10.0.0.1) with ranks 0 1 2 3; …``."""
     ranks: dict[str, list[str]] = {}
     names = {}
-    for place in places:
-        ranks.setdefault(place["node_id"], []).append(str(place["rank"]))
-        names[place["node_id"]] = f"{place['host']} ({place['address']})"
+    for rank, place in enumerate(places):
+        ranks.setdefault(place.node_id, []).append(str(rank))
+        names[place.node_id] = f"{place.host} ({place.address})"
     return "; ".join(
         f"{names[node]} with rank{'s' if len(of_node) > 1 else ''} {' '.join(of_node)}"
         for node, of_node in ranks.items()
