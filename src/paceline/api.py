@@ -8,12 +8,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import EXIT_DONE, StoppedError
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
     from paceline.config.load import Loaded
+    from paceline.config.yaml_read import YamlValue
     from paceline.core.log import NoticeRecorder
     from paceline.distributed.environment import RankEnv
     from paceline.launch.preflight import (
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
     )
 
 
-def train(config: str | Path | Mapping[str, Any], **overrides: Any) -> dict[str, Any]:
+def train(
+    config: str | Path | Mapping[str, YamlValue], **overrides: YamlValue
+) -> dict[str, JsonValue]:
     """Train as ``paceline train CONFIG`` does, and return the report (the content of
     ``report.json``). Under an outer launcher (``torchrun script.py``) every rank calls this
     function, and every rank gets the report.

@@ -22,7 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pydantic import JsonValue
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.formatting import finite
@@ -110,13 +112,14 @@ class ClockServer:
                 received_at = self._clock()
                 if request.get("stop") == self._stop_token:
                     return
-                if isinstance(request.get("id"), str):
+                identifier = request.get("id")
+                if isinstance(identifier, str):
                     answer = {"host": host_name(), "time": received_at, **self._compare(request)}
-                    self._store.queue_push(_ANSWERS + request["id"], json.dumps(answer))
+                    self._store.queue_push(_ANSWERS + identifier, json.dumps(answer))
             except RuntimeError:  # torch's DistError: the store is closed
                 return
 
-    def _compare(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _compare(self, request: dict[str, JsonValue]) -> dict[str, JsonValue]:
         """Accept a host's measured skew, or name a host that was accepted before and is too far
         from it."""
         host, skew_s, round_trip_s = (
@@ -159,7 +162,11 @@ def check_clock(
     )
     if _exceeds(skew.skew_s, skew.round_trip_s, limit_s):
         raise _too_far(skew.host, skew.endpoint_host, skew.skew_s, limit_s, endpoint=True)
-    report = {"host": skew.host, "skew_s": skew.skew_s, "round_trip_s": skew.round_trip_s}
+    report: dict[str, JsonValue] = {
+        "host": skew.host,
+        "skew_s": skew.skew_s,
+        "round_trip_s": skew.round_trip_s,
+    }
     conflict = _ask(client, report, timeout_s).get("conflict")
     if isinstance(conflict, dict):
         difference_s = skew.skew_s - (finite(conflict.get("skew_s")) or 0.0)
@@ -186,7 +193,7 @@ def _round_trip(store: Store, clock: Clock, timeout_s: float) -> ClockSkew:
     )
 
 
-def _ask(store: Store, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+def _ask(store: Store, request: dict[str, JsonValue], timeout_s: float) -> dict[str, JsonValue]:
     from torch.distributed import DistStoreError
 
     identifier = uuid.uuid4().hex
@@ -204,7 +211,7 @@ def _ask(store: Store, request: dict[str, Any], timeout_s: float) -> dict[str, A
         ) from error
 
 
-def _parse(message: bytes) -> dict[str, Any]:
+def _parse(message: bytes) -> dict[str, JsonValue]:
     try:
         parsed = json.loads(message)
     except ValueError:

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import JsonValue
+
 from paceline.cluster.failures import AgentFolder, folder_of_agent
 from paceline.cluster.rounds import (
     Membership,
@@ -246,7 +248,7 @@ def _on_rank_zero(member: Membership, name: str, action: Callable[[], Any]) -> A
     return _on_all_ranks(member, name, action if member.round.is_first else lambda: None)
 
 
-def _described(prepared: PreparedRun) -> dict[str, Any]:
+def _described(prepared: PreparedRun) -> dict[str, JsonValue]:
     if prepared.finished is not None:
         return {"finished": prepared.finished}
     spec = prepared.spec
@@ -258,7 +260,7 @@ def _described(prepared: PreparedRun) -> dict[str, Any]:
     }
 
 
-def _compare(round_: Any, name: str, values: dict[str, Any]) -> None:
+def _compare(round_: Any, name: str, values: dict[str, JsonValue]) -> None:
     """Raise _Refused where a host has other values than rank 0's host."""
     everyone = round_.gather(name, values)
     for rank, theirs in enumerate(everyone):
@@ -326,10 +328,10 @@ def _is_on_a_local_disk(folder: Path) -> bool:
     return False
 
 
-def config_values(config: Config) -> dict[str, Any]:
+def config_values(config: Config) -> dict[str, JsonValue]:
     """What must be the same on every host: the config by dotted key, without what is a host's
     own."""
-    values: dict[str, Any] = {}
+    values: dict[str, JsonValue] = {}
     for name, value in config.model_dump(mode="json").items():
         values.update(
             {f"{name}.{key}": entry for key, entry in value.items()}
@@ -341,7 +343,7 @@ def config_values(config: Config) -> dict[str, Any]:
     return values
 
 
-def plan_values(spec: Any) -> dict[str, Any]:
+def plan_values(spec: Any) -> dict[str, JsonValue]:
     """What must come out the same on every host when it has read the data and the checkpoints."""
     step = None if spec.resume_from is None else Path(spec.resume_from).name
     return {
@@ -377,7 +379,7 @@ def _code_digest() -> str:
 
 
 def difference(
-    first: dict[str, Any], other: dict[str, Any], first_host: str, other_host: str
+    first: dict[str, JsonValue], other: dict[str, JsonValue], first_host: str, other_host: str
 ) -> str | None:
     """How the values of ``other_host`` differ from those of ``first_host``, for an error message;
     None where they are equal."""

@@ -264,7 +264,9 @@ class OptionParser(argparse.ArgumentParser):
         reader = settings.get("type")
         if reader is not None:
             settings["type"] = _NamedType(names[0] if names[0].startswith("-") else "", reader)
-            settings["help"] = _described(settings, reader.allowed)
+            settings["help"] = _described(
+                settings.get("help", ""), reader.allowed, settings.get("default") is not None
+            )
         action = super().add_argument(*names, **settings)
         if action.option_strings:
             self.options[action.option_strings[-1]] = action
@@ -397,10 +399,9 @@ class _NamedType:
             ) from error
 
 
-def _described(settings: dict[str, Any], allowed: str) -> str:
-    default = settings.get("default")
-    suffix = "" if default is None else "; default: %(default)s"
-    return f"{settings.get('help', '')} [{allowed.replace('%', '%%')}{suffix}]"
+def _described(help_text: str, allowed: str, has_default: bool) -> str:
+    suffix = "; default: %(default)s" if has_default else ""
+    return f"{help_text} [{allowed.replace('%', '%%')}{suffix}]"
 
 
 def _is_config_key(key: str) -> bool:

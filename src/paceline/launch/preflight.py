@@ -76,7 +76,7 @@ class PreparedRun:
 
     spec: Any  # a RunSpec; None on a rank that only learns that the run is complete
     devices: Devices | None
-    finished: dict[str, Any] | None = None
+    finished: dict[str, JsonValue] | None = None
 
 
 @dataclass(frozen=True)
@@ -277,8 +277,8 @@ class TrainResult:
     as torchrun every rank has it."""
 
     exit_code: int
-    report: dict[str, Any] | None = None
-    resolved: dict[str, Any] | None = None
+    report: dict[str, JsonValue] | None = None
+    resolved: dict[str, JsonValue] | None = None
 
 
 @dataclass(frozen=True)

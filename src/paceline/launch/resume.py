@@ -5,9 +5,10 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+
+from pydantic import JsonValue
 
 from paceline.checkpoint import store
 from paceline.checkpoint.format import CheckpointMeta
@@ -16,6 +17,7 @@ from paceline.config.derive import ResolvedValues
 from paceline.config.diff import changes_training
 from paceline.config.load import Loaded, diff_configs, load_config, load_stored
 from paceline.config.schema import Config
+from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.run_dir import RunDir, lock_run
@@ -108,7 +110,7 @@ def checkpoint_after_restart(config: Config, run_dir: RunDir) -> Path | None:
 
 def check_resume(
     spec: RunSpec, path: Path, meta: CheckpointMeta, allow_change: bool
-) -> dict[str, Any] | None:
+) -> dict[str, JsonValue] | None:
     """Check that the run can continue exactly from the checkpoint at ``path``.
 
     Returns:
@@ -149,7 +151,7 @@ def check_restart(config: Config, run_dir: RunDir, allow_change: bool) -> None:
     )
 
 
-def _stored_config(run_dir: RunDir) -> dict[str, Any]:
+def _stored_config(run_dir: RunDir) -> dict[str, JsonValue]:
     try:
         return load_config(run_dir.config).config.model_dump(mode="json")
     except ConfigError as error:
@@ -162,7 +164,7 @@ def _stored_config(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _check_same_config(
-    config: Config, stored: dict[str, Any], where: Path, allow_change: bool
+    config: Config, stored: Mapping[str, YamlValue], where: Path, allow_change: bool
 ) -> None:
     changes = [
         change for change in diff_configs(load_stored(stored), config) if changes_training(*change)
@@ -220,7 +222,7 @@ def _check_same_data(data: Prepared, meta: CheckpointMeta, path: Path, allow_cha
     )
 
 
-def _finished_report(run_dir: RunDir, derived: ResolvedValues) -> dict[str, Any] | None:
+def _finished_report(run_dir: RunDir, derived: ResolvedValues) -> dict[str, JsonValue] | None:
     try:
         report = json.loads(run_dir.report.read_text())
     except (OSError, ValueError):

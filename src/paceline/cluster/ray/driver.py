@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
+from pydantic import JsonValue
 
 from paceline.cluster.ray.record import RunRecord
 from paceline.cluster.ray.worker import WorkerTask, train_worker
 from paceline.config.load import Loaded, load_config
+from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import (
     EXIT_DONE,
     EXIT_USAGE,
@@ -87,10 +89,10 @@ class TorchTrainer:
 
     def __init__(
         self,
-        config: str | Path | Mapping[str, Any] | None,
+        config: str | Path | Mapping[str, YamlValue] | None,
         *,
         scaling_config: ScalingConfig,
-        overrides: Mapping[str, Any] | Sequence[str] = (),
+        overrides: Mapping[str, YamlValue] | Sequence[str] = (),
         run_config: RunConfig | None = None,
         torch_config: TorchConfig | None = None,
         max_failures: int | None = None,
@@ -119,7 +121,7 @@ class TorchTrainer:
         self._record: Any = None
         self._stop_signal: int | None = None
 
-    def fit(self) -> dict[str, Any]:
+    def fit(self) -> dict[str, JsonValue]:
         """Train, and return the report (the content of ``report.json``). Without a connection to a
         cluster Ray makes one, as its own trainers do.
 
@@ -291,9 +293,9 @@ def _directory(ray: Any, loaded: Loaded) -> str | None:
     return None
 
 
-def _as_mapping(overrides: Mapping[str, Any] | Sequence[str]) -> dict[str, Any]:
+def _as_mapping(overrides: Mapping[str, YamlValue] | Sequence[str]) -> Mapping[str, YamlValue]:
     if isinstance(overrides, Mapping):
-        return dict(overrides)
+        return overrides
     return dict(word.removeprefix("--").split("=", 1) for word in overrides)
 
 

@@ -111,7 +111,7 @@ def _run(task: WorkerTask, attempt: Attempt) -> Outcome:
     with _reporting(task, run_dir) if is_first else contextlib.nullcontext():
         result = run_under_agent(_for_ranks(task.loaded), options, started_at)
     return {
-        "status": (result.report or {}).get("status", "stopped"),
+        "status": str((result.report or {}).get("status", "stopped")),
         "exit_code": result.exit_code,
         "report": result.report,
     }
