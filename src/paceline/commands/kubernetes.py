@@ -220,7 +220,7 @@ def _runtime_text(args: Namespace) -> str:
     Raises:
         ConfigError: an option that belongs to a job.
     """
-    from paceline.cluster.jobs.kubeflow import runtime_manifest
+    from paceline.cluster.jobs.kubernetes import runtime_manifest
 
     excluded = [
         f"`{name}`"

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from paceline.core.errors import EXIT_FAILED
@@ -102,3 +103,22 @@ def handlers_restored() -> Iterator[None]:
 def _end_by_fault(text: str, blamed: Sequence[int]) -> None:
     logger.error(text, extra=CONSOLE_ONLY)
     os._exit(EXIT_FAILED)
+
+
+_CALLS: list[Callable[[], None]] = []
+
+
+@contextmanager
+def polling(call: Callable[[], None]) -> Iterator[None]:
+    """Within the block, :func:`poll` calls ``call``, which may raise."""
+    _CALLS.append(call)
+    try:
+        yield
+    finally:
+        _CALLS.remove(call)
+
+
+def poll() -> None:
+    """Called by a long computation between its parts."""
+    for call in tuple(_CALLS):
+        call()

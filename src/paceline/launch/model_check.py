@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import Scratch, cache_dir, write_json_atomic
-from paceline.core.interruption import polling
 from paceline.core.log import Notice
+from paceline.core.stop import polling
 from paceline.data.cache import key_of
 from paceline.models.builtin import config_numbers
 

@@ -1,5 +1,9 @@
-"""`paceline kubernetes`: manifests that train a config on several nodes, for Kubeflow Trainer or as
-a plain JobSet."""
+"""`paceline kubernetes`: manifests that train a config on several nodes: a TrainJob of Kubeflow
+Trainer and the runtime that it refers to, or a JobSet with the Job template of that runtime.
+
+TrainJob: https://www.kubeflow.org/docs/components/trainer/ (version 2.2, which introduced
+``runtimePatches``, or newer). JobSet: https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/
+"""
 
 from pathlib import PurePosixPath
 from typing import Any
@@ -7,17 +11,17 @@ from typing import Any
 import yaml
 
 from paceline.cluster.jobs import pods
-from paceline.cluster.jobs.jobset import jobset
-from paceline.cluster.jobs.kubeflow import train_job
 from paceline.cluster.jobs.kubernetes_options import (
     CACHE_FOLDER,
     COSCHEDULING_RUNTIME_NAME,
     DATA_FOLDER,
     RUNTIME_GRACE_S,
     RUNTIME_NAME,
+    RUNTIME_USER,
     WORK_FOLDER,
     KubernetesOptions,
 )
+from paceline.cluster.jobs.pods import Object
 from paceline.config.schema import Config
 
 
@@ -150,3 +154,189 @@ def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
 
 
 _Dumper.add_representer(str, _text)
+
+#: The same as Kubeflow Trainer's.
+_PORT = 29500
+
+_ENDPOINT_JOB = "endpoint"
+
+#: Set by the Job controller on each pod of an Indexed Job.
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+
+
+def jobset(options: KubernetesOptions) -> Object:
+    """The JobSet: one Job of all pods; or, where only the first pod has a claim, one of that pod
+    and one of the others."""
+    if options.endpoint_claim is None:
+        jobs = [
+            _replicated_job(
+                options, "node", options.hosts.nodes, options.claim, _endpoint(options, "node")
+            )
+        ]
+    else:
+        endpoint = _endpoint(options, _ENDPOINT_JOB)
+        jobs = [_replicated_job(options, _ENDPOINT_JOB, 1, options.endpoint_claim, endpoint)]
+        if options.hosts.nodes > 1:
+            jobs.append(_replicated_job(options, "node", options.hosts.nodes - 1, None, endpoint))
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": pods.metadata(options, options.name, queued=True),
+        "spec": {
+            **({"suspend": True} if options.queue else {}),  # until Kueue admits it
+            **({"ttlSecondsAfterFinished": options.ttl_s} if options.ttl_s is not None else {}),
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": 0},
+            "replicatedJobs": jobs,
+        },
+    }
+
+
+def _endpoint(options: KubernetesOptions, job: str) -> str:
+    """The name of the first pod of a replicated job, which it keeps when it is replaced."""
+    return f"{options.name}-{job}-0-0.{options.name}"
+
+
+def _replicated_job(
+    options: KubernetesOptions, name: str, count: int, work_claim: str | None, endpoint: str
+) -> Object:
+    template = pods.job_template()
+    del template["metadata"]  # Kubeflow Trainer's label
+    template["spec"] = {
+        "completions": count,
+        "parallelism": count,
+        **({"activeDeadlineSeconds": options.time_s} if options.time_s else {}),
+        **template["spec"],
+        "backoffLimitPerIndex": options.hosts.config.recovery.max_restarts,
+    }
+    pod = template["spec"]["template"]["spec"]
+    pod["terminationGracePeriodSeconds"] = options.grace_s
+    pod["securityContext"].update(pods.user_context(options))
+    if options.user == 0:
+        del pod["securityContext"]["fsGroup"], pod["securityContext"]["fsGroupChangePolicy"]
+    pod.update(pods.access(options))
+    sources, mounts = pods.volumes(options, work_claim)
+    pod["volumes"] = [
+        *(volume for volume in pod["volumes"] if volume["name"] != "paceline-shm"),
+        *sources,
+    ]
+    container = pod["containers"][0]
+    first = {
+        "name": container["name"],
+        "image": options.image,
+        "command": pods.command(),
+        "workingDir": container["workingDir"],
+    }
+    container.update(
+        env=[*container["env"], *_place(options, name, endpoint), *pods.environment(options)],
+        volumeMounts=[*container["volumeMounts"], *mounts],
+        resources=pods.pod_resources(options),
+        ports=[{"name": "rendezvous", "containerPort": _PORT}],
+    )
+    pod["containers"] = [
+        {**first, **{key: value for key, value in container.items() if key not in first}}
+    ]
+    return {"name": name, "replicas": 1, "template": template}
+
+
+def _place(options: KubernetesOptions, name: str, endpoint: str) -> list[Object]:
+    """The variables that Kubeflow Trainer sets: the number of pods, this pod's number, and the
+    rendezvous endpoint.
+
+    Beside a Job for the endpoint alone, the indexes of the other pods start at 0 too: they take the
+    numbers that are free.
+    """
+    index = (
+        {"value": "0"}
+        if name == _ENDPOINT_JOB
+        else {"valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
+    )
+    is_numbered = options.endpoint_claim is None or name == _ENDPOINT_JOB
+    return [
+        {"name": "PET_NNODES", "value": str(options.hosts.nodes)},
+        *([{"name": "PET_NODE_RANK", **index}] if is_numbered else []),
+        {"name": "PET_MASTER_ADDR", "value": endpoint},
+        {"name": "PET_MASTER_PORT", "value": str(_PORT)},
+    ]
+
+
+#: How long the scheduler holds back pods of a job whose other pods do not fit.
+_GANG_TIMEOUT_S = 300
+
+
+def runtime_manifest(coscheduling: bool, scheduler: str | None) -> str:
+    """The shipped ClusterTrainingRuntime; with ``coscheduling`` one whose pods are scheduled
+    together or not at all.
+
+    Args:
+        scheduler: the scheduler's name, where the coscheduling plugin is not in the default
+            scheduler.
+    """
+    text = pods.runtime_text()
+    if not coscheduling:
+        return text
+    gang = (
+        f"  podGroupPolicy:\n    coscheduling:\n      scheduleTimeoutSeconds: {_GANG_TIMEOUT_S}\n"
+    )
+    text = text.replace(f"  name: {RUNTIME_NAME}\n", f"  name: {COSCHEDULING_RUNTIME_NAME}\n", 1)
+    text = text.replace("spec:\n  mlPolicy:", f"spec:\n{gang}  mlPolicy:", 1)
+    text = text.replace(
+        "kubernetes --runtime-manifest", "kubernetes --runtime-manifest --coscheduling", 1
+    )
+    if scheduler is not None:
+        place = "                  automountServiceAccountToken:"
+        text = text.replace(place, f"                  schedulerName: {scheduler}\n{place}", 1)
+    return text
+
+
+def train_job(options: KubernetesOptions) -> Object:
+    """The TrainJob."""
+    ours = options.runtime in (RUNTIME_NAME, COSCHEDULING_RUNTIME_NAME)
+    environment = pods.environment(options)
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": pods.metadata(options, options.name, queued=True),
+        "spec": {
+            **({"suspend": True} if options.queue else {}),  # until Kueue admits it
+            **({"activeDeadlineSeconds": options.time_s} if options.time_s else {}),
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "ClusterTrainingRuntime",
+                "name": options.runtime,
+            },
+            "trainer": {
+                "image": options.image,
+                "command": pods.command(in_folder=ours),
+                **({"env": environment} if environment else {}),
+                "numNodes": options.hosts.nodes,
+                "resourcesPerNode": pods.pod_resources(options),
+            },
+            "runtimePatches": [_patch(options, ours)],
+        },
+    }
+
+
+def _patch(options: KubernetesOptions, ours: bool) -> Object:
+    """The fields of the pods that depend on the options. Those that are the runtime's already are
+    left out."""
+    sources, mounts = pods.volumes(options, options.claim)
+    if not ours:
+        mounts.append({"name": "paceline-shm", "mountPath": "/dev/shm"})
+    pod = {
+        **(
+            {"terminationGracePeriodSeconds": options.grace_s}
+            if not ours or options.grace_s != RUNTIME_GRACE_S
+            else {}
+        ),
+        **({"securityContext": pods.user_context(options)} if options.user != RUNTIME_USER else {}),
+        **pods.access(options),
+        "containers": [{"name": "node", "volumeMounts": mounts}],
+        "volumes": sources,
+    }
+    template = {
+        "spec": {
+            "replicatedJobs": [{"name": "node", "template": {"spec": {"template": {"spec": pod}}}}]
+        }
+    }
+    return {"manager": "paceline/cli", "trainingRuntimeSpec": {"template": template}}

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from paceline.core.errors import ConfigError, RunError
-from paceline.core.interruption import poll
+from paceline.core.stop import poll
 from paceline.data.text.chunks import Chunk, ChunkEncoder, EncodedChunk, Setup
 from paceline.data.text.encode import Encoder
 from paceline.data.worker_pool import worker_pool
