@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from pydantic import JsonValue
 from torch import nn
 
 from paceline.checkpoint.remote import CheckpointStore
@@ -173,7 +174,8 @@ def _run(trainer: Trainer) -> Outcome:
     ctx.comm.barrier()
     close_servers(strategy)
     has_report = ctx.comm.is_rank_zero or spec.reports_everywhere
-    return {"status": status, "report": report if has_report else None}
+    result = cast("dict[str, JsonValue] | None", report if has_report else None)
+    return {"status": status, "report": result}
 
 
 def _train(trainer: Trainer) -> str:
