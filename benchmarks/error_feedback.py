@@ -60,13 +60,13 @@ class Magnitudes(TopK):
 class _Varied(DDPStrategy):
     compressor: type[TopK]
 
-    def reduce_in_buckets(self, line: Any) -> Any:
-        buckets = super().reduce_in_buckets(line)
+    def setup(self, model: Any) -> Any:
+        model = super().setup(model)
         original: Any = self.reducer.compressor  # type: ignore[union-attr]
         self.reducer.compressor = self.compressor(
             original.settings, self.config.train_args.seed, original.momentum
         )  # type: ignore[union-attr]
-        return buckets
+        return model
 
 
 class NoFeedback(_Varied):

@@ -9,6 +9,7 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.health.replicas import bit_sum, compare, judge
+from paceline.parallel.protocols import replica_of
 from paceline.parallel.registry import make_strategy
 
 
@@ -76,7 +77,9 @@ def drift_of(world, mode, axes, flip, settings):
     model = strategy.setup(Net())
     strategy.setup_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
     for step in range(3):
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + strategy.replica))
+        x = torch.randn(
+            4, 6, generator=torch.Generator().manual_seed(10 * step + replica_of(strategy)[0])
+        )
         strategy.forward_backward(lambda number, module, x=x: module(x).square().mean(), 1)
         strategy.clip_grad_norm(1.0)
         strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])

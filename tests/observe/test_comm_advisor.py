@@ -20,6 +20,7 @@ from paceline.observe.console import Progress, end_lines
 from paceline.observe.metrics import StepMetrics
 from paceline.observe.report.tables import communication_rows
 from paceline.parallel.comm_profile import CommTimes
+from paceline.parallel.protocols import comm_profile
 from paceline.parallel.registry import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
@@ -149,7 +150,7 @@ def steps(world, mode, link, more, steps=14):
     )
     meter = StepMetrics(world, time.time(), has_tokens=False)
     before = world.traffic.total
-    judge = CommAdvisor(strategy.comm_profile, world, meter, first_step=0, last_step=steps)
+    judge = CommAdvisor(comm_profile(strategy), world, meter, first_step=0, last_step=steps)
     opening, words = judge.opening(), []
     assert world.traffic.total == before
     batch = torch.arange(ROWS) % WORDS
@@ -165,7 +166,7 @@ def steps(world, mode, link, more, steps=14):
         meter.end(torch.zeros(()), 1.0)
         words.append(judge.after_step(step))
     figures = judge.report()
-    sent = [meter.usual_traffic, strategy.comm_profile.sent_bytes]
+    sent = [meter.usual_traffic, comm_profile(strategy).sent_bytes]
     world.barrier()
     return (
         opening,
@@ -255,8 +256,8 @@ def part(world):
         none.append(other.comm_profile)
     world.barrier()
     return (
-        strategy.comm_profile.group.size,
-        strategy.comm_profile.sent_bytes * 2 == sum(strategy.comm_profile.bucket_bytes),
+        comm_profile(strategy).group.size,
+        comm_profile(strategy).sent_bytes * 2 == sum(comm_profile(strategy).bucket_bytes),
         none,
     )
 

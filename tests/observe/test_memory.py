@@ -15,6 +15,7 @@ from paceline.observe.memory import split_state
 from paceline.observe.metrics import peak_since, restart_peak
 from paceline.parallel.cost import Workload
 from paceline.parallel.registry import estimate_cost, layout, make_strategy
+from paceline.parallel.save_load import memory_bytes
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 WORDS, ROWS = 24, 24
@@ -62,7 +63,7 @@ def _measured(
     cost = estimate_cost(strategy.name, shape, world.axes, Workload(positions=ROWS), config)
     found = split_state(strategy, model, world.device)
     world.barrier()
-    return found, {kind: getattr(cost, kind) for kind in found}, strategy.memory_bytes()
+    return found, {kind: getattr(cost, kind) for kind in found}, memory_bytes(strategy)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
+from paceline.parallel.protocols import replica_of, report_metrics, reports_loss
 from paceline.parallel.registry import estimate_cost, make_strategy
+from paceline.parallel.save_load import load_state, memory_bytes, state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 
@@ -62,12 +64,12 @@ def train(
         lambda named: build_optimizer(config.train_args, rate, named, matrices)
     )
     if source is not None:
-        strategy.load_state(source)
+        load_state(strategy, source)
     losses, norms, traffic = [], [], {}
     rows = ROWS // world.axes.replicas
     for step in range(first, first + steps):
         words = torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(step))
-        mine = words[strategy.replica * rows : (strategy.replica + 1) * rows]
+        mine = words[replica_of(strategy)[0] * rows : (replica_of(strategy)[0] + 1) * rows]
         seen = []
 
         def micro_step(number, module, mine=mine, seen=seen):
@@ -86,16 +88,16 @@ def train(
             name: size - before.get(name, 0)
             for name, size in world.traffic.bytes_by_collective.items()
         }
-        losses.append(world.sum(sum(seen) if strategy.reports_loss else 0.0)[0])
+        losses.append(world.sum(sum(seen) if reports_loss(strategy) else 0.0)[0])
     result = {
         "losses": losses,
         "norms": norms,
-        "parts": copied(strategy.state_shards()),
+        "parts": copied(state_shards(strategy)),
         "weights": {name: one.detach().clone() for name, one in model.named_parameters()},
-        "state": strategy.memory_bytes(),
+        "state": memory_bytes(strategy),
         "cost": estimate_cost(strategy.name, shape, world.axes, Workload(), config),
         "traffic": {name: size for name, size in traffic.items() if size},
-        "figures": strategy.report_metrics(float(sum(traffic.values()))),
+        "figures": report_metrics(strategy, float(sum(traffic.values()))),
         "notices": strategy.notices,
     }
     world.barrier()

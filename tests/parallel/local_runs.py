@@ -8,7 +8,9 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.models.shape.outline import outline
+from paceline.parallel.protocols import replica_of
 from paceline.parallel.registry import make_strategy
+from paceline.parallel.save_load import load_state, optimizer_entries, state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 WORDS = 24
@@ -81,7 +83,7 @@ def one_step(strategy, step, micro_batches=2):
     rows = ROWS // (strategy.world.size * micro_batches)
 
     def micro_step(number, module):
-        begin = (strategy.replica * micro_batches + number) * rows
+        begin = (replica_of(strategy)[0] * micro_batches + number) * rows
         loss = loss_of(module, words[begin : begin + rows])
         seen.append(float(loss.detach()))
         return loss / ROWS
@@ -105,7 +107,7 @@ def everything(strategy):
     for part in strategy.tensor_shards():
         found |= {
             f"optimizer/{part.name}/{key}": one.clone()
-            for key, one in strategy.optimizer_entries(part).items()
+            for key, one in optimizer_entries(strategy, part).items()
         }
     for name, ranges in strategy.outer_state().items():
         found |= {f"{name}/{start}": one.clone() for start, one in ranges}
@@ -115,7 +117,7 @@ def everything(strategy):
 def source_of(strategy):
     """A checkpoint of all ranks, as each of them would read it."""
     world = strategy.world
-    return assemble(world.gather_objects(copied(strategy.state_shards())))
+    return assemble(world.gather_objects(copied(state_shards(strategy))))
 
 
 def goes_on_to_the_bit(world, mode, local, save_at, steps):
@@ -148,5 +150,5 @@ def goes_on_to_the_bit(world, mode, local, save_at, steps):
 
 def resumed(world, mode, local, source, **more):
     strategy = make(world, mode, local, **more)
-    strategy.load_state(source)
+    load_state(strategy, source)
     return strategy

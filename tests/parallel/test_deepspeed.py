@@ -23,7 +23,9 @@ from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import SingleDeviceStrategy
 from paceline.parallel.deepspeed.strategy import DeepSpeedStrategy
+from paceline.parallel.protocols import evaluate
 from paceline.parallel.registry import check_strategy, estimate_cost
+from paceline.parallel.save_load import load_state, memory_bytes, state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.precision import Precision
 
@@ -107,7 +109,7 @@ class Run:
         return found
 
     def saved(self):
-        return assemble(self.world.gather_objects(copied(self.strategy.state_shards())))
+        return assemble(self.world.gather_objects(copied(state_shards(self.strategy))))
 
     def evaluated(self):
         tokens = torch.arange(20).view(4, 5)
@@ -116,7 +118,7 @@ class Run:
             with torch.no_grad():
                 return {"loss": module(tokens).float().square().sum()}
 
-        return float(self.strategy.evaluate(run, self.model)["loss"])
+        return float(evaluate(self.strategy, run, self.model)["loss"])
 
     def sent(self):
         """Bytes of one more step, by collective."""
@@ -149,12 +151,12 @@ def everything(world, stage, middle):
     losses += run.train(7, 10)
     last = run.saved().whole
 
-    run.strategy.load_state(source)  # back to step 5, over what came after
+    load_state(run.strategy, source)  # back to step 5, over what came after
     resumed = run.train(5, 10)
     resumed_last = run.saved().whole
     fresh = Run(world, stage)
     source.whole.update(middle)  # what `single` wrote
-    fresh.strategy.load_state(source)
+    load_state(fresh.strategy, source)
     moved = fresh.train(5, 10)
 
     work = Workload(MICRO_BATCHES // world.size)
@@ -165,7 +167,7 @@ def everything(world, stage, middle):
         cost = estimate_cost(
             "deepspeed", run.shape, ParallelDims(data=world.size), work, run.config
         )
-        costs.append((run.strategy.memory_bytes(), cost, run.sent(), low))
+        costs.append((memory_bytes(run.strategy), cost, run.sent(), low))
     dtypes = {str(value.dtype) for value in run.saved().whole.values()}
     world.barrier()
     return {

@@ -10,6 +10,7 @@ from training import Adapted, Plain
 
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.loss_scale import GROWTH_INTERVAL, INITIAL_SCALE, LossScaler
+from paceline.parallel.save_load import load_state, state_shards
 from paceline.parallel.state import TensorShard
 
 TOPK = {"method": "topk", "ratio": 0.1}
@@ -45,7 +46,7 @@ CASES["frozen weights in ddp"] = {"mode": "ddp", "net": HalfFrozen}
 
 
 def saved(run):
-    parts = copied(run.strategy.state_shards())
+    parts = copied(state_shards(run.strategy))
     if run.world.is_rank_zero and run.precision.scaler is not None:
         parts += [
             TensorShard.whole(f"scaler/{name}", value)
@@ -60,7 +61,7 @@ def resumed(world, arguments, parts):
     run.precision.scaler.load(
         *(float(source.whole[f"scaler/{name}"]) for name in ("scale", "growth_tracker"))
     )
-    run.strategy.load_state(source)
+    load_state(run.strategy, source)
     return run
 
 

@@ -17,7 +17,9 @@ from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import SingleDeviceStrategy
 from paceline.parallel.hybrid.strategy import HybridStrategy
+from paceline.parallel.protocols import replica_of, reports_loss
 from paceline.parallel.registry import check_strategy, estimate_cost
+from paceline.parallel.save_load import load_state, memory_bytes, state_shards
 from paceline.train.precision import checkpoint_activations
 
 TOKENS, STEPS, MICRO = 14, 20, 2
@@ -64,7 +66,7 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first=0, st
         lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-3)
     )
     if state is not None:
-        strategy.load_state(state)
+        load_state(strategy, state)
     model.train()
     each = MICRO // axes.replicas
     losses, norms, sent = [], [], 0
@@ -72,7 +74,7 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first=0, st
         seen = []
 
         def micro_step(number, module, step=step, seen=seen):
-            number += strategy.replica * each
+            number += replica_of(strategy)[0] * each
             torch.manual_seed(100 * step + number)
             ids = torch.randint(0, 96, (1, TOKENS))
             places = torch.cat([torch.arange(9), torch.arange(5)]).unsqueeze(0)
@@ -93,8 +95,8 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first=0, st
         norms.append(float(strategy.clip_grad_norm(0.5)))
         strategy.optimizer_step(lambda one: (one.step(), True)[1])
         sent = world.traffic.total - before
-        losses.append(world.sum(float(sum(seen)) if strategy.reports_loss else 0.0)[0])
-    found = losses, norms, sent, strategy.memory_bytes(), copied(strategy.state_shards())
+        losses.append(world.sum(float(sum(seen)) if reports_loss(strategy) else 0.0)[0])
+    found = losses, norms, sent, memory_bytes(strategy), copied(state_shards(strategy))
     assert optimizer is strategy.optimizer
     world.barrier()
     return found

@@ -28,7 +28,9 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import Workload
 from paceline.parallel.local_sgd.schedule import SyncSchedule, num_workers
+from paceline.parallel.protocols import traffic_period
 from paceline.parallel.registry import check_steps, check_strategy, estimate_cost
+from paceline.parallel.save_load import memory_bytes
 
 BITWISE = [
     ({"steps": 4}, (2, 6)),
@@ -138,11 +140,11 @@ def costs_of(world, local, mode="local_sgd"):
         one_step(strategy, step)
         sent.append(world.traffic.total - before)
     cost = estimate_cost(strategy.name, strategy.shape, world.axes, Workload(), strategy.config)
-    period = strategy.traffic_period
+    period = traffic_period(strategy)
     counts = 2 * 8  # the loss of each step, added up by the test
     return (
         cost.state,
-        strategy.memory_bytes(),
+        memory_bytes(strategy),
         cost.traffic_per_step,
         sum(sent[-period:]) / period - counts,
     )

@@ -23,8 +23,15 @@ from paceline.models.recommend import ClickModel, load_recommender
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.parameter_server.asynchronous import _STORE
-from paceline.parallel.protocols import close_servers, model_init_context
+from paceline.parallel.protocols import (
+    close_servers,
+    has_data,
+    model_init_context,
+    replica_of,
+    report_metrics,
+)
 from paceline.parallel.registry import check_strategy, estimate_cost, make_strategy
+from paceline.parallel.save_load import load_state, memory_bytes, state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 TABLES, DIM, ROWS = (5000, 7, 2), 4, 24
@@ -74,7 +81,7 @@ def train(
         lambda named: build_optimizer(config.train_args, 0.05, named, matrices)
     )
     if source is not None:
-        strategy.load_state(source)
+        load_state(strategy, source)
     losses, norms, parts = [], [], {}
     for step in range(first, first + steps):
         batch = batch_of(step)
@@ -82,7 +89,7 @@ def train(
 
         def micro_step(number, module, batch=batch, seen=seen):
             each = ROWS // (2 * workers)
-            begin = (strategy.replica * 2 + number) * each
+            begin = (replica_of(strategy)[0] * 2 + number) * each
             dense, ids, starts, labels = share_of(batch, torch.arange(begin, begin + each))
             loss = (
                 functional.binary_cross_entropy_with_logits(
@@ -94,19 +101,19 @@ def train(
             # as the engine does where replicas count alone
             return loss if rhythm == "sync" else loss / world.size
 
-        strategy.forward_backward(micro_step, 2 if strategy.has_data else 0)
+        strategy.forward_backward(micro_step, 2 if has_data(strategy) else 0)
         norms.append(float(strategy.clip_grad_norm(0.2)))
         assert strategy.optimizer_step(lambda one: (one.step(), True)[1])
         losses.append(world.sum(sum(seen))[0])
         if step in watch:
-            parts[step] = copied(strategy.state_shards())
+            parts[step] = copied(state_shards(strategy))
     result = {
         "losses": losses,
         "norms": norms,
         "parts": parts,
-        "state": strategy.memory_bytes(),
+        "state": memory_bytes(strategy),
         "cost": estimate_cost(strategy.name, shape, world.axes, Workload(), config).state,
-        "serves": not strategy.has_data,
+        "serves": not has_data(strategy),
         "table_elements": sum(
             one.numel()
             for name, one in model.named_parameters()
@@ -244,7 +251,7 @@ def drift(world, rhythm, steps, far):
         strategy.forward_backward(micro_step, 1)
         strategy.clip_grad_norm(1.0)
         strategy.optimizer_step(lambda one: True)
-    figures = strategy.report_metrics(None)
+    figures = report_metrics(strategy, None)
     world.barrier()
     close_servers(strategy)
     return figures["staleness"]

@@ -9,7 +9,9 @@ from torch.nn import functional
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.recommend import ClickModel
+from paceline.parallel.protocols import has_data
 from paceline.parallel.registry import make_strategy
+from paceline.parallel.save_load import state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 
@@ -47,12 +49,12 @@ def large(world, rows, dim, spare_bytes):
             losses.append(float(loss.detach()))
             return loss
 
-        strategy.forward_backward(micro_step, 1 if strategy.has_data else 0)
+        strategy.forward_backward(micro_step, 1 if has_data(strategy) else 0)
         strategy.clip_grad_norm(0.0)
         strategy.optimizer_step(lambda one: (one.step(), True)[1])
     held = sum(
         part.tensor.numel() * 4
-        for part in strategy.state_shards()
+        for part in state_shards(strategy)
         if part.name == "model/tables.0.weight"
     )
     assert optimizer is strategy.optimizer

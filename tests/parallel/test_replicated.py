@@ -16,6 +16,7 @@ from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import DDPStrategy
 from paceline.parallel.registry import estimate_cost
+from paceline.parallel.save_load import load_state, memory_bytes, state_shards
 
 
 class Net(nn.Module):
@@ -90,7 +91,7 @@ def test_gradient_is_the_sum_over_ranks_and_micro_batches(world_size, cap_mb):
 def train_some(world, steps, state=None, first=0):
     strategy, model, optimizer = make(world, cap_mb=0.0002)
     if state is not None:
-        strategy.load_state(state)
+        load_state(strategy, state)
     for step in range(first, first + steps):
         strategy.forward_backward(
             lambda micro, module, step=step: (
@@ -102,7 +103,7 @@ def train_some(world, steps, state=None, first=0):
         optimizer.step()
     statistics = model.norm.running_mean.clone()
     world.barrier()
-    return copied(strategy.state_shards()), statistics
+    return copied(state_shards(strategy)), statistics
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -145,7 +146,7 @@ def test_state_bytes_and_traffic_are_what_the_cost_says():
     )
     # buckets align each gradient to 64 bytes; Adam keeps a step count a parameter
     padding = 64 * len(shape.trained)
-    assert cost.state <= strategy.memory_bytes() <= cost.state + padding + 4 * len(shape.trained)
+    assert cost.state <= memory_bytes(strategy) <= cost.state + padding + 4 * len(shape.trained)
 
 
 def uneven(world):

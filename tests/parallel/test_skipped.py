@@ -12,7 +12,9 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.health.anomalies import UpdateDecision
+from paceline.parallel.protocols import local_grad_finite, replica_of, reports_loss, unscale_grads
 from paceline.parallel.registry import make_strategy
+from paceline.parallel.save_load import state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.precision import Precision
 
@@ -47,7 +49,7 @@ class Run:
         self.model = self.strategy.setup(built)
         args = self.config.train_args
         self.strategy.setup_optimizer(lambda named: build_optimizer(args, 3e-3, named, matrices))
-        self.strategy.use_scaler(self.precision.scaler)
+        self.strategy.scaler = self.precision.scaler
         self.losses = []
 
     def step(self, step, bad=None, value=float("nan")):
@@ -55,7 +57,9 @@ class Run:
         known). ``bad``: None, "loss", or "gradient": of one parameter alone, and of no other."""
         rows = ROWS // self.world.axes.replicas
         words = torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(step))
-        mine = words[self.strategy.replica * rows : (self.strategy.replica + 1) * rows]
+        mine = words[
+            replica_of(self.strategy)[0] * rows : (replica_of(self.strategy)[0] + 1) * rows
+        ]
         # the last stage has the loss
         bad_rank = BAD_RANK if self.world.axes.pipeline == 1 else self.world.size - 1
         mine_is_bad = bad is not None and self.world.rank == bad_rank
@@ -71,10 +75,10 @@ class Run:
 
         seen = []
         self.strategy.forward_backward(micro_step, 1)
-        self.losses.append(self.world.sum(sum(seen) if self.strategy.reports_loss else 0.0)[0])
-        self.strategy.unscale()
+        self.losses.append(self.world.sum(sum(seen) if reports_loss(self.strategy) else 0.0)[0])
+        unscale_grads(self.strategy)
         norm = self.strategy.clip_grad_norm(self.config.train_args.max_grad_norm)
-        own = self.strategy.local_grad_finite()
+        own = local_grad_finite(self.strategy)
         norm_seen = None if self.strategy.handles_overflow else norm
         made = self.strategy.optimizer_step(
             lambda optimizer: self.precision.step(optimizer, UpdateDecision(norm_seen))
@@ -88,7 +92,7 @@ class Run:
         counters = ("compression/step", "local/steps")
         found = {
             one.name: one.tensor
-            for one in copied(self.strategy.state_shards())
+            for one in copied(state_shards(self.strategy))
             if one.name not in counters
         }
         return found | {

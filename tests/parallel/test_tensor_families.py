@@ -19,6 +19,7 @@ from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.tensor_plan.style import ranges
 from paceline.parallel.ddp.strategy import SingleDeviceStrategy
 from paceline.parallel.hybrid.strategy import HybridStrategy
+from paceline.parallel.save_load import load_state, state_shards
 
 SIZES = {
     "vocab_size": 96,
@@ -110,7 +111,7 @@ def train(
     model = strategy.setup(make(name))
     strategy.setup_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
     if state is not None:
-        strategy.load_state(state)
+        load_state(strategy, state)
     norms = []
     for step in range(first, first + steps):
         words = torch.randint(0, 96, (2, 14), generator=torch.Generator().manual_seed(step))
@@ -126,7 +127,7 @@ def train(
         strategy.forward_backward(micro_step, 1)
         norms.append(float(strategy.clip_grad_norm(0.1)))
         strategy.optimizer_step(lambda one: (one.step(), True)[1])
-    parts = copied(strategy.state_shards())
+    parts = copied(state_shards(strategy))
     gathered = here.gather_objects(parts) if axes.size > 1 else [parts]
     elements = sum(one.numel() for _, block in find_blocks(model) for one in block.parameters())
     return assemble(gathered), elements, norms

@@ -13,6 +13,7 @@ from paceline.parallel.cost import Workload
 from paceline.parallel.ddp.strategy import SingleDeviceStrategy
 from paceline.parallel.ddp.threads import ThreadedDPStrategy
 from paceline.parallel.registry import estimate_cost
+from paceline.parallel.save_load import memory_bytes, state_shards
 
 
 class Tied(nn.Module):
@@ -112,11 +113,11 @@ def measured(world):
     shared = storages[0] & storages[1] | storages[1] & storages[2] | storages[0] & storages[2]
     tied = all(each.head.weight is each.embed.weight for each in strategy.replicas)
     statistics = model.norm.num_batches_tracked.item()
-    names = sorted(part.name for part in strategy.state_shards())
+    names = sorted(part.name for part in state_shards(strategy))
     return (
         copied,
         cost,
-        strategy.memory_bytes(),
+        memory_bytes(strategy),
         len(replicas),
         shared,
         tied,

@@ -10,7 +10,9 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.models.shape.outline import outline
 from paceline.parallel.cost import Workload
+from paceline.parallel.protocols import evaluate, replica_of
 from paceline.parallel.registry import estimate_cost, make_strategy
+from paceline.parallel.save_load import load_state, memory_bytes, state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 WIDTH = 20  # does not divide by three: shards get padding
@@ -128,7 +130,7 @@ def train(
         lambda named: build_optimizer(config.train_args, rate, named, matrices)
     )
     if source is not None:
-        strategy.load_state(source)
+        load_state(strategy, source)
     losses, norms, traffic = [], [], {}
     rows = ROWS // (world.axes.replicas * micro_batches)
     for step in range(first, first + steps):
@@ -136,7 +138,7 @@ def train(
         seen = []
 
         def micro_step(number, module, words=words, seen=seen):
-            begin = (strategy.replica * micro_batches + number) * rows
+            begin = (replica_of(strategy)[0] * micro_batches + number) * rows
             mine = words[begin : begin + rows]
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 logits = module(mine)
@@ -162,14 +164,14 @@ def train(
             return {"logits": module(torch.arange(WORDS))}
 
     model.eval()
-    parts, state_bytes = copied(strategy.state_shards()), strategy.memory_bytes()
-    looked = strategy.evaluate(look, model)["logits"]
+    parts, state_bytes = copied(state_shards(strategy)), memory_bytes(strategy)
+    looked = evaluate(strategy, look, model)["logits"]
     result = {
         "losses": losses,
         "norms": norms,
         "parts": parts,
         "state": state_bytes,
-        "state_after_evaluation": strategy.memory_bytes(),
+        "state_after_evaluation": memory_bytes(strategy),
         "logits": looked,
         "cost": (
             estimate_cost(

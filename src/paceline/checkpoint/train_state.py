@@ -11,6 +11,7 @@ from paceline.data.order import SampleOrder
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.base import Strategy
 from paceline.parallel.loss_scale import LossScaler
+from paceline.parallel.save_load import load_state, state_shards
 from paceline.parallel.state import StateReader, TensorShard
 
 
@@ -23,7 +24,7 @@ def collect_train_state(
     Random state is (seed, step): every draw is a function of them (see
     :mod:`paceline.distributed.seeds`), so nothing else is needed to continue exactly.
     """
-    shards = strategy.state_shards()
+    shards = state_shards(strategy)
     if not strategy.world.is_rank_zero:
         return shards
     epoch, position = divmod(step, order.steps_per_epoch)
@@ -112,7 +113,7 @@ def load_train_state(strategy: Strategy, source: StateReader, scaler: LossScaler
             float(source.read(f"scaler/{name}", (), ())) for name in ("scale", "growth_tracker")
         )
         scaler.load(scale, growth_tracker)
-    strategy.load_state(source)
+    load_state(strategy, source)
     if not strategy.replicas_diverge and any(name.startswith("local/") for name in names):
         text = (
             "the checkpoint is of workers that trained on their own: this goes on from the mean of"

@@ -25,6 +25,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import Strategy
 from paceline.parallel.loss_scale import LossScaler
+from paceline.parallel.protocols import count_group, local_grad_finite, needs_rollback_on_skip
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class AnomalyDetector:
         strategy = self.strategy
         on_device = (
             not strategy.handles_overflow
-            and not strategy.needs_rollback_on_skip
+            and not needs_rollback_on_skip(strategy)
             and grad_norm.device.type != "cpu"
             and skips_on_device(strategy.optimizer, grad_norm)
             # the ranks gather which of them skipped in the same step
@@ -105,8 +106,8 @@ class AnomalyDetector:
         return UpdateDecision(
             grad_norm=None if strategy.handles_overflow else grad_norm,
             on_device=on_device,
-            local_grad=strategy.local_grad_finite() if self.comm.size > 1 else None,
-            is_local=strategy.count_group is not self.comm,
+            local_grad=local_grad_finite(strategy) if self.comm.size > 1 else None,
+            is_local=count_group(strategy) is not self.comm,
         )
 
     def record(self, step: int, decision: UpdateDecision, made: bool, loss: torch.Tensor) -> None:

@@ -14,6 +14,8 @@ from paceline.core.formatting import counted
 from paceline.core.processes import host_name
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import Strategy
+from paceline.parallel.protocols import checkable_replicas
+from paceline.parallel.save_load import trained_state
 from paceline.parallel.state import local_tensor
 
 
@@ -40,7 +42,8 @@ def check_replicas(strategy: Strategy, events: EventLog, step: int) -> None:
     """Raise FaultError, on every rank, if some replicas differ. Replicas on devices of different
     types are aligned instead, because such devices round differently. A collective; waits for the
     device."""
-    comm, group = strategy.world, strategy.replica_group
+    comm, replicas = strategy.world, checkable_replicas(strategy)
+    group = None if replicas is None else replicas.replica_group
     if group is None:
         return
     if comm.mixes_devices:
@@ -87,17 +90,18 @@ def align_replicas(strategy: Strategy) -> None:
     if strategy.replicas_diverge:
         return
     with uncounted(), torch.no_grad():
-        replicated = Strategy.replicated_tensors(strategy)
+        replicated = trained_state(strategy)
         strategy.world.broadcast([tensor for _, tensor in replicated if tensor.dim() > 0])
 
 
 def compare(strategy: Strategy) -> ReplicaDivergence | None:
     """How this rank's replicas differ. A collective along
-    :attr:`~paceline.parallel.base.Strategy.replica_group`."""
-    line = strategy.replica_group
-    if line is None or line.size == 1:
+    :attr:`~paceline.parallel.protocols.SupportsReplicaCheck.replica_group`."""
+    replicas = checkable_replicas(strategy)
+    line = None if replicas is None else replicas.replica_group
+    if replicas is None or line is None or line.size == 1:
         return None
-    named = [(name, local_tensor(one)) for name, one in strategy.replicated_tensors()]
+    named = [(name, local_tensor(each)) for name, each in replicas.replicated_tensors()]
     if not named:
         return None
     mine = torch.stack([bit_sum(one).to(line.device) for _, one in named])

@@ -40,6 +40,7 @@ from paceline.health.heartbeats import (
 from paceline.health.mismatch import find_mismatch
 from paceline.health.stragglers import LinkJudge, Pause, RankBusyTime, Straggler, StragglerDetector
 from paceline.parallel.base import Strategy
+from paceline.parallel.protocols import has_data
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class Watchdog:
             self.heartbeats = HeartbeatFile(RunDir(self.folder).heartbeats)
         if self._beats is not None:
             # Stages of a pipeline have different work; all other ranks that train have the same.
-            stage = self.world.coordinates.get("pipeline", 0) if strategy.has_data else None
+            stage = self.world.coordinates.get("pipeline", 0) if has_data(strategy) else None
             self._beats.kind = None if stage is None else f"stage {stage}"
 
     # -- the thread

@@ -18,6 +18,7 @@ from paceline.distributed.link import Link, measure_link
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.comm_profile import CommProfile, CommTimes
+from paceline.parallel.protocols import comm_profile
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -401,7 +402,7 @@ def make_advisor(
 ) -> CommAdvisor | None:
     """Measure the link if the run's strategy saves traffic, and report the result; None if there is
     nothing to advise on. A collective."""
-    profile = strategy.comm_profile
+    profile = comm_profile(strategy)
     if profile is None:
         return None
     advisor = CommAdvisor(profile, strategy.world, metrics, first_step, last_step)

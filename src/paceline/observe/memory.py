@@ -18,6 +18,7 @@ from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import peak_since
 from paceline.parallel.base import Strategy, optimizer_tensors
 from paceline.parallel.deepspeed.package import gradient_tensors
+from paceline.parallel.save_load import memory_bytes
 from paceline.parallel.state import local_tensor, storage_bytes
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def emit_memory(strategy: Strategy, model: nn.Module, events: EventLog, step: in
 def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> dict[str, int]:
     """Bytes of ``parameters``, ``gradients`` and ``optimizer`` on ``device`` at the fullest moment
     of a step. ``model``: as the strategy has placed it. Their sum is
-    :meth:`~paceline.parallel.base.Strategy.memory_bytes`, less what is kept elsewhere.
+    :func:`~paceline.parallel.save_load.memory_bytes`, less what is kept elsewhere.
 
     What is neither a weight, a gradient nor in the optimizer's state goes where the strategy's
     declared cost has it: with the optimizer what waits to be sent, what is an outer optimizer's and
@@ -103,7 +104,7 @@ def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> d
     sizes = {kind: storage_bytes(tensors) for kind, tensors in found.items()}
     # What was there in the step and is no more: gathered weights, messages under way, gradients
     # that an update has freed.
-    passing = max(0, strategy.memory_bytes() - storage_bytes(strategy.memory_tensors()))
+    passing = max(0, memory_bytes(strategy) - storage_bytes(strategy.memory_tensors()))
     freed = min(passing, getattr(strategy, "most_gradient_bytes", 0))
     sizes["gradients"] += freed
     sizes["optimizer" if keeps_more else "parameters"] += passing - freed

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from paceline.config.schema import Config
+
 
 @dataclass(frozen=True)
 class TensorShard:
@@ -53,6 +55,11 @@ class TensorShard:
         return value[self.region]
 
     @property
+    def state_name(self) -> str:
+        """Its name in a state."""
+        return f"{'buffer' if self.key is None else 'model'}/{self.name}"
+
+    @property
     def is_whole(self) -> bool:
         return self.tensor.numel() == _numel(self.shape)
 
@@ -82,6 +89,12 @@ def read_part(source: StateReader, name: str, part: TensorShard) -> torch.Tensor
     if part.flat:
         return source.read_flat(name, part.offset[0], part.tensor.numel()).view(part.tensor.shape)
     return source.read(name, part.offset, part.tensor.shape)
+
+
+def low_dtype(config: Config) -> torch.dtype | None:
+    """bfloat16 or float16 under mixed precision, else None."""
+    name = config.train_args.mixed_dtype
+    return None if name is None else getattr(torch, name)
 
 
 def local_tensor(value: Any) -> Any:

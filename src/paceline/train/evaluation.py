@@ -12,6 +12,8 @@ from paceline.data.loader import LoaderOptions, eval_batches
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
 from paceline.parallel.base import Strategy
+from paceline.parallel.protocols import evaluate as run_evaluation
+from paceline.parallel.protocols import has_data, replica_of
 from paceline.tasks.base import Task
 from paceline.train.precision import Precision
 
@@ -49,13 +51,14 @@ def evaluate(
     was_training = model.training
     model.eval()
     try:
-        if strategy.has_data and (world.is_rank_zero or not alone):
+        if has_data(strategy) and (world.is_rank_zero or not alone):
+            rank, num_replicas = (0, 1) if alone else replica_of(strategy)
             batches = eval_batches(
                 dataset,
                 task.collate,
                 batch_size=args.per_device_eval_batch_size or args.per_device_train_batch_size,
-                rank=0 if alone else strategy.replica,
-                world_size=1 if alone else strategy.num_replicas,
+                rank=rank,
+                world_size=num_replicas,
                 seed=args.seed,
                 options=options,
             )
@@ -67,7 +70,7 @@ def evaluate(
                     with torch.no_grad(), precision.autocast():
                         return task.evaluate(module, data)
 
-                found = run(model) if alone else strategy.evaluate(run, model)
+                found = run(model) if alone else run_evaluation(strategy, run, model)
                 if batch.weight == 0 or found is None:
                     continue
                 count += task.count(batch.data)

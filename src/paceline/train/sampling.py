@@ -25,6 +25,7 @@ from paceline.distributed.traffic import uncounted
 from paceline.models import attention
 from paceline.models.blocks import base_model
 from paceline.parallel.base import Strategy
+from paceline.parallel.protocols import checkable_replicas, evaluate
 from paceline.tasks.base import Task
 from paceline.tasks.language import LanguageTask
 from paceline.train.callbacks import Callback
@@ -172,7 +173,10 @@ class SampleGenerator(Callback):
         """Whether this rank works on a prompt: any rank where all are known to hold the same whole
         weights, else the first."""
         strategy, world = self.strategy, self.comm
-        alike = strategy.replicas_diverge or strategy.replica_group is world
+        replicas = checkable_replicas(strategy)
+        alike = strategy.replicas_diverge or (
+            replicas is not None and replicas.replica_group is world
+        )
         return self._together or (
             number % world.size == world.rank if alike else world.is_rank_zero
         )
@@ -269,7 +273,7 @@ class SampleGenerator(Callback):
             late = self._agree(time.perf_counter() > deadline)
         if self._together:
             # puts away what was gathered for these forwards
-            self.strategy.evaluate(lambda model: {}, self.model)
+            evaluate(self.strategy, lambda model: {}, self.model)
         return answer, late
 
     def _penalise(self, told: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,13 @@ from paceline.observe.metrics import StepMetrics
 from paceline.observe.report.build import build_report
 from paceline.observe.report.html import write_reports
 from paceline.observe.run_start import RunInfo, emit_run_start
-from paceline.parallel.protocols import close_servers, model_init_context
+from paceline.parallel.protocols import (
+    close_servers,
+    has_data,
+    model_init_context,
+    replica_of,
+    traffic_period,
+)
 from paceline.parallel.registry import make_strategy
 from paceline.tasks import is_user_task, load_task
 from paceline.tasks.base import Task
@@ -299,7 +305,7 @@ def build_components(
         lambda named: build_optimizer(args, spec.derived.learning_rate, named, decayed)
     )
     precision = Precision(args, strategy.world)
-    strategy.use_scaler(precision.scaler)
+    strategy.scaler = precision.scaler
     schedule = Schedule(optimizer, args, spec.derived)
     components = TrainComponents(
         task, placed, shape, strategy, optimizer, schedule, precision, digest
@@ -311,6 +317,7 @@ def _build_data(
     spec: RunSpec, components: TrainComponents, train_dataset: Any, eval_dataset: Any | None
 ) -> DataPipeline:
     args, strategy, task = spec.config.train_args, components.strategy, components.task
+    replica, num_replicas = replica_of(strategy)
     accumulation = spec.derived.gradient_accumulation_steps
     if spec.layout.num_processes == 1:  # one process runs the micro-batches of all devices
         accumulation *= spec.layout.axes.replicas
@@ -331,9 +338,9 @@ def _build_data(
             args.dataloader_pin_memory and strategy.world.device.type != "cpu",
         ),
         last_step=spec.derived.steps,
-        accumulation=accumulation if strategy.has_data else 0,
-        replica=strategy.replica,
-        num_replicas=strategy.num_replicas,
+        accumulation=accumulation if has_data(strategy) else 0,
+        replica=replica,
+        num_replicas=num_replicas,
     )
 
 
@@ -376,8 +383,8 @@ def build_trainer(
         ctx.comm,
         _attempt_began(spec),
         spec.data.train_tokens is not None,
-        strategy.traffic_period,
-        serves=not strategy.has_data,
+        traffic_period(strategy),
+        serves=not has_data(strategy),
         devices=DeviceMonitor(ctx.device),
     )
     checkpoints = _build_checkpoints(spec, ctx, side, store)

@@ -15,6 +15,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.base import Strategy
+from paceline.parallel.protocols import count_group, max_count_lag, reports_loss
 from paceline.tasks.base import Task
 
 
@@ -115,7 +116,7 @@ class CountQueue:
         """Start to sum the counts of a step, and wait for those of the steps that are as far back
         as the strategy lets a rank be ahead."""
         task, strategy = self.task, self.strategy
-        counted = [batch for batch in micro_batches if batch.weight and strategy.reports_loss]
+        counted = [batch for batch in micro_batches if batch.weight and reports_loss(strategy)]
         local = [
             float(sum(task.count(batch.data) for batch in counted)),
             float(sum(task.num_tokens(batch.data) or 0 for batch in counted)),
@@ -123,9 +124,9 @@ class CountQueue:
             float(self.stop.wanted),
             self.checkpoints.next_request(),
         ]
-        group, num_saves = strategy.count_group, self.checkpoints.num_begun
+        group, num_saves = count_group(strategy), self.checkpoints.num_begun
         self._current = StepCounts(local, self.comm, group, num_saves)
-        num_due = max(0, len(self._pending) - strategy.max_count_lag + 1)
+        num_due = max(0, len(self._pending) - max_count_lag(strategy) + 1)
         for counts in list(self._pending)[:num_due]:
             counts.wait()
         return self._current
@@ -136,7 +137,7 @@ class CountQueue:
         assert self._current is not None
         counts, self._current = self._current, None
         self._pending.append(counts)
-        limit = 0 if now or counts.group_count is None else self.strategy.max_count_lag
+        limit = 0 if now or counts.group_count is None else max_count_lag(self.strategy)
         stop = False
         while len(self._pending) > limit:
             counts = self._pending.popleft()

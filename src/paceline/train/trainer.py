@@ -24,7 +24,13 @@ from paceline.health.anomalies import AnomalyDetector
 from paceline.health.loss_spikes import LossSpike, LossSpikeDetector
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.base import MicroStep
-from paceline.parallel.protocols import SupportsElasticWorkers, consolidated
+from paceline.parallel.protocols import (
+    consolidated,
+    elastic_workers,
+    replica_of,
+    reports_loss,
+    unscale_grads,
+)
 from paceline.train.balance import Balancer, ComputeTimer
 from paceline.train.callbacks import Callback
 from paceline.train.evaluation import EvalResult, evaluate
@@ -120,18 +126,19 @@ class Trainer:
         counts = self.counts.start(batches)  # summed over the ranks while the first forward runs
         losses = LossAccumulator(self.ctx.device)
         timer = self.balancer.begin_step(batches)
-        if isinstance(strategy, SupportsElasticWorkers):
-            strategy.set_token_counts(counts.local_count, counts.denominator)
+        elastic = elastic_workers(strategy)
+        if elastic is not None:
+            elastic.set_token_counts(counts.local_count, counts.denominator)
         strategy.forward_backward(self.micro_step(batches, counts, losses, timer), len(batches))
         counts.denominator()  # an early pipeline stage computes no loss and waits here
         progress.enter("optimizer")
         loss = losses.total()
-        reported_loss = loss if strategy.reports_loss else torch.zeros_like(loss)
+        reported_loss = loss if reports_loss(strategy) else torch.zeros_like(loss)
         if self.roll_back_on_spike(reported_loss, counts.local_count):
             stop = self.counts.settle(now=True)
             self.metrics.forget()
             return StepResult("rolled_back", stop)
-        strategy.unscale()
+        unscale_grads(strategy)
         grad_norm = strategy.clip_grad_norm(self.spec.config.train_args.max_grad_norm)
         learning_rate = self.components.lr_schedule.set_step(state.step)
         self.update(grad_norm, loss)
@@ -257,12 +264,12 @@ class Trainer:
     def handle_rank_loss(self) -> bool:
         """Continue without the ranks that were lost. Returns True if some were. Every rank gets the
         same answer at the same place of the same step."""
-        strategy = self.strategy
-        losses = strategy.poll_rank_losses() if isinstance(strategy, SupportsElasticWorkers) else []
+        elastic = elastic_workers(self.strategy)
+        losses = elastic.poll_rank_losses() if elastic is not None else []
         if not losses:
             return False
-        num_left = self.strategy.num_replicas
-        self.data.reshard(self.strategy.replica, num_left)
+        replica, num_left = replica_of(self.strategy)
+        self.data.reshard(replica, num_left)
         if self.ctx.comm.is_rank_zero:
             if self.ctx.events.path is None:
                 take_over_log(self.spec.config, self.ctx, self.checkpoints)

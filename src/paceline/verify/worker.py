@@ -38,6 +38,7 @@ from paceline.observe.report.certificate import LeftOut
 from paceline.parallel.base import Strategy
 from paceline.parallel.cost import Workload
 from paceline.parallel.registry import estimate_cost
+from paceline.parallel.save_load import memory_bytes, state_shards
 from paceline.parallel.state import TensorShard
 from paceline.tasks.base import num_positions
 from paceline.train.run_spec import RunSpec
@@ -177,7 +178,7 @@ def _train(
             _after_first([float(event["step_time_s"]) for event in steps])
         ),
         "state_predicted": cost.state,
-        "state_measured": strategy.memory_bytes(),
+        "state_measured": memory_bytes(strategy),
         "traffic_predicted": cost.traffic_per_step,
         "traffic_measured": statistics.fmean(_after_first(trainer.metrics.traffic_per_step)),
         "weights": distances(strategy, reference),
@@ -305,7 +306,7 @@ def listing(negligible: dict[str, tuple[float, torch.Tensor]]) -> list[LeftOut]:
 def _trained_parts(strategy: Strategy) -> list[TensorShard]:
     """Running statistics are left out: under data parallelism they are those of rank 0's share, by
     definition."""
-    return [part for part in strategy.state_shards() if part.name.startswith("model/")]
+    return [part for part in state_shards(strategy) if part.name.startswith("model/")]
 
 
 def save_reference(

@@ -145,6 +145,7 @@ def _measure(world: Communicator, mode: str) -> Stage:
     from paceline.parallel.base import optimizer_tensors
     from paceline.parallel.cost import Workload
     from paceline.parallel.registry import estimate_cost, layout, make_strategy
+    from paceline.parallel.save_load import memory_bytes
     from paceline.parallel.state import storage_bytes
 
     config = training.make_config(mode)
@@ -168,7 +169,7 @@ def _measure(world: Communicator, mode: str) -> Stage:
     )
     # What else there is at the fullest moment are weights: a rank's own, and those gathered for a
     # while.
-    parameters = strategy.memory_bytes() - gradients - optimizer
+    parameters = memory_bytes(strategy) - gradients - optimizer
     world.barrier()
     declared = {kind: getattr(cost, kind) for kind in KINDS}
     return Stage(

@@ -15,7 +15,9 @@ from paceline.observe.comm_advisor import CommAdvisor
 from paceline.observe.metrics import StepMetrics, memory_peak
 from paceline.observe.report.record import DataReport, Report
 from paceline.observe.run_start import RunInfo
+from paceline.parallel.protocols import report_metrics, sent_in_a_step
 from paceline.parallel.registry import estimate_cost
+from paceline.parallel.save_load import memory_bytes
 
 
 def build_report(
@@ -40,10 +42,10 @@ def build_report(
     comm = strategy.world
     # unknown (0) for a rank that was lost
     peaks = [int(peak) or None for peak in comm.gather_numbers(memory_peak(comm.device))]
-    state_bytes = [int(size) for size in comm.gather_numbers(strategy.memory_bytes())]
-    traffic = strategy.sent_in_a_step(metrics.usual_traffic)
+    state_bytes = [int(size) for size in comm.gather_numbers(memory_bytes(strategy))]
+    traffic = sent_in_a_step(strategy, metrics.usual_traffic)
     sent = [int(size) for size in comm.gather_numbers(-1 if traffic is None else traffic)]
-    figures = strategy.report_metrics(max(sent) if max(sent) > 0 else None)
+    figures = report_metrics(strategy, max(sent) if max(sent) > 0 else None)
     communication = advisor.report() if advisor is not None else {}
     communication |= figures.get("communication", {})
     events = read_events(info.run_dir.events) if comm.is_rank_zero else []

@@ -4,7 +4,6 @@ run goes on to the bit."""
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from paceline.distributed.collectives.schedules import all_reduce_bytes
 from paceline.distributed.comm_thread import PendingComm
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
+from paceline.parallel.base import Strategy
 from paceline.parallel.comm_profile import CommProfile, CommTimes
 from paceline.parallel.compression.base import BucketShape, CompressorState, TensorSlot
 from paceline.parallel.compression.checkpoint import PREFIX, dropped
@@ -61,6 +61,7 @@ class CompressedReducer(GradientReducer):
         # what was kept of each bucket when the step began to change it
         self._before: dict[int, list[torch.Tensor]] = {}
         self._decays: list[tuple[list[nn.Parameter], float]] = []
+        self._optimizer: torch.optim.Optimizer  # where it is late
         #: Processor seconds of the thread beside backward.
         self.method_s = self.moments_s = 0.0
 
@@ -111,14 +112,6 @@ class CompressedReducer(GradientReducer):
         self.step += 1
         self.age += 1
 
-    @property
-    def unscales(self) -> bool:
-        return not self.late
-
-    @property
-    def needs_rollback_on_skip(self) -> bool:
-        return any(state.held for state in self.states)
-
     def finish_step(self, made: bool) -> None:
         if not made and self._before:
             self.age -= 1
@@ -148,6 +141,16 @@ class CompressedReducer(GradientReducer):
         self.end_step()
         return total.sqrt()
 
+    @property
+    def unscales(self) -> bool:
+        """:meth:`start` divides the buckets by the loss scale."""
+        return not self.late
+
+    @property
+    def needs_rollback_on_skip(self) -> bool:
+        """True where :meth:`finish_step` has something to put back."""
+        return any(state.held for state in self.states)
+
     def optimizer(self, built: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Where it is late: one that makes the step along what comes out, with the learning rates
         and the weight decay of the one given. Decay that is no decoupled one is added to each
@@ -164,7 +167,8 @@ class CompressedReducer(GradientReducer):
                 (one["params"], one["weight_decay"]) for one in groups if one["weight_decay"]
             ]
             groups = [one | {"weight_decay": 0.0} for one in groups]
-        return DirectionOptimizer(groups)
+        self._optimizer = DirectionOptimizer(groups)
+        return self._optimizer
 
     # -- state
     def memory_tensors(self) -> list[torch.Tensor]:
@@ -195,9 +199,7 @@ class CompressedReducer(GradientReducer):
                 found.append(TensorShard.whole(f"{PREFIX}{name}/{rank}/{kind}", tensor))
         return found
 
-    def load_extra_state(
-        self, source: StateReader, optimizer: torch.optim.Optimizer
-    ) -> list[tuple[str, str]]:
+    def load_extra_state(self, source: StateReader) -> list[tuple[str, str]]:
         """What was kept is taken where the same number of ranks kept the same; else it is dropped,
         which a notice says."""
         known = source.tensors()
@@ -214,10 +216,11 @@ class CompressedReducer(GradientReducer):
             for one in mine:
                 one.tensor.copy_(read_part(source, one.name, one))
             self.age = int(source.read(f"{PREFIX}age", (), ()))
-            optimizer.state.clear() if self.late else None
+            if self.late:
+                self._optimizer.state.clear()
             return []
         self.states = [self._fresh(number) for number in range(len(self.shapes))]
-        self.age = self._take_moments(optimizer) if self.late else 0
+        self.age = self._take_moments(self._optimizer) if self.late else 0
         return dropped(source) if ranks else []
 
     def _take_moments(self, optimizer: torch.optim.Optimizer) -> int:
@@ -255,7 +258,7 @@ class CompressedReducer(GradientReducer):
             warmup=settings.warmup_steps if settings.chain[0] in ("topk", "randomk") else 0,
         )
 
-    def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
+    def report_metrics(self, sent_bytes: float | None) -> dict[str, dict[str, object]]:
         residuals = [state.flats["residual"] for state in self.states if "residual" in state.flats]
         norm = None
         if residuals:
@@ -265,9 +268,28 @@ class CompressedReducer(GradientReducer):
         plain = sum(
             all_reduce_bytes(one.numel() * one.element_size(), ranks) for one in self.buckets.flats
         )
-        figures = {
+        figures: dict[str, object] = {
             "method": self.config.compression.text,
             "ratio_sent": plain / sent_bytes if sent_bytes else None,
             "residual_norm": norm,
         }
         return {"communication": figures}
+
+
+def make_buckets(
+    strategy: Strategy, trained: Mapping[str, nn.Parameter], group: Communicator
+) -> tuple[GradientBuckets, GradientReducer | None]:
+    """Gradients of ``trained`` in buckets, summed over ``group``, and what sums them there as the
+    config says; None: the backend's own all-reduce. A collective."""
+    config, world = strategy.config, strategy.world
+    reducer: GradientReducer | None = None
+    if world.axes.data > 1 and config.compression.chain:
+        reducer = CompressedReducer(config, world)
+    elif world.axes.data > 1 and config.parallel.all_reduce != "native":
+        reducer = GradientReducer(config, world)
+    cap_bytes = int(config.parallel.bucket_cap_mb * 2**20)
+    buckets = GradientBuckets(trained.values(), cap_bytes, group, reducer)
+    if reducer is not None:
+        reducer.bind(buckets, trained)
+        strategy.notices += reducer.notices
+    return buckets, reducer

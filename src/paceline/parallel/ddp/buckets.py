@@ -168,7 +168,7 @@ class GradientBuckets:
         """2-norm over all gradients, a float32 scalar on the device."""
         return norm_of(self.flats, self.world.device)
 
-    def own(self) -> torch.Tensor:
+    def local_sum(self) -> torch.Tensor:
         """A float32 scalar that is not finite where a gradient of this rank was not, before it met
         those of others."""
         sums = self._sums or [_sum_of(flat) for flat in self.flats]

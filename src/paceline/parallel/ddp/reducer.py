@@ -2,7 +2,6 @@
 do it."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,10 +10,8 @@ from paceline.config.schema import Config
 from paceline.distributed.collectives import run as collectives
 from paceline.distributed.comm_thread import CommThread, PendingComm
 from paceline.distributed.communicator import Communicator
-from paceline.parallel.comm_profile import CommProfile
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.loss_scale import LossScaler
-from paceline.parallel.state import StateReader, TensorShard
 
 
 class GradientReducer:
@@ -26,7 +23,7 @@ class GradientReducer:
         world: all ranks. The sum is over its axis data. Making one is a collective.
     """
 
-    #: Lines for a person, as (level, text).
+    #: What came up, as (level, text).
     notices: tuple[tuple[str, str], ...] = ()
     #: Gradients are summed by :meth:`clip_and_sum`, after backward, instead of bucket by bucket
     #: during it.
@@ -54,16 +51,6 @@ class GradientReducer:
         """Where :attr:`late`: as a strategy's ``clip_grad_norm``, and the sum over the replicas."""
         raise NotImplementedError
 
-    @property
-    def unscales(self) -> bool:
-        """True if :meth:`start` divides the buckets by the loss scale."""
-        return False
-
-    @property
-    def needs_rollback_on_skip(self) -> bool:
-        """True where :meth:`finish_step` has something to put back."""
-        return False
-
     def finish_step(self, made: bool) -> None:
         """The end of a step. Where its update was not ``made``, what is kept becomes what it was
         before."""
@@ -72,25 +59,6 @@ class GradientReducer:
         """What makes the step, given what the engine would have make it."""
         return built
 
-    @property
-    def comm_profile(self) -> CommProfile | None:
-        """What is sent instead of the gradients, where it is less."""
-        return None
-
     def memory_tensors(self) -> list[torch.Tensor]:
         """What is kept from step to step."""
         return []
-
-    def extra_state(self) -> list[TensorShard]:
-        """What of it this rank writes into a checkpoint."""
-        return []
-
-    def load_extra_state(
-        self, source: StateReader, optimizer: torch.optim.Optimizer
-    ) -> list[tuple[str, str]]:
-        """The reverse, on every rank. Returns notices."""
-        return []
-
-    def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
-        """For the report. A collective."""
-        return {}

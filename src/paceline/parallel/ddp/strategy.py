@@ -1,45 +1,41 @@
 """A whole replica of the model on each rank: `ddp`, and `single`, which is the same with one
 rank."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
-from paceline.config.schema import Config
 from paceline.distributed.collectives.schedules import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.parallel.base import (
     MicroStep,
     OptimizerFactory,
+    OptimizerStep,
+    Strategy,
     optimizer_tensors,
-    persistent_buffers,
+    trained_parameters,
+    whole_shards,
 )
 from paceline.parallel.comm_profile import CommProfile, CommTimes
-from paceline.parallel.ddp.bucketed import BucketedStrategy
-from paceline.parallel.ddp.buckets import GradientBuckets
+from paceline.parallel.compression.reducer import make_buckets
 from paceline.parallel.gradients import changing_buffers, clip_to, reduce_in_backward
+from paceline.parallel.save_load import trained_state
 from paceline.parallel.state import TensorShard, frozen_parts
 
 
-class DDPStrategy(BucketedStrategy):
+class DDPStrategy(Strategy):
     """Rank 0's weights are broadcast; gradients are summed over the ranks in buckets while backward
     goes on, once a step, not within an accumulation; every rank then makes the same update."""
 
     name = "ddp"
-    buckets: GradientBuckets
-
-    def __init__(self, config: Config, world: Communicator) -> None:
-        super().__init__(config, world)
-        self.model: nn.Module
 
     def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
-        self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self.trained = trained_parameters(model)
         self.world.broadcast([*model.parameters(), *model.buffers()])
         self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
-        self.reduce_in_buckets(self.world)
+        self.buckets, self.reducer = make_buckets(self, self.trained, self.world)
         return model
 
     def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
@@ -48,6 +44,8 @@ class DDPStrategy(BucketedStrategy):
         return self.optimizer
 
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
+        if self.reducer is not None:
+            self.reducer.scaler = self.scaler
         reduce_in_backward(
             self.buckets, micro_step, self.model, num_micro_batches, self.on_computed
         )
@@ -58,31 +56,35 @@ class DDPStrategy(BucketedStrategy):
             return self.reducer.clip_and_sum(max_norm)
         return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
 
+    def optimizer_step(self, apply: OptimizerStep) -> bool:
+        updated = apply(self.optimizer)
+        if self.reducer is not None:
+            self.reducer.finish_step(updated)
+        return updated
+
+    def local_grad_finite(self) -> torch.Tensor | None:
+        return self.buckets.local_sum()
+
     @property
-    def replica_group(self) -> Communicator | None:
+    def replica_group(self) -> Communicator:
         return self.world
 
-    def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        yield from super().replicated_tensors()
+    def replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from trained_state(self)
         yield from frozen_parts(self.model)
 
     def tensor_shards(self) -> Iterable[TensorShard]:
-        for name, one in self.trained.items():
-            yield TensorShard.whole(name, one, key=one, owned=self.world.is_rank_zero)
-        for name, buffer in persistent_buffers(self.model).items():
-            yield TensorShard.whole(name, buffer, owned=self.world.is_rank_zero)
+        return whole_shards(self.trained, self.model, owned=self.world.is_rank_zero)
 
-    def memory_tensors(self) -> list[Any]:
-        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *self.reducer_tensors()]
+    def memory_tensors(self) -> list[torch.Tensor]:
+        kept = [] if self.reducer is None else self.reducer.memory_tensors()
+        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *kept]
         return [*self.model.parameters(), *self.model.buffers(), *state]
 
     @property
     def comm_profile(self) -> CommProfile | None:
         if self.world.size == 1:
             return None
-        reducer_profile = super().comm_profile
-        if reducer_profile is not None:
-            return reducer_profile
         sent = all_reduce_bytes(sum(self.buckets.bucket_bytes), self.world.size)
         messages = 2 * (self.world.size - 1) * len(self.buckets.flats)
         return CommProfile(

@@ -23,9 +23,11 @@ from paceline.distributed.communicator import Communicator
 from paceline.parallel.base import (
     MicroStep,
     OptimizerFactory,
+    OptimizerStep,
     Strategy,
     optimizer_tensors,
-    persistent_buffers,
+    trained_parameters,
+    whole_shards,
 )
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import clip_to
@@ -66,19 +68,21 @@ class ThreadedDPStrategy(Strategy):
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
-        self.num_devices = self.settings.num_gpus if isinstance(self.settings.num_gpus, int) else 2
-        self.notices: list[tuple[str, str]] = list(_NOTICES)
+        self.num_devices = (
+            config.parallel.num_gpus if isinstance(config.parallel.num_gpus, int) else 2
+        )
+        self.notices = list(_NOTICES)
 
     def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
-        self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self.trained = trained_parameters(model)
         self.devices = _devices(self.world.device, self.num_devices)
         self.replicas = [
             model,
             *(_copy_to(model, device, self.world.device) for device in self.devices[1:]),
         ]
         self.buckets = GradientBuckets(
-            self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.world
+            self.trained.values(), int(self.config.parallel.bucket_cap_mb * 2**20), self.world
         )
         self.threads = ThreadPoolExecutor(
             self.num_devices, "replica", initializer=self._share_cores()
@@ -156,13 +160,13 @@ class ThreadedDPStrategy(Strategy):
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
 
-    def tensor_shards(self) -> Iterable[TensorShard]:
-        for name, one in self.trained.items():
-            yield TensorShard.whole(name, one, key=one)
-        for name, buffer in persistent_buffers(self.model).items():
-            yield TensorShard.whole(name, buffer)
+    def optimizer_step(self, apply: OptimizerStep) -> bool:
+        return apply(self.optimizer)
 
-    def memory_tensors(self) -> list[Any]:
+    def tensor_shards(self) -> Iterable[TensorShard]:
+        return whole_shards(self.trained, self.model)
+
+    def memory_tensors(self) -> list[torch.Tensor]:
         """Device 0's load, the fullest: its weights, the summed gradients, the optimizer. The other
         devices hold weights and their own gradients; on a CPU those lie in the same memory, and are
         not counted here."""

@@ -103,7 +103,7 @@ class Range:
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """The range's elements in ``flat``, or in another tensor that lies as it does (Adam's
         moments)."""
-        return flat.narrow(0, self.start, self.count)
+        return flat.detach().narrow(0, self.start, self.count)
 
 
 def ranges(zero: Any, stage: int, rank: int) -> Iterator[Range]:
@@ -123,7 +123,7 @@ def _ranges_of_groups(zero: Any, rank: int) -> Iterator[Range]:
             position = begin + parameter.numel()
             low, high = max(begin, first), min(position, last)
             if low < high:
-                yield Range(parameter, flat.detach(), low - first, low - begin, high - low)
+                yield Range(parameter, flat, low - first, low - begin, high - low)
 
 
 def _ranges_of_weights(zero: Any, rank: int) -> Iterator[Range]:
@@ -134,7 +134,7 @@ def _ranges_of_weights(zero: Any, rank: int) -> Iterator[Range]:
             size = parameter.partition_numel()
             count = min(size, parameter.ds_numel - rank * size)
             if count > 0:
-                yield Range(parameter, flat.detach(), start, rank * size, count)
+                yield Range(parameter, flat, start, rank * size, count)
             start += size
 
 

@@ -28,7 +28,15 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.models.blocks import BATCH_NORMS
-from paceline.parallel.base import MicroStep, OptimizerFactory, Strategy, persistent_buffers
+from paceline.parallel.base import (
+    MicroStep,
+    OptimizerFactory,
+    OptimizerStep,
+    Strategy,
+    optimizer_tensors,
+    persistent_buffers,
+    trained_parameters,
+)
 from paceline.parallel.deepspeed.config import engine_config, stage_of
 from paceline.parallel.deepspeed.package import (
     Range,
@@ -41,7 +49,7 @@ from paceline.parallel.deepspeed.package import (
 )
 from paceline.parallel.fsdp.check import offload_needs_accelerator
 from paceline.parallel.gradients import changing_buffers
-from paceline.parallel.state import StateReader, TensorShard, read_part, storage_bytes
+from paceline.parallel.state import TensorShard, low_dtype, storage_bytes
 
 
 class DeepSpeedStrategy(Strategy):
@@ -57,23 +65,25 @@ class DeepSpeedStrategy(Strategy):
 
     name = "deepspeed"
     rank0_has_full_model = False
+    optimizer: torch.optim.Optimizer
     handles_overflow = True
+    unscales = True  # DeepSpeed divides by the loss scale within its step
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
-        self.stage = stage_of(self.settings)
+        self.stage = stage_of(self.config.parallel)
         self.engine: Any = None
         self.most_gradient_bytes = 0
 
     def setup(self, model: nn.Module) -> nn.Module:
         """The model goes to its ranks when the optimizer is built: DeepSpeed takes both at once."""
-        if self.settings.offload != "none" and self.world.device.type == "cpu":
-            raise offload_needs_accelerator(self.settings.offload)
-        _check_types(model, self.low_dtype)
+        if self.config.parallel.offload != "none" and self.world.device.type == "cpu":
+            raise offload_needs_accelerator(self.config.parallel.offload)
+        _check_types(model, low_dtype(self.config))
         self.model = model
         self.names = {one: name for name, one in model.named_parameters()}
         self.shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
-        self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self.trained = trained_parameters(model)
         self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
         with uncounted():
             self.world.broadcast([*model.parameters(), *model.buffers()])
@@ -86,7 +96,7 @@ class DeepSpeedStrategy(Strategy):
         # are put back afterwards.
         exact = (
             {name: one.detach().float().clone() for name, one in self.trained.items()}
-            if self.low_dtype
+            if low_dtype(self.config)
             else {}
         )
         elements = sum(one.numel() for one in self.trained.values())
@@ -123,16 +133,13 @@ class DeepSpeedStrategy(Strategy):
             self._note_gradients()
         self.world.broadcast(self.changing_buffers)
 
-    def unscale(self) -> None:
-        """DeepSpeed divides by the loss scale within its step."""
-
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """DeepSpeed takes the norm and clips within its step: the tensor returned has its value
         after :meth:`optimizer_step`."""
         self.zero.clip_grad = max_norm
         return self.norm
 
-    def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+    def optimizer_step(self, apply: OptimizerStep) -> bool:
         if self.scaler is not None:
             self.zero.loss_scale = float(self.scaler.scale)
         with quiet():
@@ -187,68 +194,22 @@ class DeepSpeedStrategy(Strategy):
         for one in self._ranges():
             name = self.names[one.parameter]
             yield TensorShard(
-                name, one.of(one.flat), self.shapes[name], (one.offset,), key=one.flat, flat=True
+                name,
+                one.of(one.flat),
+                self.shapes[name],
+                (one.offset,),
+                key=one.flat,
+                flat=True,
+                region=(slice(one.start, one.start + one.count),),
             )
         for name, buffer in persistent_buffers(self.model).items():
             yield TensorShard.whole(name, buffer, owned=self.world.is_rank_zero)
 
-    def optimizer_entries(self, part: TensorShard) -> dict[str, torch.Tensor]:
-        """The part's share of what the optimizer keeps for the whole partition."""
-        if part.key is None:
-            return {}
-        found = {}
-        for key, value in self.optimizer.state.get(self._owner(part), {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                value = value.detach().narrow(
-                    0, part.tensor.storage_offset() - part.key.storage_offset(), part.tensor.numel()
-                )
-            if value is not None:
-                found[str(key)] = torch.as_tensor(value)
-        return found
-
-    def _owner(self, part: TensorShard) -> torch.Tensor:
-        """The partition as the optimizer knows it: the parameter that ``part.key`` is a detached
-        view of."""
-        assert part.key is not None
-        return next(
-            one for one in owners(self.zero, self.stage) if one.data_ptr() == part.key.data_ptr()
-        )
-
-    def load_state(self, source: StateReader) -> None:
-        known = source.tensors()
+    def after_load(self) -> None:
         with torch.no_grad(), uncounted(), quiet():
-            for part in self.tensor_shards():
-                part.tensor.copy_(
-                    read_part(
-                        source, f"{'buffer' if part.key is None else 'model'}/{part.name}", part
-                    )
-                )
-                if part.key is not None:
-                    self._load_entries(part, source, known)
             refresh_weights(self.zero, self.stage)
 
-    def _load_entries(
-        self,
-        part: TensorShard,
-        source: StateReader,
-        known: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-    ) -> None:
-        assert part.key is not None
-        owner = self._owner(part)
-        state = self.optimizer.state.setdefault(owner, {})
-        prefix = f"optimizer/{part.name}/"
-        for name in known:
-            if not name.startswith(prefix):
-                continue
-            entry, shape = name.removeprefix(prefix), known[name][1]
-            if shape != part.shape or not shape:
-                state[entry] = self.load_optimizer_entry(source, name, part, known)
-                continue
-            whole = state.setdefault(entry, torch.zeros_like(owner, requires_grad=False))
-            start = part.tensor.storage_offset() - part.key.storage_offset()
-            whole.narrow(0, start, part.tensor.numel()).copy_(read_part(source, name, part))
-
-    def memory_tensors(self) -> list[Any]:
+    def memory_tensors(self) -> list[torch.Tensor]:
         """Weights as the forward reads them, float32 partitions, optimizer state, and the gradients
         that are there at the time. With ``parallel.offload`` what lies in the host's memory is left
         out."""
@@ -256,26 +217,18 @@ class DeepSpeedStrategy(Strategy):
         found: list[Any] = [*self.model.buffers(), *owners(zero, self.stage)]
         for one in self.model.parameters():
             found += [one.data, getattr(one, "ds_tensor", None)]
-        for entries in self.optimizer.state.values():
-            found += [value for value in entries.values() if isinstance(value, torch.Tensor)]
-        found += gradient_tensors(zero, self.model)
-        if self.settings.offload != "none":
-            found = [
-                one
-                for one in found
-                if isinstance(one, torch.Tensor) and one.device.type == self.world.device.type
-            ]
-        return found
+        found += [*optimizer_tensors(self.optimizer), *gradient_tensors(zero, self.model)]
+        tensors = [each for each in found if isinstance(each, torch.Tensor)]
+        if self.config.parallel.offload != "none":
+            tensors = [each for each in tensors if each.device.type == self.world.device.type]
+        return tensors
 
-    def memory_bytes(self) -> int:
-        """DeepSpeed frees its gradients within the update, so the most that was seen of them in a
-        step is added here."""
+    @property
+    def transient_bytes(self) -> int:
+        """DeepSpeed frees its gradients within the update: the most that was seen of them in a
+        step, less those that are there now."""
         gradients = storage_bytes(gradient_tensors(self.zero, self.model))
-        return (
-            storage_bytes(self.memory_tensors())
-            - gradients
-            + max(gradients, self.most_gradient_bytes)
-        )
+        return max(0, self.most_gradient_bytes - gradients)
 
 
 def _check_types(model: nn.Module, low_dtype: torch.dtype | None) -> None:

@@ -301,7 +301,7 @@ class FSDPSharding:
         for name in self._persistent:
             yield TensorShard.whole(name, buffers[name], owned=self.replicas.is_rank_zero)
 
-    def memory_tensors(self) -> list[Any]:
+    def memory_tensors(self) -> list[torch.Tensor]:
         """Shards (frozen ones too), buffers and gradients; what is gathered for the moment is
         :attr:`gathered_bytes`."""
         gradients = [piece.values.grad for piece in self.pieces if piece.values.grad is not None]

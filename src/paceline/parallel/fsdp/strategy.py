@@ -1,19 +1,24 @@
 """`zero2` and `zero3`: weights, gradients and optimizer state in shards, by torch's FSDP2."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
-from paceline.parallel.base import MicroStep, OptimizerFactory, Strategy, optimizer_tensors
+from paceline.parallel.base import (
+    MicroStep,
+    OptimizerFactory,
+    OptimizerStep,
+    Strategy,
+    optimizer_tensors,
+)
 from paceline.parallel.fsdp.sharding import FSDPSharding
 from paceline.parallel.gradients import clip_to
-from paceline.parallel.state import TensorShard, frozen_parts
-
-__all__ = ["FSDPSharding", "FSDPStrategy"]
+from paceline.parallel.protocols import EvalFn, reports_loss
+from paceline.parallel.save_load import trained_state
+from paceline.parallel.state import TensorShard, frozen_parts, low_dtype
 
 
 class FSDPStrategy(Strategy):
@@ -42,9 +47,9 @@ class FSDPStrategy(Strategy):
         self.sharding = FSDPSharding(
             model,
             self.world,
-            low_dtype=self.low_dtype,
+            low_dtype=low_dtype(self.config),
             reshard_after_forward=self.reshard_after_forward,
-            offload=self.settings.offload == "all",
+            offload=self.config.parallel.offload == "all",
         )
         return model
 
@@ -69,19 +74,20 @@ class FSDPStrategy(Strategy):
         self.world.wait(self.sharding.shards.all_reduce(squared))
         return clip_to(max_norm, squared.sqrt().float(), self.sharding.scale)
 
-    def evaluate(
-        self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module
-    ) -> dict[str, torch.Tensor] | None:
-        found = super().evaluate(run, model)
+    def optimizer_step(self, apply: OptimizerStep) -> bool:
+        return apply(self.optimizer)
+
+    def evaluate(self, run: EvalFn, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        result = run(model)
         self.sharding.reshard()
-        return found
+        return result if reports_loss(self) else None
 
     @property
-    def replica_group(self) -> Communicator | None:
+    def replica_group(self) -> Communicator:
         return self.sharding.copies
 
-    def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        yield from super().replicated_tensors()
+    def replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from trained_state(self)
         yield from frozen_parts(self.sharding.model)
 
     def tensor_shards(self) -> Iterable[TensorShard]:
@@ -90,8 +96,9 @@ class FSDPStrategy(Strategy):
     def after_load(self) -> None:
         self.sharding.reshard()
 
-    def memory_tensors(self) -> list[Any]:
+    def memory_tensors(self) -> list[torch.Tensor]:
         return [*self.sharding.memory_tensors(), *optimizer_tensors(self.optimizer)]
 
-    def memory_bytes(self) -> int:
-        return super().memory_bytes() + self.sharding.gathered_bytes
+    @property
+    def transient_bytes(self) -> int:
+        return self.sharding.gathered_bytes

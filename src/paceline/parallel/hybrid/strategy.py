@@ -8,9 +8,9 @@ before; sharding first and cutting afterwards would train with wrong gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,13 +23,19 @@ from paceline.models.tensor_plan.style import Range
 from paceline.parallel.base import (
     MicroStep,
     OptimizerFactory,
+    OptimizerStep,
+    Strategy,
     optimizer_tensors,
-    persistent_buffers,
+    trained_parameters,
+    whole_shards,
 )
-from paceline.parallel.ddp.bucketed import BucketedStrategy
-from paceline.parallel.ddp.buckets import squared_norm_of
+from paceline.parallel.compression.reducer import make_buckets
+from paceline.parallel.ddp.buckets import GradientBuckets, squared_norm_of
+from paceline.parallel.ddp.reducer import GradientReducer
 from paceline.parallel.gradients import accumulate, changing_buffers, clip_to
-from paceline.parallel.state import TensorShard, frozen_parts
+from paceline.parallel.protocols import EvalFn, reports_loss
+from paceline.parallel.save_load import trained_state
+from paceline.parallel.state import TensorShard, frozen_parts, low_dtype
 from paceline.parallel.tensor.shard import TensorParallelizer, TensorSlice, check_plan_sizes
 
 if TYPE_CHECKING:
@@ -37,7 +43,7 @@ if TYPE_CHECKING:
     from paceline.parallel.pipeline.runner import PipelineRunner
 
 
-class HybridStrategy(BucketedStrategy):
+class HybridStrategy(Strategy):
     """Any product of the axes data, shard, tensor and pipeline."""
 
     name = "hybrid"
@@ -45,11 +51,11 @@ class HybridStrategy(BucketedStrategy):
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
-        self.model: nn.Module
-        self.trained = {}
         self.tensor: TensorParallelizer | None = None
         self.pipeline: PipelineRunner | None = None
         self.sharding: FSDPSharding | None = None
+        self.buckets: GradientBuckets | None = None
+        self.reducer: GradientReducer | None = None
 
     # -- placing
     def setup(self, model: nn.Module) -> nn.Module:
@@ -66,7 +72,7 @@ class HybridStrategy(BucketedStrategy):
         self.world.broadcast([*model.parameters(), *model.buffers()])
         plan = None
         if axes.tensor > 1:
-            plan = find_tensor_plan(model, self.settings.tensor_plan)
+            plan = find_tensor_plan(model, self.config.parallel.tensor_plan)
             check_plan_sizes(model, plan, axes.tensor)
         if axes.pipeline > 1:
             from paceline.parallel.pipeline.runner import PipelineRunner
@@ -78,7 +84,7 @@ class HybridStrategy(BucketedStrategy):
             self.notices += self.pipeline.notices
         if plan is not None:
             self.tensor = TensorParallelizer(
-                model, self.world.subgroup("tensor"), self.settings, plan
+                model, self.world.subgroup("tensor"), self.config.parallel, plan
             )
             self.notices += self.tensor.notices
         self.model = model
@@ -89,17 +95,17 @@ class HybridStrategy(BucketedStrategy):
         if axes.shard > 1:
             from paceline.parallel.fsdp.sharding import FSDPSharding
 
-            self.sharding = FSDPSharding(model, self.world, low_dtype=self.low_dtype)
+            self.sharding = FSDPSharding(model, self.world, low_dtype=low_dtype(self.config))
             if self.pipeline is not None:
                 self.pipeline.together = self.world.subgroup("shard")
             self.trained = dict(self.sharding.named_pieces())
         else:
             model.to(self.world.device)
-            self.trained = {
-                name: one for name, one in model.named_parameters() if one.requires_grad
-            }
+            self.trained = trained_parameters(model)
             self.changing_buffers = changing_buffers(model) if axes.data > 1 else []
-            self.reduce_in_buckets(self.world.subgroup("data"))
+            self.buckets, self.reducer = make_buckets(
+                self, self.trained, self.world.subgroup("data")
+            )
         return model
 
     def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
@@ -114,6 +120,8 @@ class HybridStrategy(BucketedStrategy):
             self.sharding.end_step()
         else:
             assert self.buckets is not None
+            if self.reducer is not None:
+                self.reducer.scaler = self.scaler
             self.buckets.zero()
             self._run_backward(micro_step, num_micro_batches, self.buckets.start_reducing)
             self.buckets.finish()
@@ -182,12 +190,21 @@ class HybridStrategy(BucketedStrategy):
         scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
         return clip_to(max_norm, total.sqrt().float(), scale)
 
+    def optimizer_step(self, apply: OptimizerStep) -> bool:
+        updated = apply(self.optimizer)
+        if self.reducer is not None:
+            self.reducer.finish_step(updated)
+        return updated
+
+    def local_grad_finite(self) -> torch.Tensor | None:
+        return None if self.buckets is None else self.buckets.local_sum()
+
     @property
-    def replica_group(self) -> Communicator | None:
+    def replica_group(self) -> Communicator:
         return self.world.subgroup("data")
 
-    def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        yield from super().replicated_tensors()
+    def replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from trained_state(self)
         yield from frozen_parts(self.model)
 
     def _counts(self, name: str) -> bool:
@@ -197,17 +214,15 @@ class HybridStrategy(BucketedStrategy):
             return False
         return self.tensor is None or name in self.tensor.cuts or self.tensor.group.is_rank_zero
 
-    def evaluate(
-        self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module
-    ) -> dict[str, torch.Tensor] | None:
-        found = (
-            super().evaluate(run, model)
-            if self.pipeline is None
-            else self.pipeline.evaluate(run, model)
-        )
+    def evaluate(self, run: EvalFn, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        if self.pipeline is not None:
+            result = self.pipeline.evaluate(run, model)
+        else:
+            local_result = run(model)
+            result = local_result if reports_loss(self) else None
         if self.sharding is not None:
             self.sharding.reshard()
-        return found
+        return result
 
     # -- state
     def tensor_shards(self) -> Iterable[TensorShard]:
@@ -240,28 +255,24 @@ class HybridStrategy(BucketedStrategy):
     def _local_parts(self) -> Iterable[TensorShard]:
         """Parts of what this rank's tensor part of this stage is, as if that were the whole."""
         if self.sharding is not None:
-            yield from self.sharding.tensor_shards()
-            return
-        for name, one in self.trained.items():
-            yield TensorShard.whole(name, one, key=one)
-        for name, buffer in persistent_buffers(self.model).items():
-            yield TensorShard.whole(name, buffer)
+            return self.sharding.tensor_shards()
+        return whole_shards(self.trained, self.model)
 
-    def memory_tensors(self) -> list[Any]:
+    def memory_tensors(self) -> list[torch.Tensor]:
         if self.sharding is not None:
             return [*self.sharding.memory_tensors(), *optimizer_tensors(self.optimizer)]
         assert self.buckets is not None
-        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *self.reducer_tensors()]
+        kept = [] if self.reducer is None else self.reducer.memory_tensors()
+        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *kept]
         return [*self.model.parameters(), *self.model.buffers(), *state]
 
     def after_load(self) -> None:
         if self.sharding is not None:
             self.sharding.reshard()
 
-    def memory_bytes(self) -> int:
-        return super().memory_bytes() + (
-            self.sharding.gathered_bytes if self.sharding is not None else 0
-        )
+    @property
+    def transient_bytes(self) -> int:
+        return 0 if self.sharding is None else self.sharding.gathered_bytes
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -14,7 +14,6 @@ workers goes on bit for bit:
   effect when it is due all the same.
 """
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol
 
@@ -23,19 +22,18 @@ from torch import nn
 
 from paceline.core.formatting import counted
 from paceline.distributed.communicator import Communicator
-from paceline.parallel.base import persistent_buffers
+from paceline.parallel.base import Strategy, persistent_buffers
 from paceline.parallel.local_sgd.schedule import SyncSchedule
 from paceline.parallel.local_sgd.sync import FlatParams, PendingSync, fragment
-from paceline.parallel.loss_scale import LossScaler
+from paceline.parallel.save_load import entries_of, entry_shapes, load_entries
 from paceline.parallel.state import StateReader, TensorShard
 
 PREFIX = "local/"
 
 
-class Workers(Protocol):
+class Workers(Strategy, Protocol):
     """What of the strategy its checkpoint is made from."""
 
-    world: Communicator
     near: Communicator
     far: Communicator
     workers: int
@@ -43,9 +41,6 @@ class Workers(Protocol):
     model: nn.Module
     trained: dict[str, nn.Parameter]
     changing_buffers: list[torch.Tensor]
-    optimizer: torch.optim.Optimizer
-    scaler: LossScaler | None
-    notices: list[tuple[str, str]]
     flights: dict[int, PendingSync]
     flights_are_shared: bool
     rhythm: SyncSchedule
@@ -59,15 +54,6 @@ class Workers(Protocol):
     def landed(self, values: torch.Tensor) -> PendingSync: ...
     def start_apart(self) -> None: ...
     def outer_state(self) -> dict[str, list[tuple[int, torch.Tensor]]]: ...
-    def tensor_shards(self) -> Iterable[TensorShard]: ...
-    def optimizer_entries(self, part: TensorShard) -> dict[str, torch.Tensor]: ...
-    def load_optimizer_entry(
-        self,
-        source: StateReader,
-        name: str,
-        part: TensorShard,
-        known: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-    ) -> torch.Tensor: ...
 
 
 def with_mean(strategy: Workers, parts: list[TensorShard]) -> list[TensorShard]:
@@ -122,9 +108,10 @@ def local_parts(strategy: Workers) -> list[TensorShard]:
     return found
 
 
-def load_local(strategy: Workers, source: StateReader) -> None:
+def load_local(strategy: Workers, source: StateReader) -> list[tuple[str, str]]:
     """The reverse, after the mean and the first worker's optimizer were loaded into every
-    worker."""
+    worker. Returns notices."""
+    notices = []
     known = source.tensors()
     workers = _number(source, f"{PREFIX}workers")
     steps = _number(source, f"{PREFIX}steps")
@@ -134,7 +121,7 @@ def load_local(strategy: Workers, source: StateReader) -> None:
     if same:
         _load_worker(strategy, source)
     elif workers is not None:
-        strategy.notices.append(
+        notices.append(
             (
                 "warning",
                 (
@@ -155,9 +142,9 @@ def load_local(strategy: Workers, source: StateReader) -> None:
             values = source.read_flat(name, start - first, stop - start).to(strategy.vector.device)
             strategy.flights[number] = strategy.landed(values)
         elif workers is not None:
-            strategy.notices.append(
-                ("warning", "a synchronisation that was under way in the checkpoint is dropped")
-            )
+            text = "a synchronisation that was under way in the checkpoint is dropped"
+            notices.append(("warning", text))
+    return notices
 
 
 def _load_outer(strategy: Workers, source: StateReader) -> None:
@@ -180,15 +167,11 @@ def _load_worker(strategy: Workers, source: StateReader) -> None:
         strategy.scaler.load(
             **{name: float(source.read(stored, (), ())) for name, stored in scaler.items()}
         )
-    own = [name for name in known if name.startswith(f"{worker}optimizer/")]
-    for part in strategy.tensor_shards():
-        if part.key is None:
-            continue
-        prefix = f"{worker}optimizer/{part.name}/"
-        for name in own:
-            if name.startswith(prefix) and "/" not in name.removeprefix(prefix):
-                entry = strategy.load_optimizer_entry(source, name, part, known)
-                strategy.optimizer.state.setdefault(part.key, {})[name.removeprefix(prefix)] = entry
+    prefix = f"{worker}optimizer/"
+    entries = entry_shapes(source, prefix)
+    for shard in strategy.tensor_shards():
+        if shard.key is not None:
+            load_entries(strategy, source, prefix, entries.get(shard.name, {}), shard)
 
 
 def _apart(strategy: Workers) -> dict[str, torch.Tensor]:
@@ -223,7 +206,7 @@ def _optimizer(strategy: Workers) -> dict[str, torch.Tensor]:
     return {
         f"optimizer/{part.name}/{entry}": value
         for part in strategy.tensor_shards()
-        for entry, value in strategy.optimizer_entries(part).items()
+        for entry, value in entries_of(strategy.optimizer, part).items()
     }
 
 

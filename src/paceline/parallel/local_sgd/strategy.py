@@ -3,9 +3,8 @@ synchronised every so many steps."""
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,17 +19,21 @@ from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import (
     MicroStep,
     OptimizerFactory,
+    OptimizerStep,
     Strategy,
     optimizer_tensors,
-    persistent_buffers,
+    trained_parameters,
+    whole_shards,
 )
 from paceline.parallel.comm_profile import CommProfile, CommTimes
+from paceline.parallel.compression.checkpoint import dropped
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import changing_buffers, clip_to
 from paceline.parallel.local_sgd.cost import mean_bytes
 from paceline.parallel.local_sgd.schedule import SyncSchedule, num_workers
 from paceline.parallel.local_sgd.state import load_local, local_parts, with_mean
 from paceline.parallel.local_sgd.sync import FlatParams, GroupMean, PendingSync, fragment, share
+from paceline.parallel.save_load import collect_shards, trained_state
 from paceline.parallel.state import StateReader, TensorShard, frozen_parts
 
 #: Elements that are averaged at a time where the whole model is, for a checkpoint or an evaluation.
@@ -56,6 +59,7 @@ class LocalSGDBase(Strategy):
     """
 
     replicas_diverge = True
+    max_count_lag = 1
     #: What comes of a synchronisation is the same for all workers.
     flights_are_shared = True
 
@@ -75,14 +79,14 @@ class LocalSGDBase(Strategy):
     # -- where things are
     def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
-        self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self.trained = trained_parameters(model)
         for one in self.trained.values():
             one.data = one.data.contiguous()
         self.world.broadcast([*model.parameters(), *model.buffers()])
         self._make_lines()
         self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
         self.buckets = GradientBuckets(
-            self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.near
+            self.trained.values(), int(self.config.parallel.bucket_cap_mb * 2**20), self.near
         )
         self.vector = FlatParams(list(self.trained.values()))
         #: What lies apart between synchronisations, besides the optimizer: parameters, and running
@@ -176,19 +180,19 @@ class LocalSGDBase(Strategy):
         return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
 
     def local_grad_finite(self) -> torch.Tensor | None:
-        return self.buckets.own()
+        return self.buckets.local_sum()
 
     @property
-    def replica_group(self) -> Communicator | None:
+    def replica_group(self) -> Communicator:
         return self.world if self.is_together else self.near
 
-    def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def replicated_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         # else each worker's optimizer is its own
         alike = self.replica_group is self.near or self.done <= self.rhythm.warmup
-        yield from super().replicated_tensors() if alike else self.trained.items()
+        yield from trained_state(self) if alike else self.trained.items()
         yield from frozen_parts(self.model)
 
-    def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+    def optimizer_step(self, apply: OptimizerStep) -> bool:
         made = apply(self.optimizer)
         self.done += 1
         begin, waited = time.perf_counter(), self.world.wait_s
@@ -287,13 +291,10 @@ class LocalSGDBase(Strategy):
                     one.copy_(kept)
 
     def tensor_shards(self) -> Iterable[TensorShard]:
-        for name, one in self.trained.items():
-            yield TensorShard.whole(name, one, key=one, owned=self.world.is_rank_zero)
-        for name, buffer in persistent_buffers(self.model).items():
-            yield TensorShard.whole(name, buffer, owned=self.world.is_rank_zero)
+        return whole_shards(self.trained, self.model, owned=self.world.is_rank_zero)
 
     def state_shards(self) -> list[TensorShard]:
-        return with_mean(self, super().state_shards())
+        return with_mean(self, collect_shards(self))
 
     def extra_state(self) -> list[TensorShard]:
         return local_parts(self)
@@ -303,9 +304,8 @@ class LocalSGDBase(Strategy):
         parameters' vector, live."""
         return {}
 
-    def load_extra_state(self, source: StateReader) -> None:
-        super().load_extra_state(source)
-        load_local(self, source)
+    def load_extra_state(self, source: StateReader) -> list[tuple[str, str]]:
+        return [*dropped(source), *load_local(self, source)]
 
     @property
     def comm_profile(self) -> CommProfile | None:
@@ -329,11 +329,11 @@ class LocalSGDBase(Strategy):
             has_other_collectives=self.near.size not in (1, self.world.size),
         )
 
-    def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
+    def report_metrics(self, sent_bytes: float | None) -> dict[str, dict[str, object]]:
         plain = all_reduce_bytes(
             sum(one.numel() * one.element_size() for one in self.buckets.flats), self.world.size
         )
-        figures = {
+        figures: dict[str, object] = {
             "method": self.name,
             "ratio_sent": plain / sent_bytes if sent_bytes else None,
             "workers": self.workers,
@@ -347,7 +347,7 @@ class LocalSGDBase(Strategy):
         dtype = self.local.outer_dtype if self.name == "diloco" else "float32"
         return mean_bytes([stop - start for start, stop in ranges], self.workers, dtype)
 
-    def memory_tensors(self) -> list[Any]:
+    def memory_tensors(self) -> list[torch.Tensor]:
         outer = [one for ranges in self.outer_state().values() for _, one in ranges]
         return [
             *self.model.parameters(),
@@ -357,5 +357,6 @@ class LocalSGDBase(Strategy):
             *outer,
         ]
 
-    def memory_bytes(self) -> int:
-        return super().memory_bytes() + self.most_in_flight
+    @property
+    def transient_bytes(self) -> int:
+        return self.most_in_flight

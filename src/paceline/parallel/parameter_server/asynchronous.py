@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.distributed import rpc
@@ -51,6 +51,8 @@ class AsyncServerStrategy(ParameterServerStrategy):
     @property
     def count_group(self) -> Communicator:
         return self.alone
+
+    traffic_period = 1
 
     @property
     def max_count_lag(self) -> int:
@@ -148,13 +150,12 @@ class AsyncServerStrategy(ParameterServerStrategy):
             return measured
         return round(TRAFFIC.bytes_by_collective.get("pull", 0) / self.clock)
 
-    def report_metrics(self, sent_bytes: float | None) -> dict[str, Any]:
+    def report_metrics(self, sent_bytes: float | None) -> dict[str, dict[str, object]]:
         """``staleness``: the most steps that a worker was ahead of the slowest when it began one,
         and what bounds it."""
         self.world.barrier()  # the workers have made their last step
         seen = max(self.world.gather_numbers(float(_STORE.furthest)))
         return {
-            **super().report_metrics(sent_bytes),
             "staleness": {"bound": self.bound, "seen": int(seen)},
         }
 

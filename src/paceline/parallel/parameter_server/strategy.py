@@ -30,6 +30,7 @@ from paceline.models.recommend import Table, named_tables, tables_elsewhere
 from paceline.parallel.base import (
     MicroStep,
     OptimizerFactory,
+    OptimizerStep,
     Strategy,
     optimizer_tensors,
     persistent_buffers,
@@ -51,6 +52,7 @@ from paceline.parallel.parameter_server.server import (
     sum_of_squares,
 )
 from paceline.parallel.protocols import RankLoss
+from paceline.parallel.save_load import collect_shards, entries_of, read_entry
 from paceline.parallel.state import StateReader, TensorShard
 
 
@@ -58,6 +60,7 @@ class ParameterServerStrategy(Strategy):
     """Synchronous: every step is the one that ``ddp`` makes, to rounding."""
 
     name = "parameter_server"
+    optimizer: torch.optim.Optimizer
     rank0_has_full_model = False
 
     def __init__(self, config: Config, world: Communicator) -> None:
@@ -86,10 +89,6 @@ class ParameterServerStrategy(Strategy):
 
     @property
     def has_data(self) -> bool:
-        return not self.is_server
-
-    @property
-    def reports_loss(self) -> bool:
         return not self.is_server
 
     @property
@@ -174,7 +173,7 @@ class ParameterServerStrategy(Strategy):
             if self.options.on_worker_loss == "go_on"
             else None
         )
-        connect(self.world, self.settings.timeout_s)
+        connect(self.world, self.config.parallel.timeout_s)
         self.connected = True
         if served is not None:
             served.watch(self._clock_of)
@@ -217,7 +216,7 @@ class ParameterServerStrategy(Strategy):
             self.changing_buffers = buffers
             self.workers.broadcast([*self._dense(model).values(), *model.buffers()])
             self.buckets = GradientBuckets(
-                self.trained.values(), int(self.settings.bucket_cap_mb * 2**20), self.workers
+                self.trained.values(), int(self.config.parallel.bucket_cap_mb * 2**20), self.workers
             )
         elif self.options.mode == "sync" and self.options.on_worker_loss == "stop":
             # By the workers' process group, which has to live; and a worker waits for the slowest
@@ -370,7 +369,7 @@ class ParameterServerStrategy(Strategy):
         counts = self.world.is_rank_zero and not self.dense_on_servers
         return float(self.buckets.norm()) ** 2 if counts else 0.0
 
-    def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
+    def optimizer_step(self, apply: OptimizerStep) -> bool:
         made = True
         if self.is_server or not self.dense_on_servers:
             rate, peak = self.optimizer.param_groups[0]["lr"], self.optimizer.defaults["lr"]
@@ -407,7 +406,7 @@ class ParameterServerStrategy(Strategy):
 
     def optimizer_entries(self, part: TensorShard) -> dict[str, torch.Tensor]:
         if DENSE.optimizer is None or part.key not in DENSE.optimizer.state:
-            return super().optimizer_entries(part)
+            return entries_of(self.optimizer, part)
         entries = DENSE.optimizer.state[part.key]  # type: ignore[index]
         return {
             str(key): torch.as_tensor(value).detach()
@@ -416,7 +415,7 @@ class ParameterServerStrategy(Strategy):
         }
 
     def state_shards(self) -> list[TensorShard]:
-        result = super().state_shards()
+        result = collect_shards(self)
         for shard in self.shards:
             sums = self.optimizer.state[shard.values].get("row_sum")
             name = f"optimizer/{shard.name}/row_sum"
@@ -424,7 +423,7 @@ class ParameterServerStrategy(Strategy):
                 result.append(TensorShard(name, sums, (shard.rows, 1), (shard.start, 0)))
         return [replace(stored, owned=True) for stored in result]
 
-    def load_state(self, source: StateReader) -> None:
+    def check_state(self, source: StateReader) -> None:
         wanted = {key for shard in self.shards for key in self.optimizer.state[shard.values]}
         for shard in self.shards:
             stored = {
@@ -442,7 +441,6 @@ class ParameterServerStrategy(Strategy):
                         " new run"
                     ),
                 )
-        super().load_state(source)
 
     def after_load(self) -> None:
         if DENSE.optimizer is not None:
@@ -452,17 +450,13 @@ class ParameterServerStrategy(Strategy):
             self.world.barrier()  # nobody pulls from a server that has not read its rows
 
     def load_optimizer_entry(
-        self,
-        source: StateReader,
-        name: str,
-        part: TensorShard,
-        known: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+        self, source: StateReader, name: str, shape: tuple[int, ...], part: TensorShard
     ) -> torch.Tensor:
         if name.endswith("/row_sum"):
             return source.read(name, (part.offset[0], 0), (len(part.tensor), 1))
-        if self.is_server and known[name][1] == ():
+        if self.is_server and shape == ():
             return source.read(name, (), ())
-        return super().load_optimizer_entry(source, name, part, known)
+        return read_entry(self.optimizer, source, name, shape, part)
 
     def memory_tensors(self) -> list[Any]:
         if self.is_server:

@@ -1,24 +1,24 @@
 """`zero1`: whole weights and gradients on every rank, the optimizer's state cut into one shard a
 rank."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import (
     MicroStep,
     OptimizerFactory,
+    OptimizerStep,
     Strategy,
     optimizer_tensors,
     persistent_buffers,
+    trained_parameters,
 )
 from paceline.parallel.gradients import changing_buffers, clip_to, reduce_in_backward
-from paceline.parallel.state import TensorShard
+from paceline.parallel.state import TensorShard, low_dtype
 from paceline.parallel.zero1.buckets import ShardedBuckets
 from paceline.parallel.zero1.common import (
     batch_norm_parameters,
@@ -37,22 +37,16 @@ class Zero1Strategy(Strategy):
 
     name = "zero1"
 
-    def __init__(self, config: Config, world: Communicator) -> None:
-        super().__init__(config, world)
-        self.model: nn.Module
-        self.trained: dict[str, nn.Parameter]
-        self.buckets: ShardedBuckets
-
     def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
-        self.trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        self.trained = trained_parameters(model)
         self.world.broadcast([*model.parameters(), *model.buffers()])
         self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
         self.buckets = ShardedBuckets(
             self.trained,
-            int(self.settings.bucket_cap_mb * 2**20),
+            int(self.config.parallel.bucket_cap_mb * 2**20),
             self.world,
-            self.low_dtype,
+            low_dtype(self.config),
             keep=batch_norm_parameters(model),
         )
         return model
@@ -71,17 +65,17 @@ class Zero1Strategy(Strategy):
         return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
 
     def local_grad_finite(self) -> torch.Tensor | None:
-        return self.buckets.own()
+        return self.buckets.local_sum()
 
     @property
-    def replica_group(self) -> Communicator | None:
+    def replica_group(self) -> Communicator:
         return self.world
 
-    def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
-        made = apply(self.optimizer)
-        if made:
+    def optimizer_step(self, apply: OptimizerStep) -> bool:
+        updated = apply(self.optimizer)
+        if updated:
             self.buckets.gather()
-        return made
+        return updated
 
     def after_load(self) -> None:
         with uncounted():
@@ -98,7 +92,7 @@ class Zero1Strategy(Strategy):
         for name, one in persistent_buffers(self.model).items():
             yield TensorShard.whole(name, one, owned=self.world.is_rank_zero)
 
-    def memory_tensors(self) -> list[Any]:
+    def memory_tensors(self) -> list[torch.Tensor]:
         return [
             *self.model.parameters(),
             *self.model.buffers(),

@@ -1,0 +1,169 @@
+"""The state of a strategy as a checkpoint has it. Names, shapes and values of the whole do not
+depend on the strategy."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from paceline.parallel.base import Strategy
+from paceline.parallel.compression.checkpoint import dropped
+from paceline.parallel.protocols import (
+    RefreshesWeights,
+    SavesOwnShards,
+    SupportsExtraState,
+    SupportsOptimizerStateMapping,
+    SupportsStateCheck,
+    SupportsTransientMemory,
+    parts_of,
+)
+from paceline.parallel.state import StateReader, TensorShard, local_tensor, read_part, storage_bytes
+
+
+def memory_bytes(strategy: Strategy) -> int:
+    """Bytes of training state that this rank holds at the fullest moment of a step: the distinct
+    storages of ``memory_tensors``, and what is there only for a while."""
+    size = storage_bytes(strategy.memory_tensors())
+    if isinstance(strategy, SupportsTransientMemory):
+        size += strategy.transient_bytes
+    return size
+
+
+def state_shards(strategy: Strategy) -> list[TensorShard]:
+    """What this rank writes into a checkpoint: ``model/NAME``, ``buffer/NAME``,
+    ``optimizer/NAME/KEY``, detached, live. A collective for some strategies."""
+    if isinstance(strategy, SavesOwnShards):
+        return strategy.state_shards()
+    return collect_shards(strategy)
+
+
+def collect_shards(strategy: Strategy) -> list[TensorShard]:
+    """What this rank owns of ``tensor_shards``, with the optimizer's entries and extra state."""
+    shards = []
+    for shard in strategy.tensor_shards():
+        if not shard.owned:
+            continue
+        shards.append(replace(shard, name=shard.state_name, tensor=shard.tensor.detach()))
+        for entry, value in optimizer_entries(strategy, shard).items():
+            name = f"optimizer/{shard.name}/{entry}"
+            if value.shape == shard.tensor.shape and value.dim() > 0:
+                shards.append(replace(shard, name=name, tensor=value))
+            # A number, or (factored moments) a tensor of another shape.
+            elif shard.is_start if value.dim() == 0 else shard.is_whole:
+                shards.append(TensorShard.whole(name, value))
+    for part in parts_of(strategy):
+        if isinstance(part, SupportsExtraState):
+            shards += part.extra_state()
+    return shards
+
+
+def optimizer_entries(strategy: Strategy, shard: TensorShard) -> dict[str, torch.Tensor]:
+    """What the optimizer keeps for a shard, by entry."""
+    if isinstance(strategy, SupportsOptimizerStateMapping):
+        return strategy.optimizer_entries(shard)
+    return entries_of(strategy.optimizer, shard)
+
+
+def entries_of(optimizer: torch.optim.Optimizer, shard: TensorShard) -> dict[str, torch.Tensor]:
+    """What ``optimizer`` keeps for a shard, by entry."""
+    if shard.key is None:
+        return {}
+    return {
+        str(key): shard.of_key(torch.as_tensor(local_tensor(value)).detach())
+        for key, value in optimizer.state.get(shard.key, {}).items()
+        if value is not None
+    }
+
+
+def trained_state(strategy: Strategy) -> Iterator[tuple[str, torch.Tensor]]:
+    """By name, in one order on every rank: trained parameters as this rank holds them, and what the
+    optimizer keeps for them."""
+    for shard in strategy.tensor_shards():
+        if shard.key is not None:
+            yield shard.name, shard.tensor
+            for entry, value in optimizer_entries(strategy, shard).items():
+                yield f"{shard.name}/{entry}", value
+
+
+def load_state(strategy: Strategy, source: StateReader) -> None:
+    """Read what :func:`state_shards` wrote, on every rank, whatever strategy wrote it. What does
+    not fit is dropped, which a notice says."""
+    if isinstance(strategy, SupportsStateCheck):
+        strategy.check_state(source)
+    entries = entry_shapes(source, "optimizer/")
+    with torch.no_grad():
+        for shard in strategy.tensor_shards():
+            shard.tensor.copy_(read_part(source, shard.state_name, shard))
+            if shard.key is not None:
+                load_entries(strategy, source, "optimizer/", entries.get(shard.name, {}), shard)
+        keepers = [part for part in parts_of(strategy) if isinstance(part, SupportsExtraState)]
+        for part in keepers:
+            strategy.notices += part.load_extra_state(source)
+        if not keepers:
+            strategy.notices += dropped(source)
+    if isinstance(strategy, RefreshesWeights):
+        strategy.after_load()
+
+
+def entry_shapes(source: StateReader, prefix: str) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Parameter → entry of its optimizer's state → shape, of the tensors named
+    ``PREFIX PARAMETER/ENTRY``."""
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, (_, shape) in source.tensors().items():
+        if name.startswith(prefix):
+            parameter, _, entry = name.removeprefix(prefix).rpartition("/")
+            shapes.setdefault(parameter, {})[entry] = shape
+    return shapes
+
+
+def load_entries(
+    strategy: Strategy,
+    source: StateReader,
+    prefix: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    shard: TensorShard,
+) -> None:
+    """Give the optimizer what is stored for a shard, by entry under ``PREFIX PARAMETER``."""
+    for entry, shape in shapes.items():
+        name = f"{prefix}{shard.name}/{entry}"
+        if isinstance(strategy, SupportsOptimizerStateMapping):
+            value = strategy.load_optimizer_entry(source, name, shape, shard)
+        else:
+            value = read_entry(strategy.optimizer, source, name, shape, shard)
+        _set_entry(strategy.optimizer, shard, entry, value)
+
+
+def read_entry(
+    optimizer: torch.optim.Optimizer,
+    source: StateReader,
+    name: str,
+    shape: tuple[int, ...],
+    shard: TensorShard,
+) -> torch.Tensor:
+    """Read one entry of the optimizer's state for a shard, onto the device where it belongs.
+
+    Args:
+        shape: of the stored tensor.
+    """
+    device = shard.tensor.device
+    if shape == () and (shard.shape != () or name.endswith("/step")):
+        # Scalars such as Adam's step stay where the optimizer makes them: beside the parameter
+        # where it is fused.
+        beside = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+        return source.read(name, (), ()).to(device if beside else "cpu")
+    if shape != shard.shape:
+        return source.read(name, (0,) * len(shape), shape).to(device)
+    return read_part(source, name, shard).to(device)
+
+
+def _set_entry(
+    optimizer: torch.optim.Optimizer, shard: TensorShard, entry: str, value: torch.Tensor
+) -> None:
+    assert shard.key is not None
+    entries = optimizer.state.setdefault(shard.key, {})
+    if shard.region is None or value.shape != shard.tensor.shape or value.dim() == 0:
+        entries[entry] = value
+        return
+    if entry not in entries or entries[entry].shape != shard.key.shape:
+        entries[entry] = torch.zeros(shard.key.shape, dtype=value.dtype, device=value.device)
+    entries[entry][shard.region] = value
