@@ -19,12 +19,11 @@ from local_runs import (
 from ranks import run_ranks
 from test_local_sgd import costs_of, decayed
 
+from paceline.parallel.local_sgd.schedule import BLOCK, mean_traffic, row_bytes
 from paceline.parallel.local_sgd.sync import (
-    BLOCK,
     FlatParams,
     GroupMean,
     SyncCodec,
-    mean_traffic,
     share,
 )
 
@@ -215,7 +214,7 @@ def test_vectors_and_codes():
     code = SyncCodec("int8")
     raw = code.encode(rows)
     assert raw.dtype == torch.uint8
-    assert raw.shape == (2, code.row_bytes(2 * BLOCK))
+    assert raw.shape == (2, row_bytes(2 * BLOCK, "int8"))
     scales = rows.view(2, 2, BLOCK).abs().amax(2, keepdim=True) / 127
     errors = (code.decode(raw) - rows).view(2, 2, BLOCK).abs()
     assert bool((errors <= scales * 0.5001).all())

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigError
-from paceline.models.tensor_plan.plan import check_sizes, cut_dim, find_tensor_plan, fitting_sizes
+from paceline.models.tensor_plan.plan import check_sizes, find_tensor_plan, fitting_sizes
+from paceline.models.tensor_plan.style import cut_dim
 
 
 def chain(*widths):

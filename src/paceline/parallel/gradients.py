@@ -78,3 +78,14 @@ def changing_buffers(model: nn.Module) -> list[torch.Tensor]:
         if isinstance(module, BATCH_NORMS)
         for one in module.buffers()
     ]
+
+
+def batch_norm_parameters(model: nn.Module) -> frozenset[nn.Parameter]:
+    """Parameters of batch and instance normalisations: beside float32 running statistics they must
+    be float32 too."""
+    return frozenset(
+        one
+        for module in model.modules()
+        if isinstance(module, BATCH_NORMS)
+        for one in module.parameters(recurse=False)
+    )

@@ -5,6 +5,8 @@ A style is text, as in transformers' plans: a kind, for some a number after a co
 ``/transposed`` for a weight that is stored [inputs, outputs] (transformers' Conv1D).
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -127,3 +129,58 @@ def ranges(text: str, length: int, size: int, rank: int) -> tuple[Range, ...]:
         return Range(rank * share, share), Range(style.number * head, 2 * head, size, rank == 0)
     share = length // size
     return (Range(rank * share, share),)
+
+
+def cut_dim(parameter: str, dims: int, plan: Mapping[str, str]) -> int | None:
+    """Along which dimension a parameter is cut; None where each rank keeps it whole.
+
+    A column layer: rows of the weight and its bias; of LoRA beside it lora_B alone. A row layer:
+    columns of the weight; of LoRA lora_A alone.
+    """
+    _, style, leaf = _owner(parameter, plan)
+    if not style:
+        return None
+    kind = kind_of(style)
+    if leaf:  # LoRA's matrices are plain linear layers, one of which is cut
+        cut = (
+            "lora_B"
+            if kind in (COLUMN, COLUMN_GATHERED)
+            else "lora_A"
+            if kind in (ROW, ROW_SPLIT)
+            else ""
+        )
+        return None if leaf != cut or dims < 2 else 0 if leaf == "lora_B" else 1
+    return cut_axis(style, dims)
+
+
+def held_ranges(
+    parameter: str, shape: tuple[int, ...], plan: Mapping[str, str], size: int
+) -> tuple[int, tuple[Range, ...]]:
+    """(the dimension along which a parameter is cut, what the first of ``size`` ranks holds of it);
+    (-1, ()) where it is kept whole. Sizes that do not divide are rounded up."""
+    dim = cut_dim(parameter, len(shape), plan)
+    if dim is None:
+        return -1, ()
+    held = ranges(_owner(parameter, plan)[1], shape[dim], size, 0)
+    if len(held) == 1 and held[0].copies == 1:
+        held = (Range(0, math.ceil(shape[dim] / size)),)
+    return dim, held
+
+
+def is_summed(parameter: str, plan: Mapping[str, str]) -> bool:
+    """True where the parameter is kept whole and each tensor rank has a part of its gradient."""
+    style = _owner(parameter, plan)[1]
+    return bool(style) and kind_of(style) == SUMMED
+
+
+def _owner(parameter: str, plan: Mapping[str, str]) -> tuple[str, str, str]:
+    """(module of the plan that holds a parameter, or the parameter itself where the plan names it;
+    its style; "lora_A" or "lora_B" of an adapter); empty where none."""
+    if parameter in plan:
+        return parameter, plan[parameter], ""
+    parts = parameter.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:end])
+        if module in plan and kind_of(plan[module]) not in (EXPERTS, LATENT):
+            return module, plan[module], parts[end] if parts[end] in ("lora_A", "lora_B") else ""
+    return "", "", ""

@@ -1,9 +1,8 @@
 """The contract of a compressor: it sums a bucket of gradients over the ranks, sending less than the
 bucket."""
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -11,46 +10,10 @@ import torch
 from paceline.config.schema.compression import Compression
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.seeds import derive_seed
+from paceline.parallel.compression.sizes import BucketShape, TensorSlot
 
 #: Elements of a part of :func:`blocks`: 256 KiB of float32.
 _BLOCK = 1 << 16
-
-
-@dataclass(frozen=True)
-class TensorSlot:
-    """A parameter's place in a bucket: elements from ``offset`` on."""
-
-    name: str
-    offset: int
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """The slot's elements of a bucket, as a view in the parameter's shape."""
-        return flat[self.offset : self.offset + self.numel].view(self.shape)
-
-
-@dataclass(frozen=True)
-class BucketShape:
-    """A bucket as numbers.
-
-    Args:
-        number: its place in the order in which buckets are sent.
-        size: elements with the padding between parameters, which is zero and stays so.
-        slots: the parameters in it, in the bucket's order.
-    """
-
-    number: int
-    size: int
-    slots: tuple[TensorSlot, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements without padding."""
-        return sum(one.numel for one in self.slots)
 
 
 @dataclass
@@ -68,6 +31,11 @@ class CompressorState:
     @property
     def held(self) -> list[torch.Tensor]:
         return [*self.flats.values(), *self.tensors.values()]
+
+
+def slot_view(slot: TensorSlot, flat: torch.Tensor) -> torch.Tensor:
+    """The slot's elements of a bucket, as a view in the parameter's shape."""
+    return flat[slot.place].view(slot.shape)
 
 
 def blocks(*flats: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -95,9 +63,6 @@ class Compressor(ABC):
 
     #: Keeps something from step to step.
     stateful = True
-    #: How often each of the collectives that :meth:`sends` names is called for a bucket, one call
-    #: after the other.
-    turns = 1
 
     def __init__(self, settings: Compression, seed: int) -> None:
         self.settings = settings
@@ -110,10 +75,6 @@ class Compressor(ABC):
         return CompressorState(
             {"residual": torch.zeros(bucket.size, dtype=torch.float32, device=device)}
         )
-
-    def state_bytes(self, bucket: BucketShape) -> int:
-        """Bytes of :meth:`state_of`."""
-        return 4 * bucket.size if self.stateful else 0
 
     @abstractmethod
     def reduce(
@@ -132,13 +93,6 @@ class Compressor(ABC):
             flat: [bucket.size], float32.
             step: updates made before this one.
         """
-
-    @abstractmethod
-    def sends(
-        self, bucket: BucketShape, num_ranks: int, step: int | None = None
-    ) -> Mapping[str, int]:
-        """Bytes that one rank sends for a bucket, by collective. ``step``: None after any
-        warm-up."""
 
     def generator(
         self, step: int, bucket: BucketShape, device: torch.device, *more: int

@@ -1,13 +1,12 @@
 """Every element is sent, in fewer bits."""
 
-from collections.abc import Mapping
-
 import torch
 
 from paceline.config.schema.compression import Compression
 from paceline.distributed.communicator import Communicator
-from paceline.parallel.compression.base import BucketShape, Compressor, CompressorState
-from paceline.parallel.compression.quantize import CODES, coded_sum, coded_sum_sends
+from paceline.parallel.compression.base import Compressor, CompressorState
+from paceline.parallel.compression.quantize import CODES, coded_sum
+from paceline.parallel.compression.sizes import BucketShape
 
 
 class CastCompressor(Compressor):
@@ -35,8 +34,3 @@ class CastCompressor(Compressor):
             lambda turn: self.generator(step, bucket, flat.device, line.rank, turn),
         )
         flat.copy_(total)
-
-    def sends(
-        self, bucket: BucketShape, num_ranks: int, step: int | None = None
-    ) -> Mapping[str, int]:
-        return coded_sum_sends(bucket.size, self.code, num_ranks)

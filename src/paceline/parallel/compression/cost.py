@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from paceline.config.schema import Config
 from paceline.distributed.collectives.schedules import all_reduce_bytes, steps
 from paceline.models.shape.record import TensorShape
-from paceline.parallel.compression.base import BucketShape, Compressor, TensorSlot
-from paceline.parallel.compression.local_adam import LocalAdam
 from paceline.parallel.compression.settings import momentum_correction, uses_local_moments
+from paceline.parallel.compression.sizes import (
+    FORMATS,
+    BucketShape,
+    TensorSlot,
+    kept_bytes,
+    sent_bytes,
+)
 from paceline.parallel.ddp.layout import lay_out
 
 
@@ -25,9 +30,7 @@ def break_even_ratio(config: Config, num_ranks: int) -> float | None:
     chain = config.compression.chain
     if chain[:1] not in (("topk",), ("randomk",)) or num_ranks < 2:
         return None
-    from paceline.parallel.compression.quantize import CODES
-
-    value_bytes = CODES[chain[1]].width if len(chain) > 1 else 4
+    value_bytes = FORMATS[chain[1]][0] if len(chain) > 1 else 4
     return 4 / value_bytes if chain[0] == "randomk" else 8 / ((4 + value_bytes) * num_ranks)
 
 
@@ -48,15 +51,6 @@ def compression_notice(config: Config, num_ranks: int) -> tuple[str, str] | None
     return "warning", text
 
 
-def compressor_of(config: Config) -> Compressor | None:
-    """What the config asks for; None where nothing is compressed."""
-    if not config.compression.chain:
-        return None
-    from paceline.parallel.compression import make_compressor
-
-    return make_compressor(config.compression, config.train_args.seed, momentum_correction(config))
-
-
 @dataclass(frozen=True)
 class CommunicationCost:
     """Bytes that the busiest rank sends in a step, by collective; what is kept from step to step
@@ -71,11 +65,11 @@ def communication_cost(
     trained: Sequence[TensorShape], config: Config, num_ranks: int
 ) -> CommunicationCost | None:
     """For gradients summed otherwise than by the backend's all-reduce; None where it is that."""
-    own, compressor = config.parallel.all_reduce, compressor_of(config)
-    if num_ranks == 1 or (own == "native" and compressor is None):
+    own, settings = config.parallel.all_reduce, config.compression
+    if num_ranks == 1 or (own == "native" and not settings.chain):
         return None
     buckets = bucket_shapes(trained, config.parallel.bucket_cap_mb * 2**20)
-    if compressor is None:
+    if not settings.chain:
         sent = [0] * num_ranks
         for shape, element_bytes in buckets:
             for rank, amount in enumerate(_own_all_reduce(own, num_ranks, shape.size)):
@@ -85,8 +79,8 @@ def communication_cost(
     kept = 0
     local, momentum = uses_local_moments(config), momentum_correction(config)
     for shape, _ in buckets:
-        traffic.update(compressor.sends(shape, num_ranks))
-        kept += compressor.state_bytes(shape) + (LocalAdam.state_bytes(shape) if local else 0)
+        traffic.update(sent_bytes(settings, shape, num_ranks))
+        kept += kept_bytes(config, shape)
     if local or momentum:
         traffic["all_reduce"] += all_reduce_bytes(4, num_ranks)  # the norm
     return CommunicationCost(traffic, kept, local or momentum > 0)

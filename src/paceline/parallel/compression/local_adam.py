@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from paceline.distributed import torch_compat
-from paceline.parallel.compression.base import BucketShape, CompressorState, blocks
+from paceline.parallel.compression.base import CompressorState, blocks
+from paceline.parallel.compression.sizes import BucketShape
 
 SECOND = "exp_avg_sq"
 
@@ -39,10 +40,6 @@ class LocalAdam:
 
     def add_state(self, state: CompressorState, bucket: BucketShape, device: torch.device) -> None:
         state.flats[SECOND] = torch.zeros(bucket.size, dtype=torch.float32, device=device)
-
-    @staticmethod
-    def state_bytes(bucket: BucketShape) -> int:
-        return 4 * bucket.size
 
     def direct(self, flat: torch.Tensor, state: CompressorState, age: int, num_ranks: int) -> None:
         """Put this rank's share of the direction in the place of its share of the gradient: both

@@ -1,17 +1,13 @@
 """Matrices of low rank stand for the gradient's matrices."""
 
-import math
-from collections import Counter
-from collections.abc import Mapping
-
 import torch
 
 from paceline.config.schema.compression import Compression
-from paceline.distributed.collectives.schedules import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.seeds import derive_seed
-from paceline.parallel.compression.base import BucketShape, Compressor, CompressorState, TensorSlot
-from paceline.parallel.compression.quantize import CODES, Codec, coded_sum, coded_sum_sends
+from paceline.parallel.compression.base import Compressor, CompressorState, slot_view
+from paceline.parallel.compression.quantize import CODES, Codec, coded_sum
+from paceline.parallel.compression.sizes import BucketShape, TensorSlot, matrices_of
 
 
 class PowerSGD(Compressor):
@@ -28,8 +24,6 @@ class PowerSGD(Compressor):
     Two collectives a bucket, always in this order: so it works on any backend.
     """
 
-    turns = 2
-
     def __init__(self, settings: Compression, seed: int) -> None:
         super().__init__(settings, seed)
         chain = settings.chain
@@ -37,19 +31,9 @@ class PowerSGD(Compressor):
 
     def state_of(self, bucket: BucketShape, device: torch.device) -> CompressorState:
         state = super().state_of(bucket, device)
-        for slot, (_, columns, rank) in self._matrices(bucket):
+        for slot, (_, columns, rank) in matrices_of(bucket, self.settings.rank):
             state.tensors[(slot.name, "q")] = torch.zeros(columns, rank, device=device)
         return state
-
-    def state_bytes(self, bucket: BucketShape) -> int:
-        return super().state_bytes(bucket) + sum(
-            4 * columns * rank for _, (_, columns, rank) in self._matrices(bucket)
-        )
-
-    def _matrices(self, bucket: BucketShape) -> list[tuple[TensorSlot, tuple[int, int, int]]]:
-        """The slots that are compressed, with rows, columns and rank."""
-        sized = [(one, matrix_of(one.shape, self.settings.rank)) for one in bucket.slots]
-        return [(slot, size) for slot, size in sized if size is not None]
 
     def reduce(
         self,
@@ -60,12 +44,16 @@ class PowerSGD(Compressor):
         step: int,
     ) -> None:
         waiting = state.flats["residual"].add_(flat)
-        matrices = self._matrices(bucket)
+        matrices = matrices_of(bucket, self.settings.rank)
         compressed = {slot.name for slot, _ in matrices}
         vectors = [
-            one.of(waiting).reshape(-1) for one in bucket.slots if one.name not in compressed
+            slot_view(one, waiting).reshape(-1)
+            for one in bucket.slots
+            if one.name not in compressed
         ]
-        given = [slot.of(waiting).view(rows, columns) for slot, (rows, columns, _) in matrices]
+        given = [
+            slot_view(slot, waiting).view(rows, columns) for slot, (rows, columns, _) in matrices
+        ]
         starts = [self._start(slot, state.tensors[(slot.name, "q")], step) for slot, _ in matrices]
         # P of all matrices, and the vectors: the first sum
         firsts = [one @ q for one, q in zip(given, starts, strict=True)]
@@ -80,15 +68,15 @@ class PowerSGD(Compressor):
         for (slot, (rows, columns, _)), base, result, share in zip(
             matrices, bases, results, shares, strict=True
         ):
-            torch.mm(base, result.t(), out=slot.of(flat).view(rows, columns))
-            slot.of(waiting).view(rows, columns).addmm_(base, share.t(), alpha=-1)
+            torch.mm(base, result.t(), out=slot_view(slot, flat).view(rows, columns))
+            slot_view(slot, waiting).view(rows, columns).addmm_(base, share.t(), alpha=-1)
             state.tensors[(slot.name, "q")].copy_(result)
         begin = 0
         for slot in bucket.slots:
             if slot.name not in compressed:
                 part = slice(begin, begin + slot.numel)
-                slot.of(flat).copy_(plain[part].view(slot.shape))
-                slot.of(waiting).sub_(plain_sent[part].view(slot.shape))
+                slot_view(slot, flat).copy_(plain[part].view(slot.shape))
+                slot_view(slot, waiting).sub_(plain_sent[part].view(slot.shape))
                 begin += slot.numel
 
     def _start(self, slot: TensorSlot, last: torch.Tensor, step: int) -> torch.Tensor:
@@ -131,33 +119,6 @@ class PowerSGD(Compressor):
             ]
 
         return cut(total), cut(sent)
-
-    def sends(
-        self, bucket: BucketShape, num_ranks: int, step: int | None = None
-    ) -> Mapping[str, int]:
-        matrices = self._matrices(bucket)
-        firsts = sum(rows * rank for _, (rows, _, rank) in matrices)
-        firsts += bucket.numel - sum(slot.numel for slot, _ in matrices)
-        seconds = sum(columns * rank for _, (_, columns, rank) in matrices)
-        found: Counter[str] = Counter()
-        for numel in (firsts, seconds):
-            if not numel:
-                continue
-            if self.code is not None:
-                found.update(coded_sum_sends(numel, self.code, num_ranks))
-            else:
-                found["all_reduce"] += all_reduce_bytes(4 * numel, num_ranks)
-        return found
-
-
-def matrix_of(shape: tuple[int, ...], rank: int) -> tuple[int, int, int] | None:
-    """(rows, columns, rank) of the matrix that a parameter counts as; None where low rank would
-    save nothing."""
-    if len(shape) < 2 or math.prod(shape) == 0:
-        return None
-    rows, columns = shape[0], math.prod(shape[1:])
-    rank = min(rank, rows, columns)
-    return (rows, columns, rank) if (rows + columns) * rank < rows * columns else None
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:

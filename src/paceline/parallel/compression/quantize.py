@@ -6,8 +6,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from paceline.distributed.collectives.schedules import scatter_bytes
 from paceline.distributed.communicator import Communicator
+from paceline.parallel.compression.sizes import FORMATS, chunk_size
 
 #: A source of chance for the message of a round.
 Chance = Callable[[int], torch.Generator]
@@ -56,7 +56,7 @@ class Float32Codec(Codec):
 class BFloat16Codec(Codec):
     """8 bits of mantissa, float32's range: no scale is needed. Rounds to nearest."""
 
-    width, header, dtype = 2, 0, torch.bfloat16
+    (width, header), dtype = FORMATS["bf16"], torch.bfloat16
 
     def encode(
         self, values: torch.Tensor, chance: torch.Generator
@@ -72,7 +72,7 @@ class Float16Codec(Codec):
     to the largest there is, so that small gradients do not become zero, and large ones not infinite
     (Micikevicius et al., "Mixed Precision Training", 2018, section 3.2)."""
 
-    width, header, dtype = 2, 4, torch.float16
+    (width, header), dtype = FORMATS["fp16"], torch.float16
 
     def encode(
         self, values: torch.Tensor, chance: torch.Generator
@@ -89,7 +89,7 @@ class Int8Codec(Codec):
     Quantization and Encoding", 2017, section 3.1). A value that is not finite makes the whole
     message not finite: it is not hidden."""
 
-    width, header, dtype = 1, 4, torch.int8
+    (width, header), dtype = FORMATS["int8"], torch.int8
 
     def encode(
         self, values: torch.Tensor, chance: torch.Generator
@@ -139,7 +139,7 @@ def coded_sum(
         of all ranks add up to the total.
     """
     ranks, numel = line.size, values.numel()
-    chunk = _chunk(numel, ranks)
+    chunk = chunk_size(numel, ranks)
     padded = values.new_zeros(ranks * chunk)
     padded[:numel] = values
     codes, scale = code.encode(padded, chance(1))
@@ -159,16 +159,3 @@ def coded_sum(
     own = slice(line.rank * chunk, (line.rank + 1) * chunk)
     sent[own] += total[own] - mine
     return total[:numel].clone(), sent[:numel]
-
-
-def coded_sum_sends(numel: int, code: Codec, num_ranks: int) -> dict[str, int]:
-    """Bytes that one rank sends in :func:`coded_sum`."""
-    message = code.header + _chunk(numel, num_ranks) * code.width
-    each = scatter_bytes(message * num_ranks, num_ranks)
-    return {"all_to_all": each, "all_gather": each}
-
-
-def _chunk(numel: int, num_ranks: int) -> int:
-    # A multiple of four numbers: whatever a number's width, the next message begins where float32
-    # can be read.
-    return max(4, -(-numel // (4 * num_ranks)) * 4)

@@ -16,11 +16,12 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import Strategy
 from paceline.parallel.comm_profile import CommProfile, CommTimes
-from paceline.parallel.compression.base import BucketShape, CompressorState, TensorSlot
+from paceline.parallel.compression import make_compressor
+from paceline.parallel.compression.base import CompressorState, slot_view
 from paceline.parallel.compression.checkpoint import PREFIX, dropped
-from paceline.parallel.compression.cost import compressor_of
 from paceline.parallel.compression.local_adam import SECOND, DirectionOptimizer, LocalAdam
 from paceline.parallel.compression.settings import momentum_correction, uses_local_moments
+from paceline.parallel.compression.sizes import BucketShape, TensorSlot, num_rounds, sent_bytes
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.ddp.reducer import GradientReducer
 from paceline.parallel.gradients import clip_factor
@@ -37,10 +38,10 @@ class CompressedReducer(GradientReducer):
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
-        compressor = compressor_of(config)
-        assert compressor is not None
-        self.compressor = compressor
         args = config.train_args
+        self.compressor = make_compressor(
+            config.compression, args.seed, momentum_correction(config)
+        )
         self.adam = (
             LocalAdam(args.adam_beta2, args.adam_epsilon) if uses_local_moments(config) else None
         )
@@ -193,7 +194,9 @@ class CompressedReducer(GradientReducer):
             for slot in shape.slots:
                 for kind, flat in state.flats.items():
                     found.append(
-                        TensorShard.whole(f"{PREFIX}{slot.name}/{rank}/{kind}", slot.of(flat))
+                        TensorShard.whole(
+                            f"{PREFIX}{slot.name}/{rank}/{kind}", slot_view(slot, flat)
+                        )
                     )
             for (name, kind), tensor in state.tensors.items():
                 found.append(TensorShard.whole(f"{PREFIX}{name}/{rank}/{kind}", tensor))
@@ -233,7 +236,7 @@ class CompressedReducer(GradientReducer):
             for parameter, slot in zip(bucket.parameters, shape.slots, strict=True):
                 entries = optimizer.state.get(parameter, {})
                 if self.adam is not None and SECOND in entries:
-                    slot.of(state.flats[SECOND]).copy_(entries[SECOND])
+                    slot_view(slot, state.flats[SECOND]).copy_(entries[SECOND])
                     age = max(age, int(entries.get("step", 0)))
         optimizer.state.clear()
         return age
@@ -241,8 +244,8 @@ class CompressedReducer(GradientReducer):
     @property
     def comm_profile(self) -> CommProfile:
         line, settings = self.buckets.world, self.config.compression
-        sends = [self.compressor.sends(shape, line.size) for shape in self.shapes]
-        rounds = self.compressor.turns * sum(
+        sends = [sent_bytes(settings, shape, line.size) for shape in self.shapes]
+        rounds = num_rounds(settings) * sum(
             2 if name == "all_reduce" else 1 for one in sends for name in one
         )
         return CommProfile(

@@ -1,12 +1,10 @@
 """One bit an element: its sign."""
 
-from collections.abc import Mapping
-
 import torch
 
-from paceline.distributed.collectives.schedules import scatter_bytes
 from paceline.distributed.communicator import Communicator
-from paceline.parallel.compression.base import BucketShape, Compressor, CompressorState
+from paceline.parallel.compression.base import Compressor, CompressorState, slot_view
+from paceline.parallel.compression.sizes import BucketShape
 
 
 class SignSGD(Compressor):
@@ -45,13 +43,7 @@ class SignSGD(Compressor):
         signs = count.mul_(2).sub_(line.size).sign_()
         flat.zero_()
         for slot in bucket.slots:  # the padding between parameters stays zero
-            slot.of(flat).copy_(slot.of(signs)).mul_(size)
-
-    def sends(
-        self, bucket: BucketShape, num_ranks: int, step: int | None = None
-    ) -> Mapping[str, int]:
-        message = 4 + -(-bucket.size // 8)
-        return {"all_gather": scatter_bytes(message * num_ranks, num_ranks)}
+            slot_view(slot, flat).copy_(slot_view(slot, signs)).mul_(size)
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:

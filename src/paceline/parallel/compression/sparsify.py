@@ -1,28 +1,23 @@
 """Few elements are sent: the largest, or some drawn by chance; the others wait in the residual."""
 
 import math
-from collections.abc import Mapping
 
 import torch
 
 from paceline.config.schema.compression import Compression
-from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
 from paceline.distributed.communicator import Communicator
-from paceline.parallel.compression.base import BucketShape, Compressor, CompressorState, blocks
+from paceline.parallel.compression.base import Compressor, CompressorState, blocks
 from paceline.parallel.compression.local_adam import SECOND
 from paceline.parallel.compression.quantize import (
     CODES,
     PLAIN,
     Codec,
     coded_sum,
-    coded_sum_sends,
     pack,
     unpack,
 )
+from paceline.parallel.compression.sizes import BucketShape, num_chosen, round_up
 
-#: Share that is sent in the first step of a warm-up (Lin et al., 2018, section 3.3: sparsity rises
-#: from 75 %).
-_WARMUP_FROM = 0.25
 #: About so many elements are looked at to guess how large the largest are.
 _SAMPLE = 1 << 15
 
@@ -48,18 +43,6 @@ class SparseCompressor(Compressor):
         if self.momentum:
             state.flats["momentum"] = torch.zeros(bucket.size, dtype=torch.float32, device=device)
         return state
-
-    def state_bytes(self, bucket: BucketShape) -> int:
-        return super().state_bytes(bucket) * (2 if self.momentum else 1)
-
-    def count(self, bucket: BucketShape, step: int | None = None) -> int:
-        """Elements sent of a bucket. In a warm-up the share falls exponentially (Lin et al., 2018,
-        section 3.3)."""
-        settings, ratio = self.settings, self.settings.ratio
-        if step is not None and step < settings.warmup_steps:
-            start = max(ratio, _WARMUP_FROM)
-            ratio = start * (ratio / start) ** (step / settings.warmup_steps)
-        return min(bucket.numel, max(1, math.ceil(round(ratio * bucket.numel, 6))))
 
     def _gather(self, flat: torch.Tensor, state: CompressorState) -> torch.Tensor:
         """Add this step's gradient to what waits; returns that."""
@@ -98,7 +81,7 @@ class TopK(SparseCompressor):
         step: int,
     ) -> None:
         waiting = self._gather(flat, state)
-        count = self.count(bucket, step)
+        count = num_chosen(self.settings, bucket, step)
         chosen = largest(self._weight(waiting, state), count)
         values = waiting[chosen]
         codes, scale = self.code.encode(
@@ -128,13 +111,6 @@ class TopK(SparseCompressor):
         for out, values, moment in blocks(weighed, waiting, second):
             torch.mul(values, moment.sqrt().sqrt_(), out=out).abs_()
         return weighed
-
-    def sends(
-        self, bucket: BucketShape, num_ranks: int, step: int | None = None
-    ) -> Mapping[str, int]:
-        count = self.count(bucket, step)
-        message = 4 * count + self.code.header + _rounded(count) * self.code.width
-        return {"all_gather": scatter_bytes(message * num_ranks, num_ranks)}
 
 
 class RandomK(SparseCompressor):
@@ -170,7 +146,7 @@ class RandomK(SparseCompressor):
 
     def draw(self, bucket: BucketShape, step: int) -> torch.Tensor:
         """Places in the bucket, ascending, int64."""
-        count, numel = self.count(bucket, step), bucket.numel
+        count, numel = num_chosen(self.settings, bucket, step), bucket.numel
         edges = torch.arange(count + 1) * numel // count
         width = edges[1:] - edges[:-1]
         chance = torch.rand(
@@ -184,14 +160,6 @@ class RandomK(SparseCompressor):
         offsets = torch.tensor([one.offset for one in bucket.slots])
         slot = torch.searchsorted(starts, found, right=True) - 1
         return found - starts[slot] + offsets[slot]
-
-    def sends(
-        self, bucket: BucketShape, num_ranks: int, step: int | None = None
-    ) -> Mapping[str, int]:
-        count = self.count(bucket, step)
-        if self.code is PLAIN:
-            return {"all_reduce": all_reduce_bytes(4 * count, num_ranks)}
-        return coded_sum_sends(count, self.code, num_ranks)
 
 
 def largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
@@ -218,8 +186,4 @@ def largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
 def _filled(values: torch.Tensor) -> torch.Tensor:
     """With zeros to a multiple of four elements: so messages of any code begin where float32 can be
     read."""
-    return torch.nn.functional.pad(values, (0, _rounded(values.numel()) - values.numel()))
-
-
-def _rounded(count: int) -> int:
-    return -(-count // 4) * 4
+    return torch.nn.functional.pad(values, (0, round_up(values.numel()) - values.numel()))

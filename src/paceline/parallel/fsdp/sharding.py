@@ -26,9 +26,8 @@ from paceline.models.blocks import BATCH_NORMS, find_blocks
 from paceline.parallel.base import persistent_buffers
 from paceline.parallel.ddp.buckets import squared_norm_of
 from paceline.parallel.fsdp.cost import shard_dim
-from paceline.parallel.gradients import changing_buffers
+from paceline.parallel.gradients import batch_norm_parameters, changing_buffers
 from paceline.parallel.state import TensorShard, local_tensor, storage_bytes
-from paceline.parallel.zero1.common import batch_norm_parameters
 
 _MESSAGE_BYTES = 64 << 20
 

@@ -9,7 +9,6 @@ from paceline.config.schema import Config
 from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import ModelShape, TensorShape, modules_around
-from paceline.models.tensor_plan.plan import cut_dim, held_ranges, is_summed
 from paceline.models.tensor_plan.style import (
     COLUMN,
     COLUMN_GATHERED,
@@ -17,6 +16,9 @@ from paceline.models.tensor_plan.style import (
     LATENT,
     ROW,
     ROW_SPLIT,
+    cut_dim,
+    held_ranges,
+    is_summed,
     kind_of,
     parse_style,
 )

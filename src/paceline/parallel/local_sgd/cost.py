@@ -8,8 +8,14 @@ from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter
 from paceline.distributed.environment import RankEnv, from_environment
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
-from paceline.parallel.local_sgd.schedule import SyncSchedule, num_workers
-from paceline.parallel.local_sgd.sync import fragment, mean_held, mean_traffic, share
+from paceline.parallel.local_sgd.schedule import (
+    SyncSchedule,
+    fragment,
+    mean_held,
+    mean_traffic,
+    num_workers,
+    share,
+)
 
 
 def _estimate(

@@ -4,8 +4,9 @@ outer optimizer."""
 import torch
 from torch import nn
 
+from paceline.parallel.local_sgd.schedule import fragment
 from paceline.parallel.local_sgd.strategy import LocalSGDBase
-from paceline.parallel.local_sgd.sync import GroupMean, PendingSync, fragment
+from paceline.parallel.local_sgd.sync import GroupMean, PendingSync
 
 
 class DiLoCoStrategy(LocalSGDBase):

@@ -2,8 +2,9 @@
 
 import torch
 
+from paceline.parallel.local_sgd.schedule import fragment
 from paceline.parallel.local_sgd.strategy import LocalSGDBase
-from paceline.parallel.local_sgd.sync import FlatParams, GroupMean, PendingSync, fragment
+from paceline.parallel.local_sgd.sync import FlatParams, GroupMean, PendingSync
 
 
 class LocalSGDStrategy(LocalSGDBase):

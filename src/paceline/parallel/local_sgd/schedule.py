@@ -3,12 +3,17 @@ every rank. No torch here."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from paceline.config.schema.parallel import LocalSgd
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
+from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
 from paceline.distributed.environment import RankEnv
+
+#: Elements that share a scale in int8.
+BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -128,3 +133,41 @@ def check_rhythm(settings: LocalSgd, steps: int | None) -> None:
             f" before the next begins, after `local_sgd.steps: {period}`",
             allowed=f"0 to {period - 1}",
         )
+
+
+def fragment(size: int, fragments: int, number: int) -> tuple[int, int]:
+    """Range of a fragment of a vector of ``size`` elements."""
+    return size * number // fragments, size * (number + 1) // fragments
+
+
+def share(start: int, stop: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    """A rank's share of a range: equal, but for the last ones."""
+    each = math.ceil((stop - start) / num_ranks)
+    return min(stop, start + each * rank), min(stop, start + each * (rank + 1))
+
+
+def row_elements(size: int, num_rows: int) -> int:
+    """Elements of each of ``num_rows`` rows that hold ``size``: whole blocks."""
+    return math.ceil(math.ceil(size / num_rows) / BLOCK) * BLOCK
+
+
+def row_bytes(elements: int, dtype: str) -> int:
+    """Bytes of a row of whole blocks, with their scales in int8."""
+    return elements + 4 * elements // BLOCK if dtype == "int8" else 2 * elements
+
+
+def mean_traffic(size: int, workers: int, dtype: str) -> dict[str, int]:
+    """Bytes that one rank sends for a mean of ``size`` float32 elements over the workers, by
+    collective."""
+    if dtype == "float32" or workers == 1:
+        return {"all_reduce": all_reduce_bytes(4 * size, workers)}
+    each = scatter_bytes(workers * row_bytes(row_elements(size, workers), dtype), workers)
+    return {"all_to_all": each, "all_gather": each}
+
+
+def mean_held(size: int, workers: int, dtype: str, second: bool) -> int:
+    """Bytes of a mean over the workers that is under way: in its first message, or its second."""
+    if dtype == "float32" or workers == 1:
+        return 4 * size
+    row = row_bytes(row_elements(size, workers), dtype)
+    return (workers + 1) * row if second else 2 * workers * row

@@ -23,8 +23,8 @@ from torch import nn
 from paceline.core.formatting import counted
 from paceline.distributed.communicator import Communicator
 from paceline.parallel.base import Strategy, persistent_buffers
-from paceline.parallel.local_sgd.schedule import SyncSchedule
-from paceline.parallel.local_sgd.sync import FlatParams, PendingSync, fragment
+from paceline.parallel.local_sgd.schedule import SyncSchedule, fragment
+from paceline.parallel.local_sgd.sync import FlatParams, PendingSync
 from paceline.parallel.save_load import entries_of, entry_shapes, load_entries
 from paceline.parallel.state import StateReader, TensorShard
 

@@ -30,9 +30,9 @@ from paceline.parallel.compression.checkpoint import dropped
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import changing_buffers, clip_to
 from paceline.parallel.local_sgd.cost import mean_bytes
-from paceline.parallel.local_sgd.schedule import SyncSchedule, num_workers
+from paceline.parallel.local_sgd.schedule import SyncSchedule, fragment, num_workers, share
 from paceline.parallel.local_sgd.state import load_local, local_parts, with_mean
-from paceline.parallel.local_sgd.sync import FlatParams, GroupMean, PendingSync, fragment, share
+from paceline.parallel.local_sgd.sync import FlatParams, GroupMean, PendingSync
 from paceline.parallel.save_load import collect_shards, trained_state
 from paceline.parallel.state import StateReader, TensorShard, frozen_parts
 

@@ -1,7 +1,6 @@
 """What local training sends: parameters as one long vector, and the mean of such vectors over the
 workers, in float32 or less."""
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
@@ -10,9 +9,8 @@ import torch.distributed as dist
 
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
+from paceline.parallel.local_sgd.schedule import BLOCK, row_elements
 
-#: Elements that share a scale in int8.
-BLOCK = 256
 _DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -78,7 +76,7 @@ class GroupMean:
             self._holds = [message]
             self._work = world.all_reduce(message) if self.size else None
             return
-        rows = message.new_zeros(world.size, self.code.part(self.size, world.size))
+        rows = message.new_zeros(world.size, row_elements(self.size, world.size))
         rows.view(-1)[: self.size] = message
         sent = self.code.encode(rows)
         self._holds = [torch.empty_like(sent), sent]
@@ -168,17 +166,6 @@ class SyncCodec:
     def __init__(self, dtype: str) -> None:
         self.dtype = _DTYPES[dtype]
 
-    @staticmethod
-    def part(size: int, num_parts: int) -> int:
-        """Elements of each of ``num_parts`` rows that hold ``size``: whole blocks."""
-        return math.ceil(math.ceil(size / num_parts) / BLOCK) * BLOCK
-
-    def row_bytes(self, elements: int) -> int:
-        """Bytes of a row of ``elements``, whole blocks."""
-        return elements * self.dtype.itemsize + (
-            4 * elements // BLOCK if self.dtype == torch.int8 else 0
-        )
-
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """[r, n] → uint8 [r, bytes]."""
         if self.dtype != torch.int8:
@@ -205,38 +192,3 @@ class SyncCodec:
         numbers = raw[:, :count].contiguous().view(torch.int8).float().view(len(raw), -1, BLOCK)
         scales = raw[:, count:].contiguous().view(torch.float32)
         return (numbers * scales[:, :, None]).view(len(raw), -1)
-
-
-def fragment(size: int, fragments: int, number: int) -> tuple[int, int]:
-    """Range of a fragment of a vector of ``size`` elements."""
-    return size * number // fragments, size * (number + 1) // fragments
-
-
-def share(start: int, stop: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """A rank's share of a range: equal, but for the last ones."""
-    each = math.ceil((stop - start) / num_ranks)
-    return min(stop, start + each * rank), min(stop, start + each * (rank + 1))
-
-
-def mean_traffic(size: int, workers: int, dtype: str) -> dict[str, int]:
-    """Bytes that one rank sends for :class:`GroupMean` of ``size`` float32 elements, by
-    collective."""
-    from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
-
-    if dtype == "float32" or workers == 1:
-        return {"all_reduce": all_reduce_bytes(4 * size, workers)}
-    code = SyncCodec(dtype)
-    whole = workers * code.row_bytes(code.part(size, workers))
-    return {
-        "all_to_all": scatter_bytes(whole, workers),
-        "all_gather": scatter_bytes(whole, workers),
-    }
-
-
-def mean_held(size: int, workers: int, dtype: str, second: bool) -> int:
-    """Bytes of :class:`GroupMean` under way: in its first message, or its second."""
-    if dtype == "float32" or workers == 1:
-        return 4 * size
-    code = SyncCodec(dtype)
-    row = code.row_bytes(code.part(size, workers))
-    return (workers + 1) * row if second else 2 * workers * row

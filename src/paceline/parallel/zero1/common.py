@@ -1,9 +1,6 @@
 """What the ZeRO strategies have in common."""
 
-from torch import nn
-
 from paceline.config.schema import Config
-from paceline.models.blocks import BATCH_NORMS
 from paceline.parallel.cost import ModelShape, TensorShape
 
 #: Optimizers that keep a step count beside each tensor.
@@ -15,19 +12,8 @@ def step_count_bytes(config: Config) -> int:
     return 4 if config.train_args.optim in _COUNTING else 0
 
 
-def batch_norm_parameters(model: nn.Module) -> frozenset[nn.Parameter]:
-    """Parameters of batch and instance normalisations: beside float32 running statistics they must
-    be float32 too."""
-    return frozenset(
-        one
-        for module in model.modules()
-        if isinstance(module, BATCH_NORMS)
-        for one in module.parameters(recurse=False)
-    )
-
-
 def batch_norm_names(shape: ModelShape) -> frozenset[str]:
-    """The same, by name, from a model's shape: what lies beside a running mean."""
+    """Parameters of batch and instance normalizations, by name: what lies beside a running mean."""
     modules = {
         one.name.rpartition(".")[0]
         for one in shape.buffers

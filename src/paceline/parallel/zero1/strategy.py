@@ -17,12 +17,14 @@ from paceline.parallel.base import (
     persistent_buffers,
     trained_parameters,
 )
-from paceline.parallel.gradients import changing_buffers, clip_to, reduce_in_backward
+from paceline.parallel.gradients import (
+    batch_norm_parameters,
+    changing_buffers,
+    clip_to,
+    reduce_in_backward,
+)
 from paceline.parallel.state import TensorShard, low_dtype
 from paceline.parallel.zero1.buckets import ShardedBuckets
-from paceline.parallel.zero1.common import (
-    batch_norm_parameters,
-)
 
 
 class Zero1Strategy(Strategy):
