@@ -11,11 +11,11 @@ from paceline.config.schema import Config
 from paceline.config.schema.compression import CHAINS, Compression
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
-from paceline.parallel.compression import make_compressor
 from paceline.parallel.compression.base import slot_view
 from paceline.parallel.compression.local_adam import SECOND, DirectionOptimizer, LocalAdam
 from paceline.parallel.compression.powersgd import orthonormal
 from paceline.parallel.compression.quantize import CODES, pack, unpack
+from paceline.parallel.compression.reducer import make_compressor
 from paceline.parallel.compression.signsgd import pack_bits, unpack_bits
 from paceline.parallel.compression.sizes import (
     BucketShape,

@@ -19,12 +19,11 @@ from local_runs import (
 from ranks import run_ranks
 from test_local_sgd import costs_of, decayed
 
-from paceline.parallel.local_sgd.schedule import BLOCK, mean_traffic, row_bytes
+from paceline.parallel.local_sgd.schedule import BLOCK, mean_traffic, row_bytes, share
 from paceline.parallel.local_sgd.sync import (
     FlatParams,
     GroupMean,
     SyncCodec,
-    share,
 )
 
 BITWISE = [

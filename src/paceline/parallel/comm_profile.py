@@ -5,10 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
+
+from pydantic import JsonValue
 
 if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
+
+
+class StrategyMetrics(TypedDict, total=False):
+    """Sections of the report that only some strategies have."""
+
+    communication: dict[str, JsonValue]
+    staleness: dict[str, JsonValue]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What some strategies do besides the contract of :class:`~paceline.parallel.base.Strategy`, and
 the functions that ask for it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.distributed.communicator import Communicator
 from paceline.parallel.base import Strategy
-from paceline.parallel.comm_profile import CommProfile
+from paceline.parallel.comm_profile import CommProfile, StrategyMetrics
 from paceline.parallel.state import StateReader, TensorShard, local_tensor
 
 #: Runs an evaluation batch through a module.
@@ -360,7 +360,7 @@ def comm_profile(strategy: Strategy) -> CommProfile | None:
 class ReportsMetrics(Protocol):
     """Has keys of its own in the report."""
 
-    def report_metrics(self, sent_bytes: float | None) -> Mapping[str, Mapping[str, object]]:
+    def report_metrics(self, sent_bytes: float | None) -> StrategyMetrics:
         """Sections of the report. A collective.
 
         Args:
@@ -368,9 +368,9 @@ class ReportsMetrics(Protocol):
         """
 
 
-def report_metrics(strategy: Strategy, sent_bytes: float | None) -> dict[str, Mapping[str, object]]:
+def report_metrics(strategy: Strategy, sent_bytes: float | None) -> StrategyMetrics:
     """The strategy's own sections of the report. A collective."""
-    sections: dict[str, Mapping[str, object]] = {}
+    sections: StrategyMetrics = {}
     for part in parts_of(strategy):
         if isinstance(part, ReportsMetrics):
             sections.update(part.report_metrics(sent_bytes))

@@ -76,7 +76,7 @@ class StrategySpec:
     main_dim: str = "data"
     extra_dims: tuple[str, ...] = ()
     capabilities: Capabilities = field(default_factory=Capabilities)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, bool | float | str] = field(default_factory=dict)
     single_process: bool = False
     check_sizes: str | None = None
     check_steps: str | None = None
@@ -194,7 +194,7 @@ _SPECS = (
     ),
     StrategySpec(
         name="local_sgd",
-        implementation="paceline.parallel.local_sgd.local_sgd:LocalSGDStrategy",
+        implementation="paceline.parallel.local_sgd.algorithms:LocalSGDStrategy",
         cost_model="paceline.parallel.local_sgd.cost:estimate_local_sgd",
         capabilities=Capabilities(
             limits.LOCAL_SGD,
@@ -202,20 +202,20 @@ _SPECS = (
             mixed_devices=True,
             chosen_by_auto=False,
         ),
-        check_sizes="paceline.parallel.local_sgd.check:check_sizes",
-        check_steps="paceline.parallel.local_sgd.check:check_steps",
+        check_sizes="paceline.parallel.local_sgd.schedule:check_sizes",
+        check_steps="paceline.parallel.local_sgd.schedule:check_steps",
     ),
     StrategySpec(
         name="diloco",
-        implementation="paceline.parallel.local_sgd.diloco:DiLoCoStrategy",
+        implementation="paceline.parallel.local_sgd.algorithms:DiLoCoStrategy",
         cost_model="paceline.parallel.local_sgd.cost:estimate_diloco",
         capabilities=Capabilities(
             limits.DILOCO,
             equal_shares_reason=_WORKERS_COUNT_EQUALLY,
             chosen_by_auto=False,
         ),
-        check_sizes="paceline.parallel.local_sgd.check:check_sizes",
-        check_steps="paceline.parallel.local_sgd.check:check_steps",
+        check_sizes="paceline.parallel.local_sgd.schedule:check_sizes",
+        check_steps="paceline.parallel.local_sgd.schedule:check_steps",
     ),
     StrategySpec(
         name="parameter_server",

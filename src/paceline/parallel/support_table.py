@@ -5,7 +5,6 @@ python -m paceline.parallel.support_table        # write it anew
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -14,8 +13,10 @@ from paceline.parallel.capabilities import check_features, check_limits
 from paceline.parallel.registry import STRATEGIES
 
 BEGIN, END = "<!-- support: begin -->\n", "<!-- support: end -->"
+#: Sections of a config.
+Settings = dict[str, dict[str, str | bool]]
 #: Column → the settings that are tried.
-COLUMNS: dict[str, dict[str, Any]] = {
+COLUMNS: dict[str, Settings] = {
     "`fp16-mixed`": {"train_args": {"precision": "fp16-mixed"}},
     "recompute": {"train_args": {"gradient_checkpointing": True}},
     "`adagrad`": {"train_args": {"optim": "adagrad"}},
@@ -33,7 +34,7 @@ COLUMNS: dict[str, dict[str, Any]] = {
 _FEATURES = [COLUMNS[key] for key in ("`compression`", "`all_reduce: ring`", "`balance`")]
 
 
-def rows() -> Iterator[tuple[str, str, ParallelDims, dict[str, Any]]]:
+def rows() -> Iterator[tuple[str, str, ParallelDims, dict[str, int]]]:
     """Name of the row, mode, dimensions and settings: two ranks on the main dimension."""
     for name, spec in STRATEGIES.items():
         if name == "hybrid":
@@ -47,13 +48,14 @@ def rows() -> Iterator[tuple[str, str, ParallelDims, dict[str, Any]]]:
 
 
 def reason_against(
-    mode: str, dims: ParallelDims, parallel: dict[str, Any], settings: dict[str, Any]
+    mode: str, dims: ParallelDims, parallel: dict[str, int], settings: Settings
 ) -> str | None:
     """Why the strategy does not support the settings; None where it does."""
-    sections = dict(settings)
-    sections["parallel"] = {"mode": mode, **parallel, **settings.get("parallel", {})}
+    section = {"mode": mode, **parallel, **settings.get("parallel", {})}
     task = "recommend" if mode == "parameter_server" else "sft"
-    config = Config.model_validate({"model": "m", "dataset": "d", "task": task, **sections})
+    config = Config.model_validate(
+        {"model": "m", "dataset": "d", "task": task, **settings, "parallel": section}
+    )
     capabilities = STRATEGIES[mode].capabilities
     try:
         check_limits(mode, capabilities, config, dims)

@@ -6,22 +6,27 @@ import time
 from collections.abc import Mapping
 
 import torch
+from pydantic import JsonValue
 from torch import nn
 
 from paceline.config.schema import Config
+from paceline.config.schema.compression import Compression
 from paceline.distributed import torch_compat
 from paceline.distributed.collectives.schedules import all_reduce_bytes
 from paceline.distributed.comm_thread import PendingComm
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import Strategy
-from paceline.parallel.comm_profile import CommProfile, CommTimes
-from paceline.parallel.compression import make_compressor
-from paceline.parallel.compression.base import CompressorState, slot_view
+from paceline.parallel.comm_profile import CommProfile, CommTimes, StrategyMetrics
+from paceline.parallel.compression.base import Compressor, CompressorState, slot_view
 from paceline.parallel.compression.checkpoint import PREFIX, dropped
 from paceline.parallel.compression.local_adam import SECOND, DirectionOptimizer, LocalAdam
+from paceline.parallel.compression.powersgd import PowerSGD
+from paceline.parallel.compression.quantize import CastCompressor
 from paceline.parallel.compression.settings import momentum_correction, uses_local_moments
+from paceline.parallel.compression.signsgd import SignSGD
 from paceline.parallel.compression.sizes import BucketShape, TensorSlot, num_rounds, sent_bytes
+from paceline.parallel.compression.sparsify import RandomK, TopK
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.ddp.reducer import GradientReducer
 from paceline.parallel.gradients import clip_factor
@@ -261,7 +266,7 @@ class CompressedReducer(GradientReducer):
             warmup=settings.warmup_steps if settings.chain[0] in ("topk", "randomk") else 0,
         )
 
-    def report_metrics(self, sent_bytes: float | None) -> dict[str, dict[str, object]]:
+    def report_metrics(self, sent_bytes: float | None) -> StrategyMetrics:
         residuals = [state.flats["residual"] for state in self.states if "residual" in state.flats]
         norm = None
         if residuals:
@@ -271,12 +276,24 @@ class CompressedReducer(GradientReducer):
         plain = sum(
             all_reduce_bytes(one.numel() * one.element_size(), ranks) for one in self.buckets.flats
         )
-        figures: dict[str, object] = {
+        metrics: dict[str, JsonValue] = {
             "method": self.config.compression.text,
             "ratio_sent": plain / sent_bytes if sent_bytes else None,
             "residual_norm": norm,
         }
-        return {"communication": figures}
+        return {"communication": metrics}
+
+
+def make_compressor(settings: Compression, seed: int, momentum: float = 0.0) -> Compressor:
+    """The compressor that the config's section asks for.
+
+    Args:
+        momentum: of momentum correction, for `topk` and `randomk`.
+    """
+    method = settings.chain[0]
+    if method in ("topk", "randomk"):
+        return (TopK if method == "topk" else RandomK)(settings, seed, momentum)
+    return {"powersgd": PowerSGD, "signsgd": SignSGD}.get(method, CastCompressor)(settings, seed)
 
 
 def make_buckets(

@@ -7,6 +7,8 @@ Which keys of a user's DeepSpeed JSON are honored is in
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import JsonValue
+
 from paceline.config.compat.parallel.deepspeed_json import (
     HONORED_ZERO,
     SHORT_NAMES,
@@ -105,7 +107,7 @@ def zero_section(config: Config, trained_elements: int, low_bytes: int) -> dict[
     return section
 
 
-def engine_config(config: Config, trained_elements: int) -> dict[str, Any]:
+def engine_config(config: Config, trained_elements: int) -> dict[str, JsonValue]:
     """The whole config for ``deepspeed.initialize``."""
     args = config.train_args
     return {

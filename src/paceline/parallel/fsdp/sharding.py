@@ -4,7 +4,7 @@ the hybrids share."""
 import math
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -162,21 +162,18 @@ class FSDPSharding:
         given = [one for _, one in find_blocks(self.model)] if blocks is None else blocks
         wanted = [*norms, *(one for block in given for one in _callable(block) if one not in norms)]
         size = self.shards.size
-        arguments: dict[str, Any] = {
-            "mesh": self._make_mesh(),
-            "reshard_after_forward": not self.keeps_weights,
-        }
-        arguments["shard_placement_fn"] = lambda one: Shard(shard_dim(tuple(one.shape), size))
-        arguments["offload_policy"] = (
-            CPUOffloadPolicy(pin_memory=self.shards.device.type == "cuda")
-            if offload
-            else OffloadPolicy()
+        on_host = CPUOffloadPolicy(pin_memory=self.shards.device.type == "cuda")
+        shard = partial(
+            fully_shard,
+            mesh=self._make_mesh(),
+            reshard_after_forward=not self.keeps_weights,
+            shard_placement_fn=lambda each: Shard(shard_dim(tuple(each.shape), size)),
+            offload_policy=on_host if offload else OffloadPolicy(),
+            ignored_params=self._whole or None,
         )
-        if self._whole:
-            arguments["ignored_params"] = self._whole
         found: list[FSDPModule] = []
         for module in [*_separate(self.model, wanted, self._whole), self.model]:
-            fully_shard(module, mp_policy=own if module in norms else low, **arguments)
+            shard(module, mp_policy=own if module in norms else low)
             assert isinstance(module, FSDPModule)
             # The sum over ranks, as exact as it comes: the loss is divided by the global count
             # already.

@@ -6,11 +6,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from paceline.config.schema import Config
 from paceline.config.schema.parallel import LocalSgd
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
 from paceline.distributed.environment import RankEnv
+from paceline.distributed.mesh import ParallelDims
 
 #: Elements that share a scale in int8.
 BLOCK = 256
@@ -171,3 +173,17 @@ def mean_held(size: int, workers: int, dtype: str, second: bool) -> int:
         return 4 * size
     row = row_bytes(row_elements(size, workers), dtype)
     return (workers + 1) * row if second else 2 * workers * row
+
+
+def check_sizes(config: Config, dims: ParallelDims) -> None:
+    """Raise ConfigError for workers that do not divide the ranks, or a synchronization that would
+    not be made."""
+    settings = config.local_sgd
+    if settings.workers is not None:
+        num_workers(settings, RankEnv(world_size=dims.data, local_world_size=dims.data))
+    check_rhythm(settings, config.train_args.max_steps)
+
+
+def check_steps(config: Config, steps: int) -> None:
+    """Raise ConfigError where the workers would not be brought together within ``steps``."""
+    check_rhythm(config.local_sgd, steps)

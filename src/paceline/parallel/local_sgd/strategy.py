@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from pydantic import JsonValue
 import torch.distributed as dist
 from torch import nn
 
@@ -25,7 +26,7 @@ from paceline.parallel.base import (
     trained_parameters,
     whole_shards,
 )
-from paceline.parallel.comm_profile import CommProfile, CommTimes
+from paceline.parallel.comm_profile import CommProfile, CommTimes, StrategyMetrics
 from paceline.parallel.compression.checkpoint import dropped
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import changing_buffers, clip_to
@@ -43,8 +44,8 @@ _CHUNK = 1 << 24
 class LocalSGDBase(Strategy):
     """Each worker, a group of ranks, runs the optimizer on its own share of the batch; within a
     worker gradients are averaged at each step, workers are synchronised every H steps: see
-    :class:`~paceline.parallel.local_sgd.local_sgd.LocalSGDStrategy` and
-    :class:`~paceline.parallel.local_sgd.diloco.DiLoCoStrategy`.
+    :class:`~paceline.parallel.local_sgd.algorithms.LocalSGDStrategy` and
+    :class:`~paceline.parallel.local_sgd.algorithms.DiLoCoStrategy`.
 
     A worker's gradient is the mean over its own share: the loss is divided by the worker's own
     count. With shares of one size the mean of the workers' gradients is that of the global batch;
@@ -329,18 +330,18 @@ class LocalSGDBase(Strategy):
             has_other_collectives=self.near.size not in (1, self.world.size),
         )
 
-    def report_metrics(self, sent_bytes: float | None) -> dict[str, dict[str, object]]:
+    def report_metrics(self, sent_bytes: float | None) -> StrategyMetrics:
         plain = all_reduce_bytes(
             sum(one.numel() * one.element_size() for one in self.buckets.flats), self.world.size
         )
-        figures: dict[str, object] = {
+        metrics: dict[str, JsonValue] = {
             "method": self.name,
             "ratio_sent": plain / sent_bytes if sent_bytes else None,
             "workers": self.workers,
             "synchronisations": self.synchronised // self.rhythm.fragments,
             "bytes_per_synchronisation": self._sync_bytes(),
         }
-        return {"communication": figures}
+        return {"communication": metrics}
 
     def _sync_bytes(self) -> int:
         ranges = map(self.share_of, range(self.rhythm.fragments))

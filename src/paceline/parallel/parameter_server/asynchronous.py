@@ -21,6 +21,7 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import TRAFFIC, uncounted
 from paceline.parallel.base import MicroStep, OptimizerFactory
+from paceline.parallel.comm_profile import StrategyMetrics
 from paceline.parallel.gradients import clip_factor
 from paceline.parallel.parameter_server.client import RemoteEmbedding, rank_name
 from paceline.parallel.parameter_server.collectives import ServerCommunicator
@@ -150,7 +151,7 @@ class AsyncServerStrategy(ParameterServerStrategy):
             return measured
         return round(TRAFFIC.bytes_by_collective.get("pull", 0) / self.clock)
 
-    def report_metrics(self, sent_bytes: float | None) -> dict[str, dict[str, object]]:
+    def report_metrics(self, sent_bytes: float | None) -> StrategyMetrics:
         """``staleness``: the most steps that a worker was ahead of the slowest when it began one,
         and what bounds it."""
         self.world.barrier()  # the workers have made their last step
