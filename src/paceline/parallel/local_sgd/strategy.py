@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from pydantic import JsonValue
 import torch.distributed as dist
+from pydantic import JsonValue
 from torch import nn
 
 from paceline.config.schema import Config
