@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.files import human_bytes
-from paceline.observe.report.charts import Plot, Series, draw
+from paceline.observe.report.charts import DrawnPlot, Plot, Series, draw
 
 #: name → what is asked of it over the slow link (100 Mbit/s, 10 ms): (what, as in WHAT; bound)
 SLOW_GOALS = [
@@ -326,23 +326,23 @@ def as_svg(runs: dict[str, Run]) -> str:
     )
 
 
-def _panel(drawn: dict[str, Any], left: int, top: int, width: int, height: int, title: str) -> str:
+def _panel(drawn: DrawnPlot, left: int, top: int, width: int, height: int, title: str) -> str:
     """One plot of :func:`paceline.observe.report.charts.draw`, whose coordinates are 1000 × 400."""
     across, down = width / 1000, height / 400
     parts = [f'<text x="{left}" y="{top - 10}" font-weight="bold">{escape(title)}</text>']
-    for one in drawn["y_ticks"]:
-        y = top + float(one["svg"]) * down
+    for tick in drawn["y_ticks"]:
+        y = top + float(tick.svg) * down
         parts.append(f'<path d="M{left} {y:.1f}h{width}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{one["text"]}</text>')
-    for one in drawn["x_ticks"]:
-        x = left + float(one["svg"]) * across
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{tick.text}</text>')
+    for tick in drawn["x_ticks"]:
+        x = left + float(tick.svg) * across
         parts.append(
-            f'<text x="{x:.1f}" y="{top + height + 18}" text-anchor="middle">{one["text"]}</text>'
+            f'<text x="{x:.1f}" y="{top + height + 18}" text-anchor="middle">{tick.text}</text>'
         )
     lines = "".join(
-        f'<path d="{one["d"]}" stroke="{one["colour"]}" fill="none" stroke-width="2" '
+        f'<path d="{shape.d}" stroke="{shape.colour}" fill="none" stroke-width="2" '
         'vector-effect="non-scaling-stroke"/>'
-        for one in drawn["shapes"]
+        for shape in drawn["shapes"]
     )
     parts.append(
         f'<g transform="translate({left} {top}) scale({across:.4f} {down:.4f})">{lines}</g>'

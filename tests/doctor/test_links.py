@@ -8,8 +8,7 @@ from ranks import run_ranks
 
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.link import Link
-from paceline.doctor.links import Network, Pair, measure_network
-from paceline.doctor.run import judge_network
+from paceline.doctor.links import Network, Pair, check_links, measure_network
 
 pytestmark = pytest.mark.alone
 
@@ -68,23 +67,21 @@ GOOD = Network(
 
 
 def test_the_judgement() -> None:
-    assert [(one.name, one.ok) for one in judge_network(GOOD)] == [
+    assert [(one.name, one.ok) for one in check_links(GOOD)] == [
         ("links", True),
         ("all_reduce", True),
     ]
-    assert "of each step" in judge_network(GOOD, 10**9)[1].value
-    damaged = judge_network(replace(GOOD, pairs=[replace(PAIR, intact=False), *GOOD.pairs[1:]]))
+    assert "of each step" in check_links(GOOD, 10**9)[1].value
+    damaged = check_links(replace(GOOD, pairs=[replace(PAIR, intact=False), *GOOD.pairs[1:]]))
     assert damaged[0].fatal
     assert "rank 0 on a ↔ rank 1 on a" in damaged[0].value
-    assert judge_network(replace(GOOD, sum_intact=False))[0].fatal
-    slow = judge_network(
+    assert check_links(replace(GOOD, sum_intact=False))[0].fatal
+    slow = check_links(
         replace(GOOD, pairs=[*GOOD.pairs[:2], replace(GOOD.pairs[2], bandwidth_bytes_s=1e8)])
     )
     assert not slow[0].ok
     assert "rank 1 on a ↔ rank 2 on b" in slow[0].value
-    apart = judge_network(
-        replace(GOOD, pairs=[replace(PAIR, clock_offset_s=-30.0), *GOOD.pairs[1:]])
-    )
+    apart = check_links(replace(GOOD, pairs=[replace(PAIR, clock_offset_s=-30.0), *GOOD.pairs[1:]]))
     assert (apart[-1].name, apart[-1].ok) == ("clocks_apart", False)
     assert "30.0 s" in apart[-1].value
 
@@ -92,4 +89,4 @@ def test_the_judgement() -> None:
 @pytest.mark.parametrize("bandwidth", [None, 1e9])
 def test_a_link_without_a_limit(bandwidth: float | None) -> None:
     network = replace(GOOD, all_reduce=Link(1e-4, bandwidth, 3))
-    assert judge_network(network, 1000)[1].ok
+    assert check_links(network, 1000)[1].ok

@@ -12,11 +12,10 @@ from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from paceline.distributed.collectives.schedules import all_reduce_bytes
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from paceline.distributed.communicator import Communicator
@@ -202,6 +201,8 @@ def fit(points: Sequence[tuple[float, float, float]]) -> dict[str, float] | None
     Returns: ``alpha_s``, ``beta_s_per_byte`` and ``residual`` (root mean square of (model -
     measured) / measured); None for fewer than two points.
     """
+    import numpy as np
+
     if len(points) < 2:
         return None
     rows = np.array([(messages / seconds, size / seconds) for messages, size, seconds in points])

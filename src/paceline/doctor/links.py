@@ -9,8 +9,11 @@ from itertools import combinations
 from statistics import median
 from typing import TYPE_CHECKING, TypedDict
 
+from paceline.core.files import human_bytes
+from paceline.core.formatting import counted, short_duration
 from paceline.core.processes import host_name
 from paceline.distributed.link import Link, measure_link, time_once
+from paceline.launch.host_checks import Check, broken, doubtful, well
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +26,10 @@ _PINGS = 12
 _LARGE_BYTES, _SMALL_BYTES = 8 << 20, 1 << 20
 _SLOW_S = 0.02
 _REPEATS = 3
+#: A link this many times slower than the middle one is named.
+_SLOWER = 3.0
+#: Clocks of hosts further apart than this make their logs hard to compare.
+_CLOCKS_APART_S = 1.0
 
 
 #: A link between two ranks, as JSON.
@@ -222,3 +229,66 @@ def check_peer_copies(count: int, device_type: str) -> list[tuple[int, int]]:
             ):
                 wrong.append((one, other))
     return wrong
+
+
+def check_links(network: Network, gradient_bytes: int | None = None) -> list[Check]:
+    """What the measurements say."""
+    damaged = [pair for pair in network.pairs if not pair.intact]
+    if damaged or not network.sum_intact:
+        what = ", ".join(_between(network, pair) for pair in damaged) or "the all-reduce"
+        advice = (
+            "set NCCL_P2P_DISABLE=1 between GPUs of one host; else look at the interface's driver"
+            " and its offloading"
+        )
+        return [broken("links", f"data arrives changed: {what}", advice)]
+    checks = [_check_pairs(network), _check_all_reduce(network, gradient_bytes)]
+    apart = max(network.pairs, key=lambda pair: abs(pair.clock_offset_s))
+    if abs(apart.clock_offset_s) > _CLOCKS_APART_S + apart.latency_s:
+        text = f"{_between(network, apart)}: {abs(apart.clock_offset_s):.1f} s apart"
+        checks.append(
+            doubtful("clocks_apart", text, "let chrony or systemd-timesyncd set the clocks of both")
+        )
+    return checks
+
+
+def _check_pairs(network: Network) -> Check:
+    slowest = network.slowest
+    rates = sorted(pair.bandwidth_bytes_s for pair in network.pairs)
+    middle = rates[len(rates) // 2]
+    text = (
+        f"{counted(len(network.pairs), 'pair')}, all intact; the slowest,"
+        f" {_between(network, slowest)}: {human_bytes(slowest.bandwidth_bytes_s)}/s,"
+        f" {short_duration(slowest.latency_s)}"
+    )
+    if slowest.bandwidth_bytes_s * _SLOWER < middle:
+        return doubtful(
+            "links",
+            f"{text}, where the middle one has {human_bytes(middle)}/s",
+            "look at that cable, slot or port",
+        )
+    return well("links", text)
+
+
+def _check_all_reduce(network: Network, gradient_bytes: int | None) -> Check:
+    link = network.all_reduce
+    rate = (
+        "no limit that could be seen"
+        if link.bandwidth_bytes_s is None
+        else f"{human_bytes(link.bandwidth_bytes_s)}/s"
+    )
+    text = f"{short_duration(link.latency_s)} a message, {rate} that a rank sends"
+    if gradient_bytes is not None:
+        takes = short_duration(link.all_reduce_s(gradient_bytes))
+        text += (
+            f"; the gradients of this config ({human_bytes(gradient_bytes)}) take {takes} of each"
+            " step, in part beside backward"
+        )
+    return well("all_reduce", text)
+
+
+def _between(network: Network, pair: Pair) -> str:
+    ends = [
+        f"rank {rank}" + (f" on {network.hosts[rank]}" if len(set(network.hosts)) > 1 else "")
+        for rank in (pair.sender, pair.receiver)
+    ]
+    return f"{ends[0]} ↔ {ends[1]}"

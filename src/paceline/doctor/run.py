@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, PacelineError
-from paceline.core.files import human_bytes
-from paceline.core.formatting import counted, short_duration
+from paceline.core.formatting import counted
 from paceline.core.log import configure_logging, log_notices
 from paceline.core.outcome import Outcome
 from paceline.doctor.checks import (
@@ -34,7 +33,6 @@ from paceline.launch.host_checks import (
     check_port,
     check_shared_memory,
     check_threads,
-    doubtful,
     well,
 )
 
@@ -50,11 +48,6 @@ if TYPE_CHECKING:
     from paceline.doctor.host_report import HostLink
     from paceline.doctor.hosts import HostsReport
     from paceline.doctor.links import PairRecord
-
-#: A link this many times slower than the middle one is named.
-_SLOWER = 3.0
-#: Clocks of hosts further apart than this make their logs hard to compare.
-_CLOCKS_APART_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -305,7 +298,7 @@ def _peer_copies(count: int, device_type: str) -> Check:
 def examine_rank(job: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
     """Measure the network with the other ranks; a collective."""
     from paceline.distributed.communicator import init_communicator
-    from paceline.doctor.links import measure_network
+    from paceline.doctor.links import check_links, measure_network
 
     checks: list[Check] = []
     gradients = job.gradient_bytes
@@ -323,7 +316,7 @@ def examine_rank(job: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
     world = init_communicator(env, job.device_type, job.timeout_s)
     try:
         network = measure_network(world)
-        checks += judge_network(network, gradients)
+        checks += check_links(network, gradients)
         report = {
             "checks": [asdict(check) for check in checks],
             "links": [pair.record() for pair in network.pairs],
@@ -381,69 +374,6 @@ def _look_at_hosts(
         {"host_links": report.links, "hosts": report.hosts},
         fatal,
     )
-
-
-def judge_network(network: Any, gradient_bytes: int | None = None) -> list[Check]:
-    """What the measurements say. ``network``: a :class:`~paceline.doctor.links.Network`."""
-    damaged = [one for one in network.pairs if not one.intact]
-    if damaged or not network.sum_intact:
-        what = ", ".join(_between(network, one) for one in damaged) or "the all-reduce"
-        advice = (
-            "set NCCL_P2P_DISABLE=1 between GPUs of one host; else look at the interface's driver"
-            " and its offloading"
-        )
-        return [broken("links", f"data arrives changed: {what}", advice)]
-    found = [_judge_pairs(network), _judge_all_reduce(network, gradient_bytes)]
-    apart = max(network.pairs, key=lambda one: abs(one.clock_offset_s))
-    if abs(apart.clock_offset_s) > _CLOCKS_APART_S + apart.latency_s:
-        text = f"{_between(network, apart)}: {abs(apart.clock_offset_s):.1f} s apart"
-        found.append(
-            doubtful("clocks_apart", text, "let chrony or systemd-timesyncd set the clocks of both")
-        )
-    return found
-
-
-def _judge_pairs(network: Any) -> Check:
-    slowest = network.slowest
-    rates = sorted(one.bandwidth_bytes_s for one in network.pairs)
-    middle = rates[len(rates) // 2]
-    text = (
-        f"{counted(len(network.pairs), 'pair')}, all intact; the slowest,"
-        f" {_between(network, slowest)}: {human_bytes(slowest.bandwidth_bytes_s)}/s,"
-        f" {short_duration(slowest.latency_s)}"
-    )
-    if slowest.bandwidth_bytes_s * _SLOWER < middle:
-        return doubtful(
-            "links",
-            f"{text}, where the middle one has {human_bytes(middle)}/s",
-            "look at that cable, slot or port",
-        )
-    return well("links", text)
-
-
-def _judge_all_reduce(network: Any, gradient_bytes: int | None) -> Check:
-    link = network.all_reduce
-    rate = (
-        "no limit that could be seen"
-        if link.bandwidth_bytes_s is None
-        else f"{human_bytes(link.bandwidth_bytes_s)}/s"
-    )
-    text = f"{short_duration(link.latency_s)} a message, {rate} that a rank sends"
-    if gradient_bytes is not None:
-        takes = short_duration(link.all_reduce_s(gradient_bytes))
-        text += (
-            f"; the gradients of this config ({human_bytes(gradient_bytes)}) take {takes} of each"
-            " step, in part beside backward"
-        )
-    return well("all_reduce", text)
-
-
-def _between(network: Any, pair: Any) -> str:
-    ends = [
-        f"rank {rank}" + (f" on {network.hosts[rank]}" if len(set(network.hosts)) > 1 else "")
-        for rank in (pair.sender, pair.receiver)
-    ]
-    return f"{ends[0]} ↔ {ends[1]}"
 
 
 def _on_ranks(job: HostExam, devices: Devices, outer: RankEnv | None) -> Outcome:

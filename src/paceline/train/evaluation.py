@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
+from paceline.core.events import EvalEvent
 from paceline.data.loader import LoaderOptions, eval_batches
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
@@ -26,6 +27,16 @@ class EvalResult:
     metrics: dict[str, float]
     count: int
     wall_s: float
+
+    def event(self, step: int) -> EvalEvent:
+        return {
+            "type": "eval",
+            "step": step,
+            "loss": self.loss,
+            "metrics": self.metrics,
+            "count": self.count,
+            "wall_s": self.wall_s,
+        }
 
 
 def evaluate(

@@ -45,3 +45,9 @@ class RunSpec:
     failure: Fault | None = None
     reports_everywhere: bool = False
     sees_run_folder: bool = True
+
+    def is_log_step(self, step: int, first_step: int) -> bool:
+        """Return whether the figures of this step are logged: the first, the last, and each
+        ``logging_steps``. ``first_step``: updates made before this attempt."""
+        is_first_or_last = step in (first_step + 1, self.derived.steps)
+        return is_first_or_last or step % self.derived.log_every_steps == 0

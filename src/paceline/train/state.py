@@ -122,9 +122,18 @@ class RollbackTarget:
         return num_skipped >= settings.max_restarts
 
 
-def find_target(run_dir: RunDir, step: int, resumed_from: str | None) -> RollbackTarget:
-    """Return the newest intact checkpoint of at most ``step`` updates, or the one that this attempt
-    resumed from."""
+def find_target(
+    comm: Communicator, run_dir: RunDir, step: int, resumed_from: str | None
+) -> RollbackTarget:
+    """Return what rank 0 finds: the newest intact checkpoint of at most ``step`` updates, or the
+    one that this attempt resumed from. A collective."""
+    target = _find_target(run_dir, step, resumed_from) if comm.is_rank_zero else None
+    agreed = comm.broadcast_object(target)
+    assert agreed is not None
+    return agreed
+
+
+def _find_target(run_dir: RunDir, step: int, resumed_from: str | None) -> RollbackTarget:
     for path in reversed(store.committed(run_dir.checkpoints)):
         if store.verify(path) is None:
             stored_step = store.read_meta(path)["step"]
@@ -135,6 +144,15 @@ def find_target(run_dir: RunDir, step: int, resumed_from: str | None) -> Rollbac
     path = Path(resumed_from)
     is_own = path.resolve().parent == run_dir.checkpoints.resolve()
     return RollbackTarget(str(path), store.read_meta(path)["step"], is_own)
+
+
+def report_no_rollback(step: int, target: RollbackTarget, settings: RecoveryConfig) -> None:
+    """Warn that a loss spike is trained on. ``step``: of the spike, counted from 0."""
+    logger.warning(
+        f"step {step + 1}: the loss jumped again, but as many batches as `recovery.max_restarts:"
+        f" {settings.max_restarts}` allows have already been skipped since step {target.step}"
+        "; this batch is trained on"
+    )
 
 
 def report_rollback(events: EventLog, step: int, spike: LossSpike, target: RollbackTarget) -> None:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ from paceline.train.state import (
     checkpoint_meta,
     find_target,
     recent_losses_from,
+    report_no_rollback,
     report_rollback,
 )
 from paceline.train.step_counts import CountQueue, LossAccumulator, StepCounts, check_task_loss
@@ -109,8 +110,12 @@ class Trainer:
         """Make one update, or skip its batch; and call the callbacks."""
         for callback in self.callbacks:
             callback.on_step_begin(self.state)
-        is_skipped = self.state.step in self.state.skipped_batches
-        result = self.skip_batch() if is_skipped else self.step()
+        if self.state.step in self.state.skipped_batches:
+            self.data.next()
+            self.state.step += 1
+            result = StepResult("batch_skipped")
+        else:
+            result = self.step()
         for callback in self.callbacks:
             callback.on_step_end(result, self.state)
         return result
@@ -145,7 +150,7 @@ class Trainer:
         state.step += 1
         progress.end_step(disturbed=self.checkpoints.is_writing)
         self.metrics.end(reported_loss, counts.local_count)
-        is_logged = self.is_log_step()
+        is_logged = self.spec.is_log_step(state.step, state.first_step)
         stop = self.counts.settle(now=is_logged)
         self.handle_rank_loss()
         return StepResult("updated", stop, grad_norm, learning_rate, is_logged)
@@ -189,23 +194,9 @@ class Trainer:
             precision.update_scale(updated)
         self.anomalies.record(self.state.step + 1, decision, updated, loss)
 
-    def skip_batch(self) -> StepResult:
-        """Count the step without training on its batch."""
-        self.data.next()
-        self.state.step += 1
-        return StepResult("batch_skipped")
-
-    def is_log_step(self) -> bool:
-        step, derived = self.state.step, self.spec.derived
-        is_first_or_last = step in (self.state.first_step + 1, derived.steps)
-        return is_first_or_last or step % derived.log_every_steps == 0
-
     def roll_back_on_spike(self, loss_sum: torch.Tensor, count: float) -> bool:
-        """Roll back if the loss jumped, instead of the update under way. A collective.
-
-        Args:
-            loss_sum, count: of this rank; the sums over all ranks count each sample once.
-        """
+        """Roll back if the loss jumped, instead of the update under way. A collective. The sums of
+        ``loss_sum`` and ``count`` over all ranks count each sample once."""
         state, settings = self.state, self.spec.config.recovery
         if not settings.rewind_on_spike:
             return False
@@ -225,16 +216,11 @@ class Trainer:
         state, comm = self.state, self.ctx.comm
         settings, step = self.spec.config.recovery, state.step
         self.checkpoints.finish()
-        find = partial(find_target, self.ctx.run_dir, step, self.resumed_from)
-        target: Any = comm.broadcast_object(find() if comm.is_rank_zero else None)
+        target = find_target(comm, self.ctx.run_dir, step, self.resumed_from)
         if target.is_exhausted(state.skipped_batches, settings):
             if not self._has_reported_no_rollback:
                 self._has_reported_no_rollback = True
-                logger.warning(
-                    f"step {step + 1}: the loss jumped again, and so many batches are left out"
-                    f" since step {target.step} already (`recovery.max_restarts:"
-                    f" {settings.max_restarts}`) that the run goes on with this one"
-                )
+                report_no_rollback(step, target, settings)
             return False
         state.skipped_batches.add(step)
         report_rollback(self.ctx.events, step, spike, target)
@@ -300,16 +286,7 @@ class Trainer:
                 for callback in self.callbacks:
                     callback.on_evaluation_end(result, state)
         state.eval_losses[state.step] = result.loss
-        self.ctx.events.emit(
-            {
-                "type": "eval",
-                "step": state.step,
-                "loss": result.loss,
-                "metrics": result.metrics,
-                "count": result.count,
-                "wall_s": result.wall_s,
-            }
-        )
+        self.ctx.events.emit(result.event(state.step))
 
     def save(self, *, must_succeed: bool) -> None:
         """Save the state of this step, unless it is saved. If a save fails, training continues with
