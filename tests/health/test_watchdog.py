@@ -303,7 +303,7 @@ def test_different_collectives_end_the_run_and_both_places_are_shown(tmp_path: P
 def test_another_size_is_told_though_gloo_ends_the_process_at_once(tmp_path: Path) -> None:
     process = begin(
         tmp_path, "max_steps=30", "task_args.rank=1", "task_args.fault=other_size",
-        "task_args.from_step=12"
+        "task_args.from_step=12", "task_args.base_s=0.1",  # until the ranks have met
     )  # fmt: skip
     _, said = process.communicate(timeout=240)
     assert process.returncode == 1

@@ -86,7 +86,7 @@ def test_modes_and_their_classes() -> None:
     with pytest.raises(ConfigError, match=r"zero4.*zero3"):
         mode_of(Parallel(mode="zero4"))
     for spec in STRATEGIES.values():
-        assert issubclass(load_object(spec.implementation), Strategy)
+        assert Strategy in load_object(spec.implementation).__mro__
         for function in (spec.cost_model, spec.check_sizes, spec.check_steps):
             assert function is None or callable(load_object(function))
     with pytest.raises(ConfigError, match="cannot be imported"):
