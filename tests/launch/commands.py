@@ -33,21 +33,11 @@ def parse(*tokens: str) -> argparse.Namespace:
     return parser.parse(rest)
 
 
-def start(
-    *words: str, verb: str = "sft", is_new_interpreter: bool = False, **settings: Any
-) -> subprocess.Popen[str] | Command:
-    """Start `paceline VERB WORDS`.
-
-    Args:
-        is_new_interpreter: for what depends on the imports of a new interpreter.
-        settings: of :class:`subprocess.Popen`.
-    """
+def start(*words: str, verb: str = "sft", **settings: Any) -> subprocess.Popen[str] | Command:
+    """Start `paceline VERB WORDS`, see :mod:`command_server`. ``settings``: of
+    :class:`subprocess.Popen`."""
     environment = settings.get("env") or os.environ
-    if (
-        not is_new_interpreter
-        and settings.keys() <= {"env", "cwd", "start_new_session"}
-        and SERVER.can_run(environment)
-    ):
+    if settings.keys() <= {"env", "cwd", "start_new_session"} and SERVER.can_run(environment):
         return SERVER.start(
             [verb, *words],
             environment,

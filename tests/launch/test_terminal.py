@@ -30,9 +30,7 @@ def test_a_closed_terminal_commits_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("lines", [0, 8])
 def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path, lines: int) -> None:
     folder = tmp_path / "run"
-    words = (*MICRO, f"output_dir={folder}", "max_steps=3", "parallel.num_gpus=1")
-    # A new interpreter prints nothing before the reader has gone.
-    process = start(*words, is_new_interpreter=True)
+    process = start(*MICRO, f"output_dir={folder}", "max_steps=3", "parallel.num_gpus=1")
     assert process.stdout is not None
     assert process.stderr is not None
     for _ in range(lines):

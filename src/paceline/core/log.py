@@ -8,12 +8,13 @@ printed and is not a notice, because another event holds it or it does not belon
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from paceline.core.formatting import clean
 
@@ -61,6 +62,24 @@ def configure_logging(level: str | None = None, quiet: bool = False) -> None:
     console.setLevel(number)
     console.hidden = frozenset()
     console.is_muted = False
+
+
+@contextmanager
+def discarding_unread(stream: TextIO | None) -> Iterator[None]:
+    """Send what is written to ``stream`` to nowhere from the moment it turns out that nobody reads
+    it any more (closed pipe or terminal). Raises the error of the write all the same.
+
+    What a stream could not write stays in its buffer. multiprocessing flushes the streams before it
+    starts a process, so no rank could be started after that.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EPIPE, errno.EIO) and stream is not None:
+            with suppress(OSError, ValueError, AttributeError), open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), stream.fileno())
+                stream.flush()
+        raise
 
 
 def mute_console() -> None:
@@ -117,8 +136,9 @@ class ConsoleHandler(logging.Handler):
         with suppress(OSError, ValueError, AttributeError, RuntimeError):
             if prefix and _has_colors():
                 line = f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{line}{_RESET}"
-            sys.stderr.write(f"{line}\n")
-            sys.stderr.flush()
+            with discarding_unread(sys.stderr):
+                sys.stderr.write(f"{line}\n")
+                sys.stderr.flush()
 
 
 class NoticeRecorder(logging.Handler):

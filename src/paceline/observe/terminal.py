@@ -7,6 +7,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from paceline.core.log import discarding_unread
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -63,16 +65,8 @@ class SafeStream:
     def write(self, text: str) -> int:
         if not self.broken:
             try:
-                try:
-                    self._stream.write(text)  # type: ignore[union-attr]
-                except UnicodeEncodeError:  # an ASCII log file
-                    raw = (
-                        text.replace("×", "x")
-                        .replace("→", "->")
-                        .replace("–", "-")
-                        .replace("…", "...")
-                    )
-                    self._stream.write(raw.encode(self.encoding, "replace").decode(self.encoding))  # type: ignore[union-attr]
+                with discarding_unread(self._stream):
+                    self._write(text)
             except (OSError, ValueError):
                 self.broken = True
         return len(text)
@@ -80,9 +74,18 @@ class SafeStream:
     def flush(self) -> None:
         if not self.broken:
             try:
-                self._stream.flush()  # type: ignore[union-attr]
+                with discarding_unread(self._stream):
+                    self._stream.flush()  # type: ignore[union-attr]
             except (OSError, ValueError):
                 self.broken = True
+
+    def _write(self, text: str) -> None:
+        assert self._stream is not None
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError:  # an ASCII log file
+            raw = text.replace("×", "x").replace("→", "->").replace("–", "-").replace("…", "...")
+            self._stream.write(raw.encode(self.encoding, "replace").decode(self.encoding))
 
 
 class PlainTerminal:
