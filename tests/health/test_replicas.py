@@ -9,8 +9,8 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.health.replicas import bit_sum, compare, judge
+from paceline.parallel.base import make_strategy
 from paceline.parallel.protocols import replica_of
-from paceline.parallel.registry import make_strategy
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from paceline.observe.comm_advisor import CommAdvisor, Method, StepTimings, judg
 from paceline.observe.console import Progress, end_lines
 from paceline.observe.metrics import StepMetrics
 from paceline.observe.report.tables import communication_rows
+from paceline.parallel.base import make_strategy
 from paceline.parallel.comm_profile import CommTimes
 from paceline.parallel.protocols import comm_profile
-from paceline.parallel.registry import make_strategy
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 pytestmark = pytest.mark.alone

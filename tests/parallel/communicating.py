@@ -10,9 +10,10 @@ from training import ROWS, WORDS
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.models.shape.outline import outline
+from paceline.parallel.base import make_strategy
 from paceline.parallel.cost import Workload
 from paceline.parallel.protocols import replica_of, report_metrics, reports_loss
-from paceline.parallel.registry import estimate_cost, make_strategy
+from paceline.parallel.registry import estimate_cost
 from paceline.parallel.save_load import load_state, memory_bytes, state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 

@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.models.shape.outline import outline
+from paceline.parallel.base import make_strategy
 from paceline.parallel.protocols import replica_of
-from paceline.parallel.registry import make_strategy
 from paceline.parallel.save_load import load_state, optimizer_entries, state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 

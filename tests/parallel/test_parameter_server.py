@@ -21,6 +21,7 @@ from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.recommend import ClickModel, load_recommender
 from paceline.models.shape.outline import outline
+from paceline.parallel.base import make_strategy
 from paceline.parallel.cost import Workload
 from paceline.parallel.parameter_server.asynchronous import _STORE
 from paceline.parallel.protocols import (
@@ -30,7 +31,7 @@ from paceline.parallel.protocols import (
     replica_of,
     report_metrics,
 )
-from paceline.parallel.registry import check_strategy, estimate_cost, make_strategy
+from paceline.parallel.registry import check_strategy, estimate_cost
 from paceline.parallel.save_load import load_state, memory_bytes, state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 

@@ -9,8 +9,8 @@ from torch.nn import functional
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.recommend import ClickModel
+from paceline.parallel.base import make_strategy
 from paceline.parallel.protocols import has_data
-from paceline.parallel.registry import make_strategy
 from paceline.parallel.save_load import state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 

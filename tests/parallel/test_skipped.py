@@ -12,8 +12,8 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
 from paceline.health.anomalies import UpdateDecision
+from paceline.parallel.base import make_strategy
 from paceline.parallel.protocols import local_grad_finite, replica_of, reports_loss, unscale_grads
-from paceline.parallel.registry import make_strategy
 from paceline.parallel.save_load import state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.precision import Precision

@@ -10,7 +10,8 @@ from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.registry import check_strategy, layout, make_strategy
+from paceline.parallel.base import make_strategy
+from paceline.parallel.registry import check_strategy, layout
 
 MODE = f"{Path(__file__).parents[2] / 'examples' / 'my_strategy.py'}:SPEC"
 

@@ -11,6 +11,7 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.parallel.capabilities import Capabilities
 from paceline.parallel.loss_scale import LossScaler
+from paceline.parallel.registry import get_spec, load_object
 from paceline.parallel.state import StateReader, TensorShard, local_tensor, read_part
 
 #: Loss of micro-batch number i through the module given, already divided by the global count and
@@ -33,7 +34,7 @@ class Strategy(Protocol):
     #: What came up while the model was placed or loaded, as (level, text).
     notices: list[tuple[str, str]]
     name: str
-    #: As its spec says; set by :func:`~paceline.parallel.registry.make_strategy`.
+    #: As its spec says; set by :func:`make_strategy`.
     capabilities: Capabilities = Capabilities()
     #: Rank 0 holds the whole model as the task built it, can run it alone, and can save it as it
     #: is.
@@ -129,3 +130,12 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         for value in entries.values()
         if isinstance(value, torch.Tensor)
     ]
+
+
+def make_strategy(mode: str, config: Config, world: Communicator) -> Strategy:
+    """The strategy of this rank."""
+    spec = get_spec(mode)
+    implementation = spec.implementation if spec.select is None else spec.select(config)
+    strategy: Strategy = load_object(implementation)(config, world, **spec.options)
+    strategy.name, strategy.capabilities = spec.name, spec.capabilities
+    return strategy

@@ -22,8 +22,6 @@ from paceline.parallel.user_module import import_user_module
 if TYPE_CHECKING:
     from paceline.config.schema import Config
     from paceline.config.schema.parallel import Parallel
-    from paceline.distributed.communicator import Communicator
-    from paceline.parallel.base import Strategy
 
 ExtraRanks = Callable[["Config"], int]
 RankRole = Callable[["Config", ParallelDims, int], str | None]
@@ -402,12 +400,3 @@ def check_steps(mode: str, config: Config, steps: int) -> None:
     spec = get_spec(mode)
     if spec.check_steps is not None:
         load_object(spec.check_steps)(config, steps)
-
-
-def make_strategy(mode: str, config: Config, world: Communicator) -> Strategy:
-    """The strategy of this rank."""
-    spec = get_spec(mode)
-    implementation = spec.implementation if spec.select is None else spec.select(config)
-    strategy: Strategy = load_object(implementation)(config, world, **spec.options)
-    strategy.name, strategy.capabilities = spec.name, spec.capabilities
-    return strategy

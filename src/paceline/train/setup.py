@@ -48,6 +48,7 @@ from paceline.observe.metrics import StepMetrics
 from paceline.observe.report.build import build_report
 from paceline.observe.report.html import write_reports
 from paceline.observe.run_start import RunInfo, emit_run_start
+from paceline.parallel.base import make_strategy
 from paceline.parallel.protocols import (
     close_servers,
     has_data,
@@ -55,7 +56,6 @@ from paceline.parallel.protocols import (
     replica_of,
     traffic_period,
 )
-from paceline.parallel.registry import make_strategy
 from paceline.tasks import is_user_task, load_task
 from paceline.tasks.base import Task
 from paceline.tasks.language import LanguageTask

@@ -142,9 +142,9 @@ def _measure(world: Communicator, mode: str) -> Stage:
     from paceline.distributed.communicator import Communicator
     from paceline.explain import training
     from paceline.models.shape.outline import outline
-    from paceline.parallel.base import optimizer_tensors
+    from paceline.parallel.base import make_strategy, optimizer_tensors
     from paceline.parallel.cost import Workload
-    from paceline.parallel.registry import estimate_cost, layout, make_strategy
+    from paceline.parallel.registry import estimate_cost, layout
     from paceline.parallel.save_load import memory_bytes
     from paceline.parallel.state import storage_bytes
 
