@@ -233,7 +233,7 @@ def test_memory_that_cannot_be_pinned_is_said_once(tmp_path: Path) -> None:
     assert len(notices) == (0 if torch.accelerator.is_available() else 1)
     for one in notices:
         assert one["level"] == "warning"
-        assert "in ordinary memory, for no more could be pinned" in one["text"]
+        assert "is in pageable memory, because pinning it failed" in one["text"]
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:

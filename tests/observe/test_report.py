@@ -347,7 +347,7 @@ def test_a_later_life_replaces_what_it_did_again_and_is_marked(tmp_path):
     assert loss["series"][2]["x"] == [10, 20, 30]
     assert text.count("resumed at step 15") == 1
     assert html.count('<line class="mark"') == 6
-    assert "ended without a word" in text  # the first life
+    assert "ended without a report" in text  # the first life
 
 
 def test_ranks_and_memory_are_shown_by_part(tmp_path):

@@ -354,9 +354,9 @@ class CheckpointManager:
             return
         self._has_warned_unpinned = True
         logger.warning(
-            f"the copy of rank {', '.join(map(str, reasons))} that is saved from in the background"
-            " lies in ordinary memory, for no more could be pinned: training stands still longer at"
-            f" each save ({next(iter(reasons.values()))})"
+            f"the staging buffer of rank {', '.join(map(str, reasons))} is in pageable memory,"
+            f" because pinning it failed ({next(iter(reasons.values()))}): each save pauses"
+            " training for longer"
         )
 
     def _say(self, flight: InFlightSave) -> None:

@@ -220,13 +220,13 @@ class ShardWriter:
 def _process_space() -> str:
     """Within it, process numbers mean the same: hosts may share a name, and containers of a host
     have numbers of their own."""
-    found = [socket.gethostname()]
+    parts = [socket.gethostname()]
     with suppress(OSError):
-        found += [
+        parts += [
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             os.readlink("/proc/self/ns/pid"),
         ]
-    return " ".join(found)
+    return " ".join(parts)
 
 
 class ShardWriteError(Exception):
@@ -257,8 +257,8 @@ def aside_name(step: int, pid: int) -> str:
 def clear_debris(folder: Path) -> None:
     """Remove what saves that were cut have left below ``folder``; no other save may be under
     way."""
-    for one in folder.glob(".step-*"):
-        remove(one)
+    for path in folder.glob(".step-*"):
+        remove(path)
 
 
 def remove(path: Path) -> None:
@@ -317,7 +317,7 @@ def wait_for_parts(
     """
     seen, since, pause_s = -1, time.monotonic(), 0.001
     while True:
-        names = {one.name for one in aside.iterdir()}
+        names = {path.name for path in aside.iterdir()}
         open_ranks = [rank for rank in range(len(writers)) if f"rank-{rank:05d}.writing" in names]
         # A rank that ended before the folder was listed has left its last word in it.
         lost = [

@@ -79,7 +79,7 @@ def _muted(setting: str, value: object) -> Iterator[None]:
 
 
 def uncounted(*collectives: str) -> AbstractContextManager[None]:
-    """What this thread sends meanwhile is left out of the count: it is no part of a step's work (a
+    """Leave what this thread sends meanwhile out of the count: it is not part of a training step (a
     check, a gather for the report). ``collectives``: names in the count; all where none is given.
     """
     return _muted("on", frozenset(collectives) or True)

@@ -63,7 +63,7 @@ class Beat:
         marks: signs of progress so far.
         usual_s: its usual step.
         kind: which ranks it is like, see :class:`~paceline.health.stragglers.StragglerDetector`.
-        told_step: the last step whose times it has told.
+        told_step: the last step whose times it has published.
         box: the file of its :class:`~paceline.distributed.call_log.CallLog`.
         pause: the last one of its process.
     """
@@ -92,7 +92,7 @@ _BEAT_ADAPTER = TypeAdapter(Beat)
 @dataclass
 class Details:
     """What few ever read of a rank: ``stack`` (lines, innermost first), and its last calls if it
-    has told them."""
+    has published them."""
 
     stack: list[str]
     calls: list[CallRecord] | None = None
@@ -258,7 +258,7 @@ class PeerState:
 
     @property
     def is_gone(self) -> bool:
-        """Its process has ended without a word."""
+        """Its process has ended without a report."""
         return self.state in ("gone", "Z", "X")
 
     def look(self, host: str, now: float) -> None:

@@ -196,7 +196,7 @@ class Watchdog:
             self._judge_links(peers)
 
     def _judge_gone(self, ranks: list[int]) -> None:
-        """A rank has ended without a word: gloo ends the process where a message has another size
+        """A rank has ended without a report: gloo ends the process where a message has another size
         than it waits for."""
         assert self._beats is not None
         found = find_mismatch(self._beats.calls(ranks))

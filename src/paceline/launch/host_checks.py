@@ -27,7 +27,7 @@ class Check:
     Args:
         name: stable, for scripts.
         ok: all is as it should be.
-        value: what was found, for a person.
+        value: the result, as text.
         advice: what to do about it; None where all is well.
         fatal: a run would fail. What is not well and not fatal costs time, or may surprise.
     """

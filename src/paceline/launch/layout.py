@@ -141,7 +141,7 @@ def check_sizes(derived: ResolvedValues, samples: int, mode: str) -> list[Notice
             samples alone.
 
     Returns:
-        Notices for a person.
+        The notices to log.
 
     Raises:
         ConfigError: no sample to train on; more replicas than samples in the global batch of a

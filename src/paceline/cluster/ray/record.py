@@ -93,7 +93,8 @@ class RunRecord:
         ranks.
 
         The node that held rank 0 keeps it: without shared storage the run's folder lies there. The
-        first attempt prefers the driver's node, where the user looks for the folder.
+        first attempt prefers the driver's node, where the user looks for the folder. Nodes with one
+        address are one host, as they are for Ray, which numbers local ranks per address.
         """
         fault = self.last_fault()
         previous = self._first_place
@@ -102,7 +103,7 @@ class RunRecord:
             next((place for place in places if place.address == previous.address), places[0]),
         )
         order = sorted(
-            range(len(places)), key=lambda rank: (places[rank].node_id != first.node_id, rank)
+            range(len(places)), key=lambda rank: (places[rank].address != first.address, rank)
         )
         has_moved = self._has_run_folder and first.host != previous.host
         if not has_moved:

@@ -31,7 +31,7 @@ _COLORS = {
 _ABOUT = (
     "Distributed data parallel: every rank has the whole model and its own part of the batch."
     " Backward goes from the last layer to the first and fills gradient buckets on its way; a"
-    " full bucket is all-reduced at once, while backward goes on with the layers before. What"
+    " full bucket is all-reduced at once, while backward continues with the layers before it. What"
     " is left to wait for is the end of the last bucket's all-reduce."
 )
 

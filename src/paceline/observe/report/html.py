@@ -309,7 +309,7 @@ def _lives(events: list[Event], status: str) -> list[_Life]:
             lives[-1].end = str(event.get("status"))
     for life in lives:
         life.last_step = life.first_step if life.last_step is None else life.last_step
-        life.end = life.end or (status if life is lives[-1] else "ended without a word")
+        life.end = life.end or (status if life is lives[-1] else "ended without a report")
     return lives
 
 

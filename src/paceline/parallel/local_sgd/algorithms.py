@@ -1,5 +1,5 @@
-"""`local_sgd`: workers train on their own, and average their parameters every so many steps.
-`diloco`: how far they came in these steps is the gradient of an outer optimizer."""
+"""`local_sgd`: workers train independently and average their parameters every few steps.
+`diloco`: the change of the parameters over these steps is the gradient of an outer optimizer."""
 
 import torch
 from torch import nn
