@@ -18,7 +18,7 @@ from not_run import note, skip_loudly
 from paceline.doctor.host_pairs import Findings, HostFacts, schedule
 from paceline.doctor.host_probe import Probe
 from paceline.doctor.host_report import evaluate
-from paceline.launch.host_checks import Check
+from paceline.launch.host_checks import CheckResult
 
 _HOST = """
 import json, sys
@@ -77,8 +77,8 @@ def _run_hosts(
     return results
 
 
-def _by_name(checks: list[dict[str, Any]]) -> dict[str, Check]:
-    return {one["name"]: Check(**one) for one in checks}
+def _by_name(checks: list[dict[str, Any]]) -> dict[str, CheckResult]:
+    return {one["name"]: CheckResult(**one) for one in checks}
 
 
 def _in(network: Any, number: int, *command: str) -> None:
@@ -135,7 +135,7 @@ def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(
         )
     first, second = _run_hosts(network, 29511, ("faketime", "-f", "+8s") if has_faketime else ())
 
-    dropped, refused = (Check(**one) for one in second["endpoint"])
+    dropped, refused = (CheckResult(**one) for one in second["endpoint"])
     assert dropped.fatal
     assert (
         "port 29511 of 192.0.2.1 does not answer (no answer), but port 22 of the same host does: a"
@@ -218,7 +218,7 @@ GOOD = Findings(
 )
 
 
-def _judged(findings: Findings) -> dict[str, Check]:
+def _judged(findings: Findings) -> dict[str, CheckResult]:
     return {one.name: one for one in evaluate(findings, 5.0)}
 
 
@@ -257,7 +257,7 @@ def test_different_versions_are_named(versions: dict[str, str], fatal: bool, tex
 
 
 def test_what_each_measurement_means() -> None:
-    def judged(**changes: Any) -> dict[str, Check]:
+    def judged(**changes: Any) -> dict[str, CheckResult]:
         return _judged(replace(GOOD, probes={(0, 1): replace(GOOD.probes[0, 1], **changes)}))  # type: ignore[type-var]
 
     assert "b → a" in judged(bandwidth_from_bytes_s=None)["bandwidth"].value

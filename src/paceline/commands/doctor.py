@@ -19,7 +19,7 @@ from paceline.core.formatting import counted, short_duration
 if TYPE_CHECKING:
     from paceline.doctor.links import PairRecord
     from paceline.doctor.run import DoctorOptions, DoctorReport
-    from paceline.launch.host_checks import Check
+    from paceline.launch.host_checks import CheckResult
 
 
 _MAX_RANKS = 64
@@ -39,7 +39,7 @@ def add_arguments(parser: OptionParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Check, measure and print. Exit code 1: something would make a run fail."""
+    """CheckResult, measure and print. Exit code 1: something would make a run fail."""
     from paceline.doctor.run import doctor
 
     result = doctor(make_options(args))
@@ -78,7 +78,7 @@ def make_options(args: Namespace) -> DoctorOptions:
 _MAX_LINKS = 8
 
 
-def report_table(checks: list[Check], report: DoctorReport) -> Group:
+def report_table(checks: list[CheckResult], report: DoctorReport) -> Group:
     """The checks, the slowest links, and the verdict."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
@@ -93,7 +93,7 @@ def report_table(checks: list[Check], report: DoctorReport) -> Group:
     return Group(table, *_link_lines(report["links"]), verdict)
 
 
-def _mark(check: Check) -> Text:
+def _mark(check: CheckResult) -> Text:
     if check.ok:
         return Text("ok", style="green")
     return Text("FAIL", style="bold red") if check.fatal else Text("warn", style="yellow")
@@ -113,7 +113,7 @@ def _link_lines(links: list[PairRecord]) -> list[Text]:
     return lines
 
 
-def _verdict(checks: list[Check]) -> str:
+def _verdict(checks: list[CheckResult]) -> str:
     fatal = [check.name for check in checks if check.fatal]
     doubts = [check.name for check in checks if not check.ok and not check.fatal]
     tail = f"; worth a look: {', '.join(doubts)}" if doubts else ""

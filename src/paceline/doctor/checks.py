@@ -19,7 +19,7 @@ from paceline.config.schema import Config
 from paceline.core.files import cache_dir, human_bytes
 from paceline.core.network import interfaces, source_address
 from paceline.core.processes import available_memory
-from paceline.launch.host_checks import Check, broken, doubtful, well
+from paceline.launch.host_checks import CheckResult
 
 #: State of adjtimex(2): the clock is not synchronised.
 _TIME_ERROR = 5
@@ -29,23 +29,23 @@ _SLOWED = (
 )
 
 
-def check_memory() -> Check:
+def check_memory() -> CheckResult:
     """Free memory of this host. What a config needs of it is for `paceline plan` to say."""
-    return well("memory", f"{human_bytes(available_memory())} free")
+    return CheckResult.passed("memory", f"{human_bytes(available_memory())} free")
 
 
-def check_clock(several_hosts: bool = False) -> Check:
+def check_clock(several_hosts: bool = False) -> CheckResult:
     """The clock is kept right: logs and checkpoints of several hosts are compared by time."""
     state = _clock_state()
     if state is None:
-        return well("clock", "not known")
+        return CheckResult.passed("clock", "not known")
     if state != _TIME_ERROR:
-        return well("clock", "synchronised")
+        return CheckResult.passed("clock", "synchronised")
     if several_hosts:
-        return doubtful(
+        return CheckResult.warning(
             "clock", "not synchronised", "start chrony or systemd-timesyncd on every host"
         )
-    return well("clock", "not synchronised (of no matter on one host)")
+    return CheckResult.passed("clock", "not synchronised (of no matter on one host)")
 
 
 def _clock_state() -> int | None:
@@ -56,7 +56,7 @@ def _clock_state() -> int | None:
     return None if state < 0 else int(state)
 
 
-def check_frequency() -> Check:
+def check_frequency() -> CheckResult:
     """Nothing holds the processor or the GPUs back."""
     held = []
     governor = _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
@@ -72,12 +72,12 @@ def check_frequency() -> Check:
             if on == "Active"
         ]
     if held:
-        return doubtful(
+        return CheckResult.warning(
             "frequency",
             "; ".join(held),
             "look at cooling and power; `cpupower frequency-set -g performance`",
         )
-    return well(
+    return CheckResult.passed(
         "frequency",
         f"governor {governor}" if governor else "nothing holds it back that can be seen",
     )
@@ -105,7 +105,7 @@ def _nvidia_smi(*fields: str) -> list[str]:
 _CHOSEN_BY = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
-def check_host_name(several_hosts: bool = False) -> Check:
+def check_host_name(several_hosts: bool = False) -> CheckResult:
     """The host's own name leads to an address: gloo looks it up."""
     name = socket.gethostname()
     try:
@@ -115,18 +115,19 @@ def check_host_name(several_hosts: bool = False) -> Check:
             f"add a line for {name} to /etc/hosts, or set GLOO_SOCKET_IFNAME to the interface's"
             " name"
         )
-        return (broken if several_hosts else doubtful)(
-            "host_name", f"{name} does not resolve", advice
-        )
+        make_result = CheckResult.error if several_hosts else CheckResult.warning
+        return make_result("host_name", f"{name} does not resolve", advice)
     if several_hosts and str(address).startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
         advice = (
             f"let {name} lead to the address that the other hosts see, or set GLOO_SOCKET_IFNAME"
         )
-        return doubtful("host_name", f"{name} is {address}, which no other host reaches", advice)
-    return well("host_name", f"{name} is {address}")
+        return CheckResult.warning(
+            "host_name", f"{name} is {address}, which no other host reaches", advice
+        )
+    return CheckResult.passed("host_name", f"{name} is {address}")
 
 
-def check_interface(head: str | None = None) -> Check:
+def check_interface(head: str | None = None) -> CheckResult:
     """The interface that traffic takes, and that those which the environment names are there.
     ``head``: the host to be reached; else any outside."""
     known = dict(interfaces())
@@ -138,7 +139,7 @@ def check_interface(head: str | None = None) -> Check:
             and not (given or "").startswith("^")
             and not any(name.startswith(tuple(names)) for name in known)
         ):
-            return broken(
+            return CheckResult.error(
                 "interface",
                 f"{variable}={given}, and there is no such interface",
                 f"one of {', '.join(known)}; or unset {variable}",
@@ -146,19 +147,19 @@ def check_interface(head: str | None = None) -> Check:
     try:
         address = source_address(head)
     except OSError:
-        return well(
+        return CheckResult.passed(
             "interface",
             "no way out of this host: loopback alone"
             + (f"; {head} cannot be reached" if head else ""),
         )
     name = next((name for name, one in known.items() if one == address), "of unknown name")
-    return well("interface", f"{name} ({address})")
+    return CheckResult.passed("interface", f"{name} ({address})")
 
 
 _NVIDIA = Path("/proc/driver/nvidia/version")
 
 
-def check_packages(config: Config | None = None) -> Check:
+def check_packages(config: Config | None = None) -> CheckResult:
     """Every package that Paceline needs is there, in a version it works with; DeepSpeed,
     TensorBoard where the config asks."""
     extras = [""]
@@ -184,15 +185,15 @@ def check_packages(config: Config | None = None) -> Check:
     if wrong:
         asked = [extra for extra in extras if extra]
         what = f"paceline[{','.join(asked)}]" if asked else "paceline"
-        return broken(
+        return CheckResult.error(
             "packages",
             "; ".join(wrong),
             f"type `pip install --upgrade '{what}'` in this environment",
         )
-    return well("packages", value)
+    return CheckResult.passed("packages", value)
 
 
-def check_driver(device: str = "auto") -> Check:
+def check_driver(device: str = "auto") -> CheckResult:
     """torch's build and the accelerator's driver go together. Imports torch.
 
     Args:
@@ -212,29 +213,29 @@ def check_driver(device: str = "auto") -> Check:
     value = f"torch {torch.__version__}, built for {build}" + (
         f"; NVIDIA driver {driver}" if driver else ""
     )
-    missed = broken if device not in ("auto", "cpu") else doubtful
+    make_result = CheckResult.warning if device in ("auto", "cpu") else CheckResult.error
     if torch.accelerator.is_available():
-        return well("driver", value)
+        return CheckResult.passed("driver", value)
     if driver and torch.version.cuda is None:
-        return missed(
+        return make_result(
             "driver",
             f"{value}: the GPU of this machine is not used",
             "install a build of torch for CUDA (https://pytorch.org/get-started/locally), or set"
             " `parallel.device: cpu`",
         )
     if driver:
-        return missed(
+        return make_result(
             "driver",
             f"{value}: {_why_no_cuda()}",
             "update the driver, or install a torch built for an older CUDA",
         )
     if device not in ("auto", "cpu"):
-        return broken(
+        return CheckResult.error(
             "driver",
             f"{value}; no accelerator",
             "set `parallel.device: cpu`, or see whether `nvidia-smi` answers",
         )
-    return well("driver", f"{value}; no accelerator: training runs on the CPU")
+    return CheckResult.passed("driver", f"{value}; no accelerator: training runs on the CPU")
 
 
 def nvidia_driver(path: Path = _NVIDIA) -> str | None:
@@ -264,7 +265,7 @@ _TRIAL_BYTES = 8 << 20
 
 def check_disk(
     folder: Path, checkpoint_bytes: int | None, model_bytes: int, num_kept: int | None
-) -> Check:
+) -> CheckResult:
     """Free space for the checkpoints that are kept, one that is being written, and the model at the
     end.
 
@@ -275,7 +276,7 @@ def check_disk(
     here = existing(folder)
     free = shutil.disk_usage(here).free
     if checkpoint_bytes is None:
-        return well("disk", f"{human_bytes(free)} free in {here}")
+        return CheckResult.passed("disk", f"{human_bytes(free)} free in {here}")
     least = checkpoint_bytes + model_bytes
     value = (
         f"{human_bytes(free)} free in {here}; a checkpoint takes {human_bytes(checkpoint_bytes)}, "
@@ -287,17 +288,17 @@ def check_disk(
         most = checkpoint_bytes * (num_kept + 1) + model_bytes
         value += f"{num_kept} of them and one being written, with the model, {human_bytes(most)}"
     if free < least:
-        return broken("disk", value, "make room, or set `output_dir` to another disk")
+        return CheckResult.error("disk", value, "make room, or set `output_dir` to another disk")
     if free < most:
-        return doubtful(
+        return CheckResult.warning(
             "disk",
             value,
             "make room, lower `save_total_limit`, or set `output_dir` to another disk",
         )
-    return well("disk", value)
+    return CheckResult.passed("disk", value)
 
 
-def check_writing(name: str, folder: Path) -> Check:
+def check_writing(name: str, folder: Path) -> CheckResult:
     """A file can be written into ``folder`` (or where it is to be made), brought to the disk, and
     renamed. Leaves nothing."""
     here = existing(folder)
@@ -315,7 +316,7 @@ def check_writing(name: str, folder: Path) -> Check:
         aside.rename(renamed)
         aside = renamed
     except OSError as error:
-        return broken(
+        return CheckResult.error(
             name,
             f"{here} cannot be written: {error.strerror or error}",
             "see its owner and rights, or name another",
@@ -324,10 +325,12 @@ def check_writing(name: str, folder: Path) -> Check:
         if aside is not None:
             with contextlib.suppress(OSError):
                 aside.unlink()
-    return well(name, f"{here} takes {human_bytes(_TRIAL_BYTES / wall_s)}/s, brought to the disk")
+    return CheckResult.passed(
+        name, f"{here} takes {human_bytes(_TRIAL_BYTES / wall_s)}/s, brought to the disk"
+    )
 
 
-def check_cache() -> Check:
+def check_cache() -> CheckResult:
     return check_writing("cache", cache_dir())
 
 

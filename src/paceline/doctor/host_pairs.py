@@ -26,7 +26,7 @@ from paceline.core.formatting import counted
 from paceline.core.processes import host_name
 from paceline.doctor.checks import nvidia_driver
 from paceline.doctor.host_probe import TOKEN_BYTES, Probe, Responder, probe, try_port
-from paceline.launch.host_checks import Check
+from paceline.launch.host_checks import CheckResult
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -285,7 +285,7 @@ class HostFacts:
     lease_s: int | None
     ephemeral_ports: tuple[int, int] | None
     versions: dict[str, str]
-    checks: list[Check]
+    checks: list[CheckResult]
     gradient_bytes: int | None = None
 
     @classmethod
@@ -293,12 +293,12 @@ class HostFacts:
         """Read what ``asdict`` returned, after a journey as JSON."""
         ports = values["ephemeral_ports"]
         values["ephemeral_ports"] = None if ports is None else (ports[0], ports[1])
-        values["checks"] = [Check(**check) for check in values["checks"]]
+        values["checks"] = [CheckResult(**check) for check in values["checks"]]
         return cls(**values)
 
 
 def collect_facts(
-    address: str, interface: str, checks: list[Check], gradient_bytes: int | None = None
+    address: str, interface: str, checks: list[CheckResult], gradient_bytes: int | None = None
 ) -> HostFacts:
     return HostFacts(
         host_name(),

@@ -10,7 +10,7 @@ from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
 from paceline.doctor.host_pairs import Findings, HostFacts
 from paceline.doctor.host_probe import Probe
-from paceline.launch.host_checks import Check, broken, doubtful, well
+from paceline.launch.host_checks import CheckResult
 
 #: Clocks further apart than this are named, because logs are hard to compare; the limit of a run is
 #: in ``cluster.clock``.
@@ -25,7 +25,7 @@ _ASYMMETRY = 3.0
 _MUST_BE_EQUAL = ("Python", "torch", "Paceline")
 
 
-def evaluate(findings: Findings, max_skew_s: float) -> list[Check]:
+def evaluate(findings: Findings, max_skew_s: float) -> list[CheckResult]:
     """All checks between hosts."""
     checks = [_hosts(findings), _versions(findings.facts), _addresses(findings.facts)]
     if len(findings.facts) > 1:
@@ -91,7 +91,7 @@ def host_links(findings: Findings) -> list[HostLink]:
     return links
 
 
-def local_checks(facts: list[HostFacts]) -> list[Check]:
+def local_checks(facts: list[HostFacts]) -> list[CheckResult]:
     """The checks that each host made of itself, under its name."""
     return [
         replace(check, name=f"{host.name}: {check.name}") for host in facts for check in host.checks
@@ -107,18 +107,18 @@ def _measured(findings: Findings) -> Iterator[_Measured]:
             yield findings.facts[source], findings.facts[target], one
 
 
-def _hosts(findings: Findings) -> Check:
+def _hosts(findings: Findings) -> CheckResult:
     names = ", ".join(f"{one.name} ({one.address} on {one.interface})" for one in findings.facts)
     if len(findings.facts) < findings.num_expected:
-        return broken(
+        return CheckResult.error(
             "hosts",
             f"{len(findings.facts)} of {findings.num_expected} connected: {names}",
             "start the same command on every host; a host that cannot connect prints the reason",
         )
-    return well("hosts", f"{counted(len(findings.facts), 'host')}: {names}")
+    return CheckResult.passed("hosts", f"{counted(len(findings.facts), 'host')}: {names}")
 
 
-def _versions(facts: list[HostFacts]) -> Check:
+def _versions(facts: list[HostFacts]) -> CheckResult:
     fatal, different = False, []
     for name in facts[0].versions:
         values = [_comparable(name, one.versions.get(name, "none")) for one in facts]
@@ -127,14 +127,14 @@ def _versions(facts: list[HostFacts]) -> Check:
             by_host = ", ".join(f"{one.versions.get(name, 'none')} on {one.name}" for one in facts)
             different.append(f"{name}: {by_host}")
     if not different:
-        return well(
+        return CheckResult.passed(
             "versions",
             ", ".join(
                 f"{name} {value}" for name, value in facts[0].versions.items() if value != "none"
             ),
         )
-    make = broken if fatal else doubtful
-    return make(
+    make_result = CheckResult.error if fatal else CheckResult.warning
+    return make_result(
         "versions",
         "; ".join(different),
         "install the same versions on all hosts, for example from one container image",
@@ -146,17 +146,17 @@ def _comparable(name: str, version: str) -> str:
     return ".".join(version.split(".")[:2]) if name == "Python" else version
 
 
-def _addresses(facts: list[HostFacts]) -> Check:
+def _addresses(facts: list[HostFacts]) -> CheckResult:
     leased = [one for one in facts if one.lease_s is not None]
     if not leased:
-        return well(
+        return CheckResult.passed(
             "address", "no address of a run's interface expires, as far as the kernels report it"
         )
     text = "; ".join(
         f"{one.address} of {one.name} expires in {short_duration(float(one.lease_s or 0))}"
         for one in leased
     )
-    return doubtful(
+    return CheckResult.warning(
         "address",
         f"{text} (a DHCP lease or a router's prefix)",
         "reserve the address in the DHCP server, assign a static one, or give a DNS name as"
@@ -164,7 +164,7 @@ def _addresses(facts: list[HostFacts]) -> Check:
     )
 
 
-def _ports(findings: Findings) -> Check:
+def _ports(findings: Findings) -> CheckResult:
     blocked, advice = [], ""
     for (source, target), ports in sorted(findings.reach.items()):
         wrong = {port: text for port, text in ports.items() if text != "open"}
@@ -182,31 +182,31 @@ def _ports(findings: Findings) -> Check:
             f" rule inet filter input ip saddr {one.address} tcp dport {low}-{high} accept`"
         )
     if blocked:
-        return broken("ports", "; ".join(blocked), advice)
+        return CheckResult.error("ports", "; ".join(blocked), advice)
     low, high = findings.facts[0].ephemeral_ports or (32768, 60999)
-    return well(
+    return CheckResult.passed(
         "ports",
         f"the ports that were tried (from {low}-{high}) accept connections in every direction",
     )
 
 
-def _not_measured(findings: Findings, failed: list[tuple[tuple[int, int], str]]) -> Check:
+def _not_measured(findings: Findings, failed: list[tuple[tuple[int, int], str]]) -> CheckResult:
     if failed:
         text = "; ".join(
             f"{findings.facts[a].name} → {findings.facts[b].name}: {why}" for (a, b), why in failed
         )
-        return broken(
+        return CheckResult.error(
             "host_links",
             f"the measurement failed: {text}",
             "check whether a host stopped or its network went down",
         )
-    return well(
+    return CheckResult.passed(
         "host_links",
         f"{findings.num_unmeasured} of the pairs were not measured, because there are many hosts",
     )
 
 
-def _clocks(probes: list[_Measured], max_skew_s: float) -> Check:
+def _clocks(probes: list[_Measured], max_skew_s: float) -> CheckResult:
     one, other, worst = max(probes, key=lambda entry: abs(entry[2].clock_offset_s))
     skew_s = abs(worst.clock_offset_s)
     certain_s = skew_s - worst.round_trip_s / 2
@@ -217,23 +217,27 @@ def _clocks(probes: list[_Measured], max_skew_s: float) -> Check:
         " corrects a clock at once"
     )
     if certain_s > max_skew_s:
-        return broken("clock_skew", f"{text}; a run allows at most {max_skew_s:g} s", advice)
+        return CheckResult.error(
+            "clock_skew", f"{text}; a run allows at most {max_skew_s:g} s", advice
+        )
     if certain_s > _SKEW_WARNING_S:
-        return doubtful("clock_skew", text, advice)
-    return well("clock_skew", f"at most {short_duration(max(skew_s, worst.round_trip_s / 2))}")
+        return CheckResult.warning("clock_skew", text, advice)
+    return CheckResult.passed(
+        "clock_skew", f"at most {short_duration(max(skew_s, worst.round_trip_s / 2))}"
+    )
 
 
-def _round_trips(probes: list[_Measured]) -> Check:
+def _round_trips(probes: list[_Measured]) -> CheckResult:
     one, other, worst = max(probes, key=lambda entry: entry[2].round_trip_s)
     text = f"at most {short_duration(worst.round_trip_s)} ({one.name} ↔ {other.name})"
     if worst.round_trip_s > _ROUND_TRIP_WARNING_S:
-        return doubtful(
+        return CheckResult.warning(
             "round_trip",
             text,
             "for hosts this far from each other use `parallel.mode: local_sgd`"
             " (docs/how-to/local-sgd.md)",
         )
-    return well("round_trip", text)
+    return CheckResult.passed("round_trip", text)
 
 
 def _directions(
@@ -248,11 +252,11 @@ def _directions(
     return entries
 
 
-def _bandwidth(probes: list[_Measured]) -> Check:
+def _bandwidth(probes: list[_Measured]) -> CheckResult:
     rates = _directions(probes, lambda one: (one.bandwidth_to_bytes_s, one.bandwidth_from_bytes_s))
     stalled = [name for name, rate, *_ in rates if rate is None]
     if stalled:
-        return broken(
+        return CheckResult.error(
             "bandwidth",
             f"a TCP stream stalled: {', '.join(stalled)}",
             "set a smaller MTU on both hosts (`ip link set DEVICE mtu 1400`), because usually only"
@@ -263,7 +267,7 @@ def _bandwidth(probes: list[_Measured]) -> Check:
     for one, other, measured in probes:
         there, back = measured.bandwidth_to_bytes_s or 0.0, measured.bandwidth_from_bytes_s or 0.0
         if max(there, back) > _ASYMMETRY * min(there, back):
-            return doubtful(
+            return CheckResult.warning(
                 "bandwidth",
                 f"{one.name} → {other.name}: {human_bytes(there)}/s, {other.name} → {one.name}:"
                 f" {human_bytes(back)}/s",
@@ -271,37 +275,41 @@ def _bandwidth(probes: list[_Measured]) -> Check:
                 " direction",
             )
     if rate < _BANDWIDTH_WARNING_BYTES_S:
-        return doubtful(
+        return CheckResult.warning(
             "bandwidth",
             text,
             "choose a faster interface with `parallel.interface`, or send less"
             " (docs/how-to/slow-network.md)",
         )
-    return well("bandwidth", text)
+    return CheckResult.passed("bandwidth", text)
 
 
-def _loss(probes: list[_Measured]) -> Check:
+def _loss(probes: list[_Measured]) -> CheckResult:
     losses = _directions(probes, lambda one: (one.loss_to, one.loss_from))
     known = [entry for entry in losses if entry[1] is not None]
     if not known:
-        return well("packet_loss", "not measured: no UDP packet arrives (a run sends none)")
+        return CheckResult.passed(
+            "packet_loss", "not measured: no UDP packet arrives (a run sends none)"
+        )
     named = [f"{name}: {100 * share:.1f} %" for name, share, *_ in known if share > _LOSS_WARNING]
     if named:
-        return doubtful(
+        return CheckResult.warning(
             "packet_loss",
             "; ".join(named),
             "check cables, switch ports and `ip -s link` for errors, because TCP slows down sharply"
             " with every lost packet",
         )
     unknown = "" if len(known) == len(losses) else "; not measured where no UDP packet arrives"
-    return well("packet_loss", f"at most {100 * max(entry[1] for entry in known):.1f} %{unknown}")
+    return CheckResult.passed(
+        "packet_loss", f"at most {100 * max(entry[1] for entry in known):.1f} %{unknown}"
+    )
 
 
-def _mtu(probes: list[_Measured]) -> Check:
+def _mtu(probes: list[_Measured]) -> CheckResult:
     passing = _directions(probes, lambda one: (one.mtu_to_bytes, one.mtu_from_bytes))
     known = [entry for entry in passing if entry[1] is not None]
     if not known:
-        return well("mtu", "not measured: no UDP packet arrives (a run sends none)")
+        return CheckResult.passed("mtu", "not measured: no UDP packet arrives (a run sends none)")
     blocked = [
         f"{name}: {sender.interface} of {sender.name} has MTU {sender.mtu_bytes}, but only packets"
         f" of up to {size} bytes arrive"
@@ -310,7 +318,7 @@ def _mtu(probes: list[_Measured]) -> Check:
     ]
     smallest = min(size for _, size, *_ in known)
     if blocked:
-        return doubtful(
+        return CheckResult.warning(
             "mtu",
             "; ".join(blocked),
             "set the same MTU on all hosts and switches between them, for example `ip link set"
@@ -318,11 +326,11 @@ def _mtu(probes: list[_Measured]) -> Check:
         )
     mtus = Counter(size for _, size, *_ in known)
     if len(mtus) > 1:
-        return doubtful(
+        return CheckResult.warning(
             "mtu",
             f"interfaces differ: {', '.join(map(str, sorted(mtus)))}",
             "set the same MTU on the interfaces of all hosts",
         )
-    return well(
+    return CheckResult.passed(
         "mtu", f"packets of {smallest} bytes, the interfaces' MTU, arrive in every direction"
     )

@@ -20,7 +20,7 @@ from paceline.core.network import interface_of, source_address
 from paceline.doctor.host_pairs import collect_facts, inspect_hosts
 from paceline.doctor.host_probe import try_port
 from paceline.doctor.host_report import HostLink, evaluate, host_links, local_checks
-from paceline.launch.host_checks import Check, broken, doubtful, well
+from paceline.launch.host_checks import CheckResult
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -66,7 +66,7 @@ class HostsReport:
     hosts.
     """
 
-    checks: list[Check]
+    checks: list[CheckResult]
     is_first: bool
     links: list[HostLink]
     hosts: list[dict[str, JsonValue]]
@@ -77,7 +77,7 @@ class HostsReport:
 def inspect_endpoint_and_hosts(
     endpoint: MeetingPoint,
     hosts: tuple[int, int],
-    checks: list[Check],
+    checks: list[CheckResult],
     gradient_bytes: int | None,
 ) -> HostsReport:
     """Reach the endpoint, then measure between the hosts. ``checks``: what this host found of
@@ -86,14 +86,14 @@ def inspect_endpoint_and_hosts(
     if unreachable is not None:
         return HostsReport([*checks, unreachable], True, [], [])
     store = open_endpoint_store(endpoint)
-    rendezvous = well(
+    rendezvous = CheckResult.passed(
         "rendezvous_port", f"{endpoint.address} accepts connections on port {endpoint.port}"
     )
     warning = public_address_warning(endpoint.address)
     if warning is None and endpoint.is_host:
         warning = public_listener_warning(endpoint.port)
     if warning is not None:
-        rendezvous = doubtful(
+        rendezvous = CheckResult.warning(
             "rendezvous_port", warning, "see docs/security.md for what to restrict, and how"
         )
     report = inspect_over_store(
@@ -112,7 +112,7 @@ def inspect_over_store(
     store: Store,
     endpoint: MeetingPoint,
     hosts: tuple[int, int],
-    checks: list[Check],
+    checks: list[CheckResult],
     gradient_bytes: int | None,
 ) -> HostsReport:
     """The preflight over a store that all hosts already reach."""
@@ -123,7 +123,10 @@ def inspect_over_store(
         )
     except RunError as error:
         return HostsReport(
-            [broken("hosts", error.what, error.fix or "see the other hosts")], True, [], []
+            [CheckResult.error("hosts", error.what, error.fix or "see the other hosts")],
+            True,
+            [],
+            [],
         )
     between = evaluate(findings, MAX_SKEW_S)
     return HostsReport(
@@ -141,7 +144,7 @@ def inspect_over_store(
 
 # -- under an outer launcher
 def inspect_from_ranks(
-    env: RankEnv, examine: Callable[[str], tuple[list[Check], int | None]]
+    env: RankEnv, examine: Callable[[str], tuple[list[CheckResult], int | None]]
 ) -> tuple[HostsReport | None, bool]:
     """The same from ranks that an outer launcher started, before they form a process group. Every
     rank calls it.
@@ -180,7 +183,7 @@ def inspect_from_ranks(
 
 
 # -- the endpoint
-def check_own_port(endpoint: MeetingPoint) -> Check | None:
+def check_own_port(endpoint: MeetingPoint) -> CheckResult | None:
     """On the endpoint host: None if it can listen on the endpoint's port and connect to it, else
     what prevents it."""
     family = socket.AF_INET6 if ":" in endpoint.address else socket.AF_INET
@@ -188,7 +191,7 @@ def check_own_port(endpoint: MeetingPoint) -> Check | None:
         with socket.create_server((endpoint.address, endpoint.port), family=family):
             outcome = try_port(endpoint.address, endpoint.port, timeout_s=_TRY_TIMEOUT_S)
     except OSError as error:
-        return broken(
+        return CheckResult.error(
             "rendezvous_port",
             f"this host cannot listen on port {endpoint.port} of {endpoint.address}:"
             f" {error.strerror or error}",
@@ -197,7 +200,7 @@ def check_own_port(endpoint: MeetingPoint) -> Check | None:
         )
     if outcome == "open":
         return None
-    return broken(
+    return CheckResult.error(
         "rendezvous_port",
         f"this host cannot connect to its own port {endpoint.port} of {endpoint.address}"
         f" ({outcome}): a firewall on this host blocks it",
@@ -208,7 +211,7 @@ def check_own_port(endpoint: MeetingPoint) -> Check | None:
 
 def reach_endpoint(
     endpoint: MeetingPoint, wait_s: float = WAIT_S, silent_s: float = _SILENT_S
-) -> Check | None:
+) -> CheckResult | None:
     """Wait until the endpoint's port accepts connections. None when it does, else which port is
     blocked and by what.
 
@@ -229,12 +232,12 @@ def reach_endpoint(
         time.sleep(0.5)
 
 
-def diagnose_endpoint(endpoint: MeetingPoint, outcome: str) -> Check:
+def diagnose_endpoint(endpoint: MeetingPoint, outcome: str) -> CheckResult:
     """Why the rendezvous port cannot be reached. ``outcome``: of
     :func:`~paceline.doctor.host_probe.try_port`."""
     where = f"port {endpoint.port} of {endpoint.address}"
     if outcome == "refused":
-        return broken(
+        return CheckResult.error(
             "rendezvous_port",
             f"{where} refuses connections: nothing listens there, or a firewall rejects them",
             f"start the same command on {endpoint.address}; if it runs there, allow TCP from"
@@ -246,14 +249,14 @@ def diagnose_endpoint(endpoint: MeetingPoint, outcome: str) -> Check:
         if try_port(endpoint.address, port, timeout_s=1.0) in ("open", "refused")
     ]
     if answering:
-        return broken(
+        return CheckResult.error(
             "rendezvous_port",
             f"{where} does not answer ({outcome}), but port {answering[0]} of the same host does: a"
             f" firewall drops the packets from {endpoint.local_address}",
             f"allow it on {endpoint.address}: `nft add rule inet filter input ip saddr"
             f" {endpoint.local_address} tcp dport {endpoint.port} accept`",
         )
-    return broken(
+    return CheckResult.error(
         "rendezvous_port",
         f"{where} does not answer ({outcome}), and neither does any other port that was tried on"
         " this host",

@@ -13,7 +13,7 @@ from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
 from paceline.core.processes import host_name
 from paceline.distributed.link import Link, measure_link, time_once
-from paceline.launch.host_checks import Check, broken, doubtful, well
+from paceline.launch.host_checks import CheckResult
 
 if TYPE_CHECKING:
     import torch
@@ -231,7 +231,7 @@ def check_peer_copies(count: int, device_type: str) -> list[tuple[int, int]]:
     return wrong
 
 
-def check_links(network: Network, gradient_bytes: int | None = None) -> list[Check]:
+def check_links(network: Network, gradient_bytes: int | None = None) -> list[CheckResult]:
     """What the measurements say."""
     damaged = [pair for pair in network.pairs if not pair.intact]
     if damaged or not network.sum_intact:
@@ -240,18 +240,20 @@ def check_links(network: Network, gradient_bytes: int | None = None) -> list[Che
             "set NCCL_P2P_DISABLE=1 between GPUs of one host; else look at the interface's driver"
             " and its offloading"
         )
-        return [broken("links", f"data arrives changed: {what}", advice)]
+        return [CheckResult.error("links", f"data arrives changed: {what}", advice)]
     checks = [_check_pairs(network), _check_all_reduce(network, gradient_bytes)]
     apart = max(network.pairs, key=lambda pair: abs(pair.clock_offset_s))
     if abs(apart.clock_offset_s) > _CLOCKS_APART_S + apart.latency_s:
         text = f"{_between(network, apart)}: {abs(apart.clock_offset_s):.1f} s apart"
         checks.append(
-            doubtful("clocks_apart", text, "let chrony or systemd-timesyncd set the clocks of both")
+            CheckResult.warning(
+                "clocks_apart", text, "let chrony or systemd-timesyncd set the clocks of both"
+            )
         )
     return checks
 
 
-def _check_pairs(network: Network) -> Check:
+def _check_pairs(network: Network) -> CheckResult:
     slowest = network.slowest
     rates = sorted(pair.bandwidth_bytes_s for pair in network.pairs)
     middle = rates[len(rates) // 2]
@@ -261,15 +263,15 @@ def _check_pairs(network: Network) -> Check:
         f" {short_duration(slowest.latency_s)}"
     )
     if slowest.bandwidth_bytes_s * _SLOWER < middle:
-        return doubtful(
+        return CheckResult.warning(
             "links",
             f"{text}, where the middle one has {human_bytes(middle)}/s",
             "look at that cable, slot or port",
         )
-    return well("links", text)
+    return CheckResult.passed("links", text)
 
 
-def _check_all_reduce(network: Network, gradient_bytes: int | None) -> Check:
+def _check_all_reduce(network: Network, gradient_bytes: int | None) -> CheckResult:
     link = network.all_reduce
     rate = (
         "no limit that could be seen"
@@ -283,7 +285,7 @@ def _check_all_reduce(network: Network, gradient_bytes: int | None) -> Check:
             f"; the gradients of this config ({human_bytes(gradient_bytes)}) take {takes} of each"
             " step, in part beside backward"
         )
-    return well("all_reduce", text)
+    return CheckResult.passed("all_reduce", text)
 
 
 def _between(network: Network, pair: Pair) -> str:

@@ -27,13 +27,11 @@ from paceline.doctor.checks import (
     check_writing,
 )
 from paceline.launch.host_checks import (
-    Check,
-    broken,
+    CheckResult,
     check_open_files,
     check_port,
     check_shared_memory,
     check_threads,
-    well,
 )
 
 logger = logging.getLogger(__name__)
@@ -89,7 +87,7 @@ class DoctorResult:
 
     exit_code: int
     report: DoctorReport | None = None
-    checks: list[Check] = field(default_factory=list)
+    checks: list[CheckResult] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class HostExam:
 
 
 def doctor(options: DoctorOptions) -> DoctorResult:
-    """Check this machine, and measure between the ranks.
+    """CheckResult this machine, and measure between the ranks.
 
     Raises:
         ConfigError: the devices that the config asks for are not there.
@@ -127,7 +125,7 @@ def doctor(options: DoctorOptions) -> DoctorResult:
     starts_ranks = has_several_hosts or (outer is None and devices.count > 1)
     if starts_ranks:
         _warm_up()
-    checks: list[Check] = []
+    checks: list[CheckResult] = []
     gradient_bytes = None
     hosts: HostsReport | None = None
     if has_several_hosts:
@@ -163,7 +161,7 @@ def doctor(options: DoctorOptions) -> DoctorResult:
         else:
             measured = cast("DoctorReport", outcome["report"])
     if measured is not None:
-        checks += [Check(**check) for check in measured["checks"]]
+        checks += [CheckResult(**check) for check in measured["checks"]]
     elif not checks:  # under an outer launcher, rank 0 prints for all
         return DoctorResult(EXIT_DONE)
     if hosts is not None and not hosts.is_first:  # the endpoint host prints for all
@@ -173,8 +171,8 @@ def doctor(options: DoctorOptions) -> DoctorResult:
     return DoctorResult(EXIT_DONE if report["ok"] else EXIT_FAILED, report, checks)
 
 
-def _failed_links(text: str) -> Check:
-    return broken(
+def _failed_links(text: str) -> CheckResult:
+    return CheckResult.error(
         "links",
         text.partition(" To go on:")[0],
         "see which host or interface the text names; `--ranks 1` looks at this host alone",
@@ -182,7 +180,7 @@ def _failed_links(text: str) -> Check:
 
 
 def _report(
-    checks: list[Check], measured: DoctorReport | None, hosts: HostsReport | None
+    checks: list[CheckResult], measured: DoctorReport | None, hosts: HostsReport | None
 ) -> DoctorReport:
     """What `--json` prints."""
     return {
@@ -225,7 +223,7 @@ def _between_hosts(options: DoctorOptions, devices: Devices) -> HostsReport:
 
 def examine_host(
     config: Config, given: bool, device_type: str, num_ranks: int, head: str | None = None
-) -> tuple[list[Check], int | None]:
+) -> tuple[list[CheckResult], int | None]:
     """All that can be seen without a second rank, and the bytes of the config's gradients (None:
     not known). ``num_ranks``: of this host. ``head``: where the ranks of several hosts meet; None
     where this is the only one."""
@@ -277,21 +275,23 @@ def _sizes(config: Config) -> tuple[int, int, int] | None:
     return trained + state, model, trained
 
 
-def _peer_copies(count: int, device_type: str) -> Check:
+def _peer_copies(count: int, device_type: str) -> CheckResult:
     from paceline.doctor.links import check_peer_copies
 
     if count < 2:
-        return well("peer_copies", "one device")
+        return CheckResult.passed("peer_copies", "one device")
     wrong = check_peer_copies(count, device_type)
     if wrong:
         pairs = ", ".join(f"{one} → {other}" for one, other in wrong)
-        return broken(
+        return CheckResult.error(
             "peer_copies",
             f"a copy between devices arrives changed: {pairs}",
             "set NCCL_P2P_DISABLE=1, and see the driver's notes on IOMMU and ACS (PCI access"
             " control)",
         )
-    return well("peer_copies", f"{counted(count * (count - 1), 'pair')} of devices, all intact")
+    return CheckResult.passed(
+        "peer_copies", f"{counted(count * (count - 1), 'pair')} of devices, all intact"
+    )
 
 
 # -- ranks
@@ -300,7 +300,7 @@ def examine_rank(job: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
     from paceline.distributed.communicator import init_communicator
     from paceline.doctor.links import check_links, measure_network
 
-    checks: list[Check] = []
+    checks: list[CheckResult] = []
     gradients = job.gradient_bytes
     between: DoctorReport = {}
     if job.looks:
@@ -346,7 +346,7 @@ def examine_member(job: HostExam, member: Membership, stop: StopFlag) -> Outcome
 
 def _look_at_hosts(
     job: HostExam, env: RankEnv
-) -> tuple[list[Check], int | None, DoctorReport, bool]:
+) -> tuple[list[CheckResult], int | None, DoctorReport, bool]:
     """Under an outer launcher: the first rank of each host looks at it, and all hosts measure
     between them.
 
@@ -355,7 +355,7 @@ def _look_at_hosts(
         would fail.
     """
 
-    def examine(head: str | None) -> tuple[list[Check], int | None]:
+    def examine(head: str | None) -> tuple[list[CheckResult], int | None]:
         return examine_host(
             job.config, job.given and env.rank == 0, job.device_type, env.local_world_size, head
         )

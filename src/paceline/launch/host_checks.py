@@ -6,6 +6,7 @@ import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from paceline.config.schema import Config
 from paceline.core.files import human_bytes
@@ -21,15 +22,15 @@ _OPEN_FILES = 1024
 
 
 @dataclass(frozen=True)
-class Check:
-    """One thing that was looked at.
+class CheckResult:
+    """The result of one check.
 
     Args:
         name: stable, for scripts.
-        ok: all is as it should be.
-        value: the result, as text.
-        advice: what to do about it; None where all is well.
-        fatal: a run would fail. What is not well and not fatal costs time, or may surprise.
+        ok: there is no problem.
+        value: what was measured or found, as text.
+        advice: how to solve the problem; None without one.
+        fatal: the problem would make a run fail.
     """
 
     name: str
@@ -38,20 +39,22 @@ class Check:
     advice: str | None = None
     fatal: bool = False
 
+    @classmethod
+    def passed(cls, name: str, value: str) -> Self:
+        return cls(name, True, value)
 
-def well(name: str, value: str) -> Check:
-    return Check(name, True, value)
+    @classmethod
+    def warning(cls, name: str, value: str, advice: str) -> Self:
+        """Return a problem that costs time or may surprise the user."""
+        return cls(name, False, value, advice)
+
+    @classmethod
+    def error(cls, name: str, value: str, advice: str) -> Self:
+        """Return a problem that would make a run fail."""
+        return cls(name, False, value, advice, fatal=True)
 
 
-def doubtful(name: str, value: str, advice: str) -> Check:
-    return Check(name, False, value, advice)
-
-
-def broken(name: str, value: str, advice: str) -> Check:
-    return Check(name, False, value, advice, fatal=True)
-
-
-def quick_checks(config: Config, device_type: str, num_ranks: int) -> list[Check]:
+def quick_checks(config: Config, device_type: str, num_ranks: int) -> list[CheckResult]:
     """Return what is not as it should be on this host, of what can be checked within a millisecond
     and without torch."""
     checks = [
@@ -67,7 +70,7 @@ def quick_checks(config: Config, device_type: str, num_ranks: int) -> list[Check
     return [check for check in checks if not check.ok]
 
 
-def check_threads(num_ranks: int) -> Check:
+def check_threads(num_ranks: int) -> CheckResult:
     """Threads and cores: too many threads a rank is the commonest way to make a CPU slow."""
     cores = cpu_cores()
     limits = {
@@ -80,46 +83,46 @@ def check_threads(num_ranks: int) -> Check:
     )
     each = max((int(count) for count in limits.values() if count.isdecimal()), default=0)
     if each * num_ranks > cores:
-        return doubtful(
+        return CheckResult.warning(
             "threads",
             f"{value}: {counted(num_ranks, 'rank')} × {counted(each, 'thread')} on"
             f" {counted(cores, 'core')}",
             f"unset {' and '.join(limits)}, or set OMP_NUM_THREADS={max(1, cores // num_ranks)}",
         )
-    return well("threads", value)
+    return CheckResult.passed("threads", value)
 
 
-def check_shared_memory(num_ranks: int, loader_workers: int, accelerator: bool) -> Check:
+def check_shared_memory(num_ranks: int, loader_workers: int, accelerator: bool) -> CheckResult:
     """/dev/shm, through which loader processes hand over batches and the GPUs of a host speak."""
     if not _SHARED.is_dir():
-        return well("shared_memory", "no /dev/shm on this system")
+        return CheckResult.passed("shared_memory", "no /dev/shm on this system")
     total = shutil.disk_usage(_SHARED)
     value = f"{human_bytes(total.free)} of {human_bytes(total.total)} free"
     if total.free < _SHARED_BYTES and (loader_workers > 0 or (accelerator and num_ranks > 1)):
         advice = "start the container with `--shm-size=8g` (or `--ipc=host`)"
-        return doubtful(
+        return CheckResult.warning(
             "shared_memory",
             value,
             advice + (", or set `dataloader_num_workers: 0`" if loader_workers else ""),
         )
-    return well("shared_memory", value)
+    return CheckResult.passed("shared_memory", value)
 
 
-def check_open_files() -> Check:
+def check_open_files() -> CheckResult:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{soft:,} at once" + (f", up to {hard:,} by `ulimit -n`" if hard != soft else "")
     if 0 <= soft < _OPEN_FILES:
-        return doubtful(
+        return CheckResult.warning(
             "open_files",
             value,
             f"type `ulimit -n {min(hard, 4096) if hard > 0 else 4096}` before the run",
         )
-    return well("open_files", value)
+    return CheckResult.passed("open_files", value)
 
 
-def check_port() -> Check:
+def check_port() -> CheckResult:
     """Ranks of this host can meet: a port of the loopback can be had."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -127,9 +130,9 @@ def check_port() -> Check:
             with socket.create_connection(("127.0.0.1", port), timeout=5):
                 pass
     except OSError as error:
-        return broken(
+        return CheckResult.error(
             "port",
             f"127.0.0.1: {error.strerror or error}",
             "bring the loopback interface up: `ip link set lo up`",
         )
-    return well("port", "a free port answers on 127.0.0.1")
+    return CheckResult.passed("port", "a free port answers on 127.0.0.1")
