@@ -164,7 +164,7 @@ def test_the_place_of_a_row_is_its_line_in_the_file(tmp_path: Path) -> None:
     ("line", "text"),
     [
         (b'{"text": "a\xff"}', "line 803 of `{}` is not UTF-8 text (byte 0xff at position 11)"),
-        (b'{"text": ', "line 803 of `{}` is no valid JSON: Expecting value at column 10, near `"),
+        (b'{"text": ', "line 803 of `{}` is not valid JSON: Expecting value at column 10, near `"),
         (
             b'{"prompt": "a", "chosen": "b", "rejected": "c"}',
             "line 803 of {}: the rows are preference pairs",

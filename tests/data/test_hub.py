@@ -98,4 +98,4 @@ def test_download_once_then_from_the_cache_with_and_without_the_hub(
     hub.server_close()
     third = prepare("me/mine#7", hub, tmp_path)
     assert "from the cache" in third
-    assert "using the copy downloaded before" in third
+    assert "using the downloaded copy" in third

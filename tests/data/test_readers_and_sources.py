@@ -1,4 +1,4 @@
-"""Every kind of file and place that `dataset:` may name, and what is said where it is broken."""
+"""Every kind of file and source that `dataset:` may name, and the errors for malformed ones."""
 
 import bz2
 import gzip
@@ -19,13 +19,13 @@ from paceline.data.sources.resolve import open_source
 ROWS = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(5)]
 
 
-def rows(path: Path | str, seed: int = 0, **more: Any) -> list[Any]:
-    return [row for _, row in open_source(DatasetSource(path=str(path), **more)).rows(seed)]
+def rows(path: Path | str, seed: int = 0, **settings: Any) -> list[Any]:
+    return [row for _, row in open_source(DatasetSource(path=str(path), **settings)).rows(seed)]
 
 
-def fails(path: Path | str, **more: Any) -> str:
+def fails(path: Path | str, **settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        rows(path, **more)
+        rows(path, **settings)
     return str(caught.value)
 
 
@@ -57,10 +57,10 @@ CONTENTS = {
     ".ndjson": lines(ROWS),
     ".json": json.dumps(ROWS, indent=1),
     ".csv": (
-        "prompt,completion\n" + "".join(f"{one['prompt']},{one['completion']}\n" for one in ROWS)
+        "prompt,completion\n" + "".join(f"{row['prompt']},{row['completion']}\n" for row in ROWS)
     ),
     ".tsv": (
-        "prompt\tcompletion\n" + "".join(f"{one['prompt']}\t{one['completion']}\n" for one in ROWS)
+        "prompt\tcompletion\n" + "".join(f"{row['prompt']}\t{row['completion']}\n" for row in ROWS)
     ),
 }
 
@@ -84,15 +84,15 @@ def test_compressed_text_utf16_and_a_misleading_name(tmp_path: Path) -> None:
 
 
 def test_large_compressed_files_and_several_members(tmp_path: Path) -> None:
-    many = [{"prompt": f"{n} " * 20, "completion": str(n)} for n in range(20_000)]
-    halves = [lines(many[:7000]).encode(), lines(many[7000:]).encode()]
+    all_rows = [{"prompt": f"{n} " * 20, "completion": str(n)} for n in range(20_000)]
+    halves = [lines(all_rows[:7000]).encode(), lines(all_rows[7000:]).encode()]
     for name, pack in (
         (".gz", gzip.compress),
         (".zst", lambda raw: bytes(pa.Codec("zstd").compress(raw))),
     ):
         path = tmp_path / f"a.jsonl{name}"
         path.write_bytes(b"".join(map(pack, halves)))
-        assert rows(path) == many
+        assert rows(path) == all_rows
 
 
 @pytest.mark.parametrize("kind", [*CONTENTS, ".txt"])
@@ -125,7 +125,7 @@ def test_damaged_compressed_files(tmp_path: Path, packed: str) -> None:
     path.write_bytes(path.read_bytes()[:-20])
     text = fails(path)
     assert "cannot be decompressed" in text
-    assert "cut off while it was copied" in text
+    assert "truncated while it was copied" in text
     path.write_bytes(path.read_bytes()[:40] + b"\xff" * 60)
     assert "cannot be decompressed" in fails(path) or "is not" in fails(path)
 
@@ -151,7 +151,7 @@ def test_patterns_and_folders_with_compressed_files(tmp_path: Path) -> None:
     source = open_source(DatasetSource(path=f"{tmp_path}/data/*"))
     assert [text for _, text in source.notices] == [
         f"{tmp_path}/data/*: 2 data files",
-        f"{tmp_path}/data/*: passed over notes.pdf",
+        f"{tmp_path}/data/*: skipped notes.pdf",
     ]
     text = fails(f"{tmp_path}/data/*.parquet")
     assert "matches no data files" in text
@@ -168,30 +168,30 @@ def test_patterns_and_folders_with_compressed_files(tmp_path: Path) -> None:
             "train",
             ROWS[:3],
             "info",
-            ("split `train` is used", "test (2 rows)"),
+            ("using split `train`", "test (2 rows)"),
         ),
         (
             {"test": ROWS[3:], "training": ROWS[:3]},
             "train",
             ROWS[:3],
             "info",
-            ("split `training` is used", "test (2 rows)"),
+            ("using split `training`", "test (2 rows)"),
         ),
         (
             {"train": ROWS[:3], "dev": ROWS[3:]},
             "validation",
             ROWS[3:],
             "info",
-            ("split `dev` is used", "train (3 rows)"),
+            ("using split `dev`", "train (3 rows)"),
         ),
         (
             {"train": ROWS[:3], "extra": ROWS[3:]},
             "extra",
             ROWS[3:],
             "info",
-            ("split `extra` is used", "train (3 rows)"),
+            ("using split `extra`", "train (3 rows)"),
         ),
-        ({"test": ROWS}, "train", ROWS, "warning", ("split `test` is used",)),
+        ({"test": ROWS}, "train", ROWS, "warning", ("using split `test`",)),
         (
             {
                 "train": {"prompt": ["a", "b"], "completion": ["c", "d"]},
@@ -200,7 +200,7 @@ def test_patterns_and_folders_with_compressed_files(tmp_path: Path) -> None:
             "train",
             [{"prompt": "a", "completion": "c"}, {"prompt": "b", "completion": "d"}],
             "info",
-            ("split `train` is used", "test (1 rows)"),
+            ("using split `train`", "test (1 rows)"),
         ),
     ],
 )
@@ -211,12 +211,12 @@ def test_an_object_of_splits(
         DatasetSource(path=str(write(tmp_path / "a.json", json.dumps(value))), split=split)
     )
     assert [row for _, row in source.rows(0)] == expected
-    ((found, text),) = source.notices
-    assert found == level
+    ((notice_level, text),) = source.notices
+    assert notice_level == level
     assert all(part in text for part in texts), text
 
 
-def test_an_object_without_the_split_asked_for(tmp_path: Path) -> None:
+def test_an_object_without_the_requested_split(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", json.dumps({"validation": ROWS, "test": ROWS}))
     text = fails(path)
     assert "no split `train`; it has validation, test" in text
@@ -250,8 +250,8 @@ def test_json(tmp_path: Path, value: Any) -> None:
 def test_json_that_is_json_lines_strings_or_one_row(tmp_path: Path) -> None:
     assert rows(write(tmp_path / "a.json", lines(ROWS))) == ROWS
     assert rows(write(tmp_path / "b.json", '["one", "two"]')) == [{"text": "one"}, {"text": "two"}]
-    one = {"messages": [{"role": "user", "content": "hi"}]}
-    assert rows(write(tmp_path / "c.json", json.dumps(one))) == [one]
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    assert rows(write(tmp_path / "c.json", json.dumps(chat))) == [chat]
     assert (
         rows(
             write(tmp_path / "d.json", json.dumps({"train": ROWS, "test": ROWS[:1]})), split="test"
@@ -301,7 +301,7 @@ def test_plain_text(tmp_path: Path) -> None:
     assert rows(write(tmp_path / "empty.md", " \n")) == []
 
 
-def test_folder_is_read_in_order_and_says_what_it_passes_over(tmp_path: Path) -> None:
+def test_folder_is_read_in_order_and_skipped_files_are_reported(tmp_path: Path) -> None:
     write(tmp_path / "d/b/2.jsonl", lines(ROWS[3:]))
     write(tmp_path / "d/a.json", json.dumps(ROWS[:3]))
     write(tmp_path / "d/README.md", "about")
@@ -319,13 +319,13 @@ def test_folder_with_splits(tmp_path: Path) -> None:
     write(tmp_path / "data/test-00000-of-00001.jsonl", lines(ROWS[:1]))
     source = open_source(DatasetSource(path=str(tmp_path)))
     assert [row for _, row in source.rows(0)] == ROWS
-    assert any("left out test-00000" in text for _, text in source.notices)
+    assert any("skipped files of other splits: test-00000" in text for _, text in source.notices)
     assert rows(tmp_path, split="test") == ROWS[:1]
 
 
 def test_first_n_of_a_seeded_shuffle(tmp_path: Path) -> None:
-    many = [{"text": str(n)} for n in range(100)]
-    path = write(tmp_path / "a.jsonl", lines(many))
+    all_rows = [{"text": str(n)} for n in range(100)]
+    path = write(tmp_path / "a.jsonl", lines(all_rows))
     some = rows(f"{path}#10")
     assert len(some) == 10
     assert some == rows(f"{path}#10")
@@ -333,8 +333,9 @@ def test_first_n_of_a_seeded_shuffle(tmp_path: Path) -> None:
     assert all(row in rows(f"{path}#20") for row in some)  # a larger N holds the smaller one
     source = open_source(DatasetSource(path=f"{path}#1_000"))
     assert len(list(source.rows(0))) == 100
-    assert any("1,000 rows asked for, it has 100" in text for _, text in source.notices)
-    assert "asks for no rows" in fails(f"{path}#0")
+    notices = [text for _, text in source.notices]
+    assert any("1,000 rows requested, but the dataset has 100" in text for text in notices)
+    assert "selects 0 rows" in fails(f"{path}#0")
 
 
 def test_a_name_that_really_holds_a_number_sign(tmp_path: Path) -> None:
@@ -355,13 +356,13 @@ def test_broken_json_line_is_named(tmp_path: Path) -> None:
         tmp_path / "a.jsonl",
         lines(ROWS[:2]) + '{"prompt": "x", "completion" "y"}\n' + lines(ROWS[2:]),
     )
-    said = fails(path)
-    assert f"line 3 of `{path}`" in said
-    assert '"completion" "y"' in said
+    message = fails(path)
+    assert f"line 3 of `{path}`" in message
+    assert '"completion" "y"' in message
     assert "line 3" in fails(path.rename(tmp_path / "a.json"))
     cut = write(tmp_path / "b.jsonl", lines(ROWS)[:-20])
     assert "line 5" in fails(cut)
-    assert "cut off" in fails(cut)
+    assert "truncated" in fails(cut)
     array = write(tmp_path / "c.json", '[{"a": 1},\n {"a": 2},\n {"a" 3}]')
     assert "line 3" in fails(array)
 
@@ -383,8 +384,8 @@ def test_missing_file_names_the_nearest(tmp_path: Path) -> None:
 
 def test_folder_without_data_and_unknown_kinds(tmp_path: Path) -> None:
     write(tmp_path / "d/weights.bin", "x")
-    assert "holds no data files (found: weights.bin)" in fails(tmp_path / "d")
-    assert "is not a known kind of data file" in fails(tmp_path / "d/weights.bin")
+    assert "no data files in the folder" in fails(tmp_path / "d")
+    assert "is not a supported data file (the suffix `.bin`)" in fails(tmp_path / "d/weights.bin")
     assert "single int" in fails(write(tmp_path / "a.json", "3"))
     assert "several lists: a, b" in fails(
         write(tmp_path / "b.json", json.dumps({"a": ROWS, "b": ROWS}))
@@ -395,9 +396,9 @@ def test_folder_without_data_and_unknown_kinds(tmp_path: Path) -> None:
     "name", ["alpaca-en", "Alpaca_EN", "tatsu-lab/alpaca", "tatsu-lab/alpaca#100", "gsm8k"]
 )
 def test_hub_without_a_network_fails_with_a_way_out(name: str) -> None:
-    said = fails(name)  # the whole test session runs with the hub switched off
-    assert "cannot be downloaded" in said
-    assert "dataset=/path/to/data" in said
+    message = fails(name)  # the whole test session runs with the hub switched off
+    assert "cannot be downloaded" in message
+    assert "dataset=/path/to/data" in message
 
 
 def test_fingerprint_follows_the_content(tmp_path: Path) -> None:

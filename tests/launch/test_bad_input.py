@@ -287,7 +287,7 @@ def test_a_broken_line(here: Path, refused: Refused) -> None:
     lines = [json.dumps(row) for row in PAIRS]
     lines[4] = lines[4][:-9]
     (here / "broken.jsonl").write_text("\n".join(lines))
-    one_line(refused("dataset=broken.jsonl"), "line 5 of", "no valid JSON", "delete line 5")
+    one_line(refused("dataset=broken.jsonl"), "line 5 of", "not valid JSON", "delete line 5")
 
 
 def test_columns_that_fit_no_format(here: Path, refused: Refused) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 from starts import ask
 
-from paceline.data.sources.builtin import builtin_datasets
+from paceline.data.sources.builtin import BUILTIN_DATASETS
 from paceline.data.sources.readers import TABLE_SUFFIXES, TEXT_SUFFIXES
 from paceline.web.api import datasets
 from paceline.web.api import upload as uploading
@@ -24,7 +24,7 @@ def upload(served, name: str, content: bytes, status: int = 200) -> dict:
 
 def test_what_may_be_uploaded_is_what_is_read():
     assert set(SUFFIXES) == {*TABLE_SUFFIXES, *TEXT_SUFFIXES}
-    assert {f"builtin:{name}" for name in builtin_datasets()} <= set(datasets.BUILT_IN)
+    assert {f"builtin:{name}" for name in BUILTIN_DATASETS} <= set(datasets.BUILT_IN)
 
 
 def test_an_upload_lies_in_the_folder_and_never_over_another(serve, tmp_path):

@@ -20,8 +20,8 @@ from pydantic import JsonValue
 from paceline.core.errors import ConfigError, unknown_name
 from paceline.core.files import cache_dir
 from paceline.data.cache import build_once
-from paceline.data.sources import modelscope
 from paceline.data.sources.builtin import builtin_dataset, python_version
+from paceline.data.sources.hub import MODELSCOPE_PREFIX, download_from_modelscope
 from paceline.data.text.qwen_tokenizer import QWEN2_WORDS
 from paceline.models.hub_configs import canonical_id, read_config
 
@@ -83,8 +83,8 @@ def resolve_model(name: str) -> str:
     Raises:
         ConfigError: no built-in model of that name.
     """
-    if name.startswith(modelscope.PREFIX):
-        return modelscope.download(name, "model")
+    if name.startswith(MODELSCOPE_PREFIX):
+        return download_from_modelscope(name, "model")
     if not name.startswith("builtin:"):
         return canonical_id(name)
     short = name.removeprefix("builtin:")

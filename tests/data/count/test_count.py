@@ -124,7 +124,7 @@ def test_compressed_files_and_fields(tmp_path: Path) -> None:
         ("a.txt", b"word " * 9 + b"\xe4\xb8", ReadOptions(chunk_bytes=8), "0xe4 at offset 45"),
         ("a.txt", b"\xed\xa0\x80", ReadOptions(), "offset 0"),
         ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', ReadOptions(field="text"), "offset 14"),
-        ("a.jsonl", b'{"text": "x"}\n{"text":\n', ReadOptions(field="text"), "no valid JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"text":\n', ReadOptions(field="text"), "not valid JSON"),
         (
             "a.txt.gz",
             gzip.compress(b"some words", mtime=0)[:-9],

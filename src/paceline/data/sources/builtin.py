@@ -1,7 +1,7 @@
-"""Data that needs no download, made from the source of the interpreter's own standard library.
+"""Built-in datasets, made from the source code of Python's standard library without a download.
 
-Sources are parsed, never imported: some modules act when they are imported. What comes out depends
-on the Python version alone, so that version is part of the name under which it is kept.
+Sources are parsed, never imported, because some modules have side effects on import. The rows
+depend only on the Python version, so it is part of the name of the cached folder.
 """
 
 import ast
@@ -23,7 +23,7 @@ from paceline.data.sources.rows import Row
 _LAYOUT = 2
 _ANSWER_CHARS = 600
 _DOCUMENT_CHARS = 6000
-#: Packages that hold tests, generated tables, or programs rather than a library.
+#: Packages of tests, generated tables, or programs rather than a library.
 _SKIPPED = {
     "test",
     "tests",
@@ -67,7 +67,7 @@ _QUESTIONS = {
     "module": ["What is the Python module {name} for?", "What does the module {name} offer?"],
 }
 
-#: An answer begins with what the thing is and where it belongs, then quotes its docstring.
+#: An answer begins with the kind of object and its owner, followed by its docstring.
 _OPENINGS = {
     "function": "A function of the module `{owner}`: `{name}{args}`. ",
     "method": "A method of the class `{owner}`: `{name}{args}`. ",
@@ -76,28 +76,27 @@ _OPENINGS = {
 }
 
 
-def builtin_datasets() -> list[str]:
-    """Names of the built-in datasets, without the ``builtin:`` before them."""
-    return ["python-docs", "python-source"]
+#: Names of the built-in datasets, without the prefix ``builtin:``.
+BUILTIN_DATASETS = ("python-docs", "python-source")
 
 
 def builtin_dataset(name: str) -> Path:
-    """The JSONL file of ``builtin:NAME``, made on first use. Rows are ``{"messages"}`` or
-    ``{"text"}``.
+    """Return the JSONL file of ``builtin:NAME``, made on first use. Its rows are ``{"messages"}``
+    or ``{"text"}``.
 
     Raises:
-        ConfigError: no such name, or this Python has no sources of its standard library.
+        ConfigError: the name is unknown, or this Python has no sources of its standard library.
     """
-    if name not in builtin_datasets():
-        known = [f"builtin:{dataset}" for dataset in builtin_datasets()]
+    if name not in BUILTIN_DATASETS:
+        known = [f"builtin:{dataset}" for dataset in BUILTIN_DATASETS]
         raise unknown_name("built-in dataset", f"builtin:{name}", known)
     folder = cache_dir() / "builtin" / f"{name}-{python_version()}-v{_LAYOUT}"
-    build_once(folder, "rows.jsonl", lambda aside: _write(name, aside / "rows.jsonl"))
+    build_once(folder, "rows.jsonl", lambda staging: _write(name, staging / "rows.jsonl"))
     return folder / "rows.jsonl"
 
 
 def python_version() -> str:
-    """The interpreter in one word, e.g. ``cpython3.11.7``."""
+    """Return the interpreter and its version, e.g. ``cpython3.11.7``."""
     return f"{platform.python_implementation().lower()}{platform.python_version()}"
 
 
@@ -109,15 +108,15 @@ def _write(name: str, path: Path) -> None:
 
 
 def python_docs() -> Iterator[Row]:
-    """One chat of a question and its answer for each documented public function, method, class and
-    module."""
+    """Yield a chat of one question and its answer for each documented public function, method,
+    class and module."""
     seen: set[str] = set()
     for module, path in stdlib_modules():
         tree = _parse(path)
         if tree is None:
             continue
         for kind, name, args, answer in _documented(module, tree):
-            # one docstring under many names would be learnt by heart: it is kept once
+            # A docstring that several names share is used once, so that it is not memorized.
             if answer in seen:
                 continue
             seen.add(answer)
@@ -133,7 +132,7 @@ def python_docs() -> Iterator[Row]:
 
 
 def python_source() -> Iterator[Row]:
-    """Documents of plain text: the sources of the top-level modules, cut between top-level
+    """Yield documents of plain text: the sources of the top-level modules, split between top-level
     statements."""
     for _, path in stdlib_modules(packages=False):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -148,32 +147,32 @@ def python_source() -> Iterator[Row]:
 
 
 def stdlib_modules(packages: bool = True) -> list[tuple[str, Path]]:
-    """(dotted name, source file) of the public modules of the standard library, in order of their
-    names.
+    """Return (dotted name, source file) of the public modules of the standard library, sorted by
+    name.
 
     Raises:
-        ConfigError: the sources are not there (an interpreter shipped as bytecode).
+        ConfigError: the sources are missing (an interpreter shipped as bytecode).
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    found: list[tuple[str, Path]] = []
+    modules: list[tuple[str, Path]] = []
     for name in sorted(sys.stdlib_module_names):
         if name.startswith("_") or name in _SKIPPED:
             continue
         if (root / f"{name}.py").is_file():
-            found.append((name, root / f"{name}.py"))
+            modules.append((name, root / f"{name}.py"))
         elif packages and (root / name / "__init__.py").is_file():
-            found.extend(_package(name, root / name))
-    if not found:
+            modules.extend(_package(name, root / name))
+    if not modules:
         raise ConfigError(
-            "the built-in data is made from the standard library's sources, and there are none in"
-            f" {root}",
-            fix="give a dataset of your own, or use a Python that ships its sources",
+            "built-in datasets are made from the sources of the standard library, but there are"
+            f" none in {root}",
+            fix="use another dataset, or a Python that ships its sources",
         )
-    return found
+    return modules
 
 
 def _package(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
-    for path in sorted(folder.iterdir(), key=lambda one: one.name):
+    for path in sorted(folder.iterdir(), key=lambda entry: entry.name):
         stem = path.stem
         if path.suffix == ".py" and stem == "__init__":
             yield name, path
@@ -189,8 +188,8 @@ def _parse(path: Path) -> ast.Module | None:
 
 
 def _documented(module: str, tree: ast.Module) -> Iterator[tuple[str, str, str, str]]:
-    """(kind, dotted name, arguments, answer) of everything public that has a docstring, in the
-    order of the source."""
+    """Yield (kind, dotted name, arguments, answer) of each public object with a docstring, in
+    source order."""
     if answer := _answer(tree):
         yield "module", module, "", answer
     for node in tree.body:
@@ -212,17 +211,14 @@ def _documented(module: str, tree: ast.Module) -> Iterator[tuple[str, str, str, 
 
 
 def _args(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    names = [
-        one.arg
-        for one in [*node.args.posonlyargs, *node.args.args]
-        if one.arg not in ("self", "cls")
-    ]
+    arguments = [*node.args.posonlyargs, *node.args.args]
+    names = [argument.arg for argument in arguments if argument.arg not in ("self", "cls")]
     return f"({', '.join(names)})" if len(names) <= 4 else f"({', '.join(names[:4])}, ...)"
 
 
 def _answer(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
-    """The docstring's first paragraphs, up to about 600 characters, lines of prose joined; None
-    where it says too little."""
+    """Return the docstring's first paragraphs, up to about 600 characters, with lines of prose
+    joined; None if fewer than 20 characters."""
     raw = ast.get_docstring(node, clean=False)
     if not raw:
         return None

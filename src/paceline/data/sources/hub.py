@@ -1,6 +1,7 @@
-"""Datasets on the Hugging Face hub, through the `datasets` library, and the names that people know
-them by; what cannot be had fails within seconds."""
+"""Datasets on the Hugging Face hub and their well-known names; downloads from ModelScope. Fails
+within seconds if a hub cannot be reached."""
 
+import importlib
 import json
 import re
 from collections.abc import Iterator
@@ -11,15 +12,21 @@ from typing import Any
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.files import cache_dir, write_json_atomic
 from paceline.core.hub import FIX, go_offline, unreachable
+from paceline.core.log import Notice
 from paceline.data.sources.rows import Row
 
+MODELSCOPE_PREFIX = "modelscope:"
 _TIMEOUT_S = 10.0
 
 
 @dataclass
 class HubDataset:
-    """One split of a hub dataset. ``name`` is its configuration, ``revision`` the commit that
-    :meth:`find` saw."""
+    """One split of a hub dataset.
+
+    Args:
+        name: the dataset's configuration.
+        revision: the commit, set by :meth:`find`.
+    """
 
     repo: str
     name: str | None
@@ -29,18 +36,17 @@ class HubDataset:
     _loaded: Any = field(default=None, repr=False)
 
     def check(self) -> None:
-        """Raise ConfigError if the hub cannot be reached and no copy was downloaded before."""
+        """Raise ConfigError if the hub cannot be reached and there is no downloaded copy."""
         reason = unreachable()
-        if reason is not None and not self._memo().is_file():
+        if reason is not None and not self._record().is_file():
             raise self._error(reason, FIX)
 
-    def find(self) -> list[tuple[str, str]]:
-        """Ask the hub which commit is current; without a network use the commit seen last. Returns
-        notices.
+    def find(self) -> list[Notice]:
+        """Look up the current commit on the hub; without a network, use the last known commit.
 
         Raises:
-            ConfigError: the hub has no such dataset, or it cannot be reached and no copy was
-                downloaded before.
+            ConfigError: the hub has no such dataset, or it cannot be reached and there is no
+                downloaded copy.
         """
         offline = unreachable()
         if offline is not None:
@@ -53,56 +59,51 @@ class HubDataset:
             self.revision = HfApi().dataset_info(self.repo, timeout=_TIMEOUT_S).sha
         except GatedRepoError as error:
             raise self._error(
-                "its authors ask you to accept their terms first", "accept them and log in"
+                "access requires accepting its terms on the hub", "accept them and log in"
             ) from error
         except RepositoryNotFoundError as error:
-            raise self._error("the hub has no dataset of that name, or it is private") from error
-        except Exception as error:  # every kind of network trouble: each client library has its own
-            reason = (
-                "offline mode is on"
-                if type(error).__name__ == "OfflineModeIsEnabled"
-                else first_line(error)
-            )
-            return self._without_network(reason, error)
-        self._memo().parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomic(self._memo(), {"repo": self.repo, "revision": self.revision})
+            raise self._error("dataset not found on the hub, or it is private") from error
+        except Exception as error:  # each client library raises network errors of its own
+            if type(error).__name__ == "OfflineModeIsEnabled":
+                return self._without_network("offline mode is on", error)
+            return self._without_network(first_line(error), error)
+        self._record().parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(self._record(), {"repo": self.repo, "revision": self.revision})
         return []
 
-    def _without_network(self, reason: str, error: Exception | None) -> list[tuple[str, str]]:
+    def _without_network(self, reason: str, error: Exception | None) -> list[Notice]:
         self.offline = True
         try:
-            self.revision = json.loads(self._memo().read_text())["revision"]
+            self.revision = json.loads(self._record().read_text())["revision"]
         except (OSError, ValueError, KeyError):
             raise self._error(reason, FIX) from error
-        return [("warning", f"{self.repo}: {reason}; using the copy downloaded before")]
+        return [Notice("warning", f"{self.repo}: {reason}; using the downloaded copy")]
 
-    def _memo(self) -> Path:
+    def _record(self) -> Path:
+        """Return the path of the file that records the last known commit."""
         return cache_dir() / "hub" / f"{self.repo.replace('/', '--')}.json"
 
     def _error(self, reason: str, fix: str = "") -> ConfigError:
+        if fix != FIX:  # which ends with the same suggestion
+            fix = (f"{fix}; or " if fix else "") + "download it on another machine"
         return ConfigError(
             f"the dataset `{self.repo}` cannot be downloaded from the Hugging Face hub: {reason}",
             allowed=(
                 "a local file or folder (JSON, JSON lines, CSV, Parquet, text), a hub id that this"
                 " machine can reach, or builtin:python-docs"
             ),
-            fix=(f"{fix}; or " if fix and fix != FIX else "")
-            + (
-                f"{FIX}: `dataset=/path/to/data`"
-                if fix == FIX
-                else "download it on another machine: `dataset=/path/to/data`"
-            ),
+            fix=f"{fix}: `dataset=/path/to/data`",
         )
 
     def fingerprint(self) -> list[Any]:
-        """What tells this split from any other, without reading it."""
+        """Return what distinguishes this split from any other, without reading it."""
         return [self.repo, self.name, self.split, self.revision]
 
     def rows(self) -> Iterator[Row]:
-        """Rows in order, downloaded on first use.
+        """Yield the rows in order. The data is downloaded on first use.
 
         Raises:
-            ConfigError: no such configuration or split (those there are, are named), or the
+            ConfigError: there is no such configuration or split (lists the existing ones), or the
                 download failed.
         """
         if self._loaded is None:
@@ -122,22 +123,18 @@ class HubDataset:
             return datasets.load_dataset(
                 self.repo, self.name, split=self.split, revision=self.revision
             )
-        except Exception as error:  # the library and its network clients raise all kinds
-            reason = (
-                (str(error).strip() or type(error).__name__).replace("\n", " ")[:300].rstrip(".")
-            )
+        except Exception as error:  # the library and its network clients raise many types
+            text = str(error).strip() or type(error).__name__
             raise self._error(
-                reason,
-                "name the configuration or split: `dataset: {path: "
-                + self.repo
-                + ", name: ..., split: ...}`",
+                text.replace("\n", " ")[:300].rstrip("."),
+                "set the configuration or split: "
+                f"`dataset: {{path: {self.repo}, name: ..., split: ...}}`",
             ) from error
 
 
 @dataclass(frozen=True)
 class DatasetAlias:
-    """A dataset on the hub; ``name`` is its configuration, ``split`` the split used where none is
-    asked for."""
+    """A dataset on the hub. ``name`` is its configuration, ``split`` the default split."""
 
     repo: str
     name: str | None = None
@@ -190,12 +187,63 @@ HUB_NAMES: dict[str, DatasetAlias] = {
 
 
 def find_hub_name(name: str) -> DatasetAlias | None:
-    """The dataset that ``name`` stands for; case, dashes, underscores and blanks do not matter."""
-    return _BY_PLAIN.get(_plain(name))
+    """Return the dataset of a well-known name. Case, dashes, underscores and spaces are ignored."""
+    return _BY_PLAIN_NAME.get(_plain(name))
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[-_ ]", "", name.lower())
 
 
-_BY_PLAIN = {_plain(name): dataset for name, dataset in HUB_NAMES.items()}
+_BY_PLAIN_NAME = {_plain(name): dataset for name, dataset in HUB_NAMES.items()}
+
+
+def download_from_modelscope(name: str, kind: str) -> str:
+    """Return the local folder of a model or dataset, downloaded if it is not in ModelScope's cache.
+
+    Args:
+        name: ``modelscope:OWNER/NAME``.
+        kind: ``model`` or ``dataset``.
+
+    Raises:
+        ConfigError: the name is malformed, the optional package `modelscope` is not installed, or
+            the download failed.
+    """
+    repo = name.removeprefix(MODELSCOPE_PREFIX).strip()
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise ConfigError(
+            f"`{name}` is not the name of a ModelScope {kind}",
+            allowed=f"`{MODELSCOPE_PREFIX}OWNER/NAME`, e.g."
+            f" `{MODELSCOPE_PREFIX}Qwen/Qwen2.5-0.5B-Instruct`",
+        )
+    try:
+        module = importlib.import_module("modelscope.hub.snapshot_download")
+    except ImportError as error:
+        raise ConfigError(
+            f"`{name}` requires the package `modelscope`, which is not installed",
+            fix=(
+                'install it with `pip install "paceline[modelscope]"`, or use a Hugging Face id or'
+                " a local folder"
+            ),
+        ) from error
+    load = getattr(
+        module, "snapshot_download" if kind == "model" else "dataset_snapshot_download", None
+    )
+    if load is None:
+        raise ConfigError(
+            f"the installed version of `modelscope` cannot download a {kind}",
+            fix="`pip install -U modelscope`",
+        )
+    try:
+        return str(load(repo))
+    except Exception as error:  # depends on its network client
+        try:
+            return str(load(repo, local_files_only=True))
+        except Exception:
+            raise ConfigError(
+                f"`{name}` cannot be downloaded from ModelScope: {first_line(error)}",
+                fix=(
+                    "check the name and the network, or download it on another machine and use its"
+                    " folder"
+                ),
+            ) from error

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, first_line
 
-#: Suffixes of compressed files; what is inside follows from the suffix before (``rows.jsonl.gz``).
+#: Suffixes of compressed files; the suffix before shows the type of the data (``rows.jsonl.gz``).
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".zstd")
 _MAGIC = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-#: Byte order marks; those of UTF-32 begin with those of UTF-16, so they come first.
+#: Byte order marks. Those of UTF-32 begin with those of UTF-16, so they are tested first.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     (codecs.BOM_UTF32_LE, "utf-32"),
@@ -28,30 +28,30 @@ HEAD_BYTES = 4096
 
 
 def data_suffix(path: Path) -> str:
-    """Return the suffix that names the kind of data, in lower case: ``.jsonl`` for ``rows.JSONL``
-    and ``rows.jsonl.gz``."""
+    """Return the suffix that shows the type of the data, in lower case: ``.jsonl`` for
+    ``rows.JSONL`` and ``rows.jsonl.gz``."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED_SUFFIXES else suffix
 
 
-def take_count(given: str, noun: str = "rows") -> tuple[str, int | None]:
-    """``path#N`` cut into the path and N; a path that exists as it is stays whole.
+def take_count(spec: str, noun: str = "rows") -> tuple[str, int | None]:
+    """Split ``path#N`` into the path and N. A path that exists under its full name has no N.
 
     Raises:
         ConfigError: N is 0.
     """
-    name = given.strip()
+    name = spec.strip()
     if Path(name).expanduser().exists() or not (cut := re.fullmatch(r"(.+)#(\d[\d_,]*)", name)):
         return name, None
     count = int(re.sub("[_,]", "", cut[2]))
     if count < 1:
-        raise ConfigError(f"`{given}` asks for no {noun}", allowed="path#N with N of 1 or more")
+        raise ConfigError(f"`{spec}` selects 0 {noun}", allowed="`path#N` with N of at least 1")
     return cut[1], count
 
 
 class Position:
-    """How much of a file has been read, as a share from 0 to 1; readers say by :meth:`follow` how
-    it is found."""
+    """The share of a file that has been read, from 0 to 1. Readers set the function that computes
+    it with :meth:`follow`."""
 
     def __init__(self) -> None:
         self._current: Callable[[], float] = float
@@ -66,11 +66,11 @@ class Position:
 
 @contextmanager
 def open_data(path: Path, position: Position | None = None) -> Iterator[IO[bytes]]:
-    """Open a file for reading bytes, decompressed if its first bytes are those of a compressed
-    file, whatever its name.
+    """Open a file for reading bytes. It is decompressed if its first bytes are those of a
+    compressed file, whatever its name.
 
     Args:
-        position: gets the position in the file, compressed as it is.
+        position: set to follow the position in the (compressed) file.
 
     Raises:
         ConfigError: the compressed data is damaged or incomplete; also raised for errors inside the
@@ -90,10 +90,10 @@ def open_data(path: Path, position: Position | None = None) -> Iterator[IO[bytes
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if kind is None:
             raise
-        reason = str(error).splitlines()[0].rstrip(".") if str(error) else "it is incomplete"
+        reason = first_line(error) if str(error) else "unexpected end of file"
         raise ConfigError(
             f"`{path}` cannot be decompressed as {kind}: {reason}",
-            fix="check the file; it may have been cut off while it was copied",
+            fix="check the file; it may have been truncated while it was copied",
         ) from error
     finally:
         handle.close()
@@ -101,7 +101,7 @@ def open_data(path: Path, position: Position | None = None) -> Iterator[IO[bytes
 
 
 def compression_of(path: Path) -> str | None:
-    """Return the name of the compression that the first bytes of a file show, or None."""
+    """Return the compression method that the first bytes of a file show, or None."""
     with open(path, "rb") as handle:
         head = handle.read(6)
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
@@ -128,7 +128,7 @@ def _decompressed(raw: IO[bytes], kind: str | None) -> IO[bytes]:
 
 
 class _Stream(io.RawIOBase):
-    """A pyarrow stream as the standard library's kind of stream."""
+    """Adapt a pyarrow stream to :class:`io.RawIOBase`."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -147,11 +147,10 @@ class _Stream(io.RawIOBase):
 
 
 def encoding_of(head: bytes, path: Path) -> str:
-    """Return the encoding that the first bytes of a text show: that of its byte order mark, or
-    UTF-8.
+    """Return the encoding of a text from its byte order mark, or UTF-8 without one.
 
     Raises:
-        ConfigError: they are UTF-16 without a byte order mark, or not text.
+        ConfigError: the bytes are UTF-16 without a byte order mark, or not text.
     """
     for mark, name in _MARKS:
         if head.startswith(mark):
@@ -162,22 +161,22 @@ def encoding_of(head: bytes, path: Path) -> str:
     if max(even, odd) * 4 > len(head) and min(even, odd) * 8 < max(even, odd):
         order = "le" if odd > even else "be"
         raise ConfigError(
-            f"`{path}` looks like UTF-16 without a byte order mark",
+            f"`{path}` appears to be UTF-16 without a byte order mark",
             allowed="UTF-8, or UTF-16 with a byte order mark",
             fix=f"convert the file: `iconv -f utf-16{order} -t utf-8 {path.name}`",
         )
     raise ConfigError(
-        f"`{path}` is not text: it holds zero bytes",
+        f"`{path}` is not text: it contains zero bytes",
         allowed="UTF-8, or UTF-16 with a byte order mark",
         fix="check the file",
     )
 
 
 def text_lines(handle: IO[bytes], path: Path) -> Iterator[str]:
-    """Yield the lines of a text with their line ends, decoded; a byte order mark is left out.
+    """Yield the decoded lines of a text with their line ends, without a byte order mark.
 
     Raises:
-        ConfigError: bytes that are not text in the file's encoding, with the number of the line.
+        ConfigError: bytes are invalid in the file's encoding; names the line.
     """
     head = handle.peek(HEAD_BYTES)[:HEAD_BYTES] if hasattr(handle, "peek") else b""
     encoding = encoding_of(head, path)
@@ -202,10 +201,10 @@ def _wide_lines(handle: IO[bytes], path: Path, encoding: str) -> Iterator[str]:
 
 
 def read_text(path: Path) -> str:
-    """Return the whole text of a file.
+    """Return the text of a file.
 
     Raises:
-        ConfigError: it is not UTF-8, nor UTF-16 with a byte order mark.
+        ConfigError: the file is not UTF-8, or UTF-16 or UTF-32 with a byte order mark.
     """
     with open_data(path) as handle:
         raw = handle.read()
@@ -223,7 +222,7 @@ def read_text(path: Path) -> str:
 
 
 def not_text(path: Path, where: str, error: UnicodeDecodeError) -> ConfigError:
-    """The error for bytes that are not UTF-8."""
+    """Return the error for bytes that are not UTF-8."""
     return ConfigError(
         f"{where} of `{path}` is not UTF-8 text (byte {error.object[error.start]:#04x} at position"
         f" {error.start})",
@@ -235,5 +234,5 @@ def _not_wide(path: Path, where: str, encoding: str, error: UnicodeError) -> Con
     reason = getattr(error, "reason", str(error))
     return ConfigError(
         f"{where} of `{path}` is not {encoding.upper()} text ({reason})",
-        fix="check the file; it may have been cut off",
+        fix="check the file; it may be truncated",
     )

@@ -1,5 +1,5 @@
-"""Rows of one local file, whatever its kind, each with its line or row number; a broken file says
-where it is broken."""
+"""Read the rows of one local file of any supported kind, each with its line or row number. Errors
+name the malformed line."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigError, first_line
+from paceline.core.log import Notice
 from paceline.data.sources.opening import (
     COMPRESSED_SUFFIXES,
     HEAD_BYTES,
@@ -27,9 +28,7 @@ from paceline.data.sources.opening import (
 )
 from paceline.data.sources.rows import Row
 
-Numbered = Iterator[tuple[int, Any]]
-
-Notice = tuple[str, str]
+NumberedRows = Iterator[tuple[int, Any]]
 
 TABLE_SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
 TEXT_SUFFIXES = (".txt", ".md")
@@ -37,35 +36,26 @@ KINDS = (
     "JSON (.json), JSON lines (.jsonl), CSV (.csv, .tsv), Parquet (.parquet), Arrow (.arrow), plain"
     " text (.txt, .md); JSON, CSV and text also compressed (.gz, .bz2, .xz, .zst)"
 )
-_SPLITS = {
+#: The names that splits have in files and file names.
+SPLITS = {
     "train": {"train", "training"},
     "validation": {"validation", "valid", "val", "dev", "eval"},
     "test": {"test", "testing"},
 }
 
-#: The key under which a plain-text file's content stands: a document is cut into samples, a row of
-#: text is one.
+#: The key of a plain-text file's content. A document is cut into samples; a row of text is one
+#: sample.
 DOCUMENT = "\0document"
-
-
-def split_name(word: str) -> str | None:
-    """Return the usual name of a split (``val`` → ``validation``), or None for a word that does not
-    name one."""
-    base = word.lower().partition("_")[0]
-    return next((name for name, words in _SPLITS.items() if base in words), None)
-
-
-#: How many bytes of lines are read at once, and perhaps one line more.
+#: Number of bytes of lines to read at once; the last line may exceed it.
 _BLOCK_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
 class LineBlock:
-    """Consecutive lines of a JSON lines file as they are in the file, to be parsed later, perhaps
-    in another process.
+    """Consecutive unparsed lines of a JSON lines file, which another process may parse.
 
     Args:
-        lines: with their line ends, blank lines included.
+        lines: with their line ends; includes blank lines.
         first_number: the number of the first line.
     """
 
@@ -74,7 +64,7 @@ class LineBlock:
     path: Path
 
     def part(self, start: int, end: int) -> LineBlock:
-        """The lines with the indices ``start`` to ``end - 1``."""
+        """Return the lines with the indices ``start`` to ``end - 1``."""
         return LineBlock(self.lines[start:end], self.first_number + start, self.path)
 
 
@@ -83,20 +73,21 @@ def read_file(
     split: str = "train",
     notices: list[Notice] | None = None,
     position: Position | None = None,
-) -> Numbered:
-    """Rows of ``path`` as (number, row): lines for JSON lines and CSV, rows from 1 for the others.
+) -> NumberedRows:
+    """Yield the rows of ``path`` as (number, row): the line number for JSON lines and CSV, the row
+    number from 1 for other files.
 
     JSON, CSV and plain text may be compressed (see :mod:`paceline.data.sources.opening`) and may be
     UTF-16 with a byte order mark.
 
     Args:
-        split: which list to take of a JSON object that holds several.
-        notices: gets what to report about the file.
-        position: follows the rows as they are read.
+        split: the list to read of a JSON object that has several.
+        notices: receives messages about the file.
+        position: updated as rows are read.
 
     Raises:
-        ConfigError: a kind that is not known, a broken line (with its number and the text near it),
-            bytes that are not text.
+        ConfigError: the kind of file is not supported, a line is malformed (with its number and the
+            text near the error), or the file is not text.
     """
     suffix, position = data_suffix(path), position or Position()
     if suffix in (".jsonl", ".ndjson"):
@@ -109,8 +100,8 @@ def read_file(
         return _csv(path, suffix, position)
     if suffix in (".parquet", ".arrow") and compression_of(path) is not None:
         raise ConfigError(
-            f"`{path}` is a compressed {suffix} file, which is not supported: the format has its"
-            " own compression",
+            f"`{path}`: compressed {suffix} files are not supported, because the format has its own"
+            " compression",
             fix="decompress it first",
         )
     if suffix == ".parquet":
@@ -123,28 +114,28 @@ def read_file(
 
 
 def is_table(path: Path) -> bool:
-    """Return whether the name is that of a file of rows."""
+    """Return whether the file name is that of a table: JSON, CSV, Parquet or Arrow."""
     return data_suffix(path) in TABLE_SUFFIXES
 
 
 def is_text(path: Path) -> bool:
-    """Return whether the name is that of a plain-text file."""
+    """Return whether the file name is that of plain text."""
     return data_suffix(path) in TEXT_SUFFIXES
 
 
 def unknown_kind(path: Path) -> ConfigError:
-    """The error for a file whose name does not say what is in it."""
+    """Return the error for a file whose name does not show what it contains."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSED_SUFFIXES:
-        what = f"`{path}` does not say what is compressed in it"
-        fix = f"rename the file after its content, e.g. `{path.stem}.jsonl{path.suffix}`"
+        what = f"`{path}`: the file name does not show the type of the compressed data"
+        fix = f"rename the file to match its content, e.g. `{path.stem}.jsonl{path.suffix}`"
     elif suffix in (".zip", ".tar", ".tgz", ".7z", ".rar"):
-        what, fix = f"`{path}` is an archive", "unpack it, and give the folder or the file inside"
+        what = f"`{path}` is an archive"
+        fix = "unpack it and use the folder or file inside"
     else:
-        what = (
-            f"`{path}` is not a known kind of data file (its name ends in {suffix or 'no suffix'})"
-        )
-        fix = "rename the file after its content"
+        shown = f"the suffix `{suffix}`" if suffix else "a file name without a suffix"
+        what = f"`{path}` is not a supported data file ({shown})"
+        fix = "rename the file to match its content"
     return ConfigError(what, allowed=KINDS, fix=fix)
 
 
@@ -158,7 +149,7 @@ def _first_char(head: bytes, path: Path) -> str:
     return text.removeprefix("\ufeff").lstrip()[:1]
 
 
-def _json_lines(path: Path, position: Position) -> Numbered:
+def _json_lines(path: Path, position: Position) -> NumberedRows:
     with open_data(path, position) as handle:
         for number, line in enumerate(text_lines(handle, path), 1):
             if line.strip():
@@ -166,11 +157,11 @@ def _json_lines(path: Path, position: Position) -> Numbered:
 
 
 def line_blocks(path: Path, position: Position) -> Iterator[LineBlock] | None:
-    """The lines of ``path`` without parsing them, or None if it is not a file of JSON lines in
-    UTF-8: :func:`read_file` reads these.
+    """Yield the lines of ``path`` unparsed. Returns None if it is not a UTF-8 file of JSON lines;
+    use :func:`read_file` then.
 
     Raises:
-        ConfigError: bytes that are not text.
+        ConfigError: the file is not text.
     """
     if data_suffix(path) not in (".jsonl", ".ndjson"):
         return None
@@ -190,12 +181,11 @@ def _line_blocks(path: Path, position: Position) -> Iterator[LineBlock]:
             number += len(lines)
 
 
-def parse_lines(block: LineBlock) -> Numbered:
-    """The rows in a block of lines, each with the number of its line. Lines of white space hold
-    none.
+def parse_lines(block: LineBlock) -> NumberedRows:
+    """Yield the rows of a block, each with its line number. Blank lines are skipped.
 
     Raises:
-        ConfigError: a line that is not UTF-8 or not JSON.
+        ConfigError: a line is not UTF-8 or not JSON.
     """
     for number, line in enumerate(block.lines, block.first_number):
         try:
@@ -210,31 +200,27 @@ def _parsed(line: str, number: int, path: Path) -> Any:
     try:
         return json.loads(line.rstrip("\r\n"))
     except ValueError as error:
-        raise _broken(path, number, line, error) from error
+        raise _invalid_json(path, number, line, error) from error
 
 
-def _broken(path: Path, number: int, line: str, error: ValueError) -> ConfigError:
+def _invalid_json(path: Path, number: int, line: str, error: ValueError) -> ConfigError:
     column = getattr(error, "pos", 0)
     before, text = max(0, column - 30), line.rstrip("\r\n")
-    near = (
-        ("…" if before else "")
-        + text[before : column + 30]
-        + ("…" if column + 30 < len(text) else "")
-    )
+    prefix = "…" if before else ""
+    suffix = "…" if column + 30 < len(text) else ""
+    near = prefix + text[before : column + 30] + suffix
     reason = getattr(error, "msg", str(error)).removesuffix(" starting at").removesuffix(" at")
-    cut = (
-        ""
-        if text.rstrip().endswith(("}", "]"))
-        else "; the file may have been cut off while it was copied"
-    )
+    fix = f"correct or delete line {number}"
+    if not text.rstrip().endswith(("}", "]")):
+        fix += "; the file may have been truncated while it was copied"
     return ConfigError(
-        f"line {number} of `{path}` is no valid JSON: {reason} at column {column + 1}, near"
+        f"line {number} of `{path}` is not valid JSON: {reason} at column {column + 1}, near"
         f" `{near}`",
-        fix=f"correct or delete line {number}{cut}",
+        fix=fix,
     )
 
 
-def _json(path: Path, split: str, notices: list[Notice] | None, position: Position) -> Numbered:
+def _json(path: Path, split: str, notices: list[Notice] | None, position: Position) -> NumberedRows:
     text = read_text(path)
     if not text.strip():
         return
@@ -242,12 +228,12 @@ def _json(path: Path, split: str, notices: list[Notice] | None, position: Positi
         value = json.loads(text)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text.lstrip().startswith("{"):
-            # JSON lines under the name .json, as many tools write them
+            # Many tools write JSON lines to files named .json.
             yield from _json_lines(path, position)
             return
         line = text.splitlines()[error.lineno - 1] if error.lineno <= len(text.splitlines()) else ""
         error.pos = error.colno - 1
-        raise _broken(path, error.lineno, line, error) from error
+        raise _invalid_json(path, error.lineno, line, error) from error
     rows, number = _rows_of(value, path, split, [] if notices is None else notices), 0
     position.follow(lambda: number / len(rows))
     for number, row in enumerate(rows, 1):
@@ -255,14 +241,14 @@ def _json(path: Path, split: str, notices: list[Notice] | None, position: Positi
 
 
 def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[Any]:
-    """The rows in a JSON value: a list, an object that holds one, an object of splits or of
+    """Return the rows of a JSON value: a list, an object that has one, an object of splits or of
     columns, or a single row."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
         raise ConfigError(
-            f"`{path}` holds a single {type(value).__name__}",
-            allowed="a list of objects, or an object that holds one",
+            f"`{path}` contains a single {type(value).__name__}",
+            allowed="a list of objects, or an object that has one",
         )
     lists = {key: column for key, column in value.items() if isinstance(column, list)}
     if {"messages", "conversations"} & set(lists):
@@ -270,7 +256,7 @@ def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[
     splits = {
         key: rows
         for key, rows in value.items()
-        if split_name(key) is not None and isinstance(rows, list | dict)
+        if _split_name(key) is not None and isinstance(rows, list | dict)
     }
     if split in lists or (splits and len(splits) == len(value)):
         return _rows_of_split(value, lists if split in lists else splits, path, split, notices)
@@ -294,22 +280,28 @@ def _rows_of(value: Any, path: Path, split: str, notices: list[Notice]) -> list[
         return next(iter(lists.values()))
     raise ConfigError(
         f"`{path}` is an object with several lists: {', '.join(map(str, lists))}",
-        allowed="a list of objects, or an object that holds one such list",
-        fix="name the list you want: `dataset: {path: ..., split: NAME}`",
+        allowed="a list of objects, or an object that has one such list",
+        fix="select a list: `dataset: {path: ..., split: NAME}`",
     )
+
+
+def _split_name(key: str) -> str | None:
+    """Return the usual name of a split (``val`` → ``validation``), or None for other keys."""
+    base = key.lower().partition("_")[0]
+    return next((name for name, aliases in SPLITS.items() if base in aliases), None)
 
 
 def _rows_of_split(
     value: Row, splits: Mapping[str, list[Any] | Row], path: Path, split: str, notices: list[Notice]
 ) -> list[Any]:
-    """The rows of the split asked for, of an object of splits; the others are reported."""
+    """Return the rows of one split of an object of splits, and report the splits not used."""
     wanted = [key for key in splits if key == split] or [
-        key for key in splits if split_name(key) == split_name(split) is not None
+        key for key in splits if _split_name(key) == _split_name(split) is not None
     ]
     if not wanted and len(splits) > 1:
         raise ConfigError(
             f"`{path}` has no split `{split}`; it has {', '.join(splits)}",
-            fix=f"name one of them: `dataset: {{path: ..., split: {next(iter(splits))}}}`",
+            fix=f"select one of them: `dataset: {{path: ..., split: {next(iter(splits))}}}`",
         )
     name = (wanted or list(splits))[0]
     others = [
@@ -318,21 +310,20 @@ def _rows_of_split(
         if key != name and isinstance(rows, list | dict)
     ]
     if others or not wanted:
-        text = f"{path}: split `{name}` is used" + (
-            f"; not used: {', '.join(others)}" if others else ""
-        )
-        notices.append(("info" if wanted else "warning", text))
+        unused = f"; not used: {', '.join(others)}" if others else ""
+        level = "info" if wanted else "warning"
+        notices.append(Notice(level, f"{path}: using split `{name}`{unused}"))
     rows = splits[name]
     return rows if isinstance(rows, list) else _rows_of(rows, path, split, notices)
 
 
 def _length(rows: Any) -> int:
-    """The number of rows in a list of them, or in an object of columns."""
+    """Return the number of rows of a list, or of an object of columns."""
     columns = list(rows.values()) if isinstance(rows, dict) else []
     return len(columns[0]) if columns and isinstance(columns[0], list) else len(rows)
 
 
-def _csv(path: Path, suffix: str, position: Position) -> Numbered:
+def _csv(path: Path, suffix: str, position: Position) -> NumberedRows:
     csv.field_size_limit(1 << 30)
     with open_data(path, position) as handle:
         lines = text_lines(handle, path)
@@ -341,16 +332,14 @@ def _csv(path: Path, suffix: str, position: Position) -> Numbered:
         reader = csv.DictReader(chain([header], lines), delimiter=delimiter)
         try:
             for row in reader:
-                if None in row:
-                    yield reader.line_num, None  # more fields than the header has columns
-                else:
-                    yield reader.line_num, row
+                # The key None means more fields than the header has columns.
+                yield reader.line_num, None if None in row else row
         except csv.Error as error:
             what = f"line {reader.line_num} of `{path}` is not valid CSV: {error}"
-            raise ConfigError(what, fix="correct that line") from error
+            raise ConfigError(what, fix="correct this line") from error
 
 
-def _parquet(path: Path, position: Position) -> Numbered:
+def _parquet(path: Path, position: Position) -> NumberedRows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -366,7 +355,7 @@ def _parquet(path: Path, position: Position) -> Numbered:
         raise _unreadable(path, "Parquet", error) from error
 
 
-def _arrow(path: Path, position: Position) -> Numbered:
+def _arrow(path: Path, position: Position) -> NumberedRows:
     import pyarrow as pa
 
     try:
@@ -392,11 +381,11 @@ def _arrow(path: Path, position: Position) -> Numbered:
 def _unreadable(path: Path, kind: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"`{path}` cannot be read as {kind}: {first_line(error)}",
-        fix="check the file, or copy it anew",
+        fix="check the file or copy it again",
     )
 
 
-def _text(path: Path, position: Position) -> Numbered:
+def _text(path: Path, position: Position) -> NumberedRows:
     text = read_text(path)
     position.follow(lambda: 1.0)
     if text.strip():

@@ -1,4 +1,4 @@
-"""What can be wrong with a row, and what counts as an empty value."""
+"""Rows: their type, the errors that reject them, and tests for empty values."""
 
 from typing import Any
 
@@ -9,14 +9,14 @@ Row = dict[str, JsonValue]
 
 
 class MalformedRow(Exception):
-    """A row that cannot be used. It is dropped and counted under this text."""
+    """A row that cannot be used. The row is dropped and counted under the exception's text."""
 
 
 class Unsupported(Exception):
-    """A row that Paceline could only train on wrongly, so the whole dataset is refused.
+    """A row that needs a kind of training that Paceline does not have. The dataset is rejected.
 
     Args:
-        what: what the row holds, as a sentence without its place.
+        what: what the row contains, as a sentence without its place.
         allowed: what is accepted.
         fix: what to do.
     """
@@ -27,13 +27,13 @@ class Unsupported(Exception):
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a cell is empty. Tables write an empty cell as null or NaN."""
+    """Return whether a cell is empty. Tables write an empty cell as null or NaN."""
     return value is None or value != value or value == "" or value == []
 
 
 def holds_nothing(value: Any) -> bool:
-    """Whether a value is empty all the way down: Arrow fills absent structures with nulls, and CSV
-    has ``[]``."""
+    """Return whether a value is empty at every level: Arrow fills absent structures with nulls, and
+    CSV files have the text ``[]``."""
     if isinstance(value, str):
         return value.strip() in ("", "[]", "{}", "null", "None")
     if isinstance(value, dict):
@@ -44,8 +44,8 @@ def holds_nothing(value: Any) -> bool:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the null entries of its mappings: Arrow adds the keys of every other row to
-    each structure."""
+    """Return the value without the null entries of its mappings, because Arrow adds the keys of all
+    rows to each structure."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -82,7 +82,7 @@ def build_entry(
             is_sent,
             text,
             for_tools,
-            tuple(source.given for source in sources),
+            tuple(source.spec for source in sources),
         )
         results = [
             _SourceResult(source, converter_of(source, encoder, config)) for source in sources

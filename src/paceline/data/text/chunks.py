@@ -182,7 +182,7 @@ def encoder_of(
 
 def converter_of(source: ResolvedSource, encoder: Encoder, config: Config) -> RowConverter:
     """What turns the rows of ``source`` into samples for ``encoder``."""
-    given = source.given
+    given = source.spec
     return RowConverter(
         source.label, given.format, given.columns, config.system, encoder.pretrain,
         ignore_columns=given.ignore_columns, roles=given.roles, template=encoder.template,

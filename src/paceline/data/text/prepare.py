@@ -209,10 +209,10 @@ class _Entry:
                 "sources": [
                     [
                         one.fingerprint(),
-                        one.given.format,
-                        one.given.columns,
-                        one.given.ignore_columns,
-                        one.given.roles,
+                        one.spec.format,
+                        one.spec.columns,
+                        one.spec.ignore_columns,
+                        one.spec.roles,
                     ]
                     for one in self.sources
                 ],
