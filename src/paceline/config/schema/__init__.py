@@ -1,4 +1,4 @@
-"""The schema of a config file: every key, its type, its default, its range, and what it is for.
+"""The schema of a config file: every key with its type, default, range and description.
 
 ``docs/config.md`` and ``docs/config.schema.json`` are generated from here (``python -m
 paceline.config.reference``).
@@ -22,7 +22,7 @@ from paceline.core.hub import modelscope_name
 
 
 class Config(Section):
-    """A run of Paceline."""
+    """The config of a run."""
 
     model: Text = Field(description="Hub id, local folder, or `builtin:NAME`.")
     tokenizer: Text | None = Field(
@@ -30,87 +30,89 @@ class Config(Section):
     )
     task: Text = Field(
         "sft",
-        description="`sft`, `pretrain`, `classify`, `recommend`, or your own as `./file.py:Class`.",
+        description=(
+            "`sft`, `pretrain`, `classify`, `recommend`, or a custom task as `./file.py:Class`."
+        ),
     )
     dataset: Text | DatasetSource | list[Text | DatasetSource] = Field(
         description=(
-            "Path, hub id, well-known name, `builtin:NAME`, any of them as `path#N` for N samples,"
-            " or a list."
+            "Path, hub id, well-known name or `builtin:NAME`, each also as `path#N` for N"
+            " samples; or a list."
         )
     )
     format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"] = Field(
-        "auto", description="Shape of the rows of every source that does not say its own."
+        "auto", description="Row format of every source that does not set its own."
     )
     ignore_columns: Names = Field(
         default_factory=list,
         description=(
-            "Columns (and keys of messages) to leave out, such as `rejected` or `images`, which are"
-            " errors otherwise."
+            "Columns and message keys to ignore that are otherwise errors, such as"
+            " `rejected` or `images`."
         ),
     )
     val_dataset: Text | DatasetSource | list[Text | DatasetSource] | None = Field(
-        None, description="Validation data, as `dataset`."
+        None, description="Validation data, in the same forms as `dataset`."
     )
     split_dataset_ratio: Annotated[float, Field(ge=0, lt=1)] | Annotated[int, Field(ge=1)] = Field(
         0.0,
         description=(
-            "Share of the dataset held out for validation, from 1 on the number of samples; not"
-            " with `val_dataset`."
+            "Validation split: a fraction of the dataset, or a number of samples from 1"
+            " on; not with `val_dataset`."
         ),
     )
-    system: Text | None = Field(
-        None, description="System message put before samples that have none."
-    )
+    system: Text | None = Field(None, description="System message for samples that have none.")
     chat_template: Text | None = Field(
         None,
         description=(
-            "Chat template instead of the tokenizer's: a name (`chatml`, `llama3`, …), a file with"
-            " a Jinja template, or the template itself. `tokenizer_default_fallback_chatml`: for a"
-            " tokenizer without one."
+            "Template to use instead of the tokenizer's: a name (`chatml`, `llama3`, …),"
+            " a Jinja file, or the template text. `tokenizer_default_fallback_chatml` uses"
+            " `chatml` only if the tokenizer has none."
         ),
     )
     use_modelscope: bool = Field(
         False,
         description=(
-            "Read hub ids of models, tokenizers and datasets from ModelScope instead of the Hugging"
-            " Face hub."
+            "Download models, tokenizers and datasets from ModelScope instead of the"
+            " Hugging Face hub."
         ),
     )
     trust_remote_code: bool = Field(
-        False, description="Run Python code that comes with a hub model."
+        False, description="Allow running Python code that comes with a hub model."
     )
     output_dir: Text = Field(
         "./output/run",
-        description="Folder of this run: config, events, checkpoints, report, model.",
+        description="Run folder: config, events, checkpoints, report, model.",
     )
     checkpoint_dir: Text | None = Field(
         None,
         description=(
-            "Where checkpoints are kept: `s3://bucket/prefix` or a folder. null: in output_dir."
-            " Logs and the report stay in output_dir."
+            "Checkpoint location: `s3://bucket/prefix` or a folder. null: inside"
+            " output_dir. Logs and the report always stay in output_dir."
         ),
     )
     resume: Text = Field(
         "auto",
         description=(
-            "`auto`: go on where the run in output_dir stopped; `never`; the path or URL of a"
-            " checkpoint."
+            "`auto` (resume the run in output_dir, if any), `never`, or the path or URL"
+            " of a checkpoint."
         ),
     )
     parallel: Parallel = Field(
-        default_factory=Parallel, description="How training is spread over devices."
+        default_factory=Parallel, description="How training is distributed over devices."
     )
     local_sgd: LocalSgd = Field(
         default_factory=LocalSgd,
-        description="Synchronisation every so many steps: `local_sgd`, `diloco`.",
+        description="Periodic synchronization: `local_sgd`, `diloco`.",
     )
     compression: Compression = Field(
-        default_factory=Compression, description="What is sent of the gradients."
+        default_factory=Compression, description="Gradient compression."
     )
     lora: Lora = Field(default_factory=Lora, description="Low-rank adapters.")
-    train_args: TrainArgs = Field(default_factory=TrainArgs, description="The training itself.")
+    train_args: TrainArgs = Field(
+        default_factory=TrainArgs, description="Training hyperparameters."
+    )
     evaluation: Evaluation = Field(
-        default_factory=Evaluation, description="How the validation data is run."
+        default_factory=Evaluation, description="Evaluation on the validation data."
     )
     classify: Classify = Field(
         default_factory=Classify, description="Settings of `task: classify`."
@@ -122,20 +124,18 @@ class Config(Section):
         default_factory=ParameterServer,
         description="Settings of `parallel.mode: parameter_server`.",
     )
-    recovery: RecoveryConfig = Field(
-        default_factory=RecoveryConfig, description="What a run does about faults."
-    )
+    recovery: RecoveryConfig = Field(default_factory=RecoveryConfig, description="Fault handling.")
     task_args: dict[str, object] = Field(
         default_factory=dict,
-        description="Free settings for your own task; it reads them as `self.config.task_args`.",
+        description=("Free-form settings of a custom task, available as `self.config.task_args`."),
     )
     report_to: list[Literal["tensorboard"]] = Field(
-        default_factory=list, description="More places that get the figures."
+        default_factory=list, description="Additional metric loggers."
     )
 
     @field_validator("report_to", mode="before")
     @classmethod
-    def _one_or_none(cls, value: object) -> object:
+    def _as_list(cls, value: object) -> object:
         if value in (None, "none", "None", ["none"]):
             return []
         return [value] if isinstance(value, str) else value
@@ -152,37 +152,38 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _turns_and_task(self) -> Config:
+    def _check_combinations(self) -> Config:
         if self.train_args.train_on_turns == "last":
             if self.train_args.train_on_inputs:
                 raise ValueError(
-                    "train_on_turns: last is not supported with train_on_inputs: true; keep one of"
-                    " them"
+                    "train_on_turns: last is not supported with train_on_inputs: true: only one of"
+                    " them can select the tokens that carry the loss"
                 )
             if self.task == "pretrain":
                 raise ValueError(
-                    "train_on_turns: last is not supported with task: pretrain, where every token"
-                    " carries loss"
+                    "train_on_turns: last is not supported with task: pretrain: it computes the"
+                    " loss on every token"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _some_data(self) -> Config:
         if isinstance(self.dataset, list) and not self.dataset:
             raise ValueError("dataset is an empty list")
         if self.val_dataset is not None and self.split_dataset_ratio > 0:
-            raise ValueError("val_dataset and split_dataset_ratio are both given; keep one")
+            raise ValueError(
+                "split_dataset_ratio is not supported with val_dataset: both choose the validation"
+                " data"
+            )
         return self
 
     def sources(self, validation: bool = False) -> list[DatasetSource]:
-        """The data sources as a list of :class:`DatasetSource`, the section's ``format`` filled in
-        where a source has none."""
-        given = self.val_dataset if validation else self.dataset
-        if given is None:
+        """Return the sources of the training or validation data as :class:`DatasetSource` objects.
+
+        The top-level ``format`` and ``ignore_columns`` are merged into each source.
+        """
+        data = self.val_dataset if validation else self.dataset
+        if data is None:
             return []
         out = []
-        for one in given if isinstance(given, list) else [given]:
-            source = DatasetSource(path=one) if isinstance(one, str) else one
+        for item in data if isinstance(data, list) else [data]:
+            source = DatasetSource(path=item) if isinstance(item, str) else item
             if source.format == "auto" and self.format != "auto":
                 source = source.model_copy(update={"format": self.format})
             if self.ignore_columns:

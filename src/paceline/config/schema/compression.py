@@ -1,4 +1,4 @@
-"""The section ``compression``: what is sent of the gradients, and how."""
+"""The section ``compression``: gradient compression for `ddp`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from paceline.config.schema.base import Auto, Section
 
-#: How each method may be followed by one that makes its numbers smaller.
+#: The methods that may follow each sparse or low-rank method to reduce its precision.
 CHAINS = {
     "topk": ("bf16", "fp16", "int8"),
     "randomk": ("bf16", "fp16", "int8"),
@@ -18,78 +18,78 @@ Method = Literal["none", "bf16", "fp16", "int8", "topk", "randomk", "powersgd", 
 
 
 class Compression(Section):
-    """What ddp sends of the gradients: fewer bits, fewer elements, or a matrix of low rank."""
+    """Gradient compression for `ddp`: reduced precision, sparse, or low rank."""
 
     method: Method | list[Method] = Field(
         "none",
         description=(
-            "`none`; `bf16`, `fp16`, `int8` (fewer bits an element); `topk`, `randomk` (few"
-            " elements); `powersgd` (matrices of low rank); `signsgd` (signs, by majority vote); or"
-            " a chain such as `[topk, bf16]`: what the first one chose, in fewer bits."
+            "`none`; `bf16`, `fp16`, `int8` (reduced precision); `topk`, `randomk`"
+            " (sparse); `powersgd` (low rank); `signsgd` (majority vote of signs); or a"
+            " chain such as `[topk, bf16]`."
         ),
     )
     ratio: float = Field(
-        0.01, gt=0, le=1, description="`topk`, `randomk`: share of the elements that is sent."
+        0.01,
+        gt=0,
+        le=1,
+        description="Fraction of gradient elements that `topk` and `randomk` send.",
     )
     rank: int = Field(
         4,
         ge=1,
         le=1024,
-        description="`powersgd`: rank of the matrices that stand for the gradient's.",
+        description="Rank of the `powersgd` approximation.",
     )
     warmup_steps: int = Field(
         0,
         ge=0,
         description=(
-            "`topk`, `randomk`: steps in which the share sent falls from 1/4 to `ratio`, by the"
-            " same factor each step."
+            "Steps over which `topk` and `randomk` reduce the fraction geometrically from"
+            " 1/4 to `ratio`."
         ),
     )
     local_moments: Auto | bool = Field(
         "auto",
         description=(
-            "`topk`, `randomk` with `adamw` or `adam`: each rank keeps Adam's second moment of its"
-            " own gradient and sends the direction that follows from it; what waits to be sent"
-            " stands for the first moment. `auto`: yes."
+            "Apply Adam's update direction before compressing, with local second moments"
+            " (`topk`, `randomk` with `adam` or `adamw`). `auto`: true."
         ),
     )
     momentum_correction: Auto | bool = Field(
         "auto",
         description=(
-            "`topk`, `randomk` with `sgd` and momentum: momentum is gathered on each rank, before"
-            " elements are chosen. `auto`: yes."
+            "Accumulate momentum locally before elements are selected (`topk`, `randomk`"
+            " with `sgd` and momentum). `auto`: true."
         ),
     )
 
     @model_validator(mode="after")
-    def _chain_makes_sense(self) -> Compression:
-        given = self.method
-        if isinstance(given, str):
+    def _check_chain(self) -> Compression:
+        methods = self.method
+        if isinstance(methods, str) or len(methods) == 1:
             return self
-        if len(given) == 1:
-            return self
-        text = f"[{', '.join(given)}]"
-        if len(given) != 2 or given[0] not in CHAINS:
+        text = f"[{', '.join(methods)}]"
+        if len(methods) != 2 or methods[0] not in CHAINS:
             raise ValueError(
-                f"method {text} is no chain that makes sense; the first of two is one of"
-                f" {', '.join(CHAINS)}"
+                f"method {text} is not a valid chain; expected two methods, the first of which is"
+                f" one of {', '.join(CHAINS)}"
             )
-        if given[1] not in CHAINS[given[0]]:
+        if methods[1] not in CHAINS[methods[0]]:
             raise ValueError(
-                f"method {text} is no chain that makes sense; after {given[0]}:"
-                f" {', '.join(CHAINS[given[0]])}"
+                f"method {text} is not a valid chain; after {methods[0]} expected one of"
+                f" {', '.join(CHAINS[methods[0]])}"
             )
         return self
 
     @property
     def chain(self) -> tuple[str, ...]:
-        """The methods in order; empty where nothing is compressed."""
-        given = [self.method] if isinstance(self.method, str) else list(self.method)
-        return () if given == ["none"] else tuple(given)
+        """Return the methods in order; empty if gradients are not compressed."""
+        methods = [self.method] if isinstance(self.method, str) else list(self.method)
+        return () if methods == ["none"] else tuple(methods)
 
     @property
     def text(self) -> str:
-        """For a person: ``topk``, ``topk + bf16``."""
+        """Return the chain for display: ``topk``, ``topk + bf16``, ``none``."""
         return " + ".join(self.chain) or "none"
 
 
@@ -97,8 +97,8 @@ AllReduce = Annotated[
     Literal["native", "ring", "tree", "halving", "naive"],
     Field(
         description=(
-            "How `ddp` sums gradients over the ranks: `native` by the backend, or by an algorithm"
-            " of Paceline's own over point-to-point messages. The losses are the same to rounding."
+            "All-reduce algorithm of `ddp`: `native` (the backend's), or one implemented"
+            " by Paceline over point-to-point messages. Losses agree up to rounding."
         ),
     ),
 ]

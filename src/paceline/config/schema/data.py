@@ -1,4 +1,4 @@
-"""The data sources of the schema."""
+"""The mapping form of a data source."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from paceline.core.hub import modelscope_name
 
 
 class DatasetSource(Section):
-    """One source of samples, where a plain path or hub id does not say enough."""
+    """A data source with settings beyond its path or hub id."""
 
     path: Text = Field(
         description=(
@@ -17,27 +17,28 @@ class DatasetSource(Section):
         )
     )
     format: Literal["auto", "alpaca", "messages", "sharegpt", "prompt_completion", "text"] = Field(
-        "auto", description="Shape of a row; `auto` finds it from the columns."
+        "auto", description="Row format; `auto` detects it from the columns."
     )
     split: Text = Field("train", description="Split of a hub dataset.")
     name: Text | None = Field(None, description="Configuration (subset) of a hub dataset.")
     columns: dict[str, str] = Field(
         default_factory=dict,
         description=(
-            "Names of the columns where they are not the usual ones, as `{expected: yours}`; e.g."
-            " `{prompt: question, completion: answer}`. An empty name means that the column is not"
-            " read."
+            "Column names as `{expected: yours}`, e.g. `{prompt: question, completion:"
+            " answer}`. An empty name disables reading the column."
         ),
     )
     ignore_columns: Names = Field(
         default_factory=list,
-        description="Columns (and keys of messages) to leave out, beside those of the top level.",
+        description=(
+            "Columns and message keys to ignore, in addition to the top-level `ignore_columns`."
+        ),
     )
     roles: dict[str, Text | list[Text]] = Field(
         default_factory=dict,
         description=(
-            "More names of the roles in chats, as `{role: yours}`; roles are `system`, `user`,"
-            " `assistant`, `tool` and `tool_call`."
+            "Additional names of chat roles as `{role: yours}`; roles are `system`,"
+            " `user`, `assistant`, `tool` and `tool_call`."
         ),
     )
 
@@ -46,6 +47,8 @@ Sources = Text | DatasetSource | list[Text | DatasetSource]
 
 
 def modelscope_sources(sources: Sources) -> Sources:
+    """Return the sources with ModelScope names instead of Hugging Face hub ids."""
+
     def convert(source: Text | DatasetSource) -> Text | DatasetSource:
         if isinstance(source, str):
             return modelscope_name(source)

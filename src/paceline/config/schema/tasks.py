@@ -11,11 +11,14 @@ class Classify(Section):
     """Settings of `task: classify`."""
 
     image_size: int = Field(
-        32, ge=4, description="Images of a folder are resized to this height and width, in pixels."
+        32, ge=4, description="Height and width in pixels to which images are resized."
     )
     hidden: int = Field(64, ge=4, description="Width of the built-in image models.")
     augment: bool = Field(
-        False, description="Random shifts and flips of training images, fixed by the seed."
+        False,
+        description=(
+            "Apply random shifts and flips to training images (reproducible from the seed)."
+        ),
     )
 
 
@@ -25,49 +28,49 @@ Size = Annotated[int, Field(ge=1)]
 class Recommend(Section):
     """Settings of `task: recommend`."""
 
-    label: Text = Field("label", description="Column with the click: 0 or 1.")
+    label: Text = Field("label", description="Click column with values 0 and 1.")
     dense: list[Text] = Field(
         default_factory=list,
         description=(
-            "Columns of numbers; each is brought to mean 0 and variance 1. Empty cells are 0."
+            "Numeric columns, each standardized to mean 0 and variance 1. Empty cells are 0."
         ),
     )
     categorical: list[Text] = Field(
-        default_factory=list, description="Columns of ids, one embedding table each."
+        default_factory=list, description="Id columns, with one embedding table each."
     )
     separator: Text | None = Field(
         None,
         description=(
-            "Splits a cell of ids into a bag of them, whose vectors are added up, e.g. `|`."
-            " Default: one id a cell."
+            "Separator of several ids in one cell, e.g. `|`; their embeddings are summed."
+            " Default: one id per cell."
         ),
     )
     ids: Literal["hash", "vocabulary", "given"] = Field(
         "hash",
         description=(
-            "How a value becomes a row of its table: by its hash; by its place among the training"
-            " data's values (unknown ones share row 0); or the value is the row's number itself."
+            "Mapping from a value to a table row: `hash`; `vocabulary` (index among the"
+            " values of the training data; unknown values share row 0); `given` (the value"
+            " is the row number)."
         ),
     )
     table_size: Size | dict[str, Size] | None = Field(
         None,
         description=(
-            "Rows of the tables, one number or `{column: rows}`. Default: 100,000 with `hash`, else"
-            " as many as the training data need."
+            "Rows of each table, one number or `{column: rows}`. Default: 100,000 with"
+            " `hash`, else as many as the training data requires."
         ),
     )
     min_count: int = Field(
-        1, ge=1, description="With `vocabulary`: values seen less often share row 0."
+        1, ge=1, description="`vocabulary`: values that occur less often than this share row 0."
     )
-    embedding_dim: int = Field(16, ge=1, description="Length of a row.")
+    embedding_dim: int = Field(16, ge=1, description="Embedding dimension.")
     bottom: list[Size] = Field(
         default_factory=lambda: [64],
         description=(
-            "Widths of the hidden layers over the dense columns; the last layer has"
-            " `embedding_dim`."
+            "Hidden layer widths of the MLP over the dense columns; its output has `embedding_dim`."
         ),
     )
     top: list[Size] = Field(
         default_factory=lambda: [64, 32],
-        description="Widths of the hidden layers over the interactions.",
+        description="Hidden layer widths of the MLP over the interactions.",
     )

@@ -6,44 +6,42 @@ from pydantic import Field, field_validator
 
 from paceline.config.schema.base import Auto, Section
 
-#: a share of all steps of a run, as transformers takes it for `save_steps`, `eval_steps` and
-#: `logging_steps`
+#: A fraction of all steps of a run, as transformers accepts it for `save_steps`, `eval_steps` and
+#: `logging_steps`.
 ShareOfSteps = Annotated[float, Field(gt=0, lt=1)]
 
 
 class TrainArgs(Section):
-    """The training itself, under the names of transformers' TrainingArguments."""
+    """Training hyperparameters, named as in transformers' TrainingArguments."""
 
     learning_rate: float | None = Field(
         None,
         ge=0,
         description=(
-            "Peak learning rate. Default: 1e-4 with LoRA, 2e-5 for full fine-tuning of a pretrained"
-            " model, 1e-3 for a built-in or the user's own model."
+            "Peak learning rate. Default: 1e-4 with LoRA, 2e-5 for full fine-tuning of a"
+            " pretrained model, 1e-3 for a built-in or custom model."
         ),
     )
-    per_device_train_batch_size: int = Field(
-        4, ge=1, description="Samples in a micro-batch on one rank."
-    )
+    per_device_train_batch_size: int = Field(4, ge=1, description="Micro-batch size per rank.")
     per_device_eval_batch_size: int | None = Field(
         None,
         ge=1,
-        description="Samples in an evaluation batch on one rank. Default: that of training.",
+        description="Evaluation batch size per rank. Default: `per_device_train_batch_size`.",
     )
     gradient_accumulation_steps: int = Field(
-        1, ge=1, description="Micro-batches a rank adds up before one update."
+        1, ge=1, description="Micro-batches per rank and update."
     )
     num_train_epochs: float = Field(
-        3.0, gt=0, description="Passes over the data, where max_steps is not given."
+        3.0, gt=0, description="Passes over the data, unless max_steps is set."
     )
     max_steps: int | None = Field(
         None, ge=1, description="Number of updates; overrides num_train_epochs."
     )
     warmup_ratio: float = Field(
-        0.0, ge=0, le=1, description="Share of the steps in which the learning rate rises."
+        0.0, ge=0, le=1, description="Fraction of the steps used for learning rate warm-up."
     )
     warmup_steps: int | None = Field(
-        None, ge=0, description="Number of those steps; overrides warmup_ratio."
+        None, ge=0, description="Number of warm-up steps; overrides warmup_ratio."
     )
     lr_scheduler_type: Literal[
         "linear",
@@ -55,22 +53,21 @@ class TrainArgs(Section):
         "constant_with_warmup",
         "inverse_sqrt",
         "warmup_stable_decay",
-    ] = Field(
-        "cosine", description="Shape of the learning rate over the run (transformers' schedules)."
-    )
+    ] = Field("cosine", description="Learning rate schedule (transformers' schedules).")
     lr_scheduler_kwargs: dict[str, float | int | str] = Field(
-        default_factory=dict, description="More arguments of the schedule, e.g. `{min_lr: 1e-6}`."
+        default_factory=dict,
+        description="Additional arguments of the schedule, e.g. `{min_lr: 1e-6}`.",
     )
     optim: Literal["adamw", "adam", "sgd", "rmsprop", "adagrad", "adafactor"] = Field(
         "adamw",
-        description="Optimizer; torch's, fused where it can be, and transformers' Adafactor.",
+        description="Optimizer: torch's (fused if available), or transformers' Adafactor.",
     )
     weight_decay: float = Field(
         0.0,
         ge=0,
         description=(
-            "Weight decay, never on biases and norms: decoupled with `adamw` and `adafactor`, else"
-            " added to the gradient, as torch's optimizers do."
+            "Weight decay, never applied to biases and norms; decoupled with `adamw` and"
+            " `adafactor`, else added to the gradient as in torch."
         ),
     )
     adam_beta1: float = Field(0.9, ge=0, lt=1, description="Adam's beta 1.")
@@ -78,93 +75,90 @@ class TrainArgs(Section):
     adam_epsilon: float = Field(1e-8, gt=0, description="Adam's epsilon.")
     momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of `sgd` and `rmsprop`.")
     max_grad_norm: float = Field(
-        1.0, ge=0, description="Gradients are clipped to this global norm; 0 turns it off."
+        1.0, ge=0, description="Maximum global gradient norm for clipping; 0 disables it."
     )
     precision: Literal["auto", "bf16-mixed", "fp16-mixed", "32"] = Field(
         "auto",
         description=(
-            "`bf16-mixed`, `fp16-mixed`: autocast over float32 trained weights, with frozen weights"
-            " held in that type; float16 with dynamic loss scaling. `32`: float32. `auto`:"
-            " `bf16-mixed` on accelerators that support bfloat16, `fp16-mixed` on those that do not"
-            " (V100, T4), `32` on a CPU."
+            "`bf16-mixed`, `fp16-mixed`: autocast with float32 trained weights and frozen"
+            " weights in half precision; float16 uses dynamic loss scaling. `32`: float32."
+            " `auto`: `bf16-mixed` on accelerators that support bfloat16, `fp16-mixed` on"
+            " others (V100, T4), `32` on CPU."
         ),
     )
     gradient_checkpointing: bool = Field(
-        False, description="Recompute activations in backward instead of keeping them."
+        False, description="Recompute activations during backward instead of storing them."
     )
-    max_length: int = Field(1024, ge=8, description="Most tokens of a sample.")
+    max_length: int = Field(1024, ge=8, description="Maximum sample length in tokens.")
     overlong: Literal["truncate", "drop"] = Field(
         "truncate",
-        description="What is done with a longer sample; how many is printed and reported.",
+        description="Handling of longer samples; their number is printed and reported.",
     )
     packing: Auto | bool = Field(
         "auto",
         description=(
-            "Put a micro-batch's samples in one row without padding; samples never see each other"
-            " and the batch size still counts samples, so the gradient is that of the padded batch."
-            " `auto`: where the model passes a check of it at the start."
+            "Concatenate the samples of a micro-batch into one row without padding."
+            " Samples do not attend to each other and the batch size still counts samples,"
+            " so the gradient equals that of the padded batch. `auto`: if the model passes"
+            " a check at startup."
         ),
     )
     train_on_inputs: bool = Field(
-        False, description="Loss on the prompt too, not on the answers alone."
+        False, description="Compute the loss on prompts too, not only on answers."
     )
     train_on_turns: Literal["all", "last"] = Field(
         "all",
         description=(
-            "Turns of the assistant that carry the loss: all of a conversation, or the last one"
-            " alone."
+            "Assistant turns that contribute to the loss: all of a conversation, or only the last."
         ),
     )
     logging_steps: Annotated[int, Field(ge=1)] | ShareOfSteps = Field(
         1,
         description=(
-            "Steps between two `step` events and progress lines; below 1: a share of all steps."
+            "Steps between `step` events and progress lines; below 1: a fraction of all steps."
         ),
     )
     save_steps: Annotated[int, Field(ge=0)] | ShareOfSteps = Field(
         500,
         description=(
-            "Steps between two checkpoints; below 1: a share of all steps; 0: none. One is always"
-            " written at the end."
+            "Steps between checkpoints; below 1: a fraction of all steps; 0: only the one"
+            " at the end, which is always written."
         ),
     )
     async_save: bool = Field(
         True,
-        description=(
-            "Write checkpoints in the background, from a copy in the host's memory, while training"
-            " goes on."
-        ),
+        description="Write checkpoints in the background from a copy in host memory.",
     )
     save_total_limit: int | None = Field(
-        3, ge=1, description="How many checkpoints are kept; null keeps all."
+        3, ge=1, description="Number of checkpoints to keep; null keeps all."
     )
     eval_steps: Annotated[int, Field(ge=0)] | ShareOfSteps = Field(
         0,
         description=(
-            "Steps between two evaluations; below 1: a share of all steps; 0: at the end of each"
-            " epoch."
+            "Steps between evaluations; below 1: a fraction of all steps; 0: at the end"
+            " of each epoch."
         ),
     )
     seed: int = Field(
         42,
         ge=0,
-        description="Fixes the weights' start, the order of samples, dropout and augmentation.",
+        description="Seed for weight initialization, data order, dropout and augmentation.",
     )
     shuffle: bool = Field(
         True,
         description=(
-            "Shuffle the samples in each epoch, in an order fixed by `seed`; false keeps the order"
-            " of the dataset."
+            "Shuffle the samples in each epoch, reproducibly from `seed`; false keeps the"
+            " order of the dataset."
         ),
     )
     dataloader_num_workers: int = Field(
-        0, ge=0, description="Loader processes a rank; each prefetches batches."
+        0, ge=0, description="Data loader processes per rank, each of which prefetches batches."
     )
     dataloader_prefetch_factor: int = Field(
-        2, ge=1, description="Batches each loader process keeps ready."
+        2, ge=1, description="Batches that each loader process prefetches."
     )
     dataloader_pin_memory: bool = Field(
-        True, description="Page-locked batches, for faster copies to a GPU."
+        True, description="Use page-locked batches for faster copies to a GPU."
     )
 
     @field_validator("max_steps", mode="before")
@@ -184,9 +178,9 @@ class TrainArgs(Section):
 
     @property
     def mixed_dtype(self) -> Literal["bfloat16", "float16"] | None:
-        """The type that matrix products are computed in under mixed precision; None in float32.
+        """Return the data type of matrix products under mixed precision, or None for float32.
 
-        ``auto`` counts as float32: it is replaced as soon as the devices are known
+        ``auto`` counts as float32 here: it is replaced once the devices are known
         (:mod:`paceline.distributed.devices`).
         """
         names: dict[str, Literal["bfloat16", "float16"]] = {
@@ -197,13 +191,13 @@ class TrainArgs(Section):
 
 
 class Evaluation(Section):
-    """How the validation data is run."""
+    """Evaluation on the validation data."""
 
     where: Literal["all", "rank0"] = Field(
         "all",
         description=(
-            "`all`: every rank takes a share, exact to the last row. `rank0`: one does all, for"
-            " comparison."
+            "`all`: every rank evaluates a part, exact to the last row. `rank0`: rank 0"
+            " evaluates everything, for comparison."
         ),
     )
     samples: int = Field(
@@ -211,9 +205,11 @@ class Evaluation(Section):
         ge=0,
         le=100,
         description=(
-            "With `sft` and `pretrain`: answers that the model gives to so many held-out prompts at"
-            " each evaluation, kept in the run's events beside the references. They change nothing"
-            " of the training. 0: none."
+            "Answers generated for held-out prompts at each evaluation and recorded with"
+            " their references (`sft`, `pretrain`); training is not affected. 0 disables"
+            " them."
         ),
     )
-    max_new_tokens: int = Field(64, ge=1, description="Most tokens of such an answer.")
+    max_new_tokens: int = Field(
+        64, ge=1, description="Maximum length of a generated answer in tokens."
+    )
