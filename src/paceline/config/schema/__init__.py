@@ -156,8 +156,8 @@ class Config(Section):
         if self.train_args.train_on_turns == "last":
             if self.train_args.train_on_inputs:
                 raise ValueError(
-                    "train_on_turns: last is not supported with train_on_inputs: true: only one of"
-                    " them can select the tokens that carry the loss"
+                    "train_on_turns: last is not supported with train_on_inputs: true: both choose"
+                    " the tokens that carry the loss; keep one of them"
                 )
             if self.task == "pretrain":
                 raise ValueError(
@@ -169,7 +169,7 @@ class Config(Section):
         if self.val_dataset is not None and self.split_dataset_ratio > 0:
             raise ValueError(
                 "split_dataset_ratio is not supported with val_dataset: both choose the validation"
-                " data"
+                " data; keep one of them"
             )
         return self
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -91,14 +91,3 @@ class Compression(Section):
     def text(self) -> str:
         """Return the chain for display: ``topk``, ``topk + bf16``, ``none``."""
         return " + ".join(self.chain) or "none"
-
-
-AllReduce = Annotated[
-    Literal["native", "ring", "tree", "halving", "naive"],
-    Field(
-        description=(
-            "All-reduce algorithm of `ddp`: `native` (the backend's), or one implemented"
-            " by Paceline over point-to-point messages. Losses agree up to rounding."
-        ),
-    ),
-]

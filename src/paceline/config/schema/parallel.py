@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, field_validator
 
 from paceline.config.schema.base import Auto, Section, Text
-from paceline.config.schema.compression import AllReduce
 
 #: Relative speeds of the ranks or hosts of a run.
 Weights = Annotated[list[Annotated[float, Field(gt=0, allow_inf_nan=False)]], Field(min_length=1)]
@@ -31,8 +30,8 @@ class Parallel(Section):
     shard: Annotated[int, Field(ge=1)] | None = Field(
         None,
         description=(
-            "Number of shards of weights, gradients and optimizer state; each shard group"
-            " member also processes its own part of the batch."
+            "Number of shards of weights, gradients and optimizer state; the rank of each shard"
+            " processes its own part of the batch."
         ),
     )
     tensor: Annotated[int, Field(ge=1)] | None = Field(
@@ -105,7 +104,13 @@ class Parallel(Section):
         gt=0,
         description="Gradient bucket size in MiB; each bucket is all-reduced during backward.",
     )
-    all_reduce: AllReduce = "native"
+    all_reduce: Literal["native", "ring", "tree", "halving", "naive"] = Field(
+        "native",
+        description=(
+            "All-reduce algorithm of `ddp`: `native` (the backend's), or one implemented by"
+            " Paceline over point-to-point messages. Losses agree up to rounding."
+        ),
+    )
     timeout_s: float = Field(
         600.0,
         ge=10,
