@@ -110,22 +110,15 @@ def _source(key: str, value: Any, errors: list[ErrorDetails], entry: ConfigEntry
 
 
 def _between_keys(key: str, first: ErrorDetails, find: Find) -> Problem:
-    """A rule about several keys: its own words, with the place of each key that it names."""
-    words = str(first["msg"]).removeprefix("Value error, ")
-    named = [
-        (name, find(name))
-        for name in KEYS
-        if name.rpartition(".")[2] in words.replace("`", " ").split()
-    ]
-    places = [
-        f"`{name}` ({entry.shown()}, {entry.place()})" for name, entry in named if entry is not None
-    ]
-    entries = [entry for _, entry in named if entry is not None] or [
-        entry for entry in [find(key)] if entry
-    ]
-    return Problem(
-        words + (f": {' and '.join(places)}" if places else ""), entries[-1] if entries else None
-    )
+    """Describe a violated rule about several keys, with the place of each key that it names."""
+    message = str(first["msg"]).removeprefix("Value error, ")
+    tokens = {token.rstrip(":") for token in message.replace("`", " ").split()}
+    named = {name: find(name) for name in KEYS if name.rpartition(".")[2] in tokens}
+    entries = {name: entry for name, entry in named.items() if entry is not None}
+    if not entries:
+        return Problem(message, find(key))
+    places = [f"`{name}` ({entry.shown()}, {entry.place()})" for name, entry in entries.items()]
+    return Problem(f"{message}: {' and '.join(places)}", list(entries.values())[-1])
 
 
 def _lookup(data: dict[str, YamlValue], key: str) -> Any:
