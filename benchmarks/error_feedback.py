@@ -26,23 +26,20 @@ from paceline.parallel.registry import StrategySpec
 class WithoutResidual(TopK):
     """Drops what is not sent."""
 
-    def reduce(self, flat: Any, bucket: Any, state: Any, line: Any, step: int) -> None:
-        super().reduce(flat, bucket, state, line, step)
+    def reduce(self, flat: Any, state: Any, group: Any, step: int) -> None:
+        super().reduce(flat, state, group, step)
         state.flats["residual"].zero_()
 
 
 class _AbsoluteValues:
-    """float32 values without their sign, in the form of
-    :mod:`paceline.parallel.compression.quantize`."""
+    """A :class:`paceline.parallel.compression.codecs.Codec` that drops the signs."""
 
-    def __init__(self, code: Any) -> None:
-        self.code = code
+    def __init__(self, codec: Any) -> None:
+        self.codec = codec
+        self.decode = codec.decode
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.code, name)
-
-    def encode(self, values: Any, generator: Any) -> Any:
-        return self.code.encode(values.abs(), generator)
+    def encode(self, rows: Any, generator: Any) -> Any:
+        return self.codec.encode(rows.abs(), generator)
 
 
 class Magnitudes(TopK):
@@ -51,9 +48,9 @@ class Magnitudes(TopK):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.code = _AbsoluteValues(self.code)  # type: ignore[assignment]
+        self.codec = _AbsoluteValues(self.codec)  # type: ignore[assignment]
 
-    def _keep(self, state: Any, chosen: Any, kept: Any) -> None:
+    def _keep(self, state: Any, chosen: Any, rest: Any) -> None:
         super()._keep(state, chosen, None)
 
 

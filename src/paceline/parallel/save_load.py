@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from paceline.parallel.base import Strategy
-from paceline.parallel.compression.checkpoint import dropped
+from paceline.parallel.compression.base import dropped_state_notices
 from paceline.parallel.protocols import (
     RefreshesWeights,
     SavesOwnShards,
@@ -100,7 +100,7 @@ def load_state(strategy: Strategy, source: StateReader) -> None:
         for part in keepers:
             strategy.notices += part.load_extra_state(source)
         if not keepers:
-            strategy.notices += dropped(source)
+            strategy.notices += dropped_state_notices(source)
     if isinstance(strategy, RefreshesWeights):
         strategy.after_load()
 

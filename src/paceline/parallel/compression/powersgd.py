@@ -1,69 +1,56 @@
-"""Matrices of low rank stand for the gradient's matrices."""
+"""Gradient compression by matrices of low rank."""
 
 import torch
 
-from paceline.config.schema.compression import Compression
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.seeds import derive_seed
 from paceline.parallel.compression.base import Compressor, CompressorState, slot_view
-from paceline.parallel.compression.quantize import CODES, Codec, coded_sum
 from paceline.parallel.compression.sizes import BucketShape, TensorSlot, matrices_of
 
 
 class PowerSGD(Compressor):
-    """`powersgd`: one step of power iteration a step, from the last step's result (Vogels,
+    """`powersgd`: one power iteration per step, starting from the last step's result (Vogels,
     Karimireddy & Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
     Optimization", 2019, algorithms 1 and 2).
 
     A gradient M [n × m] becomes P Qᵀ with P [n × r] and Q [m × r]: P = M Q, summed over the ranks
-    and made orthonormal; Q = Mᵀ P, summed. Both are linear in M, so sums of small matrices stand
-    for the sum of the large ones. What a rank has sent is P (Mᵀ P)ᵀ with its own M; the rest waits
-    in its residual. A tensor of more dimensions counts as a matrix of its first one. Vectors, and
-    matrices that would not become smaller, go along uncompressed in the first sum.
+    and orthonormalized; Q = Mᵀ P, summed. Both are linear in M, so sums of small matrices replace
+    the sum of the large ones. A rank sends P (Mᵀ P)ᵀ with its local M; the rest waits in its
+    residual. A tensor of more dimensions counts as a matrix with its first dimension as rows.
+    Vectors, and matrices that would not become smaller, are sent uncompressed in the first sum.
 
-    Two collectives a bucket, always in this order: so it works on any backend.
+    Two collectives per bucket, always in this order, so it works on any backend.
     """
 
-    def __init__(self, settings: Compression, seed: int) -> None:
-        super().__init__(settings, seed)
-        chain = settings.chain
-        self.code: Codec | None = CODES[chain[1]] if len(chain) > 1 else None
-
-    def state_of(self, bucket: BucketShape, device: torch.device) -> CompressorState:
-        state = super().state_of(bucket, device)
+    def initial_state(self, bucket: BucketShape, device: torch.device) -> CompressorState:
+        state = super().initial_state(bucket, device)
         for slot, (_, columns, rank) in matrices_of(bucket, self.settings.rank):
             state.tensors[(slot.name, "q")] = torch.zeros(columns, rank, device=device)
         return state
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        bucket: BucketShape,
-        state: CompressorState,
-        line: Communicator,
-        step: int,
+        self, flat: torch.Tensor, state: CompressorState, group: Communicator, step: int
     ) -> None:
         waiting = state.flats["residual"].add_(flat)
-        matrices = matrices_of(bucket, self.settings.rank)
+        matrices = matrices_of(state.bucket, self.settings.rank)
         compressed = {slot.name for slot, _ in matrices}
         vectors = [
-            slot_view(one, waiting).reshape(-1)
-            for one in bucket.slots
-            if one.name not in compressed
+            slot_view(slot, waiting).reshape(-1)
+            for slot in state.bucket.slots
+            if slot.name not in compressed
         ]
-        given = [
+        gradients = [
             slot_view(slot, waiting).view(rows, columns) for slot, (rows, columns, _) in matrices
         ]
         starts = [self._start(slot, state.tensors[(slot.name, "q")], step) for slot, _ in matrices]
-        # P of all matrices, and the vectors: the first sum
-        firsts = [one @ q for one, q in zip(given, starts, strict=True)]
-        (*bases, plain), (*_, plain_sent) = self._sum(
-            [*firsts, _flat(vectors, waiting)], line, step, bucket, 1
-        )
-        bases = [orthonormal(one) for one in bases]
-        # Q of all matrices: the second
-        seconds = [one.t() @ base for one, base in zip(given, bases, strict=True)]
-        results, shares = self._sum(seconds, line, step, bucket, 2) if seconds else ([], [])
+        # The first sum: P of all matrices, and the vectors.
+        firsts = [gradient @ q for gradient, q in zip(gradients, starts, strict=True)]
+        plain = torch.cat([waiting.new_zeros(0), *vectors])
+        (*bases, plain), (*_, plain_sent) = self._sum([*firsts, plain], state, group, step, 1)
+        bases = [orthonormal(base) for base in bases]
+        # The second sum: Q of all matrices.
+        seconds = [gradient.t() @ base for gradient, base in zip(gradients, bases, strict=True)]
+        results, shares = self._sum(seconds, state, group, step, 2) if seconds else ([], [])
         flat.zero_()
         for (slot, (rows, columns, _)), base, result, share in zip(
             matrices, bases, results, shares, strict=True
@@ -72,7 +59,7 @@ class PowerSGD(Compressor):
             slot_view(slot, waiting).view(rows, columns).addmm_(base, share.t(), alpha=-1)
             state.tensors[(slot.name, "q")].copy_(result)
         begin = 0
-        for slot in bucket.slots:
+        for slot in state.bucket.slots:
             if slot.name not in compressed:
                 part = slice(begin, begin + slot.numel)
                 slot_view(slot, flat).copy_(plain[part].view(slot.shape))
@@ -80,50 +67,37 @@ class PowerSGD(Compressor):
                 begin += slot.numel
 
     def _start(self, slot: TensorSlot, last: torch.Tensor, step: int) -> torch.Tensor:
-        """The last step's Q (warm start); by chance where there is none, the same on every rank. A
-        column that is zero would stay so: it begins anew."""
+        """Return the last step's Q (warm start). Columns that are zero, as before the first step,
+        would stay zero: they start from random values, the same on every rank."""
         empty = last.norm(dim=0, keepdim=True) == 0
         if not bool(empty.any()):
             return last
-        chance = torch.Generator("cpu")
-        chance.manual_seed(derive_seed(self.seed, f"powersgd/{slot.name}", step))
-        fresh = torch.randn(last.shape, generator=chance).to(last.device)
+        generator = torch.Generator("cpu")
+        generator.manual_seed(derive_seed(self.seed, f"powersgd/{slot.name}", step))
+        fresh = torch.randn(last.shape, generator=generator).to(last.device)
         return torch.where(empty, fresh, last)
 
     def _sum(
         self,
         tensors: list[torch.Tensor],
-        line: Communicator,
+        state: CompressorState,
+        group: Communicator,
         step: int,
-        bucket: BucketShape,
         turn: int,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """(sums over the ranks, this rank's shares of them): all tensors in one message."""
-        mine = _flat(tensors, tensors[0])
-        if self.code is None:
-            total = mine.clone()
-            line.wait(line.all_reduce(total))
-            sent = mine
-        else:
-            total, sent = coded_sum(
-                mine,
-                self.code,
-                line,
-                lambda half: self.generator(step, bucket, mine.device, line.rank, turn, half),
-            )
-        sizes = [one.numel() for one in tensors]
-
-        def cut(whole: torch.Tensor) -> list[torch.Tensor]:
-            return [
-                part.view(one.shape) for part, one in zip(whole.split(sizes), tensors, strict=True)
-            ]
-
-        return cut(total), cut(sent)
+        """Sum all tensors over the ranks in one message. Returns (sums, this rank's shares)."""
+        sizes = [tensor.numel() for tensor in tensors]
+        message = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        sums, shares = (
+            [part.view_as(tensor) for part, tensor in zip(flat.split(sizes), tensors, strict=True)]
+            for flat in self.all_reduce(message, state, group, step, turn)
+        )
+        return sums, shares
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Columns [n × r] made orthonormal, one after another (Gram-Schmidt; twice, for rounding). A
-    column that is a sum of those before it becomes zero: it adds nothing."""
+    """Orthonormalize columns [n × r] one after another (Gram-Schmidt, twice because of rounding). A
+    column that is a linear combination of those before it becomes zero."""
     columns = matrix.t().contiguous()
     done = torch.zeros_like(columns)
     floor = 8 * torch.finfo(matrix.dtype).eps * torch.linalg.vector_norm(columns, dim=1)
@@ -137,7 +111,3 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
             keep | norm.isnan(), column / torch.where(keep, norm, norm.new_ones(())), 0.0
         )
     return done.t()
-
-
-def _flat(tensors: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    return torch.cat([one.reshape(-1) for one in tensors]) if tensors else like.new_zeros(0)

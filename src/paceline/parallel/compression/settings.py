@@ -1,30 +1,32 @@
-"""What gradient compression is supported with, and what its settings come to. Imports no torch."""
+"""What gradient compression is supported with, and what follows from its settings. Imports no
+torch."""
 
 from paceline.config.schema import Config
+from paceline.config.schema.compression import Compression
 from paceline.core.errors import ConfigError
 from paceline.distributed.mesh import ParallelDims
 
-#: What a replica that is itself cut can be served: methods whose result for a tensor does not
-#: depend on what lies beside it, so that ranks which hold the same tensor in different company get
-#: the same sum.
+#: Methods that are supported if a replica is itself sharded: their result for a tensor does not
+#: depend on the other tensors of a bucket, so that ranks which hold the same tensor in different
+#: buckets get the same sum.
 FOR_PARTS = ("bf16", "powersgd")
 
 
 def check_compression(
     config: Config, name: str, reduces_in_buckets: bool, axes: ParallelDims
 ) -> None:
-    """Raise ConfigError where the strategy ``name`` cannot do what ``compression`` and
-    ``parallel.all_reduce`` ask for.
+    """Raise ConfigError if the strategy ``name`` does not support ``compression`` or
+    ``parallel.all_reduce``.
 
     Args:
         reduces_in_buckets: the strategy sums gradients in buckets over the axis data.
     """
-    settings, own = config.compression, config.parallel.all_reduce
-    whole = reduces_in_buckets and axes.shard == axes.tensor == axes.pipeline == 1
-    if own != "native" and not (reduces_in_buckets and axes.shard == 1) and axes.size > 1:
+    settings, args = config.compression, config.train_args
+    algorithm = config.parallel.all_reduce
+    if algorithm != "native" and not (reduces_in_buckets and axes.shard == 1) and axes.size > 1:
         raise ConfigError(
-            f"`parallel.all_reduce: {own}` is not supported with `parallel.mode: {name}`"
-            f" ({axes.text()}): it sums no gradients of whole replicas",
+            f"`parallel.all_reduce: {algorithm}` is not supported with `parallel.mode: {name}`"
+            f" ({axes.text()}): it does not all-reduce gradients of full replicas",
             allowed=(
                 "`parallel.mode: ddp`; `tensor`, `pipeline` and `hybrid` without `parallel.shard`"
             ),
@@ -32,11 +34,11 @@ def check_compression(
         )
     if not settings.chain:
         return
-    what = f"`compression.method: {settings.text}`"
+    setting = f"`compression.method: {settings.text}`"
     if not reduces_in_buckets or axes.shard > 1 or (axes.data == 1 and axes.size > 1):
         raise ConfigError(
-            f"{what} is not supported with `parallel.mode: {name}` ({axes.text()}): it sums no"
-            " gradients of whole replicas, so there is nothing to compress",
+            f"{setting} is not supported with `parallel.mode: {name}` ({axes.text()}): it does not"
+            " all-reduce gradients of full replicas, so there is nothing to compress",
             allowed=(
                 f"`parallel.mode: ddp`; with {', '.join(FOR_PARTS)} also `tensor`, `pipeline` and"
                 " `hybrid` with `parallel.data` of at least 2 and without `parallel.shard`"
@@ -45,68 +47,58 @@ def check_compression(
         )
     if axes.data == 1:
         raise ConfigError(
-            f"{what} is not supported with one rank: nothing is sent",
+            f"{setting} is not supported with one rank: nothing is sent",
             allowed="two ranks or more",
             fix="set `parallel.num_gpus: 2`, or leave it out",
         )
-    if not whole and (len(settings.chain) > 1 or settings.chain[0] not in FOR_PARTS):
+    sharded = axes.tensor > 1 or axes.pipeline > 1
+    if sharded and (len(settings.chain) > 1 or settings.chain[0] not in FOR_PARTS):
         raise ConfigError(
-            f"{what} is not supported with {axes.text()}: parts of one replica that hold the same"
-            " weight would choose differently for it",
+            f"{setting} is not supported with {axes.text()}: ranks of one replica that hold the"
+            " same weight would compress it differently",
             allowed=(
                 f"with mode {name}: {', '.join(FOR_PARTS)}; with `parallel.mode: ddp` every method"
             ),
             fix=f"set `compression.method: {FOR_PARTS[-1]}`, or `parallel.mode: ddp`",
         )
-    if own != "native":
+    if algorithm != "native":
         raise ConfigError(
-            f"{what} is not supported with `parallel.all_reduce: {own}`: compressed gradients"
-            " travel by the backend's collectives",
+            f"{setting} is not supported with `parallel.all_reduce: {algorithm}`: compressed"
+            " gradients are sent by the backend's collectives",
             fix="set `parallel.all_reduce: native`, or leave `compression` out",
         )
-    _check_training(config, what)
-
-
-def _check_training(config: Config, what: str) -> None:
-    args, settings = config.train_args, config.compression
-    sparse = settings.chain[0] in ("topk", "randomk")
-    adam = args.optim in ("adam", "adamw")
-    if settings.local_moments is True and not (sparse and adam):
+    if settings.local_moments is True and not uses_local_moments(config):
         raise ConfigError(
-            f"`compression.local_moments: true` is not supported with {what} and"
-            f" `train_args.optim: {args.optim}`: only sparse methods keep moments",
+            f"`compression.local_moments: true` is not supported with {setting} and"
+            f" `train_args.optim: {args.optim}`: only sparse methods with Adam keep moments",
             allowed="topk or randomk, with adamw or adam",
             fix="set `compression.local_moments: auto`",
         )
-    if settings.momentum_correction is True and not (
-        sparse and args.optim == "sgd" and args.momentum > 0
-    ):
+    if settings.momentum_correction is True and momentum_correction(config) <= 0:
         raise ConfigError(
-            f"`compression.momentum_correction: true` is not supported with {what},"
-            f" `train_args.optim: {args.optim}` and momentum {args.momentum}: there is no momentum"
-            " that waits with what is not sent",
+            f"`compression.momentum_correction: true` is not supported with {setting},"
+            f" `train_args.optim: {args.optim}` and `train_args.momentum: {args.momentum}`: there"
+            " is no momentum to correct",
             allowed="topk or randomk, with sgd and `train_args.momentum` > 0",
             fix="set `compression.momentum_correction: auto`",
         )
 
 
+def is_sparse(settings: Compression) -> bool:
+    """Return whether only some elements are sent (`topk`, `randomk`)."""
+    return settings.chain[:1] in (("topk",), ("randomk",))
+
+
 def uses_local_moments(config: Config) -> bool:
-    """Adam's moments are each rank's own."""
+    """Return whether each rank keeps Adam's second moment of its local gradient."""
     settings = config.compression
-    sparse = settings.chain[:1] in (("topk",), ("randomk",))
-    return (
-        sparse
-        and config.train_args.optim in ("adam", "adamw")
-        and settings.local_moments is not False
-    )
+    adam = config.train_args.optim in ("adam", "adamw")
+    return is_sparse(settings) and adam and settings.local_moments is not False
 
 
 def momentum_correction(config: Config) -> float:
-    """The momentum that each rank gathers; 0: none."""
+    """Return the momentum that each rank accumulates; 0: none."""
     settings, args = config.compression, config.train_args
-    sparse = settings.chain[:1] in (("topk",), ("randomk",))
-    return (
-        args.momentum
-        if sparse and args.optim == "sgd" and settings.momentum_correction is not False
-        else 0.0
-    )
+    if is_sparse(settings) and args.optim == "sgd" and settings.momentum_correction is not False:
+        return args.momentum
+    return 0.0

@@ -1,4 +1,4 @@
-"""What each compressor sends and keeps of a bucket, as numbers. Imports no torch."""
+"""Bytes that each compressor sends and keeps of a bucket. Imports no torch."""
 
 import math
 from collections import Counter
@@ -7,18 +7,22 @@ from dataclasses import dataclass
 from paceline.config.schema import Config
 from paceline.config.schema.compression import Compression
 from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
-from paceline.parallel.compression.settings import momentum_correction, uses_local_moments
+from paceline.parallel.compression.settings import (
+    is_sparse,
+    momentum_correction,
+    uses_local_moments,
+)
 
-#: Share that is sent in the first step of a warm-up (Lin et al., 2018, section 3.3: sparsity rises
-#: from 75 %).
-_WARMUP_FROM = 0.25
-#: Number format → bytes a number, bytes a message for its scale.
+#: Share of the elements that is sent in the first step of a warm-up (Lin et al., 2018, section 3.3:
+#: sparsity rises from 75 %).
+_WARMUP_START = 0.25
+#: Number format → bytes per number, bytes per message for its scale.
 FORMATS = {"bf16": (2, 0), "fp16": (2, 4), "int8": (1, 4)}
 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """A parameter's place in a bucket: elements from ``offset`` on."""
+    """A parameter's place in a bucket, starting at element ``offset``."""
 
     name: str
     offset: int
@@ -36,12 +40,12 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class BucketShape:
-    """A bucket as numbers.
+    """The layout of a bucket.
 
     Args:
         number: its place in the order in which buckets are sent.
-        size: elements with the padding between parameters, which is zero and stays so.
-        slots: the parameters in it, in the bucket's order.
+        size: number of elements, including the padding between parameters, which stays zero.
+        slots: the parameters in the bucket's order.
     """
 
     number: int
@@ -51,22 +55,22 @@ class BucketShape:
     @property
     def numel(self) -> int:
         """Elements without padding."""
-        return sum(one.numel for one in self.slots)
+        return sum(slot.numel for slot in self.slots)
 
 
 def num_chosen(settings: Compression, bucket: BucketShape, step: int | None = None) -> int:
-    """Elements that `topk` and `randomk` send of a bucket. In a warm-up the share falls
+    """Return how many elements of a bucket `topk` and `randomk` send. In a warm-up the share falls
     exponentially (Lin et al., 2018, section 3.3)."""
     ratio = settings.ratio
     if step is not None and step < settings.warmup_steps:
-        start = max(ratio, _WARMUP_FROM)
+        start = max(ratio, _WARMUP_START)
         ratio = start * (ratio / start) ** (step / settings.warmup_steps)
     return min(bucket.numel, max(1, math.ceil(round(ratio * bucket.numel, 6))))
 
 
 def matrix_of(shape: tuple[int, ...], rank: int) -> tuple[int, int, int] | None:
-    """(rows, columns, rank) of the matrix that a parameter counts as; None where low rank would
-    save nothing."""
+    """Return (rows, columns, rank) of a parameter as a matrix; None if low rank would save
+    nothing."""
     if len(shape) < 2 or math.prod(shape) == 0:
         return None
     rows, columns = shape[0], math.prod(shape[1:])
@@ -75,36 +79,37 @@ def matrix_of(shape: tuple[int, ...], rank: int) -> tuple[int, int, int] | None:
 
 
 def matrices_of(bucket: BucketShape, rank: int) -> list[tuple[TensorSlot, tuple[int, int, int]]]:
-    """The slots that `powersgd` compresses, with rows, columns and rank."""
+    """Return the slots that `powersgd` compresses, with (rows, columns, rank)."""
     sized = [(slot, matrix_of(slot.shape, rank)) for slot in bucket.slots]
     return [(slot, size) for slot, size in sized if size is not None]
 
 
 def kept_bytes(config: Config, bucket: BucketShape) -> int:
-    """Bytes that a rank keeps of a bucket from step to step."""
+    """Return the bytes that a rank keeps of a bucket from step to step."""
     settings = config.compression
     size = 4 * bucket.size * (uses_local_moments(config) + (momentum_correction(config) > 0))
-    if settings.chain[0] in ("topk", "randomk", "powersgd"):
+    if is_sparse(settings):
         size += 4 * bucket.size
     if settings.chain[0] == "powersgd":
+        size += 4 * bucket.size
         matrices = matrices_of(bucket, settings.rank)
         size += sum(4 * columns * rank for _, (_, columns, rank) in matrices)
     return size
 
 
 def num_rounds(settings: Compression) -> int:
-    """How often each of the collectives of :func:`sent_bytes` is called for a bucket, one call
-    after the other."""
+    """Return how often each collective of :func:`sent_bytes` is called for a bucket, one call after
+    the other."""
     return 2 if settings.chain[0] == "powersgd" else 1
 
 
 def sent_bytes(
     settings: Compression, bucket: BucketShape, num_ranks: int, step: int | None = None
 ) -> dict[str, int]:
-    """Bytes that one rank sends for a bucket, by collective.
+    """Return the bytes that one rank sends for a bucket, by collective.
 
     Args:
-        step: None after any warm-up.
+        step: the step, during the warm-up; None: after it.
     """
     method = settings.chain[0]
     code = settings.chain[1] if len(settings.chain) > 1 else None
@@ -133,21 +138,22 @@ def _gathered(message_bytes: int, num_ranks: int) -> dict[str, int]:
 
 
 def _summed(numel: int, code: str | None, num_ranks: int) -> dict[str, int]:
-    """Bytes of a sum over the ranks, of float32 or with every number on the wire in ``code``."""
+    """Return the bytes of a sum over the ranks; every number is sent as ``code`` (None:
+    float32)."""
     if code is None:
         return {"all_reduce": all_reduce_bytes(4 * numel, num_ranks)}
     width, header = FORMATS[code]
     message = header + chunk_size(numel, num_ranks) * width
-    each = scatter_bytes(message * num_ranks, num_ranks)
-    return {"all_to_all": each, "all_gather": each}
+    sent = scatter_bytes(message * num_ranks, num_ranks)
+    return {"all_to_all": sent, "all_gather": sent}
 
 
 def chunk_size(numel: int, num_ranks: int) -> int:
-    """Numbers of a message, where each rank adds up its part of ``numel``. A multiple of four:
-    whatever a number's width, the next message begins where float32 can be read."""
+    """Return the numbers per message if each rank adds up its part of ``numel``. A multiple of
+    four, so that the next message starts where float32 can be read, whatever a number's width."""
     return max(4, math.ceil(numel / (4 * num_ranks)) * 4)
 
 
 def round_up(count: int) -> int:
-    """The next multiple of four, where float32 can be read whatever a number's width."""
+    """Return the next multiple of four."""
     return math.ceil(count / 4) * 4

@@ -1,4 +1,5 @@
-"""Few elements are sent: the largest, or some drawn by chance; the others wait in the residual."""
+"""Compressors that send few elements, the largest or randomly drawn ones. The others wait in the
+residual."""
 
 import math
 
@@ -6,184 +7,146 @@ import torch
 
 from paceline.config.schema.compression import Compression
 from paceline.distributed.communicator import Communicator
-from paceline.parallel.compression.base import Compressor, CompressorState, blocks
-from paceline.parallel.compression.local_adam import SECOND
-from paceline.parallel.compression.quantize import (
-    CODES,
-    PLAIN,
-    Codec,
-    coded_sum,
-    pack,
-    unpack,
-)
+from paceline.parallel.compression.base import SECOND_MOMENT, Compressor, CompressorState, blocks
+from paceline.parallel.compression.codecs import FLOAT32
 from paceline.parallel.compression.sizes import BucketShape, num_chosen, round_up
 
-#: About so many elements are looked at to guess how large the largest are.
-_SAMPLE = 1 << 15
+#: Number of elements in the sample that estimates how large the largest elements are.
+_SAMPLE_ELEMENTS = 1 << 15
 
 
 class SparseCompressor(Compressor):
     """What `topk` and `randomk` have in common.
 
     Args:
-        momentum: of momentum correction; 0: none. Each rank gathers momentum of its own gradient,
-            and what is chosen is chosen from the sum of that; where an element is sent its momentum
-            ends, for it is of an old gradient (Lin et al., "Deep Gradient Compression", 2018,
-            sections 3.1 and 3.2, algorithm 4).
+        momentum: of momentum correction; 0: none. Each rank accumulates momentum of its local
+            gradient, and elements are chosen from the sum of that. The momentum of an element ends
+            when it is sent, because it is of an old gradient (Lin et al., "Deep Gradient
+            Compression", 2018, sections 3.1 and 3.2, algorithm 4).
     """
 
     def __init__(self, settings: Compression, seed: int, momentum: float = 0.0) -> None:
         super().__init__(settings, seed)
-        chain = settings.chain
         self.momentum = momentum
-        self.code: Codec = CODES[chain[1]] if len(chain) > 1 else PLAIN
 
-    def state_of(self, bucket: BucketShape, device: torch.device) -> CompressorState:
-        state = super().state_of(bucket, device)
+    def initial_state(self, bucket: BucketShape, device: torch.device) -> CompressorState:
+        state = super().initial_state(bucket, device)
         if self.momentum:
-            state.flats["momentum"] = torch.zeros(bucket.size, dtype=torch.float32, device=device)
+            state.flats["momentum"] = torch.zeros(bucket.size, device=device)
         return state
 
-    def _gather(self, flat: torch.Tensor, state: CompressorState) -> torch.Tensor:
-        """Add this step's gradient to what waits; returns that."""
-        residual = state.flats["residual"]
+    def _accumulate(self, flat: torch.Tensor, state: CompressorState) -> torch.Tensor:
+        """Add this step's gradient to the residual, and return that."""
         if self.momentum:
             flat = state.flats["momentum"].mul_(self.momentum).add_(flat)
-        return residual.add_(flat)
+        return state.flats["residual"].add_(flat)
 
     def _keep(
-        self, state: CompressorState, chosen: torch.Tensor, kept: torch.Tensor | None
+        self, state: CompressorState, chosen: torch.Tensor, rest: torch.Tensor | None
     ) -> None:
-        """``kept``: what of the chosen elements waits on; None: nothing."""
+        """Set the residual of the chosen elements to ``rest``; None: zero."""
         residual = state.flats["residual"]
-        residual[chosen] = residual.new_zeros(()) if kept is None else kept
+        residual[chosen] = residual.new_zeros(()) if rest is None else rest
         if self.momentum:
             state.flats["momentum"][chosen] = 0.0
 
 
 class TopK(SparseCompressor):
-    """`topk`: the elements of a bucket that are largest in magnitude, each with its sign and its
-    place. Every rank chooses its own; an all-gather brings them to all, who add them up in order of
-    rank.
+    """`topk`: the elements of a bucket with the largest magnitudes, each with its sign and its
+    place. Every rank chooses from its residual; an all-gather distributes them to all ranks, which
+    add them up in order of rank.
 
-    Where what waits are Adam's directions d, all of one size at first, they are weighed by the root
+    If the residual has Adam's directions d, all of one size at first, they are weighted by the root
     of the gradient's size g: by the geometric mean of the step's size |d| and of the decrease of
     the loss that it promises, |d| g. Found by trial: with either of the two alone training takes
     more steps.
     """
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        bucket: BucketShape,
-        state: CompressorState,
-        line: Communicator,
-        step: int,
+        self, flat: torch.Tensor, state: CompressorState, group: Communicator, step: int
     ) -> None:
-        waiting = self._gather(flat, state)
-        count = num_chosen(self.settings, bucket, step)
+        waiting = self._accumulate(flat, state)
+        count = num_chosen(self.settings, state.bucket, step)
         chosen = largest(self._weight(waiting, state), count)
         values = waiting[chosen]
-        codes, scale = self.code.encode(
-            _filled(values), self.generator(step, bucket, flat.device, line.rank)
+        # Padded to a multiple of four elements, so that float32 can be read behind any format.
+        padded = torch.nn.functional.pad(values, (0, round_up(count) - count)).view(1, -1)
+        encoded = self.codec.encode(
+            padded, self.generator(step, state.bucket, flat.device, group.rank)
         )
-        self._keep(
-            state,
-            chosen,
-            None if self.code is PLAIN else values - self.code.decode(codes, scale)[:count],
-        )
+        exact = self.codec is FLOAT32
+        self._keep(state, chosen, None if exact else values - self.codec.decode(encoded)[0, :count])
         places = chosen.to(torch.int32).view(1, -1).view(torch.uint8)
-        message = torch.cat([places, pack(self.code, codes.view(1, -1), scale)], 1)
-        gathered = message.new_empty((line.size, message.shape[1]))
-        line.wait(line.all_gather(gathered.view(-1), message.view(-1)))
+        message = torch.cat([places, encoded], 1)
+        gathered = message.new_empty((group.size, message.shape[1]))
+        group.wait(group.all_gather(gathered.view(-1), message.view(-1)))
         flat.zero_()
-        theirs = unpack(self.code, gathered[:, 4 * count :].contiguous())[:, :count]
-        for rank in range(line.size):
-            at = gathered[rank, : 4 * count].contiguous().view(torch.int32).long()
-            flat.index_add_(0, at, theirs[rank])
+        received = self.codec.decode(gathered[:, 4 * count :])
+        for rank in range(group.size):
+            indices = gathered[rank, : 4 * count].contiguous().view(torch.int32).long()
+            flat.index_add_(0, indices, received[rank, :count])
 
     def _weight(self, waiting: torch.Tensor, state: CompressorState) -> torch.Tensor:
-        """Magnitudes by which elements are chosen."""
-        second = state.flats.get(SECOND)
+        """Return the magnitudes by which elements are chosen."""
+        second = state.flats.get(SECOND_MOMENT)
         if second is None:
             return waiting.abs()
-        weighed = torch.empty_like(waiting)
-        for out, values, moment in blocks(weighed, waiting, second):
+        weighted = torch.empty_like(waiting)
+        for out, values, moment in blocks(weighted, waiting, second):
             torch.mul(values, moment.sqrt().sqrt_(), out=out).abs_()
-        return weighed
+        return weighted
 
 
 class RandomK(SparseCompressor):
-    """`randomk`: elements drawn by chance, the same on every rank, so that their values alone are
-    summed. The bucket is cut into as many stretches as elements are sent, and one is drawn of each:
-    any element has the same chance."""
+    """`randomk`: randomly drawn elements, the same on every rank, so that only their values are
+    sent and summed. The bucket is cut into as many stretches as elements are sent, and one is drawn
+    from each: all elements have the same chance."""
 
     def reduce(
-        self,
-        flat: torch.Tensor,
-        bucket: BucketShape,
-        state: CompressorState,
-        line: Communicator,
-        step: int,
+        self, flat: torch.Tensor, state: CompressorState, group: Communicator, step: int
     ) -> None:
-        waiting = self._gather(flat, state)
-        chosen = self.draw(bucket, step).to(flat.device)
+        waiting = self._accumulate(flat, state)
+        chosen = self.draw(state.bucket, step).to(flat.device)
         values = waiting[chosen]
-        if self.code is PLAIN:
-            self._keep(state, chosen, None)
-            line.wait(line.all_reduce(values))
-        else:
-            total, sent = coded_sum(
-                values,
-                self.code,
-                line,
-                lambda turn: self.generator(step, bucket, flat.device, line.rank, turn),
-            )
-            self._keep(state, chosen, values - sent)
-            values = total
+        total, sent = self.all_reduce(values, state, group, step)
+        self._keep(state, chosen, None if self.codec is FLOAT32 else values - sent)
         flat.zero_()
-        flat[chosen] = values
+        flat[chosen] = total
 
     def draw(self, bucket: BucketShape, step: int) -> torch.Tensor:
-        """Places in the bucket, ascending, int64."""
+        """Return places in the bucket, ascending, int64."""
         count, numel = num_chosen(self.settings, bucket, step), bucket.numel
         edges = torch.arange(count + 1) * numel // count
         width = edges[1:] - edges[:-1]
-        chance = torch.rand(
+        uniform = torch.rand(
             count, generator=self.generator(step, bucket, torch.device("cpu")), dtype=torch.float64
         )
-        found = edges[:-1] + torch.minimum((chance * width).long(), width - 1)
-        # Places count the parameters' elements; between parameters a bucket has padding.
+        elements = edges[:-1] + torch.minimum((uniform * width).long(), width - 1)
+        # `elements` count the parameters' elements; between parameters a bucket has padding.
         starts = torch.tensor(
-            [sum(one.numel for one in bucket.slots[:at]) for at in range(len(bucket.slots))]
+            [sum(slot.numel for slot in bucket.slots[:end]) for end in range(len(bucket.slots))]
         )
-        offsets = torch.tensor([one.offset for one in bucket.slots])
-        slot = torch.searchsorted(starts, found, right=True) - 1
-        return found - starts[slot] + offsets[slot]
+        offsets = torch.tensor([slot.offset for slot in bucket.slots])
+        slot = torch.searchsorted(starts, elements, right=True) - 1
+        return elements - starts[slot] + offsets[slot]
 
 
 def largest(magnitudes: torch.Tensor, count: int) -> torch.Tensor:
-    """Places of the ``count`` largest elements, none of them negative; ascending, int64 [count].
+    """Return the places of the ``count`` largest non-negative elements; ascending, int64 [count].
 
-    On a CPU a sample says how large these are about, and only what is as large is sorted (Lin et
-    al., 2018, section 5): the result is that of sorting all, but for elements of one magnitude.
+    On a CPU a sample estimates how large these are, and only elements of at least that size are
+    sorted (Lin et al., 2018, section 5). The result is that of sorting all, except among elements
+    of equal magnitude.
     """
     numel = magnitudes.numel()
-    among = None
-    if magnitudes.device.type == "cpu" and numel > 4 * _SAMPLE and count * 8 < numel:
-        sample = magnitudes[:: numel // _SAMPLE]
+    candidates = None
+    if magnitudes.device.type == "cpu" and numel > 4 * _SAMPLE_ELEMENTS and count * 8 < numel:
+        sample = magnitudes[:: numel // _SAMPLE_ELEMENTS]
         expected = sample.numel() * count / numel
-        # four standard deviations: rarely too few
+        # With a margin of four standard deviations there are rarely too few candidates.
         margin = math.ceil(expected + 4 * math.sqrt(expected) + 4)
         threshold = sample.topk(margin).values[-1]
-        found = (~(magnitudes < threshold)).nonzero().view(-1)  # what is not a number is not hidden
-        among = found if count <= found.numel() <= numel // 4 else None
-    if among is None:
+        candidates = (~(magnitudes < threshold)).nonzero().view(-1)  # includes NaN
+    if candidates is None or not count <= candidates.numel() <= numel // 4:
         return magnitudes.topk(count, sorted=False).indices.sort().values
-    return among[magnitudes[among].topk(count, sorted=False).indices].sort().values
-
-
-def _filled(values: torch.Tensor) -> torch.Tensor:
-    """With zeros to a multiple of four elements: so messages of any code begin where float32 can be
-    read."""
-    return torch.nn.functional.pad(values, (0, round_up(values.numel()) - values.numel()))
+    return candidates[magnitudes[candidates].topk(count, sorted=False).indices].sort().values

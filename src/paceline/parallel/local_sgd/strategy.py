@@ -27,7 +27,7 @@ from paceline.parallel.base import (
     whole_shards,
 )
 from paceline.parallel.comm_profile import CommProfile, CommTimes, StrategyMetrics
-from paceline.parallel.compression.checkpoint import dropped
+from paceline.parallel.compression.base import dropped_state_notices
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import changing_buffers, clip_to
 from paceline.parallel.local_sgd.cost import mean_bytes
@@ -306,7 +306,7 @@ class LocalSGDBase(Strategy):
         return {}
 
     def load_extra_state(self, source: StateReader) -> list[tuple[str, str]]:
-        return [*dropped(source), *load_local(self, source)]
+        return [*dropped_state_notices(source), *load_local(self, source)]
 
     @property
     def comm_profile(self) -> CommProfile | None:
