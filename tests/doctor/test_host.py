@@ -37,23 +37,23 @@ def test_threads_that_crowd_the_cores_are_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", str(cpu_cores()))
     assert check_threads(1).ok
-    found = check_threads(2)
-    assert not found.ok
-    assert not found.fatal
-    assert f"OMP_NUM_THREADS={cpu_cores()}" in found.value
-    assert f"OMP_NUM_THREADS={max(1, cpu_cores() // 2)}" in str(found.advice)
+    check = check_threads(2)
+    assert not check.ok
+    assert not check.fatal
+    assert f"OMP_NUM_THREADS={cpu_cores()}" in check.value
+    assert f"OMP_NUM_THREADS={max(1, cpu_cores() // 2)}" in str(check.advice)
 
 
 def test_a_low_limit_of_open_files_is_named() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-        found = check_open_files()
+        check = check_open_files()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert not found.ok
-    assert "256" in found.value
-    assert "ulimit -n" in str(found.advice)
+    assert not check.ok
+    assert "256" in check.value
+    assert "ulimit -n" in str(check.advice)
 
 
 def test_shared_memory_matters_to_loader_processes_alone(tmp_path: Path) -> None:
@@ -70,18 +70,18 @@ def test_shared_memory_matters_to_loader_processes_alone(tmp_path: Path) -> None
 
 
 def test_the_clock_is_asked_and_not_set() -> None:
-    found = check_clock()
-    assert found.ok
-    assert "synchronised" in found.value or found.value == "not known"
+    check = check_clock()
+    assert check.ok
+    assert "synchronized" in check.value or check.value == "not known"
 
 
 def test_an_interface_that_is_not_there_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("lo", "127.0.0.1") in list(interfaces())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch7")
-    found = check_interface()
-    assert found.fatal
-    assert "GLOO_SOCKET_IFNAME=nosuch7" in found.value
-    assert "lo" in str(found.advice)
+    check = check_interface()
+    assert check.fatal
+    assert "GLOO_SOCKET_IFNAME=nosuch7" in check.value
+    assert "lo" in str(check.advice)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert check_interface().ok
 
@@ -104,7 +104,7 @@ def test_packages_in_a_wrong_version_are_named(tmp_path: Path) -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=env
     )
     assert done.stdout.startswith("True rich 1.0 is installed, rich")
-    assert ">=13.7 is needed" in done.stdout
+    assert ">=13.7 is required" in done.stdout
     assert "pip install --upgrade 'paceline'" in done.stdout
 
 
@@ -150,10 +150,10 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_profile_is_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert machine_profile.read("cpu") is None
-    path = machine_profile.keep("cpu", 2, 1, 1e-4, 1e9)
-    found = machine_profile.read("cpu")
-    assert found is not None
-    assert (found.host, found.bandwidth_bytes_s) == (socket.gethostname(), 1e9)
+    path = machine_profile.save("cpu", 2, 1, 1e-4, 1e9)
+    profile = machine_profile.read("cpu")
+    assert profile is not None
+    assert (profile.host, profile.bandwidth_bytes_s) == (socket.gethostname(), 1e9)
     assert machine_profile.read("cuda") is None
     path.write_text(path.read_text().replace(socket.gethostname(), "another"))
     assert machine_profile.read("cpu") is None
@@ -166,7 +166,7 @@ def test_the_planner_reads_the_profile(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = local_machine(2, True, False)
-    machine_profile.keep("cpu", 2, 1, 1e-4, 123e6)
+    machine_profile.save("cpu", 2, 1, 1e-4, 123e6)
     after = local_machine(2, True, False)
     assert after.link_bytes_s == 123e6 != before.link_bytes_s
     assert any("paceline doctor" in note for note in after.notes)
@@ -186,13 +186,13 @@ def test_extras_are_asked_for_by_the_config() -> None:
     assert "tensorboard" not in check_packages().value
 
 
-def test_what_every_run_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_checks_of_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(
         None, {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs"}
     ).config
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", str(4 * cpu_cores()))
-    assert [one.name for one in quick_checks(config, "cpu", 2)] == ["threads"]
+    assert [check.name for check in quick_checks(config, "cpu", 2)] == ["threads"]
     assert quick_checks(config, "cuda", 2) == []
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert quick_checks(config, "cpu", 2) == []

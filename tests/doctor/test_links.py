@@ -1,4 +1,4 @@
-"""Between real ranks: what is measured, and that damage is seen."""
+"""Measurements between real ranks, including corrupted messages."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,9 +19,9 @@ def _measured(world: Communicator) -> tuple[Any, int]:
 
 
 def test_every_pair_is_measured_and_all_ranks_agree() -> None:
-    found = run_ranks(_measured, 3)
-    networks = [one for one, _ in found]
-    assert [(one.sender, one.receiver) for one in networks[0].pairs] == [(0, 1), (0, 2), (1, 2)]
+    results = run_ranks(_measured, 3)
+    networks = [network for network, _ in results]
+    assert [(pair.sender, pair.receiver) for pair in networks[0].pairs] == [(0, 1), (0, 2), (1, 2)]
     assert networks[0].pairs == networks[1].pairs == networks[2].pairs
     for pair in networks[0].pairs:
         assert pair.intact
@@ -30,20 +30,20 @@ def test_every_pair_is_measured_and_all_ranks_agree() -> None:
         assert abs(pair.clock_offset_s) < 5  # of one clock
     assert networks[0].sum_intact
     assert len(set(networks[0].hosts)) == 1
-    assert [sent for _, sent in found] == [0, 0, 0]  # not counted as the run's traffic
+    assert [sent for _, sent in results] == [0, 0, 0]  # not counted as the run's traffic
 
 
-def _damaging(world: Communicator) -> Any:
-    """What peer copies of some machines do: half of the message arrives as zeros."""
+def _corrupting(world: Communicator) -> Any:
+    """Receive half of each message as zeros, as with peer copies on some machines."""
     import torch.distributed as dist
 
     real = dist.recv
 
-    def zeroing(tensor: Any, *args: Any, **more: Any) -> Any:
-        done = real(tensor, *args, **more)
+    def zeroing(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        source = real(tensor, *args, **kwargs)
         if world.rank == 1 and tensor.numel() > 1000:
             tensor[tensor.numel() // 2 :] = 0
-        return done
+        return source
 
     dist.recv = zeroing  # type: ignore[assignment]
     try:
@@ -52,9 +52,10 @@ def _damaging(world: Communicator) -> Any:
         dist.recv = real
 
 
-def test_damage_on_the_way_is_seen() -> None:
-    for network in run_ranks(_damaging, 3):
-        assert [one.intact for one in network.pairs] == [False, True, False]  # of rank 1 alone
+def test_corruption_in_transit_is_detected() -> None:
+    for network in run_ranks(_corrupting, 3):
+        # rank 1 takes part in the first and the last pair
+        assert [pair.intact for pair in network.pairs] == [False, True, False]
 
 
 PAIR = Pair(0, 1, 1e-4, 1e9, True, 0.0)
@@ -66,24 +67,26 @@ GOOD = Network(
 )
 
 
-def test_the_judgement() -> None:
-    assert [(one.name, one.ok) for one in check_links(GOOD)] == [
+def test_check_links() -> None:
+    assert [(check.name, check.ok) for check in check_links(GOOD)] == [
         ("links", True),
         ("all_reduce", True),
     ]
     assert "of each step" in check_links(GOOD, 10**9)[1].value
-    damaged = check_links(replace(GOOD, pairs=[replace(PAIR, intact=False), *GOOD.pairs[1:]]))
-    assert damaged[0].fatal
-    assert "rank 0 on a ↔ rank 1 on a" in damaged[0].value
+    corrupt = check_links(replace(GOOD, pairs=[replace(PAIR, intact=False), *GOOD.pairs[1:]]))
+    assert corrupt[0].fatal
+    assert "rank 0 on a ↔ rank 1 on a" in corrupt[0].value
     assert check_links(replace(GOOD, sum_intact=False))[0].fatal
     slow = check_links(
         replace(GOOD, pairs=[*GOOD.pairs[:2], replace(GOOD.pairs[2], bandwidth_bytes_s=1e8)])
     )
     assert not slow[0].ok
     assert "rank 1 on a ↔ rank 2 on b" in slow[0].value
-    apart = check_links(replace(GOOD, pairs=[replace(PAIR, clock_offset_s=-30.0), *GOOD.pairs[1:]]))
-    assert (apart[-1].name, apart[-1].ok) == ("clocks_apart", False)
-    assert "30.0 s" in apart[-1].value
+    skewed = check_links(
+        replace(GOOD, pairs=[replace(PAIR, clock_offset_s=-30.0), *GOOD.pairs[1:]])
+    )
+    assert (skewed[-1].name, skewed[-1].ok) == ("clocks_apart", False)
+    assert "30.0 s" in skewed[-1].value
 
 
 @pytest.mark.parametrize("bandwidth", [None, 1e9])

@@ -23,21 +23,21 @@ from paceline.launch.host_checks import CheckResult
 _HOST = """
 import json, sys
 from dataclasses import asdict
-from paceline.doctor.hosts import MeetingPoint, check_own_port, inspect_endpoint_and_hosts
+from paceline.doctor.hosts import HostEndpoint, check_own_port, inspect_endpoint_and_hosts
 from paceline.doctor.hosts import reach_endpoint
 
 address, is_host, blocked_port = sys.argv[1], sys.argv[2] == "0", int(sys.argv[3])
 result = {}
 if blocked_port and not is_host:
-    endpoint = MeetingPoint("192.0.2.1", blocked_port, address, "eth0", False)
+    endpoint = HostEndpoint("192.0.2.1", blocked_port, address, "eth0", False)
     dropped = reach_endpoint(endpoint, silent_s=0.0)
-    endpoint = MeetingPoint("192.0.2.1", blocked_port + 1, address, "eth0", False)
+    endpoint = HostEndpoint("192.0.2.1", blocked_port + 1, address, "eth0", False)
     refused = reach_endpoint(endpoint, wait_s=0.0)
     result["endpoint"] = [asdict(dropped), asdict(refused)]
 if blocked_port and is_host:
-    endpoint = MeetingPoint("192.0.2.1", blocked_port, address, "eth0", True)
+    endpoint = HostEndpoint("192.0.2.1", blocked_port, address, "eth0", True)
     result["own"] = asdict(check_own_port(endpoint))
-endpoint = MeetingPoint("192.0.2.1", 29500, address, "eth0", is_host)
+endpoint = HostEndpoint("192.0.2.1", 29500, address, "eth0", is_host)
 report = inspect_endpoint_and_hosts(endpoint, (2, 2), [], None)
 result["checks"] = [asdict(check) for check in report.checks]
 result |= {"links": report.links, "blocks": report.blocks_ranks}
@@ -78,7 +78,7 @@ def _run_hosts(
 
 
 def _by_name(checks: list[dict[str, Any]]) -> dict[str, CheckResult]:
-    return {one["name"]: CheckResult(**one) for one in checks}
+    return {check["name"]: CheckResult(**check) for check in checks}
 
 
 def _in(network: Any, number: int, *command: str) -> None:
@@ -135,7 +135,7 @@ def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(
         )
     first, second = _run_hosts(network, 29511, ("faketime", "-f", "+8s") if has_faketime else ())
 
-    dropped, refused = (CheckResult(**one) for one in second["endpoint"])
+    dropped, refused = (CheckResult(**check) for check in second["endpoint"])
     assert dropped.fatal
     assert (
         "port 29511 of 192.0.2.1 does not answer (no answer), but port 22 of the same host does: a"
@@ -218,13 +218,13 @@ GOOD = Findings(
 )
 
 
-def _judged(findings: Findings) -> dict[str, CheckResult]:
-    return {one.name: one for one in evaluate(findings, 5.0)}
+def _evaluate(findings: Findings) -> dict[str, CheckResult]:
+    return {check.name: check for check in evaluate(findings, 5.0)}
 
 
 def test_healthy_hosts_pass() -> None:
-    checks = _judged(GOOD)
-    assert all(one.ok for one in checks.values()), checks
+    checks = _evaluate(GOOD)
+    assert all(check.ok for check in checks.values()), checks
     assert set(checks) == {
         *(
             "hosts",
@@ -249,34 +249,34 @@ def test_healthy_hosts_pass() -> None:
     ],
 )
 def test_different_versions_are_named(versions: dict[str, str], fatal: bool, text: str) -> None:
-    found = _judged(replace(GOOD, facts=[A, replace(B, versions={**B.versions, **versions})]))[
+    check = _evaluate(replace(GOOD, facts=[A, replace(B, versions={**B.versions, **versions})]))[
         "versions"
     ]
-    assert (found.ok, found.fatal) == (False, fatal)
-    assert found.value == text
+    assert (check.ok, check.fatal) == (False, fatal)
+    assert check.value == text
 
 
 def test_what_each_measurement_means() -> None:
-    def judged(**changes: Any) -> dict[str, CheckResult]:
-        return _judged(replace(GOOD, probes={(0, 1): replace(GOOD.probes[0, 1], **changes)}))  # type: ignore[type-var]
+    def evaluated(**changes: Any) -> dict[str, CheckResult]:
+        return _evaluate(replace(GOOD, probes={(0, 1): replace(GOOD.probes[0, 1], **changes)}))  # type: ignore[type-var]
 
-    assert "b → a" in judged(bandwidth_from_bytes_s=None)["bandwidth"].value
-    assert judged(bandwidth_from_bytes_s=None)["bandwidth"].fatal
-    assert "duplex" in str(judged(bandwidth_from_bytes_s=1e8)["bandwidth"].advice)
-    assert judged(clock_offset_s=-5.5)["clock_skew"].fatal
-    assert "b is 5.5 s behind that of a" in judged(clock_offset_s=-5.5)["clock_skew"].value
-    assert not judged(clock_offset_s=2.0)["clock_skew"].ok
+    assert "b → a" in evaluated(bandwidth_from_bytes_s=None)["bandwidth"].value
+    assert evaluated(bandwidth_from_bytes_s=None)["bandwidth"].fatal
+    assert "duplex" in str(evaluated(bandwidth_from_bytes_s=1e8)["bandwidth"].advice)
+    assert evaluated(clock_offset_s=-5.5)["clock_skew"].fatal
+    assert "b is 5.5 s behind that of a" in evaluated(clock_offset_s=-5.5)["clock_skew"].value
+    assert not evaluated(clock_offset_s=2.0)["clock_skew"].ok
     # within the error of the measurement
-    assert judged(clock_offset_s=2.0, round_trip_s=4.0)["clock_skew"].ok
-    assert judged(loss_to=None, loss_from=None, mtu_to_bytes=None, mtu_from_bytes=None)["mtu"].ok
-    assert judged(mtu_from_bytes=1400)["mtu"].advice is not None
+    assert evaluated(clock_offset_s=2.0, round_trip_s=4.0)["clock_skew"].ok
+    assert evaluated(loss_to=None, loss_from=None, mtu_to_bytes=None, mtu_from_bytes=None)["mtu"].ok
+    assert evaluated(mtu_from_bytes=1400)["mtu"].advice is not None
     jumbo = replace(
         GOOD,
         facts=[replace(A, mtu_bytes=9000), B],
         probes={(0, 1): replace(GOOD.probes[0, 1], mtu_to_bytes=9000)},
     )  # type: ignore[type-var]
-    assert "interfaces differ: 1500, 9000" in _judged(jumbo)["mtu"].value
-    missing = _judged(replace(GOOD, facts=[A]))
+    assert "interfaces differ: 1500, 9000" in _evaluate(jumbo)["mtu"].value
+    missing = _evaluate(replace(GOOD, facts=[A]))
     assert missing["hosts"].fatal
     assert "1 of 2 connected" in missing["hosts"].value
 

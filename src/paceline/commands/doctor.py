@@ -33,13 +33,13 @@ def add_arguments(parser: OptionParser) -> None:
         "--ranks",
         type=WholeNumber(1, _MAX_RANKS),
         metavar="N",
-        help="number of ranks; default: those that a run with this config would have",
+        help="number of ranks (default: as many as a run with this config has)",
     )
     parser.example = "paceline doctor --ranks 2"
 
 
 def run(args: Namespace) -> int:
-    """CheckResult, measure and print. Exit code 1: something would make a run fail."""
+    """Check, measure and print. Exit code 1: a run would fail."""
     from paceline.doctor.run import doctor
 
     result = doctor(make_options(args))
@@ -52,10 +52,10 @@ def run(args: Namespace) -> int:
 
 
 def make_options(args: Namespace) -> DoctorOptions:
-    """Load the config, or a placeholder for it.
+    """Load the config, or a placeholder if none is named.
 
     Raises:
-        ConfigError: the config is wrong, or it names another number of ranks.
+        ConfigError: the config is invalid, or sets another number of ranks.
     """
     from paceline.config.load import load_config
     from paceline.doctor.run import DoctorOptions
@@ -68,18 +68,18 @@ def make_options(args: Namespace) -> DoctorOptions:
     num_gpus = loaded.config.parallel.num_gpus
     if args.ranks is not None and num_gpus not in ("auto", args.ranks):
         raise ConfigError(
-            f"`--ranks {args.ranks}` was given, and `parallel.num_gpus` is {num_gpus}",
-            fix="leave one of them out",
+            f"`--ranks {args.ranks}` contradicts `parallel.num_gpus: {num_gpus}`",
+            fix="remove one of them",
         )
     return DoctorOptions(loaded, has_config, args.ranks)
 
 
-#: So many links are shown, the slowest ones.
+#: Only the slowest links are shown.
 _MAX_LINKS = 8
 
 
 def report_table(checks: list[CheckResult], report: DoctorReport) -> Group:
-    """The checks, the slowest links, and the verdict."""
+    """Return the checks, the slowest links, and the verdict."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
@@ -109,14 +109,14 @@ def _link_lines(links: list[PairRecord]) -> list[Text]:
         latency = short_duration(link["latency_s"])
         lines.append(Text(f"  rank {link['from']} ↔ rank {link['to']}  {latency:>9}  {rate:>12}"))
     if len(links) > _MAX_LINKS:
-        lines.append(Text(f"  and {len(links) - _MAX_LINKS} faster ones (--json)"))
+        lines.append(Text(f"  and {len(links) - _MAX_LINKS} faster links (see --json)"))
     return lines
 
 
 def _verdict(checks: list[CheckResult]) -> str:
     fatal = [check.name for check in checks if check.fatal]
-    doubts = [check.name for check in checks if not check.ok and not check.fatal]
-    tail = f"; worth a look: {', '.join(doubts)}" if doubts else ""
+    warnings = [check.name for check in checks if not check.ok and not check.fatal]
+    tail = f"; warnings: {', '.join(warnings)}" if warnings else ""
     if fatal:
         return f"\na run would fail: {', '.join(fatal)}{tail}"
-    return f"\n{counted(len(checks), 'check')}, nothing that would make a run fail{tail}"
+    return f"\n{counted(len(checks), 'check')}, no errors{tail}"

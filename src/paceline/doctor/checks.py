@@ -1,6 +1,5 @@
 """The checks of this host: memory, clocks, network, software and storage."""
 
-import contextlib
 import ctypes
 import importlib.metadata
 import os
@@ -16,12 +15,13 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from paceline.config.schema import Config
-from paceline.core.files import cache_dir, human_bytes
+from paceline.core.errors import first_line
+from paceline.core.files import human_bytes, write_atomic
 from paceline.core.network import interfaces, source_address
 from paceline.core.processes import available_memory
 from paceline.launch.host_checks import CheckResult
 
-#: State of adjtimex(2): the clock is not synchronised.
+#: State of adjtimex(2): the clock is not synchronized.
 _TIME_ERROR = 5
 _SLOWED = (
     "clocks_event_reasons.hw_thermal_slowdown",
@@ -30,56 +30,49 @@ _SLOWED = (
 
 
 def check_memory() -> CheckResult:
-    """Free memory of this host. What a config needs of it is for `paceline plan` to say."""
+    """Report the free memory of this host. `paceline plan` says how much a config needs."""
     return CheckResult.passed("memory", f"{human_bytes(available_memory())} free")
 
 
 def check_clock(several_hosts: bool = False) -> CheckResult:
-    """The clock is kept right: logs and checkpoints of several hosts are compared by time."""
-    state = _clock_state()
-    if state is None:
+    """Check that the clock is synchronized: logs of several hosts are compared by time."""
+    adjtimex = getattr(ctypes.CDLL(None), "adjtimex", None) if os.name == "posix" else None
+    # A buffer of zeros only reads the state.
+    state = -1 if adjtimex is None else int(adjtimex(ctypes.create_string_buffer(512)))
+    if state < 0:
         return CheckResult.passed("clock", "not known")
     if state != _TIME_ERROR:
-        return CheckResult.passed("clock", "synchronised")
+        return CheckResult.passed("clock", "synchronized")
     if several_hosts:
         return CheckResult.warning(
-            "clock", "not synchronised", "start chrony or systemd-timesyncd on every host"
+            "clock", "not synchronized", "start chrony or systemd-timesyncd on every host"
         )
-    return CheckResult.passed("clock", "not synchronised (of no matter on one host)")
-
-
-def _clock_state() -> int | None:
-    adjtimex = getattr(ctypes.CDLL(None), "adjtimex", None) if os.name == "posix" else None
-    if adjtimex is None:
-        return None
-    state = adjtimex(ctypes.create_string_buffer(512))  # all zero: asks, and changes nothing
-    return None if state < 0 else int(state)
+    return CheckResult.passed("clock", "not synchronized (does not matter on one host)")
 
 
 def check_frequency() -> CheckResult:
-    """Nothing holds the processor or the GPUs back."""
-    held = []
+    """Check that neither the CPU nor a GPU is throttled."""
+    throttled = []
     governor = _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
     driver = _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_driver") or ""
-    # there powersave does go up when there is work
+    # With a pstate driver, powersave does raise the frequency under load.
     if governor == "powersave" and "pstate" not in driver:
-        held.append("the CPU's governor is powersave")
+        throttled.append("the CPU's governor is powersave")
     for line in _nvidia_smi("index", *_SLOWED):
-        index, *reasons = [part.strip() for part in line.split(",")]
-        held += [
-            f"GPU {index} is slowed down by {why}"
-            for why, on in zip(("heat", "power"), reasons, strict=False)
-            if on == "Active"
+        index, *states = [part.strip() for part in line.split(",")]
+        throttled += [
+            f"GPU {index} is throttled by {cause}"
+            for cause, state in zip(("heat", "power"), states, strict=False)
+            if state == "Active"
         ]
-    if held:
+    if throttled:
         return CheckResult.warning(
             "frequency",
-            "; ".join(held),
-            "look at cooling and power; `cpupower frequency-set -g performance`",
+            "; ".join(throttled),
+            "check cooling and power supply; for the CPU: `cpupower frequency-set -g performance`",
         )
     return CheckResult.passed(
-        "frequency",
-        f"governor {governor}" if governor else "nothing holds it back that can be seen",
+        "frequency", f"governor {governor}" if governor else "no throttling detected"
     )
 
 
@@ -91,7 +84,7 @@ def _read(path: str) -> str | None:
 
 
 def _nvidia_smi(*fields: str) -> list[str]:
-    """A line a GPU; none where there is no such tool, or it knows no such field."""
+    """Return one line per GPU; none without nvidia-smi, or if it does not know a field."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
@@ -102,11 +95,11 @@ def _nvidia_smi(*fields: str) -> list[str]:
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
-_CHOSEN_BY = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 def check_host_name(several_hosts: bool = False) -> CheckResult:
-    """The host's own name leads to an address: gloo looks it up."""
+    """Check that the name of this host resolves: Gloo looks it up."""
     name = socket.gethostname()
     try:
         address = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
@@ -119,7 +112,8 @@ def check_host_name(several_hosts: bool = False) -> CheckResult:
         return make_result("host_name", f"{name} does not resolve", advice)
     if several_hosts and str(address).startswith("127.") and "GLOO_SOCKET_IFNAME" not in os.environ:
         advice = (
-            f"let {name} lead to the address that the other hosts see, or set GLOO_SOCKET_IFNAME"
+            f"make {name} resolve to the address that the other hosts use, or set"
+            " GLOO_SOCKET_IFNAME"
         )
         return CheckResult.warning(
             "host_name", f"{name} is {address}, which no other host reaches", advice
@@ -127,32 +121,32 @@ def check_host_name(several_hosts: bool = False) -> CheckResult:
     return CheckResult.passed("host_name", f"{name} is {address}")
 
 
-def check_interface(head: str | None = None) -> CheckResult:
-    """The interface that traffic takes, and that those which the environment names are there.
-    ``head``: the host to be reached; else any outside."""
+def check_interface(endpoint_address: str | None = None) -> CheckResult:
+    """Check that the interfaces that the environment names exist, and report the one that traffic
+    to ``endpoint_address`` (default: to the outside) takes."""
     known = dict(interfaces())
-    for variable in _CHOSEN_BY:
-        given = os.environ.get(variable)
-        names = [one.lstrip("=^") for one in (given or "").split(",") if one]
-        if (
-            names
-            and not (given or "").startswith("^")
-            and not any(name.startswith(tuple(names)) for name in known)
-        ):
+    for variable in _INTERFACE_VARIABLES:
+        value = os.environ.get(variable, "")
+        names = tuple(name.lstrip("=^") for name in value.split(",") if name)
+        is_exclusion = value.startswith("^")
+        if names and not is_exclusion and not any(name.startswith(names) for name in known):
             return CheckResult.error(
                 "interface",
-                f"{variable}={given}, and there is no such interface",
-                f"one of {', '.join(known)}; or unset {variable}",
+                f"{variable}={value}: no such interface",
+                f"set it to one of {', '.join(known)}, or unset it",
             )
     try:
-        address = source_address(head)
+        address = source_address(endpoint_address)
     except OSError:
         return CheckResult.passed(
             "interface",
-            "no way out of this host: loopback alone"
-            + (f"; {head} cannot be reached" if head else ""),
+            "no route out of this host, only loopback"
+            + (f"; {endpoint_address} cannot be reached" if endpoint_address else ""),
         )
-    name = next((name for name, one in known.items() if one == address), "of unknown name")
+    name = next(
+        (name for name, known_address in known.items() if known_address == address),
+        "unknown interface",
+    )
     return CheckResult.passed("interface", f"{name} ({address})")
 
 
@@ -160,59 +154,52 @@ _NVIDIA = Path("/proc/driver/nvidia/version")
 
 
 def check_packages(config: Config | None = None) -> CheckResult:
-    """Every package that Paceline needs is there, in a version it works with; DeepSpeed,
-    TensorBoard where the config asks."""
+    """Check that every required package is installed in a supported version, with the extras that
+    the config needs (DeepSpeed, TensorBoard)."""
     extras = [""]
     if config is not None:
         extras += ["deepspeed"] if config.parallel.mode == "deepspeed" else []
         extras += ["tensorboard"] if "tensorboard" in config.report_to else []
-    wanted = [Requirement(text) for text in importlib.metadata.requires("paceline") or []]
-    wrong, found = [], []
-    for one in wanted:
-        if one.marker is not None and not any(
-            one.marker.evaluate({"extra": extra}) for extra in extras
-        ):
+    problems, installed = [], [f"Python {platform.python_version()}"]
+    for requirement in map(Requirement, importlib.metadata.requires("paceline") or []):
+        marker = requirement.marker
+        if marker is not None and not any(marker.evaluate({"extra": extra}) for extra in extras):
             continue
         try:
-            version = importlib.metadata.version(one.name)
+            version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            wrong.append(f"{one.name} is not installed, {one} is needed")
+            problems.append(f"{requirement.name} is not installed, {requirement} is required")
             continue
-        found.append(f"{one.name} {version}")
-        if not one.specifier.contains(version.partition("+")[0], prereleases=True):
-            wrong.append(f"{one.name} {version} is installed, {one} is needed")
-    value = f"Python {platform.python_version()}, " + ", ".join(found)
-    if wrong:
-        asked = [extra for extra in extras if extra]
-        what = f"paceline[{','.join(asked)}]" if asked else "paceline"
+        installed.append(f"{requirement.name} {version}")
+        if not requirement.specifier.contains(version.partition("+")[0], prereleases=True):
+            problems.append(f"{requirement.name} {version} is installed, {requirement} is required")
+    if problems:
+        package = f"paceline[{','.join(extras[1:])}]" if extras[1:] else "paceline"
         return CheckResult.error(
             "packages",
-            "; ".join(wrong),
-            f"type `pip install --upgrade '{what}'` in this environment",
+            "; ".join(problems),
+            f"run `pip install --upgrade '{package}'` in this environment",
         )
-    return CheckResult.passed("packages", value)
+    return CheckResult.passed("packages", ", ".join(installed))
 
 
 def check_driver(device: str = "auto") -> CheckResult:
-    """torch's build and the accelerator's driver go together. Imports torch.
+    """Check that torch's build supports the accelerator's driver. Imports torch.
 
     Args:
-        device: `parallel.device` of the config: where it names an accelerator, being without one is
-            fatal.
+        device: `parallel.device` of the config. If it names an accelerator, a missing one is fatal.
     """
     import torch
 
-    build = (
-        f"CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else "ROCm " + torch.version.hip
-        if torch.version.hip
-        else "CPU"
-    )
+    build = "CPU"
+    if torch.version.cuda:
+        build = f"CUDA {torch.version.cuda}"
+    elif torch.version.hip:
+        build = f"ROCm {torch.version.hip}"
     driver = nvidia_driver()
-    value = f"torch {torch.__version__}, built for {build}" + (
-        f"; NVIDIA driver {driver}" if driver else ""
-    )
+    value = f"torch {torch.__version__}, built for {build}"
+    if driver:
+        value += f"; NVIDIA driver {driver}"
     make_result = CheckResult.warning if device in ("auto", "cpu") else CheckResult.error
     if torch.accelerator.is_available():
         return CheckResult.passed("driver", value)
@@ -220,7 +207,7 @@ def check_driver(device: str = "auto") -> CheckResult:
         return make_result(
             "driver",
             f"{value}: the GPU of this machine is not used",
-            "install a build of torch for CUDA (https://pytorch.org/get-started/locally), or set"
+            "install torch built for CUDA (https://pytorch.org/get-started/locally), or set"
             " `parallel.device: cpu`",
         )
     if driver:
@@ -233,19 +220,19 @@ def check_driver(device: str = "auto") -> CheckResult:
         return CheckResult.error(
             "driver",
             f"{value}; no accelerator",
-            "set `parallel.device: cpu`, or see whether `nvidia-smi` answers",
+            "set `parallel.device: cpu`, or check the driver with `nvidia-smi`",
         )
     return CheckResult.passed("driver", f"{value}; no accelerator: training runs on the CPU")
 
 
 def nvidia_driver(path: Path = _NVIDIA) -> str | None:
-    """Version of the kernel's NVIDIA driver, or None where there is none."""
+    """Return the version of the kernel's NVIDIA driver; None without one."""
     try:
         text = path.read_text()
     except OSError:
         return None
-    found = re.search(r"(\d+\.\d+(?:\.\d+)?)", text)
-    return found[1] if found else "of unknown version"
+    match = re.search(r"(\d+\.\d+(?:\.\d+)?)", text)
+    return match[1] if match else "of unknown version"
 
 
 def _why_no_cuda() -> str:
@@ -254,10 +241,8 @@ def _why_no_cuda() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return str(error).strip().splitlines()[0]
-    return "no GPU is visible" + (
-        " (is CUDA_VISIBLE_DEVICES empty?)" if torch.cuda.device_count() == 0 else ""
-    )
+        return first_line(error)
+    return "no GPU is visible (is CUDA_VISIBLE_DEVICES empty?)"
 
 
 _TRIAL_BYTES = 8 << 20
@@ -266,76 +251,58 @@ _TRIAL_BYTES = 8 << 20
 def check_disk(
     folder: Path, checkpoint_bytes: int | None, model_bytes: int, num_kept: int | None
 ) -> CheckResult:
-    """Free space for the checkpoints that are kept, one that is being written, and the model at the
-    end.
+    """Check that the retained checkpoints, one that is being written, and the final model fit on
+    the disk.
 
     Args:
         checkpoint_bytes: of one checkpoint; None: not known.
-        num_kept: None: all of them, however many there will be.
+        num_kept: `save_total_limit`; None: all checkpoints are retained.
     """
-    here = existing(folder)
-    free = shutil.disk_usage(here).free
+    folder = existing(folder)
+    free = shutil.disk_usage(folder).free
+    value = f"{human_bytes(free)} free in {folder}"
     if checkpoint_bytes is None:
-        return CheckResult.passed("disk", f"{human_bytes(free)} free in {here}")
-    least = checkpoint_bytes + model_bytes
-    value = (
-        f"{human_bytes(free)} free in {here}; a checkpoint takes {human_bytes(checkpoint_bytes)}, "
-    )
+        return CheckResult.passed("disk", value)
+    min_bytes = max_bytes = checkpoint_bytes + model_bytes
+    value += f"; a checkpoint takes {human_bytes(checkpoint_bytes)}, "
     if num_kept is None:
-        most = least
         value += "and all of them are kept (`save_total_limit` is not set)"
     else:
-        most = checkpoint_bytes * (num_kept + 1) + model_bytes
-        value += f"{num_kept} of them and one being written, with the model, {human_bytes(most)}"
-    if free < least:
-        return CheckResult.error("disk", value, "make room, or set `output_dir` to another disk")
-    if free < most:
+        max_bytes += checkpoint_bytes * num_kept
+        value += f"{num_kept} of them, one being written and the model {human_bytes(max_bytes)}"
+    if free < min_bytes:
+        return CheckResult.error(
+            "disk", value, "free disk space, or set `output_dir` to another disk"
+        )
+    if free < max_bytes:
         return CheckResult.warning(
             "disk",
             value,
-            "make room, lower `save_total_limit`, or set `output_dir` to another disk",
+            "free disk space, lower `save_total_limit`, or set `output_dir` to another disk",
         )
     return CheckResult.passed("disk", value)
 
 
 def check_writing(name: str, folder: Path) -> CheckResult:
-    """A file can be written into ``folder`` (or where it is to be made), brought to the disk, and
-    renamed. Leaves nothing."""
-    here = existing(folder)
-    aside: Path | None = None
+    """Check that a file in ``folder`` (or in its nearest existing parent) can be written, synced
+    and renamed. Leaves nothing behind."""
+    folder = existing(folder)
     try:
-        handle, path = tempfile.mkstemp(prefix=".paceline-doctor-", dir=here)
-        aside = Path(path)
-        with os.fdopen(handle, "wb") as file:
+        with tempfile.TemporaryDirectory(prefix=".paceline-doctor-", dir=folder) as trial_dir:
             start = time.perf_counter()
-            file.write(os.urandom(1 << 16) * (_TRIAL_BYTES >> 16))
-            file.flush()
-            os.fsync(file.fileno())
+            write_atomic(Path(trial_dir) / "trial", os.urandom(1 << 16) * (_TRIAL_BYTES >> 16))
             wall_s = time.perf_counter() - start
-        renamed = aside.with_name(aside.name + ".renamed")
-        aside.rename(renamed)
-        aside = renamed
     except OSError as error:
         return CheckResult.error(
             name,
-            f"{here} cannot be written: {error.strerror or error}",
-            "see its owner and rights, or name another",
+            f"{folder} cannot be written: {error.strerror or error}",
+            "change its owner or permissions, or set another folder",
         )
-    finally:
-        if aside is not None:
-            with contextlib.suppress(OSError):
-                aside.unlink()
-    return CheckResult.passed(
-        name, f"{here} takes {human_bytes(_TRIAL_BYTES / wall_s)}/s, brought to the disk"
-    )
-
-
-def check_cache() -> CheckResult:
-    return check_writing("cache", cache_dir())
+    return CheckResult.passed(name, f"{folder}: {human_bytes(_TRIAL_BYTES / wall_s)}/s, synced")
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """Return the path, or its nearest parent folder that exists."""
     path = path.absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent

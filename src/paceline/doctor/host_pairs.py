@@ -1,8 +1,8 @@
-"""The preflight between hosts: one process per host, which needs nothing but a store that all of
-them reach.
+"""The preflight checks between hosts: one process per host, which needs only a store that all of
+them can reach.
 
-It runs before any process group, so that it can name what would keep one from forming. Messages in
-the store are JSON.
+They run before a process group exists, so that they can tell what would prevent one from forming.
+Messages in the store are JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,25 +34,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PREFIX = "paceline/preflight"
-#: In each round every host measures with at most one other host.
+#: Rounds of measurements. In each of them a host measures with at most one other host.
 MAX_ROUNDS = 8
 _STEP_TIMEOUT_S = 120.0
-#: How long a host waits for further ones once the smallest number is there.
+#: How long the endpoint host waits for more hosts once the minimum number has joined.
 _LAST_CALL_S = 10.0
 _POLL_S = 0.2
 
-#: (from, to) → port → what :func:`try_port` returned
+#: (source host, target host) → port → result of :func:`try_port`
 Reach = dict[tuple[int, int], dict[int, str]]
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What all hosts measured; equal on all of them.
+    """The measurements of all hosts; equal on all of them.
 
     Args:
-        facts: of each host; the endpoint's is the first.
-        num_expected: hosts that were expected at most.
-        probes: (measuring host, other host) → its measurements, or why there are none.
+        facts: of each host, the endpoint host first.
+        num_expected: maximum number of hosts.
+        probes: (measuring host, other host) → its measurements, or the error.
         num_unmeasured: pairs left out because there are too many hosts.
     """
 
@@ -76,14 +75,14 @@ def inspect_hosts(
 
     Args:
         store: clients of one store.
-        is_endpoint: on exactly one host.
-        hosts: the smallest and the largest number of them.
+        is_endpoint: True on exactly one host.
+        hosts: the minimum and the maximum number of hosts.
         wait_s: how long the endpoint host waits for the others.
 
     Raises:
-        RunError: a host stopped responding meanwhile.
+        RunError: a host stopped responding.
     """
-    board = _Exchange(store)
+    exchange = _Exchange(store)
     token = os.urandom(TOKEN_BYTES)
     with Responder(facts.address, token) as responder:
         message = {
@@ -92,22 +91,21 @@ def inspect_hosts(
             "tcp": responder.tcp_ports,
             "udp": responder.udp_port,
         }
-        index, count = board.join(message, is_endpoint, hosts, wait_s)
-        peers = [board.read(f"facts/{number}") for number in range(count)]
+        index, count = exchange.join(message, is_endpoint, hosts, wait_s)
+        peers = [exchange.read(f"facts/{number}") for number in range(count)]
         everyone = [HostFacts.from_dict(dict(peer["facts"])) for peer in peers]
         if count == 1:
             return Findings(everyone, hosts[1])
         names = ", ".join(host.name for host in everyone)
         logger.info("measuring between %s: %s", counted(count, "host"), names)
-        reach = _reach(board, index, peers)
-        probes, num_unmeasured = _probe_all(board, index, peers, reach)
-        findings = Findings(everyone, hosts[1], reach, probes, num_unmeasured)
-        board.barrier("done", index, count)
-    return findings
+        reach = _reach(exchange, index, peers)
+        probes, num_unmeasured = _probe_all(exchange, index, peers, reach)
+        exchange.barrier("done", index, count)
+    return Findings(everyone, hosts[1], reach, probes, num_unmeasured)
 
 
 class _Exchange:
-    """Values that the hosts write once for all others to read."""
+    """Values in the store that each host writes once and all hosts read."""
 
     def __init__(self, store: Store) -> None:
         from torch.distributed import PrefixStore
@@ -124,25 +122,24 @@ class _Exchange:
             raise RunError(
                 f"another host stopped responding during the checks between hosts (no {key!r}"
                 f" within {timeout_s:.0f} s)",
-                fix="see the output of `paceline doctor` on the other hosts",
+                fix="read the output of `paceline doctor` on the other hosts",
             ) from error
         return json.loads(self._store.get(key))
 
     def join(
         self, message: Any, is_endpoint: bool, hosts: tuple[int, int], wait_s: float
     ) -> tuple[int, int]:
-        """Return this host's number, 0 for the endpoint's, and how many hosts there are."""
+        """Return this host's index (0: the endpoint host) and the number of hosts."""
         if not is_endpoint:
             index = self._store.add("joined", 1)
             self.write(f"facts/{index}", message)
             count = int(self.read("count", wait_s + _STEP_TIMEOUT_S))
             if index >= count:
                 raise RunError(
-                    f"the checks between hosts had begun with {counted(count, 'host')} before this"
-                    " one joined",
+                    f"this host joined after the checks between {counted(count, 'host')} started",
                     fix=(
-                        f"start it on all hosts within {wait_s:.0f} s, and set `parallel.nnodes` to"
-                        " their number"
+                        f"start the command on all hosts within {wait_s:.0f} s, and set"
+                        " `parallel.nnodes` to their number"
                     ),
                 )
             return index, count
@@ -162,7 +159,7 @@ class _Exchange:
         self.write(f"{name}/{index}", True)
         for number in range(count):
             self.read(f"{name}/{number}")
-        # The endpoint host owns the store: it leaves last.
+        # The endpoint host serves the store, so it leaves last.
         if index:
             self._store.add(f"{name}/left", 1)
             return
@@ -171,8 +168,8 @@ class _Exchange:
             time.sleep(0.01)
 
 
-def _reach(board: _Exchange, index: int, peers: list[Any]) -> Reach:
-    """Which ports of each host accept a connection from each other host."""
+def _reach(exchange: _Exchange, index: int, peers: list[Any]) -> Reach:
+    """Test which ports of each host accept a connection from each other host."""
     targets = [
         (number, port, peer)
         for number, peer in enumerate(peers)
@@ -186,7 +183,7 @@ def _reach(board: _Exchange, index: int, peers: list[Any]) -> Reach:
             ),
             targets,
         )
-        board.write(
+        exchange.write(
             f"reach/{index}",
             [
                 [number, port, text]
@@ -195,13 +192,13 @@ def _reach(board: _Exchange, index: int, peers: list[Any]) -> Reach:
         )
     reach: Reach = {}
     for source in range(len(peers)):
-        for number, port, text in board.read(f"reach/{source}"):
+        for number, port, text in exchange.read(f"reach/{source}"):
             reach.setdefault((source, number), {})[port] = text
     return reach
 
 
 def _probe_all(
-    board: _Exchange, index: int, peers: list[Any], reach: Reach
+    exchange: _Exchange, index: int, peers: list[Any], reach: Reach
 ) -> tuple[dict[tuple[int, int], Probe | str], int]:
     rounds = schedule(len(peers))
     probes: dict[tuple[int, int], Probe | str] = {}
@@ -211,12 +208,12 @@ def _probe_all(
         ]
         for source, target in directions:
             if source == index:
-                board.write(
+                exchange.write(
                     f"probe/{source}/{target}",
                     _probe(peers[source], peers[target], reach[source, target]),
                 )
         for source, target in directions:
-            outcome = board.read(f"probe/{source}/{target}")
+            outcome = exchange.read(f"probe/{source}/{target}")
             probes[source, target] = outcome["error"] if "error" in outcome else Probe(**outcome)
     return probes, sum(map(len, rounds[MAX_ROUNDS:]))
 
@@ -232,7 +229,8 @@ def _probe(source: Any, target: Any, ports: dict[int, str]) -> dict[str, float |
 
 
 def _direction(pair: tuple[int, int], reach: Reach) -> tuple[int, int] | None:
-    """The pair with the host first that can connect to the other; None if neither can."""
+    """Return (source, target) such that the source can connect to the target; None if neither host
+    can connect to the other."""
     for direction in (pair, pair[::-1]):
         if "open" in reach.get(direction, {}).values():
             return direction
@@ -240,8 +238,8 @@ def _direction(pair: tuple[int, int], reach: Reach) -> tuple[int, int] | None:
 
 
 def schedule(count: int) -> list[list[tuple[int, int]]]:
-    """All pairs in rounds in which each host occurs at most once (the circle method of round-robin
-    tournaments)."""
+    """Divide all pairs into rounds in which each host occurs at most once (the circle method of
+    round-robin tournaments)."""
     players = list(range(count + count % 2))
     rounds = []
     for _ in range(len(players) - 1):
@@ -249,7 +247,6 @@ def schedule(count: int) -> list[list[tuple[int, int]]]:
         pairs = zip(players[:half], reversed(players[half:]), strict=True)
         rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < count])
         players = [players[0], players[-1], *players[1:-1]]
-    assert sum(map(len, rounds)) == len(list(combinations(range(count), 2)))
     return rounds
 
 
@@ -257,25 +254,25 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 #: rtnetlink(7)
 _RTM_NEWADDR, _RTM_GETADDR, _NLMSG_DONE, _NLMSG_ERROR = 20, 22, 3, 2
-
 _NLM_F_REQUEST_DUMP = 0x301
-
 _IFA_ADDRESS, _IFA_LOCAL, _IFA_CACHEINFO = 1, 2, 6
-
 _INFINITE = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Args: address: the one that the other hosts connect to. mtu_bytes: of the interface; None if
-    it is not known. lease_s: seconds until the address expires (a DHCP lease, or an IPv6 router's
-    prefix); None for a static address, or where
-        the kernel does not report it.
-    ephemeral_ports: the range from which the kernel takes the ports of Gloo and NCCL; None if it is
-    not known.
-    versions: name → version; "none" for what is not installed.
-    checks: results of the checks of this host alone.
-    gradient_bytes: size of the config's gradients; None if it is not known.
+    """What the hosts need to know about each other.
+
+    Args:
+        address: the one that the other hosts connect to.
+        mtu_bytes: of the interface; None if it is not known.
+        lease_s: seconds until the address expires (a DHCP lease, or an IPv6 router's prefix); None
+            for a static address, or if the kernel does not report it.
+        ephemeral_ports: the range from which the kernel takes the ports of Gloo and NCCL; None if
+            it is not known.
+        versions: name → version; "none" if it is not installed.
+        checks: results of the checks of this host alone.
+        gradient_bytes: size of the config's gradients; None if it is not known.
     """
 
     name: str
@@ -290,7 +287,7 @@ class HostFacts:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> HostFacts:
-        """Read what ``asdict`` returned, after a journey as JSON."""
+        """Build from the JSON of ``asdict``."""
         ports = values["ephemeral_ports"]
         values["ephemeral_ports"] = None if ports is None else (ports[0], ports[1])
         values["checks"] = [CheckResult(**check) for check in values["checks"]]
@@ -321,8 +318,8 @@ def interface_mtu(interface: str) -> int | None:
 
 
 def ephemeral_ports() -> tuple[int, int] | None:
-    """The first and last of the ports that the kernel hands out to sockets without a port of their
-    choice."""
+    """Return the first and the last port that the kernel assigns to sockets that do not request
+    one."""
     try:
         low, high = _PORT_RANGE.read_text().split()
     except (OSError, ValueError):
@@ -331,7 +328,7 @@ def ephemeral_ports() -> tuple[int, int] | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions that must be equal, or should be, on all hosts. Imports torch."""
+    """Return the versions that must or should be equal on all hosts. Imports torch."""
     import torch
 
     from paceline.version import __version__
@@ -353,17 +350,17 @@ def versions() -> dict[str, str]:
 
 
 def address_lease_s(address: str) -> int | None:
-    """Seconds for which an address of this host is valid; None if it does not expire, or if the
-    kernel does not report it."""
+    """Return for how many seconds an address of this host is valid; None if it does not expire, or
+    if the kernel does not report it."""
     try:
-        parts = _address_messages()
+        messages = _address_messages()
     except OSError:
         return None
-    text = address.partition("%")[0]
-    for family, attributes in parts:
+    ip_address = address.partition("%")[0]
+    for family, attributes in messages:
         raw = attributes.get(_IFA_LOCAL) or attributes.get(_IFA_ADDRESS)
         cache_info = attributes.get(_IFA_CACHEINFO)
-        if raw is None or cache_info is None or socket.inet_ntop(family, raw) != text:
+        if raw is None or cache_info is None or socket.inet_ntop(family, raw) != ip_address:
             continue
         _, valid_s = struct.unpack_from("=II", cache_info)
         return None if valid_s == _INFINITE else int(valid_s)
@@ -371,7 +368,7 @@ def address_lease_s(address: str) -> int | None:
 
 
 def _address_messages() -> list[tuple[socket.AddressFamily, dict[int, bytes]]]:
-    """All addresses, as `ip address show` reads them: family and attributes of each. Linux only."""
+    """Return family and attributes of all addresses, as `ip address show` does. Linux only."""
     netlink = getattr(socket, "AF_NETLINK", None)
     if netlink is None:
         raise OSError("netlink is not available")
@@ -394,11 +391,11 @@ def _address_messages() -> list[tuple[socket.AddressFamily, dict[int, bytes]]]:
 
 
 def _attributes(data: bytes) -> dict[int, bytes]:
-    found = {}
+    attributes = {}
     while len(data) >= 4:
         length, kind = struct.unpack_from("=HH", data)
         if length < 4:
             break
-        found[kind] = data[4:length]
+        attributes[kind] = data[4:length]
         data = data[(length + 3) & ~3 :]
-    return found
+    return attributes

@@ -29,11 +29,10 @@ _STREAM_S, _WARM_UP_S = 1.0, 0.3
 _CHUNK = bytes(1 << 16)
 _NUM_PACKETS, _PACKET_INTERVAL_S = 400, 0.001
 _TRIES = 3
-#: What a probe packet contains: token, kind, id of the measurement, size of the answer.
+#: A probe packet: token, kind, id of the measurement, size of the reply.
 _PACKET = struct.Struct(f"!{TOKEN_BYTES}sBII")
 _COUNT, _SIZE = 0, 1
-#: linux/in.h, linux/in6.h: set "don't fragment", and ignore what the kernel has learned of the
-#: path.
+#: linux/in.h, linux/in6.h: set "don't fragment", and ignore the path MTU that the kernel knows.
 _IP_MTU_DISCOVER, _IPV6_MTU_DISCOVER, _PMTUDISC_PROBE = 10, 23, 3
 _SMALLEST_MTU = {socket.AF_INET: 576, socket.AF_INET6: 1280}
 _HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}  # IP and UDP
@@ -42,8 +41,8 @@ _ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: discard what was not sent
 
 @dataclass(frozen=True)
 class Probe:
-    """What one host measured to another. ``to``: from the measuring host to the other; ``from``:
-    the other way.
+    """Measurements between two hosts. ``to``: from the measuring host to the other; ``from``: from
+    the other host.
 
     Args:
         clock_offset_s: how far the other host's clock is ahead, to within half the round trip.
@@ -63,11 +62,11 @@ class Probe:
 
 
 class Responder:
-    """Ports of this host that answer the probes of the other hosts, in threads. A context manager.
+    """Answer the probes of the other hosts in background threads. A context manager.
 
     Attributes:
-        tcp_ports: chosen by the kernel, as those of Gloo and NCCL are.
-        udp_port: the same for the packets that measure loss and MTU.
+        tcp_ports: chosen by the kernel, like those of Gloo and NCCL.
+        udp_port: for the packets that measure loss and MTU.
     """
 
     def __init__(self, address: str, token: bytes) -> None:
@@ -83,8 +82,8 @@ class Responder:
         self.udp_port: int = self._udp.getsockname()[1]
         self._closing = threading.Event()
         self._threads = [
-            threading.Thread(target=self._accept, args=(one,), daemon=True)
-            for one in self._listeners
+            threading.Thread(target=self._accept, args=(listener,), daemon=True)
+            for listener in self._listeners
         ]
         self._threads.append(threading.Thread(target=self._answer_packets, daemon=True))
         for thread in self._threads:
@@ -102,8 +101,8 @@ class Responder:
         self._closing.set()
         for thread in self._threads:
             thread.join(timeout=2.0)
-        for one in (*self._listeners, self._udp):
-            one.close()
+        for opened in (*self._listeners, self._udp):
+            opened.close()
 
     def _accept(self, listener: socket.socket) -> None:
         listener.settimeout(0.2)
@@ -130,7 +129,7 @@ class Responder:
                     connection.sendall(struct.pack("!d", time.time()))
             elif command == b"S":
                 connection.sendall(struct.pack("!d", _receive_rate(connection, argument)))
-                while connection.recv(1 << 20):  # until the other side has read the answer
+                while connection.recv(1 << 20):  # until the other side has read the reply
                     pass
             elif command == b"R":
                 until = time.monotonic() + argument + _STREAM_S + _TIMEOUT_S
@@ -144,10 +143,8 @@ class Responder:
         while not self._closing.is_set():
             try:
                 data, sender = self._udp.recvfrom(1 << 16)
-            except TimeoutError:
+            except OSError:  # a timeout, or an ICMP error of an earlier reply
                 continue
-            except OSError:
-                continue  # an ICMP error of an earlier answer
             if len(data) < _PACKET.size:
                 continue
             token, kind, identifier, size = _PACKET.unpack_from(data)
@@ -155,17 +152,17 @@ class Responder:
                 continue
             if kind == _COUNT:
                 self._counts[identifier] += 1
-            answer = data[: _PACKET.size].ljust(max(_PACKET.size, size), b"\0")
+            reply = data[: _PACKET.size].ljust(max(_PACKET.size, size), b"\0")
             with suppress(OSError):  # too large for this host's interface
-                self._udp.sendto(answer, sender)
+                self._udp.sendto(reply, sender)
 
 
 # -- the measuring side
 
 
 def try_port(address: str, port: int, token: bytes | None = None, timeout_s: float = 3.0) -> str:
-    """``open``, ``refused``, ``no answer``, or the system's error. ``token``: a :class:`Responder`
-    must answer."""
+    """Connect to a port and return ``open``, ``refused``, ``no answer``, or the system's error.
+    ``token``: of the :class:`Responder` that must answer."""
     try:
         with socket.create_connection((address, port), timeout=timeout_s) as connection:
             if token is not None:
@@ -184,7 +181,7 @@ def try_port(address: str, port: int, token: bytes | None = None, timeout_s: flo
 def probe(
     address: str, tcp_port: int, udp_port: int, token: bytes, mtus: tuple[int | None, int | None]
 ) -> Probe:
-    """Measure to a host's :class:`Responder`; about 4 seconds.
+    """Measure the link to another host's :class:`Responder`. Takes about 4 seconds.
 
     Args:
         mtus: of this host's interface and of the other's.
@@ -192,21 +189,21 @@ def probe(
     Raises:
         OSError: the connection was lost, or refused.
     """
-    link = _Peer(address, tcp_port, udp_port, token)
-    round_trip_s, offset_s = link.ping()
+    peer = _Peer(address, tcp_port, udp_port, token)
+    round_trip_s, offset_s = peer.ping()
     warm_up_s = max(_WARM_UP_S, 6 * round_trip_s)  # until TCP's slow start is over
-    with link.packets() as packets:
-        loss_to, loss_from = link.loss(packets, round_trip_s)
+    with peer.packets() as packets:
+        loss_to, loss_from = peer.loss(packets, round_trip_s)
         mtu_to = mtu_from = None
         if loss_to is not None:
             wait_s = max(0.05, 3 * round_trip_s)
-            mtu_to = link.largest(packets, mtus[0], wait_s, outgoing=True)
-            mtu_from = link.largest(packets, mtus[1], wait_s, outgoing=False)
+            mtu_to = peer.largest(packets, mtus[0], wait_s, outgoing=True)
+            mtu_from = peer.largest(packets, mtus[1], wait_s, outgoing=False)
     return Probe(
         round_trip_s,
         offset_s,
-        link.send_rate(warm_up_s),
-        link.receive_rate(warm_up_s),
+        peer.send_rate(warm_up_s),
+        peer.receive_rate(warm_up_s),
         loss_to,
         loss_from,
         mtu_to,
@@ -215,7 +212,7 @@ def probe(
 
 
 class _Peer:
-    """A responder, seen from the host that measures."""
+    """Another host's responder, as seen by the measuring host."""
 
     def __init__(self, address: str, tcp_port: int, udp_port: int, token: bytes) -> None:
         self._where = (address, tcp_port)
@@ -230,8 +227,8 @@ class _Peer:
         return connection
 
     def ping(self) -> tuple[float, float]:
-        """Median round trip, and the offset of the other clock in the shortest one (NTP: RFC 5905,
-        section 8)."""
+        """Return the median round trip, and the offset of the other clock in the shortest one (NTP:
+        RFC 5905, section 8)."""
         trips = []
         with self._open(b"P") as connection:
             for _ in range(_NUM_PINGS):
@@ -275,7 +272,7 @@ class _Peer:
     def loss(
         self, packets: socket.socket, round_trip_s: float
     ) -> tuple[float | None, float | None]:
-        """The shares of packets lost on the way there and on the way back; None where all were
+        """Return the shares of packets lost to the other host and from it; None if all were
         lost."""
         self._last_id = (self._last_id + 1) & 0x7FFFFFFF
         identifier, returned = self._last_id, 0
@@ -296,7 +293,8 @@ class _Peer:
     def largest(
         self, packets: socket.socket, mtu_bytes: int | None, wait_s: float, outgoing: bool
     ) -> int | None:
-        """The largest unfragmented IP packet that arrives, up to the sender's MTU."""
+        """Return the size of the largest unfragmented IP packet that arrives, up to the sender's
+        MTU."""
         headers, smallest = _HEADERS[self._udp[0]], _SMALLEST_MTU[self._udp[0]]
         high = min(mtu_bytes or 1500, 65535)
         if self._passes(packets, high - headers, wait_s, outgoing):
@@ -321,37 +319,39 @@ class _Peer:
             except OSError as error:
                 if error.errno == errno.EMSGSIZE:
                     return False
-            if _drain(packets, wait_s, header, only_one=True):
+            if _drain(packets, wait_s, header, stop_at_first=True):
                 return True
         return False
 
 
-def _drain(packets: socket.socket, wait_s: float, header: bytes, only_one: bool = False) -> int:
-    """Count the answers with this header that arrive within ``wait_s``."""
+def _drain(
+    packets: socket.socket, wait_s: float, header: bytes, stop_at_first: bool = False
+) -> int:
+    """Count the replies with this header that arrive within ``wait_s``."""
     until, count = time.monotonic() + wait_s, 0
     while (left_s := until - time.monotonic()) > 0:
         if select.select([packets], [], [], left_s)[0]:
             with suppress(OSError):
                 count += packets.recv(1 << 16).startswith(header)
-            if only_one and count:
+            if stop_at_first and count:
                 break
     return count
 
 
 def _receive_rate(connection: socket.socket, warm_up_s: float) -> float:
-    """Bytes per second of what arrives after the warm-up; 0 if nothing does."""
+    """Return the bytes per second that arrive after the warm-up; 0 if none arrive."""
     connection.settimeout(_TIMEOUT_S)
-    total, begun_at = 0, 0.0
+    total, measured_since = 0, 0.0
     start = time.monotonic()
     try:
         while chunk := connection.recv(1 << 20):
             now = time.monotonic()
-            if begun_at:
+            if measured_since:
                 total += len(chunk)
-                if now > begun_at + _STREAM_S:
-                    return total / (now - begun_at)
+                if now > measured_since + _STREAM_S:
+                    return total / (now - measured_since)
             elif now > start + warm_up_s:
-                begun_at = now
+                measured_since = now
     except TimeoutError:
         pass
     return 0.0

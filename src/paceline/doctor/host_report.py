@@ -1,5 +1,4 @@
-"""What the measurements between hosts mean for a run, with one sentence of advice for each problem.
-No input or output here."""
+"""Judge the measurements between hosts, with one sentence of advice for each problem. No I/O."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,21 +11,21 @@ from paceline.doctor.host_pairs import Findings, HostFacts
 from paceline.doctor.host_probe import Probe
 from paceline.launch.host_checks import CheckResult
 
-#: Clocks further apart than this are named, because logs are hard to compare; the limit of a run is
-#: in ``cluster.clock``.
+#: Warn of a larger offset of two clocks, because logs are hard to compare. The limit of a run is in
+#: ``cluster.clock``.
 _SKEW_WARNING_S = 1.0
-#: Three packets of four hundred: one or two may be lost by chance.
+#: Three of 400 packets: one or two may be lost by chance.
 _LOSS_WARNING = 0.006
 _ROUND_TRIP_WARNING_S = 0.01
 #: 80 % of 1 Gbit/s.
 _BANDWIDTH_WARNING_BYTES_S = 1e8
 _ASYMMETRY = 3.0
-#: What the hosts compare before a run starts: a difference ends it.
+#: The launchers compare these before a run starts, and a difference ends it.
 _MUST_BE_EQUAL = ("Python", "torch", "Paceline")
 
 
 def evaluate(findings: Findings, max_skew_s: float) -> list[CheckResult]:
-    """All checks between hosts."""
+    """Return all checks between hosts."""
     checks = [_hosts(findings), _versions(findings.facts), _addresses(findings.facts)]
     if len(findings.facts) > 1:
         checks.append(_ports(findings))
@@ -60,39 +59,36 @@ HostLink = TypedDict(
 
 
 def host_links(findings: Findings) -> list[HostLink]:
-    """The measurements for scripts: an entry for each direction of each pair of hosts."""
+    """Return the measurements as JSON: an entry for each direction of each pair of hosts."""
     links: list[HostLink] = []
-    for (source, target), one in findings.probes.items():
-        if isinstance(one, str):
-            continue
-        names = findings.facts[source].name, findings.facts[target].name
+    for source, target, probe in _measured(findings):
         links.append(
             {
-                "from": names[0],
-                "to": names[1],
-                "round_trip_s": one.round_trip_s,
-                "bandwidth_bytes_s": one.bandwidth_to_bytes_s,
-                "loss": one.loss_to,
-                "path_mtu_bytes": one.mtu_to_bytes,
-                "clock_offset_s": one.clock_offset_s,
+                "from": source.name,
+                "to": target.name,
+                "round_trip_s": probe.round_trip_s,
+                "bandwidth_bytes_s": probe.bandwidth_to_bytes_s,
+                "loss": probe.loss_to,
+                "path_mtu_bytes": probe.mtu_to_bytes,
+                "clock_offset_s": probe.clock_offset_s,
             }
         )
         links.append(
             {
-                "from": names[1],
-                "to": names[0],
-                "round_trip_s": one.round_trip_s,
-                "bandwidth_bytes_s": one.bandwidth_from_bytes_s,
-                "loss": one.loss_from,
-                "path_mtu_bytes": one.mtu_from_bytes,
-                "clock_offset_s": -one.clock_offset_s,
+                "from": target.name,
+                "to": source.name,
+                "round_trip_s": probe.round_trip_s,
+                "bandwidth_bytes_s": probe.bandwidth_from_bytes_s,
+                "loss": probe.loss_from,
+                "path_mtu_bytes": probe.mtu_from_bytes,
+                "clock_offset_s": -probe.clock_offset_s,
             }
         )
     return links
 
 
 def local_checks(facts: list[HostFacts]) -> list[CheckResult]:
-    """The checks that each host made of itself, under its name."""
+    """Return the checks that each host ran alone, prefixed with its name."""
     return [
         replace(check, name=f"{host.name}: {check.name}") for host in facts for check in host.checks
     ]
@@ -102,13 +98,15 @@ _Measured = tuple[HostFacts, HostFacts, Probe]
 
 
 def _measured(findings: Findings) -> Iterator[_Measured]:
-    for (source, target), one in findings.probes.items():
-        if not isinstance(one, str):
-            yield findings.facts[source], findings.facts[target], one
+    for (source, target), result in findings.probes.items():
+        if isinstance(result, Probe):
+            yield findings.facts[source], findings.facts[target], result
 
 
 def _hosts(findings: Findings) -> CheckResult:
-    names = ", ".join(f"{one.name} ({one.address} on {one.interface})" for one in findings.facts)
+    names = ", ".join(
+        f"{host.name} ({host.address} on {host.interface})" for host in findings.facts
+    )
     if len(findings.facts) < findings.num_expected:
         return CheckResult.error(
             "hosts",
@@ -121,10 +119,12 @@ def _hosts(findings: Findings) -> CheckResult:
 def _versions(facts: list[HostFacts]) -> CheckResult:
     fatal, different = False, []
     for name in facts[0].versions:
-        values = [_comparable(name, one.versions.get(name, "none")) for one in facts]
+        values = [_comparable(name, host.versions.get(name, "none")) for host in facts]
         if len(set(values)) > 1:
             fatal |= name in _MUST_BE_EQUAL
-            by_host = ", ".join(f"{one.versions.get(name, 'none')} on {one.name}" for one in facts)
+            by_host = ", ".join(
+                f"{host.versions.get(name, 'none')} on {host.name}" for host in facts
+            )
             different.append(f"{name}: {by_host}")
     if not different:
         return CheckResult.passed(
@@ -142,19 +142,19 @@ def _versions(facts: list[HostFacts]) -> CheckResult:
 
 
 def _comparable(name: str, version: str) -> str:
-    """Patch releases of Python work together."""
+    """Drop the patch release of Python: hosts may differ in it."""
     return ".".join(version.split(".")[:2]) if name == "Python" else version
 
 
 def _addresses(facts: list[HostFacts]) -> CheckResult:
-    leased = [one for one in facts if one.lease_s is not None]
+    leased = [(host, float(host.lease_s)) for host in facts if host.lease_s is not None]
     if not leased:
         return CheckResult.passed(
-            "address", "no address of a run's interface expires, as far as the kernels report it"
+            "address", "no address that a run uses expires, as far as the kernels report it"
         )
     text = "; ".join(
-        f"{one.address} of {one.name} expires in {short_duration(float(one.lease_s or 0))}"
-        for one in leased
+        f"{host.address} of {host.name} expires in {short_duration(lease_s)}"
+        for host, lease_s in leased
     )
     return CheckResult.warning(
         "address",
@@ -167,33 +167,34 @@ def _addresses(facts: list[HostFacts]) -> CheckResult:
 def _ports(findings: Findings) -> CheckResult:
     blocked, advice = [], ""
     for (source, target), ports in sorted(findings.reach.items()):
-        wrong = {port: text for port, text in ports.items() if text != "open"}
-        if not wrong:
+        problems = [f"{port} ({text})" for port, text in ports.items() if text != "open"]
+        if not problems:
             continue
-        one, other = findings.facts[source], findings.facts[target]
-        which = ", ".join(f"{port} ({text})" for port, text in wrong.items())
+        sender, receiver = findings.facts[source], findings.facts[target]
         blocked.append(
-            f"{one.name} → {other.name}: {len(wrong)} of {len(ports)} ports blocked: {which}"
+            f"{sender.name} → {receiver.name}: {len(problems)} of {len(ports)} ports blocked:"
+            f" {', '.join(problems)}"
         )
-        low, high = other.ephemeral_ports or (32768, 60999)
+        low, high = receiver.ephemeral_ports or (32768, 60999)
         advice = advice or (
-            f"allow TCP from {one.address} to ports {low}-{high} on {other.name}, and the same"
-            " between all hosts, because Gloo and NCCL take their ports from this range: `nft add"
-            f" rule inet filter input ip saddr {one.address} tcp dport {low}-{high} accept`"
+            f"allow TCP from {sender.address} to ports {low}-{high} on {receiver.name}, and the"
+            " same between all hosts, because Gloo and NCCL take their ports from this range: `nft add"
+            f" rule inet filter input ip saddr {sender.address} tcp dport {low}-{high} accept`"
         )
     if blocked:
         return CheckResult.error("ports", "; ".join(blocked), advice)
     low, high = findings.facts[0].ephemeral_ports or (32768, 60999)
     return CheckResult.passed(
         "ports",
-        f"the ports that were tried (from {low}-{high}) accept connections in every direction",
+        f"the tested ports (from {low}-{high}) accept connections in every direction",
     )
 
 
 def _not_measured(findings: Findings, failed: list[tuple[tuple[int, int], str]]) -> CheckResult:
     if failed:
         text = "; ".join(
-            f"{findings.facts[a].name} → {findings.facts[b].name}: {why}" for (a, b), why in failed
+            f"{findings.facts[source].name} → {findings.facts[target].name}: {error}"
+            for (source, target), error in failed
         )
         return CheckResult.error(
             "host_links",
@@ -202,16 +203,16 @@ def _not_measured(findings: Findings, failed: list[tuple[tuple[int, int], str]])
         )
     return CheckResult.passed(
         "host_links",
-        f"{findings.num_unmeasured} of the pairs were not measured, because there are many hosts",
+        f"{findings.num_unmeasured} pairs of hosts were not measured, because there are many hosts",
     )
 
 
 def _clocks(probes: list[_Measured], max_skew_s: float) -> CheckResult:
-    one, other, worst = max(probes, key=lambda entry: abs(entry[2].clock_offset_s))
+    source, target, worst = max(probes, key=lambda entry: abs(entry[2].clock_offset_s))
     skew_s = abs(worst.clock_offset_s)
     certain_s = skew_s - worst.round_trip_s / 2
     order = "ahead of" if worst.clock_offset_s > 0 else "behind"
-    text = f"the clock of {other.name} is {skew_s:.1f} s {order} that of {one.name}"
+    text = f"the clock of {target.name} is {skew_s:.1f} s {order} that of {source.name}"
     advice = (
         "synchronize the clocks of all hosts with chrony or systemd-timesyncd; `chronyc makestep`"
         " corrects a clock at once"
@@ -228,14 +229,13 @@ def _clocks(probes: list[_Measured], max_skew_s: float) -> CheckResult:
 
 
 def _round_trips(probes: list[_Measured]) -> CheckResult:
-    one, other, worst = max(probes, key=lambda entry: entry[2].round_trip_s)
-    text = f"at most {short_duration(worst.round_trip_s)} ({one.name} ↔ {other.name})"
+    source, target, worst = max(probes, key=lambda entry: entry[2].round_trip_s)
+    text = f"at most {short_duration(worst.round_trip_s)} ({source.name} ↔ {target.name})"
     if worst.round_trip_s > _ROUND_TRIP_WARNING_S:
         return CheckResult.warning(
             "round_trip",
             text,
-            "for hosts this far from each other use `parallel.mode: local_sgd`"
-            " (docs/how-to/local-sgd.md)",
+            "for hosts with such latency use `parallel.mode: local_sgd` (docs/how-to/local-sgd.md)",
         )
     return CheckResult.passed("round_trip", text)
 
@@ -243,17 +243,19 @@ def _round_trips(probes: list[_Measured]) -> CheckResult:
 def _directions(
     probes: list[_Measured], read: Callable[[Probe], tuple[Any, Any]]
 ) -> list[tuple[str, Any, HostFacts, HostFacts]]:
-    """A value for each direction: (``a → b``, value, sender, receiver)."""
+    """Return (``a → b``, value, sender, receiver) for each direction of each pair."""
     entries = []
-    for one, other, measured in probes:
-        there, back = read(measured)
-        entries.append((f"{one.name} → {other.name}", there, one, other))
-        entries.append((f"{other.name} → {one.name}", back, other, one))
+    for source, target, probe in probes:
+        value_to, value_from = read(probe)
+        entries.append((f"{source.name} → {target.name}", value_to, source, target))
+        entries.append((f"{target.name} → {source.name}", value_from, target, source))
     return entries
 
 
 def _bandwidth(probes: list[_Measured]) -> CheckResult:
-    rates = _directions(probes, lambda one: (one.bandwidth_to_bytes_s, one.bandwidth_from_bytes_s))
+    rates = _directions(
+        probes, lambda probe: (probe.bandwidth_to_bytes_s, probe.bandwidth_from_bytes_s)
+    )
     stalled = [name for name, rate, *_ in rates if rate is None]
     if stalled:
         return CheckResult.error(
@@ -264,13 +266,13 @@ def _bandwidth(probes: list[_Measured]) -> CheckResult:
         )
     slowest, rate, *_ = min(rates, key=lambda entry: entry[1])
     text = f"at least {human_bytes(rate)}/s ({slowest})"
-    for one, other, measured in probes:
-        there, back = measured.bandwidth_to_bytes_s or 0.0, measured.bandwidth_from_bytes_s or 0.0
-        if max(there, back) > _ASYMMETRY * min(there, back):
+    for source, target, probe in probes:
+        rate_to, rate_from = probe.bandwidth_to_bytes_s or 0.0, probe.bandwidth_from_bytes_s or 0.0
+        if max(rate_to, rate_from) > _ASYMMETRY * min(rate_to, rate_from):
             return CheckResult.warning(
                 "bandwidth",
-                f"{one.name} → {other.name}: {human_bytes(there)}/s, {other.name} → {one.name}:"
-                f" {human_bytes(back)}/s",
+                f"{source.name} → {target.name}: {human_bytes(rate_to)}/s,"
+                f" {target.name} → {source.name}: {human_bytes(rate_from)}/s",
                 "check the cable, the duplex setting and the traffic shaping of the slower"
                 " direction",
             )
@@ -278,38 +280,38 @@ def _bandwidth(probes: list[_Measured]) -> CheckResult:
         return CheckResult.warning(
             "bandwidth",
             text,
-            "choose a faster interface with `parallel.interface`, or send less"
-            " (docs/how-to/slow-network.md)",
+            "choose a faster interface with `parallel.interface`, or reduce the"
+            " traffic (docs/how-to/slow-network.md)",
         )
     return CheckResult.passed("bandwidth", text)
 
 
 def _loss(probes: list[_Measured]) -> CheckResult:
-    losses = _directions(probes, lambda one: (one.loss_to, one.loss_from))
+    losses = _directions(probes, lambda probe: (probe.loss_to, probe.loss_from))
     known = [entry for entry in losses if entry[1] is not None]
     if not known:
         return CheckResult.passed(
-            "packet_loss", "not measured: no UDP packet arrives (a run sends none)"
+            "packet_loss", "not measured: UDP is blocked (a run does not need it)"
         )
-    named = [f"{name}: {100 * share:.1f} %" for name, share, *_ in known if share > _LOSS_WARNING]
-    if named:
+    lossy = [f"{name}: {100 * share:.1f} %" for name, share, *_ in known if share > _LOSS_WARNING]
+    if lossy:
         return CheckResult.warning(
             "packet_loss",
-            "; ".join(named),
+            "; ".join(lossy),
             "check cables, switch ports and `ip -s link` for errors, because TCP slows down sharply"
             " with every lost packet",
         )
-    unknown = "" if len(known) == len(losses) else "; not measured where no UDP packet arrives"
+    unknown = "" if len(known) == len(losses) else "; not measured where UDP is blocked"
     return CheckResult.passed(
         "packet_loss", f"at most {100 * max(entry[1] for entry in known):.1f} %{unknown}"
     )
 
 
 def _mtu(probes: list[_Measured]) -> CheckResult:
-    passing = _directions(probes, lambda one: (one.mtu_to_bytes, one.mtu_from_bytes))
-    known = [entry for entry in passing if entry[1] is not None]
+    sizes = _directions(probes, lambda probe: (probe.mtu_to_bytes, probe.mtu_from_bytes))
+    known = [entry for entry in sizes if entry[1] is not None]
     if not known:
-        return CheckResult.passed("mtu", "not measured: no UDP packet arrives (a run sends none)")
+        return CheckResult.passed("mtu", "not measured: UDP is blocked (a run does not need it)")
     blocked = [
         f"{name}: {sender.interface} of {sender.name} has MTU {sender.mtu_bytes}, but only packets"
         f" of up to {size} bytes arrive"

@@ -1,5 +1,4 @@
-"""`paceline doctor` over several hosts: the part before ranks are started, in the command's own
-process on each host."""
+"""The checks of `paceline doctor` on several hosts before any rank starts: one process per host."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster.clock import MAX_SKEW_S
 from paceline.cluster.endpoint import public_address_warning, public_listener_warning
-from paceline.core.errors import ConfigError, RunError
+from paceline.core.errors import ConfigError, RunError, first_line
 from paceline.core.network import interface_of, source_address
 from paceline.doctor.host_pairs import collect_facts, inspect_hosts
 from paceline.doctor.host_probe import try_port
@@ -28,24 +27,24 @@ if TYPE_CHECKING:
 
     from paceline.distributed.environment import RankEnv
 
-#: How long a host may take to start, and how long its port may leave packets unanswered before a
-#: firewall is assumed.
+#: How long a host may take to start.
 WAIT_S = 120.0
+#: How long a port may leave packets unanswered before a firewall is assumed.
 _SILENT_S = 15.0
 _TRY_TIMEOUT_S = 3.0
-#: Ports on which a host that runs often answers, if only by refusing: SSH, HTTP, HTTPS, and one
-#: that nothing listens on.
+#: Ports on which a running host often answers, if only by refusing: SSH, HTTP, HTTPS, and one that
+#: nothing listens on.
 _OTHER_PORTS = (22, 80, 443, 9)
 
 
 @dataclass(frozen=True)
-class MeetingPoint:
-    """The address at which the hosts meet, as this host reaches it.
+class HostEndpoint:
+    """The rendezvous endpoint as this host reaches it.
 
     Args:
         address: resolved.
-        local_address, interface: this host's, on the way to ``address``.
-        is_host: this host serves the meeting.
+        local_address, interface: of this host, on the route to ``address``.
+        is_host: this host serves the rendezvous store.
     """
 
     address: str
@@ -57,13 +56,13 @@ class MeetingPoint:
 
 @dataclass(frozen=True)
 class HostsReport:
-    """What the preflight between hosts found; equal on all hosts.
+    """Result of the checks between hosts; equal on all hosts.
 
     Args:
         is_first: this host prints it.
         gradient_bytes: size of the config's gradients; None if it is not known.
-    blocks_ranks: ranks on these hosts could not form a process group, or a run would refuse the
-    hosts.
+        blocks_ranks: ranks on these hosts could not form a process group, or a run would refuse the
+            hosts.
     """
 
     checks: list[CheckResult]
@@ -75,13 +74,12 @@ class HostsReport:
 
 
 def inspect_endpoint_and_hosts(
-    endpoint: MeetingPoint,
+    endpoint: HostEndpoint,
     hosts: tuple[int, int],
     checks: list[CheckResult],
     gradient_bytes: int | None,
 ) -> HostsReport:
-    """Reach the endpoint, then measure between the hosts. ``checks``: what this host found of
-    itself."""
+    """Connect to the endpoint, then measure between the hosts. ``checks``: of this host alone."""
     unreachable = check_own_port(endpoint) if endpoint.is_host else reach_endpoint(endpoint)
     if unreachable is not None:
         return HostsReport([*checks, unreachable], True, [], [])
@@ -94,7 +92,7 @@ def inspect_endpoint_and_hosts(
         warning = public_listener_warning(endpoint.port)
     if warning is not None:
         rendezvous = CheckResult.warning(
-            "rendezvous_port", warning, "see docs/security.md for what to restrict, and how"
+            "rendezvous_port", warning, "restrict access to it as docs/security.md describes"
         )
     report = inspect_over_store(
         store,
@@ -110,12 +108,12 @@ def inspect_endpoint_and_hosts(
 
 def inspect_over_store(
     store: Store,
-    endpoint: MeetingPoint,
+    endpoint: HostEndpoint,
     hosts: tuple[int, int],
     checks: list[CheckResult],
     gradient_bytes: int | None,
 ) -> HostsReport:
-    """The preflight over a store that all hosts already reach."""
+    """Run the checks between hosts over a store that all hosts can reach."""
     facts = collect_facts(endpoint.local_address, endpoint.interface, checks, gradient_bytes)
     try:
         findings = inspect_hosts(
@@ -123,7 +121,11 @@ def inspect_over_store(
         )
     except RunError as error:
         return HostsReport(
-            [CheckResult.error("hosts", error.what, error.fix or "see the other hosts")],
+            [
+                CheckResult.error(
+                    "hosts", error.what, error.fix or "read the output on the other hosts"
+                )
+            ],
             True,
             [],
             [],
@@ -138,7 +140,7 @@ def inspect_over_store(
             for host in findings.facts
         ],
         findings.facts[0].gradient_bytes,
-        any(one.fatal for one in between),
+        any(check.fatal for check in between),
     )
 
 
@@ -146,14 +148,14 @@ def inspect_over_store(
 def inspect_from_ranks(
     env: RankEnv, examine: Callable[[str], tuple[list[CheckResult], int | None]]
 ) -> tuple[HostsReport | None, bool]:
-    """The same from ranks that an outer launcher started, before they form a process group. Every
-    rank calls it.
+    """Run the checks between hosts from ranks that an outer launcher started, before they form a
+    process group. Every rank calls this.
 
     Args:
-        examine: the checks of this host alone; given the endpoint's address.
+        examine: runs the checks of this host alone; its argument is the endpoint's address.
 
     Returns:
-        The report, on the first rank of each host; and whether it blocks the ranks.
+        The report (on local rank 0 of each host), and whether it blocks the ranks.
     """
     from torch.distributed import PrefixStore, TCPStore
 
@@ -167,7 +169,7 @@ def inspect_from_ranks(
     if env.local_rank == 0:
         local = _address_towards(address)
         interface = interface_of(local) or "an unknown interface"
-        endpoint = MeetingPoint(address, port, local, interface, env.rank == 0)
+        endpoint = HostEndpoint(address, port, local, interface, env.rank == 0)
         num_hosts = int(os.environ.get("GROUP_WORLD_SIZE", env.world_size // env.local_world_size))
         checks, gradient_bytes = examine(address)
         report = inspect_over_store(
@@ -183,9 +185,9 @@ def inspect_from_ranks(
 
 
 # -- the endpoint
-def check_own_port(endpoint: MeetingPoint) -> CheckResult | None:
-    """On the endpoint host: None if it can listen on the endpoint's port and connect to it, else
-    what prevents it."""
+def check_own_port(endpoint: HostEndpoint) -> CheckResult | None:
+    """Check on the endpoint host that it can listen on the endpoint's port and connect to it. None
+    without a problem."""
     family = socket.AF_INET6 if ":" in endpoint.address else socket.AF_INET
     try:
         with socket.create_server((endpoint.address, endpoint.port), family=family):
@@ -195,7 +197,7 @@ def check_own_port(endpoint: MeetingPoint) -> CheckResult | None:
             "rendezvous_port",
             f"this host cannot listen on port {endpoint.port} of {endpoint.address}:"
             f" {error.strerror or error}",
-            "end the program that uses the port, or set another one on every host:"
+            "stop the program that uses the port, or set another port on every host:"
             " `parallel.rdzv_endpoint=HOST:PORT`",
         )
     if outcome == "open":
@@ -210,14 +212,13 @@ def check_own_port(endpoint: MeetingPoint) -> CheckResult | None:
 
 
 def reach_endpoint(
-    endpoint: MeetingPoint, wait_s: float = WAIT_S, silent_s: float = _SILENT_S
+    endpoint: HostEndpoint, wait_s: float = WAIT_S, silent_s: float = _SILENT_S
 ) -> CheckResult | None:
-    """Wait until the endpoint's port accepts connections. None when it does, else which port is
-    blocked and by what.
+    """Wait until the endpoint's port accepts connections. None if it does, else the diagnosis.
 
     Args:
-        wait_s: while the port refuses connections, as before the endpoint host has started.
-        silent_s: while it does not answer at all, as behind a firewall.
+        wait_s: how long the port may refuse connections, because the endpoint host has not started.
+        silent_s: how long it may not answer at all, as behind a firewall.
     """
     start = time.monotonic()
     silent_since: float | None = None
@@ -232,8 +233,8 @@ def reach_endpoint(
         time.sleep(0.5)
 
 
-def diagnose_endpoint(endpoint: MeetingPoint, outcome: str) -> CheckResult:
-    """Why the rendezvous port cannot be reached. ``outcome``: of
+def diagnose_endpoint(endpoint: HostEndpoint, outcome: str) -> CheckResult:
+    """Explain why the rendezvous port cannot be reached. ``outcome``: of
     :func:`~paceline.doctor.host_probe.try_port`."""
     where = f"port {endpoint.port} of {endpoint.address}"
     if outcome == "refused":
@@ -258,15 +259,14 @@ def diagnose_endpoint(endpoint: MeetingPoint, outcome: str) -> CheckResult:
         )
     return CheckResult.error(
         "rendezvous_port",
-        f"{where} does not answer ({outcome}), and neither does any other port that was tried on"
-        " this host",
+        f"{where} does not answer ({outcome}), and no other tested port of that host does",
         f"check that {endpoint.address} is the right address, that the host is up, and that `ping"
         f" {endpoint.address}` answers",
     )
 
 
-def open_endpoint_store(endpoint: MeetingPoint) -> Store:
-    """The store that the endpoint host serves.
+def open_endpoint_store(endpoint: HostEndpoint) -> Store:
+    """Open the store that the endpoint host serves.
 
     Raises:
         ConfigError: the port is in use, or another program answers there.
@@ -284,15 +284,15 @@ def open_endpoint_store(endpoint: MeetingPoint) -> Store:
         )
     except RuntimeError as error:
         raise ConfigError(
-            f"no rendezvous store at {endpoint.address}:{endpoint.port}:"
-            f" {str(error).splitlines()[0]}",
+            f"cannot open the rendezvous store at {endpoint.address}:{endpoint.port}:"
+            f" {first_line(error)}",
             fix="set another port, the same on every host: `parallel.rdzv_endpoint=HOST:PORT`",
         ) from error
 
 
-def _wait_until_closed(endpoint: MeetingPoint) -> None:
-    """On the other hosts, wait until the endpoint host has closed this store: the ranks meet in a
-    new one."""
+def _wait_until_closed(endpoint: HostEndpoint) -> None:
+    """On the other hosts, wait until the endpoint host has closed this store, because the ranks use
+    a new one on the same port."""
     until = time.monotonic() + 5.0
     while not endpoint.is_host and time.monotonic() < until:
         if try_port(endpoint.address, endpoint.port, timeout_s=1.0) != "open":
@@ -301,11 +301,11 @@ def _wait_until_closed(endpoint: MeetingPoint) -> None:
 
 
 def _address_towards(endpoint: str) -> str:
-    """This host's address on the way to the endpoint."""
-    # The endpoint's name leads to the loopback on its own host.
-    for towards in (endpoint, None):
+    """Return this host's address on the route to the endpoint."""
+    # On the endpoint host itself, its name may resolve to the loopback address.
+    for target in (endpoint, None):
         with contextlib.suppress(OSError):
-            address = source_address(towards)
+            address = source_address(target)
             if not address.startswith("127."):
                 return address
     return "127.0.0.1"

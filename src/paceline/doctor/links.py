@@ -1,12 +1,12 @@
-"""Every pair of ranks: how long a message takes, how much goes through, and whether it arrives as
-it was sent. Run on all of the ranks at once."""
+"""Measure latency, bandwidth and data integrity between every pair of ranks. All ranks call this
+together."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import median
+from statistics import median, median_high
 from typing import TYPE_CHECKING, TypedDict
 
 from paceline.core.files import human_bytes
@@ -21,16 +21,15 @@ if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
 
 _PINGS = 12
-#: A message large enough that latency hardly counts, unless a small one took longer than this: then
-#: the smaller.
+#: Size of the messages that bandwidth is measured with: so large that latency hardly counts. The
+#: smaller one is for links with a latency above ``_SLOW_S``.
 _LARGE_BYTES, _SMALL_BYTES = 8 << 20, 1 << 20
 _SLOW_S = 0.02
 _REPEATS = 3
-#: A link this many times slower than the middle one is named.
+#: Warn of a link whose bandwidth is this many times below the median.
 _SLOWER = 3.0
-#: Clocks of hosts further apart than this make their logs hard to compare.
-_CLOCKS_APART_S = 1.0
-
+#: A larger clock offset makes the logs of two hosts hard to compare.
+_MAX_CLOCK_OFFSET_S = 1.0
 
 #: A link between two ranks, as JSON.
 PairRecord = TypedDict(
@@ -48,14 +47,13 @@ PairRecord = TypedDict(
 
 @dataclass(frozen=True)
 class Pair:
-    """A link, by rank.
+    """The link between two ranks.
 
     Args:
-        latency_s: half the time of a message of 4 bytes there and back, median.
-        bandwidth_bytes_s: one way.
-        intact: what went there and came back was what had been sent.
-        clock_offset_s: how far the clock of ``receiver`` is ahead of that of ``sender``, to within
-            the latency.
+        latency_s: half the round trip of a message of 4 bytes, median.
+        bandwidth_bytes_s: in one direction.
+        intact: every message came back unchanged.
+        clock_offset_s: clock of ``receiver`` minus clock of ``sender``, accurate to the latency.
     """
 
     sender: int
@@ -66,7 +64,7 @@ class Pair:
     clock_offset_s: float
 
     def record(self) -> PairRecord:
-        """The link as JSON."""
+        """Return the link as JSON."""
         return {
             "from": self.sender,
             "to": self.receiver,
@@ -79,12 +77,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class Network:
-    """What all ranks found together.
+    """The measurements of all ranks.
 
     Args:
-        hosts: name of each rank's host.
-        all_reduce: the α–β model of an all-reduce over all.
-        sum_intact: the all-reduce of known numbers gave their sum on every rank.
+        hosts: host name of each rank.
+        all_reduce: the α–β model of an all-reduce over all ranks.
+        sum_intact: the all-reduce of known numbers gave their exact sum on every rank.
     """
 
     hosts: list[str]
@@ -92,24 +90,18 @@ class Network:
     all_reduce: Link
     sum_intact: bool
 
-    @property
-    def slowest(self) -> Pair:
-        return min(self.pairs, key=lambda one: one.bandwidth_bytes_s)
-
 
 def measure_network(world: Communicator) -> Network:
-    """Measure; a collective. One pair at a time speaks while the others wait, so that each has the
-    wire to itself. Every rank gets the same answer."""
+    """Measure all pairs, one after the other so that they do not share bandwidth, and an
+    all-reduce. A collective; every rank gets the same result."""
     from paceline.distributed.traffic import uncounted
 
     with uncounted():
-        pairs = [
-            _measure_pair(world, one, other) for one, other in combinations(range(world.size), 2)
-        ]
+        pairs = [_measure_pair(world, *ranks) for ranks in combinations(range(world.size), 2)]
         intact = _sum_intact(world)
     link = measure_link(world)
     assert link is not None
-    hosts = [str(one) for one in world.gather_objects(host_name())]
+    hosts = [str(name) for name in world.gather_objects(host_name())]
     return Network(hosts, pairs, link, intact)
 
 
@@ -117,60 +109,60 @@ def _measure_pair(world: Communicator, sender: int, receiver: int) -> Pair:
     import torch
 
     world.barrier()
-    found = torch.zeros(4, dtype=world.wide_dtype)
+    figures = torch.zeros(4, dtype=world.wide_dtype)
     if world.rank in (sender, receiver):
-        found = _speak(world, sender, receiver)
-    found = found.to(world.device)
-    world.wait(world.all_reduce(found))
-    latency_s, bandwidth, damaged, offset_s = found.tolist()
-    return Pair(sender, receiver, latency_s, bandwidth, damaged == 0, offset_s)
+        figures = _exchange(world, sender, receiver)
+    figures = figures.to(world.device)
+    world.wait(world.all_reduce(figures))
+    latency_s, bandwidth, num_corrupt, offset_s = figures.tolist()
+    return Pair(sender, receiver, latency_s, bandwidth, num_corrupt == 0, offset_s)
 
 
-def _speak(world: Communicator, sender: int, receiver: int) -> torch.Tensor:
-    """[latency, bandwidth, number of damaged messages, clock offset]; each figure from one of the
-    two, so that the sum over the ranks is that figure."""
+def _exchange(world: Communicator, sender: int, receiver: int) -> torch.Tensor:
+    """Return [latency, bandwidth, number of corrupt messages, clock offset]. Figures that only the
+    sender measures are 0 on the receiver, so that the sum over the ranks is the figure."""
     import torch
 
-    here = world.rank == sender
-    peer = receiver if here else sender
+    is_sender = world.rank == sender
+    peer = receiver if is_sender else sender
     tiny = torch.zeros(1, device=world.device)
-    pings = [_there_and_back(world, tiny, peer, here) for _ in range(_PINGS)][2:]
+    pings = [_round_trip(world, tiny, peer, is_sender) for _ in range(_PINGS)][2:]
     latency_s = median(pings) / 2
     clock = torch.zeros(1, dtype=torch.float64)
     offsets = [
-        _clock_offset(world, clock.to(world.device, world.wide_dtype), peer, here) for _ in range(3)
+        _clock_offset(world, clock.to(world.device, world.wide_dtype), peer, is_sender)
+        for _ in range(3)
     ]
     # both must choose the same size
-    slow = torch.tensor([float(latency_s > _SLOW_S)], device=world.device)
-    _there_and_back(world, slow, peer, here)
-    size = _SMALL_BYTES if slow.item() else _LARGE_BYTES
+    is_slow = torch.tensor([float(latency_s > _SLOW_S)], device=world.device)
+    _round_trip(world, is_slow, peer, is_sender)
+    size = _SMALL_BYTES if is_slow.item() else _LARGE_BYTES
     message = pattern(size // 4, sender * 1009 + receiver, world.device)
-    sent = message.clone()
-    times, damaged = [], 0
+    times, num_corrupt = [], 0
     for _ in range(_REPEATS):
-        arrived = sent.clone() if here else torch.zeros_like(sent)
-        times.append(_there_and_back(world, arrived, peer, here))
-        damaged += int(not torch.equal(arrived, message))
-    one_way_s = max(min(times) / 2 - latency_s, 1e-9)
-    if not here:
-        return torch.tensor([0.0, 0.0, damaged, 0.0], dtype=world.wide_dtype)
+        arrived = message.clone() if is_sender else torch.zeros_like(message)
+        times.append(_round_trip(world, arrived, peer, is_sender))
+        num_corrupt += int(not torch.equal(arrived, message))
+    if not is_sender:
+        return torch.tensor([0.0, 0.0, num_corrupt, 0.0], dtype=world.wide_dtype)
+    transfer_s = max(min(times) / 2 - latency_s, 1e-9)
     return torch.tensor(
-        [latency_s, size / one_way_s, damaged, median(offsets)], dtype=world.wide_dtype
+        [latency_s, size / transfer_s, num_corrupt, median(offsets)], dtype=world.wide_dtype
     )
 
 
-def _there_and_back(world: Communicator, tensor: torch.Tensor, peer: int, begins: bool) -> float:
-    """Seconds until what was sent is back, in ``tensor`` itself; the other side returns what it
-    got."""
-    steps = (_send, _receive) if begins else (_receive, _send)
+def _round_trip(world: Communicator, tensor: torch.Tensor, peer: int, is_sender: bool) -> float:
+    """Return the seconds until the tensor came back, received into ``tensor`` itself; the receiver
+    returns what it received."""
+    steps = (_send, _receive) if is_sender else (_receive, _send)
     return time_once(world, lambda: [step(world, tensor, peer) for step in steps])
 
 
-def _clock_offset(world: Communicator, clock: torch.Tensor, peer: int, begins: bool) -> float:
-    """As NTP does it: the other's time against the middle of the way there and back (Mills, RFC
-    5905, section 8). Counted from this hour on, which a float32 could hold too."""
+def _clock_offset(world: Communicator, clock: torch.Tensor, peer: int, is_sender: bool) -> float:
+    """Compare the peer's clock with the middle of the round trip, as NTP does (Mills, RFC 5905,
+    section 8). Times count from the start of the hour, so that a float32 can represent them."""
     base = time.time() // 3600 * 3600
-    if not begins:
+    if not is_sender:
         _receive(world, clock, peer)
         clock.fill_(time.time() - base)
         _send(world, clock, peer)
@@ -183,21 +175,18 @@ def _clock_offset(world: Communicator, clock: torch.Tensor, peer: int, begins: b
 
 
 def _sum_intact(world: Communicator) -> bool:
-    """Whole numbers small enough that their sum is exact in any order."""
+    """All-reduce integers that are small enough for their sum to be exact in any order."""
     import torch
 
-    size = 1 << 16
-    base = pattern(size, 7, world.device)
+    base = pattern(1 << 16, 7, world.device)
     total = base * (world.rank + 1)
     world.wait(world.all_reduce(total))
-    wrong = torch.tensor(
-        [float(not torch.equal(total, base * (world.size * (world.size + 1) // 2)))]
-    )
-    return max(world.gather_numbers(wrong.item())) == 0
+    is_wrong = not torch.equal(total, base * (world.size * (world.size + 1) // 2))
+    return max(world.gather_numbers(float(is_wrong))) == 0
 
 
 def pattern(numel: int, seed: int, device: torch.device) -> torch.Tensor:
-    """Whole numbers from 1 to 997 as float32: none is zero, and neighbours differ."""
+    """Return integers from 1 to 997 as float32: none is zero, and neighbors differ."""
     import torch
 
     return ((torch.arange(numel, device=device) * 31 + seed) % 997 + 1).float()
@@ -216,79 +205,77 @@ def _receive(world: Communicator, tensor: torch.Tensor, source: int) -> None:
 
 
 def check_peer_copies(count: int, device_type: str) -> list[tuple[int, int]]:
-    """Pairs of this host's devices between which a copy arrives changed: with some drivers and
-    virtual machines it arrives as zeros."""
+    """Return the pairs of this host's devices between which a copy arrives corrupted: with some
+    drivers and virtual machines it arrives as zeros."""
     import torch
 
-    wrong = []
-    for one in range(count):
-        message = pattern(1 << 18, one, torch.device(device_type, one))
-        for other in range(count):
-            if one != other and not torch.equal(
-                message.to(f"{device_type}:{other}").cpu(), message.cpu()
-            ):
-                wrong.append((one, other))
-    return wrong
+    corrupt = []
+    for source in range(count):
+        message = pattern(1 << 18, source, torch.device(device_type, source))
+        for target in range(count):
+            copy = message.to(f"{device_type}:{target}")
+            if not torch.equal(copy.cpu(), message.cpu()):
+                corrupt.append((source, target))
+    return corrupt
 
 
 def check_links(network: Network, gradient_bytes: int | None = None) -> list[CheckResult]:
-    """What the measurements say."""
-    damaged = [pair for pair in network.pairs if not pair.intact]
-    if damaged or not network.sum_intact:
-        what = ", ".join(_between(network, pair) for pair in damaged) or "the all-reduce"
+    """Judge the measurements. ``gradient_bytes``: of the config; None if not known."""
+    corrupt = [pair for pair in network.pairs if not pair.intact]
+    if corrupt or not network.sum_intact:
+        links = ", ".join(_ranks_text(network, pair) for pair in corrupt) or "the all-reduce"
         advice = (
-            "set NCCL_P2P_DISABLE=1 between GPUs of one host; else look at the interface's driver"
-            " and its offloading"
+            "between GPUs of one host set NCCL_P2P_DISABLE=1; else check the network interface's"
+            " driver and offloading"
         )
-        return [CheckResult.error("links", f"data arrives changed: {what}", advice)]
+        return [CheckResult.error("links", f"data arrives corrupted: {links}", advice)]
     checks = [_check_pairs(network), _check_all_reduce(network, gradient_bytes)]
-    apart = max(network.pairs, key=lambda pair: abs(pair.clock_offset_s))
-    if abs(apart.clock_offset_s) > _CLOCKS_APART_S + apart.latency_s:
-        text = f"{_between(network, apart)}: {abs(apart.clock_offset_s):.1f} s apart"
+    worst = max(network.pairs, key=lambda pair: abs(pair.clock_offset_s))
+    if abs(worst.clock_offset_s) > _MAX_CLOCK_OFFSET_S + worst.latency_s:
+        text = f"{_ranks_text(network, worst)}: {abs(worst.clock_offset_s):.1f} s apart"
         checks.append(
             CheckResult.warning(
-                "clocks_apart", text, "let chrony or systemd-timesyncd set the clocks of both"
+                "clocks_apart",
+                text,
+                "synchronize the clocks of both hosts with chrony or systemd-timesyncd",
             )
         )
     return checks
 
 
 def _check_pairs(network: Network) -> CheckResult:
-    slowest = network.slowest
-    rates = sorted(pair.bandwidth_bytes_s for pair in network.pairs)
-    middle = rates[len(rates) // 2]
+    slowest = min(network.pairs, key=lambda pair: pair.bandwidth_bytes_s)
+    median_rate = median_high(pair.bandwidth_bytes_s for pair in network.pairs)
     text = (
         f"{counted(len(network.pairs), 'pair')}, all intact; the slowest,"
-        f" {_between(network, slowest)}: {human_bytes(slowest.bandwidth_bytes_s)}/s,"
+        f" {_ranks_text(network, slowest)}: {human_bytes(slowest.bandwidth_bytes_s)}/s,"
         f" {short_duration(slowest.latency_s)}"
     )
-    if slowest.bandwidth_bytes_s * _SLOWER < middle:
+    if slowest.bandwidth_bytes_s * _SLOWER < median_rate:
         return CheckResult.warning(
             "links",
-            f"{text}, where the middle one has {human_bytes(middle)}/s",
-            "look at that cable, slot or port",
+            f"{text}; the median is {human_bytes(median_rate)}/s",
+            "check the cable, slot or port of that link",
         )
     return CheckResult.passed("links", text)
 
 
 def _check_all_reduce(network: Network, gradient_bytes: int | None) -> CheckResult:
     link = network.all_reduce
-    rate = (
-        "no limit that could be seen"
-        if link.bandwidth_bytes_s is None
-        else f"{human_bytes(link.bandwidth_bytes_s)}/s"
-    )
-    text = f"{short_duration(link.latency_s)} a message, {rate} that a rank sends"
+    rate = "no measurable bandwidth limit"
+    if link.bandwidth_bytes_s is not None:
+        rate = f"{human_bytes(link.bandwidth_bytes_s)}/s per rank"
+    text = f"{short_duration(link.latency_s)} per message, {rate}"
     if gradient_bytes is not None:
-        takes = short_duration(link.all_reduce_s(gradient_bytes))
         text += (
-            f"; the gradients of this config ({human_bytes(gradient_bytes)}) take {takes} of each"
-            " step, in part beside backward"
+            f"; the gradients of this config ({human_bytes(gradient_bytes)}) take"
+            f" {short_duration(link.all_reduce_s(gradient_bytes))} of each step, partly overlapped"
+            " with backward"
         )
     return CheckResult.passed("all_reduce", text)
 
 
-def _between(network: Network, pair: Pair) -> str:
+def _ranks_text(network: Network, pair: Pair) -> str:
     ends = [
         f"rank {rank}" + (f" on {network.hosts[rank]}" if len(set(network.hosts)) > 1 else "")
         for rank in (pair.sender, pair.receiver)

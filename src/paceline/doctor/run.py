@@ -1,5 +1,4 @@
-"""`paceline doctor`: look at this machine, and at the network between the ranks that a run would
-have."""
+"""`paceline doctor`: check this machine and the network between the ranks that a run would have."""
 
 from __future__ import annotations
 
@@ -11,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
 from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, PacelineError
+from paceline.core.files import cache_dir
 from paceline.core.formatting import counted
 from paceline.core.log import configure_logging, log_notices
 from paceline.core.outcome import Outcome
 from paceline.doctor.checks import (
-    check_cache,
     check_clock,
     check_disk,
     check_driver,
@@ -34,8 +33,6 @@ from paceline.launch.host_checks import (
     check_threads,
 )
 
-logger = logging.getLogger(__name__)
-
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
@@ -47,11 +44,15 @@ if TYPE_CHECKING:
     from paceline.doctor.hosts import HostsReport
     from paceline.doctor.links import PairRecord
 
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 60.0
+
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What is checked. ``has_config``: a config was named; else ``loaded`` is a placeholder, of
-    which only the section `parallel` counts."""
+    """What to check. If not ``has_config``, ``loaded`` is a placeholder and only its section
+    `parallel` is used."""
 
     loaded: Loaded
     has_config: bool
@@ -59,7 +60,7 @@ class DoctorOptions:
 
 
 class AllReduceRecord(TypedDict):
-    """A :class:`~paceline.distributed.link.Link` over all ranks."""
+    """A :class:`~paceline.distributed.link.Link` over all ranks, as JSON."""
 
     latency_s: float
     bandwidth_bytes_s: float | None
@@ -71,7 +72,7 @@ class AllReduceRecord(TypedDict):
 
 
 class DoctorReport(TypedDict, total=False):
-    """What `--json` prints; the ranks send the part that they have measured."""
+    """What `--json` prints; the ranks return the keys that they measure."""
 
     ok: bool
     checks: list[dict[str, Any]]
@@ -83,7 +84,7 @@ class DoctorReport(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class DoctorResult:
-    """``report`` is None if another rank or host prints it, or if a signal ended the command."""
+    """Args: report: None if another rank or host prints it, or if a signal stopped the command."""
 
     exit_code: int
     report: DoctorReport | None = None
@@ -92,26 +93,30 @@ class DoctorResult:
 
 @dataclass(frozen=True)
 class HostExam:
-    """What a rank checks and measures."""
+    """What each rank checks and measures.
+
+    Args:
+        has_config: see :class:`DoctorOptions`.
+        checks_host: local rank 0 also checks its host, because an outer launcher started the ranks.
+        gradient_bytes: size of the config's gradients; None if it is not known.
+    """
 
     config: Config
     device_type: str
-    given: bool
-    timeout_s: float
-    #: An outer launcher started the ranks, perhaps on several hosts: the first of each host looks
-    #: at its host.
-    looks: bool
+    has_config: bool
+    checks_host: bool
     gradient_bytes: int | None = None
 
 
 def doctor(options: DoctorOptions) -> DoctorResult:
-    """CheckResult this machine, and measure between the ranks.
+    """Check this machine, and measure between its ranks.
 
     Raises:
-        ConfigError: the devices that the config asks for are not there.
-        RunError: the ranks could not communicate at all.
+        ConfigError: the devices that the config requests do not exist.
+        RunError: the ranks could not form a process group.
     """
     from paceline.distributed.environment import outer_launcher, scheduled_host, with_scheduler
+    from paceline.launch.rank_pool import warm_up
 
     configure_logging()
     log_notices(logger, options.loaded.notices)
@@ -124,17 +129,14 @@ def doctor(options: DoctorOptions) -> DoctorResult:
     has_several_hosts = outer is None and parallel.hosts != (1, 1)
     starts_ranks = has_several_hosts or (outer is None and devices.count > 1)
     if starts_ranks:
-        _warm_up()
+        warm_up(["paceline.launch.worker", "paceline.doctor.links"])
     checks: list[CheckResult] = []
     gradient_bytes = None
     hosts: HostsReport | None = None
     if has_several_hosts:
         hosts = _between_hosts(options, devices)
         if hosts.blocks_ranks and not hosts.is_first:
-            logger.info(
-                "the checks between the hosts found what would make a run fail; the endpoint host"
-                " prints it"
-            )
+            logger.info("a run would fail, because of the problems that the endpoint host prints")
             return DoctorResult(EXIT_FAILED)
         checks, gradient_bytes = hosts.checks, hosts.gradient_bytes
     elif outer is None:
@@ -149,15 +151,21 @@ def doctor(options: DoctorOptions) -> DoctorResult:
             options.loaded.config,
             devices.type,
             options.has_config,
-            60.0,
-            outer is not None,
-            gradient_bytes,
+            checks_host=outer is not None,
+            gradient_bytes=gradient_bytes,
         )
         outcome = _on_ranks(exam, devices, outer)
         if outcome["status"] == "stopped":
             return DoctorResult(int(outcome["exit_code"]))
         if outcome["status"] == "failed":
-            checks.append(_failed_links(outcome["text"]))
+            checks.append(
+                CheckResult.error(
+                    "links",
+                    outcome["text"],
+                    "check the host or interface that the message names; `--ranks 1` checks this"
+                    " host alone",
+                )
+            )
         else:
             measured = cast("DoctorReport", outcome["report"])
     if measured is not None:
@@ -166,24 +174,7 @@ def doctor(options: DoctorOptions) -> DoctorResult:
         return DoctorResult(EXIT_DONE)
     if hosts is not None and not hosts.is_first:  # the endpoint host prints for all
         return DoctorResult(EXIT_DONE)
-    report = _report(checks, measured, hosts)
-    _keep(devices.type, measured)
-    return DoctorResult(EXIT_DONE if report["ok"] else EXIT_FAILED, report, checks)
-
-
-def _failed_links(text: str) -> CheckResult:
-    return CheckResult.error(
-        "links",
-        text.partition(" To go on:")[0],
-        "see which host or interface the text names; `--ranks 1` looks at this host alone",
-    )
-
-
-def _report(
-    checks: list[CheckResult], measured: DoctorReport | None, hosts: HostsReport | None
-) -> DoctorReport:
-    """What `--json` prints."""
-    return {
+    report: DoctorReport = {
         "ok": not any(check.fatal for check in checks),
         "checks": [asdict(check) for check in checks],
         "links": measured["links"] if measured else [],
@@ -191,12 +182,14 @@ def _report(
         "host_links": hosts.links if hosts else (measured or {}).get("host_links", []),
         "hosts": hosts.hosts if hosts else (measured or {}).get("hosts", []),
     }
+    _save_profile(devices.type, report["all_reduce"])
+    return DoctorResult(EXIT_DONE if report["ok"] else EXIT_FAILED, report, checks)
 
 
 def _between_hosts(options: DoctorOptions, devices: Devices) -> HostsReport:
-    """Look at this host, and measure between all hosts before a rank is started."""
+    """Check this host, and measure between all hosts before any rank starts."""
     from paceline.cluster.endpoint import check_endpoint, is_listening, resolve_endpoint
-    from paceline.doctor.hosts import MeetingPoint, inspect_endpoint_and_hosts
+    from paceline.doctor.hosts import HostEndpoint, inspect_endpoint_and_hosts
 
     config = options.loaded.config
     check_endpoint(config.parallel)
@@ -205,8 +198,8 @@ def _between_hosts(options: DoctorOptions, devices: Devices) -> HostsReport:
     except OSError as error:
         raise ConfigError(
             f"`parallel.rdzv_endpoint: {config.parallel.rdzv_endpoint}` cannot be reached from"
-            f" here: {error.strerror or error}",
-            fix="give an address, or a name that resolves on every host",
+            f" this host: {error.strerror or error}",
+            fix="use an IP address, or a name that resolves on every host",
         ) from error
     address, port = resolved.address, resolved.port
     is_host = (
@@ -214,7 +207,7 @@ def _between_hosts(options: DoctorOptions, devices: Devices) -> HostsReport:
         and config.parallel.node_rank in ("auto", 0)
         and not is_listening(address, port, timeout_s=1.0)
     )
-    endpoint = MeetingPoint(address, port, resolved.local_address, resolved.interface, is_host)
+    endpoint = HostEndpoint(address, port, resolved.local_address, resolved.interface, is_host)
     checks, gradients = examine_host(
         config, options.has_config and is_host, devices.type, devices.count, address
     )
@@ -222,29 +215,41 @@ def _between_hosts(options: DoctorOptions, devices: Devices) -> HostsReport:
 
 
 def examine_host(
-    config: Config, given: bool, device_type: str, num_ranks: int, head: str | None = None
+    config: Config,
+    has_config: bool,
+    device_type: str,
+    num_ranks: int,
+    endpoint_address: str | None = None,
 ) -> tuple[list[CheckResult], int | None]:
-    """All that can be seen without a second rank, and the bytes of the config's gradients (None:
-    not known). ``num_ranks``: of this host. ``head``: where the ranks of several hosts meet; None
-    where this is the only one."""
+    """Check everything that needs no second rank.
+
+    Args:
+        has_config: see :class:`DoctorOptions`.
+        num_ranks: on this host.
+        endpoint_address: of the rendezvous endpoint; None on a single host.
+
+    Returns:
+        The checks, and the bytes of the config's gradients (None: not known).
+    """
     args = config.train_args
-    sizes = _sizes(config) if given else None
-    accelerator = device_type != "cpu"
+    sizes = _sizes(config) if has_config else None
+    has_accelerator = device_type != "cpu"
+    has_several_hosts = endpoint_address is not None
     checks = [
         check_packages(config),
         check_driver(config.parallel.device),
         check_memory(),
         check_threads(num_ranks),
-        check_clock(several_hosts=head is not None),
+        check_clock(has_several_hosts),
         check_frequency(),
-        check_shared_memory(num_ranks, args.dataloader_num_workers, accelerator),
+        check_shared_memory(num_ranks, args.dataloader_num_workers, has_accelerator),
         check_open_files(),
-        check_host_name(several_hosts=head is not None),
-        check_interface(head),
+        check_host_name(has_several_hosts),
+        check_interface(endpoint_address),
         check_port(),
-        check_cache(),
+        check_writing("cache", cache_dir()),
     ]
-    if given:
+    if has_config:
         folder = Path(config.output_dir)
         checks.append(check_writing("output_dir", folder))
         checks.append(
@@ -252,26 +257,24 @@ def examine_host(
                 folder, sizes[0] if sizes else None, sizes[1] if sizes else 0, args.save_total_limit
             )
         )
-    if accelerator:
+    if has_accelerator:
         checks.append(_peer_copies(num_ranks, device_type))
     return checks, sizes[2] if sizes else None
 
 
 def _sizes(config: Config) -> tuple[int, int, int] | None:
-    """Bytes of a checkpoint, of `model/` and of the gradients: the first as `paceline plan` counts
-    it. None where the model cannot be had without running the user's code on data."""
+    """Return the bytes of a checkpoint, of `model/` and of the gradients, as `paceline plan` counts
+    them; None if the model cannot be described."""
     from paceline.planner.model_profile import describe
 
     try:
         shape = describe(config).shape
     except PacelineError as error:
-        logger.info(
-            f"the model could not be looked at, so its size is not known: {error.paragraph()}"
-        )
+        logger.info("the size of the model is not known: %s", error.paragraph())
         return None
-    trained = sum(one.size_bytes for one in shape.trained)
-    state = round(sum(one.numel for one in shape.trained) * shape.optimizer_bytes_per_element)
-    model = trained if config.lora.enable else sum(one.size_bytes for one in shape.parameters)
+    trained = sum(tensor.size_bytes for tensor in shape.trained)
+    state = round(sum(tensor.numel for tensor in shape.trained) * shape.optimizer_bytes_per_element)
+    model = trained if config.lora.enable else sum(tensor.size_bytes for tensor in shape.parameters)
     return trained + state, model, trained
 
 
@@ -280,12 +283,12 @@ def _peer_copies(count: int, device_type: str) -> CheckResult:
 
     if count < 2:
         return CheckResult.passed("peer_copies", "one device")
-    wrong = check_peer_copies(count, device_type)
-    if wrong:
-        pairs = ", ".join(f"{one} → {other}" for one, other in wrong)
+    corrupt = check_peer_copies(count, device_type)
+    if corrupt:
+        pairs = ", ".join(f"{source} → {target}" for source, target in corrupt)
         return CheckResult.error(
             "peer_copies",
-            f"a copy between devices arrives changed: {pairs}",
+            f"copies between devices arrive corrupted: {pairs}",
             "set NCCL_P2P_DISABLE=1, and see the driver's notes on IOMMU and ACS (PCI access"
             " control)",
         )
@@ -295,16 +298,16 @@ def _peer_copies(count: int, device_type: str) -> CheckResult:
 
 
 # -- ranks
-def examine_rank(job: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
-    """Measure the network with the other ranks; a collective."""
+def examine_rank(exam: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
+    """Measure the network with the other ranks. A collective."""
     from paceline.distributed.communicator import init_communicator
     from paceline.doctor.links import check_links, measure_network
 
     checks: list[CheckResult] = []
-    gradients = job.gradient_bytes
+    gradients = exam.gradient_bytes
     between: DoctorReport = {}
-    if job.looks:
-        checks, gradients, between, fatal = _look_at_hosts(job, env)
+    if exam.checks_host:
+        checks, gradients, between, fatal = _check_hosts(exam, env)
         report: DoctorReport = {
             "checks": [asdict(check) for check in checks],
             "links": [],
@@ -313,7 +316,7 @@ def examine_rank(job: HostExam, env: RankEnv, stop: StopFlag) -> Outcome:
         }
         if fatal or env.world_size == 1:
             return _outcome(report if env.rank == 0 else None)
-    world = init_communicator(env, job.device_type, job.timeout_s)
+    world = init_communicator(env, exam.device_type, _TIMEOUT_S)
     try:
         network = measure_network(world)
         checks += check_links(network, gradients)
@@ -335,29 +338,32 @@ def _outcome(report: DoctorReport | None) -> Outcome:
     return {"status": "done", "report": cast("dict[str, JsonValue] | None", report)}
 
 
-def examine_member(job: HostExam, member: Membership, stop: StopFlag) -> Outcome:
-    """As :func:`examine_rank`, on a rank of several hosts. Nothing is started again after a
-    failure."""
+def examine_member(exam: HostExam, member: Membership, stop: StopFlag) -> Outcome:
+    """Do the same as :func:`examine_rank` on a rank of several hosts. A failure is final: no
+    restarts."""
     from paceline.launch.worker import run_guarded
 
-    outcome = run_guarded(job, member.round.env, stop, examine_rank)
+    outcome = run_guarded(exam, member.round.env, stop, examine_rank)
     return {**outcome, "is_final": True}
 
 
-def _look_at_hosts(
-    job: HostExam, env: RankEnv
+def _check_hosts(
+    exam: HostExam, env: RankEnv
 ) -> tuple[list[CheckResult], int | None, DoctorReport, bool]:
-    """Under an outer launcher: the first rank of each host looks at it, and all hosts measure
-    between them.
+    """Under an outer launcher, check each host from its local rank 0 and measure between hosts.
 
     Returns:
         The checks, the size of the gradients, the measurements between hosts, and whether a run
         would fail.
     """
 
-    def examine(head: str | None) -> tuple[list[CheckResult], int | None]:
+    def examine(endpoint_address: str | None) -> tuple[list[CheckResult], int | None]:
         return examine_host(
-            job.config, job.given and env.rank == 0, job.device_type, env.local_world_size, head
+            exam.config,
+            exam.has_config and env.rank == 0,
+            exam.device_type,
+            env.local_world_size,
+            endpoint_address,
         )
 
     if env.world_size == env.local_world_size:
@@ -376,29 +382,23 @@ def _look_at_hosts(
     )
 
 
-def _on_ranks(job: HostExam, devices: Devices, outer: RankEnv | None) -> Outcome:
+def _on_ranks(exam: HostExam, devices: Devices, outer: RankEnv | None) -> Outcome:
     if outer is not None:
         from paceline.core.stop import StopFlag
         from paceline.launch.worker import run_guarded
 
         stop = StopFlag()
         stop.install(sigint=True)
-        return run_guarded(job, outer, stop, examine_rank)
-    if job.config.parallel.hosts != (1, 1):
+        return run_guarded(exam, outer, stop, examine_rank)
+    if exam.config.parallel.hosts != (1, 1):
         from paceline.cluster.elastic import HostAgent
 
-        return HostAgent(job.config, devices.count, examine_member, job).run()
+        return HostAgent(exam.config, devices.count, examine_member, exam).run()
     from paceline.launch.local import LocalLauncher
 
-    ranks = LocalLauncher(job, devices.count, examine_rank)
-    ranks.on_stop = "ending"
-    return ranks.run()
-
-
-def _warm_up() -> None:
-    from paceline.launch.rank_pool import warm_up
-
-    warm_up(["paceline.launch.worker", "paceline.doctor.links"])
+    launcher = LocalLauncher(exam, devices.count, examine_rank)
+    launcher.on_stop = "ending"
+    return launcher.run()
 
 
 def _devices(options: DoctorOptions, outer: RankEnv | None) -> Devices:
@@ -406,7 +406,7 @@ def _devices(options: DoctorOptions, outer: RankEnv | None) -> Devices:
 
     parallel = options.loaded.config.parallel
     if options.num_ranks is not None:
-        # Asked for by number alone: of GPUs where there are some, else of CPU ranks.
+        # `--ranks` alone means GPUs if there are any, else CPU ranks.
         device = (
             "cpu" if parallel.device == "auto" and accelerators()[0] is None else parallel.device
         )
@@ -421,15 +421,14 @@ def _devices(options: DoctorOptions, outer: RankEnv | None) -> Devices:
     return devices
 
 
-def _keep(device_type: str, measured: DoctorReport | None) -> None:
-    """What was measured is this machine's profile, which the planner reads."""
+def _save_profile(device_type: str, link: AllReduceRecord | None) -> None:
+    """Save the measured link as this machine's profile, which the planner reads."""
     from paceline.planner import machine_profile
 
-    link = measured["all_reduce"] if measured else None
     if link is None:
         return
     try:
-        path = machine_profile.keep(
+        path = machine_profile.save(
             device_type,
             link["num_ranks"],
             link["num_hosts"],
@@ -437,6 +436,6 @@ def _keep(device_type: str, measured: DoctorReport | None) -> None:
             link["bandwidth_bytes_s"],
         )
     except OSError as error:
-        logger.warning("the measurements could not be kept for the planner: %s", error)
+        logger.warning("the measurements could not be saved for `paceline plan`: %s", error)
     else:
-        logger.info("kept for `paceline plan`: %s", path)
+        logger.info("saved the measurements for `paceline plan`: %s", path)

@@ -1,4 +1,4 @@
-"""What was measured on this machine, kept for the planner."""
+"""Measurements of this machine by `paceline doctor`, saved for the planner."""
 
 import json
 import socket
@@ -9,14 +9,19 @@ from pathlib import Path
 from paceline.core.files import cache_dir, write_json_atomic
 
 _VERSION = 1
+_FILE = "machine.json"
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Args: host: name of the machine that was measured; on another the profile is not used.
-    device_type: between devices of which kind. num_ranks, num_hosts: that took part. latency_s,
-    bandwidth_bytes_s: of an all-reduce, by the α–β model
-    (:class:`~paceline.distributed.link.Link`). day: when, as 2026-01-31.
+    """A measured link between ranks.
+
+    Args:
+        host: name of the measured machine; other machines ignore the profile.
+        device_type: type of the ranks' devices.
+        latency_s, bandwidth_bytes_s: of an all-reduce, by the α–β model
+            (:class:`~paceline.distributed.link.Link`).
+        day: date of the measurement, as 2026-01-31.
     """
 
     host: str
@@ -28,19 +33,15 @@ class Profile:
     day: str
 
 
-def profile_path() -> Path:
-    return cache_dir() / "machine.json"
-
-
-def keep(
+def save(
     device_type: str,
     num_ranks: int,
     num_hosts: int,
     latency_s: float,
     bandwidth_bytes_s: float | None,
 ) -> Path:
-    """Write the profile of this machine; the newest measurement wins. Returns where."""
-    found = Profile(
+    """Write the profile of this machine, replacing an earlier one. Return its path."""
+    profile = Profile(
         socket.gethostname(),
         device_type,
         num_ranks,
@@ -49,24 +50,20 @@ def keep(
         bandwidth_bytes_s,
         date.today().isoformat(),
     )
-    path = profile_path()
+    path = cache_dir() / _FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomic(path, {"version": _VERSION, **asdict(found)})
+    write_json_atomic(path, {"version": _VERSION, **asdict(profile)})
     return path
 
 
 def read(device_type: str) -> Profile | None:
-    """The profile of this machine for devices of this kind; None where there is none, or none that
-    can be read."""
+    """Return the profile of this machine for this device type; None if there is no readable one."""
     try:
-        found = json.loads(profile_path().read_text())
-        if found.pop("version") != _VERSION:
+        content = json.loads((cache_dir() / _FILE).read_text())
+        if content.pop("version") != _VERSION:
             return None
-        profile = Profile(**found)
+        profile = Profile(**content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return (
-        profile
-        if (profile.host, profile.device_type) == (socket.gethostname(), device_type)
-        else None
-    )
+    is_this_machine = profile.host == socket.gethostname()
+    return profile if is_this_machine and profile.device_type == device_type else None
