@@ -178,8 +178,8 @@ def _ports(findings: Findings) -> CheckResult:
         low, high = receiver.ephemeral_ports or (32768, 60999)
         advice = advice or (
             f"allow TCP from {sender.address} to ports {low}-{high} on {receiver.name}, and the"
-            " same between all hosts, because Gloo and NCCL take their ports from this range: `nft add"
-            f" rule inet filter input ip saddr {sender.address} tcp dport {low}-{high} accept`"
+            " same between all hosts, because Gloo and NCCL take their ports from this range: `nft"
+            f" add rule inet filter input ip saddr {sender.address} tcp dport {low}-{high} accept`"
         )
     if blocked:
         return CheckResult.error("ports", "; ".join(blocked), advice)
