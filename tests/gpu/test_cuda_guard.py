@@ -50,7 +50,7 @@ def tensors(folder: Path, step: int) -> dict[str, Any]:
 def test_a_step_is_left_out(tmp_path: Path, optim: str) -> None:
     bad = [int(ORDER.global_batch(10)[0])]
     said = train(tmp_path / "run", bad, f"optim={optim}")
-    assert "step 11: the gradient is not finite; the update was skipped" in said
+    assert "step 11: the gradient is not finite; the update is skipped" in said
     assert [one["step"] for one in events(tmp_path / "run", "skipped")] == [11]
     assert report(tmp_path / "run")["skipped_steps"] == 1
     before, after, later = (tensors(tmp_path / "run", step) for step in (10, 11, 12))
@@ -66,4 +66,4 @@ def test_a_step_is_left_out(tmp_path: Path, optim: str) -> None:
 def test_too_many_end_the_run(tmp_path: Path) -> None:
     bad = [int(ORDER.global_batch(step)[0]) for step in (6, 7, 8)]
     said = train(tmp_path / "run", bad, "recovery.max_skipped_steps=3", expect=1)
-    assert "3 steps in a row, up to step 9, had no finite gradient" in said
+    assert "3 consecutive steps (up to step 9) had non-finite gradients" in said

@@ -25,7 +25,7 @@ def train(
     folder,
     expect=0,
     recovery=None,
-    more=(),
+    args=(),
     ranks=RANKS,
     parallel=None,
     train_args=None,
@@ -55,23 +55,23 @@ def train(
     }
     file = folder.parent / f"{folder.name}.yaml"
     file.write_text(yaml.safe_dump(config))
-    return run(str(file), *more, expect=expect)
+    return run(str(file), *args, expect=expect)
 
 
 def samples_of(step):
-    """Those of a step (from 0), by the rank that has them."""
-    return [[int(one) for one in part] for part in ORDER.micro_batches(step, RANKS)]
+    """Return the samples of a step (from 0) of each rank."""
+    return [[int(sample) for sample in part] for part in ORDER.micro_batches(step, RANKS)]
 
 
 def only_in(steps, rank=0, until=24):
-    """A sample of each of the steps, of this rank's share, that no other step until then has."""
-    found = []
+    """Return a sample of this rank's share of each step that no other step before ``until`` has."""
+    samples = []
     for step in steps:
-        elsewhere = np.concatenate(
+        others = np.concatenate(
             [ORDER.global_batch(other) for other in range(until) if other != step]
         )
-        found.append(next(one for one in samples_of(step)[rank] if one not in elsewhere))
-    return found
+        samples.append(next(sample for sample in samples_of(step)[rank] if sample not in others))
+    return samples
 
 
 def tensors(folder, step=None):
@@ -97,21 +97,21 @@ def test_a_step_is_skipped_and_its_rank_named(tmp_path, parallel):
         "parallel": {"mode": parallel["mode"]},
         "train_args": {"save_steps": 1, "max_grad_norm": clip},
     }
-    said = train(tmp_path / "run", bad=only_in([10], rank=1), **settings)
+    result = train(tmp_path / "run", bad=only_in([10], rank=1), **settings)
     assert (
-        "step 11: the gradient is not finite: the loss of rank 1 was not; the update was skipped"
-        in said.stderr
+        "step 11: the gradient is not finite (loss of rank 1); the update is skipped"
+        in result.stderr
     )
     (event,) = events(tmp_path / "run", "skipped")
     assert (event["step"], event["ranks"], event["cause"], event["updates"]) == (11, [1], "loss", 1)
     assert report(tmp_path / "run")["skipped_steps"] == 1
     assert report(tmp_path / "run")["steps"] == 24
     before, after, later = (tensors(tmp_path / "run", step) for step in (10, 11, 12))
-    moved = {name for name, one in before.items() if not torch.equal(one, after[name])}
+    moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert moved == {"schedule/step", "data/position"}
     assert all(
-        not torch.equal(one, after[name])
-        for name, one in later.items()
+        not torch.equal(tensor, after[name])
+        for name, tensor in later.items()
         if name.startswith("model/")
     )
 
@@ -120,19 +120,19 @@ def test_a_step_is_skipped_and_its_rank_named(tmp_path, parallel):
 def test_too_many_in_a_row_end_the_run_at_its_last_good_weights(tmp_path):
     folder = tmp_path / "run"
     bad = only_in(range(6, 10))
-    said = train(folder, expect=1, recovery={"max_skipped_steps": 3, "max_restarts": 3}, bad=bad)
+    result = train(folder, expect=1, recovery={"max_skipped_steps": 3, "max_restarts": 3}, bad=bad)
     assert (
-        "3 steps in a row, up to step 9, had no finite gradient: the loss of rank 0 was not"
-        in said.stderr
+        "3 consecutive steps (up to step 9) had non-finite gradients (loss of rank 0)"
+        in result.stderr
     )
-    assert "recovery.max_skipped_steps" in said.stderr
+    assert "recovery.max_skipped_steps" in result.stderr
     assert len(events(folder, "run_start")) == 1  # to go back would bring it again
     good = {
-        name: one
-        for name, one in tensors(folder, 9).items()
+        name: tensor
+        for name, tensor in tensors(folder, 9).items()
         if name.startswith(("model/", "optimizer/"))
     }
-    assert all(bool(one.isfinite().all()) for one in good.values())
+    assert all(bool(tensor.isfinite().all()) for tensor in good.values())
     # counts anew, and comes through
     train(folder, recovery={"max_skipped_steps": 3, "max_restarts": 3}, bad=bad)
     assert report(folder)["resumed_from_step"] == 9
@@ -150,8 +150,8 @@ def test_what_comes_to_an_end_may_come_again(tmp_path):
 def test_workers_that_train_on_their_own_are_told_of_too(tmp_path):
     folder = tmp_path / "run"
     local = {"parallel": {"mode": "local_sgd"}, "train_args": {"logging_steps": 4}}
-    said = train(folder, bad=only_in([9, 10], rank=1), **local)
-    assert "rank 1 skipped 2 updates up to this step, each its own" in said.stderr
+    result = train(folder, bad=only_in([9, 10], rank=1), **local)
+    assert "rank 1 independently skipped up to 2 updates before this step" in result.stderr
     (event,) = events(folder, "skipped")
     assert (event["step"], event["ranks"], event["updates"]) == (12, [1], 2)
     assert report(folder)["skipped_steps"] == 2
@@ -162,21 +162,21 @@ def test_workers_that_train_on_their_own_are_told_of_too(tmp_path):
         bad=only_in([10, 11], rank=1),
         **local,
     )
-    assert "2 steps in a row, up to step 12, had no finite gradient, on rank 1" in ended.stderr
+    assert "2 consecutive steps (up to step 12) had non-finite gradients (rank 1)" in ended.stderr
 
 
 def test_a_drifted_replica_is_named_and_never_saved(tmp_path):
     folder = tmp_path / "run"
     flip = {"rank": 1, "call": 6, "name": "2.weight"}
-    said = train(
+    result = train(
         folder, expect=1, ranks=3, train_args={"per_device_train_batch_size": 5}, flip=flip
     )
-    assert "rank 1 (host " in said.stderr
-    assert "has drifted from the replicas on ranks 0, 2" in said.stderr
-    assert "`2.weight`" in said.stderr
+    assert "rank 1 (host " in result.stderr
+    assert "differs from the replicas on ranks 0, 2" in result.stderr
+    assert "`2.weight`" in result.stderr
     (event,) = events(folder, "drift")
     assert (event["step"], event["ranks"]) == (8, [1])
-    assert [one.name for one in store.committed(folder / "checkpoints")] == ["step-00000004"]
+    assert [path.name for path in store.committed(folder / "checkpoints")] == ["step-00000004"]
     train(folder, ranks=3, train_args={"per_device_train_batch_size": 5}, flip=flip)
     train(tmp_path / "even", ranks=3, train_args={"per_device_train_batch_size": 5})
     assert digest(folder) == digest(tmp_path / "even")
@@ -185,11 +185,11 @@ def test_a_drifted_replica_is_named_and_never_saved(tmp_path):
 @pytest.mark.soak
 def test_replicas_are_compared_between_checkpoints(tmp_path):
     settings = {"train_args": {"save_steps": 0}, "flip": {"rank": 0, "call": 6, "name": "0.bias"}}
-    said = train(tmp_path / "run", expect=1, recovery={"check_replicas_steps": 7}, **settings)
-    assert "step 7" in said.stderr
-    assert "rank 0 (host " in said.stderr
-    assert "rank 1 (host " in said.stderr
-    assert "one of them has drifted" in said.stderr
+    result = train(tmp_path / "run", expect=1, recovery={"check_replicas_steps": 7}, **settings)
+    assert "step 7" in result.stderr
+    assert "rank 0 (host " in result.stderr
+    assert "rank 1 (host " in result.stderr
+    assert "without a majority" in result.stderr
     train(tmp_path / "off", recovery={"check_replicas_steps": 0}, **settings)
     assert events(tmp_path / "off", "drift") == []
 
@@ -204,18 +204,20 @@ def rewound(tmp_path_factory):
 
 
 def test_a_jump_is_gone_back_before_and_its_batch_left_out(rewound):
-    folder, said = rewound
-    assert "step 11: the loss jumped to" in said.stderr
-    assert "back to the checkpoint of step 8, and the batch of this step is left out" in said.stderr
+    folder, result = rewound
+    assert "step 11: the loss jumped to" in result.stderr
+    assert (
+        "back to the checkpoint of step 8, and the batch of this step is left out" in result.stderr
+    )
     (event,) = events(folder, "rewind")
     assert (event["step"], event["to_step"]) == (11, 8)
     assert event["loss"] > 30 * event["median"]
-    found = report(folder)
-    assert found["data"]["skipped_batches"] == {"steps": [11], "samples": 16}
-    assert found["samples_seen"] == 24 * 16 - 16
-    assert found["restarts"] == 0
-    assert found["final_train_loss"] < found["first_train_loss"]
-    steps = [one["step"] for one in events(folder, "step")]
+    final = report(folder)
+    assert final["data"]["skipped_batches"] == {"steps": [11], "samples": 16}
+    assert final["samples_seen"] == 24 * 16 - 16
+    assert final["restarts"] == 0
+    assert final["final_train_loss"] < final["first_train_loss"]
+    steps = [event["step"] for event in events(folder, "step")]
     assert steps == [*range(1, 11), 9, 10, *range(12, 25)]
     assert json.loads((store.find(folder) / "meta.json").read_text())["skipped_batches"] == [10]
 
@@ -224,17 +226,17 @@ def test_a_jump_is_gone_back_before_and_its_batch_left_out(rewound):
 @pytest.mark.parametrize(
     "parallel",
     [{"mode": "zero1"}, {"mode": "zero3"}, {"mode": "deepspeed"}],
-    ids=lambda one: one["mode"],
+    ids=lambda parallel: parallel["mode"],
 )
 def test_every_strategy_goes_back(rewound, tmp_path, parallel):
     train(
         tmp_path / "run", recovery=REWIND, bad=only_in([10], rank=1), times=1e6, parallel=parallel
     )
     assert report(tmp_path / "run")["data"]["skipped_batches"]["steps"] == [11]
-    ours, theirs = (tensors(one) for one in (tmp_path / "run", rewound[0]))
-    for name, one in theirs.items():
+    actual, expected = (tensors(folder) for folder in (tmp_path / "run", rewound[0]))
+    for name, tensor in expected.items():
         if name.startswith("model/"):
-            assert torch.allclose(ours[name], one, rtol=1e-4, atol=1e-6), name
+            assert torch.allclose(actual[name], tensor, rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.soak
@@ -262,10 +264,10 @@ def test_two_runs_with_the_same_jump_end_alike_cut_or_not(rewound, tmp_path):
 def test_a_loss_that_is_not_finite_is_a_jump_and_with_no_checkpoint_its_batch_alone_is_left_out(
     tmp_path,
 ):
-    said = train(tmp_path / "run", recovery=REWIND, bad=only_in([2]), times="nan")
+    result = train(tmp_path / "run", recovery=REWIND, bad=only_in([2]), times="nan")
     assert (
         "step 3: the loss jumped to nan; there is no checkpoint before it, and the batch of this"
-        " step" in said.stderr
+        " step" in result.stderr
     )
     assert report(tmp_path / "run")["data"]["skipped_batches"] == {"steps": [3], "samples": 16}
     assert report(tmp_path / "run")["skipped_steps"] == 0
@@ -275,18 +277,18 @@ def test_a_loss_that_is_not_finite_is_a_jump_and_with_no_checkpoint_its_batch_al
 @pytest.mark.soak
 def test_it_does_not_go_back_for_ever(tmp_path):
     folder = tmp_path / "run"
-    said = train(
+    result = train(
         folder, recovery={**REWIND, "max_restarts": 1}, bad=only_in([9, 10], rank=1), times=1e6
     )
-    assert [one["step"] for one in events(folder, "rewind")] == [10]
-    assert "that the run goes on with this one" in said.stderr
+    assert [event["step"] for event in events(folder, "rewind")] == [10]
+    assert "that the run goes on with this one" in result.stderr
     assert report(folder)["data"]["skipped_batches"]["steps"] == [10]
 
 
 @pytest.mark.parametrize(
-    "parallel", [{"mode": "local_sgd"}, {"mode": "diloco"}], ids=lambda one: one["mode"]
+    "parallel", [{"mode": "local_sgd"}, {"mode": "diloco"}], ids=lambda parallel: parallel["mode"]
 )
 def test_workers_that_do_not_meet_cannot_go_back(tmp_path, parallel):
-    said = train(tmp_path / "run", expect=2, recovery=REWIND, parallel=parallel)
-    assert "rewind_on_spike" in said.stderr
+    result = train(tmp_path / "run", expect=2, recovery=REWIND, parallel=parallel)
+    assert "rewind_on_spike" in result.stderr
     assert not (tmp_path / "run").exists()

@@ -34,11 +34,11 @@ def test_messages_between_two_ranks_are_not_compared() -> None:
 
 
 def test_different_functions_show_both_places() -> None:
-    found = find_mismatch(
+    mismatch = find_mismatch(
         {0: [call(4), call(5)], 1: [call(4), call(5, "broadcast", 3, "b.py:9 in g")]}
     )
-    assert found is not None
-    odd, text = found
+    assert mismatch is not None
+    odd, text = mismatch
     assert odd == [0, 1]  # of two ranks nobody knows who is right
     assert "number 6 of their group" in text
     assert "rank 0: all_reduce of 10 float32 at a.py:1 in f" in text
@@ -47,11 +47,11 @@ def test_different_functions_show_both_places() -> None:
 
 def test_the_one_that_differs_from_most_is_the_odd_one() -> None:
     rings = {0: [call(5)], 1: [call(5)], 2: [call(5, numel=20)]}
-    found = find_mismatch(rings)
-    assert found is not None
-    assert found[0] == [2]
-    assert "ranks 0, 1: all_reduce of 10 float32" in found[1]
-    assert "rank 2: all_reduce of 20 float32" in found[1]
+    mismatch = find_mismatch(rings)
+    assert mismatch is not None
+    assert mismatch[0] == [2]
+    assert "ranks 0, 1: all_reduce of 10 float32" in mismatch[1]
+    assert "rank 2: all_reduce of 20 float32" in mismatch[1]
 
 
 def test_groups_are_compared_each_by_itself() -> None:
@@ -77,49 +77,49 @@ def steps(count: int, without: int | None = None) -> list[Any]:
 
 
 def test_a_rank_that_left_one_out_is_named_with_what_it_left_out() -> None:
-    found = find_mismatch({0: steps(3)[:8], 1: steps(3, without=6)[:8]})
-    assert found is not None
+    mismatch = find_mismatch({0: steps(3)[:8], 1: steps(3, without=6)[:8]})
+    assert mismatch is not None
     assert (
         "Rank 1 is 1 collective behind: it did not call all_reduce of 10 float32 at a.py:1 in f"
-        in found[1]
+        in mismatch[1]
     )
 
 
 def test_also_where_the_other_has_not_come_further() -> None:
     """It waits in the very call that was left out; what follows is known from the step before."""
-    found = find_mismatch({0: steps(3)[:7], 1: steps(3, without=6)[:7]})
-    assert found is not None
+    mismatch = find_mismatch({0: steps(3)[:7], 1: steps(3, without=6)[:7]})
+    assert mismatch is not None
     assert (
         "Rank 1 is 1 collective behind: it did not call all_reduce of 10 float32 at a.py:1 in f"
-        in found[1]
+        in mismatch[1]
     )
 
 
-def test_the_one_left_out_is_found_where_alike_calls_went_together_first() -> None:
+def test_the_omitted_call_is_found_where_alike_calls_went_together_first() -> None:
     """Two calls of one size one after the other: without the first, the second takes its place, and
     no size differs yet."""
     sites = ("a.py:1 in mean", "a.py:2 in other", "b.py:3 in send")
-    whole = [
+    calls = [
         call(number, numel=(3, 3, 32)[number % 3], site=sites[number % 3]) for number in range(9)
     ]
-    left = [one for one in whole if one["number"] != 6]
-    short = [{**one, "number": place} for place, one in enumerate(left)]
-    found = find_mismatch({0: whole[:8], 1: short[:8], 2: whole[:8]})
-    assert found is not None
-    assert found[0] == [1]
+    remaining = [call for call in calls if call["number"] != 6]
+    shifted = [{**call, "number": number} for number, call in enumerate(remaining)]
+    mismatch = find_mismatch({0: calls[:8], 1: shifted[:8], 2: calls[:8]})
+    assert mismatch is not None
+    assert mismatch[0] == [1]
     assert (
         "Rank 1 is 1 collective behind: it did not call all_reduce of 3 float32 at a.py:1 in mean"
-        in found[1]
+        in mismatch[1]
     )
 
 
 def test_alike_but_from_another_place_only_where_asked() -> None:
     rings = {0: [call(5, site="a.py:1 in f")], 1: [call(5, site="a.py:2 in f")]}
     assert find_mismatch(rings) is None
-    found = find_mismatch(rings, sites=True)
-    assert found is not None
-    assert "a.py:1 in f" in found[1]
-    assert "a.py:2 in f" in found[1]
+    mismatch = find_mismatch(rings, sites=True)
+    assert mismatch is not None
+    assert "a.py:1 in f" in mismatch[1]
+    assert "a.py:2 in f" in mismatch[1]
 
 
 def test_a_call_without_a_size() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.mesh import ParallelDims
-from paceline.health.replicas import bit_sum, compare, judge
+from paceline.health.replicas import bit_sum, compare, find_divergence
 from paceline.parallel.base import make_strategy
 from paceline.parallel.protocols import replica_of
 
@@ -29,11 +29,11 @@ def test_one_bit_changes_the_sum(dtype):
 
 
 def test_the_sum_is_of_the_values_however_they_lie():
-    whole = torch.randn(40, 7, generator=torch.Generator().manual_seed(1))
-    copied = torch.empty(7, 40).t().copy_(whole)  # of other strides
+    values = torch.randn(40, 7, generator=torch.Generator().manual_seed(1))
+    copied = torch.empty(7, 40).t().copy_(values)  # of other strides
     # not at a multiple of eight bytes
-    behind = torch.cat([torch.zeros(1), whole.reshape(-1)])[1:].view(40, 7)
-    assert int(bit_sum(whole)) == int(bit_sum(copied)) == int(bit_sum(behind))
+    behind = torch.cat([torch.zeros(1), values.reshape(-1)])[1:].view(40, 7)
+    assert int(bit_sum(values)) == int(bit_sum(copied)) == int(bit_sum(behind))
     assert int(bit_sum(torch.zeros(0))) == 0
     assert int(bit_sum(torch.tensor(1.5))) != int(bit_sum(torch.tensor(-1.5)))
     assert int(bit_sum(torch.tensor(float("nan")))) == int(bit_sum(torch.tensor(float("nan"))))
@@ -51,9 +51,9 @@ def test_the_sum_is_of_the_values_however_they_lie():
 )
 def test_the_minority_is_named(rows, bad, others):
     ranks = [2, 4, 6, 8, 10][: len(rows)]
-    found = judge(rows, ["first", "second"], ranks)
-    assert (found.ranks, found.others) == (bad, others)
-    assert found.parameter == ("first" if len({row[0] for row in rows}) > 1 else "second")
+    divergence = find_divergence(rows, ["first", "second"], ranks)
+    assert (divergence.ranks, divergence.others) == (bad, others)
+    assert divergence.parameter == ("first" if len({row[0] for row in rows}) > 1 else "second")
 
 
 class Net(nn.Module):
@@ -67,15 +67,17 @@ class Net(nn.Module):
         return self.last(self.frozen(torch.tanh(self.first(x))))
 
 
-def drift_of(world, mode, axes, flip, settings):
-    """(before, after): what is found when replicas are even, and when rank 1 has one bit flipped in
-    what ``flip`` names."""
+def divergences(world, mode, axes, flip, settings):
+    """Return the divergence of equal replicas, and that after one bit of the tensor ``flip`` was
+    flipped on rank 1."""
     world = Communicator(world.env, world.device, axes)
     config = Config(model="m", dataset="d", parallel={"mode": mode}, **settings)
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(world.rank)
     model = strategy.setup(Net())
-    strategy.setup_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
+    strategy.setup_optimizer(
+        lambda named: torch.optim.AdamW([param for _, param in named], lr=1e-2)
+    )
     for step in range(3):
         x = torch.randn(
             4, 6, generator=torch.Generator().manual_seed(10 * step + replica_of(strategy)[0])
@@ -87,17 +89,17 @@ def drift_of(world, mode, axes, flip, settings):
     named = dict(strategy.replicated_tensors())
     if world.rank == 1:
         with torch.no_grad():
-            one = named[flip].detach()
-            local = getattr(one, "_local_tensor", one)
+            tensor = named[flip].detach()
+            local = getattr(tensor, "_local_tensor", tensor)
             # the last bit of the first element
             local.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
-    found = compare(strategy)
+    flipped = compare(strategy)
     world.barrier()
     del model
-    return even, found
+    return even, flipped
 
 
-LINES = {
+CASES = {
     "ddp": (3, "ddp", None, "last.weight", {}),
     "what the optimizer keeps": (3, "ddp", None, "first.weight/exp_avg", {}),
     "frozen": (3, "ddp", None, "frozen.bias", {}),
@@ -116,19 +118,19 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("name", LINES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_flipped_bit_is_found_and_named(name):
-    world_size, mode, axes, flip, settings = LINES[name]
-    found = run_ranks(drift_of, world_size, mode, axes, flip, settings)
-    assert [even for even, _ in found] == [None] * world_size
-    lines = {"hybrid sharding": [1, 3], "a worker": [0, 1]}.get(name, list(range(world_size)))
-    for rank, (_, drift) in enumerate(found):
-        if rank not in lines:
-            assert drift is None
+    world_size, mode, axes, flip, settings = CASES[name]
+    by_rank = run_ranks(divergences, world_size, mode, axes, flip, settings)
+    assert [even for even, _ in by_rank] == [None] * world_size
+    group = {"hybrid sharding": [1, 3], "a worker": [0, 1]}.get(name, list(range(world_size)))
+    for rank, (_, divergence) in enumerate(by_rank):
+        if rank not in group:
+            assert divergence is None
             continue
-        assert drift.parameter == flip
-        assert drift.num_differing == 1
-        assert drift.ranks == ((1,) if len(lines) > 2 else tuple(lines))
+        assert divergence.parameter == flip
+        assert divergence.num_differing == 1
+        assert divergence.ranks == ((1,) if len(group) > 2 else tuple(group))
 
 
 def nothing_to_compare(world, mode, settings):
@@ -136,7 +138,9 @@ def nothing_to_compare(world, mode, settings):
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(world.rank)
     strategy.setup(Net())
-    strategy.setup_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
+    strategy.setup_optimizer(
+        lambda named: torch.optim.AdamW([param for _, param in named], lr=1e-2)
+    )
     return compare(strategy)
 
 

@@ -202,6 +202,11 @@ def ranks(world_size: Any) -> str:
     return "1 rank" if figure == 1 else f"{figure:.0f} ranks"
 
 
+def rank_names(ranks: Sequence[int]) -> str:
+    """``rank 1``, ``ranks 0, 2``."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
 def clean(text: Any) -> str:
     """``text`` without control characters: what a config or a data set holds must not steer a
     terminal."""

@@ -1,5 +1,5 @@
-"""Updates without a finite gradient: every rank that would make such an update skips it, and rank 0
-reports it; too many in a row end the run.
+"""Skipping of updates whose gradient is not finite, on every rank; rank 0 reports them, and too
+many in a row end the run.
 
 On a CPU the gradient's norm is read before the update. An accelerator decides for itself if the
 optimizer can (torch's fused ones), and the host reads the decision a step later, so it never waits
@@ -18,7 +18,7 @@ from paceline.config.schema.recovery import RecoveryConfig
 from paceline.core.errors import RunError
 from paceline.core.event_log import EventLog, effective_events
 from paceline.core.events import Event, SkippedEvent
-from paceline.core.formatting import counted
+from paceline.core.formatting import counted, rank_names
 from paceline.core.processes import host_name
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
@@ -50,8 +50,8 @@ class UpdateDecision:
 
 @dataclass(frozen=True)
 class _Update:
-    """A step's update. ``step``: updates counted, with this one; ``made``: whether it was made, if
-    the host knows; ``loss``: this rank's own."""
+    """The update of a step. ``step``: number of updates, this one included; ``made``: whether it
+    was made, if the host knows; ``loss``: of this rank."""
 
     step: int
     decision: UpdateDecision
@@ -85,13 +85,12 @@ class AnomalyDetector:
         self.scaler = scaler
         self.events = events
         self.error: RunError | None = None  # why the run must end
-        self._skipped_in_row: list[int] = []  # steps without an update, up to the last
+        self._num_skipped_in_row = 0  # steps without an update, up to the last
         self._pending: deque[_Update] = deque()
-        # updates that this rank, training on its own, has skipped since the last log line
+        # updates that this rank, training independently, has skipped since the last log line
         self._local_skips = 0
 
     # -- a step
-    # ----------------------------------------------------------------------------------------------
     def decide(self, grad_norm: torch.Tensor) -> UpdateDecision:
         """Return how the update is decided. ``grad_norm``: as the strategy computed it."""
         strategy = self.strategy
@@ -131,15 +130,14 @@ class AnomalyDetector:
         if self.error is not None:
             raise self.error
 
-    # -- which rank skipped
-    # ----------------------------------------------------------------------------------------------
+    # -- skipped updates
     def _read(self, update: _Update) -> None:
         if not update.was_skipped:
-            self._skipped_in_row.clear()
+            self._num_skipped_in_row = 0
             return
         loss_is_finite = _is_finite(update.loss)
         if update.decision.is_local:
-            self._count(update.step, loss_is_finite)
+            self._count(loss_is_finite)
             self._local_skips += 1
             return
         local_grad = update.decision.local_grad
@@ -160,22 +158,30 @@ class AnomalyDetector:
         else:
             cause = "gradient" if bad_gradients else None
         ranks = [] if cause == "overflow" else bad_losses or bad_gradients
-        self._count(update.step, not bad_losses)
-        whose = "" if self.comm.size == 1 else _whose(cause, ranks, len(by_rank))
+        self._count(not bad_losses)
+        origin = ""
+        if self.comm.size > 1 and ranks:
+            is_all = len(ranks) == len(by_rank)
+            origin = f" ({cause} of {'every rank' if is_all else rank_names(ranks)})"
+        elif self.comm.size > 1 and cause is None:
+            origin = " (the loss of every rank is finite)"
         hosts = [by_rank[rank][2] for rank in ranks]
-        self._report(update.step, cause, ranks, hosts, 1, _sentence(cause, whose))
-        self._check_limit(update.step, len(self._skipped_in_row), whose)
+        text = f"the gradient is not finite{origin}; the update is skipped"
+        if cause == "overflow":
+            text = "float16 gradients overflowed; the update is skipped, the loss scale is halved"
+        self._report(update.step, cause, ranks, hosts, 1, text)
+        self._check_limit(update.step, self._num_skipped_in_row, origin)
 
-    def _count(self, step: int, losses_are_finite: bool) -> None:
+    def _count(self, losses_are_finite: bool) -> None:
         """Count a skipped step. An overflow in float16 only counts once the loss scale is small. If
         a loss was not finite, no scale would help."""
         if self.scaler is None or not losses_are_finite or float(self.scaler.scale) < 1:
-            self._skipped_in_row.append(step)
+            self._num_skipped_in_row += 1
 
     def local_counts(self) -> tuple[float, float]:
         """Return what is gathered at a log line: updates that this rank alone has skipped since the
         last one, and how many steps in a row."""
-        return float(self._local_skips), float(len(self._skipped_in_row))
+        return float(self._local_skips), float(self._num_skipped_in_row)
 
     def report_local_skips(self, step: int, rows: Sequence[Sequence[float]]) -> None:
         """Report the updates that single ranks skipped. ``rows``: :meth:`local_counts` by rank."""
@@ -183,12 +189,13 @@ class AnomalyDetector:
         ranks = [rank for rank, row in enumerate(rows) if row[0] > 0]
         if ranks:
             updates = int(max(row[0] for row in rows))
+            names = rank_names(ranks)
             text = (
-                f"{_ranks(ranks)} skipped {counted(updates, 'update')} up to this step, each its"
-                " own: the gradient was not finite"
+                f"{names} independently skipped up to {counted(updates, 'update')} before this"
+                " step: the gradient was not finite"
             )
             self._report(step, "gradient", ranks, None, updates, text)
-            self._check_limit(step, int(max(row[1] for row in rows)), f", on {_ranks(ranks)}")
+            self._check_limit(step, int(max(row[1] for row in rows)), f" ({names})")
 
     def _report(
         self,
@@ -211,19 +218,19 @@ class AnomalyDetector:
         self.events.emit(event, file_only=True)
         logger.warning(f"step {step}: {text}")
 
-    def _check_limit(self, step: int, in_row: int, whose: str) -> None:
+    def _check_limit(self, step: int, in_row: int, origin: str) -> None:
         if in_row < self.settings.max_skipped_steps or self.error is not None:
             return
         self.error = RunError(
-            f"{counted(in_row, 'step')} in a row, up to step {step}, had no finite gradient{whose},"
-            " and no update was made in them. The state with its last good weights is saved",
+            f"{in_row} consecutive {'step' if in_row == 1 else 'steps'} (up to step {step}) had"
+            f" non-finite gradients{origin} and were skipped. The last good weights are saved",
             allowed=f"fewer than `recovery.max_skipped_steps: {self.settings.max_skipped_steps}`",
             fix=(
-                "look at the samples of these steps and at what the task computes (a division by"
-                " zero, the logarithm of zero, an empty target); lower `learning_rate`; under"
-                " `precision: fp16-mixed`, set `bf16-mixed` or `32`. The same command goes on"
-                " behind these steps (with --allow-config-change under another config);"
-                " `resume=RUN/checkpoints/step-…` goes further back"
+                "check the samples of these steps and what the task computes (a division by zero,"
+                " the logarithm of zero, an empty target); lower `learning_rate`; replace"
+                " `precision: fp16-mixed` by `bf16-mixed` or `32`. The same command continues after"
+                " these steps (with --allow-config-change after a change of the config);"
+                " `resume=RUN/checkpoints/step-…` returns to an earlier checkpoint"
             ),
         )
 
@@ -241,25 +248,6 @@ def skips_on_device(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -
 
 def _is_finite(value: torch.Tensor) -> bool:
     return bool(value.isfinite())
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _whose(cause: str | None, ranks: Sequence[int], num_ranks: int) -> str:
-    if cause == "overflow":
-        return ""
-    if not ranks:
-        return ", though each rank's loss was"
-    who = "every rank" if len(ranks) == num_ranks else _ranks(ranks)
-    return f": the {cause} of {who} was not"
-
-
-def _sentence(cause: str | None, whose: str) -> str:
-    if cause == "overflow":
-        return "float16 gradients overflowed; the update was skipped, the loss scale is halved"
-    return f"the gradient is not finite{whose}; the update was skipped"
 
 
 def skipped_steps(events: Sequence[Event], step: int) -> int:

@@ -1,15 +1,15 @@
-"""Which rank holds up the others, from what each has last said of itself. Pure functions: no
-thread, no store."""
+"""Detection of the ranks that hold up the others, from the latest status of each. Pure functions:
+no thread, no store."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.formatting import counted
 
-#: A rank that stands still is given so many of its usual steps,
-_USUAL_STEPS = 10
-#: and so many seconds in phases that take long, or that have no usual length yet.
-_PATIENCE_S = {
+#: A rank may make no progress for this many of its typical steps,
+_TYPICAL_STEPS = 10
+#: and for this many seconds in phases that take long, or that have no typical length yet.
+_GRACE_S = {
     "starting": 120.0,
     "loading": 120.0,
     "saving": 60.0,
@@ -31,15 +31,15 @@ _DEAD = frozenset({"T", "t", "Z", "X", "gone"})
 
 @dataclass(frozen=True)
 class RankStatus:
-    """A rank, as this process sees it.
+    """The status of a rank, as this process sees it.
 
     Args:
-        still_s: since its last sign of progress.
-        silent_s: since its last beat.
-        waits_for: what it stands still for, where it waits for others.
-        usual_s: its usual step; None before it has made some.
-        issued: collectives so far, by group.
-        state: of its process, where it is on this host and gives no beats.
+        stalled_s: seconds since its last sign of progress.
+        since_heartbeat_s: seconds since its last heartbeat.
+        waits_for: what it is blocked on, if it waits for other ranks.
+        typical_step_s: duration of its typical step; None before it has made some.
+        issued: number of collectives issued so far, by group.
+        state: of its process, if that is on this host and sends no heartbeats.
     """
 
     rank: int
@@ -47,115 +47,123 @@ class RankStatus:
     pid: int
     phase: str
     step: int | None
-    still_s: float
-    silent_s: float = 0.0
+    stalled_s: float
+    since_heartbeat_s: float = 0.0
     waits_for: str | None = None
-    usual_s: float | None = None
+    typical_step_s: float | None = None
     issued: Mapping[str, int] = field(default_factory=dict)
     state: str | None = None
+
+    def is_silent(self, hang_after_s: float) -> bool:
+        return self.since_heartbeat_s >= hang_after_s
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Who holds up the others; ``rank`` None: they wait for one another. ``all_wait``: this one too
-    is in a collective, or has ended."""
+    """A rank that holds up the others; ``status`` is None if all ranks wait for one another.
+    ``all_wait``: this rank is in a collective too, or has ended."""
 
-    seen: RankStatus | None
+    status: RankStatus | None
     since_s: float
     why: str
     all_wait: bool = False
 
     @property
     def rank(self) -> int | None:
-        return self.seen.rank if self.seen is not None else None
+        return self.status.rank if self.status is not None else None
 
     def text(self) -> str:
-        """One line for a person."""
-        if self.seen is None:
-            return f"all ranks have stood still for {self.since_s:.0f} s: {self.why}"
-        one = self.seen
-        step = f", step {one.step:,}" if one.step is not None else ""
+        """Return the hang as one line of text."""
+        status = self.status
+        stalled = f"made no progress for {self.since_s:.0f} s"
+        if status is None:
+            return f"all ranks have {stalled}: {self.why}"
+        step = f", step {status.step:,}" if status.step is not None else ""
         return (
-            f"rank {one.rank} on {one.host} (process {one.pid}) has stood still for"
-            f" {self.since_s:.0f} s, in {one.phase}{step}: {self.why}"
+            f"rank {status.rank} on {status.host} (process {status.pid}) has {stalled}, in"
+            f" {status.phase}{step}: {self.why}"
         )
 
 
-def patience_s(one: RankStatus, hang_after_s: float) -> float:
-    """How long this rank may stand still before it is named, in seconds."""
-    if one.silent_s >= hang_after_s and one.state in _DEAD:
+def grace_s(status: RankStatus, hang_after_s: float) -> float:
+    """Return how many seconds this rank may make no progress before it is reported."""
+    if status.is_silent(hang_after_s) and status.state in _DEAD:
         return hang_after_s
-    if one.phase in _PATIENCE_S:
-        return max(hang_after_s, _PATIENCE_S[one.phase])
-    if one.usual_s is None:
+    if status.phase in _GRACE_S:
+        return max(hang_after_s, _GRACE_S[status.phase])
+    if status.typical_step_s is None:
         return max(hang_after_s, _FIRST_STEP_S)
-    return max(hang_after_s, _USUAL_STEPS * one.usual_s)
+    return max(hang_after_s, _TYPICAL_STEPS * status.typical_step_s)
 
 
 def find_hangs(ranks: Sequence[RankStatus], hang_after_s: float) -> list[Hang]:
-    """The ranks that hold up the others, the surest first:
+    """Return the ranks that hold up the others, the most certain first:
 
-    1. those that give no beats, or stand still without waiting for anyone, while some other rank
-      waits or goes on;
-    2. where all wait: those that have issued fewer collectives than others of a group;
-    3. where all wait for the same: nobody, which is a hang without a rank.
+    1. those that send no heartbeats, or make no progress without waiting for another rank, while
+       some other rank waits or makes progress;
+    2. if all wait: those that have issued fewer collectives than other ranks of a group;
+    3. if all wait for the same: one hang without a rank.
     """
-    still = [one for one in ranks if max(one.still_s, one.silent_s) > patience_s(one, hang_after_s)]
-    if not still:
-        return []
-    alone = [
-        one
-        for one in still
-        if one.phase != "ended" and (one.waits_for is None or _is_silent(one, hang_after_s))
+    stalled = [
+        status
+        for status in ranks
+        if max(status.stalled_s, status.since_heartbeat_s) > grace_s(status, hang_after_s)
     ]
-    if alone and len(alone) < len(ranks):
-        lagging = {one.rank for one, _ in _behind(ranks)}
-        surest = [one for one in alone if one.rank in lagging or _is_silent(one, hang_after_s)]
-        return [_of(one, hang_after_s) for one in surest or alone]
-    living = [one for one in ranks if one.phase != "ended"]
-    if len([one for one in still if one.phase != "ended"]) < len(living):
-        return []  # some go on: what the others wait for may come
-    behind = _behind(ranks)
-    if behind:
-        return [Hang(one, one.still_s, why, all_wait=True) for one, why in behind]
-    waiting = next((one.waits_for for one in living if one.waits_for is not None), None)
-    if waiting is None or len(living) < 2:
+    if not stalled:
         return []
-    why = f"each waits for others (rank {living[0].rank} for {waiting})"
-    return [Hang(None, min(one.still_s for one in living), why, all_wait=True)]
-
-
-def _is_silent(one: RankStatus, hang_after_s: float) -> bool:
-    return one.silent_s >= hang_after_s
-
-
-def _of(one: RankStatus, hang_after_s: float) -> Hang:
-    if _is_silent(one, hang_after_s):
-        fallback = (
-            f"no beat from it for {one.silent_s:.0f} s (a link that is cut, or a host that is down"
-            " or busy)"
-        )
-        return Hang(one, max(one.still_s, one.silent_s), _STATES.get(one.state or "", fallback))
-    return Hang(one, one.still_s, "it is in no collective, and the others go on or wait for it")
-
-
-def _behind(ranks: Sequence[RankStatus]) -> list[tuple[RankStatus, str]]:
-    """(rank, why) of those that have issued fewer collectives of some group than others, most of
-    all first."""
-    found: dict[int, tuple[int, RankStatus]] = {}
-    for group in {name for one in ranks for name in one.issued}:
-        members = [one for one in ranks if group in one.issued]
-        most = max(one.issued[group] for one in members)
-        for one in members:
-            lag = most - one.issued[group]
-            if lag > found.get(one.rank, (0, one))[0]:
-                found[one.rank] = (lag, one)
-    if not found or len(found) == len(ranks):
+    blocking = [
+        status
+        for status in stalled
+        if status.phase != "ended" and (status.waits_for is None or status.is_silent(hang_after_s))
+    ]
+    lagging = _lagging(ranks)
+    if blocking and len(blocking) < len(ranks):
+        lagging_ranks = {status.rank for status, _ in lagging}
+        most_certain = [
+            status
+            for status in blocking
+            if status.rank in lagging_ranks or status.is_silent(hang_after_s)
+        ]
+        return [_blocking_hang(status, hang_after_s) for status in most_certain or blocking]
+    running = [status for status in ranks if status.phase != "ended"]
+    if len([status for status in stalled if status.phase != "ended"]) < len(running):
+        return []  # some make progress: what the others wait for may come
+    if lagging:
+        return [Hang(status, status.stalled_s, why, all_wait=True) for status, why in lagging]
+    waits_for = next((status.waits_for for status in running if status.waits_for is not None), None)
+    if waits_for is None or len(running) < 2:
         return []
-    ordered = sorted(found.values(), key=lambda pair: (-pair[0], pair[1].rank))
-    return [(one, _lag_text(lag, one)) for lag, one in ordered]
+    why = f"each waits for others (rank {running[0].rank} for {waits_for})"
+    return [Hang(None, min(status.stalled_s for status in running), why, all_wait=True)]
 
 
-def _lag_text(lag: int, one: RankStatus) -> str:
-    ending = "it has ended" if one.phase == "ended" else f"it waits for {one.waits_for}"
-    return f"it is {counted(lag, 'collective')} behind; {ending}"
+def _blocking_hang(status: RankStatus, hang_after_s: float) -> Hang:
+    if not status.is_silent(hang_after_s):
+        why = "it is in no collective, while the other ranks continue or wait for it"
+        return Hang(status, status.stalled_s, why)
+    no_heartbeat = (
+        f"no heartbeat from it for {status.since_heartbeat_s:.0f} s (its network connection is"
+        " cut, or its host is down or busy)"
+    )
+    since_s = max(status.stalled_s, status.since_heartbeat_s)
+    return Hang(status, since_s, _STATES.get(status.state or "", no_heartbeat))
+
+
+def _lagging(ranks: Sequence[RankStatus]) -> list[tuple[RankStatus, str]]:
+    """Return (rank, reason) of the ranks that have issued fewer collectives of some group than
+    others, those furthest behind first."""
+    lags: dict[int, tuple[int, RankStatus]] = {}
+    for group in {name for status in ranks for name in status.issued}:
+        members = [status for status in ranks if group in status.issued]
+        max_issued = max(status.issued[group] for status in members)
+        for status in members:
+            lag = max_issued - status.issued[group]
+            if lag > lags.get(status.rank, (0, status))[0]:
+                lags[status.rank] = (lag, status)
+    if len(lags) == len(ranks):
+        return []
+    reasons = []
+    for lag, status in sorted(lags.values(), key=lambda pair: (-pair[0], pair[1].rank)):
+        ending = "it has ended" if status.phase == "ended" else f"it waits for {status.waits_for}"
+        reasons.append((status, f"it is {counted(lag, 'collective')} behind; {ending}"))
+    return reasons

@@ -1,175 +1,170 @@
-"""Ranks that issue different collectives, found by comparing what each has issued last. Pure
+"""Detection of ranks that issue different collectives, by comparing the last calls of each. Pure
 functions."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
-from paceline.core.formatting import counted
+from paceline.core.formatting import counted, rank_names
 from paceline.distributed.call_log import CallRecord
 
+#: Longest lag between two ranks that is recognized, in collectives.
+_MAX_LAG = 8
+#: rank → its last calls, in order.
+Calls = Mapping[int, Sequence[CallRecord]]
+#: What must be equal in calls that belong together.
+Signature = Callable[[CallRecord], tuple[object, ...]]
 
-def find_mismatch(
-    rings: Mapping[int, Sequence[CallRecord]], sites: bool = False
-) -> tuple[list[int], str] | None:
-    """The first place where ranks of one group have issued different collectives: (the ranks that
-    differ from most, what each called and where). None where there is none.
+
+def find_mismatch(calls: Calls, sites: bool = False) -> tuple[list[int], str] | None:
+    """Return the first place where ranks of one group have issued different collectives: (the ranks
+    that differ from the majority, what each called and where); None if there is none.
 
     Args:
-        rings: rank → its last calls, in order.
-        sites: let calls differ by their place in the code alone. To be asked for where ranks hang:
-            a program may well call the same collective in two places.
+        calls: rank → its last calls, in order.
+        sites: also compare the places in the code. Only for ranks that hang, since a program may
+            call the same collective in two places.
     """
-    kinds = (_kind, _place) if sites else (_kind,)
-    for kind in kinds:
-        tables = [
-            (group, number, calls)
-            for group, number, calls in _by_number(rings)
-            if len({*map(kind, calls.values())}) > 1
+    by_number = _by_number(calls)
+    for signature in (_operation, _operation_and_site) if sites else (_operation,):
+        differing = [
+            (number, group)
+            for (group, number), by_rank in by_number.items()
+            if len({*map(signature, by_rank.values())}) > 1
         ]
-        if tables:
-            _, number, calls = min(tables, key=lambda one: one[1])
-            return _tell(rings, number, calls, kind)
+        if differing:
+            number, group = min(differing)
+            return _describe_mismatch(calls, number, by_number[group, number], signature)
     return None
 
 
 def describe(call: CallRecord) -> str:
-    """``all_reduce of 10 float32 at file.py:3 in f``."""
+    """Return ``all_reduce of 10 float32 at file.py:3 in f``."""
     size = f" of {call['numel']:,} {call['dtype']}" if call["numel"] is not None else ""
     site = f" at {call['site'][0]}" if call["site"] else ""
     return f"{call['function']}{size}{site}"
 
 
-def _kind(call: CallRecord) -> tuple[Any, ...]:
+def _operation(call: CallRecord) -> tuple[object, ...]:
     return call["function"], call["dtype"], call["numel"]
 
 
-def _place(call: CallRecord) -> tuple[Any, ...]:
-    return (*_kind(call), *call["site"])
+def _operation_and_site(call: CallRecord) -> tuple[object, ...]:
+    return (*_operation(call), *call["site"])
 
 
-def _by_number(
-    rings: Mapping[int, Sequence[CallRecord]],
-) -> list[tuple[str, int, dict[int, CallRecord]]]:
-    """(group, number, rank → call) wherever several ranks remember that call."""
-    found: dict[tuple[str, int], dict[int, CallRecord]] = {}
-    for rank, ring in sorted(rings.items()):
-        for call in ring:
+def _by_number(calls: Calls) -> dict[tuple[str, int], dict[int, CallRecord]]:
+    """Return (group, number) → rank → call, for each call that several ranks remember."""
+    by_number: dict[tuple[str, int], dict[int, CallRecord]] = {}
+    for rank, rank_calls in sorted(calls.items()):
+        for call in rank_calls:
             if call["number"] is not None:
-                found.setdefault((call["group"], call["number"]), {})[rank] = call
-    return [
-        (group, number, calls) for (group, number), calls in sorted(found.items()) if len(calls) > 1
-    ]
+                by_number.setdefault((call["group"], call["number"]), {})[rank] = call
+    return {key: by_rank for key, by_rank in by_number.items() if len(by_rank) > 1}
 
 
-def _tell(
-    rings: Mapping[int, Sequence[CallRecord]],
-    number: int,
-    calls: Mapping[int, CallRecord],
-    kind: Any,
+def _describe_mismatch(
+    calls: Calls, number: int, by_rank: Mapping[int, CallRecord], signature: Signature
 ) -> tuple[list[int], str]:
-    by_kind: dict[Any, list[int]] = {}
-    for rank, call in calls.items():
-        by_kind.setdefault(kind(call), []).append(rank)
-    most = max(map(len, by_kind.values()))
-    usual = [ranks for ranks in by_kind.values() if len(ranks) == most]
-    odd = [
-        rank for ranks in by_kind.values() if len(ranks) < most or len(usual) > 1 for rank in ranks
+    by_signature: dict[tuple[object, ...], list[int]] = {}
+    for rank, call in by_rank.items():
+        by_signature.setdefault(signature(call), []).append(rank)
+    max_ranks = max(map(len, by_signature.values()))
+    is_tie = [len(ranks) for ranks in by_signature.values()].count(max_ranks) > 1
+    differing = [
+        rank
+        for ranks in by_signature.values()
+        if len(ranks) < max_ranks or is_tie
+        for rank in ranks
     ]
-    told = [f"{_ranks(ranks)}: {describe(calls[ranks[0]])}" for ranks in by_kind.values()]
+    descriptions = "; ".join(
+        f"{rank_names(ranks)}: {describe(by_rank[ranks[0]])}" for ranks in by_signature.values()
+    )
     text = (
-        f"the ranks have issued different collectives (number {number + 1:,} of their group). "
-        + "; ".join(told)
+        f"the ranks have issued different collectives (number {number + 1:,} of their group)."
+        f" {descriptions}"
     )
-    first, parted = _where_places_part(rings, number, calls)
-    skipped = _skipped(rings, first, parted, _place) or _skipped(rings, number, calls, kind)
-    return odd, f"{text}. {skipped}" if skipped else text
+    first_number, first_by_rank = _first_different_site(calls, number, by_rank)
+    omitted = _omitted_call(calls, first_number, first_by_rank, _operation_and_site)
+    omitted = omitted or _omitted_call(calls, number, by_rank, signature)
+    return differing, f"{text}. {omitted}" if omitted else text
 
 
-def _where_places_part(
-    rings: Mapping[int, Sequence[CallRecord]], number: int, calls: Mapping[int, CallRecord]
+def _first_different_site(
+    calls: Calls, number: int, by_rank: Mapping[int, CallRecord]
 ) -> tuple[int, Mapping[int, CallRecord]]:
-    """The first of the calls up to this one that came from different places in the code: equal ones
-    may have gone together before unequal ones met."""
-    group = next(iter(calls.values()))["group"]
-    earlier = {at: found for name, at, found in _by_number(rings) if name == group and at < number}
-    while number - 1 in earlier and len({_place(one) for one in earlier[number - 1].values()}) > 1:
-        number, calls = number - 1, earlier[number - 1]
-    return number, calls
+    """Return the first of the consecutive calls up to this one that came from different places in
+    the code: equal calls may have been matched with each other before unequal ones were."""
+    group = next(iter(by_rank.values()))["group"]
+    by_number = _by_number(calls)
+    while True:
+        previous = by_number.get((group, number - 1), {})
+        if len({*map(_operation_and_site, previous.values())}) < 2:
+            return number, by_rank
+        number, by_rank = number - 1, previous
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _skipped(
-    rings: Mapping[int, Sequence[CallRecord]],
-    number: int,
-    calls: Mapping[int, CallRecord],
-    kind: Any,
+def _omitted_call(
+    calls: Calls, number: int, by_rank: Mapping[int, CallRecord], signature: Signature
 ) -> str | None:
-    """Where one rank's calls are those of another, shifted by some: who left out what."""
-    ranks = sorted(
-        calls, key=lambda rank: -Counter(kind(one) for one in calls.values())[kind(calls[rank])]
-    )
-    usual, group = ranks[0], calls[ranks[0]]["group"]
-    for rank in ranks[1:]:
-        if kind(calls[rank]) == kind(calls[usual]):
+    """Return which rank omitted which call, if one rank's calls are those of another, shifted."""
+    votes = Counter(map(signature, by_rank.values()))
+    usual, *ranks = sorted(by_rank, key=lambda rank: -votes[signature(by_rank[rank])])
+    group = by_rank[usual]["group"]
+    for rank in ranks:
+        if signature(by_rank[rank]) == signature(by_rank[usual]):
             continue
         for behind, ahead in ((rank, usual), (usual, rank)):
-            lag = _shift(
-                _from(rings[behind], group, number),
-                _from(rings[ahead], group, number),
-                rings[ahead],
-                kind,
+            lag = _lag(
+                _calls_from(calls[behind], group, number),
+                _calls_from(calls[ahead], group, number),
+                calls[ahead],
+                signature,
             )
             if lag:
-                left_out = describe(calls[ahead])
                 return (
                     f"Rank {behind} is {counted(lag, 'collective')} behind: it did not call"
-                    f" {left_out}"
+                    f" {describe(by_rank[ahead])}"
                 )
     return None
 
 
-def _from(ring: Sequence[CallRecord], group: str, number: int) -> list[CallRecord]:
+def _calls_from(calls: Sequence[CallRecord], group: str, number: int) -> list[CallRecord]:
     return [
-        one
-        for one in ring
-        if one["group"] == group and one["number"] is not None and one["number"] >= number
+        call
+        for call in calls
+        if call["group"] == group and call["number"] is not None and call["number"] >= number
     ]
 
 
-def _shift(
+def _lag(
     behind: Sequence[CallRecord],
     ahead: Sequence[CallRecord],
-    before: Sequence[CallRecord],
-    kind: Any,
-    most: int = 8,
+    history: Sequence[CallRecord],
+    signature: Signature,
 ) -> int | None:
-    """How many calls ``behind`` left out of ``ahead``. Where that rank has not come further, what
-    followed the call the last time (in ``before``) stands for what would have followed."""
-    future = [*ahead, *_followed(ahead, before)]
-    for lag in range(1, most + 1):
-        pairs = list(zip(behind, future[lag:], strict=False))
+    """Return how many calls ``behind`` omitted of ``ahead``. If that rank has not come further,
+    what followed the same call the previous time (in ``history``) stands for what would follow."""
+    expected = [*ahead, *_previously_followed(ahead, history)]
+    for lag in range(1, _MAX_LAG + 1):
+        pairs = list(zip(behind, expected[lag:], strict=False))
         if pairs and all(
-            kind(one) == kind(other) and _same_place(one, other) for one, other in pairs
+            signature(call) == signature(other) and call["site"][:1] == other["site"][:1]
+            for call, other in pairs
         ):
             return lag
     return None
 
 
-def _same_place(one: CallRecord, other: CallRecord) -> bool:
-    return bool(one["site"][:1] == other["site"][:1])
-
-
-def _followed(ahead: Sequence[CallRecord], before: Sequence[CallRecord]) -> list[CallRecord]:
-    """What came after the last of ``ahead`` when it was called the time before."""
+def _previously_followed(
+    ahead: Sequence[CallRecord], history: Sequence[CallRecord]
+) -> list[CallRecord]:
+    """Return what followed the last call of ``ahead`` when it was called the time before."""
     last = ahead[-1]
-    own = [one for one in before if one["group"] == last["group"] and one["number"] is not None]
+    group_calls = _calls_from(history, last["group"], 0)
     earlier = [
-        place
-        for place, one in enumerate(own)
-        if _place(one) == _place(last) and (one["number"] or 0) < (last["number"] or 0)
+        index
+        for index, call in enumerate(group_calls)
+        if _operation_and_site(call) == _operation_and_site(last)
+        and (call["number"] or 0) < (last["number"] or 0)
     ]
-    return own[earlier[-1] + 1 : -len(ahead)] if earlier else []
+    return group_calls[earlier[-1] + 1 : -len(ahead)] if earlier else []

@@ -1,5 +1,5 @@
-"""Replicas hold the same bits. Now and then they compare a sum over them: one that has drifted (a
-flipped bit, a fault of a driver) would train on beside the others without a word, and be saved."""
+"""Comparison of replicas, which must hold the same bits. Without it, a replica that diverges (a
+flipped bit, a driver fault) would continue to train unnoticed, and be saved."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch
 
 from paceline.core.errors import FaultError
 from paceline.core.event_log import EventLog
-from paceline.core.formatting import counted
+from paceline.core.formatting import counted, rank_names
 from paceline.core.processes import host_name
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import Strategy
@@ -24,11 +24,10 @@ class ReplicaDivergence:
     """Replicas that differ.
 
     Args:
-        ranks: that differ from most; all of the line where there is no majority.
-        others: the rest of the line.
-        parameter: the first that differs, in the model's order; ``NAME/KEY`` for what the optimizer
-            keeps.
-        num_differing, num_compared: so many tensors differ, of so many.
+        ranks: that differ from the majority; all of the group if there is no majority.
+        others: the rest of the group.
+        parameter: the first that differs, in the model's order; ``NAME/KEY`` for optimizer state.
+        num_differing: number of tensors that differ, of ``num_compared``.
     """
 
     ranks: tuple[int, ...]
@@ -36,6 +35,21 @@ class ReplicaDivergence:
     parameter: str
     num_differing: int
     num_compared: int
+
+    def text(self, hosts: Sequence[str]) -> str:
+        """Return the divergence as one line of text. ``hosts``: by rank."""
+        ranks = ", ".join(f"rank {rank} (host {hosts[rank]})" for rank in self.ranks)
+        tensors = (
+            f"in {counted(self.num_differing, 'tensor')} of {self.num_compared:,}, the first is"
+            f" `{self.parameter}`"
+        )
+        if not self.others:
+            return (
+                f"the replicas on {ranks} differ {tensors}; without a majority, the wrong one is"
+                " not known"
+            )
+        differs = "differs" if len(self.ranks) == 1 else "differ"
+        return f"{ranks} {differs} from the replicas on {rank_names(self.others)} {tensors}"
 
 
 def check_replicas(strategy: Strategy, events: EventLog, step: int) -> None:
@@ -52,7 +66,7 @@ def check_replicas(strategy: Strategy, events: EventLog, step: int) -> None:
     with uncounted(), torch.no_grad():
         divergence = compare(strategy)
         is_divergent = divergence is not None
-        if group.size < comm.size:  # all ranks end, those of other groups too
+        if group.size < comm.size:  # ranks of other groups end as well
             is_divergent = comm.sum(float(is_divergent))[0] > 0
         if not is_divergent:
             return
@@ -62,8 +76,7 @@ def check_replicas(strategy: Strategy, events: EventLog, step: int) -> None:
     hosts = ["" if row is None else str(row[1]) for row in by_rank]
     ranks = sorted({rank for group_ranks in divergences for rank in group_ranks})
     first = next(iter(divergences.values()))
-    text = "; ".join(_text(divergence, hosts) for divergence in divergences.values())
-    text = f"step {step}: {text}"
+    text = "; ".join(divergence.text(hosts) for divergence in divergences.values())
     events.emit(
         {
             "type": "drift",
@@ -76,10 +89,10 @@ def check_replicas(strategy: Strategy, events: EventLog, step: int) -> None:
         file_only=True,
     )
     raise FaultError(
-        f"{text}. Replicas make the same updates: a memory, a device or a link has changed bits, or"
-        " code of yours changes parameters on one rank alone. The newest checkpoint was written"
-        " before",
-        fix="where it comes again, look at the hardware of that host",
+        f"step {step}: {text}. Replicas make the same updates, so a memory, a device or a link has"
+        " changed bits, or your code changes parameters on a single rank. The latest checkpoint was"
+        " compared before it was written",
+        fix="if it happens again, check the hardware of that host",
         ranks=ranks,
     )
 
@@ -95,73 +108,51 @@ def align_replicas(strategy: Strategy) -> None:
 
 
 def compare(strategy: Strategy) -> ReplicaDivergence | None:
-    """How this rank's replicas differ. A collective along
+    """Return how this rank's replicas differ; None if they do not. A collective along
     :attr:`~paceline.parallel.protocols.SupportsReplicaCheck.replica_group`."""
     replicas = checkable_replicas(strategy)
-    line = None if replicas is None else replicas.replica_group
-    if replicas is None or line is None or line.size == 1:
+    group = None if replicas is None else replicas.replica_group
+    if replicas is None or group is None or group.size == 1:
         return None
-    named = [(name, local_tensor(each)) for name, each in replicas.replicated_tensors()]
-    if not named:
+    tensors = {name: local_tensor(tensor) for name, tensor in replicas.replicated_tensors()}
+    if not tensors:
         return None
-    mine = torch.stack([bit_sum(one).to(line.device) for _, one in named])
-    gathered = mine.new_empty(line.size * len(named))
-    line.wait(line.all_gather(gathered, mine))
-    rows = gathered.view(line.size, -1)
+    local_sums = torch.stack([bit_sum(tensor).to(group.device) for tensor in tensors.values()])
+    gathered = local_sums.new_empty(group.size * len(tensors))
+    group.wait(group.all_gather(gathered, local_sums))
+    rows = gathered.view(group.size, -1)
     if bool((rows == rows[0]).all()):
         return None
-    return judge([tuple(row) for row in rows.tolist()], [name for name, _ in named], line.ranks)
+    return find_divergence([tuple(row) for row in rows.tolist()], list(tensors), group.ranks)
 
 
-def judge(
+def find_divergence(
     rows: Sequence[tuple[int, ...]], names: Sequence[str], ranks: Sequence[int]
 ) -> ReplicaDivergence:
-    """Who has drifted, of replicas with these sums (one row a rank): those that differ from the
-    majority."""
+    """Return which replicas differ from the majority. ``rows``: their sums, by rank."""
     usual, votes = Counter(rows).most_common(1)[0]
-    majority = 2 * votes > len(rows)
-    bad = [place for place, row in enumerate(rows) if row != usual or not majority]
-    differing = [place for place in range(len(names)) if len({row[place] for row in rows}) > 1]
+    has_majority = 2 * votes > len(rows)
+    others = [rank for rank, row in zip(ranks, rows, strict=True) if has_majority and row == usual]
+    differing = [name for name, *sums in zip(names, *rows, strict=True) if len({*sums}) > 1]
     return ReplicaDivergence(
-        tuple(ranks[place] for place in bad),
-        tuple(rank for place, rank in enumerate(ranks) if place not in bad),
-        names[differing[0]],
+        tuple(rank for rank in ranks if rank not in others),
+        tuple(others),
+        differing[0],
         len(differing),
         len(names),
     )
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum, modulo 2^64, of the tensor's bits taken as 64-bit numbers: int64, a scalar on its
-    device, at the speed of memory. A single bit that differs changes it, whatever the type; so does
-    NaN of other bits."""
+    """Return the sum, modulo 2^64, of the tensor's bits taken as 64-bit numbers: an int64 scalar on
+    its device, at the speed of memory. A single different bit changes it, whatever the dtype; so
+    does a NaN with other bits."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
         raw = raw.clone()
-    whole = raw.numel() // 8 * 8
-    total = raw[:whole].view(torch.int64).sum()
-    rest = raw[whole:].to(torch.int64)
-    return (
-        total + (rest << (8 * torch.arange(rest.numel(), device=raw.device))).sum()
-        if rest.numel()
-        else total
-    )
-
-
-def _text(drift: ReplicaDivergence, hosts: Sequence[str]) -> str:
-    where = ", ".join(f"rank {rank} (host {hosts[rank]})" for rank in drift.ranks)
-    what = (
-        f"in {counted(drift.num_differing, 'tensor')} of {drift.num_compared:,}, the first"
-        f" `{drift.parameter}`"
-    )
-    if not drift.others:
-        verdict = (
-            "one of them has drifted" if len(drift.ranks) == 2 else "no two halves of them agree"
-        )
-        return f"the replicas {where} differ {what}: {verdict}, and too few agree to say which"
-    others = ", ".join(map(str, drift.others))
-    has = "has" if len(drift.ranks) == 1 else "have"
-    return (
-        f"{where} {has} drifted from the replicas on"
-        f" {'rank' if len(drift.others) == 1 else 'ranks'} {others}: {what}"
-    )
+    num_aligned = raw.numel() // 8 * 8
+    total = raw[:num_aligned].view(torch.int64).sum()
+    rest = raw[num_aligned:].to(torch.int64)
+    if rest.numel():
+        total = total + (rest << (8 * torch.arange(rest.numel(), device=raw.device))).sum()
+    return total

@@ -1,8 +1,8 @@
-"""Ranks that are persistently slower than the others, from the times of their steps. No thread, no
-store.
+"""Ranks that are persistently slower than the others, from the times of their steps; links that
+lose packets; and processes that were paused. No thread, no store.
 
-A rank is busy in a step for as long as it does not wait for others. What is compared is that: in a
-step that ends in a collective, all ranks take the same time, and the slow one alone does not wait.
+A rank is busy in a step for as long as it does not wait for others. Busy times are compared: in a
+step that ends in a collective all ranks take the same time, and only the slow one does not wait.
 """
 
 import statistics
@@ -11,287 +11,291 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-#: A step counts against a rank where it was busy for so much longer than the median of the others,
-#: as a factor and in seconds.
-_FACTOR, _LEAST_S = 1.3, 0.02
-#: Much slower by its own doing, not for lack of a core: named after as few steps as these;
+#: A step counts against a rank that was busy for this much longer than the median of the others, as
+#: a factor and in seconds.
+_FACTOR, _MIN_S = 1.3, 0.02
+#: A rank that is much slower by its own doing, not for lack of a core, is reported after this many
+#: steps;
 _MUCH_S, _MUCH_WINDOW, _MUCH_HITS = 0.1, 5, 5
-#: slower by less, or for lack of a core: after these. Who gets the cores of a host that is busy is
-#: uneven for many steps.
+#: one that is slower by less, or for lack of a core, after these. Which rank gets the cores of a
+#: busy host is uneven for many steps.
 _WINDOW, _HITS = 40, 36
-#: Steps from which the usual unevenness is taken.
+#: Number of times that the usual noise is computed from.
 _NOISE_STEPS = 20
-#: Where steps are so even that less than the factor stands out: so many times the usual unevenness,
-#: and at least this factor.
-_NOISES, _EVEN_FACTOR = 8.0, 1.1
-_TO_SIGMA = 1.4826  # from a median of absolute differences, where they are normal
-#: Named anew where it has become slower by so much.
+#: If steps are so even that less than the factor stands out: this many times the usual noise, and
+#: at least this factor.
+_NOISE_MULTIPLE, _EVEN_FACTOR = 8.0, 1.1
+_TO_SIGMA = 1.4826  # from a median of absolute differences of a normal distribution
+#: A straggler is reported again when it has become slower by this factor.
 _AGAIN = 2.0
-#: Even again: none of so many steps counts against it.
+#: A straggler is even again if none of this many steps counts against it.
 _EVEN_STEPS = 10
-#: Of a rank that has no equal (a stage of a pipeline): steps from which its usual difference from
-#: the others is taken.
+#: Number of steps from which the usual difference of a rank without equals (a stage of a pipeline)
+#: from the others is computed.
 _BASELINE = 10
 
 
 @dataclass(frozen=True)
 class RankBusyTime:
-    """Seconds of one step of one rank. ``busy_s``: all but the waits for others. Of them ``data_s``
-    for data, and ``held_s`` without a core to run on."""
+    """Seconds of one step of one rank. ``busy_s``: all but the waits for others, of which
+    ``data_s`` for data, and ``delayed_s`` without a core to run on."""
 
     busy_s: float
     data_s: float
     wait_s: float
-    held_s: float = 0.0
+    delayed_s: float = 0.0
 
     @property
     def compute_s(self) -> float:
         return self.busy_s - self.data_s
 
     @property
-    def own_s(self) -> float:
-        """What it would have taken with a core to itself."""
-        return max(0.0, self.busy_s - self.held_s)
+    def undelayed_s(self) -> float:
+        """The busy time if the rank had had a core to itself."""
+        return max(0.0, self.busy_s - self.delayed_s)
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """``slower_by_s``: a step, than the median of the others; ``share``: of it, by cause. ``even``:
-    it is so no longer."""
+    """A slow rank. ``slower_by_s``: per step, than the median of the others; ``share``: of it, by
+    cause. ``is_even``: the rank is as fast as the others again."""
 
     rank: int
     step: int
     slower_by_s: float
     share: dict[str, float]
     steps: int
-    even: bool = False
+    is_even: bool = False
+
+    @property
+    def cause(self) -> str:
+        return max(self.share, key=lambda name: self.share[name])
 
     def text(self, host: str) -> str:
-        who = f"rank {self.rank} on {host}"
-        if self.even:
-            return f"{who} is as fast as the others again, at step {self.step:,}"
-        cause = max(self.share, key=lambda name: self.share[name]).removesuffix("_s")
-        parts = ", ".join(
+        """Return the report as one line of text."""
+        subject = f"rank {self.rank} on {host}"
+        if self.is_even:
+            return f"{subject} is as fast as the other ranks again, at step {self.step:,}"
+        causes = ", ".join(
             f"{name.removesuffix('_s')} {1000 * value:.0f} ms" for name, value in self.share.items()
         )
         return (
-            f"{who} is slower than the others by {1000 * self.slower_by_s:.0f} ms a step, in the"
-            f" last {self.steps} up to step {self.step:,}, most of it in {cause} ({parts}); the"
-            " others wait for it"
+            f"{subject} is slower than the other ranks by {1000 * self.slower_by_s:.0f} ms per step"
+            f" over the last {self.steps} steps up to step {self.step:,}, mostly in"
+            f" {self.cause.removesuffix('_s')} ({causes}); the other ranks wait for it"
         )
 
 
 @dataclass
-class _Record:
-    """Of one rank: its step times beside the medians of the others, newest last."""
+class _History:
+    """The last step times of one rank, each with the median of the others; and what was reported of
+    it."""
 
     steps: deque[tuple[RankBusyTime, RankBusyTime]] = field(
         default_factory=lambda: deque(maxlen=_WINDOW)
     )
-    first: list[float] = field(default_factory=list)
-    named_s: float | None = None
-    cause: str | None = None
+    baseline: list[float] = field(default_factory=list)
+    reported: Straggler | None = None
 
 
 class StragglerDetector:
-    """Told of each step once (:meth:`add`), in order.
+    """Compares the ranks after each step (:meth:`add`), in order.
 
     Args:
-        kinds: rank → which ranks it is like. Stages of a pipeline are not even: a rank is compared
-            with those of its own stage, and where there is none with its own first steps. None: a
-            rank that does not train.
+        kinds: rank → which ranks it is compared with. A rank of a pipeline is compared with those
+            of its own stage, or with its own first steps if there is no other. None: a rank that
+            does not train.
     """
 
     def __init__(self, kinds: Mapping[int, str | None]) -> None:
         self.kinds = {rank: kind for rank, kind in kinds.items() if kind is not None}
-        self._records = {rank: _Record() for rank in self.kinds}
-        numbers = Counter(self.kinds.values())
-        self._single = {rank for rank, kind in self.kinds.items() if numbers[kind] == 1}
+        self._histories = {rank: _History() for rank in self.kinds}
+        counts = Counter(self.kinds.values())
+        self._without_equal = {rank for rank, kind in self.kinds.items() if counts[kind] == 1}
 
     def add(self, step: int, times: Mapping[int, RankBusyTime]) -> list[Straggler]:
-        """Who is named at this step, or is no longer slow. ``times``: of all ranks that train."""
+        """Return the ranks to report at this step, those that are even again among them. ``times``:
+        of all ranks that train."""
         if len(self.kinds) < 2:
             return []
         of_kind = {
-            kind: _Sorted(times[one] for one in self.kinds if self.kinds[one] == kind)
+            kind: _SortedTimes(times[rank] for rank in self.kinds if self.kinds[rank] == kind)
             for kind in self.kinds.values()
         }
-        of_all = _Sorted(times[one] for one in self.kinds) if self._single else None
-        for rank, record in self._records.items():
-            compared = (
-                of_all if rank in self._single and of_all is not None else of_kind[self.kinds[rank]]
-            )
-            record.steps.append((times[rank], compared.median_without(times[rank])))
-            if rank in self._single and len(record.first) < _BASELINE:
-                record.first.append(record.steps[-1][0].busy_s - record.steps[-1][1].busy_s)
-        return [found for rank in self._records if (found := self._judge(rank, step)) is not None]
+        of_all = _SortedTimes(times[rank] for rank in self.kinds)
+        for rank, history in self._histories.items():
+            others = of_all if rank in self._without_equal else of_kind[self.kinds[rank]]
+            median = others.median_without(times[rank])
+            history.steps.append((times[rank], median))
+            if rank in self._without_equal and len(history.baseline) < _BASELINE:
+                history.baseline.append(times[rank].busy_s - median.busy_s)
+        reports = [self._evaluate(rank, step) for rank in self._histories]
+        return [report for report in reports if report is not None]
 
-    def _others(self, rank: int) -> list[int]:
-        return [
-            one
-            for one, kind in self.kinds.items()
-            if one != rank and (rank in self._single or kind == self.kinds[rank])
-        ]
-
-    def _judge(self, rank: int, step: int) -> Straggler | None:
-        record = self._records[rank]
-        base = 0.0
-        if rank in self._single:
-            if len(record.first) < _BASELINE:
+    def _evaluate(self, rank: int, step: int) -> Straggler | None:
+        history = self._histories[rank]
+        baseline_s = 0.0
+        if rank in self._without_equal:
+            if len(history.baseline) < _BASELINE:
                 return None
-            base = statistics.median(record.first)
-        slower = [mine.busy_s - other.busy_s - base for mine, other in record.steps]
-        usual = [other.busy_s + base for _, other in record.steps]
-        own = [mine.own_s - other.own_s - base for mine, other in record.steps]
-        noise_s = self._noise_s(rank) if own[-1] > _MUCH_S else None
-        hits = [
-            one > max(_LEAST_S, (_FACTOR - 1) * other)
-            for one, other in zip(slower, usual, strict=True)
+            baseline_s = statistics.median(history.baseline)
+        usual = [median.busy_s + baseline_s for _, median in history.steps]
+        slower = [times.busy_s - median.busy_s - baseline_s for times, median in history.steps]
+        undelayed = [
+            times.undelayed_s - median.undelayed_s - baseline_s for times, median in history.steps
         ]
-        much = [one > _much_s(other, noise_s) for one, other in zip(own, usual, strict=True)]
-        window = 0
+        noise_s = self._noise_s(rank) if undelayed[-1] > _MUCH_S else None
+        hits = [
+            slower_s > max(_MIN_S, (_FACTOR - 1) * usual_s)
+            for slower_s, usual_s in zip(slower, usual, strict=True)
+        ]
+        much = [
+            slower_s > _much_slower_s(usual_s, noise_s)
+            for slower_s, usual_s in zip(undelayed, usual, strict=True)
+        ]
         if len(much) >= _MUCH_WINDOW and sum(much[-_MUCH_WINDOW:]) >= _MUCH_HITS:
             window = _MUCH_WINDOW
         elif len(hits) >= _WINDOW and sum(hits) >= _HITS:
             window = _WINDOW
-        if not window:
-            is_even = (
-                len(hits) >= _EVEN_STEPS
-                and not any(hits[-_EVEN_STEPS:])
-                and not any(much[-_EVEN_STEPS:])
-            )
-            if record.named_s is None or not is_even:
+        else:
+            was_reported = history.reported is not None and len(hits) >= _EVEN_STEPS
+            if not was_reported or any(hits[-_EVEN_STEPS:]) or any(much[-_EVEN_STEPS:]):
                 return None
-            record.named_s = record.cause = None
-            return Straggler(rank, step, 0.0, {}, _EVEN_STEPS, even=True)
-        found = _straggler(
-            rank, step, list(record.steps)[-window:], statistics.median(slower[-window:])
-        )
-        cause = max(found.share, key=lambda name: found.share[name])
+            history.reported = None
+            return Straggler(rank, step, 0.0, {}, _EVEN_STEPS, is_even=True)
+        slower_by_s = statistics.median(slower[-window:])
+        share = {
+            f"{cause}_s": max(
+                0.0,
+                statistics.median(
+                    getattr(times, attribute) - getattr(median, attribute)
+                    for times, median in list(history.steps)[-window:]
+                ),
+            )
+            for cause, attribute in _CAUSES.items()
+        }
+        straggler = Straggler(rank, step, slower_by_s, share, window)
+        reported = history.reported
         if (
-            record.named_s is not None
-            and found.slower_by_s < _AGAIN * record.named_s
-            and cause == record.cause
+            reported is not None
+            and slower_by_s < _AGAIN * reported.slower_by_s
+            and straggler.cause == reported.cause
         ):
             return None
-        record.named_s, record.cause = found.slower_by_s, cause
-        return found
+        history.reported = straggler
+        return straggler
 
     def _noise_s(self, rank: int) -> float | None:
-        """The usual unevenness, from what is remembered: of the other ranks; with one other alone,
-        of the difference to it."""
-        others = self._others(rank)
+        """Return the usual noise of the other ranks' times; with a single other rank, of the
+        difference to it. None if too few times are known."""
+        others = [
+            other
+            for other, kind in self.kinds.items()
+            if other != rank and (rank in self._without_equal or kind == self.kinds[rank])
+        ]
         if len(others) == 1:
-            own = [mine.own_s - other.own_s for mine, other in self._records[rank].steps]
-            middle = statistics.median(own)
-            found = [abs(one - middle) for one in own]
-        else:
-            found = [
-                abs(mine.own_s - other.own_s)
-                for one in others
-                if one not in self._single and self._records[one].named_s is None
-                for mine, other in self._records[one].steps
+            differences = [
+                times.undelayed_s - median.undelayed_s
+                for times, median in self._histories[rank].steps
             ]
-        return _TO_SIGMA * statistics.median(found) if len(found) >= _NOISE_STEPS else None
+            center = statistics.median(differences)
+            noise = [abs(difference - center) for difference in differences]
+        else:
+            noise = [
+                abs(times.undelayed_s - median.undelayed_s)
+                for other in others
+                if other not in self._without_equal and self._histories[other].reported is None
+                for times, median in self._histories[other].steps
+            ]
+        return _TO_SIGMA * statistics.median(noise) if len(noise) >= _NOISE_STEPS else None
 
 
-def _much_s(usual_s: float, noise_s: float | None) -> float:
+#: Cause of a straggler → attribute of its times.
+_CAUSES = {"data": "data_s", "compute": "compute_s", "communication": "wait_s"}
+
+
+def _much_slower_s(usual_s: float, noise_s: float | None) -> float:
     by_factor = (_FACTOR - 1) * usual_s
     if noise_s is not None:
-        by_factor = min(by_factor, max((_EVEN_FACTOR - 1) * usual_s, _NOISES * noise_s))
+        by_factor = min(by_factor, max((_EVEN_FACTOR - 1) * usual_s, _NOISE_MULTIPLE * noise_s))
     return max(_MUCH_S, by_factor)
 
 
-_NAMES = ("busy_s", "own_s", "data_s", "wait_s")
-
-
-class _Sorted:
-    """The times of a step over ranks, for the medians without one of them."""
+class _SortedTimes:
+    """The times of a step, sorted over the ranks, for the medians without one of them."""
 
     def __init__(self, times: Iterable[RankBusyTime]) -> None:
-        found = list(times)
-        self._by_name = {name: sorted(getattr(one, name) for one in found) for name in _NAMES}
-
-    def median_without(self, one: RankBusyTime) -> RankBusyTime:
-        found = {
-            name: _median_without(values, getattr(one, name))
-            for name, values in self._by_name.items()
+        rows = list(times)
+        self._sorted = {
+            name: sorted(getattr(row, name) for row in rows)
+            for name in ("busy_s", "undelayed_s", "data_s", "wait_s")
         }
-        held_s = max(0.0, found["busy_s"] - found["own_s"])
-        return RankBusyTime(
-            found["busy_s"], min(found["data_s"], found["busy_s"]), found["wait_s"], held_s
-        )
+
+    def median_without(self, times: RankBusyTime) -> RankBusyTime:
+        median = {
+            name: _median_without(values, getattr(times, name))
+            for name, values in self._sorted.items()
+        }
+        busy_s = median["busy_s"]
+        delayed_s = max(0.0, busy_s - median["undelayed_s"])
+        return RankBusyTime(busy_s, min(median["data_s"], busy_s), median["wait_s"], delayed_s)
 
 
 def _median_without(ordered: list[float], value: float) -> float:
-    place, left = bisect_left(ordered, value), len(ordered) - 1
+    removed, num_left = bisect_left(ordered, value), len(ordered) - 1
 
-    def at(number: int) -> float:
-        return ordered[number if number < place else number + 1]
+    def at(index: int) -> float:
+        return ordered[index if index < removed else index + 1]
 
-    return (at((left - 1) // 2) + at(left // 2)) / 2
-
-
-def _straggler(
-    rank: int, step: int, steps: list[tuple[RankBusyTime, RankBusyTime]], slower_by_s: float
-) -> Straggler:
-    share = {
-        f"{name}_s": max(
-            0.0,
-            statistics.median(
-                getattr(mine, f"{part}_s") - getattr(other, f"{part}_s") for mine, other in steps
-            ),
-        )
-        for name, part in (("data", "data"), ("compute", "compute"), ("communication", "wait"))
-    }
-    return Straggler(rank, step, slower_by_s, share, len(steps))
+    return (at((num_left - 1) // 2) + at(num_left // 2)) / 2
 
 
-#: A share is taken over at least so many seconds
+#: The share of retransmitted segments is computed over at least this many seconds
 WINDOW_S = 10.0
-#: and so many segments.
-_LEAST_SENT = 200
-#: A link that sends this share again is named; TCP slows down markedly from about there on.
+#: and this many segments.
+_MIN_SENT = 200
+#: A link that retransmits this share is reported; TCP slows down markedly from about there on.
 _LOSSY = 0.005
-#: A link is sound again from here on.
-_SOUND = 0.001
+#: A link has recovered below this share.
+_RECOVERED = 0.001
 
 
 @dataclass(frozen=True)
 class LossyLink:
-    """What one rank had to send again, over the last ``seconds``. ``is_sound``: the link was named
-    before and has recovered."""
+    """The share of its segments that one rank had to retransmit over the last ``seconds``.
+    ``has_recovered``: the link was reported before and loses no packets anymore."""
 
     rank: int
     share: float
     sent: int
     seconds: float
-    is_sound: bool
+    has_recovered: bool
 
     def text(self, host: str) -> str:
-        """Return one line for the terminal."""
-        who = f"rank {self.rank} on {host}"
-        if self.is_sound:
+        """Return the report as one line of text."""
+        rank = f"rank {self.rank} on {host}"
+        percent = f"{100 * self.share:.2g} %"
+        if self.has_recovered:
             return (
-                f"the network connection of {who} is sound again: {100 * self.share:.2g} % of its"
-                " packets were sent twice"
+                f"the network connection of {rank} has recovered: it retransmitted {percent} of its"
+                " packets"
             )
         return (
-            f"{who} had to send {100 * self.share:.2g} % of its packets again in the last"
-            f" {self.seconds:.0f} s: its network connection loses packets, which slows down every"
-            " rank. `paceline doctor` measures the links between the hosts"
+            f"{rank} retransmitted {percent} of its packets in the last {self.seconds:.0f} s: its"
+            " network connection loses packets, which slows down every rank. `paceline doctor`"
+            " measures the links between the hosts"
         )
 
 
-class LinkJudge:
-    """Names ranks whose connections lose packets, each once until it has recovered."""
+class LinkMonitor:
+    """Reports ranks whose connections lose packets, each once until it has recovered."""
 
     def __init__(self) -> None:
         self._totals: dict[int, deque[tuple[float, int, int]]] = {}
-        self._named: set[int] = set()
+        self._reported: set[int] = set()
 
     def add(self, rank: int, now_s: float, sent: int, resent: int) -> LossyLink | None:
-        """``sent``, ``resent``: segments since the rank started."""
+        """Return what to report. ``sent``, ``resent``: segments since the rank started."""
         totals = self._totals.setdefault(rank, deque())
         if totals and sent < totals[-1][1]:
             totals.clear()  # another process
@@ -300,17 +304,17 @@ class LinkJudge:
             totals.popleft()
         since_s, sent_before, resent_before = totals[0]
         seconds, sent, resent = now_s - since_s, sent - sent_before, resent - resent_before
-        if seconds < WINDOW_S or sent < _LEAST_SENT:
+        if seconds < WINDOW_S or sent < _MIN_SENT:
             return None
         share = resent / sent
-        is_named = rank in self._named
-        if not is_named and share >= _LOSSY:
-            self._named.add(rank)
-        elif is_named and share <= _SOUND:
-            self._named.discard(rank)
+        was_reported = rank in self._reported
+        if not was_reported and share >= _LOSSY:
+            self._reported.add(rank)
+        elif was_reported and share <= _RECOVERED:
+            self._reported.discard(rank)
         else:
             return None
-        return LossyLink(rank, share, sent, seconds, is_sound=is_named)
+        return LossyLink(rank, share, sent, seconds, has_recovered=was_reported)
 
 
 @dataclass(frozen=True)
@@ -321,9 +325,9 @@ class Pause:
     seconds: float
 
     def text(self, rank: int, host: str) -> str:
-        """Return one line for the terminal."""
+        """Return the report as one line of text."""
         return (
             f"rank {rank} on {host} did not run for {self.seconds:.0f} s at step {self.step:,}: its"
-            " process or its whole host was paused, or one of its threads kept the others from"
-            " running; the other ranks waited for it"
+            " process or its whole host was paused, or one of its threads blocked all others; the"
+            " other ranks waited for it"
         )

@@ -1,16 +1,14 @@
-"""The watchdog: a thread in each rank that says where its rank is, and names who holds up the
-others or is slower than they.
+"""The watchdog: a thread in each rank that publishes the status of its rank, and reports the ranks
+that hold up the others or are slower than they are.
 
-Ranks beat through the store (:mod:`paceline.health.heartbeats`). Each judges by itself what it
-hears: who hangs (:mod:`~paceline.health.hangs`), whether the ranks have issued different
-collectives (:mod:`~paceline.health.mismatch`), and, on the first rank, who is slow
-(:mod:`~paceline.health.stragglers`), who was paused and whose link loses packets
-(:mod:`~paceline.health.stragglers`).
+Ranks exchange heartbeats through the store (:mod:`paceline.health.heartbeats`). Each evaluates by
+itself what it receives: which ranks hang (:mod:`~paceline.health.hangs`) and whether the ranks have
+issued different collectives (:mod:`~paceline.health.mismatch`). Rank 0 also reports slow ranks,
+pauses and links that lose packets (:mod:`~paceline.health.stragglers`).
 """
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from pathlib import Path
@@ -18,53 +16,54 @@ from pathlib import Path
 import torch.distributed as dist
 
 from paceline.config.schema.recovery import RecoveryConfig
-from paceline.core.errors import FaultError, MismatchError, PacelineError
+from paceline.core.errors import FaultError, MismatchError, PacelineError, first_line
 from paceline.core.event_log import EventLog
 from paceline.core.events import HealthEvent
 from paceline.core.log import ON_EVERY_RANK
-from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS, StepTimes
 from paceline.health.hangs import Hang, RankStatus, find_hangs
-from paceline.health.heartbeats import (
-    UNKNOWN_KIND,
-    HeartbeatExchange,
-    HeartbeatFile,
-    PeerState,
-    period_s,
-    reads,
-)
+from paceline.health.heartbeats import UNKNOWN_KIND, HeartbeatExchange, HeartbeatFile, PeerState
 from paceline.health.mismatch import find_mismatch
-from paceline.health.stragglers import LinkJudge, Pause, RankBusyTime, Straggler, StragglerDetector
+from paceline.health.stragglers import (
+    LinkMonitor,
+    Pause,
+    RankBusyTime,
+    Straggler,
+    StragglerDetector,
+)
 from paceline.parallel.base import Strategy
 from paceline.parallel.protocols import has_data
 
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 0.4
-#: A look that comes so much late: this process has stood still itself.
+#: Up to this world size every rank reads the heartbeats of all. In larger worlds the first rank of
+#: each host does, and heartbeats are sent less often, because the store's work grows with readers
+#: times ranks.
+_MAX_READERS = 64
+#: After a period that was this much too long, this process itself was paused.
 _LATE_S = 3.0
 #: Phases of a step in which a blocked rank keeps the other ranks waiting.
 _STEP_PHASES = frozenset({"data", "forward", "backward", "optimizer", "logging"})
-#: How long a rank whose collective failed waits for the others' calls.
-_ASK_S = 2.0
-#: A rank is named when it was found in so many looks in a row.
-_LOOKS = 2
-#: Losses of the store in a row that are worth a word.
-_STORE_LOSSES = 3
+#: How long a rank whose collective failed waits for the calls of the other ranks.
+_CALLS_TIMEOUT_S = 2.0
+#: A hang is reported when it was found in this many checks in a row.
+_NUM_CHECKS = 2
+#: A failure of the store is reported after this many attempts in a row.
+_STORE_FAILURES = 3
 
 
 class Watchdog:
-    """To be started when the process group is there, and closed at the end of the rank, however it
-    ends. With one rank, or where ``recovery.watchdog`` is off, it does nothing.
+    """To be started when the process group exists, and closed at the end of the rank. With one
+    rank, or with ``recovery.watchdog: false``, it does nothing.
 
     Args:
-        timeout_s: after so long a hang ends the rank, where ``recovery.hang_timeout_s`` says
-            nothing else.
-        folder: of the run; flight records go there.
+        timeout_s: a hang of this length ends the rank, unless ``recovery.hang_timeout_s`` is set.
+        folder: of the run; records of the flight recorder are written there.
     """
 
     def __init__(
@@ -76,176 +75,174 @@ class Watchdog:
         folder: Path | None = None,
     ) -> None:
         self.settings, self.world, self.stop, self.folder = settings, world, stop, folder
-        self.heartbeats: HeartbeatFile | None = None
+        self.heartbeat_file: HeartbeatFile | None = None
         self.timeout_s = settings.hang_timeout_s or timeout_s
         self.events: EventLog | None = None
-        self.host = host_name()
-        self.active = settings.watchdog and world.size > 1
-        self.listens = reads(world.size, world.env.local_rank)
-        self.named: dict[int | None, Hang] = {}
-        self._found: dict[int | None, int] = {}  # in so many looks in a row
+        self.hangs: dict[int | None, Hang] = {}  # reported, by rank
+        self._num_sightings: dict[int | None, int] = {}  # checks in a row that found a hang
         self._mismatch: str | None = None
-        self._number = 0  # of looks
-        self._steps = _Steps()
-        self._links = LinkJudge()
+        self._num_checks = 0
+        self._steps = _StepComparison()
+        self._links = LinkMonitor()
         self._pauses: dict[int, Pause] = {}  # the last one of each rank that was reported
         self._ended = threading.Event()
-        self._lock = threading.Lock()  # of the connection
-        self._beats: HeartbeatExchange | None = None
+        self._exchange_lock = threading.Lock()
+        self._exchange: HeartbeatExchange | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        if self.active:
-            self._beats = HeartbeatExchange(
-                self.world.rank, self.world.size, self.host, os.getpid()
-            )
+        if self.settings.watchdog and self.world.size > 1:
+            self._exchange = HeartbeatExchange(self.world.rank, self.world.size)
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
         self._ended.set()
-        if self._thread is not None and self._beats is not None:
-            self._thread.join(_PERIOD_S)
-            self._beats.ended = True
-            if self._lock.acquire(timeout=_PERIOD_S):
-                try:
-                    # the store has gone, and with it whoever would read it
-                    with contextlib.suppress(RuntimeError, OSError):
-                        self._beats.publish()
-                    if self.heartbeats is not None:
-                        self.heartbeats.close()
-                finally:
-                    self._lock.release()
+        if self._thread is None or self._exchange is None:
+            return
+        self._thread.join(_PERIOD_S)
+        self._exchange.ended = True
+        if self._exchange_lock.acquire(timeout=_PERIOD_S):
+            try:
+                # the store may have ended, and with it every reader
+                with contextlib.suppress(RuntimeError, OSError):
+                    self._exchange.publish()
+                if self.heartbeat_file is not None:
+                    self.heartbeat_file.close()
+            finally:
+                self._exchange_lock.release()
 
     def watch(self, strategy: Strategy, events: EventLog) -> None:
-        """From here on the rank trains. ``events``: written by the rank that speaks."""
+        """Begin to watch the training. ``events``: written by rank 0."""
         self.world, self.events = strategy.world, events
         if self.folder is not None and events.path is not None:
-            self.heartbeats = HeartbeatFile(RunDir(self.folder).heartbeats)
-        if self._beats is not None:
+            self.heartbeat_file = HeartbeatFile(RunDir(self.folder).heartbeats)
+        if self._exchange is not None:
             # Stages of a pipeline have different work; all other ranks that train have the same.
             stage = self.world.coordinates.get("pipeline", 0) if has_data(strategy) else None
-            self._beats.kind = None if stage is None else f"stage {stage}"
+            self._exchange.kind = None if stage is None else f"stage {stage}"
 
     # -- the thread
     def _run(self) -> None:
-        each_s, losses = period_s(self.world.size, _PERIOD_S), 0
-        last = waits_since = time.perf_counter()
-        while not self._ended.wait(each_s):
-            # for a while: the next look is a late one, which forgives the silence
+        period_s = _PERIOD_S * max(1.0, self.world.size / _MAX_READERS)
+        store_failures = 0
+        checked_at = waits_since = time.perf_counter()
+        while not self._ended.wait(period_s):
+            # when it becomes active again, the next check is a late one, which forgives the silence
             if not PROGRESS.active:
                 waits_since = time.perf_counter()
                 continue
             try:
-                with self._lock:
-                    self._note_pause(time.perf_counter() - waits_since - each_s)
-                    self._look(late=time.perf_counter() - last > each_s + _LATE_S)
-                if losses >= _STORE_LOSSES:
-                    self._log("the store by which the ranks meet answers again")
-                losses = 0
+                with self._exchange_lock:
+                    self._note_pause(time.perf_counter() - waits_since - period_s)
+                    self._check(is_late=time.perf_counter() - checked_at > period_s + _LATE_S)
+                if store_failures >= _STORE_FAILURES:
+                    self._log("the rendezvous store responds again; hang detection continues")
+                store_failures = 0
             except (RuntimeError, OSError) as error:
-                losses += 1
-                self._lose_store(error, said=losses != _STORE_LOSSES)
-            last = waits_since = time.perf_counter()
+                store_failures += 1
+                self._on_store_failure(error, store_failures)
+            checked_at = waits_since = time.perf_counter()
 
     def _note_pause(self, late_s: float) -> None:
-        """A wait that lasted longer than asked for: for so long, no thread of this process ran."""
-        if (
-            late_s > _LATE_S
-            and PROGRESS.step is not None
-            and PROGRESS.phase in _STEP_PHASES
-            and self._beats is not None
-        ):
-            self._beats.pause = Pause(PROGRESS.step, late_s)
+        """Publish a pause if a wait lasted ``late_s`` longer than requested, because no thread of
+        this process ran."""
+        is_in_step = PROGRESS.step is not None and PROGRESS.phase in _STEP_PHASES
+        if late_s > _LATE_S and is_in_step and self._exchange is not None:
+            self._exchange.pause = Pause(PROGRESS.step or 0, late_s)
 
-    def _lose_store(self, error: Exception, said: bool) -> None:
-        assert self._beats is not None
-        if not said and not self._ended.is_set():
-            what = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    def _on_store_failure(self, error: Exception, num_failures: int) -> None:
+        assert self._exchange is not None
+        if num_failures == _STORE_FAILURES and not self._ended.is_set():
             self._log(
-                f"the store by which the ranks meet does not answer ({what}): nobody who hangs is"
-                " named meanwhile"
+                f"the rendezvous store is not responding ({first_line(error)}); hang detection is"
+                " paused"
             )
-        with contextlib.suppress(RuntimeError, OSError):  # tried again at the next look
-            self._beats.reconnect()
+        with contextlib.suppress(RuntimeError, OSError):  # retried at the next check
+            self._exchange.reconnect()
 
-    def _look(self, late: bool = False) -> None:
-        assert self._beats is not None
-        self._beats.publish()
-        self._number += 1
-        # One rank judges each step; for the others it is enough to listen every other time.
-        if not self.listens or not (late or self.world.is_rank_zero or self._number % 2):
+    def _check(self, is_late: bool) -> None:
+        assert self._exchange is not None
+        self._exchange.publish()
+        self._num_checks += 1
+        reads = self.world.size <= _MAX_READERS or self.world.env.local_rank == 0
+        # Rank 0 evaluates each step; for the others every second check is enough.
+        if not reads or not (is_late or self.world.is_rank_zero or self._num_checks % 2):
             return
-        if late:
-            self._beats.forgive()
-        lost = self.world.lost
-        peers = [one for one in self._beats.read() if one.rank not in lost]
+        if is_late:
+            self._exchange.forgive()
+        peers = [peer for peer in self._exchange.read() if peer.rank not in self.world.lost]
         if self.world.is_rank_zero:
-            self._judge_pauses(peers)
-        if late:
+            self._report_pauses(peers)
+        if is_late:
             return
-        if any(one.is_gone for one in peers):
-            self._judge_gone([one.rank for one in peers])
+        if any(peer.died for peer in peers):
+            # gloo ends the process at once if a message has another size than expected
+            mismatch = find_mismatch(self._exchange.calls(peer.rank for peer in peers))
+            if mismatch is not None:
+                self.stop.fail(mismatch[1], mismatch[0])
         now = time.perf_counter()
-        seen = [one.seen(now) for one in peers]
-        if self.heartbeats is not None:
-            self.heartbeats.tell(seen)
-        self._judge_hangs(seen)
+        ranks = [peer.status(now) for peer in peers]
+        if self.heartbeat_file is not None:
+            self.heartbeat_file.write(ranks)
+        self._check_hangs(ranks)
         if self.world.is_rank_zero:
-            self._judge_stragglers(peers)
-            self._judge_links(peers)
-
-    def _judge_gone(self, ranks: list[int]) -> None:
-        """A rank has ended without a report: gloo ends the process where a message has another size
-        than it waits for."""
-        assert self._beats is not None
-        found = find_mismatch(self._beats.calls(ranks))
-        if found is not None:
-            self.stop.fail(found[1], found[0])
+            self._report_stragglers(peers)
+            self._report_links(peers)
 
     # -- hangs
-    def _judge_hangs(self, ranks: list[RankStatus]) -> None:
-        found = {one.rank: one for one in find_hangs(ranks, self.settings.hang_after_s)}
-        self._found = {rank: self._found.get(rank, 0) + 1 for rank in found}
-        sure = {rank: one for rank, one in found.items() if self._found[rank] >= _LOOKS}
-        # tells more than the others
-        first = min((one.rank for one in ranks if one.rank not in sure), default=self.world.rank)
-        for rank, one in sure.items():
-            if rank not in self.named and rank != self.world.rank:
-                self._name(one, [seen.rank for seen in ranks], tells_more=self.world.rank == first)
-            self.named[rank] = one
+    def _check_hangs(self, ranks: list[RankStatus]) -> None:
         after_s = self.settings.hang_after_s
-        moved = {one.rank for one in ranks if max(one.still_s, one.silent_s) < after_s} | {None}
-        for rank in (self.named.keys() - found.keys()) & moved:
-            one = self.named.pop(rank)
-            if self.world.rank == first:
-                self._take_back(one)
-        self._end_hang(list(sure.values()))
+        hangs = {hang.rank: hang for hang in find_hangs(ranks, after_s)}
+        self._num_sightings = {rank: self._num_sightings.get(rank, 0) + 1 for rank in hangs}
+        confirmed = {
+            rank: hang for rank, hang in hangs.items() if self._num_sightings[rank] >= _NUM_CHECKS
+        }
+        # one rank reports the stack and the end of a hang
+        reporter = min(
+            (status.rank for status in ranks if status.rank not in confirmed),
+            default=self.world.rank,
+        )
+        is_reporter = self.world.rank == reporter
+        for rank, hang in confirmed.items():
+            if rank not in self.hangs and rank != self.world.rank:
+                self._report_hang(hang, [status.rank for status in ranks], with_stack=is_reporter)
+            self.hangs[rank] = hang
+        moved: set[int | None] = {
+            status.rank
+            for status in ranks
+            if max(status.stalled_s, status.since_heartbeat_s) < after_s
+        }
+        for rank in (self.hangs.keys() - hangs.keys()) & (moved | {None}):
+            hang = self.hangs.pop(rank)
+            if is_reporter:
+                self._report_hang_end(hang)
+        self._end_after_timeout(list(confirmed.values()))
 
-    def _name(self, hang: Hang, ranks: list[int], tells_more: bool) -> None:
-        assert self._beats is not None
-        details, seen = self._beats.details(ranks), hang.seen
-        found = find_mismatch(self._beats.calls(ranks), sites=hang.all_wait)
-        self._mismatch = found[1] if found is not None else None
-        stack = details[seen.rank].stack if seen is not None and seen.rank in details else []
+    def _report_hang(self, hang: Hang, ranks: list[int], with_stack: bool) -> None:
+        assert self._exchange is not None
+        details, status = self._exchange.details(ranks), hang.status
+        mismatch = find_mismatch(self._exchange.calls(ranks), sites=hang.all_wait)
+        self._mismatch = mismatch[1] if mismatch is not None else None
+        stack = details[status.rank].stack if status is not None and status.rank in details else []
         lines = [hang.text()]
         if self._mismatch:
             lines.append(self._mismatch)
-        if tells_more and stack:
-            lines += ["its stack, as far as known:", *(f"  {line}" for line in stack)]
-        record = self._write_flight_record()
-        if record is not None:
+        if with_stack and stack:
+            lines += ["its last known stack:", *(f"  {line}" for line in stack)]
+        path = self._dump_flight_recorder()
+        if path is not None:
             lines.append(
-                f"torch's record of the last collectives of rank {self.world.rank}: {record}"
+                f"torch's record of the last collectives of rank {self.world.rank}: {path}"
             )
         self._emit(
             {
                 "type": "hang",
                 "text": "\n".join(lines),
                 "rank": hang.rank,
-                "host": seen.host if seen is not None else None,
-                "phase": seen.phase if seen is not None else None,
-                "step": seen.step if seen is not None else None,
+                "host": status.host if status is not None else None,
+                "phase": status.phase if status is not None else None,
+                "step": status.step if status is not None else None,
                 "since_s": round(hang.since_s, 1),
                 "why": hang.why,
                 "stack": stack,
@@ -253,166 +250,162 @@ class Watchdog:
             }
         )
 
-    def _take_back(self, hang: Hang) -> None:
+    def _report_hang_end(self, hang: Hang) -> None:
         self._mismatch = None
-        who = f"rank {hang.rank} goes" if hang.rank is not None else "the ranks go"
-        text = f"{who} on again, after about {hang.since_s:.0f} s"
+        subject = f"rank {hang.rank} makes" if hang.rank is not None else "the ranks make"
+        text = f"{subject} progress again, after about {hang.since_s:.0f} s"
         since_s = round(hang.since_s, 1)
         self._emit({"type": "hang_end", "text": text, "rank": hang.rank, "since_s": since_s})
 
-    def _end_hang(self, hangs: list[Hang]) -> None:
-        """End this rank where a hang has lasted too long; not where it is this rank that hangs."""
-        late = [one for one in hangs if one.since_s > self.timeout_s]
-        if not late or any(one.rank == self.world.rank and not one.all_wait for one in hangs):
+    def _end_after_timeout(self, hangs: list[Hang]) -> None:
+        """End this rank if a hang has lasted too long, unless this rank is the one that hangs."""
+        expired = [hang for hang in hangs if hang.since_s > self.timeout_s]
+        if not expired or any(hang.rank == self.world.rank and not hang.all_wait for hang in hangs):
             return
-        text = "; ".join(one.text() for one in late) + (
-            f". {self._mismatch}" if self._mismatch else ""
-        )
-        blamed = [one.rank for one in late if one.rank is not None]
-        self.stop.fail(f"{text}. After {self.timeout_s:.0f} s of it the ranks end", blamed)
+        text = "; ".join(hang.text() for hang in expired)
+        if self._mismatch:
+            text += f". {self._mismatch}"
+        blamed = [hang.rank for hang in expired if hang.rank is not None]
+        limit = f"the hang lasted longer than {self.timeout_s:.0f} s (`recovery.hang_timeout_s`)"
+        self.stop.fail(f"{text}. All ranks end, because {limit}", blamed)
 
-    def _write_flight_record(self) -> Path | None:
-        """What torch's flight recorder holds, where it is on (see
-        :func:`paceline.distributed.communicator.init_communicator`)."""
-        text = flight_record()
-        if text is None or self.folder is None or not self.folder.is_dir():
+    def _dump_flight_recorder(self) -> Path | None:
+        """Write what torch's flight recorder holds, if it is on (see
+        :func:`paceline.distributed.communicator.init_communicator`). Returns the file."""
+        record = torch_compat.dump_flight_recorder()
+        if b'"profiling_name"' not in record or self.folder is None or not self.folder.is_dir():
             return None
         path = self.folder / f"flight-rank-{self.world.rank}.json"
         try:
-            path.write_bytes(text)
+            path.write_bytes(record)
         except OSError:
             return None
         return path
 
     # -- stragglers
-    def _judge_stragglers(self, peers: list[PeerState]) -> None:
-        assert self._beats is not None
-        kinds = {one.rank: one.beat.kind for one in peers}
+    def _report_stragglers(self, peers: list[PeerState]) -> None:
+        assert self._exchange is not None
+        kinds = {peer.rank: peer.heartbeat.kind for peer in peers}
         if len(peers) + len(self.world.lost) < self.world.size or UNKNOWN_KIND in kinds.values():
             return
-        told = self._beats.steps(rank for rank, kind in kinds.items() if kind is not None)
-        for one in self._steps.add(kinds, told):
-            host = next(peer.beat.host for peer in peers if peer.rank == one.rank)
-            if one.even:
+        hosts = {peer.rank: peer.heartbeat.host for peer in peers}
+        steps = self._exchange.steps(rank for rank, kind in kinds.items() if kind is not None)
+        for straggler in self._steps.add(kinds, steps):
+            host = hosts[straggler.rank]
+            if straggler.is_even:
                 self._emit(
                     {
                         "type": "straggler_end",
-                        "text": one.text(host),
-                        "rank": one.rank,
+                        "text": straggler.text(host),
+                        "rank": straggler.rank,
                         "host": host,
-                        "step": one.step,
+                        "step": straggler.step,
                     }
                 )
                 continue
             self._emit(
                 {
                     "type": "straggler",
-                    "text": one.text(host),
-                    "rank": one.rank,
+                    "text": straggler.text(host),
+                    "rank": straggler.rank,
                     "host": host,
-                    "step": one.step,
-                    "slower_by_s": round(one.slower_by_s, 4),
+                    "step": straggler.step,
+                    "slower_by_s": round(straggler.slower_by_s, 4),
                     "share": {
-                        "data_s": round(one.share["data_s"], 4),
-                        "compute_s": round(one.share["compute_s"], 4),
-                        "communication_s": round(one.share["communication_s"], 4),
+                        "data_s": round(straggler.share["data_s"], 4),
+                        "compute_s": round(straggler.share["compute_s"], 4),
+                        "communication_s": round(straggler.share["communication_s"], 4),
                     },
-                    "steps": one.steps,
+                    "steps": straggler.steps,
                 }
             )
 
-    def _judge_pauses(self, peers: list[PeerState]) -> None:
-        for one in peers:
-            pause = one.beat.pause
-            if pause is not None and pause != self._pauses.get(one.rank):
-                self._pauses[one.rank] = pause
-                paused_s = round(pause.seconds, 3)
-                self._emit(
-                    {
-                        "type": "straggler",
-                        "text": pause.text(one.rank, one.beat.host),
-                        "rank": one.rank,
-                        "host": one.beat.host,
-                        "step": pause.step,
-                        "slower_by_s": paused_s,
-                        "share": {
-                            "data_s": 0.0,
-                            "compute_s": paused_s,
-                            "communication_s": 0.0,
-                        },
-                        "steps": 1,
-                    }
-                )
-
-    def _judge_links(self, peers: list[PeerState]) -> None:
-        now_s = time.perf_counter()
-        for one in peers:
-            found = self._links.add(
-                one.rank, now_s, one.beat.segments.sent, one.beat.segments.resent
+    def _report_pauses(self, peers: list[PeerState]) -> None:
+        for peer in peers:
+            pause, host = peer.heartbeat.pause, peer.heartbeat.host
+            if pause is None or pause == self._pauses.get(peer.rank):
+                continue
+            self._pauses[peer.rank] = pause
+            paused_s = round(pause.seconds, 3)
+            self._emit(
+                {
+                    "type": "straggler",
+                    "text": pause.text(peer.rank, host),
+                    "rank": peer.rank,
+                    "host": host,
+                    "step": pause.step,
+                    "slower_by_s": paused_s,
+                    "share": {"data_s": 0.0, "compute_s": paused_s, "communication_s": 0.0},
+                    "steps": 1,
+                }
             )
-            if found is not None:
+
+    def _report_links(self, peers: list[PeerState]) -> None:
+        now_s = time.perf_counter()
+        for peer in peers:
+            heartbeat = peer.heartbeat
+            segments = heartbeat.segments
+            link = self._links.add(peer.rank, now_s, segments.sent, segments.resent)
+            if link is not None:
                 self._emit(
                     {
-                        "type": "link_end" if found.is_sound else "link",
-                        "text": found.text(one.beat.host),
-                        "rank": one.rank,
-                        "host": one.beat.host,
-                        "step": one.beat.step,
-                        "resent_share": round(found.share, 5),
-                        "segments": found.sent,
-                        "seconds": round(found.seconds, 1),
+                        "type": "link_end" if link.has_recovered else "link",
+                        "text": link.text(heartbeat.host),
+                        "rank": peer.rank,
+                        "host": heartbeat.host,
+                        "step": heartbeat.step,
+                        "resent_share": round(link.share, 5),
+                        "segments": link.sent,
+                        "seconds": round(link.seconds, 1),
                     }
                 )
 
-    # -- what failed
+    # -- failures
     def explain(self, error: BaseException) -> BaseException:
-        """``error``, or one that says more: where a collective failed because the ranks have issued
-        different ones, or while a rank stood still. Takes some seconds at most."""
-        if (
-            self._beats is None
-            or isinstance(error, PacelineError)
-            or not isinstance(error, RuntimeError | dist.DistError)
-        ):
+        """Return ``error``, or a more specific one if a collective failed because the ranks have
+        issued different ones, or while a rank hung. Takes two seconds at most."""
+        is_collective_error = isinstance(error, RuntimeError | dist.DistError)
+        if self._exchange is None or isinstance(error, PacelineError) or not is_collective_error:
             return error
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        found = self._ask()
-        if found is not None:
+        from_torch = f"(torch: {first_line(error)})"
+        mismatch = self._find_mismatch()
+        if mismatch is not None:
             fix = (
                 "let all ranks of a group call the same collectives, in one order, with tensors of"
                 " one size and dtype"
             )
-            return MismatchError(f"{found}. (torch: {first})", fix=fix)
-        if self.named:
-            text = "; ".join(one.text() for one in self.named.values()) + f". (torch: {first})"
-            return FaultError(
-                text, ranks=[one.rank for one in self.named.values() if one.rank is not None]
-            )
+            return MismatchError(f"{mismatch}. {from_torch}", fix=fix)
+        if self.hangs:
+            text = "; ".join(hang.text() for hang in self.hangs.values())
+            ranks = [rank for rank in self.hangs if rank is not None]
+            return FaultError(f"{text}. {from_torch}", ranks=ranks)
         return error
 
-    def _ask(self) -> str | None:
-        """Compare the last calls of all ranks, as they come in."""
-        assert self._beats is not None
-        self._beats.asks = True
-        deadline = time.perf_counter() + _ASK_S
+    def _find_mismatch(self) -> str | None:
+        """Compare the last calls of all ranks as they are published."""
+        assert self._exchange is not None
+        self._exchange.requests_calls = True
+        deadline = time.perf_counter() + _CALLS_TIMEOUT_S
         while time.perf_counter() < deadline:
             try:
-                with self._lock:
-                    self._beats.publish()
-                    peers = self._beats.read()
-                    calls = self._beats.calls(one.rank for one in peers)
-            except (RuntimeError, OSError):  # the store has gone as well
-                peers, calls = [], self._beats.calls_near()
-            found = find_mismatch(calls)
-            if found is not None or not peers:
-                return found[1] if found is not None else None
-            if len(peers) == self.world.size and all(
-                one.rank in calls or one.is_gone or one.beat.phase == "ended" for one in peers
-            ):
+                with self._exchange_lock:
+                    self._exchange.publish()
+                    peers = self._exchange.read()
+                    calls = self._exchange.calls(peer.rank for peer in peers)
+            except (RuntimeError, OSError):  # the store has ended as well
+                peers, calls = [], self._exchange.calls_on_host()
+            mismatch = find_mismatch(calls)
+            if mismatch is not None:
+                return mismatch[1]
+            is_complete = len(peers) == self.world.size and all(
+                peer.rank in calls or peer.died or peer.heartbeat.phase == "ended" for peer in peers
+            )
+            if is_complete or not peers:
                 return None
             time.sleep(_PERIOD_S / 3)
         return None
 
-    # -- speaking
+    # -- reports
     def _emit(self, event: HealthEvent) -> None:
         """Write the event if this rank writes the log; otherwise print its text."""
         if self.events is not None and self.events.path is not None:
@@ -426,39 +419,40 @@ class Watchdog:
         logger.log(level, f"[rank {self.world.rank}] {text}", extra=ON_EVERY_RANK)
 
 
-class _Steps:
-    """The steps of which all ranks have told their times, each once and in order."""
+class _StepComparison:
+    """Hands each step of which all ranks have published their times to the detector, once and in
+    order."""
 
     def __init__(self) -> None:
-        self.judge: StragglerDetector | None = None
+        self._detector: StragglerDetector | None = None
         self._kinds: dict[int, str | None] = {}
-        self._last = 0
+        self._last_step = 0
 
     def add(
-        self, kinds: dict[int, str | None], told: dict[int, list[StepTimes]]
+        self, kinds: dict[int, str | None], steps_by_rank: dict[int, list[StepTimes]]
     ) -> list[Straggler]:
-        if self.judge is None or kinds != self._kinds:
-            self.judge, self._kinds = StragglerDetector(kinds), kinds
-            # a first step is no measure
-            self._last = min((steps[0].step for steps in told.values() if steps), default=0)
-        if len(told) < 2:
+        if self._detector is None or kinds != self._kinds:
+            self._detector, self._kinds = StragglerDetector(kinds), kinds
+            # the duration of a first step says nothing
+            first_steps = [steps[0].step for steps in steps_by_rank.values() if steps]
+            self._last_step = min(first_steps, default=0)
+        if len(steps_by_rank) < 2:
             return []
-        by_rank = {rank: {one.step: one for one in steps} for rank, steps in told.items()}
-        common = set.intersection(*({*steps} for steps in by_rank.values()))
-        found = []
-        for step in sorted(one for one in common if one > self._last):
-            self._last = step
-            times = {rank: steps[step] for rank, steps in by_rank.items()}
-            if not any(one.disturbed for one in times.values()):
-                found += self.judge.add(step, {rank: _busy(one) for rank, one in times.items()})
-        return found
-
-
-def _busy(one: StepTimes) -> RankBusyTime:
-    return RankBusyTime(max(0.0, one.wall_s - one.wait_s), one.data_s, one.wait_s, one.held_s)
-
-
-def flight_record() -> bytes | None:
-    """What torch's flight recorder holds, as JSON; None where it is off or there is none."""
-    text = torch_compat.dump_flight_recorder()
-    return text if b'"profiling_name"' in text else None
+        by_step = {
+            rank: {times.step: times for times in steps} for rank, steps in steps_by_rank.items()
+        }
+        common = set.intersection(*({*steps} for steps in by_step.values()))
+        stragglers = []
+        for step in sorted(step for step in common if step > self._last_step):
+            self._last_step = step
+            times_by_rank = {rank: steps[step] for rank, steps in by_step.items()}
+            if any(times.disturbed for times in times_by_rank.values()):
+                continue
+            busy = {
+                rank: RankBusyTime(
+                    max(0.0, times.wall_s - times.wait_s), times.data_s, times.wait_s, times.held_s
+                )
+                for rank, times in times_by_rank.items()
+            }
+            stragglers += self._detector.add(step, busy)
+        return stragglers

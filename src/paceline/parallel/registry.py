@@ -11,13 +11,13 @@ from paceline.config.diff import OTHER_TRAINING as OTHER_TRAINING
 from paceline.config.modes import read_mode
 from paceline.core.errors import ConfigError, nearest
 from paceline.core.formatting import counted
+from paceline.core.user_code import import_user_module
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.record import ModelShape
 from paceline.parallel import limits
 from paceline.parallel.capabilities import Capabilities, check_features, check_limits
 from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.parameter_server import roles
-from paceline.parallel.user_module import import_user_module
 
 if TYPE_CHECKING:
     from paceline.config.schema import Config
@@ -355,7 +355,9 @@ def get_spec(mode: str) -> StrategySpec:
     if mode in STRATEGIES:
         return STRATEGIES[mode]
     where, _, attribute = mode.rpartition(":")
-    found = getattr(import_user_module(where, "parallel.mode", mode), attribute, None)
+    form = "./file.py:SPEC or package.module:SPEC"
+    module = import_user_module(where, f"parallel.mode: {mode}", form, keeps_name=True)
+    found = getattr(module, attribute, None)
     if not isinstance(found, StrategySpec):
         raise ConfigError(
             f"`parallel.mode: {mode}` is not a strategy: {where} has no StrategySpec `{attribute}`",

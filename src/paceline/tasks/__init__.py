@@ -1,4 +1,4 @@
-"""The tasks: what a batch is and what its loss is. Importing this package imports no torch."""
+"""Tasks: what a batch is and what its loss is. Importing this package imports no torch."""
 
 from __future__ import annotations
 
@@ -10,27 +10,21 @@ if TYPE_CHECKING:
     from paceline.config.schema import Config
     from paceline.tasks.base import Task
 
-#: The tasks that come with Paceline, and what each is for.
+#: The built-in tasks, and the purpose of each.
 BUILT_IN = {
     "sft": "language models, loss on the answers",
     "pretrain": "language models, loss on every token",
     "classify": "images into classes",
-    "recommend": "the chance of a click, with embedding tables",
+    "recommend": "click prediction with embedding tables",
 }
 
 
-def is_user_task(config: Config) -> bool:
-    """Whether ``config.task`` names a class of the user, in a file or a module."""
-    name = config.task.strip()
-    return name not in BUILT_IN and (":" in name or name.endswith(".py"))
-
-
 def load_task(config: Config) -> Task:
-    """The task that ``config.task`` names: a built-in one, ``./file.py:Class`` or
+    """Return the task that ``config.task`` names: a built-in one, ``./file.py:Class`` or
     ``package.module:Class``.
 
     Raises:
-        ConfigError: no such task; or the user's file or class cannot be used, with the reason.
+        ConfigError: the task does not exist, or the user's file or class cannot be used.
     """
     name = config.task.strip()
     if name in ("sft", "pretrain"):
@@ -45,13 +39,13 @@ def load_task(config: Config) -> Task:
         from paceline.tasks.recommend import RecommendTask
 
         return RecommendTask(config)
-    if is_user_task(config):
+    if ":" in name or name.endswith(".py"):
         from paceline.tasks.user import load_user_task
 
         return load_user_task(config)
+    built_in = ", ".join(f"{task} ({purpose})" for task, purpose in BUILT_IN.items())
     raise ConfigError(
-        f"`task: {config.task}` is not known",
-        allowed=", ".join(f"{one} ({what})" for one, what in BUILT_IN.items())
-        + "; your own as ./file.py:Class or package.module:Class",
+        f"unknown `task: {config.task}`",
+        allowed=f"{built_in}; your own as ./file.py:Class or package.module:Class",
         fix=did_you_mean(name.lower(), BUILT_IN, "choose one of these", form="`task: {}`"),
     )

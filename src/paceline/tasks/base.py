@@ -96,6 +96,8 @@ class Task:
     #: that its value on a batch is not the sum of its values on the parts. The result of training
     #: then depends on the micro-batch size.
     additive = True
+    #: whether the model generates text from the samples of :class:`LanguageTask`
+    is_language_model = False
 
     def __init__(self, config: Config) -> None:
         self.config = config

@@ -29,6 +29,7 @@ class LanguageTask(Task):
     plain text."""
 
     unit = "label tokens"
+    is_language_model = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

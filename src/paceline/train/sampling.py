@@ -27,7 +27,6 @@ from paceline.models.blocks import base_model
 from paceline.parallel.base import Strategy
 from paceline.parallel.protocols import checkable_replicas, evaluate
 from paceline.tasks.base import Task
-from paceline.tasks.language import LanguageTask
 from paceline.train.callbacks import Callback
 from paceline.train.evaluation import EvalResult
 from paceline.train.precision import Precision
@@ -86,9 +85,7 @@ class SampleGenerator(Callback):
         self.precision = precision
         self.dataset = dataset
         self.events = events
-        self.active = (
-            isinstance(task, LanguageTask) and self.settings.samples > 0 and dataset is not None
-        )
+        self.active = task.is_language_model and self.settings.samples > 0 and dataset is not None
         self._reported: set[str] = set()
         self._prompts: list[_Prompt] | None = None
         self._tokenizer: LoadedTokenizer

@@ -56,10 +56,9 @@ from paceline.parallel.protocols import (
     replica_of,
     traffic_period,
 )
-from paceline.tasks import is_user_task, load_task
+from paceline.tasks import load_task
 from paceline.tasks.base import Task
-from paceline.tasks.language import LanguageTask
-from paceline.tasks.user import guard_model
+from paceline.tasks.user import UserTask, guard_model
 from paceline.train.balance import Balancer
 from paceline.train.callbacks import (
     Callback,
@@ -291,9 +290,12 @@ def build_components(
         model.to(comm.device)
     notices = task.setup(model)
     datasets = task.build_datasets()
-    # on every rank: the loss may call collectives
-    if is_user_task(spec.config) and spec.resume_from is None:
-        notices += _check_loss(task, model, datasets[0], spec.config)
+    if isinstance(task, UserTask) and spec.resume_from is None:
+        from paceline.tasks.additivity import check_additive  # built-in tasks start without it
+
+        # on every rank, because the loss may call collectives
+        seed = spec.config.train_args.seed
+        notices += check_additive(task.task, model, datasets[0], seed)
     probe = _probe(task, datasets[0]) if spec.layout.axes.pipeline > 1 else None
     strategy.probe = None if probe is None else probe.run
     shape, decayed = outline(model, spec.config, probe), matrices_of(model)
@@ -347,14 +349,6 @@ def _build_data(
 def _probe(task: Task, dataset: Any) -> Probe:
     """The task's loss on one sample: what its blocks hand on is what pipeline stages send."""
     return Probe(lambda model: task.loss(model, task.collate([dataset[0]])), rows=1)
-
-
-def _check_loss(
-    task: Task, model: nn.Module, dataset: Any, config: Config
-) -> list[tuple[str, str]]:
-    from paceline.tasks.additivity import check_additive  # built-in tasks start without it
-
-    return check_additive(task, model, dataset, config.train_args.seed)
 
 
 def _build_model(task: Task, config: Config) -> nn.Module:
@@ -458,7 +452,7 @@ def _run_info(
         shape=components.shape,
         train_dataset=data.train_dataset,
         order=data.order,
-        predicts_activations=isinstance(components.task, LanguageTask),
+        predicts_activations=components.task.is_language_model,
     )
 
 

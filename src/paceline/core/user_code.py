@@ -1,0 +1,117 @@
+"""Importing a user's Python files and modules, and errors that show the line that raised."""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from paceline.core.errors import ConfigError, did_you_mean, first_line
+
+
+def import_user_module(
+    location: str, setting: str, form: str, *, keeps_name: bool = False
+) -> ModuleType:
+    """Import a file (``./file.py``, relative to the current folder) or a module by its dotted name.
+
+    Args:
+        setting: key and value of the config, for messages.
+        form: what the setting accepts, for messages.
+        keeps_name: the module of a file must have the name of the file. Otherwise it gets a name
+            made from its path if another module has that name.
+
+    Raises:
+        ConfigError: the file or module does not exist, or it raised.
+    """
+    path = Path(location).expanduser().resolve()
+    try:
+        if not location.endswith(".py"):
+            if str(Path.cwd()) not in sys.path:
+                sys.path.insert(0, str(Path.cwd()))
+            return importlib.import_module(location)
+        if path.is_file():
+            return _import_file(path, setting, keeps_name)
+    except ConfigError:
+        raise
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{location}.".startswith(f"{missing}."):
+            raise ConfigError(
+                f"`{setting}`: module {missing!r} not found (searched the environment and"
+                f" {Path.cwd()})",
+                allowed=form,
+                fix="check the name, install the package, or give a file: ./file.py:NAME",
+            ) from error
+        raise user_error(f"`{setting}`: {location} cannot be imported", error, path) from error
+    siblings = [file.name for file in path.parent.glob("*.py")]
+    raise ConfigError(
+        f"`{setting}`: file not found: {path}",
+        allowed=f"{form}, a path relative to the current folder ({Path.cwd()})",
+        fix=did_you_mean(path.name, siblings, "check the path", f"{Path(location).parent / '{}'}"),
+    )
+
+
+def _import_file(path: Path, setting: str, keeps_name: bool) -> ModuleType:
+    name = path.stem if _has_free_name(path) else None
+    if name is None and keeps_name:
+        raise ConfigError(
+            f"`{setting}`: a module named {path.stem} already exists",
+            fix="give the file another name",
+        )
+    if name is None:  # the same in every process
+        name = f"paceline_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    # As for a script, its folder comes first, so that it can import the files beside it. Processes
+    # that a loader starts are given the same sys.path, and find the module by its name.
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _has_free_name(path: Path) -> bool:
+    """Return whether no other module has the name of the file."""
+    if not path.stem.isidentifier():
+        return False
+    try:
+        spec = importlib.util.find_spec(path.stem)
+    except (ImportError, ValueError):
+        spec = None
+    if path.stem in sys.modules:
+        file = getattr(sys.modules[path.stem], "__file__", None)
+    else:
+        file = str(path) if spec is None else spec.origin
+    return file is not None and Path(file).resolve() == path
+
+
+def error_summary(error: BaseException) -> str:
+    """Return the type of an error and the first line of its text."""
+    name = type(error).__name__
+    return f"{name}: {first_line(error)}" if str(error).strip() else name
+
+
+def user_error(
+    text: str, error: BaseException, path: Path | None = None, fix: str | None = None
+) -> ConfigError:
+    """Return the error for user code that raised, with the line of the user's file ``path``, else
+    the last line of the traceback."""
+    if isinstance(error, SyntaxError) and error.filename:
+        location = f"{error.filename}, line {error.lineno}"
+        return ConfigError(f"{text}: {type(error).__name__}: {error.msg} ({location})", fix=fix)
+    frames = traceback.extract_tb(error.__traceback__)
+    user_frames = [frame for frame in frames if path is not None and frame.filename == str(path)]
+    frame = (user_frames or frames)[-1]
+    line = f": `{frame.line}`" if frame.line else ""
+    place = f"({frame.filename}, line {frame.lineno}{line})"
+    return ConfigError(f"{text}: {error_summary(error)} {place}", fix=fix)
