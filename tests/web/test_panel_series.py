@@ -179,7 +179,7 @@ def test_a_line_longer_than_any_event_is_passed_over(tmp_path, monkeypatch):
         handle.write(b'{"type": "notice", "text": "' + b"x" * 50_000 + b'"}\n')
     emit_steps(log, 2, 2)
     monkeypatch.setattr(index_module, "_CHUNK_BYTES", 4096)
-    monkeypatch.setattr(index_module, "_LONGEST_BYTES", 16384)
+    monkeypatch.setattr(index_module, "_MAX_LINE_BYTES", 16384)
     index = RunIndex(tmp_path / "events.jsonl")
     assert index.catch_up()
     assert index.columns.column("step").tolist() == [1, 2]
@@ -207,7 +207,7 @@ def test_columns_of_a_run_too_long_keep_one_in_so_many():
 
 
 def test_a_long_log_is_shown_at_once_by_a_part_of_it_and_then_exactly(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(index_module, "_AT_ONCE_BYTES", 1 << 16)
+    monkeypatch.setattr(index_module, "_MAX_WAIT_BYTES", 1 << 16)
     write_long(tmp_path / "one/events.jsonl", 12_000, 4, resume_at=9000)
     served = serve(tmp_path)
     id = served.the_run()
@@ -235,7 +235,7 @@ def test_a_long_log_is_shown_at_once_by_a_part_of_it_and_then_exactly(serve, tmp
 
 
 def test_what_all_indexes_hold_is_bounded(serve, tmp_path, monkeypatch):
-    monkeypatch.setattr(index_module, "_MEMORY_BYTES", 1)
+    monkeypatch.setattr(index_module, "_MAX_MEMORY_BYTES", 1)
     for name in ("one", "two"):
         finished(tmp_path / name)
     served = serve(tmp_path)

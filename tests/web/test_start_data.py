@@ -63,7 +63,7 @@ def test_a_name_is_reduced_to_a_safe_one(given, name):
     "given", ["x.py", "x.pkl", "x.pt", ".jsonl", "", "..", "x.jsonl/", "x.safetensors", "x"]
 )
 def test_what_is_no_data_is_refused(serve, tmp_path, given):
-    with pytest.raises(uploading.ConfigError, match="no data that can be read"):
+    with pytest.raises(uploading.ConfigError, match="not a supported data file"):
         safe_name(given)
 
 

@@ -46,13 +46,13 @@ def test_a_run_is_stopped_with_a_checkpoint_and_resumed(serve, tmp_path):
     until_step(served, id, 2)
     pid = ask(served, f"/api/runs/{id}/stop")["pid"]
     assert psutil.pid_exists(pid)
-    assert "stopping already" in ask(served, f"/api/runs/{id}/stop", 409)["error"]["what"]
+    assert "already stopping" in ask(served, f"/api/runs/{id}/stop", 409)["error"]["what"]
     until_status(served, id, "stopped")
     run = tmp_path / "long"
     stopped_at = events(run, "run_end")[-1]["step"]
     assert (run / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").is_file()
     until(lambda: not psutil.pid_exists(pid))
-    assert "not going on" in ask(served, f"/api/runs/{id}/stop", 400)["error"]["what"]
+    assert "is not running" in ask(served, f"/api/runs/{id}/stop", 400)["error"]["what"]
 
     last = stopped_at + 3
     shorter = served.get(f"/api/runs/{id}/resume")["yaml"].replace("4000", str(last))
@@ -90,7 +90,7 @@ def test_what_the_command_refuses_is_handed_over(serve, tmp_path):
 )
 def test_a_name_that_leaves_the_folder_is_refused(serve, tmp_path, name):
     error = ask(serve(tmp_path / "runs"), "/api/start", 400, yaml=MICRO % 2, name=name)["error"]
-    assert "no name for a run" in error["what"]
+    assert "not a valid name" in error["what"]
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -155,7 +155,7 @@ def test_a_process_that_only_has_the_number_of_a_run_is_never_told_to_stop(tmp_p
         (run / "events.jsonl").write_text(text)
         for locked in (False, True):
             handle = runs.lock_run(runs.RunDir(run), 0.0) if locked else None
-            with pytest.raises(runs.ConfigError, match="not going on"):
+            with pytest.raises(runs.ConfigError, match="is not running"):
                 stop(run, RunLauncher(tmp_path))
             if handle is not None:
                 handle.close()
@@ -167,7 +167,7 @@ def test_a_process_that_only_has_the_number_of_a_run_is_never_told_to_stop(tmp_p
             "time": time.time() - 3600,
         }
         runs.write_json_atomic(run / START, started)
-        with pytest.raises(runs.ConfigError, match="is gone"):
+        with pytest.raises(runs.ConfigError, match="no longer exists"):
             stop(run, RunLauncher(tmp_path))
         assert other.poll() is None
     finally:

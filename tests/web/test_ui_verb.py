@@ -106,7 +106,7 @@ def test_an_open_address_says_what_that_means(tmp_path):
         ([".", "--port", "70000"], "0 (any that is free) to 65535"),
         ([".", "--port", "many"], "--port many"),
         ([".", "--host", "no.such.host.invalid"], "no.such.host.invalid"),
-        ([".", "--host", "192.0.2.1"], "no address of this machine"),
+        ([".", "--host", "192.0.2.1"], "not an address of this machine"),
         ([".", "other"], "paceline ui"),
         ([".", "--prot", "80"], "paceline ui"),
     ],

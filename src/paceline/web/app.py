@@ -1,4 +1,4 @@
-"""The application: routes, the page, and what stands before them."""
+"""The ASGI application: routes, the static page, and the middleware in front of them."""
 
 import threading
 from collections.abc import AsyncIterator
@@ -19,18 +19,19 @@ STATIC = Path(__file__).parent / "static"
 
 
 def create_app(panel: AppState) -> FastAPI:
-    """The server of one panel."""
+    """Return the application of one served folder."""
 
     @asynccontextmanager
-    async def life(_: FastAPI) -> AsyncIterator[None]:
-        first_look = threading.Timer(0.05, panel.runs.summaries)  # while the browser starts
-        first_look.daemon = True
-        first_look.start()
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        # Search for runs while the browser starts.
+        first_search = threading.Timer(0.05, panel.runs.entries)
+        first_search.daemon = True
+        first_search.start()
         yield
         await panel.close()
 
     app = FastAPI(
-        title="Paceline's panel", version=version("paceline"), lifespan=life,
+        title="Paceline's panel", version=version("paceline"), lifespan=lifespan,
         default_response_class=StrictJSONResponse, openapi_url="/api/openapi.json", docs_url=None,
         redoc_url=None, redirect_slashes=False,
     )  # fmt: skip

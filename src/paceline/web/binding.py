@@ -1,4 +1,4 @@
-"""Which address and port a server listens on."""
+"""The address and port that the server listens on."""
 
 import errno
 import ipaddress
@@ -9,42 +9,49 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.network import source_address
 
 PORT = 8765
-_TRIES = 50  # ports after the one asked for
+_MAX_TRIES = 50
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket on ``port``, or on the next one that is free (0: any)."""
+    """Return a listening socket on ``port``, or on the next one that is free (0: any).
+
+    Raises:
+        ConfigError: ``host`` is not an address of this machine.
+        RunError: no port is free.
+    """
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"`--host {host}` is not known here", fix="leave it out (127.0.0.1), or give an address"
+            f"`--host {host}`: this name cannot be resolved",
+            fix="omit --host to listen on 127.0.0.1, or use an IP address",
         ) from error
-    for number in range(port, min(port + _TRIES, 65536)):
-        found = socket.socket(family, kind)
+    end = min(port + _MAX_TRIES, 65536)
+    for number in range(port, end):
+        listener = socket.socket(family, kind)
         if os.name == "posix":
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            found.bind((address[0], number, *address[2:]))
-            found.listen(256)
-            return found
+            listener.bind((address[0], number, *address[2:]))
+            listener.listen(256)
+            return listener
         except OSError as error:
-            found.close()
+            listener.close()
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                what = f"`--host {host}` is no address of this machine ({error.strerror})"
                 raise ConfigError(
-                    what, fix="leave it out (127.0.0.1), or give one of its addresses"
+                    f"`--host {host}` is not an address of this machine ({error.strerror})",
+                    fix="omit --host to listen on 127.0.0.1, or use one of this machine's"
+                    " addresses",
                 ) from error
     raise RunError(
-        f"no port from {port} to {min(port + _TRIES, 65536) - 1} is free on {host}",
-        fix="give another with --port",
+        f"no port from {port} to {end - 1} is free on {host}", fix="choose another with --port"
     )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server bound to ``host``."""
+    """Return whether only this machine can reach a server that is bound to ``host``."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -52,7 +59,7 @@ def is_loopback(host: str) -> bool:
 
 
 def shown_host(host: str) -> str:
-    """How a browser reaches a server bound to ``host``."""
+    """Return the host part of the URL of a server that is bound to ``host``."""
     if host in ("0.0.0.0", "::", ""):
         try:
             return source_address()

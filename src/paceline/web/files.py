@@ -1,5 +1,5 @@
-"""Opening what lies in the served folder, and nothing outside it: a link is not followed, a pipe
-does not block."""
+"""Read files of the served folder, and nothing outside it. Symbolic links are not followed, and
+opening a pipe does not block."""
 
 import json
 import os
@@ -15,8 +15,8 @@ JSONObject = dict[str, JsonValue]
 
 
 def open_inside(path: Path) -> IO[bytes] | None:
-    """A regular file for reading; None where there is none, where it is a link or where its folder
-    is reached through one."""
+    """Open a regular file for reading. Return None if it does not exist, is a symbolic link, or its
+    folder is reached through one."""
     if os.path.realpath(path.parent) != str(path.parent):
         return None
     try:
@@ -30,16 +30,16 @@ def open_inside(path: Path) -> IO[bytes] | None:
 
 
 def stat_inside(path: Path | str) -> os.stat_result | None:
-    """Of a regular file that is no link; None where there is none."""
+    """Return the status of a regular file; None if it does not exist or is a symbolic link."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except (OSError, ValueError):
         return None
-    return found if stat.S_ISREG(found.st_mode) else None
+    return status if stat.S_ISREG(status.st_mode) else None
 
 
 def read_inside(path: Path, limit_bytes: int = 4 << 20) -> bytes | None:
-    """Of a file that :func:`open_inside` opens, at most its first ``limit_bytes``."""
+    """Return at most the first ``limit_bytes`` of a file that :func:`open_inside` opens."""
     handle = open_inside(path)
     if handle is None:
         return None
@@ -52,7 +52,7 @@ def read_inside(path: Path, limit_bytes: int = 4 << 20) -> bytes | None:
 
 
 def json_inside(path: Path) -> JSONObject | None:
-    """A JSON object from a file; None where there is none, or it holds something else."""
+    """Return the JSON object in a file; None if there is none."""
     raw = read_inside(path, 16 << 20)
     try:
         value = json.loads(raw) if raw is not None else None
@@ -62,27 +62,27 @@ def json_inside(path: Path) -> JSONObject | None:
 
 
 def tail_inside(path: Path, size_bytes: int = 1 << 18) -> bytes | None:
-    """The last whole lines of a file, of so many bytes; None where there is none."""
+    """Return the complete lines in the last ``size_bytes`` of a file; None if it does not exist."""
     handle = open_inside(path)
     if handle is None:
         return None
     with handle:
         begin = max(0, os.fstat(handle.fileno()).st_size - size_bytes)
-        read = os.pread(handle.fileno(), size_bytes, begin)
-    return read[read.find(b"\n") + 1 :] if begin else read
+        tail = os.pread(handle.fileno(), size_bytes, begin)
+    return tail[tail.find(b"\n") + 1 :] if begin else tail
 
 
 def shown(name: str) -> str:
-    """A file's name as text, whatever bytes it is made of."""
+    """Return a file name as text, whatever bytes it consists of."""
     return clean(os.fsencode(name).decode("utf-8", errors="replace"))
 
 
 def as_object(value: object) -> JSONObject:
-    """A JSON object from an event log or a report, which may hold anything; empty if it is not
-    one."""
+    """Return a value of an event log or a report as a JSON object; empty if it is not one."""
     return value if isinstance(value, dict) else {}
 
 
 def as_text(value: object, limit: int = 500) -> str | None:
-    """A text from there, without control characters."""
+    """Return a value of an event log or a report without control characters; None if it is not a
+    string."""
     return clean(value)[:limit] if isinstance(value, str) else None

@@ -1,4 +1,4 @@
-"""How the server answers: JSON that every browser reads, and errors of one shape."""
+"""Response types of the server: strict JSON, and errors of one shape."""
 
 import json
 import math
@@ -13,80 +13,74 @@ from paceline.core.errors import ConfigError, PacelineError
 
 
 class NotFound(ConfigError):
-    """There is no such run or file (404)."""
+    """The run or the file does not exist (404)."""
 
 
 class Conflict(ConfigError):
-    """It was asked for already (409)."""
+    """The same request was made before and is still being carried out (409)."""
 
 
 _STATUS: dict[type, int] = {NotFound: 404, Conflict: 409}
 
 
 class StrictJSONResponse(JSONResponse):
-    """JSON without NaN and the infinities (they are null), and without a character that UTF-8 has
-    not."""
+    """A JSON response that every browser parses: see :func:`encode`."""
 
     def render(self, content: Any) -> bytes:
         return encode(content)
 
 
 def encode(content: Any) -> bytes:
-    """As JSON text. Only ASCII: file names and logs may hold lone surrogates, which nothing else
-    can carry."""
+    """Return ``content`` as ASCII JSON. NaN and the infinities become null.
+
+    File names and logs may contain lone surrogates, which only an escape sequence can carry.
+    """
     try:
         return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
-        return json.dumps(_plain(content), allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(_finite(content), allow_nan=False, separators=(",", ":")).encode()
 
 
-def _plain(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def problem(status: int, what: str, allowed: str | None = None, fix: str | None = None) -> Response:
-    """An error as every route gives it: ``{error: {what, allowed, fix}}``."""
+    """Return an error response: ``{error: {what, allowed, fix}}``."""
     return StrictJSONResponse(
         {"error": {"what": what, "allowed": allowed, "fix": fix}}, status_code=status
     )
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Have every error that a handler raises answered by :func:`problem`."""
-    app.add_exception_handler(PacelineError, _paceline)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _unexpected)
+    """Answer every exception that a route raises with :func:`problem`."""
 
+    @app.exception_handler(PacelineError)
+    async def answer_paceline_error(_: Request, error: PacelineError) -> Response:
+        return problem(_STATUS.get(type(error), 400), error.what, error.allowed, error.fix)
 
-async def _paceline(_: Request, error: Exception) -> Response:
-    assert isinstance(error, PacelineError)
-    return problem(_STATUS.get(type(error), 400), error.what, error.allowed, error.fix)
+    @app.exception_handler(RequestValidationError)
+    async def answer_invalid_request(_: Request, error: RequestValidationError) -> Response:
+        mistakes = [
+            f"`{'.'.join(map(str, mistake['loc'][1:])) or mistake['loc'][0]}`: {mistake['msg']}"
+            for mistake in error.errors()
+        ]
+        return problem(422, "; ".join(mistakes)[:2000], fix="see /api/openapi.json")
 
+    @app.exception_handler(HTTPException)
+    async def answer_http_error(_: Request, error: HTTPException) -> Response:
+        response = problem(error.status_code, str(error.detail))
+        response.headers.update(error.headers or {})
+        return response
 
-async def _invalid(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    wrong = [
-        f"`{'.'.join(str(part) for part in one['loc'][1:]) or one['loc'][0]}`: {one['msg']}"
-        for one in error.errors()
-    ]
-    return problem(422, "; ".join(wrong)[:2000], fix="see /api/openapi.json")
-
-
-async def _http(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    answer = problem(error.status_code, str(error.detail))
-    answer.headers.update(error.headers or {})
-    return answer
-
-
-async def _unexpected(_: Request, error: Exception) -> Response:
-    return problem(
-        500,
-        f"{type(error).__name__}: {error}"[:2000],
-        fix="this was not expected; the runs are not touched",
-    )
+    @app.exception_handler(Exception)
+    async def answer_unexpected_error(_: Request, error: Exception) -> Response:
+        return problem(
+            500,
+            f"{type(error).__name__}: {error}"[:2000],
+            fix="this error was not expected; runs are not affected. Reload the page and try again",
+        )

@@ -1,10 +1,10 @@
-"""Who may ask for what: one ASGI middleware before everything else.
+"""Access control: one ASGI middleware in front of everything else.
 
-- A page of another site must not reach the panel by a name of its own that leads here (DNS
-  rebinding): Host is checked.
-- Nor by a request from the user's browser: Origin is checked, and whatever changes something needs
-  a header that no other site can set.
-- Bound to more than this machine, reading needs the token too.
+- The Host header is checked, so that a page of another site cannot reach the panel through a name
+  of its own that resolves to this machine (DNS rebinding).
+- The Origin header is checked, and every request that changes something needs a header that no
+  other site can set, so that such a page cannot use the user's browser either.
+- If the server listens on more than the loopback interface, reading needs the token too.
 """
 
 import hmac
@@ -35,24 +35,26 @@ _HEADERS = {
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::(\d{1,5}))?")
 _LOOPBACK = {"localhost", "127.0.0.1", "[::1]"}
 _WILDCARD = {"0.0.0.0", "::", ""}
-#: Of a request's body; an upload has a limit of its own.
+_USE_LINK = "open the link that `paceline ui` printed"
+#: Of a request body. Uploads have their own limit.
 MAX_BODY_BYTES = 8 << 20
 _UPLOAD = "/api/upload"
 
 
 class SecurityMiddleware:
-    """Refuses what the module says, limits bodies, and puts the security headers on every answer.
+    """Refuses requests by the rules above, limits request bodies, and adds the security headers.
 
     Args:
-        host: that the server is bound to.
-        port: likewise.
-        token: of this server.
+        app: the application behind it.
+        host: the address that the server listens on.
+        port: the port that the server listens on.
+        token: the token of this server.
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int, token: str) -> None:
         self.app, self.host, self.port, self.token = app, host.lower(), port, token
         self.cookie = f"paceline-token-{port}"
-        self.open_reading = is_loopback(host)
+        self.is_private = is_loopback(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -62,89 +64,81 @@ class SecurityMiddleware:
             await send({"type": "websocket.close", "code": 1008})
             return
         headers = Headers(scope=scope)
-        answer = HeaderInjector(send, self._cookie_for(scope), scope["path"])
-        refused = self._refusal(scope, headers)
-        if refused is not None:
-            status, what, fix = refused
-            await problem(status, what, fix=fix)(scope, receive, answer)
+        send = HeaderInjector(send, self._new_cookie(scope), scope["path"])
+        refusal = self._refusal(scope, headers)
+        if refusal is not None:
+            status, what, fix = refusal
+            await problem(status, what, fix=fix)(scope, receive, send)
             return
         if scope["path"] != _UPLOAD:
             length = headers.get("content-length", "")
             if length.isdigit() and int(length) > MAX_BODY_BYTES:
-                await problem(413, "the request is too large", f"at most {MAX_BODY_BYTES:,} bytes")(
-                    scope, receive, answer
+                response = problem(
+                    413,
+                    f"the request body has {int(length):,} bytes",
+                    f"at most {MAX_BODY_BYTES:,} bytes",
                 )
+                await response(scope, receive, send)
                 return
             receive = _limited(receive)
-        await self.app(scope, receive, answer)
+        await self.app(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str, str] | None:
-        if not self._host_known(headers.getlist("host")):
-            names = "localhost" if self.open_reading else self.host
-            return (
-                403,
-                "this name leads to the panel but is not its own (Host)",
-                f"open http://{names}:{self.port}/",
-            )
-        origins = [origin.lower() for origin in headers.getlist("origin")]
+        """Return (status, what, fix) of the answer to a request that is refused."""
+        if not self._is_own_host(headers.getlist("host")):
+            name = "localhost" if self.is_private else self.host
+            what = "the panel does not serve requests for this host name (Host header)"
+            return 403, what, f"open http://{name}:{self.port}/"
         address = f"http://{headers['host'].lower()}"
+        origins = [origin.lower() for origin in headers.getlist("origin")]
         if origins not in ([], [address]):
-            what = "a page of another site asked for this (Origin)"
+            what = "requests from pages of other sites are refused (Origin header)"
             return 403, what, f"open {address}/ itself"
-        api = scope["path"].startswith("/api")
-        if api and headers.getlist("sec-fetch-site") not in ([], ["same-origin"], ["none"]):
-            what = "a page of another site asked for this (Sec-Fetch-Site)"
+        is_api = scope["path"].startswith("/api")
+        if is_api and headers.getlist("sec-fetch-site") not in ([], ["same-origin"], ["none"]):
+            what = "requests from pages of other sites are refused (Sec-Fetch-Site header)"
             return 403, what, f"open {address}/ itself"
-        writes = scope["method"] not in ("GET", "HEAD")
-        if writes and not self._is_token(headers.getlist(TOKEN_HEADER)):
-            return (
-                401,
-                "whatever starts, stops or writes needs the token",
-                "open the link that `paceline ui` printed",
-            )
-        if api and not writes and not self.open_reading and not self._may_read(headers):
-            return (
-                401,
-                "reading over the network needs the token",
-                "open the link that `paceline ui` printed",
-            )
+        has_token = self._is_token(headers.getlist(TOKEN_HEADER))
+        if scope["method"] not in ("GET", "HEAD"):
+            what = "starting, stopping and writing require the token"
+            return None if has_token else (401, what, _USE_LINK)
+        cookies = cookie_parser("; ".join(headers.getlist("cookie")))
+        can_read = has_token or self._is_token([cookies.get(self.cookie, "")])
+        if is_api and not self.is_private and not can_read:
+            return 401, "reading over the network requires the token", _USE_LINK
         return None
 
-    def _host_known(self, values: list[str]) -> bool:
+    def _is_own_host(self, values: list[str]) -> bool:
         match = _HOST.fullmatch(values[0]) if len(values) == 1 else None
         if match is None or int(match[2] or 80) != self.port:
             return False
         name = match[1].lower()
-        if name == self.host or name == f"[{self.host}]":
+        if name in (self.host, f"[{self.host}]"):
             return self.host not in _WILDCARD
-        if self.open_reading:
+        if self.is_private:
             return name in _LOOPBACK
-        # Bound to all addresses: any of them, as a number; a site cannot have its name lead to a
-        # number.
+        # A server that is bound to all addresses accepts every numeric one: another site's name
+        # can resolve to this machine, but cannot be a number.
         host_name = socket.gethostname().lower()
         names = _LOOPBACK | {host_name, f"{host_name}.local"}
         return self.host in _WILDCARD and (name in names or _is_address(name))
 
-    def _may_read(self, headers: Headers) -> bool:
-        cookies = cookie_parser("; ".join(headers.getlist("cookie")))
-        values = [cookies[self.cookie]] if self.cookie in cookies else []
-        return self._is_token(headers.getlist(TOKEN_HEADER)) or self._is_token(values)
-
     def _is_token(self, values: list[str]) -> bool:
         return len(values) == 1 and hmac.compare_digest(values[0].encode(), self.token.encode())
 
-    def _cookie_for(self, scope: Scope) -> str | None:
-        """The cookie that the link of the start gives to a browser, which sends it where a page can
-        set no header."""
-        if scope["type"] != "http" or scope["path"] != "/" or self.open_reading:
+    def _new_cookie(self, scope: Scope) -> str | None:
+        """Return the cookie to set when the link with the token is opened. The browser sends it
+        with the requests for which a page cannot set a header."""
+        if scope["path"] != "/" or self.is_private:
             return None
         query = parse_qs(scope["query_string"].decode("latin-1"))
-        right = self._is_token(query.get("token", []))
-        return f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict" if right else None
+        if not self._is_token(query.get("token", [])):
+            return None
+        return f"{self.cookie}={self.token}; Path=/; HttpOnly; SameSite=Strict"
 
 
 class HeaderInjector:
-    """``send`` that adds the headers which an answer has not set itself."""
+    """A ``send`` that adds the headers which a response does not set itself."""
 
     def __init__(self, send: Send, cookie: str | None, path: str) -> None:
         self._send, self._cookie, self._path = send, cookie, path
@@ -168,7 +162,7 @@ def _limited(receive: Receive) -> Receive:
         nonlocal left
         message = await receive()
         left -= len(message.get("body", b""))
-        # Of a body that told no length: the rest is as if the client had gone.
+        # A body without Content-Length that grows too long ends as if the client had disconnected.
         return {"type": "http.disconnect"} if left < 0 else message
 
     return limited

@@ -1,4 +1,4 @@
-"""The server itself: uvicorn with the panel's application."""
+"""The uvicorn server of the panel."""
 
 import socket
 
@@ -9,7 +9,7 @@ from paceline.web.state import AppState
 
 
 class PanelServer(uvicorn.Server):
-    """Ends its streams first: they would be waited for."""
+    """Ends the event streams before shutting down, because uvicorn waits for open responses."""
 
     def __init__(self, panel: AppState) -> None:
         super().__init__(

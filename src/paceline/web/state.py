@@ -1,4 +1,4 @@
-"""What every route needs of the server it belongs to."""
+"""The state of one server, which every route can use as a parameter."""
 
 import os
 import secrets
@@ -16,7 +16,7 @@ from paceline.web.jobs.runs import Launched, RunLauncher
 from paceline.web.runs.discovery import Runs, run_id
 from paceline.web.runs.stream import Streams
 
-#: The id of a run, of which no path can be made.
+#: The id of a run. It cannot contain a path.
 RunId = Annotated[str, PathParameter(pattern=r"^[0-9a-f]{12}$")]
 
 
@@ -25,10 +25,10 @@ class AppState:
     """One served folder, and the child processes of its server.
 
     Args:
-        folder: with the runs below it, resolved.
-        port: bound.
-        host: bound.
-        token: that whatever changes something needs.
+        folder: the folder that contains the runs.
+        port: the port that the server listens on.
+        host: the address that the server listens on.
+        token: required by every request that changes something.
     """
 
     folder: Path
@@ -41,7 +41,7 @@ class AppState:
         self.folder = self.runs.folder
         self.shown_folder = shown(str(self.folder))
         self.streams = Streams(self.runs)
-        self.verbs = CommandRunner(self.folder)
+        self.commands = CommandRunner(self.folder)
         self.launches = RunLauncher(self.folder)
         self.chat = Chat()
 
@@ -49,17 +49,17 @@ class AppState:
         return run_id(os.path.relpath(run, self.folder))
 
     def launched(self, id: str) -> Launched | None:
-        """The run with this id, if this server started it."""
+        """Return the run with this id if this server started it."""
         for launched in self.launches.all():
             if self.id_of(launched.folder) == id:
                 return launched
         return None
 
     def run_folder(self, id: str) -> Path:
-        """Folder of the run with this id, also of one that is only starting.
+        """Return the folder of the run with this id, which may still be starting.
 
         Raises:
-            NotFound: there is none.
+            NotFound: no run has this id.
         """
         launched = self.launched(id)
         if launched is not None and launched.folder.is_dir():
@@ -67,20 +67,19 @@ class AppState:
         return self.runs.get(id).root
 
     async def close(self) -> None:
-        """End what serves this server alone. Runs continue."""
+        """End the child processes that serve this server only. Runs continue."""
         self.streams.close()
         self.runs.close()
-        self.verbs.close()
+        self.commands.close()
         worker = self.chat.close()
         if worker is not None:
             await worker.wait()
 
 
 async def _panel_of(request: Request) -> AppState:
-    """Of the server that a request came to."""
     panel: AppState = request.app.state.panel
     return panel
 
 
-#: A parameter of a route.
+#: A parameter of a route: the state of the server that received the request.
 Panel = Annotated[AppState, Depends(_panel_of)]

@@ -1,4 +1,4 @@
-"""Routes for the trained model: chat."""
+"""Route for chatting with a trained model."""
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -23,7 +23,7 @@ class Message(BaseModel):
 
 
 class Question(BaseModel):
-    """A chat that wants its next answer."""
+    """A chat to continue with the model's next answer."""
 
     messages: list[Message] = Field(min_length=1, max_length=200)
     model: Literal["tuned", "base"] = "tuned"
@@ -34,24 +34,25 @@ class Question(BaseModel):
 
 @router.post("/api/runs/{id}/chat", response_class=StreamingResponse)
 async def chat(id: RunId, body: Question, panel: Panel) -> StreamingResponse:
-    """The model's answer as server-sent events: ``state``, ``token``, ``end``, ``error``. To close
-    the connection stops it."""
+    """Return the model's answer as server-sent events: ``state``, ``token``, ``end``, ``error``.
+    Closing the connection stops the answer."""
     run = panel.run_folder(id)
-    live = any(entry["status"] == "live" for entry in panel.runs.summaries())
-    # A model loaded beside a run could take the memory of its device.
-    answer = panel.chat.answer(run, body.model_dump(), "cpu" if live else "auto")
-    name, data = await anext(answer)
+    is_training = any(entry["status"] == "live" for entry in panel.runs.entries())
+    # A model on the device of a run could take the memory that the run needs.
+    events = panel.chat.answer(run, body.model_dump(), "cpu" if is_training else "auto")
+    # An error before the first event is answered with a status code.
+    name, data = await anext(events)
     return StreamingResponse(
-        _send((name, {**data, "beside_run": live}), answer),
+        _send((name, {**data, "beside_run": is_training}), events),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-store"},
     )
 
 
-async def _send(first: ChatEvent, answer: AsyncGenerator[ChatEvent]) -> AsyncIterator[bytes]:
-    async with contextlib.aclosing(answer):
+async def _send(first: ChatEvent, events: AsyncGenerator[ChatEvent]) -> AsyncIterator[bytes]:
+    async with contextlib.aclosing(events):
         yield _encode(first)
-        async for event in answer:
+        async for event in events:
             yield _encode(event)
 
 

@@ -1,11 +1,9 @@
-"""Configs as the page has them: what is wrong with one as it is typed, edits of the form put into
-it, where two differ."""
+"""Configs as text: check one while it is typed, apply the form's edits, and compare it with the
+config of a run."""
 
 import re
-from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, JsonValue
 
@@ -15,32 +13,29 @@ from paceline.config.entries import FILE, EntryCollector
 from paceline.config.fields import KEYS
 from paceline.config.load import ConfigMistakes, Loaded, diff_configs, load_config, load_text
 from paceline.config.yaml_edit import edit_yaml
-from paceline.config.yaml_read import Document, parse_yaml
+from paceline.config.yaml_read import parse_yaml
 from paceline.core.errors import ConfigError, PacelineError
 from paceline.core.run_dir import RunDir
-from paceline.web.api.form import PRESETS, form
 from paceline.web.files import JSONObject
 
-__all__ = ["PRESETS", "check", "differences", "edit_yaml", "form", "load"]
-
 _PLACE = re.compile(r"line (\d+)(?:, column \d+)?: ")
-NAME = "config"  # what the typed text is called in messages
+_NAME = "config"  # the name of the typed text in messages
 
 
 def load(text: str) -> Loaded:
-    """A config that is right.
+    """Load a config from its text.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the config is not valid.
     """
-    return load_text(text, NAME)
+    return load_text(text, _NAME)
 
 
 def check(text: str) -> JSONObject:
-    """What is wrong with a config, and what its keys come to; as ``POST /api/check`` gives it."""
+    """Return the mistakes of a config and the resolved values of its keys."""
     loaded, mistakes = None, list[JsonValue]()
     try:
-        loaded = load_text(text, NAME)
+        loaded = load(text)
     except ConfigError as error:
         mistakes = _mistakes(error, text)
     notices = [] if loaded is None else loaded.notices
@@ -65,61 +60,59 @@ def _mistakes(error: ConfigError, text: str) -> list[JsonValue]:
             }
             for mistake in error.mistakes
         ]
-    what = error.what.removeprefix(f"{NAME} ").removeprefix("is ")
+    what = error.what.removeprefix(f"{_NAME} ").removeprefix("is ")
     place = _PLACE.match(what)
     if not text.strip():
         what = "the config is empty"
-    elif place:  # the page has a place of its own for it
+    elif place:  # the page shows the line separately
         what = what[place.end() :]
     line = int(place[1]) if place else None
     return [{"what": what, "allowed": error.allowed, "fix": error.fix, "key": None, "line": line}]
 
 
 def _written(text: str, loaded: Loaded | None) -> JSONObject:
-    """The native keys that the text sets, each with its value and line."""
+    """Return the native keys that the text sets: ``{key: {value, line}}``."""
     try:
-        document = parse_yaml(text, NAME)
+        document = parse_yaml(text, _NAME)
     except ConfigError:
         return {}
+    collector = EntryCollector(FILE, document.lines)
+    collector.tree(document.value if isinstance(document.value, dict) else {})
     written: JSONObject = {}
-    for key, value, line in _entries(document):
+    for entry in collector.entries:
+        binding = bind_key(entry)
+        target = binding.target or (binding.alias.target if binding.alias else None) or ""
+        candidates = (target, target.rpartition(".")[0], target.split(".")[0])
+        key = next((key for key in candidates if key in KEYS), None)
+        if key is None:
+            continue
+        value = entry.value
         if loaded is not None:
             value = attrgetter(key)(loaded.config)
             value = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
-        written[key] = {"value": value, "line": line}
+        written[key] = {"value": value, "line": entry.line}
     return written
 
 
-def _entries(document: Document) -> Iterator[tuple[str, Any, int | None]]:
-    walk = EntryCollector(FILE, document.lines)
-    walk.tree(document.value if isinstance(document.value, dict) else {})
-    for entry in walk.entries:
-        meaning = bind_key(entry)
-        target = meaning.target or (meaning.alias.target if meaning.alias else None) or ""
-        for key in (target, target.rpartition(".")[0], target.split(".")[0]):
-            if key in KEYS:
-                yield key, entry.value, entry.line
-                break
-
-
 def differences(run: Path, text: str) -> list[JsonValue]:
-    """Where a config differs from a run's own, as ``POST /api/runs/ID/diff`` gives it."""
-    there = {"output_dir": str(run), "resume": "auto"}
-    new = load_text(edit_yaml(text, there)[0], NAME).config
+    """Return the keys in which a config differs from the config of a run. ``needs_allow``: the
+    change affects the numerics of the training."""
+    overrides = {"output_dir": str(run), "resume": "auto"}
+    new = load(edit_yaml(text, overrides)[0]).config
     try:
-        old = load_config(RunDir(run).config, there).config
+        old = load_config(RunDir(run).config, overrides).config
     except PacelineError as error:
         raise ConfigError(
-            f"the run's own config cannot be read: {error.what}", fix="start a new run"
+            f"cannot read the config of {run.name}: {error.what}", fix="start a new run"
         ) from error
-    if new.train_args.precision == "auto":  # the run's config holds what it was resolved to
+    if new.train_args.precision == "auto":  # the run's config has the resolved precision
         new.train_args.precision = old.train_args.precision
     return [
         {
             "key": key,
-            "old": before,
-            "new": after,
-            "needs_allow": changes_training(key, before, after),
+            "old": old_value,
+            "new": new_value,
+            "needs_allow": changes_training(key, old_value, new_value),
         }
-        for key, before, after in diff_configs(old, new)
+        for key, old_value, new_value in diff_configs(old, new)
     ]

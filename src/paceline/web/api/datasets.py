@@ -1,4 +1,4 @@
-"""Routes for datasets: those in the folder, uploading one, and a look at its rows."""
+"""Routes for datasets: list those in the folder, upload one, and preview its rows."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from paceline.web.state import Panel
 
 router = APIRouter()
 
-#: Data that needs no file, and the task that it is for.
+#: Built-in datasets, and the task that each is for.
 BUILT_IN = {
     "builtin:python-docs": "sft",
     "builtin:python-source": "pretrain",
@@ -27,7 +27,7 @@ BUILT_IN = {
     "builtin:clicks": "recommend",
 }
 _UPLOADS = "datasets"
-_MOST_SHOWN, _MOST_FOLDERS, _DEPTH = 500, 5000, 4
+_MAX_FILES, _MAX_FOLDERS, _MAX_DEPTH = 500, 5000, 4
 _NOT_DATA = {
     "config.json",
     "report.json",
@@ -54,7 +54,7 @@ _UPLOAD_FORM = {
 
 
 class Preview(BaseModel):
-    """A config, and how many rows of each of its sources to show."""
+    """A config, and the number of rows to show of each of its datasets."""
 
     yaml: Annotated[str, Field(max_length=1 << 20)]
     rows: int = Field(5, ge=1, le=100)
@@ -62,8 +62,8 @@ class Preview(BaseModel):
 
 @router.get("/api/datasets")
 def datasets(panel: Panel) -> JSONObject:
-    """Data files below the served folder, newest first, without those that are a run's own; and the
-    built-in data. ``left_out``: so many further files exist."""
+    """Return the data files below the served folder, newest first, without the files of runs, and
+    the built-in datasets. ``left_out``: the number of files that are not listed."""
     files: list[JSONObject] = [
         {
             "path": f"./{shown(os.path.relpath(path, panel.folder))}",
@@ -75,21 +75,21 @@ def datasets(panel: Panel) -> JSONObject:
     ]
     files.sort(key=itemgetter("modified_at"), reverse=True)
     return {
-        "datasets": [*files[:_MOST_SHOWN]],
-        "left_out": len(files[_MOST_SHOWN:]),
+        "datasets": [*files[:_MAX_FILES]],
+        "left_out": len(files[_MAX_FILES:]),
         "builtin": [{"path": path, "task": task} for path, task in BUILT_IN.items()],
     }
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Data files, down to some depth, but for those of runs."""
+    """Yield the data files down to a maximum depth, except those of runs."""
     num_folders = 0
     level = [folder]
-    for _ in range(_DEPTH):
+    for _ in range(_MAX_DEPTH):
         below: list[Path] = []
         for parent in level:
             num_folders += 1
-            if num_folders > _MOST_FOLDERS or (parent != folder and is_run(parent)):
+            if num_folders > _MAX_FOLDERS or (parent != folder and is_run(parent)):
                 continue
             with contextlib.suppress(OSError), os.scandir(parent) as entries:
                 for entry in sorted(entries, key=lambda entry: entry.name):
@@ -104,8 +104,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 @router.post("/api/upload", openapi_extra=_UPLOAD_FORM, response_model=None)
 async def upload(request: Request, panel: Panel) -> dict[str, str | int] | Response:
-    """Take in a data file, of at most 1 GiB. It never takes another file's place: ``path`` is where
-    it lies."""
+    """Store a data file of at most 1 GiB. ``path`` is its path; no existing file is replaced."""
     try:
         path, size_bytes = await take_upload(request, panel.folder / _UPLOADS)
     except TooLarge as error:
@@ -115,6 +114,6 @@ async def upload(request: Request, panel: Panel) -> dict[str, str | int] | Respo
 
 @router.post("/api/preview")
 async def preview(body: Preview, panel: Panel) -> JSONObject:
-    """The first rows as the model will see them: ``paceline data preview --json``."""
-    words = ["data", "preview", "CONFIG", "--rows", str(body.rows)]
-    return await panel.verbs.run("preview", words, body.yaml)
+    """Return the first rows as the model gets them (``paceline data preview --json``)."""
+    args = ["data", "preview", "CONFIG", "--rows", str(body.rows)]
+    return await panel.commands.run("preview", args, body.yaml)

@@ -1,5 +1,5 @@
-"""The form: one field a key of the config, made from the JSON schema of the config, and presets for
-the common jobs."""
+"""The form, with a field for each config key, generated from the JSON schema of the config; and
+presets for common jobs."""
 
 from functools import cache
 from typing import Any
@@ -7,8 +7,7 @@ from typing import Any
 from paceline.config.fields import KEYS, SECTIONS, describe
 from paceline.config.schema import Config
 
-#: Keys that the form shows first, by group; all others stand in the section they belong to, closed
-#: at first.
+#: Keys that the form shows first, by group. All others are in their section, which is collapsed.
 COMMON: dict[str, tuple[str, ...]] = {
     "what": ("model", "task", "system"),
     "data": ("dataset", "val_dataset", "split_dataset_ratio", "format", "train_args.max_length"),
@@ -22,7 +21,7 @@ COMMON: dict[str, tuple[str, ...]] = {
     "devices": ("parallel.mode", "parallel.num_gpus", "parallel.device"),
 }  # fmt: skip
 
-#: What may be chosen where any text is taken; the first is no better than the others.
+#: Suggested values of keys that accept any text.
 SUGGESTED: dict[str, tuple[str, ...]] = {
     "model": (
         "builtin:qwen2-tiny",
@@ -57,7 +56,7 @@ PRESETS: list[dict[str, str]] = [
     {
         "id": "first",
         "yaml": (
-            """# The first run: a small model learns from Python's own documentation.
+            """# A first run: train a small model on Python's own documentation.
 # Nothing is downloaded.
 model: builtin:qwen2-tiny
 dataset: builtin:python-docs
@@ -74,8 +73,8 @@ train_args:
     {
         "id": "lora",
         "yaml": (
-            """# A pretrained model learns from your examples through low-rank adapters:
-# little memory, a small result.
+            """# Fine-tune a pretrained model on your examples with low-rank adapters:
+# needs little memory and gives a small result.
 model: Qwen/Qwen2.5-0.5B-Instruct
 dataset: ./datasets/mine.jsonl
 split_dataset_ratio: 0.05
@@ -95,7 +94,7 @@ train_args:
     {
         "id": "full",
         "yaml": (
-            """# All weights of a pretrained model are trained on your examples.
+            """# Fine-tune all weights of a pretrained model on your examples.
 model: Qwen/Qwen2.5-0.5B-Instruct
 dataset: ./datasets/mine.jsonl
 split_dataset_ratio: 0.05
@@ -112,8 +111,8 @@ train_args:
     {
         "id": "pretrain",
         "yaml": (
-            """# Every token of plain text carries loss: a new model, or one that goes on to learn
-# a language or a field.
+            """# Train on plain text with loss on every token: a new model, or a pretrained one that
+# has to learn a language or a domain.
 model: builtin:qwen2-tiny
 task: pretrain
 dataset: builtin:python-source
@@ -130,7 +129,7 @@ train_args:
     {
         "id": "classify",
         "yaml": (
-            """# Images into classes; of your own images: a folder with one subfolder a class.
+            """# Classify images. For your own images, use a folder with one subfolder per class.
 model: builtin:small-cnn
 task: classify
 dataset: builtin:digits
@@ -146,8 +145,8 @@ train_args:
     {
         "id": "recommend",
         "yaml": (
-            """# The chance of a click, with embedding tables; your own log: a CSV file
-# whose columns `recommend` names.
+            """# Predict clicks with embedding tables. For your own log, use a CSV file and name its
+# columns in `recommend`.
 model: builtin:dlrm
 task: recommend
 dataset: builtin:clicks
@@ -166,9 +165,9 @@ train_args:
         "id": "own",
         "yaml": (
             """# Your own model, data and loss: a class in a Python file (docs/how-to/own-task.md).
-model: my-model        # a name for the report
+model: my-model        # shown in the report
 task: ./my_task.py:MyTask
-dataset: my-data       # likewise, where the task makes its own data
+dataset: my-data       # shown in the report if the task creates its own data
 train_args:
   learning_rate: 1e-3
   num_train_epochs: 3
@@ -180,36 +179,39 @@ train_args:
 
 
 Schema = dict[str, Any]  # a JSON schema as pydantic writes it
-_BARE = ("null", "boolean")  # kinds whose few values stand beside words in a list of choices
+_NUMERIC = ("integer", "number")
+_BARE = ("null", "boolean")  # types that can be part of a list of choices
 
 
 @cache
 def form() -> Schema:
-    """``{schema, groups: [{name, help, keys}], fields: {key: Field}}``. A field: ``key, kind``
-    (bool, integer, number, choice, text, yaml), ``help, takes`` (in words), ``default, required,
-    choices, minimum, maximum, exclusive`` (bounds left out)."""
+    """Return ``{schema, groups: [{name, help, keys}], fields: {key: Field}}``.
+
+    A field has ``key``, ``kind`` (bool, integer, number, choice, text or yaml), ``help``, ``takes``
+    (the accepted values as text), ``default``, ``required``, ``choices``, ``minimum``, ``maximum``
+    and ``exclusive`` (which of the bounds are excluded).
+    """
     schema = Config.model_json_schema()
     common = {key for keys in COMMON.values() for key in keys}
     groups = [
         {"name": name, "common": True, "help": "", "keys": list(keys)}
         for name, keys in COMMON.items()
     ]
-    rest = [
+    top_level = [
         key
         for key in KEYS
         if "." not in key and key not in common and key not in ("output_dir", "resume")
     ]
-    groups.append({"name": "more", "common": False, "help": "", "keys": rest})
-    for name, kind in SECTIONS.items():
-        keys = [key for key in KEYS if key.startswith(f"{name}.") and key not in common]
-        groups.append(
-            {
-                "name": name,
-                "common": False,
-                "help": (kind.__doc__ or "").split("\n")[0],
-                "keys": keys,
-            }
-        )
+    groups.append({"name": "more", "common": False, "help": "", "keys": top_level})
+    groups += [
+        {
+            "name": name,
+            "common": False,
+            "help": (kind.__doc__ or "").split("\n")[0],
+            "keys": [key for key in KEYS if key.startswith(f"{name}.") and key not in common],
+        }
+        for name, kind in SECTIONS.items()
+    ]
     return {
         "schema": schema,
         "groups": groups,
@@ -219,65 +221,59 @@ def form() -> Schema:
 
 def _field(key: str, schema: Schema) -> Schema:
     section, _, name = key.rpartition(".")
-    holder = schema if not section else _resolved(schema["properties"][section], schema)
-    prop = holder["properties"][name]
-    kinds = _members(prop, schema)
-    types = {one.get("type") for one in kinds} - {"null"}
+    parent = schema if not section else _resolved(schema["properties"][section], schema)
+    prop, info = parent["properties"][name], KEYS[key]
+    members = _members(prop, schema)
+    types = {member.get("type") for member in members} - {"null"}
     choices = [
-        word for one in kinds for word in one.get("enum", [one["const"]] if "const" in one else [])
+        choice
+        for member in members
+        for choice in member.get("enum", [member["const"]] if "const" in member else [])
     ]
     if "boolean" in types and choices:
         choices += ["true", "false"]
-    numeric = next((one for one in kinds if one.get("type") in ("integer", "number")), {})
-    low, high = numeric.get("minimum"), numeric.get("maximum")
+    has_only_choices = all(
+        "enum" in member or "const" in member or member.get("type") in _BARE for member in members
+    )
+    bounds = next((member for member in members if member.get("type") in _NUMERIC), {})
     return {
         "key": key,
-        "kind": _kind(
-            types,
-            choices,
-            all("enum" in one or "const" in one or one.get("type") in _BARE for one in kinds),
-        ),
-        "help": KEYS[key].description or prop.get("description") or "",
-        "takes": describe(KEYS[key]),
-        "default": (
-            None if KEYS[key].is_required() else KEYS[key].get_default(call_default_factory=True)
-        ),
-        "required": KEYS[key].is_required(),
-        "nullable": any(one.get("type") == "null" for one in kinds),
+        "kind": _kind(types, choices, has_only_choices),
+        "help": info.description or prop.get("description") or "",
+        "takes": describe(info),
+        "default": None if info.is_required() else info.get_default(call_default_factory=True),
+        "required": info.is_required(),
+        "nullable": any(member.get("type") == "null" for member in members),
         "choices": choices,
         "suggested": list(SUGGESTED.get(key, ())),
-        "minimum": low if low is not None else numeric.get("exclusiveMinimum"),
-        "maximum": high if high is not None else numeric.get("exclusiveMaximum"),
+        "minimum": bounds.get("minimum", bounds.get("exclusiveMinimum")),
+        "maximum": bounds.get("maximum", bounds.get("exclusiveMaximum")),
         "exclusive": [
-            bound for bound in ("exclusiveMinimum", "exclusiveMaximum") if bound in numeric
+            bound for bound in ("exclusiveMinimum", "exclusiveMaximum") if bound in bounds
         ],
     }
 
 
-def _kind(types: set[Any], choices: list[str], only_choices: bool) -> str:
+def _kind(types: set[Any], choices: list[str], has_only_choices: bool) -> str:
     if types == {"boolean"}:
         return "bool"
-    if choices and only_choices:
+    if choices and has_only_choices:
         return "choice"
-    if types <= {"integer", "number"} and types and not choices:
+    if types <= {*_NUMERIC} and types and not choices:
         return "integer" if types == {"integer"} else "number"
     return "yaml" if types & {"array", "object"} else "text"
 
 
 def _members(prop: Schema, schema: Schema) -> list[Schema]:
-    """The members of a union, or the one type there is, with references followed."""
+    """Return the members of a union, or the single type, with references resolved."""
     prop = _resolved(prop, schema)
-    return [
-        inner
-        for one in prop.get("anyOf", [prop])
-        for inner in ([one] if one is prop else _members(one, schema))
-    ]
+    if "anyOf" not in prop:
+        return [prop]
+    return [inner for member in prop["anyOf"] for inner in _members(member, schema)]
 
 
 def _resolved(prop: Schema, schema: Schema) -> Schema:
-    if "$ref" in prop:
-        return {
-            **schema["$defs"][prop["$ref"].rpartition("/")[2]],
-            **{k: v for k, v in prop.items() if k != "$ref"},
-        }
-    return prop
+    if "$ref" not in prop:
+        return prop
+    target = schema["$defs"][prop["$ref"].rpartition("/")[2]]
+    return {**target, **{name: value for name, value in prop.items() if name != "$ref"}}

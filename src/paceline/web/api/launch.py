@@ -1,6 +1,8 @@
-"""Routes for starting runs: the form, checks as one types, the plan, start, stop, resume."""
+"""Routes for starting runs: the form, checking a config while it is typed, the plan, and starting,
+stopping and resuming."""
 
-from typing import Annotated, Any
+from types import ModuleType
+from typing import Annotated
 
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
@@ -14,7 +16,7 @@ from paceline.web.state import AppState, Panel, RunId
 
 router = APIRouter()
 
-Yaml = Annotated[str, Field(max_length=1 << 20, description="A config's text.")]
+Yaml = Annotated[str, Field(max_length=1 << 20, description="The text of a config.")]
 
 
 class Text(BaseModel):
@@ -24,7 +26,7 @@ class Text(BaseModel):
 
 
 class Edit(Text):
-    """Keys to set in a config's text, and keys to take out."""
+    """Keys to set in the text of a config, and keys to remove."""
 
     values: JSONObject = Field(default_factory=dict, max_length=500)
     remove: list[str] = Field(default_factory=list, max_length=500)
@@ -37,21 +39,21 @@ class Start(Text):
 
 
 class Resume(BaseModel):
-    """A run to go on with; without ``yaml`` by the config it was made with."""
+    """A run to resume; without ``yaml`` with its own config."""
 
     yaml: Yaml | None = None
     allow_config_change: bool = False
 
 
 class Stop(BaseModel):
-    """``now``: a second time, which ends the run at once."""
+    """``now``: repeat the request, which ends the run at once."""
 
     now: bool = False
 
 
-def _configs() -> Any:
-    """What knows configs takes a fifth of the server's start: it is loaded for the first page that
-    starts runs."""
+def _configs() -> ModuleType:
+    """Import what reads configs. It takes a fifth of the server's start-up time, so it is imported
+    for the first page that needs it."""
     from paceline.web.api import configs
 
     return configs
@@ -59,123 +61,129 @@ def _configs() -> Any:
 
 @router.get("/api/schema")
 def schema() -> JSONObject:
-    """The config's JSON schema, and the form's fields and groups that follow from it."""
-    return dict(_configs().form())
+    """Return the JSON schema of the config, and the fields and groups of the form."""
+    from paceline.web.api.form import form
+
+    return dict(form())
 
 
 @router.get("/api/presets")
 def presets() -> dict[str, list[dict[str, str]]]:
-    """Configs for the common jobs, as text."""
-    return {"presets": _configs().PRESETS}
+    """Return the text of a config for each common job."""
+    from paceline.web.api.form import PRESETS
+
+    return {"presets": PRESETS}
 
 
 @router.post("/api/check")
 def check(body: Text) -> JSONObject:
-    """What is wrong with a config, with the line and the key of each mistake; and what its keys
-    come to."""
+    """Return the mistakes of a config, each with its line and key, and the values of its keys."""
     return dict(_configs().check(body.yaml))
 
 
 @router.post("/api/yaml")
 def yaml(body: Edit) -> dict[str, str | bool]:
-    """A form's edit put into the text. ``kept``: the rest of the text is as it was, comments and
-    all."""
-    text, kept = _configs().edit_yaml(body.yaml, body.values, body.remove)
-    return {"yaml": text, "kept": kept}
+    """Apply an edit of the form to the text. ``kept``: the rest of the text is unchanged, comments
+    included."""
+    text, is_unchanged = _configs().edit_yaml(body.yaml, body.values, body.remove)
+    return {"yaml": text, "kept": is_unchanged}
 
 
 @router.post("/api/plan")
 async def plan(body: Text, panel: Panel) -> JSONObject:
-    """What the run would take under every mode: ``paceline plan --json``. A newer request ends an
-    older one."""
-    answer = await panel.verbs.run("plan", ["plan", "CONFIG"], body.yaml)
-    return {**answer, "max_steps": _configs().load(body.yaml).config.train_args.max_steps}
+    """Return what the run would take in every mode (``paceline plan --json``). A newer request ends
+    an older one."""
+    plan = await panel.commands.run("plan", ["plan", "CONFIG"], body.yaml)
+    return {**plan, "max_steps": _configs().load(body.yaml).config.train_args.max_steps}
 
 
 @router.post("/api/steps")
 async def steps(body: Text, panel: Panel) -> JSONObject:
-    """Steps, batch and warm-up as they follow from the data, which is read and tokenised for it
-    (and kept for the run): ``paceline sft --dry-run --json``."""
-    words = ["sft", "CONFIG", "--dry-run"]
-    return await panel.verbs.run("steps", words, body.yaml, timeout_s=900.0)
+    """Return the steps, batch size and warm-up that follow from the data
+    (``paceline sft --dry-run --json``). The data is read and tokenized, and cached for the run."""
+    args = ["sft", "CONFIG", "--dry-run"]
+    return await panel.commands.run("steps", args, body.yaml, timeout_s=900.0)
 
 
 @router.post("/api/start")
 async def start(body: Start, panel: Panel) -> dict[str, str | bool]:
-    """Start a run in ``FOLDER/NAME``. Answers when it shows or has failed, or after a while if it
-    is still preparing (``shows: false``); then :func:`launch` says more."""
+    """Start a run in ``FOLDER/NAME``. Returns when the run has written an event, has failed, or is
+    still preparing after a while (``shows: false``); then ``GET /api/launches/ID`` shows more."""
     check_name(panel.folder, body.name)
     text, _ = _configs().edit_yaml(body.yaml, {"output_dir": f"./{body.name}"})
     _configs().load(text)
-    return await _answer(panel, panel.launches.start(body.name, text))
+    return await _wait_for_events(panel, panel.launches.start(body.name, text))
 
 
-async def _answer(panel: AppState, launched: Launched) -> dict[str, str | bool]:
-    shows = await panel.launches.wait(launched)
-    # so that its page is there at once
+async def _wait_for_events(panel: AppState, launched: Launched) -> dict[str, str | bool]:
+    has_events = await panel.launches.wait(launched)
+    # Its page must exist when the browser opens it.
     await run_in_threadpool(panel.runs.all, fresh=True)
     folder = launched.folder
-    return {"id": panel.id_of(folder), "name": folder.name, "shows": shows}
+    return {"id": panel.id_of(folder), "name": folder.name, "shows": has_events}
 
 
 @router.get("/api/launches/{id}")
 def launch(id: RunId, panel: Panel) -> dict[str, str | bool]:
-    """How a start continues: ``{shows, ended, said}``; if it failed, its error."""
+    """Return the state of a start, ``{shows, ended, output}``, or the error that ended it."""
     launched = panel.launched(id)
     if launched is None:
-        return {"shows": True, "ended": False, "said": ""}
+        return {"shows": True, "ended": False, "output": ""}
     panel.launches.check_ended(launched)
-    ended = launched.process.poll() is not None
-    return {"shows": launched.shows(), "ended": ended, "said": launched.output()[-4000:]}
+    has_ended = launched.process.poll() is not None
+    output = launched.output()[-4000:]
+    return {"shows": launched.has_events(), "ended": has_ended, "output": output}
 
 
 @router.post("/api/runs/{id}/stop")
 def stop_run(id: RunId, body: Stop, panel: Panel) -> dict[str, int]:
-    """Ask a run to stop, with a checkpoint."""
+    """Ask a run to stop after writing a checkpoint."""
     return {"pid": stop(panel.run_folder(id), panel.launches, body.now)}
 
 
 @router.get("/api/runs/{id}/resume")
 def resumable(id: RunId, panel: Panel) -> dict[str, str | bool]:
-    """The config to go on with: ``{yaml, going_on}``."""
+    """Return the config to resume with: ``{yaml, is_running}``."""
     run = panel.run_folder(id)
     for path in (run / CONFIG, RunDir(run).config):
         text = read_inside(path)
         if text is not None:
-            return {"yaml": text.decode("utf-8", "replace"), "going_on": is_locked(run)}
-    raise ConfigError(f"{run.name} has no config to go on with", fix="start a new run")
+            return {"yaml": text.decode("utf-8", "replace"), "is_running": is_locked(run)}
+    raise ConfigError(f"{run.name} has no config to resume with", fix="start a new run")
 
 
 @router.post("/api/runs/{id}/diff")
 def diff(id: RunId, body: Text, panel: Panel) -> JSONObject:
-    """Where a config differs from the run's own. ``needs_allow``: the change alters the numbers of
-    the training."""
+    """Return the keys in which a config differs from that of the run. ``needs_allow``: the change
+    affects the numerics of the training."""
     return {"changes": _configs().differences(panel.run_folder(id), body.yaml)}
 
 
 @router.post("/api/runs/{id}/resume")
 async def resume(id: RunId, body: Resume, panel: Panel) -> dict[str, str | bool]:
-    """Go on with a run, as :func:`start`."""
+    """Resume a run; the response is that of ``POST /api/start``."""
     run = panel.run_folder(id)
     if body.yaml is not None:
         _configs().load(body.yaml)
-    return await _answer(panel, panel.launches.resume(run, body.yaml, body.allow_config_change))
+    launched = panel.launches.resume(run, body.yaml, body.allow_config_change)
+    return await _wait_for_events(panel, launched)
 
 
 @router.post("/api/runs/{id}/export")
 async def export(id: RunId, panel: Panel) -> JSONObject:
-    """The whole model in one folder, adapters added in: ``paceline export --merge``. Without
-    adapters it is whole already."""
+    """Write the full model to one folder, with adapters merged (``paceline export --merge``).
+    Without adapters the run's ``model`` folder is returned."""
     run = panel.run_folder(id)
     model, exported = RunDir(run).model, run / "exported"
     if not model.is_dir():
         raise ConfigError(
-            f"{run.name} has no model yet", fix="let the run finish; resume it where it was stopped"
+            f"{run.name} has no model yet",
+            fix="wait until the run has finished; resume it if it was stopped",
         )
     if not (model / "adapter_config.json").is_file():
         return {"path": str(model), "merged": False}
     if exported.is_dir() and exported.stat().st_mtime >= model.stat().st_mtime:
         return {"path": str(exported), "merged": True}
-    words = ["export", str(run), "--merge"]
-    answer = await panel.verbs.run(f"export {id}", words, timeout_s=3600.0)
-    return {"path": answer["path"], "merged": True}
+    args = ["export", str(run), "--merge"]
+    result = await panel.commands.run(f"export {id}", args, timeout_s=3600.0)
+    return {"path": result["path"], "merged": True}

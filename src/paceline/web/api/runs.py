@@ -1,4 +1,4 @@
-"""The routes that read one run or all of them, but for its curves and streams."""
+"""Routes that read runs: the list, one run with its log and files, streams, and comparisons."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -23,8 +23,7 @@ from paceline.web.runs.stream import EventStream
 from paceline.web.state import AppState, Panel
 
 router = APIRouter()
-#: A report is a page of its own with a script of its own: it gets no part in this one's origin, and
-#: reaches no server.
+#: A report contains a script. The sandbox keeps it out of the panel's origin and off the network.
 REPORT_CSP = (
     "sandbox allow-scripts; default-src 'none'; style-src 'unsafe-inline'; script-src"
     " 'unsafe-inline'; img-src data:; frame-ancestors 'self'"
@@ -32,14 +31,14 @@ REPORT_CSP = (
 
 
 class ConfigDifference(TypedDict):
-    """A key, and its value by a run's id; None if that has no such key."""
+    """A config key, and its value in each run by id; None if a run does not set it."""
 
     key: str
     values: dict[str, JsonValue]
 
 
 class Note(BaseModel):
-    """What a person writes on a run."""
+    """A user's note on a run, and the run's tags."""
 
     note: str = Field("", max_length=10_000)
     tags: list[Annotated[str, Field(min_length=1, max_length=60)]] = Field([], max_length=30)
@@ -47,39 +46,39 @@ class Note(BaseModel):
 
 @router.get("/api/runs")
 def runs(panel: Panel) -> StrictJSONResponse:
-    """Every run below the folder, the latest first."""
-    found = panel.runs.summaries()
+    """Return all runs below the folder, the latest first."""
+    entries = panel.runs.entries()
     return StrictJSONResponse(
         {
             "folder": panel.shown_folder,
             "token_needed": True,
             "problem": panel.runs.problem,
-            "runs": found,
+            "runs": entries,
         }
     )
 
 
 @router.get("/api/stream", response_class=EventStream)
 async def list_stream(panel: Panel) -> Response:
-    """Server-sent events ``runs``: ``{changed: [Summary], removed: [id]}``."""
+    """Stream server-sent events ``runs``: ``{changed: [Summary], removed: [id]}``."""
     return EventStream(panel.streams.of_list)
 
 
 @router.get("/api/runs/{id}")
 def run(panel: Panel, id: str) -> StrictJSONResponse:
-    """A run's summary, and all that is said once."""
+    """Return the summary of a run, and what changes rarely: config, model, checkpoints, …"""
     run = panel.runs.get(id)
-    summary = run.summary()
+    entry = run.entry()
     exact = panel.runs.indexer.ready(run.index)
     with run.index.lock:
         index = run.index
-        start = (index.start if exact else None) or run.digest.start
+        start = (index.start if exact else None) or run.summary.start
         evals, samples = list(index.evals)[-2000:], list(index.samples)[-50:]
         checkpoints = list(index.checkpoints)[-2000:]
         memory, unreadable = index.memory, index.unreadable
     return StrictJSONResponse(
         {
-            **summary,
+            **entry,
             "config": start.get("config"),
             "derived": start.get("derived"),
             "model_info": start.get("model"),
@@ -92,7 +91,7 @@ def run(panel: Panel, id: str) -> StrictJSONResponse:
             "checkpoints": [_checkpoint(run, event) for event in checkpoints],
             "evals": [_without_type(event) for event in evals],
             "samples": [_without_type(event) for event in samples],
-            "report": run.digest.report,
+            "report": run.summary.report,
             "has": {
                 "report_html": read_inside(run.run_dir.report_html, 1) is not None,
                 "model": (run.run_dir.root / "model").is_dir(),
@@ -100,7 +99,7 @@ def run(panel: Panel, id: str) -> StrictJSONResponse:
             },
             "pid": start.get("pid"),
             "host": start.get("host"),
-            "bytes": run.digest.position,
+            "bytes": run.summary.position,
             "unreadable_lines": unreadable,
             "exact": exact,
         }
@@ -111,19 +110,19 @@ def run(panel: Panel, id: str) -> StrictJSONResponse:
 async def run_stream(
     panel: Panel, id: str, after: int | None = Query(None, ge=0, le=1 << 53)
 ) -> Response:
-    """Server-sent events ``append``, ``status``, and ``gone`` where the run was deleted."""
+    """Stream server-sent events ``append``, ``status``, and ``gone`` if the run was deleted."""
     return EventStream(partial(panel.streams.of_run, panel.runs.get(id), after))
 
 
 @router.get("/api/runs/{id}/log")
 def log(panel: Panel, id: str, tail: int = Query(500, ge=1, le=20_000)) -> StrictJSONResponse:
-    """The newest lines: what happened, but for the steps."""
+    """Return the newest lines of the log: all events except steps."""
     run = panel.runs.get(id)
     lines = [
         {"time": mark.time, "level": mark.level, "text": mark.text, "step": mark.step}
         for mark in _marks(panel, run)
     ]
-    if not lines:  # it has not come to its first event: what it printed
+    if not lines:  # before its first event, a run shows what it has printed
         output = (tail_inside(run.root / OUTPUT) or b"").decode("utf-8", errors="replace")
         lines = [
             {"time": None, "level": "info", "text": clean(line)[:4000], "step": None}
@@ -134,23 +133,25 @@ def log(panel: Panel, id: str, tail: int = Query(500, ge=1, le=20_000)) -> Stric
 
 @router.get("/api/runs/{id}/config", response_class=PlainTextResponse)
 def config(panel: Panel, id: str) -> Response:
-    """The resolved config, as YAML."""
+    """Return the resolved config as YAML."""
     run = panel.runs.get(id)
-    found = read_inside(run.run_dir.config)
-    if found is None:
-        raise NotFound(f"{run.name} has no config.yaml", fix="a run writes it when it begins")
-    return Response(found, media_type="text/yaml; charset=utf-8")
+    text = read_inside(run.run_dir.config)
+    if text is None:
+        raise NotFound(
+            f"{run.name} has no config.yaml", fix="wait until the run has started to train"
+        )
+    return Response(text, media_type="text/yaml; charset=utf-8")
 
 
 @router.get("/api/runs/{id}/report", response_class=Response)
 def report(panel: Panel, id: str) -> Response:
-    """report.html, shut off from this page."""
+    """Return report.html in a sandbox."""
     run = panel.runs.get(id)
-    found = read_inside(run.run_dir.report_html, 64 << 20)
-    if found is None:
-        raise NotFound(f"{run.name} has no report.html", fix="a run writes it at its end")
+    page = read_inside(run.run_dir.report_html, 64 << 20)
+    if page is None:
+        raise NotFound(f"{run.name} has no report.html", fix="wait until the run has ended")
     return Response(
-        found,
+        page,
         media_type="text/html; charset=utf-8",
         headers={"content-security-policy": REPORT_CSP},
     )
@@ -158,7 +159,7 @@ def report(panel: Panel, id: str) -> Response:
 
 @router.put("/api/runs/{id}/note")
 def put_note(panel: Panel, id: str, body: Note) -> StrictJSONResponse:
-    """Keep a note and tags."""
+    """Save a note and tags."""
     run = panel.runs.get(id)
     panel.runs.notes.put(run.path, body.note, list(dict.fromkeys(body.tags)))
     return StrictJSONResponse(panel.runs.notes.of(run.path))
@@ -168,22 +169,22 @@ def put_note(panel: Panel, id: str, body: Note) -> StrictJSONResponse:
 def compare(
     panel: Panel, ids: str = Query(..., max_length=2000, description="comma-separated")
 ) -> StrictJSONResponse:
-    """Several runs side by side: summaries, reports, and the keys of the config in which they
+    """Return the summaries and reports of several runs, and the config keys in which they
     differ."""
-    wanted = list(dict.fromkeys(one.strip() for one in ids.split(",") if one.strip()))
-    if not 1 <= len(wanted) <= 50:
+    unique_ids = list(dict.fromkeys(id.strip() for id in ids.split(",") if id.strip()))
+    if not 1 <= len(unique_ids) <= 50:
         raise ConfigError(
-            f"{len(wanted)} runs to compare", allowed="1 to 50 ids, with commas between them"
+            f"cannot compare {len(unique_ids)} runs", allowed="1 to 50 comma-separated ids"
         )
-    runs = [panel.runs.get(id) for id in wanted]
-    rows = [{**run.summary(), "report": run.digest.report} for run in runs]
-    configs = {run.id: as_object(run.digest.start.get("config")) for run in runs}
+    runs = [panel.runs.get(id) for id in unique_ids]
+    rows = [{**run.entry(), "report": run.summary.report} for run in runs]
+    configs = {run.id: as_object(run.summary.start.get("config")) for run in runs}
     return StrictJSONResponse({"runs": rows, "config_differences": differences(configs)})
 
 
 @router.get("/api/machine")
 def read_machine() -> StrictJSONResponse:
-    """This machine: processors, memory, accelerators."""
+    """Return the processors, memory and GPUs of this machine."""
     return StrictJSONResponse(machine())
 
 
@@ -195,7 +196,7 @@ def _marks(panel: AppState, run: Run) -> list[TimelineEvent]:
 
 
 def newest_marks(run: Run) -> list[TimelineEvent]:
-    """Of the last lines of a log that is not read yet."""
+    """Return the events other than steps in the last lines of a log that is not indexed yet."""
     lines = (tail_inside(run.run_dir.events) or b"").split(b"\n")
     events = [
         event
@@ -220,8 +221,8 @@ _ABSENT = object()
 
 
 def differences(configs: Mapping[str, JsonValue]) -> list[ConfigDifference]:
-    """The dotted keys whose value is not the same in all configs, but for the output folder, which
-    differs always."""
+    """Return the dotted keys whose value is not the same in all configs, except the output folder,
+    which always differs."""
     flat = {id: dict(_flatten(config)) for id, config in configs.items()}
     keys = dict.fromkeys(key for values in flat.values() for key in values)
     rows: list[ConfigDifference] = []

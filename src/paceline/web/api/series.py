@@ -1,10 +1,9 @@
-"""``/series``, ``/csv``: the curves of a run, thinned."""
+"""Routes for the curves of a run: reduced to a number of points, or complete as CSV."""
 
 import math
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from fastapi import APIRouter, Query
 from starlette.responses import StreamingResponse
 
@@ -12,7 +11,7 @@ from paceline.core.errors import unknown_name
 from paceline.core.formatting import finite
 from paceline.web.files import as_object
 from paceline.web.responses import StrictJSONResponse
-from paceline.web.runs.columns import SERIES, thin
+from paceline.web.runs.columns import SERIES, step_range, thin
 from paceline.web.runs.discovery import Run
 from paceline.web.runs.index import IndexWorker, TimelineEvent
 from paceline.web.state import Panel
@@ -20,7 +19,7 @@ from paceline.web.state import Panel
 router = APIRouter()
 _MAX_MARKS = 2000
 _MAX_EVALS = 5000
-_ROWS_A_BLOCK = 1 << 14
+_BLOCK_ROWS = 1 << 14
 _NAMES = ",".join(SERIES)
 
 
@@ -33,27 +32,30 @@ def series(
     end: int | None = Query(None, ge=0, le=1 << 53, description="last step"),
     points: int = Query(1200, ge=1, le=20_000),
 ) -> StrictJSONResponse:
-    """Curves between two steps, in at most ``points`` buckets: mean, least and greatest of each.
-    ``exact``: every step that counts was read; otherwise some that are spread over the log, until
-    it is. ``every``: one in so many steps is kept."""
-    run, wanted = panel.runs.get(id), _names(names)
+    """Return curves between two steps in at most ``points`` buckets, with the mean, minimum and
+    maximum of each bucket.
+
+    ``exact``: the curves are computed from every step. While a long log is being read, they are
+    computed from a sample. ``every``: of a very long run, one in this many steps is kept.
+    """
+    run, columns_shown = panel.runs.get(id), _names(names)
     index, exact = run.index, panel.runs.indexer.ready(run.index)
     if exact:
         with index.lock:
             columns = index.columns
-            low, high = _range(columns.column("step"), start, end)
-            curves = thin(lambda name: columns.column(name, low, high), wanted, points)
+            low, high = step_range(columns.column("step"), start, end)
+            curves = thin(lambda name: columns.column(name, low, high), columns_shown, points)
             marks, evals, left_out = list(index.marks), list(index.evals), index.marks_left_out
             every, size = columns.every, index.position
             num_steps = columns.num_steps if high - low == columns.rows else (high - low) * every
     else:
-        seen = index.overview()
-        low, high = _range(seen.rows["step"], start, end)
-        curves = thin(lambda name: seen.rows[name][low:high], wanted, points)
-        marks, evals, size = seen.marks, seen.evals, seen.size
+        sample = index.overview()
+        low, high = step_range(sample.rows["step"], start, end)
+        curves = thin(lambda name: sample.rows[name][low:high], columns_shown, points)
+        marks, evals, size = sample.marks, sample.evals, sample.size
         left_out, every, num_steps = 0, None, None
-    marks = [one for one in marks if one.type != "eval" and _within(one.step, start, end)]
-    evals = [one for one in evals if _within(one.get("step"), start, end)]
+    marks = [mark for mark in marks if mark.type != "eval" and _within(mark.step, start, end)]
+    evals = [event for event in evals if _within(event.get("step"), start, end)]
     return StrictJSONResponse(
         {
             **curves,
@@ -64,7 +66,7 @@ def series(
                 }
                 for event in evals[-_MAX_EVALS:]
             ],
-            "marks": [vars(one) for one in most_telling(marks, _MAX_MARKS)],
+            "marks": [vars(mark) for mark in most_important(marks, _MAX_MARKS)],
             "left_out": {
                 "marks": left_out + max(0, len(marks) - _MAX_MARKS),
                 "evals": max(0, len(evals) - _MAX_EVALS),
@@ -82,11 +84,11 @@ def series(
 def csv(
     panel: Panel, id: str, names: str = Query(_NAMES, description="comma-separated")
 ) -> StreamingResponse:
-    """Every step that counts, one a line. A long log is read to its end first."""
-    run, wanted = panel.runs.get(id), _names(names)
+    """Return every step as a CSV row. A long log is read to its end first."""
+    run, columns = panel.runs.get(id), _names(names)
     headers = {"content-disposition": f'attachment; filename="{run.id}.csv"'}
     return StreamingResponse(
-        _csv_lines(run, panel.runs.indexer, wanted), media_type="text/csv", headers=headers
+        _csv_lines(run, panel.runs.indexer, columns), media_type="text/csv", headers=headers
     )
 
 
@@ -94,16 +96,16 @@ def _csv_lines(run: Run, indexer: IndexWorker, names: list[str]) -> Iterator[str
     columns = ["step", "time", "tokens", *names]
     indexer.finish(run.index)
     yield ",".join(columns) + "\n"
-    at = 0
+    begin = 0
     while True:
         with run.index.lock:
-            rows = run.index.columns.slice(at, min(at + _ROWS_A_BLOCK, run.index.columns.rows))
+            rows = run.index.columns.slice(begin, min(begin + _BLOCK_ROWS, run.index.columns.rows))
         if not len(rows):
             return
-        at += len(rows)
+        begin += len(rows)
         values = [rows[name].tolist() for name in columns]
         yield "".join(
-            ",".join(_cell(one) for one in row) + "\n" for row in zip(*values, strict=True)
+            ",".join(_cell(value) for value in row) + "\n" for row in zip(*values, strict=True)
         )
 
 
@@ -115,30 +117,28 @@ def _cell(value: float) -> str:
     return f"{value:.15g}" if value > 1e9 else f"{value:.7g}"
 
 
-def _names(given: str) -> list[str]:
-    names = [name.strip() for name in given.split(",") if name.strip()]
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in SERIES]
     if unknown:
         raise unknown_name("series", unknown[0][:60], SERIES)
     return list(dict.fromkeys(names))
 
 
-def _range(steps: np.ndarray, start: int | None, end: int | None) -> tuple[int, int]:
-    low = 0 if start is None else int(np.searchsorted(steps, start, side="left"))
-    high = len(steps) if end is None else int(np.searchsorted(steps, end, side="right"))
-    return low, max(low, high)
-
-
 def _within(step: Any, start: int | None, end: int | None) -> bool:
-    own = finite(step)
-    return own is None or ((start is None or own >= start) and (end is None or own <= end))
+    number = finite(step)
+    if number is None:
+        return True
+    return (start is None or number >= start) and (end is None or number <= end)
 
 
-def most_telling(marks: list[TimelineEvent], count: int) -> list[TimelineEvent]:
-    """At most ``count`` marks, in their order: errors before warnings before the rest, the newest
-    of each."""
+def most_important(marks: list[TimelineEvent], count: int) -> list[TimelineEvent]:
+    """Return at most ``count`` marks in their order: errors first, then warnings, then the rest,
+    the newest of each."""
     if len(marks) <= count:
         return marks
-    rank = {"error": 0, "warning": 1}
-    kept = sorted(range(len(marks)), key=lambda at: (rank.get(marks[at].level, 2), -at))[:count]
-    return [marks[at] for at in sorted(kept)]
+    priority = {"error": 0, "warning": 1}
+    by_importance = sorted(
+        range(len(marks)), key=lambda index: (priority.get(marks[index].level, 2), -index)
+    )
+    return [marks[index] for index in sorted(by_importance[:count])]

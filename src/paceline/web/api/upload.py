@@ -1,5 +1,5 @@
-"""A file that comes by multipart/form-data, taken in as it comes: counted, given a safe name, never
-over another file."""
+"""Store an uploaded file while it is received: its size is limited, its name is made safe, and no
+existing file is replaced."""
 
 import asyncio
 import os
@@ -17,41 +17,41 @@ from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import human_bytes
 
 LIMIT_BYTES = 1 << 30
-#: What may be uploaded: the kinds of data that paceline.data reads.
+#: The file types that can be uploaded: those that paceline.data reads.
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md")
-_FREE_BYTES = 1 << 28  # left on the disk for the runs
-_MOST_NAME = 100
+_MIN_FREE_BYTES = 1 << 28  # reserved for the runs
+_MAX_NAME_BYTES = 100
 
 
 class TooLarge(ConfigError):
-    """More bytes than are taken (413)."""
+    """The file is larger than the limit (413)."""
 
 
-def safe_name(given: str) -> str:
-    """The base name of what a browser calls a file: letters, digits, ``-``, ``_`` and ``.``.
+def safe_name(file_name: str) -> str:
+    """Return the base name of an uploaded file, reduced to letters, digits, ``-``, ``_`` and ``.``.
 
     Raises:
-        ConfigError: nothing is left of it, or it is no kind of data that is read.
+        ConfigError: no name is left, or the file type is not supported.
     """
-    base = unicodedata.normalize("NFC", given).replace("\\", "/").rpartition("/")[2]
+    base = unicodedata.normalize("NFC", file_name).replace("\\", "/").rpartition("/")[2]
     name = re.sub(r"[^\w.-]+", "_", base).strip("._- ")
     stem, suffix = os.path.splitext(name)
     if suffix.lower() not in SUFFIXES or not stem:
         raise ConfigError(
-            f"`{base[:100]}` is no data that can be read",
+            f"`{base[:100]}` is not a supported data file",
             allowed=", ".join(SUFFIXES),
-            fix="rename the file after what is in it",
+            fix="rename the file so that its extension matches its contents",
         )
-    while len(os.fsencode(stem)) > _MOST_NAME:
+    while len(os.fsencode(stem)) > _MAX_NAME_BYTES:
         stem = stem[:-1]
     return stem + suffix.lower()
 
 
 class _Part:
-    """The one file of a form, written to ``aside`` while it comes."""
+    """The file of a multipart form, written to ``output`` while it is received."""
 
-    def __init__(self, aside: IO[bytes]) -> None:
-        self.aside = aside
+    def __init__(self, output: IO[bytes]) -> None:
+        self.output = output
         self.name: str | None = None
         self.size_bytes = 0
         self._field = self._value = b""
@@ -86,90 +86,91 @@ class _Part:
 
     def _headers_finished(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
-        given = options.get(b"filename")
-        if given is None:
+        file_name = options.get(b"filename")
+        if file_name is None:
             return
         if self.name is not None:
-            raise ConfigError("two files came at once", fix="upload one after the other")
-        self.name, self._is_file = safe_name(given.decode("utf-8", "replace")), True
+            raise ConfigError(
+                "the upload contains more than one file", fix="upload one file at a time"
+            )
+        self.name, self._is_file = safe_name(file_name.decode("utf-8", "replace")), True
 
     def _data(self, data: bytes, start: int, end: int) -> None:
         if self._is_file:
             self.size_bytes += end - start
-            self.aside.write(data[start:end])
+            self.output.write(data[start:end])
 
 
 async def take_upload(
     request: Request, folder: Path, limit_bytes: int = LIMIT_BYTES
 ) -> tuple[Path, int]:
-    """Store the file of a multipart form in ``folder``, under its own name, or with a number where
-    that is taken.
+    """Store the file of a multipart form in ``folder``, with a number added to its name if that is
+    taken.
 
     Returns:
         Its path and its size in bytes.
 
     Raises:
-        TooLarge: more than ``limit_bytes`` came.
-        ConfigError: no file, or none that is read.
-        RunError: it could not be written.
+        TooLarge: the request is larger than ``limit_bytes``.
+        ConfigError: the request has no file, or not a supported one.
+        RunError: the file cannot be written.
     """
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
         raise ConfigError(
-            "no file came",
+            "the request contains no file",
             allowed="multipart/form-data with one file",
             fix="choose a file and try again",
         )
     try:
         folder.mkdir(exist_ok=True)
         if os.path.realpath(folder) != str(folder):
-            raise ConfigError(
-                f"{folder} is a link to another place", fix="put a folder in its place"
-            )
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".upload-") as aside:
-            part = _Part(aside)
+            raise ConfigError(f"{folder} is a symbolic link", fix="replace it with a folder")
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".upload-") as output:
+            part = _Part(output)
             try:
                 await _take(request, part.parser(boundary), folder, limit_bytes)
             except FormParserError as error:
                 raise ConfigError(
-                    f"the upload cannot be read: {error}", fix="choose the file and try again"
+                    f"cannot parse the upload: {error}", fix="choose the file and try again"
                 ) from None
             if part.name is None:
-                raise ConfigError("no file came", fix="choose a file and try again")
-            aside.flush()
-            os.fsync(aside.fileno())
-            return _claim(folder, part.name, aside.name), part.size_bytes
+                raise ConfigError("the request contains no file", fix="choose a file and try again")
+            output.flush()
+            os.fsync(output.fileno())
+            return _rename(output.name, folder, part.name), part.size_bytes
     except OSError as error:
         raise RunError(
-            f"the file could not be written: {error.strerror or error}", fix="free some space"
+            f"cannot write the file: {error.strerror or error}", fix="free some disk space"
         ) from error
 
 
 async def _take(request: Request, parser: MultipartParser, folder: Path, limit_bytes: int) -> None:
-    came, looked_at = 0, -1
+    received_bytes, last_check = 0, -1
     async for chunk in request.stream():
-        came += len(chunk)
-        if came > limit_bytes:
+        received_bytes += len(chunk)
+        if received_bytes > limit_bytes:
             raise TooLarge(
                 f"the file is larger than {human_bytes(limit_bytes)}",
-                fix="copy it into the served folder yourself, and choose it from the list",
+                fix="copy it into the served folder, and choose it from the list",
             )
-        if came >> 26 != looked_at:
-            looked_at = came >> 26
+        if received_bytes >> 26 != last_check:  # every 64 MiB
+            last_check = received_bytes >> 26
             disk = os.statvfs(folder)
-            if disk.f_bavail * disk.f_frsize < _FREE_BYTES:
+            if disk.f_bavail * disk.f_frsize < _MIN_FREE_BYTES:
                 raise RunError(
-                    "the disk is nearly full, and what is left is for the runs",
-                    fix="free some space",
+                    f"less than {human_bytes(_MIN_FREE_BYTES)} of disk space would be left for"
+                    " the runs",
+                    fix="free some disk space",
                 )
         await asyncio.to_thread(parser.write, chunk)
     parser.finalize()
 
 
-def _claim(folder: Path, name: str, aside: str) -> Path:
-    """Give what lies at ``aside`` its name, which no other file has: to claim it, an empty file is
-    made there first."""
+def _rename(temporary: str, folder: Path, name: str) -> Path:
+    """Rename a temporary file to a name that no other file has. An empty file is created first to
+    reserve the name."""
     stem, suffix = os.path.splitext(name)
     for number in range(1, 1000):
         path = folder / (name if number == 1 else f"{stem}-{number}{suffix}")
@@ -177,9 +178,9 @@ def _claim(folder: Path, name: str, aside: str) -> Path:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         except FileExistsError:
             continue
-        os.replace(aside, path)
-        with open(aside, "xb"):  # what made it wants to remove it
-            pass
+        os.replace(temporary, path)
+        # NamedTemporaryFile removes its file at the end, and fails if that does not exist.
+        Path(temporary).touch()
         os.chmod(path, 0o644)
         return path
-    raise ConfigError(f"there are a thousand files called {name}", fix="rename the file")
+    raise ConfigError(f"there are already 1,000 files named {name}", fix="rename the file")

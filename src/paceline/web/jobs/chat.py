@@ -1,5 +1,5 @@
-"""Chat with a run's model: a worker process that holds it, one at a time, and ends by itself when
-nobody asks."""
+"""Chat with the model of a run. One worker process holds one model, and ends after five minutes
+without a question."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IDLE_S = 300.0
 _LINE_BYTES = 1 << 20
 
 
-#: Name and data of an event of an answer.
+#: Name and data of a server-sent event.
 ChatEvent = tuple[str, Mapping[str, JsonValue]]
 
 
@@ -34,25 +34,24 @@ class Chat:
         self._worker: _Worker | None = None
         self._turn = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
-        self._number = 0
+        self._last_id = 0
 
     async def answer(
         self, run: Path, request: JSONObject, device: str
     ) -> AsyncGenerator[ChatEvent]:
-        """Events of one answer: ``state`` {state: loading | ready, device, base}, ``token`` {text},
-        ``end`` {num_tokens, wall_s, stopped}, ``error`` {what, allowed, fix}. To leave the iterator
-        stops the answer.
+        """Yield the events of one answer: ``state`` {state: loading | ready, device, base},
+        ``token`` {text}, ``end`` {num_tokens, wall_s, stopped}, ``error`` {what, allowed, fix}.
+        Closing the iterator stops the answer.
 
         Raises:
-            ConfigError: another answer is being given.
+            ConfigError: another answer is being generated.
         """
         if self._turn.locked():
             raise ConfigError(
-                "the model is answering somebody already",
-                fix="wait for the end of that answer, or stop it",
+                "the model is answering another question", fix="wait for that answer, or stop it"
             )
         async with self._turn:
-            self._rest()
+            self._stop_timer()
             try:
                 worker = self._worker
                 if worker is None or not worker.serves(run, device):
@@ -60,22 +59,22 @@ class Chat:
                     self.close()
                     self._worker = worker = await _Worker.start(run, device)
                 yield "state", {"state": "ready", **await worker.ready()}
-                self._number += 1
-                async for event in worker.ask(self._number, request):
+                self._last_id += 1
+                async for event in worker.ask(self._last_id, request):
                     yield event
             except PacelineError as error:
                 yield "error", {"what": error.what, "allowed": error.allowed, "fix": error.fix}
             finally:
                 self._timer = asyncio.get_running_loop().call_later(IDLE_S, self.close)
 
-    def _rest(self) -> None:
+    def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def close(self) -> asyncio.subprocess.Process | None:
-        """End the worker. Returns its process, where there was one."""
-        self._rest()
+        """End the worker. Return its process, if there was one."""
+        self._stop_timer()
         worker, self._worker = self._worker, None
         if worker is None:
             return None
@@ -84,21 +83,21 @@ class Chat:
 
 
 class _Worker:
-    """``paceline generate RUN --serve``. What it prints beside its answers goes to a file without a
-    name."""
+    """A process ``paceline generate RUN --serve``. What it prints to standard error goes to an
+    unnamed file."""
 
     def __init__(
         self, run: Path, device: str, process: asyncio.subprocess.Process, output: IO[bytes]
     ) -> None:
         self.run, self.device, self.process, self._output = run, device, process, output
-        self._about: JSONObject | None = None
+        self._ready: JSONObject | None = None
 
     @staticmethod
     async def start(run: Path, device: str) -> _Worker:
-        output = tempfile.TemporaryFile()  # noqa: SIM115  (the worker's, until it ends)
-        words = ("generate", str(run), "--serve", "--device", device)
+        output = tempfile.TemporaryFile()  # noqa: SIM115  (open until the worker ends)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "paceline", *words),
+            *(sys.executable, "-m", "paceline"),
+            *("generate", str(run), "--serve", "--device", device),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=output,
@@ -113,55 +112,55 @@ class _Worker:
         return self.process.returncode is None and (self.run, self.device) == (run, device)
 
     async def ready(self) -> JSONObject:
-        """Wait for the model to be loaded: on which device, and whether its base can be asked
-        too."""
-        while self._about is None:
-            message = await self._next()
-            self._about = as_object(message["ready"]) if "ready" in message else None
-        return self._about
+        """Wait until the model is loaded. Return its device, and whether the base model is
+        available too."""
+        while self._ready is None:
+            message = await self._receive()
+            self._ready = as_object(message["ready"]) if "ready" in message else None
+        return self._ready
 
-    async def ask(self, number: int, request: JSONObject) -> AsyncGenerator[ChatEvent]:
-        ended = False
+    async def ask(self, id: int, request: JSONObject) -> AsyncGenerator[ChatEvent]:
+        has_ended = False
         try:
-            await self._send({**request, "id": number})
-            while not ended:
-                message = await self._next()
-                if message.get("id") != number:
-                    continue  # of an answer that was left
-                ended = "token" not in message
-                if not ended:
+            await self._send({**request, "id": id})
+            while not has_ended:
+                message = await self._receive()
+                if message.get("id") != id:
+                    continue  # the rest of an answer that was stopped
+                has_ended = "token" not in message
+                if not has_ended:
                     yield "token", {"text": message["token"]}
                 elif "error" in message:
                     yield "error", as_object(message["error"])
                 else:
                     yield "end", as_object(message["end"])
         finally:
-            if not ended and self.process.returncode is None:
-                await self._send({"stop": number})
+            if not has_ended and self.process.returncode is None:
+                await self._send({"stop": id})
 
     async def _send(self, message: JSONObject) -> None:
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             await self.process.stdin.drain()
-        except (ConnectionError, OSError):
-            raise await self._gone() from None
+        except OSError:
+            raise await self._exit_error() from None
 
-    async def _next(self) -> JSONObject:
+    async def _receive(self) -> JSONObject:
         assert self.process.stdout is not None
         line = await self.process.stdout.readline()
         if not line:
-            raise await self._gone()
+            raise await self._exit_error()
         return as_object(json.loads(line))
 
-    async def _gone(self) -> ConfigError | RunError:
+    async def _exit_error(self) -> ConfigError | RunError:
         code = await self.process.wait()
         self._output.seek(0)
         output = self._output.read().decode("utf-8", "replace")
-        return error_of(output, code, f"the model's process ended (exit code {code})")
+        return error_of(output, code, f"the process of the model ended with exit code {code}")
 
     def close(self) -> None:
         if self.process.stdin is not None:
-            self.process.stdin.close()  # its sign to end
+            self.process.stdin.close()  # the worker ends when its input does
         end(self.process)
         self._output.close()

@@ -1,5 +1,4 @@
-"""Starting, stopping and resuming runs. A run is a process of its own session: it outlives the
-server, and owes it nothing."""
+"""Start, stop and resume runs. A run is a process in its own session, so it outlives the server."""
 
 import asyncio
 import contextlib
@@ -13,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from paceline.core.errors import EXIT_DONE, ConfigError, RunError
 from paceline.core.event_log import parse_event, tail_events
@@ -35,24 +33,32 @@ _TAIL_BYTES = 1 << 16
 
 @dataclass
 class Launched:
-    """A run that this server started. ``log_start``: where in its output file this start begins."""
+    """A run that this server started.
+
+    Args:
+        log_start: the size of its output file before this start.
+        events_before: the size of its event log before this start.
+        is_new: the run's folder was created for this start.
+        config_before: the config that a resume has replaced; None if it replaced none.
+        is_stopping: the run was asked to stop.
+    """
 
     folder: Path
     process: subprocess.Popen[bytes]
     log_start: int
     events_before: int
-    fresh: bool
-    config_before: str | None = None  # where a resume has put another in its place
-    stopping: bool = False
+    is_new: bool
+    config_before: str | None = None
+    is_stopping: bool = False
 
-    def shows(self) -> bool:
-        """Whether the run has begun to write."""
+    def has_events(self) -> bool:
+        """Return whether the run has written an event since it was started."""
         with contextlib.suppress(OSError):
             return RunDir(self.folder).events.stat().st_size > self.events_before
         return False
 
     def output(self) -> str:
-        """What it has printed since it was started."""
+        """Return what the run has printed since it was started."""
         with contextlib.suppress(OSError), open(self.folder / OUTPUT, "rb") as handle:
             size = handle.seek(0, os.SEEK_END)
             handle.seek(max(self.log_start, size - _TAIL_BYTES))
@@ -61,31 +67,34 @@ class Launched:
 
 
 def check_name(folder: Path, name: str) -> Path:
-    """The folder of a new run called ``name``.
+    """Return the folder of a new run called ``name``.
 
     Raises:
-        ConfigError: no such name may be given, or it is taken.
+        ConfigError: the name is not allowed, or it is taken.
     """
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"`{name[:120]}` is no name for a run",
-            allowed="1 to 100 letters, digits, `-`, `_` and `.`; a letter or digit first",
+            f"`{name[:120]}` is not a valid name for a run",
+            allowed="1 to 100 letters, digits, `-`, `_` and `.`; the first a letter or a digit",
         )
     run = folder / name
     if os.path.lexists(run):
         raise ConfigError(
-            f"there is a `{name}` already in {folder}",
-            fix="choose another name, or resume that run",
+            f"`{name}` already exists in {folder}", fix="choose another name, or resume that run"
         )
     return run
 
 
 class RunLauncher:
-    """The runs that this server started, by their folder."""
+    """Starts runs, and keeps those that it started by their folder.
+
+    Attributes:
+        stop_requests: for each run that was asked to stop, the process that received the request.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.asked: dict[Path, int] = {}  # to stop: a run, and its process at that time
+        self.stop_requests: dict[Path, int] = {}
         self._by_folder: dict[Path, Launched] = {}
 
     def find(self, run: Path) -> Launched | None:
@@ -95,117 +104,111 @@ class RunLauncher:
         return list(self._by_folder.values())
 
     def start(self, name: str, yaml: str) -> Launched:
-        """Start a new run in its own folder, with the config as it was typed beside it."""
+        """Start a new run in its own folder, which also gets the config as it was typed."""
         run = check_name(self.folder, name)
         try:
             run.mkdir()
             write_atomic(run / CONFIG, yaml)
-            return self._launch(run, [f"{name}/{CONFIG}"], self.folder, fresh=True)
+            return self._launch(run, [f"{name}/{CONFIG}"], self.folder, is_new=True)
         except OSError as error:
             _remove(run)
             raise RunError(
-                f"{run} cannot be written: {error.strerror}",
-                fix="free some space, or serve another folder",
+                f"cannot write {run}: {error.strerror}",
+                fix="free some disk space, or serve another folder",
             ) from error
 
     def resume(self, run: Path, yaml: str | None, allow_config_change: bool) -> Launched:
-        """Go on with a run from its newest checkpoint; with ``yaml`` by that config."""
+        """Resume a run from its latest checkpoint, with the config ``yaml`` if it is given."""
         if is_locked(run):
-            raise ConfigError(f"{run.name} is going on", fix="wait for its end, or stop it first")
+            raise ConfigError(
+                f"{run.name} is already running", fix="wait until it ends, or stop it first"
+            )
         config, cwd = run / CONFIG, started_from(run, self.folder)
-        before = None
+        config_before = None
         if yaml is not None:
-            before = (read_inside(config) or b"").decode("utf-8", "replace")
+            config_before = (read_inside(config) or b"").decode("utf-8", "replace")
             write_atomic(config, yaml)
         elif stat_inside(config) is None:
             config = RunDir(run).config
         if stat_inside(config) is None:
-            raise ConfigError(f"{run} has no config to go on with", fix="start a new run")
-        words = [
-            str(config),
-            f"output_dir={run}",
-            "resume=auto",
-            *["--allow-config-change"] * allow_config_change,
-        ]
-        one = self._launch(run, words, cwd, fresh=False)
-        one.config_before = before
-        return one
+            raise ConfigError(f"{run} has no config to resume with", fix="start a new run")
+        args = [str(config), f"output_dir={run}", "resume=auto"]
+        if allow_config_change:
+            args.append("--allow-config-change")
+        launched = self._launch(run, args, cwd, is_new=False)
+        launched.config_before = config_before
+        return launched
 
-    def _launch(self, run: Path, words: Sequence[str], cwd: Path, fresh: bool) -> Launched:
+    def _launch(self, run: Path, args: Sequence[str], cwd: Path, is_new: bool) -> Launched:
         events = RunDir(run).events
-        with _append(run / OUTPUT) as output:
-            begins = os.fstat(output.fileno()).st_size
+        # A symbolic link in place of the output file is not followed.
+        with open(run / OUTPUT, "ab", opener=_open_no_follow) as output:
+            log_start = os.fstat(output.fileno()).st_size
             process = subprocess.Popen(
-                [sys.executable, "-m", "paceline", "sft", "--config", *words],
+                [sys.executable, "-m", "paceline", "sft", "--config", *args],
                 cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 env={**os.environ, "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
                 start_new_session=True,
             )  # fmt: skip
-        # no zombie is left behind
+        # Waiting for the process keeps it from becoming a zombie.
         threading.Thread(target=process.wait, name=f"wait-{run.name}", daemon=True).start()
         write_json_atomic(
             run / START,
             {"pid": process.pid, "host": host_name(), "cwd": str(cwd), "time": time.time()},
         )
-        one = Launched(run, process, begins, events.stat().st_size if events.exists() else 0, fresh)
-        self._by_folder[run] = one
-        return one
+        events_before = events.stat().st_size if events.exists() else 0
+        launched = Launched(run, process, log_start, events_before, is_new)
+        self._by_folder[run] = launched
+        return launched
 
-    async def wait(self, one: Launched, timeout_s: float = _WAIT_S) -> bool:
-        """Until the run shows, or has ended. False where neither has come: it is still preparing.
+    async def wait(self, launched: Launched, timeout_s: float = _WAIT_S) -> bool:
+        """Wait until the run writes an event or ends. Return False if it is still preparing.
 
         Raises:
-            ConfigError: it ended with exit code 2, with its own words; a folder that was made for
-                it is gone again.
-            RunError: it failed.
+            ConfigError: the run ended with exit code 2. Its folder is removed if it was new.
+            RunError: the run failed before its first event.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            if one.shows():
+            if launched.has_events():
                 return True
-            if one.process.poll() is not None:
-                self.check_ended(one)
+            if launched.process.poll() is not None:
+                self.check_ended(launched)
                 return True
             await asyncio.sleep(0.05)
         return False
 
-    def check_ended(self, one: Launched) -> None:
-        """Raise what a run that ended before it showed has said."""
-        code = one.process.returncode
-        if code in (None, EXIT_DONE) or one.shows() or one.stopping:
+    def check_ended(self, launched: Launched) -> None:
+        """Raise the error of a run that ended before its first event."""
+        code = launched.process.returncode
+        if code in (None, EXIT_DONE) or launched.has_events() or launched.is_stopping:
             return
-        error = error_of(one.output(), code, f"the run ended with exit code {code} before it began")
-        self._by_folder.pop(one.folder, None)
-        if one.fresh and not RunDir(one.folder).is_run():
-            _remove(one.folder)
-        if one.config_before:
-            write_atomic(one.folder / CONFIG, one.config_before)
-        elif one.config_before is not None:
-            (one.folder / CONFIG).unlink(missing_ok=True)
+        self._by_folder.pop(launched.folder, None)
+        error = error_of(
+            launched.output(), code, f"the run ended with exit code {code} before its first event"
+        )
+        if launched.is_new and not RunDir(launched.folder).is_run():
+            _remove(launched.folder)
+        if launched.config_before:
+            write_atomic(launched.folder / CONFIG, launched.config_before)
+        elif launched.config_before is not None:
+            (launched.folder / CONFIG).unlink(missing_ok=True)
         raise error
 
 
-def _append(path: Path) -> IO[bytes]:
-    """A file of a run's folder to write on at its end; a link is not followed.
-
-    Raises:
-        OSError: it is one, or it cannot be written.
-    """
-    return open(
-        os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644),
-        "ab",
-    )
+def _open_no_follow(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
 def _remove(run: Path) -> None:
-    """Take away what :meth:`RunLauncher.start` made, and nothing else."""
+    """Remove what :meth:`RunLauncher.start` created, and nothing else."""
     for name in (CONFIG, OUTPUT, START):
         (run / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         run.rmdir()
 
 
-# -- runs that go on, whoever started them
+# -- runs in progress, whoever started them
 def is_locked(run: Path) -> bool:
     """Return whether a run is starting or running in the folder."""
     if is_launching(RunDir(run)):
@@ -220,10 +223,10 @@ def is_locked(run: Path) -> bool:
 
 
 def started_from(run: Path, otherwise: Path) -> Path:
-    """The folder in which a run was started: that from which its relative paths count."""
-    told = _started(run).get("cwd")
-    if isinstance(told, str) and Path(told).is_dir():
-        return Path(told)
+    """Return the working directory that a run was started in. Its relative paths begin there."""
+    cwd = _panel_start(run).get("cwd")
+    if isinstance(cwd, str) and Path(cwd).is_dir():
+        return Path(cwd)
     output = _run_start(run).get("output_dir")
     parts = Path(output).parts if isinstance(output, str) and not Path(output).is_absolute() else ()
     if parts and ".." not in parts and run.parts[-len(parts) :] == parts:
@@ -232,39 +235,46 @@ def started_from(run: Path, otherwise: Path) -> Path:
 
 
 def stop(run: Path, launches: RunLauncher, now: bool = False) -> int:
-    """Ask a run to stop: it finishes its step and writes a checkpoint. ``now``: a second time,
-    which ends it at once.
+    """Ask a run to stop after its current step, with a checkpoint.
+
+    Args:
+        run: the folder of the run.
+        launches: the runs that this server started.
+        now: repeat the request, which ends the run at once.
 
     Returns:
-        The process that was told.
+        The process that received the signal.
 
     Raises:
-        ConfigError: it is not going on, or not on this host, or what has its number is another
-            process.
-        Conflict: it was asked already.
+        ConfigError: the run is not in progress, or it runs on another host.
+        Conflict: the run was already asked to stop.
     """
     launched = launches.find(run)
-    pid, before = _launcher(run, launched)
-    handle = _open_handle(pid)
+    pid, seen_at = _launcher(run, launched)
+    # A pidfd refers to this process even if its number is given to another one meanwhile. Older
+    # kernels and other systems do not have it.
+    handle = None
+    with contextlib.suppress(OSError, AttributeError):
+        handle = os.pidfd_open(pid)
     try:
-        if not (pid_alive(pid, before) and _is_python(pid)):
+        if not (pid_alive(pid, seen_at) and _may_be_run(pid)):
             raise ConfigError(
-                f"{run.name} is not going on: its process {pid} is gone", fix="resume it"
+                f"{run.name} is not running: its process {pid} no longer exists", fix="resume it"
             )
-        if launches.asked.get(run) == pid and not now:  # a second signal would end it at once
+        if launches.stop_requests.get(run) == pid and not now:
             raise Conflict(
-                f"{run.name} is stopping already", fix="wait for its checkpoint, or end it at once"
+                f"{run.name} is already stopping", fix="wait for its checkpoint, or end it now"
             )
-        launches.asked[run] = pid
+        launches.stop_requests[run] = pid
         if launched is not None:
-            launched.stopping = True
+            launched.is_stopping = True
         if handle is None:
             os.kill(pid, signal.SIGTERM)
         else:
             signal.pidfd_send_signal(handle, signal.SIGTERM)
     except OSError as error:
         raise RunError(
-            f"{run.name} cannot be stopped: {error.strerror} (process {pid})",
+            f"cannot stop {run.name} (process {pid}): {error.strerror}",
             fix="stop it as the user who started it",
         ) from error
     finally:
@@ -274,60 +284,52 @@ def stop(run: Path, launches: RunLauncher, now: bool = False) -> int:
 
 
 def _launcher(run: Path, launched: Launched | None) -> tuple[int, float]:
-    """Process that answers a run's signals, and a time at which it was there."""
+    """Return the process that handles a run's signals, and a time at which it existed."""
     if launched is not None and launched.process.poll() is None:
         return launched.process.pid, time.time()
-    start, panel = _run_start(run), _started(run)
-    began, launched_at = finite(start.get("time")), finite(panel.get("time")) or 0.0
-    if began is not None and began >= launched_at:
+    start, panel_start = _run_start(run), _panel_start(run)
+    started_at, launched_at = finite(start.get("time")), finite(panel_start.get("time")) or 0.0
+    if started_at is not None and started_at >= launched_at:
         pid, host = start.get("launcher") or start.get("pid"), start.get("host")
         if host != host_name():
             raise ConfigError(
                 f"{run.name} runs on host {host}, not on this one",
-                fix="stop it there, e.g. with Ctrl-C",
+                fix=f"stop it on {host}, for example with Ctrl-C",
             )
         if isinstance(pid, int) and pid > 1 and is_locked(run):
-            return pid, began
+            return pid, started_at
     else:
-        started = panel.get("pid")
-        if isinstance(started, int) and started > 1 and panel.get("host") == host_name():
-            return started, launched_at
+        launcher = panel_start.get("pid")
+        if isinstance(launcher, int) and launcher > 1 and panel_start.get("host") == host_name():
+            return launcher, launched_at
     raise ConfigError(
-        f"{run.name} is not going on, as far as can be seen from here",
-        fix=(
-            "reload the page; a run that is only starting in a terminal is stopped there, with"
-            " Ctrl-C"
-        ),
+        f"{run.name} is not running on this host",
+        fix="reload the page. A run that is still starting in a terminal can be stopped there with"
+        " Ctrl-C",
     )
 
 
-def _is_python(pid: int) -> bool:
-    """Whether a process may be a run's, by its command line (where the system shows it)."""
+def _may_be_run(pid: int) -> bool:
+    """Return whether the command line of a process can be that of a run. True if it is unknown."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return True
-    return any(word in command for word in (b"python", b"paceline", b"torchrun"))
-
-
-def _open_handle(pid: int) -> int | None:
-    """A handle of a process that stays with it when its number goes to another; None if the system
-    has none."""
-    with contextlib.suppress(OSError, AttributeError):  # an older kernel, another system
-        return os.pidfd_open(pid)
-    return None
+    return any(name in command for name in (b"python", b"paceline", b"torchrun"))
 
 
 def _run_start(run: Path) -> RunStartEvent:
-    """The newest ``run_start`` of a run; empty if there is none near the ends of its log."""
+    """Return the newest ``run_start`` event near the end or the beginning of a run's log; empty if
+    there is none."""
     path = RunDir(run).events
     starts = [event for event in tail_events(path) if event["type"] == "run_start"]
-    if not starts and path.exists():  # long ago: it is near the beginning
+    if not starts and path.exists():
         head = (read_inside(path, 1 << 20) or b"").split(b"\n")
         parsed = [parse_event(line) for line in head if b'"run_start"' in line]
         starts = [event for event in parsed if event and event["type"] == "run_start"]
     return starts[-1] if starts else {}
 
 
-def _started(run: Path) -> JSONObject:
+def _panel_start(run: Path) -> JSONObject:
+    """Return what the panel that started the run has recorded."""
     return json_inside(run / START) or {}

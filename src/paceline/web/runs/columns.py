@@ -1,4 +1,4 @@
-"""The steps of a run as columns of numbers, and their thinning for a plot."""
+"""The steps of a run as columns of numbers, and their reduction to the points of a plot."""
 
 from collections.abc import Callable
 from typing import Any, TypedDict
@@ -8,7 +8,7 @@ import numpy as np
 from paceline.core.events import Event
 from paceline.core.formatting import fullest, number
 
-#: What a series can show, and its unit; each is of one step.
+#: The series of a run, and their units.
 SERIES = {
     "loss": "",
     "learning_rate": "",
@@ -31,15 +31,14 @@ ROW = np.dtype(
     ]
 )
 _CHUNK_ROWS = 1 << 15
-#: 1,048,576 rows of 76 bytes: 76 MiB. Of a longer run every second, fourth … step is kept.
+#: 1,048,576 rows of 76 bytes: 76 MiB. Of a longer run, every second, fourth, … step is kept.
 MAX_ROWS = 1 << 20
 _MAX_STEP = 1 << 53
-_LARGEST = 10**300
+_MAX_FLOAT = 10**300
 
 
 class Columns:
-    """Rows of :data:`ROW` in the order of their steps; a chunk never moves, so readers need no lock
-    of their own."""
+    """Rows of :data:`ROW`, ordered by step. A chunk is never moved, so readers need no lock."""
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
         self.max_rows = max_rows
@@ -48,23 +47,23 @@ class Columns:
     def clear(self) -> None:
         self.chunks: list[np.ndarray] = []
         self.rows = 0
-        self.every = 1  # one in so many steps is kept
-        self.num_steps = 0  # that count, kept or not
+        self.every = 1  # one in this many steps is kept
+        self.num_steps = 0  # of all steps, kept or not
 
     @property
     def size_bytes(self) -> int:
         return sum(chunk.nbytes for chunk in self.chunks)
 
     def append(self, rows: list[tuple[Any, ...]]) -> None:
-        """Add rows, each of a higher step than the one before."""
-        kept = (
-            rows
-            if self.every == 1
-            else [row for at, row in enumerate(rows, self.num_steps) if at % self.every == 0]
-        )
+        """Append rows in ascending order of their steps."""
+        if self.every > 1:
+            numbered = enumerate(rows, self.num_steps)
+            retained = [row for index, row in numbered if index % self.every == 0]
+        else:
+            retained = rows
         self.num_steps += len(rows)
-        with np.errstate(over="ignore"):  # a figure too large for the column is as good as infinite
-            block = np.array(kept, dtype=ROW)
+        with np.errstate(over="ignore"):  # a number too large for its column becomes infinite
+            block = np.array(retained, dtype=ROW)
         while len(block):
             used = self.rows % _CHUNK_ROWS
             if used == 0 and self.rows // _CHUNK_ROWS == len(self.chunks):
@@ -77,97 +76,108 @@ class Columns:
             self._halve()
 
     def cut_after(self, step: int) -> None:
-        """Leave out every row of a step after ``step``."""
-        kept = int(np.searchsorted(self.column("step"), step, side="right"))
-        if kept < self.rows:
-            self.num_steps = kept * self.every
-            self.rows = kept
-            del self.chunks[-(-kept // _CHUNK_ROWS) :]
+        """Remove the rows of all steps after ``step``."""
+        rows = int(np.searchsorted(self.column("step"), step, side="right"))
+        if rows < self.rows:
+            self.num_steps = rows * self.every
+            self.rows = rows
+            del self.chunks[-(-rows // _CHUNK_ROWS) :]
 
     def _halve(self) -> None:
-        kept, self.every = self.slice(0, self.rows)[::2], self.every * 2
-        self.rows = len(kept)
+        retained = self.slice(0, self.rows)[::2]
+        self.every *= 2
+        self.rows = len(retained)
         self.chunks = [
-            np.resize(kept[at : at + _CHUNK_ROWS], _CHUNK_ROWS)
-            for at in range(0, len(kept), _CHUNK_ROWS)
+            np.resize(retained[begin : begin + _CHUNK_ROWS], _CHUNK_ROWS)
+            for begin in range(0, self.rows, _CHUNK_ROWS)
         ]
 
     def column(self, name: str, begin: int = 0, end: int | None = None) -> np.ndarray:
-        """A column's rows ``[begin, end)``."""
+        """Return the values of a column in the rows ``[begin, end)``."""
         end = self.rows if end is None else min(end, self.rows)
-        first, last = begin // _CHUNK_ROWS, -(-end // _CHUNK_ROWS)
-        parts = [chunk[name] for chunk in self.chunks[first:last]]
-        whole = np.concatenate(parts) if parts else np.empty(0, dtype=ROW[name])
-        return whole[begin - first * _CHUNK_ROWS : end - first * _CHUNK_ROWS]
+        return self._concatenate([chunk[name] for chunk in self.chunks], ROW[name], begin, end)
 
     def slice(self, begin: int, end: int) -> np.ndarray:
-        """Rows ``[begin, end)``, copied."""
-        first, last = begin // _CHUNK_ROWS, -(-end // _CHUNK_ROWS)
-        parts = self.chunks[first:last]
-        whole = np.concatenate(parts) if parts else np.empty(0, dtype=ROW)
-        return whole[begin - first * _CHUNK_ROWS : end - first * _CHUNK_ROWS]
+        """Return a copy of the rows ``[begin, end)``."""
+        return self._concatenate(self.chunks, ROW, begin, end)
+
+    def _concatenate(
+        self, chunks: list[np.ndarray], dtype: np.dtype, begin: int, end: int
+    ) -> np.ndarray:
+        first = begin // _CHUNK_ROWS
+        chunks = chunks[first : -(-end // _CHUNK_ROWS)]
+        rows = np.concatenate(chunks) if chunks else np.empty(0, dtype=dtype)
+        return rows[begin - first * _CHUNK_ROWS : end - first * _CHUNK_ROWS]
 
 
-def step_row(event: Event, offset: int, before: tuple[int, float] | None) -> tuple[Any, ...] | None:
-    """A row of a ``step`` event; None where it has no step. ``before``: the step and the tokens of
-    the row before."""
+def step_range(steps: np.ndarray, start: int | None, end: int | None) -> tuple[int, int]:
+    """Return the range of rows whose steps are between ``start`` and ``end``, both included."""
+    low = 0 if start is None else int(np.searchsorted(steps, start, side="left"))
+    high = len(steps) if end is None else int(np.searchsorted(steps, end, side="right"))
+    return low, max(low, high)
+
+
+def step_row(
+    event: Event, offset: int, previous: tuple[int, float] | None
+) -> tuple[Any, ...] | None:
+    """Return the row of a ``step`` event; None if it has no valid step.
+
+    Args:
+        event: the event.
+        offset: the byte of the log at which its line begins.
+        previous: the step and the tokens of the row before.
+    """
     step = event.get("step")
     if type(step) is not int or not 0 <= step < _MAX_STEP:
         return None
-    get = event.get
-    seconds, tokens, samples = (
-        _figure(get("step_time_s")),
-        _figure(get("tokens")),
-        _figure(get("samples")),
-    )
-    last_step, last_tokens = before or (0, 0.0)
-    traffic = get("traffic")
-    sent = (
-        sum(_figure(one) for one in traffic.values())
-        if isinstance(traffic, dict) and traffic
-        else np.nan
-    )
-    memory = _fullest(get("memory_bytes"))
+    seconds, tokens = _figure(event.get("step_time_s")), _figure(event.get("tokens"))
+    samples, traffic = _figure(event.get("samples")), event.get("traffic")
+    previous_step, total_tokens = previous or (0, 0.0)
+    if tokens == tokens:  # not NaN
+        total_tokens += tokens * (step - previous_step)
+    sent = np.nan
+    if isinstance(traffic, dict) and traffic:
+        sent = sum(_figure(size) for size in traffic.values())
     return (
         offset,
         step,
-        _figure(get("time")),
-        last_tokens + (tokens * (step - last_step) if tokens == tokens else 0.0),
-        _figure(get("loss")),
-        _figure(get("learning_rate")),
-        _figure(get("grad_norm")),
+        _figure(event.get("time")),
+        total_tokens,
+        _figure(event.get("loss")),
+        _figure(event.get("learning_rate")),
+        _figure(event.get("grad_norm")),
         tokens / seconds if seconds > 0 else np.nan,
         samples / seconds if seconds > 0 else np.nan,
         seconds,
-        memory,
-        _figure(get("data_wait_s")),
-        _figure(get("comm_wait_s")),
+        _max_memory(event.get("memory_bytes")),
+        _figure(event.get("data_wait_s")),
+        _figure(event.get("comm_wait_s")),
         sent,
     )
 
 
 def _figure(value: Any) -> Any:
     kind = type(value)
-    if kind is float or (kind is int and -_LARGEST < value < _LARGEST):  # nearly always
-        return value  # a float, or an int that fits one
+    if kind is float or (kind is int and -_MAX_FLOAT < value < _MAX_FLOAT):  # nearly always
+        return value
     figure = number(value) if kind is not int else None
     return np.nan if figure is None else figure
 
 
-def _fullest(values: Any) -> float:
+def _max_memory(values: Any) -> float:
+    # Nearly always a list of integers, which does not need the checks of fullest().
     try:
-        # as fullest(), which has time for all that may stand there
-        most = max(values) if type(values) is list else None
+        size = max(values) if type(values) is list else None
     except (TypeError, ValueError):
-        most = None
-    if type(most) is int and most < _LARGEST:
-        return most
-    found = fullest(values)
-    return np.nan if found is None else found
+        size = None
+    if type(size) is int and size < _MAX_FLOAT:
+        return size
+    known_size = fullest(values)
+    return np.nan if known_size is None else known_size
 
 
 class Curves(TypedDict):
-    """Columns in buckets; ``series``: name → mean, min and max."""
+    """Columns in buckets. ``series``: name → mean, min and max."""
 
     step: list[int]
     time: list[float | None]
@@ -176,16 +186,19 @@ class Curves(TypedDict):
 
 
 def thin(column: Callable[[str], np.ndarray], names: list[str], points: int) -> Curves:
-    """The rows that ``column(name)`` gives of each column, in at most ``points`` buckets of as many
-    rows each: ``{step, time, tokens, series}``. A bucket stands at its last step; figures that are
-    not finite are left out of its mean, least and greatest."""
+    """Reduce columns to at most ``points`` buckets with the same number of rows each.
+
+    A bucket has the step, time and tokens of its last row. Values that are not finite are left out
+    of its mean, minimum and maximum.
+
+    Args:
+        column: returns the values of the column with a name.
+        names: the series.
+        points: the maximum number of buckets.
+    """
     steps = column("step")
     count = len(steps)
-    edges = (
-        np.linspace(0, count, min(points, count) + 1).astype(np.int64)
-        if count
-        else np.zeros(1, dtype=np.int64)
-    )
+    edges = np.linspace(0, count, min(points, count) + 1).astype(np.int64)
     ends = edges[1:] - 1
     return {
         "step": steps[ends].tolist(),
@@ -201,7 +214,7 @@ def _buckets(values: np.ndarray, begins: np.ndarray) -> dict[str, list[float | N
         return {"mean": same, "min": same, "max": same}
     wide = values.astype(np.float64)
     wide[~np.isfinite(wide)] = np.nan
-    least, greatest = np.fmin.reduceat(wide, begins), np.fmax.reduceat(wide, begins)
+    lows, highs = np.fmin.reduceat(wide, begins), np.fmax.reduceat(wide, begins)
     unknown = np.isnan(wide)
     sizes = np.diff(begins, append=len(values))
     wide[unknown] = 0.0
@@ -209,13 +222,12 @@ def _buckets(values: np.ndarray, begins: np.ndarray) -> dict[str, list[float | N
         means = np.add.reduceat(wide, begins) / (
             sizes - np.add.reduceat(unknown, begins, dtype=np.int64)
         )
-    return {"mean": _numbers(means), "min": _numbers(least), "max": _numbers(greatest)}
+    return {"mean": _numbers(means), "min": _numbers(lows), "max": _numbers(highs)}
 
 
 def _numbers(values: np.ndarray, digits: int = 7) -> list[float | None]:
-    """For JSON: so many digits; None for what is not finite."""
-    finite = np.isfinite(values)
+    """Return numbers with this many significant digits for JSON; None for those not finite."""
     return [
-        float(f"{one:.{digits}g}") if known else None
-        for one, known in zip(values.tolist(), finite.tolist(), strict=True)
+        float(f"{value:.{digits}g}") if is_finite else None
+        for value, is_finite in zip(values.tolist(), np.isfinite(values).tolist(), strict=True)
     ]

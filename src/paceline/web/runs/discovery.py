@@ -1,5 +1,4 @@
-"""The runs below a folder: found again and again, each known by an id that no path can be made
-of."""
+"""Find the runs below a folder. Each is identified by an id that cannot contain a path."""
 
 import hashlib
 import os
@@ -20,10 +19,10 @@ from paceline.web.runs.index import IndexWorker, RunIndex
 from paceline.web.runs.summary import RunState, RunSummary
 
 NOTES = ".paceline-ui.json"
-_DEPTH = 8  # folders below the served one
-_FOLDERS = 20_000  # looked into in one search
-_FRESH_S = 0.9  # a search this recent is not made again
-_NEVER = {
+_MAX_DEPTH = 8
+_MAX_FOLDERS = 20_000
+_MAX_AGE_S = 0.9  # a search this recent is not repeated
+_SKIPPED = {
     "checkpoints",
     "model",
     "tensorboard",
@@ -35,14 +34,14 @@ _NEVER = {
 
 
 class Note(TypedDict):
-    """What a person wrote on a run; empty without it."""
+    """A user's note on a run, and the run's tags; empty without them."""
 
     note: str
     tags: list[str]
 
 
 class RunEntry(RunState, Note):
-    """A run as ``GET /api/runs`` gives it."""
+    """A run as ``GET /api/runs`` returns it."""
 
     id: str
     name: str
@@ -50,8 +49,8 @@ class RunEntry(RunState, Note):
 
 
 class Notes:
-    """Notes and tags on runs, by a run's path in the folder. They are the panel's own, in a file of
-    the served folder; a run is never written to."""
+    """Notes and tags of runs, by the path of a run in the served folder. They are stored in a file
+    of that folder; a run's own folder is never written to."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NOTES
@@ -60,7 +59,7 @@ class Notes:
         self._runs: JsonValue = {}
 
     def of(self, run: str) -> Note:
-        """Those of a run."""
+        """Return the note and the tags of a run."""
         with self._lock:
             runs = self._read()
         entry = runs.get(run) if isinstance(runs, dict) else None
@@ -73,30 +72,30 @@ class Notes:
         }
 
     def put(self, run: str, note: str, tags: list[str]) -> None:
-        """Keep them.
+        """Store the note and the tags of a run.
 
         Raises:
-            ConfigError: the file holds something else, or cannot be written.
+            ConfigError: the file was not written by the panel, or it cannot be written.
         """
         with self._lock:
             runs = self._read()
             if not isinstance(runs, dict):
                 raise ConfigError(
-                    f"`{self.path}` is not what the panel wrote", fix="repair it, or move it away"
+                    f"`{self.path}` was not written by the panel", fix="repair it, or move it away"
                 )
-            kept = {name: entry for name, entry in runs.items() if name != run}
+            runs = {name: entry for name, entry in runs.items() if name != run}
             if note or tags:
-                kept[run] = {"note": note, "tags": [*tags]}
+                runs[run] = {"note": note, "tags": [*tags]}
             try:
-                write_json_atomic(self.path, {"runs": kept})
+                write_json_atomic(self.path, {"runs": runs})
             except OSError as error:
                 raise ConfigError(
-                    f"`{self.path}` cannot be written ({error.strerror})",
-                    fix="make room, or set the rights",
+                    f"cannot write `{self.path}`: {error.strerror}",
+                    fix="free some disk space, or make the folder writable",
                 ) from error
 
     def _read(self) -> JsonValue:
-        """What the file says of the runs, by path, if it is what the panel wrote."""
+        """Return the entries of the file; an object only if the panel wrote it."""
         status = stat_inside(self.path)
         key = None if status is None else (status.st_size, status.st_mtime_ns)
         if key != self._key:
@@ -106,26 +105,25 @@ class Notes:
 
 
 class Run:
-    """One run's folder. Making one reads nothing."""
+    """The folder of a run. Creating this object reads nothing."""
 
     def __init__(self, folder: Path, root: Path, notes: Notes) -> None:
         self.root = root
         self.run_dir = RunDir(root)
-        self.events, self.report = self.run_dir.events, self.run_dir.report
         relative = os.path.relpath(root, folder)
         self.id = run_id(relative)
         self.path = shown(relative)
         self.name = shown(root.name)
-        self.index = RunIndex(self.events)
-        self.digest = RunSummary(self.run_dir)
+        self.index = RunIndex(self.run_dir.events)
+        self.summary = RunSummary(self.run_dir)
         self._notes = notes
         self._lock = threading.Lock()
 
-    def summary(self) -> RunEntry:
-        """As ``GET /api/runs`` gives it."""
+    def entry(self) -> RunEntry:
+        """Return the run as ``GET /api/runs`` returns it."""
         with self._lock:
-            self.digest.refresh()
-            state = self.digest.summary()
+            self.summary.refresh()
+            state = self.summary.state()
         if state["restarts"] is None and self.index.num_starts and not self.index.behind_bytes:
             state["restarts"] = self.index.num_starts - 1
         return {
@@ -138,12 +136,16 @@ class Run:
 
 
 def run_id(relative: str) -> str:
-    """Of a run's path below the served folder: 12 hexadecimal digits."""
+    """Return the id of a run, 12 hexadecimal digits, from its path below the served folder."""
     return hashlib.sha256(os.fsencode(relative)).hexdigest()[:12]
 
 
 class Runs:
-    """Finds runs; keeps what was read of each. Threads may share it."""
+    """The runs of the served folder, with what was read of each. Threads may share it.
+
+    Attributes:
+        problem: why not all runs were found; None if they were.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(os.path.realpath(folder))
@@ -155,33 +157,34 @@ class Runs:
         self._searched_at = -float("inf")
 
     def all(self, fresh: bool = False) -> list[Run]:
-        """Every run there is. ``fresh``: search now, however recent the last search."""
+        """Return all runs. ``fresh``: search now, however recent the last search is."""
         with self._lock:
-            if fresh or time.monotonic() - self._searched_at > _FRESH_S:
+            if fresh or time.monotonic() - self._searched_at > _MAX_AGE_S:
                 self._search()
             return list(self._runs.values())
 
-    def summaries(self) -> list[RunEntry]:
-        """Of every run, as ``GET /api/runs`` gives it; the latest first."""
+    def entries(self) -> list[RunEntry]:
+        """Return all runs as ``GET /api/runs`` returns them, the latest first."""
         return sorted(
-            (run.summary() for run in self.all()),
+            (run.entry() for run in self.all()),
             key=lambda entry: entry["updated_at"] or entry["started_at"] or 0.0,
             reverse=True,
         )
 
     def get(self, id: str) -> Run:
-        """A run that was found, and is still there.
+        """Return the run with this id.
 
         Raises:
-            NotFound: there is none.
+            NotFound: the run does not exist, or no longer.
         """
         run = self._runs.get(id)
-        if run is None:  # begun a moment ago, perhaps
+        if run is None:  # it may have started a moment ago
             self.all(fresh=True)
             run = self._runs.get(id)
         if run is None or not is_run(run.root):
             raise NotFound(
-                f"there is no run `{id[:40]}`", fix="it was moved or deleted; go back to the list"
+                f"run `{id[:40]}` not found",
+                fix="it may have been moved or deleted; go back to the list of runs",
             )
         return run
 
@@ -189,43 +192,43 @@ class Runs:
         self.indexer.close()
 
     def _search(self) -> None:
-        roots = self._roots()
         known = {run.root: run for run in self._runs.values()}
-        runs = [known.get(root) or Run(self.folder, root, self.notes) for root in roots]
+        runs = [known.get(root) or Run(self.folder, root, self.notes) for root in self._roots()]
         self._runs = {run.id: run for run in runs}
         self._searched_at = time.monotonic()
 
     def _roots(self) -> list[Path]:
-        found, looked_at = [], 0
+        roots, num_folders = [], 0
         level = [self.folder]
-        for _ in range(_DEPTH + 1):
-            below: list[Path] = []
+        for _ in range(_MAX_DEPTH + 1):
+            next_level: list[Path] = []
             for folder in level:
-                looked_at += 1
-                if looked_at > _FOLDERS:
+                num_folders += 1
+                if num_folders > _MAX_FOLDERS:
                     break
-                if _has_begun(str(folder)):
-                    found.append(folder)
+                if _has_run_files(str(folder)):
+                    roots.append(folder)
                     if folder != self.folder:
                         continue
-                below += _folders(folder)
-            level = below
-        too_many = looked_at > _FOLDERS
-        self.problem = (
-            f"only the first {_FOLDERS:,} folders were searched for runs; name a smaller one"
-            if too_many
-            else None
-        )
-        return found
+                next_level += _folders(folder)
+            level = next_level
+        self.problem = None
+        if num_folders > _MAX_FOLDERS:
+            self.problem = (
+                f"only the first {_MAX_FOLDERS:,} folders were searched for runs. Start"
+                " `paceline ui` with a smaller folder"
+            )
+        return roots
 
 
 def is_run(root: Path) -> bool:
-    """Whether a run has begun here, and the folder is reached through no link."""
-    return _has_begun(str(root)) and os.path.realpath(root) == str(root)
+    """Return whether a folder contains a run and is not reached through a symbolic link."""
+    return _has_run_files(str(root)) and os.path.realpath(root) == str(root)
 
 
-def _has_begun(root: str) -> bool:
-    """It has an event log, a lock, or was started from a panel."""
+def _has_run_files(root: str) -> bool:
+    """Return whether a folder has an event log or a lock, or a run was started in it from the
+    panel."""
     return any(
         stat_inside(f"{root}/{name}") is not None for name in ("events.jsonl", ".lock", START)
     )
@@ -234,9 +237,9 @@ def _has_begun(root: str) -> bool:
 def _folders(folder: Path) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
-            names = [one.name for one in entries if one.is_dir(follow_symlinks=False)]
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return []
     return [
-        folder / name for name in sorted(names) if name not in _NEVER and not name.startswith(".")
+        folder / name for name in sorted(names) if name not in _SKIPPED and not name.startswith(".")
     ]

@@ -1,8 +1,7 @@
-"""What a run's event log says, read once from its beginning on: its steps as columns, and every
-rarer event.
+"""Index of a run's event log: its steps as columns, and every other event.
 
-A log is read a megabyte at a time, at once where little is left, or else by a background thread of
-low priority.
+A log is read once, a megabyte at a time: at once if little is left, otherwise in a background
+thread of low priority.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from paceline.web.runs.columns import ROW, Columns, step_row
 from paceline.web.runs.log_lines import is_step, parse, parse_without_ranks, sample_lines
 
 _CHUNK_BYTES = 1 << 20
-_LONGEST_BYTES = 1 << 25  # a line longer than this is passed over
-_AT_ONCE_BYTES = 8 << 20  # so much is read while a request waits
-_MEMORY_BYTES = 128 << 20  # of all the runs' columns together
-_KEPT = 20_000  # rare events of a kind
-_SAMPLED = 1200  # lines, for the overview
+_MAX_LINE_BYTES = 1 << 25  # longer lines are skipped
+_MAX_WAIT_BYTES = 8 << 20  # read while a request waits; more is read in the background
+_MAX_MEMORY_BYTES = 128 << 20  # of the columns of all runs together
+_MAX_EVENTS = 20_000  # of each kind, without steps
+_SAMPLED_LINES = 1200
 
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """A rarer event, for the log and the time axis. ``step``: its own, or the last one before
-    it."""
+    """An event other than a step, for the log and the time axis. ``step``: its own, or that of the
+    last step before it."""
 
     time: float | None
     step: int | None
@@ -47,8 +46,8 @@ class TimelineEvent:
 
 
 class RunIndex:
-    """One run's log. :meth:`advance` is called by one thread at a time; what it has found may be
-    read at any moment under :attr:`lock`."""
+    """The index of one log. :meth:`advance` may be called by one thread at a time; the results may
+    be read at any time while :attr:`lock` is held."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,41 +56,42 @@ class RunIndex:
         self._overview: tuple[tuple[int, int], SampledRun] | None = None
         self._overview_lock = threading.Lock()
         self._inode = 0
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
+        """Forget everything, and read the log again from its beginning."""
         self.position = 0
-        self.size = 0
         self.num_starts = 0
-        self.unreadable = 0  # whole lines that are no event
+        self.unreadable = 0  # complete lines that are not events
         self._clear()
 
     def _clear(self) -> None:
-        """Forget what counts no longer: a run has begun from the start."""
         self.columns.clear()
         self.start: Event | None = None
         self.memory: Event | None = None
-        self.marks: deque[TimelineEvent] = deque(maxlen=_KEPT)
+        self.marks: deque[TimelineEvent] = deque(maxlen=_MAX_EVENTS)
         self.marks_left_out = 0
-        self.evals: deque[Event] = deque(maxlen=_KEPT)
-        self.checkpoints: deque[Event] = deque(maxlen=_KEPT)
+        self.evals: deque[Event] = deque(maxlen=_MAX_EVENTS)
+        self.checkpoints: deque[Event] = deque(maxlen=_MAX_EVENTS)
         self.samples: deque[Event] = deque(maxlen=200)
         self._last: tuple[int, float] | None = None  # step and tokens of the newest row
         self._pending: list[tuple[Any, ...]] = []
 
     @property
     def behind_bytes(self) -> int:
-        """How much there is that was not read."""
-        found = stat_inside(self.path)
-        if found is None:
+        """The number of bytes that have not been read."""
+        status = stat_inside(self.path)
+        if status is None:
             return 0
-        if found.st_ino != self._inode or found.st_size < self.position:
-            return found.st_size
-        return found.st_size - self.position
+        return status.st_size if self._is_other_file(status) else status.st_size - self.position
+
+    def _is_other_file(self, status: os.stat_result) -> bool:
+        """Return whether the log was replaced or truncated since it was read."""
+        return status.st_ino != self._inode or status.st_size < self.position
 
     def catch_up(self) -> bool:
-        """Read what is new, where that is little; True where all has been read."""
-        if self.behind_bytes > _AT_ONCE_BYTES:
+        """Read what is new, unless that is much. Return whether everything has been read."""
+        if self.behind_bytes > _MAX_WAIT_BYTES:
             return False
         with self.lock:
             while self.advance():
@@ -99,56 +99,47 @@ class RunIndex:
         return True
 
     def overview(self) -> SampledRun:
-        """What a part of the lines says, while :meth:`catch_up` says no; the same until the log has
-        grown by some megabytes."""
-        found = stat_inside(self.path)
-        key = (0, 0) if found is None else (found.st_ino, found.st_size >> 22)
+        """Return a sample of the log, for as long as :meth:`catch_up` returns False. It is taken
+        again when the log has grown by 4 MiB."""
+        status = stat_inside(self.path)
+        key = (0, 0) if status is None else (status.st_ino, status.st_size >> 22)
         with self._overview_lock:
             if self._overview is None or self._overview[0] != key:
                 self._overview = key, sample_overview(self.path)
             return self._overview[1]
 
     def advance(self) -> bool:
-        """Read the next megabyte; False where there is no whole line left."""
+        """Read the next megabyte. Return False if there is no complete line left."""
         with self.lock:
             handle = open_inside(self.path)
             if handle is None:
-                self._reset()
+                self.reset()
                 return False
             with handle:
-                found = os.fstat(handle.fileno())
-                if found.st_ino != self._inode or found.st_size < self.position:
-                    self._inode = found.st_ino
-                    self._reset()
-                self.size = found.st_size
-                chunk = os.pread(handle.fileno(), _CHUNK_BYTES, self.position)
+                file = handle.fileno()
+                status = os.fstat(file)
+                if self._is_other_file(status):
+                    self._inode = status.st_ino
+                    self.reset()
+                chunk = os.pread(file, _CHUNK_BYTES, self.position)
                 end = chunk.rfind(b"\n") + 1
-                if not end:
-                    return self._pass_over(handle.fileno(), len(chunk))
-            self._take(chunk[:end])
-            return True
+                if not end and len(chunk) == _CHUNK_BYTES:  # a long line
+                    chunk = os.pread(file, _MAX_LINE_BYTES, self.position)
+                    end = chunk.find(b"\n") + 1
+            if end:
+                self._add_lines(chunk[:end])
+            elif len(chunk) == _MAX_LINE_BYTES:
+                self.unreadable += 1
+                self.position += len(chunk)
+            return end > 0 or len(chunk) == _MAX_LINE_BYTES
 
-    def _pass_over(self, file: int, read: int) -> bool:
-        """A line longer than a chunk: it is taken whole where it is not too long; False where its
-        end is not there yet."""
-        if read < _CHUNK_BYTES:
-            return False
-        longer = os.pread(file, _LONGEST_BYTES, self.position)
-        end = longer.find(b"\n") + 1
-        if end:
-            self._take(longer[:end])
-        elif len(longer) == _LONGEST_BYTES:
-            self.unreadable += 1
-            self.position += len(longer)
-        return bool(end) or len(longer) == _LONGEST_BYTES
-
-    def _take(self, whole: bytes) -> None:
+    def _add_lines(self, lines: bytes) -> None:
         offset = self.position
-        for line in whole.split(b"\n")[:-1]:
+        for line in lines.split(b"\n")[:-1]:
             if is_step(line):
-                self._step(parse_without_ranks(line), offset)
+                self._add_step(parse_without_ranks(line), offset)
             elif line:
-                self._rare(parse(line), offset)
+                self._add_event(parse(line), offset)
             offset += len(line) + 1
         self._flush()
         self.position = offset
@@ -158,70 +149,69 @@ class RunIndex:
             self.columns.append(self._pending)
             self._pending = []
 
-    def _step(self, event: Event | None, offset: int) -> None:
+    def _add_step(self, event: Event | None, offset: int) -> None:
         row = None if event is None else step_row(event, offset, self._last)
-        if row is None:
+        if event is None or row is None:
             self.unreadable += 1
             return
-        # said anew, without a `resume`: the later line counts
+        # The step was logged before, without a `resume` in between: the later line counts.
         if self._last is not None and row[1] <= self._last[0]:
-            self._cut(row[1] - 1)
-            row = step_row(event or {}, offset, self._last)
-            assert row is not None
+            self._cut_after(row[1] - 1)
+            row = step_row(event, offset, self._last) or row
         self._pending.append(row)
         self._last = (row[1], row[3])
 
-    def _cut(self, step: int) -> None:
+    def _cut_after(self, step: int) -> None:
         self._flush()
         self.columns.cut_after(step)
         last = self.columns.slice(max(0, self.columns.rows - 1), self.columns.rows)
         self._last = (int(last["step"][0]), float(last["tokens"][0])) if len(last) else None
 
-    def _rare(self, event: Event | None, offset: int) -> None:
+    def _add_event(self, event: Event | None, offset: int) -> None:
         if event is None:
             self.unreadable += 1
             return
         kind, step = event["type"], event.get("step")
         if kind == "step":
-            self._step(event, offset)
+            self._add_step(event, offset)
             return
+        by_kind = {"eval": self.evals, "checkpoint": self.checkpoints, "sample": self.samples}
         if kind == "run_start":
             self.num_starts += 1
             if not event.get("resumed_from_step"):
                 self._clear()
             self.start = event
         elif kind == "resume" and type(step) is int:
-            self._cut(step)
-            for kept in (self.evals, self.checkpoints, self.samples):
-                counting = [event for event in kept if (finite(event.get("step")) or 0) <= step]
-                kept.clear()
-                kept.extend(counting)
-        self._keep(kind, event)
-        self._mark(event)
-
-    def _keep(self, kind: Any, event: Event) -> None:
-        if kind == "memory":
+            self._cut_after(step)
+            for events in by_kind.values():
+                valid = [event for event in events if (finite(event.get("step")) or 0) <= step]
+                events.clear()
+                events.extend(valid)
+        elif kind == "memory":
             self.memory = event
-        kept = {"eval": self.evals, "checkpoint": self.checkpoints, "sample": self.samples}
-        if isinstance(kind, str) and kind in kept:
-            kept[kind].append(event)
-
-    def _mark(self, event: Event) -> None:
+        elif isinstance(kind, str) and kind in by_kind:
+            by_kind[kind].append(event)
         self.marks_left_out += len(self.marks) == self.marks.maxlen
         self.marks.append(mark_of(event, self._last[0] if self._last else None))
 
 
 def mark_of(event: Event, last_step: int | None) -> TimelineEvent:
-    """``last_step``: the one logged before it, for an event that has none of its own."""
-    own = event.get("step")
+    """Return an event for the time axis. ``last_step``: the last step before it, for an event that
+    has no step of its own."""
+    step = event.get("step")
     level, text = event_text(event)
-    step = own if type(own) is int else last_step
-    return TimelineEvent(finite(event.get("time")), step, str(event["type"])[:100], level, text)
+    return TimelineEvent(
+        finite(event.get("time")),
+        step if type(step) is int else last_step,
+        str(event["type"])[:100],
+        level,
+        text,
+    )
 
 
 @dataclass(frozen=True)
 class SampledRun:
-    """A log too long to be read at once, by lines spread over it. ``rows``: of
+    """Lines spread over a log that is too long to be read at once. ``rows`` has the columns
     :data:`~paceline.web.runs.columns.ROW`."""
 
     rows: np.ndarray
@@ -231,41 +221,40 @@ class SampledRun:
 
 
 def sample_overview(path: Path) -> SampledRun:
-    """Look at about ``_SAMPLED`` lines. Where a run went back, later lines replace earlier ones of
-    the same steps."""
+    """Read about ``_SAMPLED_LINES`` lines. If a run was rolled back, later lines replace earlier
+    ones of the same steps."""
     rows: list[tuple[Any, ...]] = []
-    rare: list[tuple[Event, int | None]] = []
+    others: list[tuple[Event, int | None]] = []
     handle = open_inside(path)
     size = 0
     if handle is not None:
         with handle:
             size = os.fstat(handle.fileno()).st_size
-            for offset, line in sample_lines(handle, 0, size, _SAMPLED):
+            for offset, line in sample_lines(handle, 0, size, _SAMPLED_LINES):
                 event = parse_without_ranks(line) if is_step(line) else parse(line)
                 if event is None:
                     continue
                 if event["type"] != "step":
-                    rare.append((event, rows[-1][1] if rows else None))
+                    others.append((event, rows[-1][1] if rows else None))
                     continue
                 row = step_row(event, offset, None)
                 while row is not None and rows and rows[-1][1] >= row[1]:
                     rows.pop()
                 if row is not None:
-                    # How many tokens came before is not known without the lines between: as many a
-                    # step as here.
-                    before = (rows[-1][1], rows[-1][3]) if rows else None
-                    rows.append(step_row(event, offset, before) or row)
-    marks = [mark_of(event, step) for event, step in rare]
+                    # The tokens of the steps in between are not known, so those of this step are
+                    # taken for each of them.
+                    previous = (rows[-1][1], rows[-1][3]) if rows else None
+                    rows.append(step_row(event, offset, previous) or row)
     return SampledRun(
         np.array(rows, dtype=ROW),
-        marks,
-        [event for event, _ in rare if event["type"] == "eval"],
+        [mark_of(event, step) for event, step in others],
+        [event for event, _ in others if event["type"] == "eval"],
         size,
     )
 
 
 class IndexWorker:
-    """The thread that reads long logs, and the bound on what all indexes hold together."""
+    """The thread that reads long logs, and the memory limit of all indexes together."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "panel-index", _lower_priority)
@@ -275,12 +264,12 @@ class IndexWorker:
         self._closed = False
 
     def ready(self, index: RunIndex) -> bool:
-        """Whether all of a log has been read; what is missing is read now if it is little, or else
-        in the background."""
+        """Return whether all of a log has been read. A small rest is read at once, a large one in
+        the background."""
         with self._lock:
             self._used.pop(id(index), None)
             self._used[id(index)] = index
-        self._forget()
+        self._limit_memory()
         if index.catch_up():
             return True
         with self._lock:
@@ -290,7 +279,7 @@ class IndexWorker:
         return False
 
     def finish(self, index: RunIndex) -> None:
-        """Read a log to its end now, however long it is."""
+        """Read a log to its end, however long it is."""
         self.ready(index)
         while not self._closed and index.advance():
             pass
@@ -300,26 +289,26 @@ class IndexWorker:
             self._closed = True
         self._executor.shutdown(cancel_futures=True)
 
-    def _forget(self) -> None:
-        """The columns of the runs that nobody has looked at for longest go first."""
+    def _limit_memory(self) -> None:
+        """Reset the least recently used indexes until the limit is met."""
         with self._lock:
-            held = sum(index.columns.size_bytes for index in self._used.values())
-            while held > _MEMORY_BYTES and len(self._used) > 1:
+            size_bytes = sum(index.columns.size_bytes for index in self._used.values())
+            while size_bytes > _MAX_MEMORY_BYTES and len(self._used) > 1:
                 oldest = self._used.pop(next(iter(self._used)))
-                held -= oldest.columns.size_bytes
+                size_bytes -= oldest.columns.size_bytes
                 with oldest.lock:
-                    oldest._reset()
+                    oldest.reset()
 
     def _read(self, index: RunIndex) -> None:
         while not self._closed and index.advance():
-            # a request that waits for the lock, or for the interpreter, goes first
+            # Requests that wait for the lock or the interpreter go first.
             time.sleep(0.002)
         with self._lock:
             self._waiting.discard(id(index))
-        self._forget()
+        self._limit_memory()
 
 
 def _lower_priority() -> None:
-    """Of this thread alone, on Linux."""
+    """Lower the priority of this thread (on Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

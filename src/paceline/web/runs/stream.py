@@ -1,4 +1,5 @@
-"""Server-sent events: one reader of a run's log for all who watch it, another of the list."""
+"""Server-sent events. All viewers of a run share one reader of its log, and all viewers of the list
+share one search."""
 
 import asyncio
 import contextlib
@@ -16,24 +17,24 @@ from paceline.core.events import Event
 from paceline.web.files import open_inside, stat_inside
 from paceline.web.responses import encode
 from paceline.web.runs.discovery import Run, RunEntry, Runs
-from paceline.web.runs.log_lines import parse
+from paceline.web.runs.log_lines import next_line, parse
 
-# at most five times a second; with more than so many viewers less often:
+# With many viewers, new events are sent less often.
 _TICK_S, _CROWD_TICK_S = 0.2, 0.7
 _CROWD = 10
-_STATUS_S = 1.0  # a summary at most once a second
-_READ_BYTES = 1 << 20  # of new lines in one tick, and of what was before a viewer came
-_OF_RANKS = ("ranks", "memory_bytes")
-_MANY = 4  # so many step events in one message come without their ranks
+_STATUS_S = 1.0  # minimum time between two summaries
+_READ_BYTES = 1 << 20  # maximum read in one tick, and of the events before a viewer joined
+_RANK_KEYS = ("ranks", "memory_bytes")
+_MAX_STEPS_WITH_RANKS = 4
 _CHUNK_BYTES = 1 << 20
-_QUEUE_BYTES = 2 << 20  # waiting for one slow viewer
-_HEARTBEAT_S = 15.0
-_PIECE_BYTES = 1 << 16
+_QUEUE_BYTES = 2 << 20  # maximum waiting for one slow viewer
+_KEEPALIVE_S = 15.0
+_WRITE_BYTES = 1 << 16
 
 
 class SSEClient:
-    """Messages on their way to one browser. If it is too slow, the oldest events are left out, and
-    counted."""
+    """The queue of messages for one browser. If the browser is too slow, the oldest events are
+    dropped and counted."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[str, bytes, int, int]] = deque()
@@ -43,8 +44,14 @@ class SSEClient:
         self._ended = False
 
     def put(self, name: str, body: bytes, num_events: int = 0, end: int = 0) -> None:
-        """Queue a message. ``body``: JSON; of an ``append`` the list of its events, which end at
-        byte ``end`` of the log."""
+        """Queue a message.
+
+        Args:
+            name: of the server-sent event.
+            body: JSON. For an ``append``, the list of its events.
+            num_events: the number of events in an ``append``.
+            end: the byte of the log at which the events of an ``append`` end.
+        """
         if name == "status":  # only the newest matters
             for message in [queued for queued in self._queue if queued[0] == name]:
                 self._queue.remove(message)
@@ -58,19 +65,19 @@ class SSEClient:
         self._has_news.set()
 
     def drop(self, count: int) -> None:
-        """Count events that were left out before they reached the queue."""
+        """Count events that were left out before they were queued."""
         self._dropped += count
 
     def end(self) -> None:
-        """End the answer once everything that waits is sent."""
+        """End the response after the queued messages."""
         self._ended = True
         self._has_news.set()
 
     def take(self) -> bytes:
-        """Return what waits, in one piece, up to a size: a write costs more than its bytes."""
+        """Return the queued messages up to a maximum size, to be sent with one write."""
         messages: list[bytes] = []
         size = 0
-        while self._queue and size < _PIECE_BYTES:
+        while self._queue and size < _WRITE_BYTES:
             name, body, _, end = self._queue.popleft()
             self._bytes -= len(body)
             if name == "append":
@@ -80,73 +87,71 @@ class SSEClient:
             size += len(body)
         return b"".join(messages)
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield what is to be written, and a comment now and then so that the link stays open."""
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Yield what to send; after a while without messages a comment, which keeps the connection
+        open."""
         while self._queue or not self._ended:
             if not self._queue:
                 self._has_news.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._has_news.wait(), _HEARTBEAT_S)
-            yield self.take() or b": still there\n\n"
+                    await asyncio.wait_for(self._has_news.wait(), _KEEPALIVE_S)
+            yield self.take() or b": keepalive\n\n"
 
 
 class EventStream(StreamingResponse):
-    """The answer that carries a viewer's messages until it leaves, or they end.
+    """A response that sends a viewer's messages until the viewer leaves or they end.
 
     Args:
-        listen: adds a viewer to a source for as long as the block lasts.
+        subscribe: adds a viewer to a source for the duration of the block.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        listen: Callable[[SSEClient], AbstractAsyncContextManager[None]],
+        subscribe: Callable[[SSEClient], AbstractAsyncContextManager[None]],
         status_code: int = 200,
     ) -> None:
-        super().__init__(_send(listen), status_code, headers={"x-accel-buffering": "no"})
+        async def send() -> AsyncIterator[bytes]:
+            yield b"retry: 1000\n\n"
+            viewer = SSEClient()
+            async with subscribe(viewer):
+                async for message in viewer.messages():
+                    yield message
 
-
-async def _send(
-    listen: Callable[[SSEClient], AbstractAsyncContextManager[None]],
-) -> AsyncIterator[bytes]:
-    yield b"retry: 1000\n\n"
-    viewer = SSEClient()
-    async with listen(viewer):
-        async for piece in viewer.pieces():
-            yield piece
+        super().__init__(send(), status_code, headers={"x-accel-buffering": "no"})
 
 
 class _Source:
-    """A task that looks for news while anybody listens."""
+    """A task that polls for news while it has viewers."""
 
     def __init__(self) -> None:
         self.viewers: set[SSEClient] = set()
-        self.coming: set[SSEClient] = set()  # who are told what was before they came
+        self.joining: set[SSEClient] = set()  # viewers that still get earlier events
         self._task: asyncio.Task[None] | None = None
 
     def join(self, viewer: SSEClient) -> None:
-        self.coming.discard(viewer)
+        self.joining.discard(viewer)
         self.viewers.add(viewer)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
 
     def leave(self, viewer: SSEClient) -> None:
-        self.coming.discard(viewer)
+        self.joining.discard(viewer)
         self.viewers.discard(viewer)
 
-    def tell(self, name: str, body: bytes, num_events: int = 0, end: int = 0) -> None:
+    def send(self, name: str, body: bytes, num_events: int = 0, end: int = 0) -> None:
         for viewer in self.viewers:
             viewer.put(name, body, num_events, end)
 
-    def hello(self, viewer: SSEClient) -> None:
-        """Tell one who comes later what was told before, of the state."""
+    def send_state(self, viewer: SSEClient) -> None:
+        """Send a new viewer the state that the others have received."""
+        raise NotImplementedError
 
     async def _run(self) -> None:
         while self.viewers:
             await self._tick()
-            # Writing to a hundred browsers costs a core some milliseconds, which may be one that
-            # trains.
+            # Writing to a hundred browsers takes milliseconds of a core that may be training.
             await asyncio.sleep(_TICK_S if len(self.viewers) <= _CROWD else _CROWD_TICK_S)
 
     async def _tick(self) -> None:
@@ -154,105 +159,99 @@ class _Source:
 
 
 class RunSource(_Source):
-    """One run: its new events, and where it stands."""
+    """One run: its new events and its summary. ``position``: the byte up to which the events were
+    sent."""
 
     def __init__(self, run: Run, position: int) -> None:
         super().__init__()
         self.run = run
-        self.position = position  # up to which events were told
+        self.position = position
         self._inode = 0
-        self._said: bytes | None = None
+        self._status: bytes | None = None
         self._status_at = -float("inf")
 
     async def _tick(self) -> None:
-        events, end, skipped, status = await asyncio.to_thread(self._look)
-        if skipped:
-            for viewer in self.viewers:
-                viewer.drop(skipped)
+        events, end, skipped, status = await asyncio.to_thread(self._poll)
+        for viewer in self.viewers:
+            viewer.drop(skipped)
         if events or skipped:
-            self.tell("append", encode(without_ranks(events)), len(events), end)
+            self.send("append", encode(without_ranks(events)), len(events), end)
         self.position = end
         if status is None:
-            self.tell("gone", b"{}")
+            self.send("gone", b"{}")
             for viewer in list(self.viewers):
                 viewer.end()
-        elif status != self._said:
-            self._said = status
-            self.tell("status", status)
+        elif status != self._status:
+            self._status = status
+            self.send("status", status)
 
-    def _look(self) -> tuple[list[Event], int, int, bytes | None]:
-        """What there is that is new, and where the run stands; None where it was deleted."""
-        events, end, skipped = self._read()
-        status = self._said
-        turned = any(event["type"] in ("run_end", "run_start") for event in events)
-        if status is None or turned or time.monotonic() - self._status_at > _STATUS_S:
+    def _poll(self) -> tuple[list[Event], int, int, bytes | None]:
+        """Return the new events, the byte at which they end, the number of events left out, and the
+        summary; None instead of a summary if the run was deleted."""
+        events: list[Event] = []
+        end = skipped = 0
+        log = stat_inside(self.run.run_dir.events)
+        if log is not None:
+            if log.st_size < self.position or (self._inode and log.st_ino != self._inode):
+                self.position = 0
+            self._inode = log.st_ino
+            events, end, skipped = read_events(self.run, self.position, log.st_size)
+        status = self._status
+        has_turned = any(event["type"] in ("run_end", "run_start") for event in events)
+        if status is None or has_turned or time.monotonic() - self._status_at > _STATUS_S:
             self._status_at = time.monotonic()
-            status = encode(self.run.summary()) if os.path.isdir(self.run.root) else None
+            status = encode(self.run.entry()) if os.path.isdir(self.run.root) else None
         return events, end, skipped, status
 
-    def hello(self, viewer: SSEClient) -> None:
-        if self._said is not None:
-            viewer.put("status", self._said)
-
-    def _read(self) -> tuple[list[Event], int, int]:
-        found = stat_inside(self.run.events)
-        if found is None:
-            return [], 0, 0
-        if found.st_size < self.position or (self._inode and found.st_ino != self._inode):
-            self.position = 0
-        self._inode = found.st_ino
-        return read_events(self.run, self.position, found.st_size)
+    def send_state(self, viewer: SSEClient) -> None:
+        if self._status is not None:
+            viewer.put("status", self._status)
 
 
 def read_events(run: Run, begin: int, end: int) -> tuple[list[Event], int, int]:
-    """The events of whole lines between two bytes of a run's log, the place after them, and how
-    many lines before them were left out because there is more than may be sent at once."""
-    handle = open_inside(run.events) if end > begin else None
+    """Read the events of the complete lines between two bytes of a run's log.
+
+    Returns:
+        The events, the byte at which they end, and the number of earlier lines that were left out
+        because of the size limit.
+    """
+    handle = open_inside(run.run_dir.events) if end > begin else None
     if handle is None:
         return [], begin, 0
     with handle:
-        file, left_out = handle.fileno(), 0
+        file, num_skipped = handle.fileno(), 0
         if end - begin > _READ_BYTES:
-            left_out, begin = _count_lines(file, begin, end - _READ_BYTES)
-        block = os.pread(file, end - begin, begin)
-        whole = block[: block.rfind(b"\n") + 1]
-    events = [event for line in whole.split(b"\n") if line and (event := parse(line)) is not None]
-    return events, begin + len(whole), left_out
+            num_skipped, begin = _count_lines(file, begin, end - _READ_BYTES)
+        block = os.pread(file, max(0, end - begin), begin)
+    size = block.rfind(b"\n") + 1
+    lines = block[:size].split(b"\n")
+    events = [event for line in lines if line and (event := parse(line)) is not None]
+    return events, begin + size, num_skipped
 
 
-_counting = threading.Lock()  # of a long log one at a time
+_counting = threading.Lock()  # one long log at a time
 
 
 def _count_lines(file: int, begin: int, end: int) -> tuple[int, int]:
-    """How many lines end in ``[begin, end)`` and the one that is cut by ``end``, and where the next
-    begins."""
+    """Return the number of lines that begin in ``[begin, end)``, and where the next line begins."""
     count = 0
     with _counting:
-        for at in range(begin, end, _CHUNK_BYTES):
-            count += os.pread(file, min(_CHUNK_BYTES, end - at), at).count(b"\n")
-    place = end
-    while block := os.pread(file, _CHUNK_BYTES, place):
-        if (cut := block.find(b"\n")) >= 0:
-            return count + 1, place + cut + 1
-        place += len(block)
-    return count, place
+        for offset in range(begin, end, _CHUNK_BYTES):
+            count += os.pread(file, min(_CHUNK_BYTES, end - offset), offset).count(b"\n")
+    next_begin = next_line(file, end)
+    return (count, end) if next_begin is None else (count + 1, next_begin)
 
 
 def without_ranks(events: list[Event]) -> list[Event]:
-    """As they are sent: where there are many steps, without what is said of each rank, but of the
-    last."""
-    steps = [at for at, event in enumerate(events) if event["type"] == "step"]
-    if len(steps) <= _MANY:
+    """Remove the figures of the ranks from all steps but the last, if there are many steps."""
+    steps = [index for index, event in enumerate(events) if event["type"] == "step"]
+    if len(steps) <= _MAX_STEPS_WITH_RANKS:
         return events
-    bare = set(steps[:-1])
-    return [
-        (
-            cast(Event, {name: value for name, value in event.items() if name not in _OF_RANKS})
-            if at in bare
-            else event
-        )
-        for at, event in enumerate(events)
-    ]
+    reduced = list(events)
+    for index in steps[:-1]:
+        step = {name: value for name, value in events[index].items() if name not in _RANK_KEYS}
+        reduced[index] = cast(Event, step)
+    return reduced
 
 
 class ListSource(_Source):
@@ -262,51 +261,49 @@ class ListSource(_Source):
         super().__init__()
         self.runs = runs
         self._sent: dict[str, RunEntry] = {}
-        self._looked_at = -float("inf")
+        self._polled_at = -float("inf")
 
-    def hello(self, viewer: SSEClient) -> None:
+    def send_state(self, viewer: SSEClient) -> None:
         if self._sent:
             viewer.put("runs", encode({"changed": list(self._sent.values()), "removed": []}))
 
     async def _tick(self) -> None:
-        if time.monotonic() - self._looked_at < _STATUS_S:
+        if time.monotonic() - self._polled_at < _STATUS_S:
             return
-        self._looked_at = time.monotonic()
-        now = {one["id"]: one for one in await asyncio.to_thread(self.runs.summaries)}
-        changed = [one for id, one in now.items() if self._sent.get(id) != one]
-        removed = [id for id in self._sent if id not in now]
-        self._sent = now
+        self._polled_at = time.monotonic()
+        entries = {entry["id"]: entry for entry in await asyncio.to_thread(self.runs.entries)}
+        changed = [entry for id, entry in entries.items() if self._sent.get(id) != entry]
+        removed = [id for id in self._sent if id not in entries]
+        self._sent = entries
         if changed or removed:
-            self.tell("runs", encode({"changed": changed, "removed": removed}))
+            self.send("runs", encode({"changed": changed, "removed": removed}))
 
 
 class Streams:
-    """Every source that somebody listens to."""
+    """All sources that have viewers."""
 
     def __init__(self, runs: Runs) -> None:
-        self.runs = runs
         self._of_runs: dict[str, RunSource] = {}
-        self._list: ListSource | None = None
+        self._list = ListSource(runs)
         self._viewers: set[SSEClient] = set()
-        self._finding = asyncio.Lock()
+        self._lookup = asyncio.Lock()
         self._closed = False
 
     @asynccontextmanager
     async def of_list(self, viewer: SSEClient) -> AsyncIterator[None]:
-        """Messages ``runs``."""
-        if self._list is None:
-            self._list = ListSource(self.runs)
+        """Send ``runs`` messages."""
         async with self._serve(self._list, viewer):
             yield
 
     @asynccontextmanager
     async def of_run(self, run: Run, after: int | None, viewer: SSEClient) -> AsyncIterator[None]:
-        """Messages ``append``, ``status`` and ``gone``. ``after``: a byte of the log, from which on
-        events are wanted."""
+        """Send ``append``, ``status`` and ``gone`` messages. ``after``: the byte of the log after
+        which events are sent; None for new events only."""
         source = await self._source(run, viewer)
         begin = source.position if after is None else after
         try:
-            while begin < source.position:  # and what came while the past was read
+            # The source may advance while the earlier events are read.
+            while begin < source.position:
                 events, end, skipped = await asyncio.to_thread(
                     read_events, run, begin, source.position
                 )
@@ -321,20 +318,18 @@ class Streams:
             source.leave(viewer)
 
     async def _source(self, run: Run, viewer: SSEClient) -> RunSource:
-        """The one that all who watch a run share, also those who come at once."""
-        async with self._finding:
+        """Return the source that all viewers of a run share."""
+        async with self._lookup:
             source = self._of_runs.get(run.id)
-            if source is None or source.run is not run or not (source.viewers or source.coming):
-                found = stat_inside(run.events)
-                size = found.st_size if found is not None else 0
-                size = min(size, await asyncio.to_thread(_line_end, run, size))
-                source = self._of_runs[run.id] = RunSource(run, size)
-            source.coming.add(viewer)
+            if source is None or source.run is not run or not (source.viewers or source.joining):
+                position = await asyncio.to_thread(_last_line_end, run)
+                source = self._of_runs[run.id] = RunSource(run, position)
+            source.joining.add(viewer)
             return source
 
     @asynccontextmanager
     async def _serve(self, source: _Source, viewer: SSEClient) -> AsyncIterator[None]:
-        source.hello(viewer)
+        source.send_state(viewer)
         source.join(viewer)
         self._viewers.add(viewer)
         if self._closed:
@@ -346,17 +341,18 @@ class Streams:
             self._viewers.discard(viewer)
 
     def close(self) -> None:
-        """End every stream, so that the server can."""
+        """End all streams, so that the server can shut down."""
         self._closed = True
         for viewer in list(self._viewers):
             viewer.end()
 
 
-def _line_end(run: Run, size: int) -> int:
-    """Where the last whole line of a log ends."""
-    handle = open_inside(run.events)
+def _last_line_end(run: Run) -> int:
+    """Return the byte at which the last complete line of a log ends."""
+    handle = open_inside(run.run_dir.events)
     if handle is None:
         return 0
     with handle:
+        size = os.fstat(handle.fileno()).st_size
         begin = max(0, size - _READ_BYTES)
         return begin + os.pread(handle.fileno(), size - begin, begin).rfind(b"\n") + 1

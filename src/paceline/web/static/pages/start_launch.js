@@ -76,7 +76,7 @@ export function launchCard(state, ctx, { resume, changes, kept, presets }) {
     put(said, h("p", {}, t("start.preparing")), lines);
     while (!ended) {
       const found = await get(`api/launches/${id}`);
-      put(lines, found.said.trimEnd().split("\n").slice(-12).join("\n"));
+      put(lines, found.output.trimEnd().split("\n").slice(-12).join("\n"));
       if (found.shows || found.ended) return;
       await new Promise((resolve) => setTimeout(resolve, ASK_MS));
     }
