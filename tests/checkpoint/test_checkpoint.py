@@ -19,6 +19,8 @@ from disks import disk
 from safetensors.torch import save_file
 
 from paceline.checkpoint import store
+from paceline.checkpoint.integrity import foreign_files, verify
+from paceline.checkpoint.reader import read_meta, read_state
 from paceline.core.errors import ConfigError, RunError
 
 STATE = "state-00000-of-00001.safetensors"
@@ -46,9 +48,9 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     (path,) = save(folder, 40)
     assert path == folder / "step-00000040"
-    assert store.verify(path) is None
-    assert store.read_meta(path) == {**META, "step": 40}
-    found = store.read_state(path)
+    assert verify(path) is None
+    assert read_meta(path) == {**META, "step": 40}
+    found = read_state(path)
     assert set(found) == set(state(40))
     for name, one in state(40).items():
         assert found[name].dtype == one.dtype
@@ -62,7 +64,7 @@ def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
     assert store.find(tmp_path / "run") == store.find(folder) == third
     assert store.find(first) == first
     (third / STATE).write_bytes(b"")
-    path, wrong = store.newest_whole(folder)
+    path, wrong = store.latest_valid(folder)
     assert path == second
     assert len(wrong) == 1
     assert str(third) in wrong[0]
@@ -75,7 +77,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert store.prune(tmp_path, 1) == paths[1:3]
     assert store.prune(tmp_path, 5) == []
     assert names(tmp_path) == ["step-00000004"]
-    assert store.verify(paths[3]) is None
+    assert verify(paths[3]) is None
 
 
 def test_the_same_step_again_takes_the_place_of_the_old(tmp_path: Path) -> None:
@@ -83,7 +85,7 @@ def test_the_same_step_again_takes_the_place_of_the_old(tmp_path: Path) -> None:
     store.save(tmp_path, 7, state(8), META)
     assert names(tmp_path) == ["step-00000007"]
     assert torch.equal(
-        store.read_state(tmp_path / "step-00000007")["model/weight"], state(8)["model/weight"]
+        read_state(tmp_path / "step-00000007")["model/weight"], state(8)["model/weight"]
     )
 
 
@@ -111,22 +113,22 @@ def link(file: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "word"),
     [
-        (cut, "bytes, the manifest says"),
+        (cut, " bytes: expected "),
         (flip, "SHA-256"),
         (take_away, "is missing"),
-        (link, "is a link to"),
+        (link, "is a symbolic link to"),
     ],
 )
 def test_harm_is_seen(tmp_path: Path, harm: Callable[[Path], None], word: str, name: str) -> None:
     (path,) = save(tmp_path, 1)
     harm(path / name)
     sha256 = json.loads((path / "manifest.json").read_text())["files"][name]["sha256"]
-    problem = store.verify(path)
+    problem = verify(path)
     assert problem is not None
     assert word in problem
     assert str(path / name) in problem
     assert harm is link or sha256[:16] in problem
-    assert store.newest_whole(tmp_path)[0] is None
+    assert store.latest_valid(tmp_path)[0] is None
     with pytest.raises(ConfigError):
         store.inspect(path)
 
@@ -146,11 +148,11 @@ def test_harm_is_seen(tmp_path: Path, harm: Callable[[Path], None], word: str, n
 def test_a_broken_manifest_is_seen(tmp_path: Path, manifest: str) -> None:
     (path,) = save(tmp_path, 1)
     (path / "manifest.json").write_text(manifest)
-    problem = store.verify(path)
+    problem = verify(path)
     assert problem is not None
     assert "manifest.json" in problem
     (path / "manifest.json").unlink()
-    assert store.verify(path) == f"{path / 'manifest.json'} is missing or broken"
+    assert verify(path) == f"{path / 'manifest.json'} is missing or damaged"
 
 
 def test_a_manifest_does_not_point_outside(tmp_path: Path) -> None:
@@ -159,7 +161,7 @@ def test_a_manifest_does_not_point_outside(tmp_path: Path) -> None:
     (tmp_path / "outside").write_text("x")
     manifest["files"]["../outside"] = {"size_bytes": 1, "sha256": "0"}
     (path / "manifest.json").write_text(json.dumps(manifest))
-    assert "outside" in str(store.verify(path))
+    assert "outside" in str(verify(path))
 
 
 def test_files_that_changed_places(tmp_path: Path) -> None:
@@ -168,29 +170,27 @@ def test_files_that_changed_places(tmp_path: Path) -> None:
         one, other = (path / name for path in (first, second))
         kept = one.read_bytes()
         shutil.copyfile(other, one)
-        assert one.read_bytes() == kept or f"{one} does not have the SHA-256" in str(
-            store.verify(first)
-        )
+        assert one.read_bytes() == kept or f"{one} has SHA-256 " in str(verify(first))
         one.write_bytes(kept)
-        assert store.verify(first) is None
+        assert verify(first) is None
 
 
 def test_a_manifest_that_is_a_link(tmp_path: Path) -> None:
     (path,) = save(tmp_path, 1)
     link(path / "manifest.json")
-    assert store.verify(path) == f"{path / 'manifest.json'} is a link"
+    assert verify(path) == f"{path / 'manifest.json'} is a symbolic link"
 
 
 def test_what_does_not_belong_there(tmp_path: Path) -> None:
     (path,) = save(tmp_path / "checkpoints", 1)
-    assert store.foreign_files(path) == []
+    assert foreign_files(path) == []
     (path / "notes.txt").write_text("the good one")
     (path / "plots").mkdir()
-    assert store.verify(path) is None
-    assert store.foreign_files(path) == ["notes.txt", "plots"]  # said, and not read
+    assert verify(path) is None
+    assert foreign_files(path) == ["notes.txt", "plots"]  # said, and not read
     (tmp_path / "elsewhere").write_text("x")
     (path / "more").symlink_to(tmp_path / "elsewhere")
-    assert f"{path / 'more'} is a link to {tmp_path / 'elsewhere'}" in str(store.verify(path))
+    assert f"{path / 'more'} is a symbolic link to {tmp_path / 'elsewhere'}" in str(verify(path))
     (path / "more").unlink()
     archive = io.BytesIO()
     torch.save({"weight": torch.ones(2)}, archive)
@@ -201,10 +201,10 @@ def test_what_does_not_belong_there(tmp_path: Path) -> None:
         ("pytorch_model.bin", archive.getvalue()),
     ):
         (path / name).write_bytes(raw)
-        assert f"{path / name} is a pickle" in str(store.verify(path))
-        assert store.newest_whole(tmp_path / "checkpoints")[0] is None
+        assert f"{path / name} is a pickle" in str(verify(path))
+        assert store.latest_valid(tmp_path / "checkpoints")[0] is None
         (path / name).unlink()
-    assert store.newest_whole(tmp_path / "checkpoints") == (path, [])
+    assert store.latest_valid(tmp_path / "checkpoints") == (path, [])
 
 
 def test_a_pickle_that_the_manifest_names(tmp_path: Path) -> None:
@@ -219,10 +219,10 @@ def test_a_pickle_that_the_manifest_names(tmp_path: Path) -> None:
             json.dumps({"files": {**manifest["files"], name: said}})
         )
         expected = {
-            "extra.pkl": "names 'extra.pkl', which is no file of a checkpoint",
-            STATE: f"{path / STATE} is no safetensors",
+            "extra.pkl": "lists 'extra.pkl', which is not a file of a checkpoint",
+            STATE: f"{path / STATE} is not a safetensors file",
         }
-        assert expected[name] in str(store.verify(path))
+        assert expected[name] in str(verify(path))
         if name != STATE:
             (path / name).unlink()
 
@@ -232,11 +232,11 @@ def test_a_checkpoint_that_is_a_link(tmp_path: Path) -> None:
     (first,) = save(folder, 1)
     (second,) = save(tmp_path / "elsewhere", 2)
     (folder / second.name).symlink_to(second)
-    path, wrong = store.newest_whole(folder)
+    path, wrong = store.latest_valid(folder)
     assert path == first
     assert len(wrong) == 1
     assert (
-        f"{folder / second.name} is a link that leads out of the run's folder, to {second}"
+        f"{folder / second.name} is a symbolic link to {second}, outside of the run's folder"
         in wrong[0]
     )
     assert store.find(folder / second.name) == folder / second.name  # named by hand it is taken
@@ -247,15 +247,15 @@ def test_a_checkpoint_that_is_a_link(tmp_path: Path) -> None:
     (tmp_path / "run" / "kept").mkdir()
     second.rename(tmp_path / "run" / "kept" / second.name)
     (folder / second.name).symlink_to(tmp_path / "run" / "kept" / second.name)  # within the run
-    assert store.newest_whole(folder) == (folder / second.name, [])
+    assert store.latest_valid(folder) == (folder / second.name, [])
     assert store.prune(folder, 1) == [first]
     save(folder, 3)
     store.prune(folder, 1)
     assert names(folder) == ["step-00000003"]  # of a link the link alone is removed
-    assert store.verify(tmp_path / "run" / "kept" / second.name) is None
+    assert verify(tmp_path / "run" / "kept" / second.name) is None
     os.rename(folder, tmp_path / "big-disk")
     folder.symlink_to(tmp_path / "big-disk")  # all checkpoints on another disk
-    assert store.newest_whole(folder) == (folder / "step-00000003", [])
+    assert store.latest_valid(folder) == (folder / "step-00000003", [])
 
 
 def test_steps_that_no_longer_count(tmp_path: Path) -> None:
@@ -263,10 +263,10 @@ def test_steps_that_no_longer_count(tmp_path: Path) -> None:
     _, second, third, fourth = save(tmp_path, 1, 2, 3, 4)
     flip(third / STATE)
     flip(fourth / STATE)
-    assert store.newest_whole(tmp_path)[0] == second
+    assert store.latest_valid(tmp_path)[0] == second
     save(tmp_path, 3)
     assert store.prune(tmp_path, 2, superseded=[4]) == [fourth, tmp_path / "step-00000001"]
-    assert store.newest_whole(tmp_path) == (third, [])
+    assert store.latest_valid(tmp_path) == (third, [])
     assert names(tmp_path) == ["step-00000002", "step-00000003"]
     assert store.prune(tmp_path, None, superseded=[3]) == [third]
 
@@ -292,8 +292,8 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
         "extra.pkl",
     ):
         (path / name).write_bytes(bomb)
-    assert store.verify(path) is not None
-    for read in (store.inspect, store.read_meta, store.read_state):
+    assert verify(path) is not None
+    for read in (store.inspect, read_meta, read_state):
         with pytest.raises(Exception):  # noqa: B017, PT011  (whatever it is, nothing has run)
             read(path)
     assert not (tmp_path / "went-off").exists()
@@ -367,7 +367,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     assert str(tmp_path / "step-00000002") in done.stdout
     assert "400,000 bytes" in done.stdout
     assert names(tmp_path) == [first.name]
-    assert store.verify(first) is None
+    assert verify(first) is None
 
 
 def test_a_disk_that_fills(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_a_disk_that_fills(tmp_path: Path) -> None:
 def test_what_a_killed_save_left_is_cleared_by_the_next(tmp_path: Path) -> None:
     (tmp_path / ".step-00000003.123.tmp").mkdir()
     (tmp_path / ".step-00000003.123.tmp" / "state.safetensors").write_bytes(b"half")
-    assert store.newest_whole(tmp_path) == (None, [])
+    assert store.latest_valid(tmp_path) == (None, [])
     save(tmp_path, 4)
     assert names(tmp_path) == ["step-00000004"]
 
@@ -409,6 +409,6 @@ def test_what_is_no_checkpoint(tmp_path: Path, made: str | None) -> None:
     elif made == "file":
         path.write_text("x")
     with pytest.raises(
-        ConfigError, match="does not exist" if made is None else "holds no whole checkpoint"
+        ConfigError, match="does not exist" if made is None else "contains no valid checkpoint"
     ):
         store.find(path)

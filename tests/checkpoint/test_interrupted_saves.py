@@ -19,6 +19,8 @@ import torch
 from ranks import free_port, run_ranks
 
 from paceline.checkpoint import store
+from paceline.checkpoint.format import name_of, step_of
+from paceline.checkpoint.integrity import verify
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.event_log import EventLog
 from paceline.distributed.communicator import Communicator, init_communicator
@@ -64,8 +66,8 @@ def rewound(folder: Path) -> None:
     """Goes on from step 2, for what an earlier life wrote beyond it is damaged."""
     usual(folder)
     for step in (3, 4):
-        shutil.copytree(folder / store.name_of(2), folder / store.name_of(step))
-        (folder / store.name_of(step) / "meta.json").write_text("{}")
+        shutil.copytree(folder / name_of(2), folder / name_of(step))
+        (folder / name_of(step) / "meta.json").write_text("{}")
 
 
 START = {"usual": usual, "rewound": rewound}
@@ -234,17 +236,17 @@ def sweep(
         if at == 0:
             assert not killed
             killed = True
-        path, _ = store.newest_whole(folder)
+        path, _ = store.latest_valid(folder)
         assert path is not None, at
         assert path.name in ("step-00000002", "step-00000003"), at
-        step = store.step_of(path)
+        step = step_of(path.name)
         assert digest(path) == wanted[step], at
         assert step == 3 or killed
         saver = saver_of(alone(), folder, step, background)  # the next start
         assert not list(folder.glob(".*")), at
         save(saver, step + 1)
-        assert store.newest_whole(folder) == (folder / store.name_of(step + 1), []), at
-        assert store.verify(path) is None, at  # that which it went on from
+        assert store.latest_valid(folder) == (folder / name_of(step + 1), []), at
+        assert verify(path) is None, at  # that which it went on from
         assert len(store.committed(folder)) == KEEP, at
         shutil.rmtree(folder)
         at += 1

@@ -15,6 +15,7 @@ from commands import MICRO, digest, events, run, start, wait_for_step
 from ranks import free_port
 
 from paceline.checkpoint import store as checkpoint
+from paceline.checkpoint.reader import read_state
 from paceline.checkpoint.remote import CheckpointStore, ClaimLostError, check_url, fetch_checkpoint
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.errors import ConfigError
@@ -115,9 +116,9 @@ def test_saved_pruned_fetched_and_damaged(place: str, tmp_path: Path) -> None:
     # Another host: the newest one comes from the store; a second process finds it there.
     other, said = tmp_path / "other", []
     for _ in range(2):
-        CheckpointStore(place).fetch_newest(other / "checkpoints", said.append)
+        CheckpointStore(place).fetch_latest(other / "checkpoints", said.append)
     (path,) = checkpoint.committed(other / "checkpoints")
-    assert torch.equal(checkpoint.read_state(path)["model/weight"], parts_of(3)[0].tensor)
+    assert torch.equal(read_state(path)["model/weight"], parts_of(3)[0].tensor)
     assert not said
     # A byte of the newest one changes: it is named and passed over.
     name = store._path("step-00000003", "state-00000-of-00001.safetensors")
@@ -125,13 +126,10 @@ def test_saved_pruned_fetched_and_damaged(place: str, tmp_path: Path) -> None:
     raw[len(raw) // 2] ^= 1
     store._fs.pipe_file(name, bytes(raw))
     third = tmp_path / "third" / "checkpoints"
-    CheckpointStore(place).fetch_newest(third, said.append)
+    CheckpointStore(place).fetch_latest(third, said.append)
     assert [one.name for one in checkpoint.committed(third)] == ["step-00000002"]
-    assert (
-        f"{place}/step-00000003/state-00000-of-00001.safetensors does not have the SHA-256"
-        in said[0]
-    )
-    with pytest.raises(ConfigError, match="does not have the SHA-256"):
+    assert f"{place}/step-00000003/state-00000-of-00001.safetensors has SHA-256" in said[0]
+    with pytest.raises(ConfigError, match="has SHA-256"):
         fetch_checkpoint(f"{place}/step-00000003", tmp_path / "fourth", said.append)
     assert fetch_checkpoint(place, tmp_path / "fourth", said.append).name == "step-00000002"
 
@@ -208,7 +206,7 @@ def test_of_two_runs_the_one_that_claimed_first_ends(place: str, tmp_path: Path)
     ("url", "word"),
     [
         ("ftp://host/x", "scheme 'ftp'"),
-        ("s3:///x", "names no bucket"),
+        ("s3:///x", "has no bucket name"),
         ("s3://key:secret@bucket/x", "contains credentials"),
         ("gs://bucket/x", "pip install 'gcsfs'"),
     ],

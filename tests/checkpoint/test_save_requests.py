@@ -15,6 +15,9 @@ from disks import disk
 from ranks import run_ranks
 
 from paceline.checkpoint import saver, store
+from paceline.checkpoint.format import name_of, step_of
+from paceline.checkpoint.integrity import verify
+from paceline.checkpoint.reader import read_state
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.errors import RunError
 from paceline.core.event_log import EventLog, read_events
@@ -35,7 +38,7 @@ def parts(value: float = 1.0, elements: int = 10) -> list[TensorShard]:
 
 
 def steps_of(folder: Path) -> list[int]:
-    return [store.step_of(one) for one in store.committed(folder)]
+    return [step_of(one.name) for one in store.committed(folder)]
 
 
 def notices(root: Path) -> list[str]:
@@ -70,8 +73,8 @@ def test_no_save_is_asked_for_beside_one_in_flight(tmp_path: Path) -> None:
     with CheckpointManager(
         alone(), tmp_path, None, EventLog(None), background=True, every_s=1e-9
     ) as one:
-        original = one._copy.take
-        one._copy.take = lambda found: [_Slow(part, go_on) for part in original(found)]  # type: ignore[method-assign]
+        original = one._staging.copy
+        one._staging.copy = lambda found: [_Slow(part, go_on) for part in original(found)]  # type: ignore[method-assign]
         one.save(1, parts, META, must_succeed=False)
         assert [one.next_request() for _ in range(3)] == [0.0] * 3
         go_on.set()
@@ -138,7 +141,7 @@ def stand_still_until_there_is_room(world: Communicator, root: Path) -> None:
 def test_training_stands_still_until_it_can_be_saved(tmp_path: Path) -> None:
     run_ranks(stand_still_until_there_is_room, 2, tmp_path)
     assert steps_of(tmp_path / "checkpoints") == [1, 2]
-    assert store.read_state(tmp_path / "checkpoints" / "step-00000002")[
+    assert read_state(tmp_path / "checkpoints" / "step-00000002")[
         "model/weight"
     ].unique().tolist() == [2.0]
     # said once, however often it was tried
@@ -146,7 +149,7 @@ def test_training_stands_still_until_it_can_be_saved(tmp_path: Path) -> None:
     still, on = notices(tmp_path)
     assert "training is paused at step 2" in still
     assert "File too large (on rank 1)" in still
-    assert "goes on after" in on
+    assert "continues after a pause of" in on
 
 
 def stop_in_the_middle(world: Communicator, root: Path) -> list[str | None]:
@@ -174,7 +177,7 @@ def test_a_stop_ends_it_and_the_last_good_one_is_kept(tmp_path: Path) -> None:
     assert len(one) == 2
     assert all("could not be written" in text for text in one)
     assert steps_of(tmp_path / "checkpoints") == [1]
-    assert store.verify(tmp_path / "checkpoints" / "step-00000001") is None
+    assert verify(tmp_path / "checkpoints" / "step-00000001") is None
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
@@ -186,7 +189,7 @@ def test_a_save_that_failed_in_the_background_is_told_to_all(tmp_path: Path) -> 
         try:
             one.save(1, lambda: parts(1.0, 75_000), META, must_succeed=False)
             deadline = time.monotonic() + 60
-            while one._flight is not None and time.monotonic() < deadline:
+            while one._pending is not None and time.monotonic() < deadline:
                 one.poll()
                 time.sleep(0.01)
             threading.Timer(0.5, limit, [resource.RLIM_INFINITY]).start()
@@ -225,8 +228,8 @@ def test_what_lies_beyond_the_step_it_went_on_from(tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):
         store.save(folder, step, {"model/weight": torch.ones(3)}, META)
     for step in (30, 40):
-        (folder / store.name_of(step) / "meta.json").write_text("{}")
-    assert store.newest_whole(folder)[0] == folder / "step-00000020"
+        (folder / name_of(step) / "meta.json").write_text("{}")
+    assert store.latest_valid(folder)[0] == folder / "step-00000020"
     events = EventLog(tmp_path / "events.jsonl")
     with (
         log_to_events(events),
@@ -240,9 +243,9 @@ def test_what_lies_beyond_the_step_it_went_on_from(tmp_path: Path) -> None:
         assert steps_of(folder) == [25, 30]
         one.save(40, parts, META, must_succeed=False)
         assert steps_of(folder) == [30, 40]
-    assert store.newest_whole(folder) == (folder / "step-00000040", [])
+    assert store.latest_valid(folder) == (folder / "step-00000040", [])
     (said,) = notices(tmp_path)
-    assert "step-00000030, step-00000040, of an earlier attempt" in said
+    assert "removed step-00000030, step-00000040 from" in said
 
 
 def test_a_save_that_fails_removes_nothing(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 
 from paceline.checkpoint import store
+from paceline.checkpoint.integrity import verify
+from paceline.checkpoint.reader import CheckpointReader, read_state
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.errors import RunError
 from paceline.core.event_log import EventLog, read_events
@@ -148,7 +150,7 @@ def test_every_box_and_every_range_reads_as_it_was(saved: dict[str, Path], name:
     def draw(high: int) -> int:
         return int(torch.randint(high + 1, (), generator=random))
 
-    with store.CheckpointReader(saved[name]) as reader:
+    with CheckpointReader(saved[name]) as reader:
         assert reader.tensors() == {
             key: (one.dtype, tuple(one.shape)) for key, one in whole_state().items()
         }
@@ -204,7 +206,7 @@ def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
         "step-00000003",
     ]
     for step in (2, 3):
-        found = store.read_state(tmp_path / "checkpoints" / f"step-0000000{step}")
+        found = read_state(tmp_path / "checkpoints" / f"step-0000000{step}")
         assert found["model/weight"].unique().tolist() == [float(step)]
     assert tried(tmp_path / "events.jsonl") == [(1, False), (2, False), (3, False)]
     for event in read_events(tmp_path / "events.jsonl"):
@@ -262,30 +264,30 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     [
         (
             [TensorShard("model/weight", torch.ones(2), (4,), (0,), flat=True)],
-            "they hold 2 elements of 4",
+            "they hold 2 elements, the tensor has 4",
         ),
         (
             [TensorShard("model/weight", torch.ones(3, 2), (4, 2), (one, 0)) for one in (0, 1)],
-            "they hold 12 elements of 8",
+            "they hold 12 elements, the tensor has 8",
         ),
         (
             [
                 TensorShard("model/weight", torch.ones(2, 2), (3, 2), (0, 0)),
                 TensorShard("model/weight", torch.ones(1, 2), (3, 2), (1, 0)),
             ],
-            "two hold what lies at",
+            "two of them overlap at offset",
         ),
         (
             [TensorShard("model/weight", torch.ones(2), (3, 2), (4,), flat=True)] * 3,
-            "two hold what lies at",
+            "two of them overlap at offset",
         ),
-        ([TensorShard("model/weight", torch.ones(4), (4,), (1,))], "reaches beyond it"),
+        ([TensorShard("model/weight", torch.ones(4), (4,), (1,))], "exceeds the tensor"),
         (
             [
                 TensorShard.whole("model/weight", torch.ones(2)),
                 TensorShard.whole("model/weight", torch.ones(3)),
             ],
-            "another of F32 [3]",
+            "F32 [2] and F32 [3]",
         ),
     ],
 )
@@ -402,7 +404,7 @@ def test_a_disk_with_room_for_one(tmp_path: Path) -> None:
         assert [one.name for one in (tmp_path / "small" / "checkpoints").iterdir()] == [
             "step-00000001"
         ]
-        assert store.verify(tmp_path / "small" / "checkpoints" / "step-00000001") is None
+        assert verify(tmp_path / "small" / "checkpoints" / "step-00000001") is None
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -432,14 +434,14 @@ def die_in_a_save(world: Communicator, root: Path, victim: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         limit(100_000)
     saver.save(2, lambda: a_third(world, 2.0), META, must_succeed=False)
-    saver.finish(hurry=True)
+    saver.finish(run_failed=True)
 
 
 def test_a_rank_killed_in_a_save(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 died"):
         run_ranks(die_in_a_save, 2, tmp_path, 1)
     assert [one.name for one in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
-    assert store.verify(tmp_path / "checkpoints" / "step-00000001") is None
+    assert verify(tmp_path / "checkpoints" / "step-00000001") is None
     error = read_events(tmp_path / "events.jsonl")[-1]["error"]
     assert "rank 1 ended" in error
 
@@ -450,6 +452,6 @@ def test_a_run_killed_in_a_save(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     (debris,) = folder.glob(".*")
     assert os.stat(debris / "state-00000-of-00001.safetensors").st_size == 100_000
-    assert store.newest_whole(folder) == (folder / "step-00000001", [])
+    assert store.latest_valid(folder) == (folder / "step-00000001", [])
     CheckpointManager(alone(), folder, None, EventLog(None), background=True)  # the next start
     assert [one.name for one in folder.iterdir()] == ["step-00000001"]

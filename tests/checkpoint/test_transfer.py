@@ -18,6 +18,8 @@ from commands import MICRO, digest, events, losses
 from ranks import run_ranks
 
 from paceline.checkpoint import store
+from paceline.checkpoint.format import name_of
+from paceline.checkpoint.integrity import verify
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.transfer import open_checkpoint, transfer_text
 from paceline.config.load import load_config
@@ -100,7 +102,7 @@ def save_and_read(world: Communicator, root: Path) -> dict[str, Any]:
     save(saver, 2, must_succeed=True)
     before = TRAFFIC.total
     shape = (num_elements(world.size),)
-    with open_checkpoint(saver.folder / store.name_of(2), saver.side) as opened:
+    with open_checkpoint(saver.folder / name_of(2), saver.side) as opened:
         whole = opened.read("model/weight", (0,), shape)
         middle = opened.read_flat("model/weight", FEW - 5, 10)
         none = opened.read_flat("model/weight", 7, 0)
@@ -133,7 +135,7 @@ def test_what_is_sent_is_written_and_read_back(tmp_path: Path) -> None:
         assert (one["none"], one["meta"], one["counted"]) == (0, "made up", 0)
         assert "model/other" in one["refused"]
     assert outcomes(root) == {1: None, 2: None}
-    assert [store.verify(one) for one in store.committed(root / "checkpoints")] == [None, None]
+    assert [verify(one) for one in store.committed(root / "checkpoints")] == [None, None]
     assert not list(tmp_path.glob("other-*"))  # nothing is written on the hosts without the folder
 
 
@@ -199,13 +201,13 @@ def test_a_fault_of_a_transfer_fails_that_save_only(tmp_path: Path) -> None:
     assert found == [[None] * 6] * 2
     said = outcomes(root)
     assert [step for step, error in said.items() if error is None] == [1, 4, 6]
-    assert "another SHA-256" in str(said[2])
+    assert "different SHA-256" in str(said[2])
     assert "did not arrive: nothing arrived for 1 s" in str(said[3])
-    assert "complex128, which a checkpoint cannot hold" in str(said[5])
+    assert "complex128, which a checkpoint cannot store" in str(said[5])
     assert sorted(one.name for one in (root / "checkpoints").iterdir()) == [
-        store.name_of(step) for step in (1, 4, 6)
+        name_of(step) for step in (1, 4, 6)
     ]
-    assert all(store.verify(one) is None for one in store.committed(root / "checkpoints"))
+    assert all(verify(one) is None for one in store.committed(root / "checkpoints"))
 
 
 def save_and_die(world: Communicator, root: Path) -> None:
@@ -223,7 +225,7 @@ def save_and_die(world: Communicator, root: Path) -> None:
 
         side._send = die  # type: ignore[method-assign]
     saver.save(2, lambda: a_share(2, world), META, must_succeed=False)
-    saver.finish(hurry=True)
+    saver.finish(run_failed=True)
 
 
 def test_a_rank_that_dies_while_it_sends(tmp_path: Path) -> None:
@@ -231,8 +233,10 @@ def test_a_rank_that_dies_while_it_sends(tmp_path: Path) -> None:
     root.mkdir()
     with pytest.raises(AssertionError, match="rank 1 died"):
         run_ranks(save_and_die, 3, root)
-    assert [one.name for one in (root / "checkpoints").iterdir()] == [store.name_of(1)]
-    assert "the part of rank 1 did not arrive: the connection was closed" in str(outcomes(root)[2])
+    assert [one.name for one in (root / "checkpoints").iterdir()] == [name_of(1)]
+    assert "the shards of rank 1 did not arrive: the connection was closed" in str(
+        outcomes(root)[2]
+    )
 
 
 def save_where_files_may_not_grow(world: Communicator, root: Path) -> list[str | None]:
@@ -253,16 +257,14 @@ def test_a_part_that_cannot_be_written_whole(tmp_path: Path) -> None:
     said = outcomes(root)
     assert "File too large (on rank 1)" in str(said[1])
     assert said[2] is None
-    assert [one.name for one in (root / "checkpoints").iterdir()] == [store.name_of(2)]
+    assert [one.name for one in (root / "checkpoints").iterdir()] == [name_of(2)]
 
 
 def test_what_a_save_costs_is_reported() -> None:
-    assert transfer_text([0], 1e6, 600)[1].endswith(
-        "whose ranks own everything that goes into them"
-    )
+    assert transfer_text([0], 1e6, 600)[1].endswith("its ranks own the entire state")
     level, text = transfer_text([1_000_000, 1_000_000], 1e6, 600)
     assert level == "info"
-    assert "about 1.9 MiB travel there, which takes about 2.0 s" in text
+    assert "each save sends about 1.9 MiB to it, which takes about 2.0 s" in text
     level, text = transfer_text([49 << 30], 118e6, 600)
     assert level == "warning"
     assert "set it to 1784" in text
@@ -376,7 +378,7 @@ def test_kill_and_resume_without_shared_folder(mode: str, tmp_path: Path) -> Non
         if "do not share the run's folder" in one["text"]
     ]
     assert notices
-    assert all(("travel there" in one) == sends for one in notices)
+    assert all(("each save sends" in one) == sends for one in notices)
     # What travels for checkpoints is not counted. After a resume, modes that count by period have
     # no figure at first.
     counted = [

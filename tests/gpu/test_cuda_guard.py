@@ -10,7 +10,8 @@ import pytest
 import torch
 from commands import events, report, run
 
-from paceline.checkpoint import store
+from paceline.checkpoint.format import name_of
+from paceline.checkpoint.reader import CheckpointReader
 from paceline.data.order import SampleOrder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -39,7 +40,7 @@ def train(folder: Path, bad: list[int], *words: str, expect: int = 0) -> str:
 
 
 def tensors(folder: Path, step: int) -> dict[str, Any]:
-    with store.CheckpointReader(folder / "checkpoints" / store.name_of(step)) as reader:
+    with CheckpointReader(folder / "checkpoints" / name_of(step)) as reader:
         return {
             name: reader.read(name, (0,) * len(shape), shape)
             for name, (_, shape) in reader.tensors().items()

@@ -12,6 +12,8 @@ from commands import digest, events, report, run
 from faulty_task import SAMPLES
 
 from paceline.checkpoint import store
+from paceline.checkpoint.format import name_of
+from paceline.checkpoint.reader import CheckpointReader
 from paceline.data.order import SampleOrder
 
 pytestmark = pytest.mark.slow
@@ -75,8 +77,8 @@ def only_in(steps, rank=0, until=24):
 
 
 def tensors(folder, step=None):
-    path = store.find(folder) if step is None else folder / "checkpoints" / store.name_of(step)
-    with store.CheckpointReader(path) as reader:
+    path = store.find(folder) if step is None else folder / "checkpoints" / name_of(step)
+    with CheckpointReader(path) as reader:
         return {
             name: reader.read(name, (0,) * len(shape), shape)
             for name, (_, shape) in reader.tensors().items()

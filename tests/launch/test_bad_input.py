@@ -403,7 +403,7 @@ def test_resume_from_what_is_no_checkpoint(here: Path, refused: Refused) -> None
         "auto, never, or a checkpoint",
     )
     (here / "hollow").mkdir()
-    one_line(refused("resume=./hollow"), "hollow", "no whole checkpoint")
+    one_line(refused("resume=./hollow"), "hollow", "no valid checkpoint")
     (here / "hollow" / "meta.json").write_text("{}")
     one_line(refused("resume=./hollow"), "hollow", "not whole", "manifest.json")
 

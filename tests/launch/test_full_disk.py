@@ -41,7 +41,7 @@ def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None
         folder = tmp_path / "small" / "run"
         words = (*WORDS, "async_save=false")
         failed = train(folder, *words, expect=1)  # the first save fits, no second one does
-        whole, wrong = store.newest_whole(folder / "checkpoints")
+        whole, wrong = store.latest_valid(folder / "checkpoints")
         assert whole == folder / "checkpoints" / "step-00000003"
         assert wrong == []
         assert [one.name for one in (folder / "checkpoints").iterdir()] == ["step-00000003"]
@@ -113,7 +113,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
             wait_for_checkpoint(
                 folder, process, failed=True, meanwhile=lambda: fill(ballast, leave_bytes=300_000)
             )
-            assert store.newest_whole(folder / "checkpoints")[0] is not None
+            assert store.latest_valid(folder / "checkpoints")[0] is not None
             ballast.unlink()
             _, err = process.communicate(timeout=120)
         finally:
@@ -155,7 +155,7 @@ def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
         assert process.returncode == 0, err
         assert err.count("training is paused at step") == 1
         assert "missing: " in err
-        assert "training goes on after" in err
+        assert "training continues after a pause of" in err
         assert report(folder)["status"] == "done"
         assert report(folder)["resumed_from_step"] == 3
 

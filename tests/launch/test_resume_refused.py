@@ -157,7 +157,7 @@ def test_other_weights_below_the_adapters(here: Path) -> None:
     save_file({name: one + 0.01 for name, one in weights.items()}, file, metadata={"format": "pt"})
     before = contents(here / "run")
     said = run(*words(resume="run/checkpoints/step-00000001")[1:], expect=2).stderr
-    assert "was trained on top of other weights" in said
+    assert "was trained with other frozen weights" in said
     assert contents(here / "run") == before
 
 

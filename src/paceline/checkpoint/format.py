@@ -1,17 +1,17 @@
-"""What lies in a checkpoint's folder: names, the index of tensors and pieces, the header of a
-safetensors file. No torch here.
+"""The layout of a checkpoint's folder: file names, the tensor index, the safetensors header.
+
+Imports no torch.
 
 ``checkpoints/step-00000040/`` holds one ``state-00001-of-00004.safetensors`` for each rank that
-owns a part of the state, ``index.json`` (of each tensor the dtype, the whole shape, and its
-pieces), ``meta.json`` (step, config, who wrote it) and ``manifest.json`` (size and SHA-256 of every
-other file). A checkpoint may also hold one ``state.safetensors`` with the whole tensors and no
-index, as they were written before there were pieces.
+owns shards of the state, ``index.json`` (dtype, full shape and stored shards of each tensor),
+``meta.json`` (step, config, torch version) and ``manifest.json`` (size and SHA-256 of every other
+file). Older checkpoints hold one ``state.safetensors`` with full tensors and no index.
 """
 
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypedDict
@@ -21,7 +21,7 @@ from pydantic import Field, JsonValue, NonNegativeInt, TypeAdapter
 STATE, INDEX, META, MANIFEST = "state.safetensors", "index.json", "meta.json", "manifest.json"
 _STATE_NAME = r"^state(-\d{5}-of-\d{5})?\.safetensors$"
 
-#: safetensors' name of a dtype → (torch's name, bytes an element)
+#: safetensors' name of a dtype → (torch's name, bytes per element)
 DTYPES = {
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),
@@ -44,9 +44,12 @@ DTYPE_NAMES = {f"torch.{torch_name}": name for name, (torch_name, _) in DTYPES.i
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Where a part of a tensor lies: a box at ``offset`` of the whole, or, where ``flat``, a range
-    of the flattened whole from ``offset[0]`` on, as the tensor ``key`` of ``file``."""
+class StoredShard:
+    """Where a shard of a tensor is stored: as the tensor ``key`` of ``file``.
+
+    The shard is a box at ``offset`` of the full tensor or, with ``flat``, a range of the flattened
+    tensor that starts at ``offset[0]``.
+    """
 
     file: Annotated[str, Field(pattern=_STATE_NAME)]
     key: str
@@ -60,21 +63,21 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One tensor of the state: safetensors' name of its dtype, the whole shape, its pieces."""
+class TensorEntry:
+    """A tensor of the state: safetensors' name of its dtype, its full shape, its stored shards."""
 
     dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
     shape: tuple[NonNegativeInt, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredShard, ...]
 
 
-Index = dict[str, Entry]
-#: Checks an index that was read: ``ValidationError``, a ValueError, where it is none.
+Index = dict[str, TensorEntry]
+#: Validates an index; raises ``ValidationError``, a ValueError.
 INDEX_ADAPTER = TypeAdapter(Index)
 
 
 class TensorHeader(TypedDict):
-    """What the header of a safetensors file says of a tensor."""
+    """The entry of a tensor in the header of a safetensors file."""
 
     dtype: str
     shape: list[int]
@@ -82,14 +85,14 @@ class TensorHeader(TypedDict):
 
 
 class ManifestEntry(TypedDict):
-    """What ``manifest.json`` says of a file."""
+    """The entry of a file in ``manifest.json``."""
 
     size_bytes: int
     sha256: str
 
 
 class BalanceRecord(TypedDict):
-    """Micro-batches of each rank in a step (``parallel.balance``), and whether they may change."""
+    """Micro-batches per rank and step (``parallel.balance``), and whether they are fixed."""
 
     shares: list[int]
     fixed: bool
@@ -101,7 +104,7 @@ class CheckpointMeta(TypedDict, total=False):
     Args:
         fingerprint: of the training data.
         torch: version of torch.
-        frozen: digest of the weights that are not trained; None if all are trained.
+        frozen: digest of the frozen weights; None if all weights are trained.
         skipped_batches, recent_losses: see :class:`paceline.train.state.TrainState`.
     """
 
@@ -119,23 +122,45 @@ class CheckpointMeta(TypedDict, total=False):
 
 
 def name_of(step: int) -> str:
+    """Return the name of a checkpoint's folder."""
     return f"step-{step:08d}"
 
 
-def is_file_of_checkpoint(name: str) -> bool:
-    """Whether a checkpoint may hold a file of that name."""
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint, given the name of its folder."""
+    return int(name.rpartition("-")[2])
+
+
+def names_to_prune(
+    names: Sequence[str], keep: int | None, superseded: Collection[int]
+) -> list[str]:
+    """Return the checkpoints to remove out of ``names``, which are sorted by step.
+
+    Args:
+        keep: how many of the latest checkpoints to retain; None retains all.
+        superseded: steps to remove in any case; they do not count towards ``keep``.
+    """
+    removed = [name for name in names if step_of(name) in superseded]
+    if keep is not None:
+        removed += [name for name in names if name not in removed][:-keep]
+    return removed
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Return whether a checkpoint may contain a file of that name."""
     return name in (INDEX, META, MANIFEST) or re.fullmatch(_STATE_NAME, name) is not None
 
 
 def state_file(rank: int, num_ranks: int) -> str:
+    """Return the name of the state file that a rank writes."""
     return f"state-{rank:05d}-of-{num_ranks:05d}.safetensors"
 
 
 def read_index(path: Path) -> Index:
-    """The index of a checkpoint; of an old one, made from the header of its one file.
+    """Read the index of a checkpoint; that of an old one is built from the header of its one file.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError, AttributeError: there is none, or it is broken.
+        OSError, ValueError, KeyError, TypeError, AttributeError: it is missing or damaged.
     """
     if (path / INDEX).exists():
         return INDEX_ADAPTER.validate_python(json.loads((path / INDEX).read_text())["tensors"])
@@ -143,89 +168,97 @@ def read_index(path: Path) -> Index:
     raw = {}
     for name, tensor in header.items():
         dtype, shape = tensor["dtype"], tensor["shape"]
-        piece = {"file": STATE, "key": name, "offset": [0] * len(shape), "shape": shape}
-        raw[name] = {"dtype": dtype, "shape": shape, "pieces": [piece]}
+        shard = {"file": STATE, "key": name, "offset": [0] * len(shape), "shape": shape}
+        raw[name] = {"dtype": dtype, "shape": shape, "pieces": [shard]}
     return INDEX_ADAPTER.validate_python(raw)
 
 
 def read_header(file: Path) -> tuple[int, dict[str, TensorHeader]]:
-    """(where the tensors' bytes begin, tensors by key) of a safetensors file:
-    8 bytes little-endian header length, a JSON header, then the tensors' bytes (safetensors'
-    README, "Format")."""
+    """Return where the tensor bytes of a safetensors file begin, and its tensors by key.
+
+    The file consists of the header's length (8 bytes, little-endian), a JSON header, and the bytes
+    of the tensors (README of safetensors, "Format").
+    """
     with open(file, "rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         if length > file.stat().st_size:
-            raise ValueError(f"{file} is no safetensors file")
+            raise ValueError(f"{file} is not a safetensors file")
         header: dict[str, TensorHeader] = json.loads(handle.read(length))
     header.pop("__metadata__", None)
     return 8 + length, header
 
 
-def merge(parts: Sequence[Index]) -> Index:
-    """One index out of those of the ranks, each element of each tensor exactly once.
+def merge(rank_indexes: Sequence[Index]) -> Index:
+    """Merge the indexes of the ranks into one that holds each element of each tensor once.
 
     Raises:
-        ValueError: the ranks do not agree on a tensor, or leave a gap, or overlap.
+        ValueError: the ranks disagree on a tensor, or their shards leave a gap or overlap.
     """
     merged: Index = {}
-    for part in parts:
-        for name, entry in part.items():
+    for index in rank_indexes:
+        for name, entry in index.items():
             add(merged, name, entry)
     for name, entry in merged.items():
-        problem = cover_problem(entry)
+        problem = coverage_error(entry)
         if problem is not None:
             raise ValueError(
-                f"the ranks' pieces do not make up {name} of shape {list(entry.shape)}: {problem}"
+                f"the shards of {name}, shape {list(entry.shape)}, do not cover it exactly once:"
+                f" {problem}"
             )
     return merged
 
 
-def add(index: Index, name: str, entry: Entry) -> None:
-    """Add pieces of a tensor. ValueError where what is there says otherwise of its dtype or
-    shape."""
-    before = index.get(name, Entry(entry.dtype, entry.shape, ()))
+def add(index: Index, name: str, entry: TensorEntry) -> None:
+    """Add shards of a tensor to an index.
+
+    Raises:
+        ValueError: dtype or shape differ from those in the index.
+    """
+    before = index.get(name, TensorEntry(entry.dtype, entry.shape, ()))
     if (before.dtype, before.shape) != (entry.dtype, entry.shape):
         raise ValueError(
-            f"one part of {name} is of {before.dtype} {list(before.shape)}, another of"
-            f" {entry.dtype} {list(entry.shape)}"
+            f"the shards of {name} disagree on its dtype or shape: {before.dtype}"
+            f" {list(before.shape)} and {entry.dtype} {list(entry.shape)}"
         )
-    index[name] = Entry(entry.dtype, entry.shape, before.pieces + entry.pieces)
+    index[name] = TensorEntry(entry.dtype, entry.shape, before.pieces + entry.pieces)
 
 
-def cover_problem(entry: Entry) -> str | None:
-    """None where the pieces hold each element of the tensor exactly once."""
-    total, held = math.prod(entry.shape), sum(piece.numel for piece in entry.pieces)
-    for piece in entry.pieces:
-        whole = (total,) if piece.flat else entry.shape
-        if len(piece.offset) != len(whole) or len(piece.shape) != len(whole):
-            return f"a piece has offset {list(piece.offset)} and shape {list(piece.shape)}"
+def coverage_error(entry: TensorEntry) -> str | None:
+    """Return why the shards do not hold each element of the tensor exactly once, or None."""
+    total, stored = math.prod(entry.shape), sum(shard.numel for shard in entry.pieces)
+    for shard in entry.pieces:
+        bounds = (total,) if shard.flat else entry.shape
+        if len(shard.offset) != len(bounds) or len(shard.shape) != len(bounds):
+            return f"a shard has offset {list(shard.offset)} and shape {list(shard.shape)}"
         if any(
             start + size > end
-            for start, size, end in zip(piece.offset, piece.shape, whole, strict=True)
+            for start, size, end in zip(shard.offset, shard.shape, bounds, strict=True)
         ):
-            return f"a piece of shape {list(piece.shape)} at {list(piece.offset)} reaches beyond it"
-    if held != total:
-        return f"they hold {held:,} elements of {total:,}"
-    flat = [piece.flat for piece in entry.pieces]
-    if any(flat) and not all(flat):
+            return (
+                f"a shard of shape {list(shard.shape)} at offset {list(shard.offset)} exceeds"
+                " the tensor"
+            )
+    if stored != total:
+        return f"they hold {stored:,} elements, the tensor has {total:,}"
+    if len({shard.flat for shard in entry.pieces}) > 1:
         return "some are ranges and some are boxes"
-    pieces = sorted(
-        (piece for piece in entry.pieces if piece.numel), key=lambda piece: piece.offset
+    shards = sorted(
+        (shard for shard in entry.pieces if shard.numel), key=lambda shard: shard.offset
     )
-    open_boxes: list[Piece] = []
-    for piece in pieces:
-        if piece.offset:
+    open_boxes: list[StoredShard] = []
+    for shard in shards:
+        if shard.offset:
             open_boxes = [
-                one for one in open_boxes if one.offset[0] + one.shape[0] > piece.offset[0]
+                box for box in open_boxes if box.offset[0] + box.shape[0] > shard.offset[0]
             ]
-        if any(_overlap(one, piece) for one in open_boxes):
-            return f"two hold what lies at {list(piece.offset)}"
-        open_boxes.append(piece)
+        if any(_overlap(box, shard) for box in open_boxes):
+            return f"two of them overlap at offset {list(shard.offset)}"
+        open_boxes.append(shard)
     return None
 
 
-def _overlap(one: Piece, other: Piece) -> bool:
+def _overlap(first: StoredShard, second: StoredShard) -> bool:
     return all(
         a < b + n and b < a + m
-        for a, m, b, n in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+        for a, m, b, n in zip(first.offset, first.shape, second.offset, second.shape, strict=True)
     )

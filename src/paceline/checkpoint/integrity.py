@@ -1,5 +1,4 @@
-"""Whether a checkpoint's folder holds what its manifest says, and nothing that it should not. No
-torch here."""
+"""Check a checkpoint's folder against its manifest. Imports no torch."""
 
 import json
 import os
@@ -12,73 +11,65 @@ from paceline.checkpoint.format import (
     MANIFEST,
     META,
     STATE,
-    is_file_of_checkpoint,
+    is_checkpoint_file,
     read_header,
     read_index,
 )
 from paceline.core.files import sha256_file
 
 _PICKLE_NAME = re.compile(r".+\.(pkl|pickle|pt|pth)", re.IGNORECASE)
-#: A pickle of protocol 2 or later, and the archive of ``torch.save``.
-_PICKLE_BEGINS = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
+#: First bytes of a pickle of protocol 2 or later, and of an archive of ``torch.save``.
+_PICKLE_MAGIC = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
 
 
 def verify(path: Path) -> str | None:
-    """None where every file is there with the size and SHA-256 of the manifest; else what is wrong,
-    with the file's name."""
+    """Return None if every file has the size and the SHA-256 in the manifest; otherwise what is
+    wrong, with the name of the file."""
     if (path / MANIFEST).is_symlink():
-        return f"{path / MANIFEST} is a link"
+        return f"{path / MANIFEST} is a symbolic link"
     try:
-        said_of = read_manifest(path)
+        manifest = read_manifest(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return f"{path / MANIFEST} is missing or broken"
-    for name in said_of:
-        if name == MANIFEST or not is_file_of_checkpoint(name):
-            return f"{path / MANIFEST} names {name!r}, which is no file of a checkpoint"
-    for needed in (INDEX if INDEX in said_of or (path / INDEX).exists() else STATE, META):
-        if needed not in said_of:
-            return f"{path / MANIFEST} does not name {needed}"
+        return f"{path / MANIFEST} is missing or damaged"
+    for name in manifest:
+        if name == MANIFEST or not is_checkpoint_file(name):
+            return f"{path / MANIFEST} lists {name!r}, which is not a file of a checkpoint"
+    for required in (INDEX if INDEX in manifest or (path / INDEX).exists() else STATE, META):
+        if required not in manifest:
+            return f"{path / MANIFEST} does not list {required}"
     return (
-        _files_problem(path, said_of)
-        or _foreign_problem(path, set(said_of))
-        or _index_problem(path, set(said_of))
+        _files_problem(path, manifest)
+        or _foreign_problem(path, manifest)
+        or _index_problem(path, manifest)
     )
 
 
 def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """name → (bytes, SHA-256)"""
+    """Return size in bytes and SHA-256 of each file in the manifest."""
     files = json.loads((path / MANIFEST).read_text())["files"]
     return {
-        str(name): (int(said["size_bytes"]), str(said["sha256"])) for name, said in files.items()
+        str(name): (int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in files.items()
     }
 
 
-def _files_problem(path: Path, said_of: dict[str, tuple[int, str]]) -> str | None:
-    for name, (size_bytes, sha256) in said_of.items():
-        file, wanted = (
-            path / name,
-            f"the manifest says {size_bytes:,} with the SHA-256 {_short(sha256)}",
-        )
+def _files_problem(path: Path, manifest: dict[str, tuple[int, str]]) -> str | None:
+    for name, (size_bytes, sha256) in manifest.items():
+        file = path / name
+        expected = f"expected {size_bytes:,} bytes with SHA-256 {_short(sha256)}"
         if file.is_symlink():
-            return (
-                f"{file} is a link to {os.readlink(file)}; a checkpoint's files lie in its own"
-                " folder"
-            )
+            return _link_problem(file)
         if not file.is_file():
-            return f"{file} is missing; {wanted.replace(' with', ' bytes with')}"
+            return f"{file} is missing: {expected}"
         if file.stat().st_size != size_bytes:
-            return f"{file} has {file.stat().st_size:,} bytes, {wanted}"
+            return f"{file} has {file.stat().st_size:,} bytes: {expected}"
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         try:
-            found = list(pool.map(sha256_file, [path / name for name in said_of]))
+            digests = list(pool.map(sha256_file, [path / name for name in manifest]))
         except OSError as error:
             return f"{error.filename} cannot be read: {error.strerror}"
-    for (name, (_, sha256)), actual in zip(said_of.items(), found, strict=True):
+    for (name, (_, sha256)), actual in zip(manifest.items(), digests, strict=True):
         if actual != sha256:
-            return (
-                f"{path / name} does not have the SHA-256 that the manifest says"
-                f" ({_short(sha256)}), but {_short(actual)}"
-            )
+            return f"{path / name} has SHA-256 {_short(actual)}: expected {_short(sha256)}"
     return None
 
 
@@ -86,43 +77,47 @@ def _short(sha256: str) -> str:
     return f"{sha256[:16]}…"
 
 
-def _index_problem(path: Path, files: set[str]) -> str | None:
+def _link_problem(file: Path) -> str:
+    return (
+        f"{file} is a symbolic link to {os.readlink(file)}: the files of a checkpoint must be in"
+        " its folder"
+    )
+
+
+def _index_problem(path: Path, manifest: dict[str, tuple[int, str]]) -> str | None:
     try:
-        needed = {piece.file for entry in read_index(path).values() for piece in entry.pieces}
+        files = {shard.file for entry in read_index(path).values() for shard in entry.pieces}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{path / INDEX} is broken: {error}"
-    missing = sorted(needed - files)
+        return f"{path / INDEX} is damaged: {error}"
+    missing = sorted(files - manifest.keys())
     if missing:
-        return f"{path / MANIFEST} does not name {missing[0]}"
-    for name in sorted(needed):
+        return f"{path / MANIFEST} does not list {missing[0]}"
+    for name in sorted(files):
         try:
             read_header(path / name)
         except (OSError, ValueError, AttributeError, RecursionError):
-            return f"{path / name} is no safetensors file"
+            return f"{path / name} is not a safetensors file"
     return None
 
 
 def foreign_files(path: Path) -> list[str]:
-    """What lies in the folder of a whole checkpoint and is not in its manifest. It is never
-    read."""
-    return sorted({one.name for one in path.iterdir()} - read_manifest(path).keys() - {MANIFEST})
+    """Return the files of a valid checkpoint's folder that its manifest does not list. They are
+    never read."""
+    return sorted({file.name for file in path.iterdir()} - read_manifest(path).keys() - {MANIFEST})
 
 
-def _foreign_problem(path: Path, said: set[str]) -> str | None:
-    """Links, which may lead out of the folder, and pickles, which run what they like when they are
-    read."""
+def _foreign_problem(path: Path, manifest: dict[str, tuple[int, str]]) -> str | None:
+    """Reject symbolic links, which may lead out of the folder, and pickles, which execute code when
+    they are read."""
     for file in sorted(path.iterdir()):
-        if file.name in said or file.name == MANIFEST:
+        if file.name in manifest or file.name == MANIFEST:
             continue
         if file.is_symlink():
-            return (
-                f"{file} is a link to {os.readlink(file)}; a checkpoint's files lie in its own"
-                " folder"
-            )
+            return _link_problem(file)
         if file.is_file() and _is_pickle(file):
             return (
-                f"{file} is a pickle, which runs code when it is read: no checkpoint of Paceline"
-                " holds one"
+                f"{file} is a pickle, which executes code when it is read: checkpoints of Paceline"
+                " never contain one"
             )
     return None
 
@@ -132,6 +127,6 @@ def _is_pickle(file: Path) -> bool:
         return True
     try:
         with open(file, "rb") as handle:
-            return _PICKLE_BEGINS.match(handle.read(4)) is not None
+            return _PICKLE_MAGIC.match(handle.read(4)) is not None
     except OSError:
         return False

@@ -1,8 +1,8 @@
-"""Reading a checkpoint in another layout than the one it was written in: boxes or flat ranges, put
-together from the pieces.
+"""Read a checkpoint in any layout: boxes or flat ranges of tensors, assembled from stored shards.
 
-Only the bytes that are needed are read, in blocks of bounded size, into the result's own memory.
-Torch is imported where a tensor is asked for, and not before."""
+Only the bytes that are needed are read, in blocks of bounded size, into the memory of the result.
+torch is imported only when a tensor is requested.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self, TypedDict
 
 import numpy as np
 
 from paceline.checkpoint.format import (
     DTYPES,
+    INDEX,
     META,
     STATE,
     CheckpointMeta,
-    Entry,
-    Piece,
+    StoredShard,
+    TensorEntry,
     TensorHeader,
     name_of,
     read_header,
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     import torch
 
     Array = np.ndarray[Any, Any]
-    #: Fill a contiguous one-dimensional array with the elements from ``start`` on.
+    #: Fills a contiguous 1-D array with the elements from index ``start`` on.
     Fetch = Callable[[int, Array], None]
 
 _BLOCK_BYTES = 8 << 20
-#: Where rows are needed in part, and the part is at least so long, no more than it is read.
+#: If only parts of rows are needed and each is at least this long, nothing between them is read.
 _RUN_BYTES = 64 << 10
 
 
@@ -51,11 +51,11 @@ class TensorDigest(TypedDict):
 
 
 class CheckpointReader:
-    """The state in a checkpoint's folder, as a :class:`~paceline.parallel.state.StateReader`. Use
-    it in a ``with``.
+    """The state in a checkpoint's folder: a :class:`~paceline.parallel.state.StateReader`. Use it
+    in a ``with`` statement.
 
     Raises:
-        ConfigError: ``path`` is no checkpoint, or a broken one.
+        ConfigError: ``path`` is not a checkpoint, or is damaged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,38 +64,33 @@ class CheckpointReader:
         try:
             self.entries = read_index(path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _broken(path) from error
+            raise _not_a_checkpoint(path, f"{STATE} and {INDEX} are missing or damaged") from error
         self.meta = read_meta(path)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for handle, _, _ in self._files.values():
-            handle.close()
+    def __exit__(self, *_: object) -> None:
+        for opened in self._files.values():
+            opened[0].close()
         self._files.clear()
 
-    # -- a StateReader
+    # -- the StateReader protocol
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """dtype and shape of each whole tensor, by name."""
+        """Return dtype and full shape of each tensor, by name."""
         return {
             name: (_torch_dtype(entry.dtype), entry.shape) for name, entry in self.entries.items()
         }
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor, on the CPU."""
+        """Return a box of a tensor, on the CPU."""
         entry = self._entry(name)
         out = np.empty(tuple(shape), _item_type(entry))
         self._fill_box(name, entry, tuple(offset), out)
         return _as_tensor(out, entry)
 
     def read_flat(self, name: str, start: int, count: int) -> torch.Tensor:
-        """``count`` elements from ``start`` on of the flattened tensor, on the CPU."""
+        """Return ``count`` elements of the flattened tensor from index ``start`` on, on the CPU."""
         entry = self._entry(name)
         out = np.empty((count,), _item_type(entry))
         self._fill_flat(name, entry, start, out)
@@ -105,7 +100,7 @@ class CheckpointReader:
     def box_blocks(
         self, name: str, offset: Sequence[int], shape: Sequence[int], block_bytes: int
     ) -> Iterator[memoryview]:
-        """The bytes of a box of a tensor in row-major order, in blocks of bounded size."""
+        """Yield the bytes of a box of a tensor in row-major order, in blocks of bounded size."""
         entry = self._entry(name)
         total, step = math.prod(shape), max(1, block_bytes // _item_type(entry).itemsize)
         for start in range(0, total, step):
@@ -121,7 +116,8 @@ class CheckpointReader:
     def flat_blocks(
         self, name: str, start: int, count: int, block_bytes: int
     ) -> Iterator[memoryview]:
-        """The bytes of ``count`` elements of the flattened tensor, in blocks of bounded size."""
+        """Yield the bytes of ``count`` elements of the flattened tensor, in blocks of bounded
+        size."""
         entry = self._entry(name)
         step = max(1, block_bytes // _item_type(entry).itemsize)
         for begin in range(start, start + count, step):
@@ -131,37 +127,33 @@ class CheckpointReader:
 
     # -- without torch
     def describe(self, name: str) -> TensorDigest:
-        """Digest of a whole tensor, its bytes in row-major order, read in blocks."""
+        """Return dtype, shape and SHA-256 (of the bytes in row-major order) of a full tensor."""
         entry = self._entry(name)
         digest = hashlib.sha256()
         total, block_bytes = math.prod(entry.shape), _BLOCK_BYTES
         row_bytes = math.prod(entry.shape[1:]) * _item_type(entry).itemsize
-        if 0 < row_bytes <= block_bytes:  # whole rows, where a row is not too long
+        if 0 < row_bytes <= block_bytes:  # read full rows, unless a row is too long
             block_bytes -= block_bytes % row_bytes
         for block in self.flat_blocks(name, 0, total, block_bytes):
             digest.update(block)
         return {"dtype": entry.dtype, "shape": list(entry.shape), "sha256": digest.hexdigest()}
 
-    @property
-    def names(self) -> list[str]:
-        return sorted(self.entries)
-
-    # -- how it is put together
-    def _entry(self, name: str) -> Entry:
+    # -- assembling
+    def _entry(self, name: str) -> TensorEntry:
         entry = self.entries.get(name)
         if entry is None:
             raise ConfigError(
-                f"the checkpoint {self.path} holds no tensor {name!r}: it is one of another model,"
-                " or of other settings",
+                f"the checkpoint {self.path} does not contain the tensor {name!r}: it was written"
+                " with another model or other settings",
                 fix="resume with the config that wrote it, or set another `output_dir`",
             )
         return entry
 
-    def _fill_box(self, name: str, entry: Entry, offset: tuple[int, ...], out: Array) -> None:
+    def _fill_box(self, name: str, entry: TensorEntry, offset: tuple[int, ...], out: Array) -> None:
         _check_inside(name, entry.shape, offset, out.shape)
         if out.size == 0:
             return
-        if any(piece.flat for piece in entry.pieces):
+        if any(shard.flat for shard in entry.pieces):
             _gather(
                 lambda start, into: self._fill_flat(name, entry, start, into),
                 entry.shape,
@@ -170,11 +162,11 @@ class CheckpointReader:
             )
             return
         filled = 0
-        for piece in entry.pieces:
-            start = tuple(map(max, offset, piece.offset))
+        for shard in entry.pieces:
+            start = tuple(map(max, offset, shard.offset))
             end = tuple(
                 min(a + n, b + m)
-                for a, n, b, m in zip(offset, out.shape, piece.offset, piece.shape, strict=True)
+                for a, n, b, m in zip(offset, out.shape, shard.offset, shard.shape, strict=True)
             )
             if any(a >= b for a, b in zip(start, end, strict=True)):
                 continue
@@ -182,14 +174,14 @@ class CheckpointReader:
                 slice(a - o, b - o) for a, b, o in zip(start, end, offset, strict=True)
             )
             target = out[(..., *slices)]  # a view, of a scalar too
-            inside = tuple(a - o for a, o in zip(start, piece.offset, strict=True))
-            _gather(self._fetch(piece, entry), piece.shape, inside, target)
+            inside = tuple(a - o for a, o in zip(start, shard.offset, strict=True))
+            _gather(self._fetch(shard, entry), shard.shape, inside, target)
             filled += target.size
         self._check_filled(name, filled, out.size)
 
-    def _fill_flat(self, name: str, entry: Entry, start: int, out: Array) -> None:
+    def _fill_flat(self, name: str, entry: TensorEntry, start: int, out: Array) -> None:
         _check_inside(name, (math.prod(entry.shape),), (start,), out.shape)
-        if not any(piece.flat for piece in entry.pieces):
+        if not any(shard.flat for shard in entry.pieces):
             at = 0
             for offset, shape in _boxes(entry.shape, start, out.size):
                 count = math.prod(shape)
@@ -197,33 +189,33 @@ class CheckpointReader:
                 at += count
             return
         filled = 0
-        for piece in entry.pieces:
+        for shard in entry.pieces:
             first, last = (
-                max(start, piece.offset[0]),
-                min(start + out.size, piece.offset[0] + piece.numel),
+                max(start, shard.offset[0]),
+                min(start + out.size, shard.offset[0] + shard.numel),
             )
             if first < last:
-                self._fetch(piece, entry)(
-                    first - piece.offset[0], out[first - start : last - start]
+                self._fetch(shard, entry)(
+                    first - shard.offset[0], out[first - start : last - start]
                 )
                 filled += last - first
         self._check_filled(name, filled, out.size)
 
     def _check_filled(self, name: str, filled: int, wanted: int) -> None:
         if filled != wanted:
-            raise _broken(self.path, f"of {name}, {wanted - filled:,} elements are missing")
+            raise _damaged(self.path, f"{wanted - filled:,} elements of {name} are missing")
 
-    def _fetch(self, piece: Piece, entry: Entry) -> Fetch:
-        handle, base, header = self._open(piece.file)
-        said = header.get(piece.key)
-        size_bytes = piece.numel * _item_type(entry).itemsize
+    def _fetch(self, shard: StoredShard, entry: TensorEntry) -> Fetch:
+        handle, base, header = self._open(shard.file)
+        tensor = header.get(shard.key)
+        size_bytes = shard.numel * _item_type(entry).itemsize
         if (
-            said is None
-            or said["dtype"] != entry.dtype
-            or said["data_offsets"][1] - said["data_offsets"][0] != size_bytes
+            tensor is None
+            or tensor["dtype"] != entry.dtype
+            or tensor["data_offsets"][1] - tensor["data_offsets"][0] != size_bytes
         ):
-            raise _broken(self.path, f"{piece.file} does not hold {piece.key} as the index says")
-        at = base + int(said["data_offsets"][0])
+            raise _damaged(self.path, f"{shard.key} in {shard.file} does not match the index")
+        at = base + int(tensor["data_offsets"][0])
 
         def fetch(start: int, out: Array) -> None:
             handle.seek(at + start * out.itemsize)
@@ -231,7 +223,7 @@ class CheckpointReader:
             while len(left):
                 count = handle.readinto(left)  # type: ignore[attr-defined]
                 if not count:
-                    raise _broken(self.path, f"{piece.file} ends too early")
+                    raise _damaged(self.path, f"{shard.file} is truncated")
                 left = left[count:]
 
         return fetch
@@ -241,30 +233,30 @@ class CheckpointReader:
             file = self.path / name
             try:
                 if file.is_symlink():
-                    raise ValueError(f"{file} is a link")
+                    raise ValueError(f"{file} is a symbolic link")
                 base, header = read_header(file)
-                stream = open(file, "rb", buffering=0)  # noqa: SIM115  (until close)
+                stream = open(file, "rb", buffering=0)  # noqa: SIM115  (closed by __exit__)
                 self._files[name] = (stream, base, header)
             except (OSError, ValueError) as error:
-                raise _broken(self.path, f"{name}: {error}") from error
+                raise _damaged(self.path, f"{name}: {error}") from error
         return self._files[name]
 
 
 def _gather(fetch: Fetch, shape: tuple[int, ...], offset: tuple[int, ...], out: Array) -> None:
-    """Fill ``out`` with the box at ``offset`` of an array of ``shape`` that lies in row-major order
-    behind ``fetch``."""
+    """Fill ``out`` with the box at ``offset`` of an array of ``shape`` that ``fetch`` reads in
+    row-major order."""
     strides = _strides(shape)
     first = sum(a * s for a, s in zip(offset, strides, strict=True))
-    # elements from the box's first to its last
+    # number of elements from the first to the last of the box
     span = sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True)) + 1
-    span_bytes, whole = span * out.itemsize, span == out.size
-    if whole and out.flags.c_contiguous:
+    is_contiguous = span == out.size
+    if is_contiguous and out.flags.c_contiguous:
         fetch(first, out.reshape(-1))
         return
     axis = next((axis for axis, size in enumerate(out.shape) if size > 1), None)
     inner_bytes = out.nbytes // out.shape[axis] if axis is not None else 0
-    wasteful = not whole and inner_bytes >= _RUN_BYTES and span > 2 * out.size
-    if axis is None or (span_bytes <= _BLOCK_BYTES and not wasteful):
+    wasteful = not is_contiguous and inner_bytes >= _RUN_BYTES and span > 2 * out.size
+    if axis is None or (span * out.itemsize <= _BLOCK_BYTES and not wasteful):
         block = np.empty((span,), out.dtype)
         fetch(first, block)
         out[...] = np.lib.stride_tricks.as_strided(
@@ -273,7 +265,7 @@ def _gather(fetch: Fetch, shape: tuple[int, ...], offset: tuple[int, ...], out: 
         return
     rows = 1 if wasteful else max(1, _BLOCK_BYTES // (strides[axis] * out.itemsize))
     for start in range(0, out.shape[axis], rows):
-        at = tuple(one + start if place == axis else one for place, one in enumerate(offset))
+        at = (*offset[:axis], offset[axis] + start, *offset[axis + 1 :])
         _gather(fetch, shape, at, out[(slice(None),) * axis + (slice(start, start + rows),)])
 
 
@@ -284,9 +276,9 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _boxes(
     shape: tuple[int, ...], start: int, count: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, shape) of the boxes that, one after the other, make up ``count`` elements from
-    ``start`` on in row-major order: the rest of a row, whole rows, the begin of a row; at most two
-    for each dimension."""
+    """Yield (offset, shape) of the boxes that together are ``count`` elements from index ``start``
+    on in row-major order: the rest of a row, full rows, the beginning of a row; at most two per
+    dimension."""
     strides = _strides(shape)
     end = start + count
     while start < end:
@@ -294,14 +286,14 @@ def _boxes(
         for stride in strides:
             at.append(rest // stride)
             rest %= stride
-        # The outermost axis along which whole slices begin here and fit.
+        # the outermost axis along which full slices begin at this element and fit
         for axis, stride in enumerate(strides):
             num = min(shape[axis] - at[axis], (end - start) // stride)
             if start % stride == 0 and num > 0:
                 yield tuple(at), (*(1,) * axis, num, *shape[axis + 1 :])
                 start += num * stride
                 break
-        else:  # no axis at all: a scalar
+        else:  # no axis: a scalar
             yield (), ()
             start += 1
 
@@ -312,24 +304,24 @@ def _check_inside(
     fits = len(shape) == len(offset) == len(size)
     if not fits or any(a < 0 or a + n > m for a, n, m in zip(offset, size, shape, strict=True)):
         raise ConfigError(
-            f"{name} has shape {list(shape)} in the checkpoint; {list(size)} at {list(offset)} was"
-            " asked for",
+            f"{name} has shape {list(shape)} in the checkpoint: a box of shape {list(size)} at"
+            f" offset {list(offset)} exceeds it",
             fix="resume with the model that wrote the checkpoint, or set another `output_dir`",
         )
 
 
-def _item_type(entry: Entry) -> np.dtype[Any]:
+def _item_type(entry: TensorEntry) -> np.dtype[Any]:
     return np.dtype(f"u{DTYPES[entry.dtype][1]}")
 
 
 def _torch_dtype(name: str) -> torch.dtype:
     import torch
 
-    found: torch.dtype = getattr(torch, DTYPES[name][0])
-    return found
+    dtype: torch.dtype = getattr(torch, DTYPES[name][0])
+    return dtype
 
 
-def _as_tensor(values: Array, entry: Entry) -> torch.Tensor:
+def _as_tensor(values: Array, entry: TensorEntry) -> torch.Tensor:
     import torch
 
     raw = torch.from_numpy(values.reshape(-1).view(np.uint8))
@@ -337,24 +329,20 @@ def _as_tensor(values: Array, entry: Entry) -> torch.Tensor:
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """``meta.json`` of a checkpoint.
+    """Return ``meta.json`` of a checkpoint.
 
     Raises:
-        ConfigError: ``path`` is no checkpoint.
+        ConfigError: ``path`` is not a checkpoint.
     """
     try:
         meta: CheckpointMeta = json.loads((path / META).read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} is no checkpoint: {META} is missing or broken",
-            allowed=f"a folder such as RUN/checkpoints/{name_of(40)}",
-            fix="list them with `ls RUN/checkpoints`",
-        ) from error
+        raise _not_a_checkpoint(path, f"{META} is missing or damaged") from error
     return meta
 
 
 def read_state(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, on the CPU."""
+    """Return all tensors of a checkpoint, on the CPU."""
     with CheckpointReader(path) as reader:
         return {
             name: reader.read(name, (0,) * len(shape), shape)
@@ -362,14 +350,16 @@ def read_state(path: Path) -> dict[str, torch.Tensor]:
         }
 
 
-def _broken(path: Path, what: str | None = None) -> ConfigError:
-    if what is not None:
-        return ConfigError(
-            f"the checkpoint {path} is broken: {what}",
-            fix="use the one before it, or resume: auto, which does",
-        )
+def _damaged(path: Path, reason: str) -> ConfigError:
     return ConfigError(
-        f"{path} is no checkpoint: {STATE} and its index are missing or broken, or {META} is",
+        f"the checkpoint {path} is damaged: {reason}",
+        fix="use an earlier one, or `resume: auto`, which does",
+    )
+
+
+def _not_a_checkpoint(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        f"{path} is not a checkpoint: {reason}",
         allowed=f"a folder such as RUN/checkpoints/{name_of(40)}",
         fix="list them with `ls RUN/checkpoints`",
     )

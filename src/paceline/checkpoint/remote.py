@@ -1,22 +1,21 @@
-"""Checkpoints outside the run's folder: ``checkpoint_dir``, an object store or another folder,
+"""Checkpoints in ``checkpoint_dir``: an object store, or a folder outside of the run's, accessed
 through fsspec.
 
-A checkpoint is written to ``output_dir/checkpoints`` as always; then the host of rank 0 uploads it.
-Its manifest is uploaded last and is the commit: a checkpoint without one does not exist, and what
-an interrupted upload left is removed by the next run that claims the place. At a start the newest
-whole checkpoint of the store is downloaded if ``output_dir`` does not hold it, so everything else
-reads local files.
+A checkpoint is first written to ``output_dir/checkpoints``; then the host of rank 0 uploads it. The
+manifest is uploaded last and commits the upload: a checkpoint without one does not exist, and the
+next run that claims the location removes what an interrupted upload left. At start, the latest
+valid checkpoint is downloaded unless ``output_dir`` has it, so all other code reads local files.
 
-Two runs that write to the same place exclude each other by claims: objects
-``claims/claim-00000003.json`` with increasing numbers, each created on the condition that it does
-not exist. The highest number owns the place; a run that finds a higher one when it is about to
-commit ends. No torch here.
+Claims keep two runs from writing to the same location: objects ``claims/claim-00000003.json`` with
+increasing numbers, each created on the condition that it does not exist. The highest number owns
+the location; a run that finds a higher one when it is about to commit ends. Imports no torch.
 """
 
 import fcntl
 import importlib.util
 import json
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -26,17 +25,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from paceline.checkpoint.format import MANIFEST, is_file_of_checkpoint, name_of
+from paceline.checkpoint.format import (
+    MANIFEST,
+    is_checkpoint_file,
+    name_of,
+    names_to_prune,
+    step_of,
+)
 from paceline.checkpoint.integrity import read_manifest, verify
 from paceline.checkpoint.writer import remove
-from paceline.core.errors import ConfigError, SaveError
+from paceline.core.errors import ConfigError, SaveError, first_line
 from paceline.core.processes import host_name
 
 Warn = Callable[[str], None]
 
-_CLAIMS = "claims"
-#: URL scheme → (package that fsspec needs for it, extra of Paceline that installs it; None: it has
-#: none).
+_CLAIM = re.compile(r"claims/claim-(\d+)\.json")
+_MANIFEST = re.compile(rf"(step-\d+)/{re.escape(MANIFEST)}")
+#: URL scheme → (package that fsspec needs for it, extra of Paceline that installs it, or None)
 _PACKAGES: dict[str, tuple[str, str | None]] = {
     "s3": ("s3fs", "s3"),
     "s3a": ("s3fs", "s3"),
@@ -50,7 +55,7 @@ class ClaimLostError(ConfigError):
 
 @dataclass(frozen=True)
 class Claim:
-    """Which run claimed a place, when, in seconds since the epoch."""
+    """The run that claimed a location. ``time``: in seconds since the epoch."""
 
     host: str
     pid: int
@@ -59,17 +64,22 @@ class Claim:
 
 
 def is_url(text: str) -> bool:
+    """Return whether a location is a URL instead of a folder."""
     return "://" in text
 
 
 def check_url(key: str, text: str) -> None:
-    """Raise ConfigError if ``text`` names a store that cannot be used. Connects to nothing."""
+    """Check the location ``text``, without connecting to it.
+
+    Raises:
+        ConfigError: it contains credentials, is not supported, or its package is not installed.
+    """
     if not is_url(text):
         return
     parts = urlsplit(text)
     if "@" in parts.netloc:
         raise ConfigError(
-            f"`{key}` contains credentials, and it is written to config.yaml",
+            f"`{key}` contains credentials, which would be written to config.yaml",
             fix=(
                 "remove them from the URL and set them in the environment (`AWS_ACCESS_KEY_ID`,"
                 " `AWS_SECRET_ACCESS_KEY`, a profile or a role)"
@@ -77,29 +87,29 @@ def check_url(key: str, text: str) -> None:
         )
     if parts.scheme not in _PACKAGES:
         raise ConfigError(
-            f"`{key}: {text}` has the scheme {parts.scheme!r}",
+            f"`{key}: {text}`: unsupported URL scheme {parts.scheme!r}",
             allowed="a folder, or a URL that begins with "
-            + ", ".join(f"{one}://" for one in _PACKAGES),
+            + ", ".join(f"{scheme}://" for scheme in _PACKAGES),
         )
     if not parts.netloc:
         raise ConfigError(
-            f"`{key}: {text}` names no bucket", allowed=f"{parts.scheme}://BUCKET/PREFIX"
+            f"`{key}: {text}` has no bucket name", allowed=f"{parts.scheme}://BUCKET/PREFIX"
         )
     package, extra = _PACKAGES[parts.scheme]
     if importlib.util.find_spec(package) is None:
         install = f"paceline[{extra}]" if extra else package
         raise ConfigError(
-            f"`{key}: {text}` needs the package {package}", fix=f"`pip install '{install}'`"
+            f"`{key}: {text}` requires the package {package}", fix=f"`pip install '{install}'`"
         )
 
 
 class CheckpointStore:
-    """A place with checkpoints of one run below ``url``. Methods raise OSError (fsspec's errors are
-    of that type) or what the store's own library raises.
+    """The checkpoints of one run below ``url``. Methods raise OSError (as fsspec does) or the
+    errors of the store's library, unless they document others.
 
     Args:
         url: ``s3://bucket/prefix``, or a folder.
-        key: the config key that named it, for errors.
+        key: the config key that set it, for errors.
     """
 
     def __init__(self, url: str, key: str = "checkpoint_dir") -> None:
@@ -107,34 +117,32 @@ class CheckpointStore:
         from fsspec.core import url_to_fs
 
         self.url, self.key = url.rstrip("/"), key
-        options = {"use_listings_cache": False} if is_url(url) else {"auto_mkdir": True}
-        self._fs, root = url_to_fs(
-            self.url if is_url(url) else os.path.abspath(url), skip_instance_cache=True, **options
-        )
-        self._root = root.rstrip("/")
         self._is_folder = not is_url(url)
+        location = os.path.abspath(url) if self._is_folder else self.url
+        options = {"auto_mkdir": True} if self._is_folder else {"use_listings_cache": False}
+        self._fs, root = url_to_fs(location, skip_instance_cache=True, **options)
+        self._root = root.rstrip("/")
         self._number: int | None = None  # of this run's claim
 
-    # -- what is there
+    # -- listing
     def names(self) -> list[str]:
-        """The committed checkpoints, oldest first."""
-        return sorted(
-            (one.split("/")[0] for one in self._objects() if _is_manifest(one)), key=_step_of
-        )
+        """Return the committed checkpoints, oldest first."""
+        manifests = (_MANIFEST.fullmatch(path) for path in self._objects())
+        return sorted((match[1] for match in manifests if match), key=step_of)
 
     def _objects(self) -> list[str]:
-        """Paths of all objects, relative to the place."""
+        """Return the paths of all objects, relative to the location."""
         self._fs.invalidate_cache()
         try:
-            found = self._fs.find(self._root)
+            paths = self._fs.find(self._root)
         except FileNotFoundError:
             if self._is_folder:
                 return []
             raise
-        return [one[len(self._root) :].lstrip("/") for one in found]
+        return [path[len(self._root) :].lstrip("/") for path in paths]
 
     def check(self) -> None:
-        """Raise ConfigError if the place cannot be read."""
+        """Raise ConfigError if the location cannot be read."""
         with self._as_config_error():
             self.names()
 
@@ -146,95 +154,89 @@ class CheckpointStore:
             raise
         except Exception as error:
             raise ConfigError(
-                f"`{self.key}: {self.url}` cannot be used: {reason_of(error)}",
+                f"`{self.key}: {self.url}` cannot be used: {first_line(error)}",
                 fix=(
-                    "check the bucket's name and the credentials in the environment (for S3:"
+                    "check the name of the bucket and the credentials in the environment (for S3:"
                     " `AWS_ACCESS_KEY_ID` and `AWS_SECRET_ACCESS_KEY`, `AWS_PROFILE` or a role;"
-                    " `AWS_ENDPOINT_URL` for other services than AWS)"
+                    " `AWS_ENDPOINT_URL` for services other than AWS)"
                 ),
             ) from error
 
     # -- reading
-    def fetch_newest(self, folder: Path, warn: Warn) -> None:
-        """Download the newest whole checkpoint to ``folder``, unless it is there. ``warn`` gets
-        what is wrong with each newer one. Processes of a host that do this at the same time
-        download it once.
+    def fetch_latest(self, folder: Path, warn: Warn) -> None:
+        """Download the latest valid checkpoint to ``folder``, unless it is there. ``warn`` receives
+        what is wrong with each later one.
 
         Raises:
-            ConfigError: the place cannot be read.
+            ConfigError: the location cannot be read.
         """
         with self._as_config_error():
-            names = self.names()
-            if not names:
-                return
-            folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / ".fetch.lock", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                for name in reversed(names):
-                    problem = self._fetch(name, folder)
-                    if problem is None:
-                        return
-                    warn(problem)
+            for name in reversed(self.names()):
+                problem = self._fetch(name, folder)
+                if problem is None:
+                    return
+                warn(problem)
 
     def fetch(self, name: str, folder: Path) -> Path:
         """Download one checkpoint to ``folder``.
 
         Raises:
-            ConfigError: it is not whole, or cannot be read.
+            ConfigError: it is not valid, or cannot be read.
         """
         with self._as_config_error():
-            folder.mkdir(parents=True, exist_ok=True)
-            with open(folder / ".fetch.lock", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                problem = self._fetch(name, folder)
+            problem = self._fetch(name, folder)
         if problem is not None:
-            raise ConfigError(
-                problem, fix="use an earlier checkpoint, or `resume: auto`, which does"
-            )
+            raise ConfigError(problem, fix="use an earlier one, or `resume: auto`, which does")
         return folder / name
 
     def _fetch(self, name: str, folder: Path) -> str | None:
-        """Returns what is wrong with the checkpoint; it appears in ``folder`` whole or not at
-        all."""
-        final, aside = folder / name, folder / f".{name}.{os.getpid()}.fetch"
-        manifest = self._fs.cat_file(self._path(name, MANIFEST))
-        is_copy = (final / MANIFEST).is_file() and (final / MANIFEST).read_bytes() == manifest
-        if is_copy and verify(final) is None:
-            return None
-        remove(aside)
-        aside.mkdir()
-        try:
-            (aside / MANIFEST).write_bytes(manifest)
+        """Download a checkpoint, which appears in ``folder`` completely or not at all. Return what
+        is wrong with it. If several processes of a host do this at the same time, only the first
+        downloads it."""
+        final, staging_dir = folder / name, folder / f".{name}.{os.getpid()}.fetch"
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / ".fetch.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            manifest = self._fs.cat_file(self._path(name, MANIFEST))
+            is_copy = (final / MANIFEST).is_file() and (final / MANIFEST).read_bytes() == manifest
+            if is_copy and verify(final) is None:
+                return None
+            remove(staging_dir)
+            staging_dir.mkdir()
             try:
-                files = read_manifest(aside)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                return f"{self.url}/{name}/{MANIFEST} is broken"
-            for one in files:
-                if one == MANIFEST or not is_file_of_checkpoint(one):
-                    return (
-                        f"{self.url}/{name}/{MANIFEST} names {one!r}, which does not belong to a"
-                        " checkpoint"
-                    )
-                try:
-                    self._fs.get_file(self._path(name, one), str(aside / one))
-                except FileNotFoundError:
-                    return f"{self.url}/{name}/{one} is missing"
-            problem = verify(aside)
-            if problem is not None:
-                return problem.replace(str(aside), f"{self.url}/{name}")
-            remove(final)
-            os.replace(aside, final)
-        finally:
-            remove(aside)
-        return None
+                (staging_dir / MANIFEST).write_bytes(manifest)
+                problem = self._download(name, staging_dir)
+                if problem is None:
+                    remove(final)
+                    os.replace(staging_dir, final)
+                return problem
+            finally:
+                remove(staging_dir)
+
+    def _download(self, name: str, staging_dir: Path) -> str | None:
+        """Download the files in the manifest in ``staging_dir``. Return what is wrong with them."""
+        source = f"{self.url}/{name}"
+        try:
+            files = read_manifest(staging_dir)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return f"{source}/{MANIFEST} is damaged"
+        for file in files:
+            if file == MANIFEST or not is_checkpoint_file(file):
+                return f"{source}/{MANIFEST} lists {file!r}, which is not a file of a checkpoint"
+            try:
+                self._fs.get_file(self._path(name, file), str(staging_dir / file))
+            except FileNotFoundError:
+                return f"{source}/{file} is missing"
+        problem = verify(staging_dir)
+        return problem and problem.replace(str(staging_dir), source)
 
     # -- writing
     def claim(self, output_dir: Path) -> Claim | None:
-        """Make this run the one that writes here, and remove what interrupted uploads left. Returns
-        the record of the run that wrote here before, if that was another one.
+        """Make this run the only one that writes here, and remove what interrupted uploads left.
+        Return the claim of the run that wrote here before, if that was another one.
 
         Raises:
-            ConfigError: the place cannot be written.
+            ConfigError: the location cannot be written.
         """
         with self._as_config_error():
             before, claims = None, []
@@ -245,44 +247,41 @@ class CheckpointStore:
                 if claims:
                     before = self._record(claims[-1])
                 try:
-                    self._create(
-                        self._path(_CLAIMS, _claim_name(number)), json.dumps(asdict(claim)).encode()
-                    )
+                    self._create(_claim_path(number), json.dumps(asdict(claim)).encode())
                 except FileExistsError:
-                    continue  # another run was faster: the next number
+                    continue  # another run was faster: try the next number
                 self._number = number
             for old in claims:
-                self._delete(f"{_CLAIMS}/{_claim_name(old)}")
+                self._delete(_claim_path(old))
             self._clear_debris()
         if before is None or (before.host, before.output_dir) == (claim.host, claim.output_dir):
             return None
         return before
 
     def publish(self, path: Path) -> None:
-        """Upload a committed checkpoint. The manifest, last, makes it one.
+        """Upload a committed checkpoint. The manifest is uploaded last and commits it.
 
         Raises:
-            ClaimLostError: another run claimed the place.
+            ClaimLostError: another run claimed the location.
         """
         self._check_claim()
         name = path.name
-        manifest = self._path(name, MANIFEST)
         # left by this run before a rollback, or damaged: it is replaced
-        if self._fs.exists(manifest):
+        if self._fs.exists(self._path(name, MANIFEST)):
             self._delete(f"{name}/{MANIFEST}")
         for file in sorted(read_manifest(path)):
             self._fs.put_file(str(path / file), self._path(name, file))
         self._check_claim()
         try:
-            self._create(manifest, (path / MANIFEST).read_bytes())
+            self._create(f"{name}/{MANIFEST}", (path / MANIFEST).read_bytes())
         except FileExistsError as error:
             raise self._lost(None) from error
 
     def upload(self, path: Path, keep: int | None, superseded: Collection[int]) -> list[str]:
-        """:meth:`publish` a checkpoint, then :meth:`prune`. Returns warnings.
+        """:meth:`publish` a checkpoint, then :meth:`prune`. Return warnings.
 
         Raises:
-            ClaimLostError: another run claimed the place.
+            ClaimLostError: another run claimed the location.
             SaveError: it could not be uploaded.
         """
         try:
@@ -291,71 +290,63 @@ class CheckpointStore:
             raise
         except Exception as error:
             raise SaveError(
-                f"the checkpoint {path} could not be uploaded to {self.url}: {reason_of(error)}",
+                f"the checkpoint {path} could not be uploaded to {self.url}: {first_line(error)}",
                 fix=(
-                    "check the connection and the credentials; the same command resumes from it,"
-                    " and earlier checkpoints are untouched"
+                    "check the connection and the credentials; earlier checkpoints are untouched,"
+                    " and the same command resumes from the local one"
                 ),
             ) from error
         try:
             self.prune(keep, superseded)
         except Exception as error:
-            text = f"older checkpoints in {self.url} could not be removed: {reason_of(error)}"
-            return [text]
+            return [f"could not remove older checkpoints in {self.url}: {first_line(error)}"]
         return []
 
     def prune(self, keep: int | None, superseded: Collection[int] = ()) -> None:
-        """Remove all but the newest ``keep`` checkpoints (None keeps all), and those of the steps
-        ``superseded``. The manifest goes first, so a removal that is cut leaves no checkpoint that
-        looks whole."""
-        names = self.names()
-        gone = [one for one in names if _step_of(one) in superseded]
-        if keep is not None:
-            gone += [one for one in names if one not in gone][:-keep]
-        if not gone:
+        """Remove all but the latest ``keep`` checkpoints (None keeps all), and those of the steps
+        ``superseded``. The manifests are removed first, so that an interrupted removal leaves no
+        checkpoint that looks valid."""
+        removed = names_to_prune(self.names(), keep, superseded)
+        if not removed:
             return
         self._check_claim()
-        for name in gone:
+        for name in removed:
             self._delete(f"{name}/{MANIFEST}")
-        for one in self._objects():
-            if one.split("/")[0] in gone:
-                self._delete(one)
+        for path in self._objects():
+            if path.split("/")[0] in removed:
+                self._delete(path)
 
     def _clear_debris(self) -> None:
-        objects = self._objects()
-        whole = {one.split("/")[0] for one in objects if _is_manifest(one)}
-        for one in objects:
-            name = one.split("/")[0]
-            if name.startswith("step-") and name not in whole:
-                self._delete(one)
-        self._abort_uploads()
-
-    def _abort_uploads(self) -> None:
-        """Parts of a file whose upload was interrupted are invisible, and the store charges for
-        them."""
+        """Remove what interrupted uploads left."""
+        committed = self.names()
+        for path in self._objects():
+            name = path.split("/")[0]
+            if name.startswith("step-") and name not in committed:
+                self._delete(path)
         if not hasattr(self._fs, "call_s3"):
             return
+        # Parts of an interrupted upload of a file are invisible, but the store charges for them.
         bucket, _, prefix = self._root.partition("/")
-        found = self._fs.call_s3(
+        response = self._fs.call_s3(
             "list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/step-" if prefix else "step-"
         )
-        for one in found.get("Uploads") or []:
+        for upload in response.get("Uploads") or []:
             self._fs.call_s3(
-                "abort_multipart_upload", Bucket=bucket, Key=one["Key"], UploadId=one["UploadId"]
+                "abort_multipart_upload",
+                Bucket=bucket,
+                Key=upload["Key"],
+                UploadId=upload["UploadId"],
             )
 
     # -- claims
     def _claims(self) -> list[int]:
-        found = [
-            one.partition("/")[2] for one in self._objects() if one.startswith(f"{_CLAIMS}/claim-")
-        ]
-        return sorted(
-            int(one[len("claim-") : -len(".json")]) for one in found if one.endswith(".json")
-        )
+        """Return the numbers of the claims, in ascending order."""
+        matches = (_CLAIM.fullmatch(path) for path in self._objects())
+        return sorted(int(match[1]) for match in matches if match)
 
     def _record(self, number: int) -> Claim | None:
         try:
-            return Claim(**json.loads(self._fs.cat_file(self._path(_CLAIMS, _claim_name(number)))))
+            return Claim(**json.loads(self._fs.cat_file(self._path(_claim_path(number)))))
         except (FileNotFoundError, ValueError, TypeError):
             return None
 
@@ -365,57 +356,58 @@ class CheckpointStore:
             raise self._lost(self._record(claims[-1]) if claims else None)
 
     def _lost(self, other: Claim | None) -> ClaimLostError:
-        who = "another run"
+        owner = "another run"
         if other is not None:
-            began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(other.time))
-            who = (
-                f"the run in {other.output_dir} on host {other.host} (process"
-                f" {other.pid}, since {began})"
+            since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(other.time))
+            owner = (
+                f"the run in {other.output_dir} on host {other.host} (process {other.pid}, since"
+                f" {since})"
             )
         return ClaimLostError(
-            f"`{self.key}: {self.url}` now belongs to {who}, so this run writes no more checkpoints"
-            " there",
-            fix="stop one of the two runs, or give this one another `checkpoint_dir`",
+            f"`{self.key}: {self.url}` now belongs to {owner}, so this run writes no more"
+            " checkpoints there",
+            fix="stop one of the two runs, or set another `checkpoint_dir` for this one",
         )
 
     # -- objects
     def _path(self, *names: str) -> str:
         return "/".join((self._root, *names))
 
-    def _create(self, path: str, data: bytes) -> None:
+    def _create(self, relative: str, data: bytes) -> None:
         """Write an object on the condition that it does not exist. Raises FileExistsError."""
-        if self._is_folder:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=".") as aside:
-                aside.write(data)
-                aside.flush()
-                os.fsync(aside.fileno())
-                os.link(aside.name, path)  # fails if it exists, and never shows a half-written file
+        path = self._path(relative)
+        if not self._is_folder:
+            self._fs.pipe_file(path, data, mode="create")
             return
-        self._fs.pipe_file(path, data, mode="create")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=Path(path).parent, prefix=".") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.link(file.name, path)  # fails if it exists; never shows an incomplete file
 
     def _delete(self, relative: str) -> None:
+        path = self._path(relative)
         try:
-            self._fs.rm_file(self._path(*relative.split("/")))
+            self._fs.rm_file(path)
         except FileNotFoundError:
             return
-        if self._is_folder:
-            folder = Path(self._path(*relative.split("/"))).parent
-            if folder != Path(self._root) and not any(folder.iterdir()):
-                shutil.rmtree(folder, ignore_errors=True)
+        parent = Path(path).parent
+        if self._is_folder and parent != Path(self._root) and not any(parent.iterdir()):
+            shutil.rmtree(parent, ignore_errors=True)
 
 
 def fetch_checkpoint(text: str, folder: Path, warn: Warn, key: str = "resume") -> Path:
-    """Download the checkpoint that a URL names to ``folder``: ``…/step-00000040``, or the newest
-    whole one below it.
+    """Download the checkpoint of a URL to ``folder``: ``…/step-00000040``, or the latest valid one
+    below it. ``warn`` receives what is wrong with each later one.
 
     Raises:
-        ConfigError: there is none, or it is not whole.
+        ConfigError: there is none, or it is not valid.
     """
     text = text.rstrip("/")
-    parent, _, last = text.rpartition("/")
-    if last.startswith("step-"):
-        return CheckpointStore(parent, key).fetch(last, folder)
+    parent, _, name = text.rpartition("/")
+    if name.startswith("step-"):
+        return CheckpointStore(parent, key).fetch(name, folder)
     store = CheckpointStore(text, key)
     with store._as_config_error():
         names = store.names()
@@ -425,24 +417,10 @@ def fetch_checkpoint(text: str, folder: Path, warn: Warn, key: str = "resume") -
         except ConfigError as error:
             warn(error.what)
     raise ConfigError(
-        f"`{key}: {text}` holds no whole checkpoint",
-        allowed=f"a place with checkpoints, or a checkpoint such as {text}/{name_of(40)}",
+        f"`{key}: {text}` contains no valid checkpoint",
+        allowed=f"a location with checkpoints, or a checkpoint such as {text}/{name_of(40)}",
     )
 
 
-def reason_of(error: BaseException) -> str:
-    """One line; credentials never appear in the errors of fsspec and botocore."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-
-
-def _is_manifest(path: str) -> bool:
-    name, _, rest = path.partition("/")
-    return rest == MANIFEST and name.startswith("step-") and name[len("step-") :].isdecimal()
-
-
-def _step_of(name: str) -> int:
-    return int(name.rpartition("-")[2])
-
-
-def _claim_name(number: int) -> str:
-    return f"claim-{number:08d}.json"
+def _claim_path(number: int) -> str:
+    return f"claims/claim-{number:08d}.json"

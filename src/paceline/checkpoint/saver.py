@@ -1,5 +1,5 @@
-"""Saves of a running training: in the foreground, or in threads that write from a copy while the
-training goes on."""
+"""Save the state of a running training: in the foreground, or in a thread that writes from a copy
+while the training continues."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.checkpoint import transfer, writer
-from paceline.checkpoint.format import CheckpointMeta, name_of
+from paceline.checkpoint.format import CheckpointMeta, name_of, step_of
 from paceline.checkpoint.remote import CheckpointStore, ClaimLostError
 from paceline.checkpoint.staging import StagingBuffer
-from paceline.checkpoint.store import committed, prune_after, step_of
+from paceline.checkpoint.store import committed, prune_after
 from paceline.core.errors import RunError, SaveError
 from paceline.core.event_log import EventLog
 from paceline.core.events import CheckpointEvent
@@ -29,32 +29,32 @@ from paceline.parallel.state import TensorShard
 logger = logging.getLogger(__name__)
 
 Failure = RunError | ClaimLostError
-MakeParts = Callable[[], list[TensorShard]]
+CollectShards = Callable[[], list[TensorShard]]
 
-#: A wait for an earlier save is worth a word from so many seconds on.
+#: If training waits for the previous save for longer than this, a warning reports it.
 _LONG_WAIT_S = 10.0
-#: How long a run that failed waits for its ranks to end what they are writing.
-_HURRY_S = 20.0
-#: How often a save is tried again while the run stands still for it.
+#: How long a failed run waits for its ranks to finish a save.
+_FAILED_RUN_TIMEOUT_S = 20.0
+#: Interval at which a save is tried again while training is paused for it.
 _RETRY_S = 5.0
 #: What rank 0 may request of all ranks (:meth:`CheckpointManager.next_request`): an ordinary save,
 #: or one for which training pauses.
 _SAVE, _PAUSE = 1.0, 2.0
 
 
-class _RankShare(NamedTuple):
-    """What a rank tells all others when a save begins.
+class _RankStatus(NamedTuple):
+    """What a rank reports to all others when a save begins.
 
     Args:
-        aside: the hidden folder, from rank 0.
-        problem: why the save cannot be begun.
+        staging_dir: the hidden folder, from rank 0.
+        problem: why the save cannot begin.
         unpinned: see :class:`StagingBuffer`.
         is_idle: it neither writes nor sends anything.
         is_broken: it needs a new connection to rank 0.
     """
 
     process: writer.ShardWriter
-    aside: Path | None
+    staging_dir: Path | None
     problem: str | None
     unpinned: str | None
     is_idle: bool
@@ -63,18 +63,18 @@ class _RankShare(NamedTuple):
 
 @dataclass
 class CheckpointManager:
-    """Saves the state of a run below ``folder`` (``RUN/checkpoints``), each rank what it owns. Use
-    it in a ``with``, so that what is being written when the training ends is waited for.
+    """Saves the state of a run below ``folder`` (``RUN/checkpoints``), each rank its own shards.
+    Use it in a ``with`` statement, whose end waits for a save in progress.
 
     Args:
-        keep: how many checkpoints are kept; None keeps all.
-        background: let training go on while a save is written, from a copy in the host's memory of
-            what this rank owns. One save is in flight at most.
-        every_steps: a save is due after this many steps; None or 0: never.
-        every_s: request a save whenever so many seconds have passed since the last was begun.
-        pause: if a save cannot be written, wait until it can be, or until ``stop()`` is
-            true on some rank.
-        side: the group over which ranks that do not see ``folder`` send what they own to rank 0;
+        keep: how many checkpoints are retained; None retains all.
+        background: let training continue while a save is written from a copy of this rank's shards
+            in host memory. At most one save is in progress.
+        every_steps: save after this many steps; None or 0: never.
+        every_s: request a save this many seconds after the last one began.
+        pause: if a save cannot be written, wait until it can be, or until ``stop()`` is true on
+            some rank.
+        side: the group over which ranks that do not see ``folder`` send their shards to rank 0;
             None if all see it.
         store: where checkpoints are uploaded (``checkpoint_dir``); on rank 0.
     """
@@ -98,31 +98,31 @@ class CheckpointManager:
         self.num_begun = 0  # saves; the last one at:
         self._since = time.monotonic()
         self._request = 0.0  # of rank 0, to all ranks
-        self._failed = False  # the first rank has a failed save to tell of
-        self._flight: InFlightSave | None = None
-        # of the last save in the background; known to rank 0 alone
-        self._error: Failure | None = None
-        self._copy = StagingBuffer(self.world.device)
+        self._pause_needed = False  # after a failed save in the background; on rank 0
+        self._pending: PendingSave | None = None
+        self._error: Failure | None = None  # of the last save in the background; on rank 0
+        self._staging = StagingBuffer(self.world.device)
         self._has_warned_unpinned = False
         if self.world.is_rank_zero:
             writer.clear_debris(self.folder)
         # of earlier attempts
-        self._earlier_steps = {step_of(path) for path in committed(self.folder)}
+        self._earlier_steps = {step_of(path.name) for path in committed(self.folder)}
 
     def __enter__(self) -> CheckpointManager:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.finish(hurry=error is not None)
+        self.finish(run_failed=error is not None)
 
     def next_request(self) -> float:
-        """Return what rank 0 requests of all ranks, once each time; it is sent to every rank and
-        passed to :meth:`accept_request` there at the same step. That is a save that is due by the
-        clock, or a save for which training pauses because the last one failed; else 0."""
-        if not self.world.is_rank_zero or self._flight is not None:
+        """Return what rank 0 requests of all ranks, once per request: a save that is due by the
+        clock, or a save for which training pauses because the last one failed; otherwise 0. The
+        caller sends it to every rank, which passes it to :meth:`accept_request` at the same
+        step."""
+        if not self.world.is_rank_zero or self._pending is not None:
             return 0.0
-        if self._failed:
-            self._failed = False
+        if self._pause_needed:
+            self._pause_needed = False
             return _PAUSE
         if self.every_s is None or time.monotonic() - self._since < self.every_s:
             return 0.0
@@ -130,8 +130,8 @@ class CheckpointManager:
         return _SAVE
 
     def accept_request(self, request: float, num_begun: int) -> None:
-        """Keep a request until the next save. ``num_begun``: of :attr:`num_begun` when the request
-        was made; a save that was begun since then has satisfied it."""
+        """Store a request until the next save. ``num_begun``: the value of :attr:`num_begun` when
+        the request was made; a save that began since then has fulfilled it."""
         if num_begun == self.num_begun:
             self._request = max(self._request, request)
 
@@ -140,216 +140,222 @@ class CheckpointManager:
         return self._request > 0 or bool(self.every_steps and step % self.every_steps == 0)
 
     def resume_at(self, step: int, is_own: bool) -> None:
-        """The run continues from the checkpoint of ``step``, which lies in this run's folder if
-        ``is_own``."""
+        """Record that the run continues from the checkpoint of ``step``, which is in this run's
+        folder if ``is_own``."""
         self.first_step = step
         self.last_step = step if is_own else None
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save is being written beside the training."""
-        return self._flight is not None
+        """Whether a save is being written in the background."""
+        return self._pending is not None
 
     @PROGRESS.during("saving")
     def save(
-        self, step: int, make_parts: MakeParts, meta: CheckpointMeta, *, must_succeed: bool
+        self, step: int, collect: CollectShards, meta: CheckpointMeta, *, must_succeed: bool
     ) -> None:
         """Save the state of ``step``, unless it is saved or being saved. A collective.
 
-        Where it cannot be written, an event says so, and training goes on, or stands still until it
-        can be. With ``must_succeed`` it is waited for, a save of this very step that failed in the
-        background is made once more, and where that fails too (and the run does not stand still for
-        it) every rank raises the same RunError.
+        If it cannot be written, an event reports it, and training continues, or pauses until it can
+        be written. With ``must_succeed`` the save is waited for, and one of this step that failed
+        in the background is repeated. If that fails too, and training does not pause for it, every
+        rank raises the same RunError.
         """
         request, self._request = self._request, 0.0
         if step == self.last_step:
             if not must_succeed:
                 return
-            self._land(wait=True)
+            self._finish_pending(wait=True)
             if self._agree(self._error) is None:
                 return
-        self._land(wait=True)
+        self._finish_pending(wait=True)
         lost = self.world.lost
         self._since = time.monotonic()
         self.num_begun += 1
         self._earlier_steps.discard(step)
         background = self.background and not must_succeed and request != _PAUSE
-        error = self._begin(step, make_parts, meta, background)
+        error = self._begin(step, collect, meta, background)
         if isinstance(error, ClaimLostError):
             raise error
-        # once more without the rank that was lost
+        # a rank was lost during the save: repeat it without that rank
         while error is not None and must_succeed and self.world.lost != lost:
             lost = self.world.lost
-            error = self._begin(step, make_parts, meta, background=False)
+            error = self._begin(step, collect, meta, background=False)
         if error is not None and self.pause:
-            error = self._stand_still(error, step, make_parts, meta)
+            error = self._pause_until_saved(error, step, collect, meta)
         if error is not None and must_succeed:
             raise error
 
-    def _stand_still(
-        self, error: Failure, step: int, make_parts: MakeParts, meta: CheckpointMeta
+    def _pause_until_saved(
+        self, error: Failure, step: int, collect: CollectShards, meta: CheckpointMeta
     ) -> Failure | None:
-        """Try again until it is written, or until a rank is asked to stop. Said once. On all
-        ranks."""
+        """Repeat the save until it is written, or until some rank is to stop. Return the last
+        error. A collective."""
         start = time.monotonic()
-        found: Failure | None = error
+        last_error: Failure | None = error
         if self.world.is_rank_zero and not self.stop():
             logger.warning(
                 f"training is paused at step {step} (`recovery.on_save_error: pause`) until the"
                 f" checkpoint can be written: {error.what}"
             )
-        while found is not None and not self._wait_for_retry():
-            found = self._begin(step, make_parts, meta, background=False, is_retry=True)
-        if found is None and self.world.is_rank_zero:
+        while last_error is not None and not self._wait_for_retry():
+            last_error = self._begin(step, collect, meta, background=False, is_retry=True)
+        if last_error is None and self.world.is_rank_zero:
             logger.info(
-                "the checkpoint is written: training goes on after"
+                f"the checkpoint of step {step} is written: training continues after a pause of"
                 f" {time.monotonic() - start:.0f} s"
             )
-        return found
+        return last_error
 
     def _wait_for_retry(self) -> bool:
-        """True where some rank is asked to stop."""
+        """Return whether some rank is to stop."""
         deadline = time.monotonic() + _RETRY_S
         while time.monotonic() < deadline and not self.stop():
-            PROGRESS.tick()  # nobody hangs here
+            PROGRESS.tick()  # keep-alive for the watchdog
             time.sleep(min(_RETRY_S, 0.1))
         with uncounted():
             return self.world.sum(float(self.stop()))[0] > 0
 
     def poll(self) -> None:
-        """Say what has become of a save in the background, where it has ended. Called at every
-        step; no collective."""
-        if self._flight is not None and self._flight.ended:
-            self._land(wait=False)
+        """Report the outcome of a save in the background once it has ended. Called at every step;
+        not a collective."""
+        if self._pending is not None and self._pending.has_ended:
+            self._finish_pending(wait=False)
 
-    def finish(self, hurry: bool = False) -> None:
-        """Wait for the save in flight. ``hurry``: the run has failed, and other ranks may be
-        gone."""
-        if self._flight is not None and hurry:
-            self._flight.patience_s = _HURRY_S
-        self._land(wait=True)
+    def finish(self, run_failed: bool = False) -> None:
+        """Wait for the save in progress; for less time if the run has failed, because other ranks
+        may have ended."""
+        if self._pending is not None and run_failed:
+            self._pending.timeout_s = _FAILED_RUN_TIMEOUT_S
+        self._finish_pending(wait=True)
 
     def _begin(
         self,
         step: int,
-        make_parts: MakeParts,
+        collect: CollectShards,
         meta: CheckpointMeta,
         background: bool,
         is_retry: bool = False,
     ) -> Failure | None:
-        """Write a checkpoint, or begin to. Returns the error on which all ranks agree.
-        ``is_retry``: it is known already."""
+        """Write a checkpoint, or begin to. Return the error on which all ranks agree; with
+        ``is_retry`` it is not reported again."""
         start = time.perf_counter()
-        aside, problem = None, None
+        staging_dir, problem = None, None
         if self.world.is_rank_zero:
             try:
-                aside = writer.prepare(self.folder, step, self.world.size)
+                staging_dir = writer.prepare(self.folder, step, self.world.size)
             except OSError as error:
                 problem = writer.reason_of(error)
-        parts = make_parts()
+        shards = collect()
         if background:
             try:
-                parts = self._copy.take(parts)
+                shards = self._staging.copy(shards)
             except (RuntimeError, MemoryError) as error:
-                problem = f"no memory on the host for the copy (set `async_save: false`): {error}"
-        share = _RankShare(
-            writer.ShardWriter.here(parts),
-            aside,
+                problem = f"not enough host memory for the copy (set `async_save: false`): {error}"
+        status = _RankStatus(
+            writer.ShardWriter.local(shards),
+            staging_dir,
             problem,
-            self._copy.unpinned,
-            # a remote rank sees no folder to say so in
-            is_idle=self.side is not None and self.side.is_remote and not parts,
+            self._staging.unpinned,
+            # a remote rank cannot report in the folder that it has nothing to write
+            is_idle=self.side is not None and self.side.is_remote and not shards,
             is_broken=self.side is not None and self.side.is_broken,
         )
         with uncounted():
-            shares: list[_RankShare | None] = self.world.gather_objects(share)
-        known = {rank: item for rank, item in enumerate(shares) if item is not None}
-        senders = self._senders(known)
-        aside = next((share.aside for share in known.values() if share.aside is not None), None)
-        problems = [(rank, share.problem) for rank, share in known.items() if share.problem]
-        if self.world.is_rank_zero and aside is not None:
-            # A rank that the others do without, or that has nothing to send.
-            for rank in range(len(shares)):
-                if rank not in known or known[rank].is_idle:
-                    writer.write_part(aside, rank, len(shares), ())
-        self._warn_unpinned(known)
-        if aside is None and not problems:
-            problems = [(0, "the rank that led it has ended")]
-        flight = InFlightSave(
+            statuses: list[_RankStatus | None] = self.world.gather_objects(status)
+        by_rank = {rank: status for rank, status in enumerate(statuses) if status is not None}
+        senders = self._senders(by_rank)
+        staging_dir = next(
+            (status.staging_dir for status in by_rank.values() if status.staging_dir), None
+        )
+        problems = [(rank, status.problem) for rank, status in by_rank.items() if status.problem]
+        if self.world.is_rank_zero and staging_dir is not None:
+            for rank in range(len(statuses)):  # lost ranks, and those that have nothing to send
+                if rank not in by_rank or by_rank[rank].is_idle:
+                    writer.write_shards(staging_dir, rank, len(statuses), ())
+        self._warn_unpinned(by_rank)
+        if staging_dir is None and not problems:
+            problems = [(0, "rank 0 has ended")]
+        save = PendingSave(
             self,
             step,
             self.world.first,
             self.world.is_rank_zero,
-            parts,
+            shards,
             meta,
-            aside,
-            [writer.ShardWriter.here(()) if share is None else share.process for share in shares],
+            staging_dir,
+            [writer.ShardWriter.local(()) if item is None else item.process for item in statuses],
             senders,
             frozenset(step for step in self._earlier_steps if step > self.first_step),
             start,
         )
         if problems:
             rank, text = problems[0]
-            flight.fail(text + (f" (on rank {rank})" if self.world.size > 1 else ""))
+            save.fail(text + (f" (on rank {rank})" if self.world.size > 1 else ""))
         elif background:
-            self._flight, self.last_step, self._error = flight, step, None
-            flight.start()
-            flight.blocked_s = time.perf_counter() - start
+            self._pending, self.last_step, self._error = save, step, None
+            save.start()
+            save.blocked_s = time.perf_counter() - start
             return None
         else:
-            flight.run(PROGRESS.tick if self.side is not None else lambda: None)
-        failure = self._agree(flight.error)
-        is_leader_lost = flight.leader in self.world.lost
-        if failure is None and is_leader_lost and not (self.folder / name_of(step)).is_dir():
-            failure = flight.not_led()
-        flight.blocked_s = time.perf_counter() - start
+            save.run(PROGRESS.tick if self.side is not None else lambda: None)
+        failure = self._agree(save.error)
+        if failure is None and save.leader in self.world.lost and not self._is_committed(step):
+            failure = save.leader_lost()
+        save.blocked_s = time.perf_counter() - start
         if failure is None:
             self.last_step, self._error = step, None
         if failure is None or not is_retry:
-            self._say(flight)
+            self._report(save)
         return failure
 
-    def _senders(self, known: dict[int, _RankShare]) -> list[int]:
-        """The ranks that send what they own of this save to rank 0. Makes new connections if an
-        earlier transfer failed on some rank. The same on all ranks."""
+    def _senders(self, statuses: dict[int, _RankStatus]) -> list[int]:
+        """Return the ranks that send their shards to rank 0, the same on all ranks. Open new
+        connections if an earlier transfer failed on some rank."""
         if self.side is None:
             return []
-        if any(share.is_broken for share in known.values()) and not self.world.lost:
+        if any(status.is_broken for status in statuses.values()) and not self.world.lost:
             self.side.reopen()
         return [
-            rank for rank in self.side.remote_ranks if rank in known and not known[rank].is_idle
+            rank
+            for rank in self.side.remote_ranks
+            if rank in statuses and not statuses[rank].is_idle
         ]
 
     def _agree(self, error: Failure | None) -> Failure | None:
         with uncounted():
             return self.world.broadcast_object(error)
 
-    def _land(self, wait: bool) -> None:
-        """The end of the save in flight, if there is one: join it and say what became of it."""
-        flight = self._flight
-        if flight is None:
+    def _is_committed(self, step: int) -> bool:
+        return (self.folder / name_of(step)).is_dir()
+
+    def _finish_pending(self, wait: bool) -> None:
+        """Join the save in the background, if there is one, and report its outcome. ``wait``: count
+        the time as a pause of the training."""
+        save = self._pending
+        if save is None:
             return
         start = time.perf_counter()
-        flight.join()
+        save.join()
         waited_s = time.perf_counter() - start if wait else 0.0
-        flight.blocked_s += waited_s
-        is_new_leader = self.world.is_rank_zero and not flight.leads
-        if is_new_leader and not (self.folder / name_of(flight.step)).is_dir():
-            flight.error = flight.not_led()
-        self._flight, self._error = None, flight.error
-        self._failed = flight.error is not None and (
-            self.pause or isinstance(flight.error, ClaimLostError)
+        save.blocked_s += waited_s
+        is_new_leader = self.world.is_rank_zero and not save.is_leader
+        if is_new_leader and not self._is_committed(save.step):
+            save.error = save.leader_lost()
+        self._pending, self._error = None, save.error
+        self._pause_needed = save.error is not None and (
+            self.pause or isinstance(save.error, ClaimLostError)
         )
-        if flight.saved is not None or flight.error is not None:
-            self._say(flight)
+        if save.saved is not None or save.error is not None:
+            self._report(save)
         if waited_s > _LONG_WAIT_S and self.world.is_rank_zero:
             logger.warning(
-                f"training stood still for {waited_s:.0f} s until the checkpoint of step"
-                f" {flight.step} was written; a higher `save_steps` saves more seldom"
+                f"training waited {waited_s:.0f} s for the checkpoint of step {save.step} to be"
+                " written; raise `save_steps` to save less often"
             )
 
-    def _warn_unpinned(self, known: dict[int, _RankShare]) -> None:
-        reasons = {rank: share.unpinned for rank, share in known.items() if share.unpinned}
+    def _warn_unpinned(self, statuses: dict[int, _RankStatus]) -> None:
+        reasons = {rank: status.unpinned for rank, status in statuses.items() if status.unpinned}
         if not reasons or self._has_warned_unpinned or not self.world.is_rank_zero:
             return
         self._has_warned_unpinned = True
@@ -359,48 +365,48 @@ class CheckpointManager:
             " training for longer"
         )
 
-    def _say(self, flight: InFlightSave) -> None:
+    def _report(self, save: PendingSave) -> None:
         if not self.world.is_rank_zero:
             return
-        saved = flight.saved
+        saved = save.saved
         event: CheckpointEvent = {
             "type": "checkpoint",
-            "step": flight.step,
+            "step": save.step,
             "path": str(saved.path) if saved else None,
             "size_bytes": saved.size_bytes if saved else None,
-            "wall_s": flight.wall_s if saved else None,
-            "blocked_s": flight.blocked_s,
+            "wall_s": save.wall_s if saved else None,
+            "blocked_s": save.blocked_s,
         }
         if self.store is not None:
-            event["url"] = f"{self.store.url}/{name_of(flight.step)}"
-        if flight.error is not None:
-            event["error"] = str(flight.error)
+            event["url"] = f"{self.store.url}/{name_of(save.step)}"
+        if save.error is not None:
+            event["error"] = str(save.error)
         self.events.emit(event)
-        for text in flight.warnings:
+        for text in save.warnings:
             logger.warning(text)
 
 
 @dataclass
-class InFlightSave:
-    """One save, on one rank: what it writes, and on rank 0 the commit. Speaks with the other ranks
-    through files alone, in the foreground or in a thread.
+class PendingSave:
+    """A save on one rank: it writes the rank's shards, and commits the checkpoint on rank 0, in the
+    foreground or in a thread. It communicates with other ranks only through files.
 
     Args:
-        leader, leads: the rank that commits it; whether that is this one.
-        aside: the hidden folder it is written in; None where it could not be made.
-        writers, senders: all ranks, in order; those that send what they own to rank 0.
-        superseded: steps of checkpoints that an earlier attempt wrote, beyond the one from which
-            this attempt resumed.
+        leader, is_leader: the rank that commits it; whether that is this one.
+        staging_dir: the hidden folder it is written in; None if it could not be created.
+        writers, senders: all ranks, in order; those that send their shards to rank 0.
+        superseded: steps of checkpoints that an earlier attempt wrote after the one from which this
+            attempt resumed.
         started: on the clock of ``time.perf_counter``.
     """
 
     manager: CheckpointManager
     step: int
     leader: int
-    leads: bool
-    parts: Sequence[TensorShard]
+    is_leader: bool
+    shards: Sequence[TensorShard]
     meta: CheckpointMeta
-    aside: Path | None
+    staging_dir: Path | None
     writers: Sequence[writer.ShardWriter]
     senders: Sequence[int]
     superseded: frozenset[int]
@@ -410,72 +416,73 @@ class InFlightSave:
     saved: writer.SavedCheckpoint | None = None
     error: Failure | None = None
     warnings: list[str] = field(default_factory=list)
-    patience_s: float = writer.STALL_S  # how long it waits for what does not move
-    ended: bool = False
-    transfer: str | None = None  # over the network, under way
+    timeout_s: float = writer.STALL_S  # how long it waits while nothing is written or sent
+    has_ended: bool = False
+    transfer: str | None = None  # the network transfer in progress
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
+        """Run in a thread."""
         self._thread = threading.Thread(target=self.run, name=f"save-{self.step}", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the thread. If the run has failed (``patience_s`` is shorter), a transfer that
-        does not move is abandoned; it ends with the process."""
+        """Wait for the thread. If the run has failed (``timeout_s`` is shorter), a stalled transfer
+        is abandoned; it ends with the process."""
         if self._thread is None:
             return
-        moved, since = -1, time.monotonic()
+        progress, since = -1, time.monotonic()
         while self._thread.is_alive():
             self._thread.join(0.2)
-            if self.patience_s == writer.STALL_S or self.transfer is None:
+            if self.timeout_s == writer.STALL_S or self.transfer is None:
                 continue
             side = self.manager.side
             num_moved = 0 if side is None else side.num_moved
-            if moved != num_moved:
-                moved, since = num_moved, time.monotonic()
-            elif time.monotonic() - since > self.patience_s:
+            if progress != num_moved:
+                progress, since = num_moved, time.monotonic()
+            elif time.monotonic() - since > self.timeout_s:
                 self.fail(
-                    f"{self.transfer} did not end within {self.patience_s:.0f} s after the run had"
+                    f"{self.transfer} did not finish within {self.timeout_s:.0f} s after the run"
                     " failed"
                 )
                 return
 
     def run(self, tick: Callable[[], None] = lambda: None) -> None:
-        """Write this rank's part; on rank 0 wait for the others and commit. Raises nothing.
-        ``tick`` is called as what travels gets on."""
-        assert self.aside is not None
+        """Write this rank's shards; on rank 0 wait for the others and commit. Raises nothing.
+        ``tick`` is called as transfers make progress."""
+        assert self.staging_dir is not None
         side, rank, num_ranks = self.manager.side, self.manager.world.rank, len(self.writers)
         try:
             if side is None or not side.is_remote:
-                writer.write_part(self.aside, rank, num_ranks, self.parts)
-            elif self.parts:  # else rank 0 knows from the gather that began the save
+                writer.write_shards(self.staging_dir, rank, num_ranks, self.shards)
+            elif self.shards:  # otherwise its status has told rank 0
                 self.transfer = "the transfer to rank 0"
-                transfer.send_part(side, rank, num_ranks, self.parts, tick)
-            if self.leads and side is not None:
+                transfer.send_shards(side, rank, num_ranks, self.shards, tick)
+            if self.is_leader and side is not None:
                 self.transfer = "the transfer from the ranks that do not see the run's folder"
-                transfer.receive_parts(side, self.aside, self.senders, num_ranks, tick)
+                transfer.receive_shards(side, self.staging_dir, self.senders, num_ranks, tick)
                 self.transfer = None
-            if self.leads:
-                self._commit(tick)
+            if self.is_leader:
+                self._commit(self.staging_dir, tick)
         finally:
-            self.parts = ()
-            self.ended = True
+            self.shards = ()
+            self.has_ended = True
 
-    def _commit(self, tick: Callable[[], None]) -> None:
-        assert self.aside is not None
-        manager = self.manager
+    def _commit(self, staging_dir: Path, tick: Callable[[], None]) -> None:
+        folder, keep, store = self.manager.folder, self.manager.keep, self.manager.store
         try:
-            records = writer.wait_for_parts(self.aside, self.writers, lambda: self.patience_s, tick)
-            self.saved = writer.commit(manager.folder, self.step, self.aside, self.meta, records)
+            records = writer.wait_for_shards(
+                staging_dir, self.writers, lambda: self.timeout_s, tick
+            )
+            self.saved = writer.commit(folder, self.step, staging_dir, self.meta, records)
             self.wall_s = time.perf_counter() - self.started
         except Exception as error:
             self.fail(writer.reason_of(error))
             return
-        keep = manager.keep
-        if manager.store is not None:
-            self.transfer = f"the upload to {manager.store.url}"
+        if store is not None:
+            self.transfer = f"the upload to {store.url}"
             try:
-                self.warnings += manager.store.upload(self.saved.path, keep, self.superseded)
+                self.warnings += store.upload(self.saved.path, keep, self.superseded)
             except (ClaimLostError, SaveError) as error:
                 self.saved, self.error = None, error
                 return
@@ -483,16 +490,16 @@ class InFlightSave:
             keep = 1
         self.warnings += prune_after(self.saved, self.step, keep, self.superseded)
 
-    def not_led(self) -> RunError:
-        """The error of a save whose leader was lost before it gave the checkpoint its name."""
-        return self._not_written(f"rank {self.leader}, which led it, has ended")
+    def leader_lost(self) -> RunError:
+        """Return the error of a save whose leader was lost before it committed the checkpoint."""
+        return self._not_written(f"rank {self.leader}, which was to commit it, has ended")
 
     def fail(self, reason: str) -> None:
-        """Remove what was begun, and keep the reason; on rank 0."""
-        if not self.leads:
+        """Remove what was written, and record the error; on the leader."""
+        if not self.is_leader:
             return
-        if self.aside is not None:
-            shutil.rmtree(self.aside, ignore_errors=True)
+        if self.staging_dir is not None:
+            shutil.rmtree(self.staging_dir, ignore_errors=True)
         self.error = self._not_written(reason)
 
     def _not_written(self, reason: str) -> RunError:

@@ -1,10 +1,11 @@
-"""Where a save in the background writes from: a copy of what a rank owns, in the host's memory."""
+"""Host-memory copies of a rank's shards, from which a background save writes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from paceline.core.errors import first_line
 from paceline.parallel.state import TensorShard
 
 _BLOCK_BYTES = 64 << 20
@@ -13,15 +14,15 @@ _BLOCK_BYTES = 64 << 20
 @dataclass
 class _Block:
     memory: torch.Tensor
-    used: int = 0
+    used_bytes: int = 0
 
 
 class StagingBuffer:
-    """Copies of parts in the host's memory, pinned where there is an accelerator. The memory is
-    kept for the next save.
+    """Copies shards to host memory, which is pinned if the device is an accelerator and reused by
+    the next save.
 
     Attributes:
-        unpinned: why the rest of the memory is not pinned, where no more could be; else None.
+        unpinned: why memory could not be pinned; None if all of it is.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -29,41 +30,40 @@ class StagingBuffer:
         self.unpinned: str | None = None
         self._blocks: list[_Block] = []
 
-    def take(self, parts: Sequence[TensorShard]) -> list[TensorShard]:
-        """The parts with copies of their tensors, good until the next call."""
+    def copy(self, shards: Sequence[TensorShard]) -> list[TensorShard]:
+        """Return the shards with copies of their tensors, which are valid until the next call."""
         for block in self._blocks:
-            block.used = 0
-        place = 0
+            block.used_bytes = 0
+        block_index = 0
         copies = []
-        for part in parts:
-            place, memory = self._room(place, part.tensor.numel() * part.tensor.element_size())
-            copy = memory.view(part.tensor.dtype).view(part.tensor.shape)
-            copy.copy_(part.tensor, non_blocking=self.pinned)
-            copies.append(replace(part, tensor=copy, key=None))
+        for shard in shards:
+            size_bytes = shard.tensor.numel() * shard.tensor.element_size()
+            block_index, memory = self._reserve(block_index, size_bytes)
+            values = memory.view(shard.tensor.dtype).view(shard.tensor.shape)
+            values.copy_(shard.tensor, non_blocking=self.pinned)
+            copies.append(replace(shard, tensor=values, key=None))
         if self.pinned:
             torch.accelerator.synchronize()
         return copies
 
-    def _new(self, size_bytes: int) -> torch.Tensor:
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
         if self.pinned:
             try:
                 return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
-            except (
-                RuntimeError
-            ) as error:  # the device or the system pins no more: the copy is slower, and as good
-                self.pinned, self.unpinned = False, str(error).partition("\n")[0]
+            except RuntimeError as error:  # pageable memory works too, but copying is slower
+                self.pinned, self.unpinned = False, first_line(error)
         return torch.empty(size_bytes, dtype=torch.uint8)
 
-    def _room(self, place: int, size_bytes: int) -> tuple[int, torch.Tensor]:
-        # Blocks in order: the same parts find the same room at every save.
+    def _reserve(self, block_index: int, size_bytes: int) -> tuple[int, torch.Tensor]:
+        # The blocks are filled in order, so the same shards get the same memory at every save.
         while True:
-            if place == len(self._blocks):
-                size = max(_BLOCK_BYTES if self.pinned else size_bytes, size_bytes)
-                self._blocks.append(_Block(self._new(size)))
-            block = self._blocks[place]
-            if block.used + size_bytes <= block.memory.numel():
-                room = block.memory[block.used : block.used + size_bytes]
-                # so that each tensor lies at a multiple of its item
-                block.used += -(-size_bytes // 16) * 16
-                return place, room
-            place += 1
+            if block_index == len(self._blocks):
+                block_bytes = max(_BLOCK_BYTES if self.pinned else size_bytes, size_bytes)
+                self._blocks.append(_Block(self._allocate(block_bytes)))
+            block = self._blocks[block_index]
+            if block.used_bytes + size_bytes <= block.memory.numel():
+                memory = block.memory[block.used_bytes : block.used_bytes + size_bytes]
+                # Tensors begin at multiples of 16 bytes, so that any dtype is aligned.
+                block.used_bytes += -(-size_bytes // 16) * 16
+                return block_index, memory
+            block_index += 1

@@ -1,9 +1,8 @@
-"""Checkpoints: a folder that appears whole or not at all, with a manifest of sizes and SHA-256. No
-pickle, no torch here.
+"""Find, inspect and prune the checkpoints of a run. Imports no torch.
 
-What lies in the folder is said in :mod:`paceline.checkpoint.format`. It is written beside under a
-hidden name, synced, and renamed (:mod:`paceline.checkpoint.writer`); what is left over of a save
-that was cut is cleared by the next.
+A checkpoint is a folder (:mod:`paceline.checkpoint.format`) that appears completely or not at all:
+it is written under a hidden name, synced, and renamed (:mod:`paceline.checkpoint.writer`). The next
+save removes what an interrupted one left behind.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from paceline.checkpoint.format import META, CheckpointMeta, name_of
-from paceline.checkpoint.integrity import foreign_files, verify
-from paceline.checkpoint.reader import CheckpointReader, TensorDigest, read_meta, read_state
+from paceline.checkpoint.format import META, CheckpointMeta, name_of, names_to_prune, step_of
+from paceline.checkpoint.integrity import verify
+from paceline.checkpoint.reader import CheckpointReader, TensorDigest, read_meta
 from paceline.checkpoint.writer import (
     SavedCheckpoint,
     ShardWriteError,
@@ -28,9 +27,8 @@ from paceline.checkpoint.writer import (
     prepare,
     reason_of,
     remove,
-    wait_for_parts,
-    write_errors,
-    write_part,
+    wait_for_shards,
+    write_shards,
 )
 from paceline.core.errors import ConfigError
 from paceline.core.files import fsync_dir
@@ -38,125 +36,99 @@ from paceline.core.files import fsync_dir
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "CheckpointReader",
-    "SavedCheckpoint",
-    "committed",
-    "find",
-    "foreign_files",
-    "inspect",
-    "name_of",
-    "newest_whole",
-    "prune",
-    "read_meta",
-    "read_state",
-    "reason_of",
-    "save",
-    "step_of",
-    "verify",
-    "write_errors",
-]
-
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-\d{8,}")
 
 
 def save(
     folder: Path, step: int, state: dict[str, torch.Tensor], meta: CheckpointMeta
 ) -> SavedCheckpoint:
-    """Write a checkpoint of ``step`` below ``folder`` (``RUN/checkpoints``) out of whole tensors,
-    in this process alone.
+    """Write a checkpoint of ``step`` below ``folder`` (``RUN/checkpoints``) from full tensors, in
+    this process alone.
 
     Raises:
-        RunError: it could not be written (full disk, no permission); every earlier checkpoint is
-            untouched and what was begun is removed.
+        RunError: it could not be written (disk full, permission denied). Earlier checkpoints are
+            untouched, and the incomplete one is removed.
     """
     from paceline.parallel.state import TensorShard
 
-    parts = [TensorShard.whole(name, one) for name, one in state.items()]
-    writer, aside = ShardWriter.here(parts), None
+    shards = [TensorShard.whole(name, value) for name, value in state.items()]
+    writer, staging_dir = ShardWriter.local(shards), None
     try:
-        aside = prepare(folder, step, num_ranks=1)
-        write_part(aside, 0, 1, parts)
-        return commit(folder, step, aside, meta, wait_for_parts(aside, [writer]))
+        staging_dir = prepare(folder, step, num_ranks=1)
+        write_shards(staging_dir, 0, 1, shards)
+        return commit(folder, step, staging_dir, meta, wait_for_shards(staging_dir, [writer]))
     except (OSError, ValueError, ShardWriteError) as error:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+        if staging_dir is not None:
+            shutil.rmtree(staging_dir, ignore_errors=True)
         raise not_written(folder, step, writer.size_bytes, reason_of(error)) from error
 
 
 def prune(folder: Path, keep: int | None, superseded: Collection[int] = ()) -> list[Path]:
-    """Remove all but the newest ``keep`` checkpoints (None keeps all), and those of the steps
-    ``superseded``, which do not count among the newest. Returns what was removed.
+    """Remove all but the latest ``keep`` checkpoints (None keeps all), and those of the steps
+    ``superseded``, which do not count towards ``keep``. Return the removed ones.
 
-    Which are whole is not looked at. So that the newest whole one is never removed, call it when a
-    checkpoint has just been written, with every later step ``superseded``.
+    The checkpoints are not verified. To never remove the latest valid one, call this right after a
+    checkpoint was written, with every later step in ``superseded``.
     """
-    gone = [one for one in committed(folder) if step_of(one) in superseded]
-    if keep is not None:
-        gone += [one for one in committed(folder) if one not in gone][:-keep]
-    for path in gone:
-        aside = folder / f".{path.name}.{os.getpid()}.old"
-        # gone in one step: a cut here leaves no half checkpoint under a good name
-        os.replace(path, aside)
-        fsync_dir(folder)  # nor does a power cut
-        remove(aside)
-    return gone
+    names = [path.name for path in committed(folder)]
+    removed = [folder / name for name in names_to_prune(names, keep, superseded)]
+    for path in removed:
+        hidden = folder / f".{path.name}.{os.getpid()}.old"
+        # Renamed first: if the removal is interrupted, no incomplete checkpoint has a valid name,
+        # not even after a power cut.
+        os.replace(path, hidden)
+        fsync_dir(folder)
+        remove(hidden)
+    return removed
 
 
 def prune_after(
     saved: SavedCheckpoint, step: int, keep: int | None, superseded: Collection[int]
 ) -> list[str]:
-    """:func:`prune` when a checkpoint was saved. Returns warnings."""
+    """:func:`prune` after a checkpoint was saved. Return warnings."""
     folder = saved.path.parent
     try:
         removed = prune(folder, keep, superseded)
     except OSError as error:
-        return [f"older checkpoints in {folder} could not be removed: {reason_of(error)}"]
-    names = [path.name for path in removed if step_of(path) in superseded]
+        return [f"could not remove older checkpoints in {folder}: {reason_of(error)}"]
+    names = [path.name for path in removed if step_of(path.name) in superseded]
     if not names:
         return []
-    text = (
-        f"removed from {folder}: {', '.join(names)}, of an earlier attempt of this run beyond the"
-        f" step from which it resumed; {name_of(step)} takes their place"
-    )
-    return [text]
+    return [
+        f"removed {', '.join(names)} from {folder}: an earlier attempt of this run wrote them after"
+        f" the step from which this one resumed; {name_of(step)} is the latest checkpoint now"
+    ]
 
 
 def committed(folder: Path) -> list[Path]:
-    """The checkpoints below ``folder``, oldest first."""
+    """Return the checkpoints below ``folder``, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted(
-        (one for one in folder.iterdir() if _NAME.fullmatch(one.name) and one.is_dir()), key=step_of
-    )
+    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(paths, key=lambda path: step_of(path.name))
 
 
-def step_of(path: Path) -> int:
-    """The step of a checkpoint below a run's folder, by its name."""
-    return int(path.name.rpartition("-")[2])
-
-
-def newest_whole(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint that is whole, and what is wrong with each newer one."""
-    wrong: list[str] = []
+def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
+    """Return the latest valid checkpoint, and what is wrong with each later one."""
+    problems: list[str] = []
     for path in reversed(committed(folder)):
-        problem = _leads_out(path, folder) or verify(path)
+        problem = _link_problem(path, folder) or verify(path)
         if problem is None:
-            return path, wrong
-        wrong.append(problem)
-    return None, wrong
+            return path, problems
+        problems.append(problem)
+    return None, problems
 
 
-def _leads_out(path: Path, folder: Path) -> str | None:
-    """What is wrong with a checkpoint that lies elsewhere than in the run's own folder."""
-    if not path.is_symlink():
-        return None
+def _link_problem(path: Path, folder: Path) -> str | None:
+    """Return what is wrong with a checkpoint that is a link to a folder outside of the run."""
     target = path.resolve()
-    if any(target.is_relative_to(one.resolve()) for one in (folder, folder.parent)):
+    if not path.is_symlink() or any(
+        target.is_relative_to(parent.resolve()) for parent in (folder, folder.parent)
+    ):
         return None
     return (
-        f"{path} is a link that leads out of the run's folder, to {target}; `resume: {target}`"
-        " takes it"
+        f"{path} is a symbolic link to {target}, outside of the run's folder (to use it, set"
+        f" `resume: {target}`)"
     )
 
 
@@ -172,27 +144,30 @@ class CheckpointContents(TypedDict):
 
 
 def inspect(path: Path) -> CheckpointContents:
-    """What a checkpoint holds, over the whole tensors, whatever pieces they were written in.
+    """Describe the full tensors of a checkpoint, independent of the shards they are stored in.
 
-    The digest is the SHA-256 over the lines "name dtype shape sha256" in order of name: equal
-    digests mean equal bits.
+    The digest is the SHA-256 of the lines "name dtype shape sha256", sorted by name: equal digests
+    mean equal bits.
+
+    Raises:
+        ConfigError: the checkpoint is not valid.
     """
     problem = verify(path)
     meta = read_meta(path)
     if problem is not None:
         raise ConfigError(
-            f"the checkpoint {path} is not whole: {problem}",
-            fix="use the one before it, or resume: auto, which does",
+            f"the checkpoint {path} is not valid: {problem}",
+            fix="use an earlier one, or `resume: auto`, which does",
         )
     with CheckpointReader(path) as reader:
-        tensors = {name: reader.describe(name) for name in reader.names}
+        tensors = {name: reader.describe(name) for name in sorted(reader.entries)}
     return {
         "step": meta["step"],
         "strategy": meta["strategy"],
         "world_size": meta["world_size"],
         "digest": _digest(tensors),
         "model_digest": _digest(
-            {name: one for name, one in tensors.items() if name.startswith("model/")}
+            {name: tensor for name, tensor in tensors.items() if name.startswith("model/")}
         ),
         "tensors": tensors,
     }
@@ -200,32 +175,31 @@ def inspect(path: Path) -> CheckpointContents:
 
 def _digest(tensors: dict[str, TensorDigest]) -> str:
     lines = [
-        f"{name} {one['dtype']} {one['shape']} {one['sha256']}\n"
-        for name, one in sorted(tensors.items())
+        f"{name} {tensor['dtype']} {tensor['shape']} {tensor['sha256']}\n"
+        for name, tensor in sorted(tensors.items())
     ]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def find(path: Path, say: Callable[[str], None] = lambda text: None) -> Path:
-    """The checkpoint meant by ``path``: itself, or the newest whole one of a run's folder or its
-    ``checkpoints``. ``say`` gets what is wrong with each newer one.
+def find(path: Path, warn: Callable[[str], None] = lambda text: None) -> Path:
+    """Return the checkpoint ``path``, or the latest valid one of a run's folder or its
+    ``checkpoints``. ``warn`` receives what is wrong with each later one.
 
     Raises:
         ConfigError: there is none.
     """
     if (path / META).is_file():
         return path
-    wrong: list[str] = []
+    problems: list[str] = []
     for folder in (path, path / "checkpoints"):
-        newest, problems = newest_whole(folder)
-        if newest is not None:
-            for text in problems:
-                say(text)
-            return newest
-        wrong += problems
-    what = f"{path} holds no whole checkpoint{': ' if wrong else ''}{'; '.join(wrong)}"
-    raise ConfigError(
-        what if path.exists() else f"{path} does not exist",
-        allowed=f"a run's folder, or a checkpoint such as RUN/checkpoints/{name_of(40)}",
-        fix=None if path.exists() else "check the path",
-    )
+        checkpoint, folder_problems = latest_valid(folder)
+        if checkpoint is not None:
+            for text in folder_problems:
+                warn(text)
+            return checkpoint
+        problems += folder_problems
+    allowed = f"the folder of a run, or a checkpoint such as RUN/checkpoints/{name_of(40)}"
+    if not path.exists():
+        raise ConfigError(f"{path} does not exist", allowed=allowed, fix="check the path")
+    reason = f": {'; '.join(problems)}" if problems else ""
+    raise ConfigError(f"{path} contains no valid checkpoint{reason}", allowed=allowed)

@@ -1,4 +1,4 @@
-"""The full training state as named tensors: what a checkpoint holds."""
+"""The training state of a run as named tensors: the content of a checkpoint."""
 
 import hashlib
 
@@ -14,15 +14,18 @@ from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.save_load import load_state, state_shards
 from paceline.parallel.state import StateReader, TensorShard
 
+#: Number of elements of each frozen parameter that go into the digest.
+_NUM_SAMPLED = 256
+
 
 def collect_train_state(
     strategy: Strategy, step: int, order: SampleOrder, scaler: LossScaler | None
 ) -> list[TensorShard]:
-    """Return what this rank writes into a checkpoint: parameters, buffers and optimizer by the
-    strategy; schedule, random state and data position as numbers, by rank 0.
+    """Return what this rank writes into a checkpoint: its shards of parameters, buffers and
+    optimizer; on rank 0 also the schedule, the random state and the data position, as numbers.
 
-    Random state is (seed, step): every draw is a function of them (see
-    :mod:`paceline.distributed.seeds`), so nothing else is needed to continue exactly.
+    The random state is (seed, step): every random number is a function of them (see
+    :mod:`paceline.distributed.seeds`), so that suffices to continue exactly.
     """
     shards = state_shards(strategy)
     if not strategy.world.is_rank_zero:
@@ -40,66 +43,63 @@ def collect_train_state(
     return shards + [TensorShard.whole(name, value) for name, value in tensors.items()]
 
 
-#: Elements of each frozen parameter that its digest is made of: another model differs in nearly
-#: all.
-_SAMPLED = 256
-
-
 def frozen_digest(model: nn.Module) -> str | None:
-    """Changes when the parameters do that are not trained, and that a checkpoint therefore does not
-    hold: SHA-256 over their names, dtypes, shapes, and some of their elements. None where all are
-    trained."""
+    """Return a digest of the frozen parameters, which a checkpoint does not contain: the SHA-256 of
+    their names, dtypes, shapes and some of their elements. None if all parameters are trained."""
     frozen = sorted(
-        (name, one.detach()) for name, one in model.named_parameters() if not one.requires_grad
+        (name, parameter.detach())
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
     )
     digest = hashlib.sha256()
-    for name, one in frozen:
-        digest.update(f"{name} {one.dtype} {list(one.shape)}\n".encode())
-        if not one.is_meta and one.numel():
-            some = one.reshape(-1)[:: max(1, one.numel() // _SAMPLED)]
-            digest.update(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for name, values in frozen:
+        digest.update(f"{name} {values.dtype} {list(values.shape)}\n".encode())
+        if not values.is_meta and values.numel():
+            sample = values.reshape(-1)[:: max(1, values.numel() // _NUM_SAMPLED)]
+            digest.update(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest() if frozen else None
 
 
 def check_same_model(
     opened: OpenCheckpoint, path: str, shape: ModelShape, frozen: str | None
 ) -> None:
-    """Raise ConfigError if the checkpoint ``path`` is not of a model of this shape with these
-    frozen weights (see :func:`frozen_digest`): nothing was written yet."""
+    """Check that the checkpoint ``path`` is of a model of this shape with these frozen weights (see
+    :func:`frozen_digest`).
+
+    Raises:
+        ConfigError: it is not.
+    """
     stored = {
-        name.removeprefix("model/"): one[1]
-        for name, one in opened.tensors().items()
+        name.removeprefix("model/"): tensor_shape
+        for name, (_, tensor_shape) in opened.tensors().items()
         if name.startswith("model/")
     }
-    trained = {one.name: one.shape for one in shape.trained}
-    lines = [
-        f"{name}: {list(stored[name])} there, {list(trained[name])} here"
+    trained = {parameter.name: parameter.shape for parameter in shape.trained}
+    differences = [
+        f"{name} has shape {list(stored[name])} in the checkpoint, {list(trained[name])} in the"
+        " model"
         for name in stored.keys() & trained.keys()
         if tuple(stored[name]) != trained[name]
     ]
-    lines += [f"{name} is trained there, not here" for name in stored.keys() - trained.keys()]
-    lines += [f"{name} is trained here, not there" for name in trained.keys() - stored.keys()]
-    if lines:
-        more = f" (and {len(lines) - 3} more)" if len(lines) > 3 else ""
+    differences += [f"{name} is only in the checkpoint" for name in stored.keys() - trained.keys()]
+    differences += [
+        f"{name} is trained, but not in the checkpoint" for name in trained.keys() - stored.keys()
+    ]
+    if differences:
+        rest = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
         raise ConfigError(
-            f"{path} is a checkpoint of another model: {'; '.join(sorted(lines)[:3])}{more}",
-            allowed=(
-                f"a checkpoint with the {len(trained)} trained weights of this model, in their"
-                " shapes"
-            ),
-            fix=(
-                "set `model`, `lora` and the task as they were, or another `output_dir` for a"
-                " new run"
-            ),
+            f"{path} is a checkpoint of another model: {'; '.join(sorted(differences)[:3])}{rest}",
+            allowed=f"a checkpoint with the {len(trained)} trained weights of this model",
+            fix=("restore `model`, `lora` and the task, or set another `output_dir` for a new run"),
         )
     stored_digest = opened.meta.get("frozen")
     if None not in (stored_digest, frozen) and stored_digest != frozen:
         raise ConfigError(
-            f"{path} was trained on top of other weights: the frozen ones of the model, which no"
-            " checkpoint holds, are not what they were",
+            f"{path} was trained with other frozen weights: those of the model, which checkpoints"
+            " do not contain, have changed",
             fix=(
-                "put the files of `model` back as they were (of a hub model, the same revision), or"
-                " set another `output_dir` for a new run"
+                "restore the files of `model` (of a hub model, the same revision), or set another"
+                " `output_dir` for a new run"
             ),
         )
 
@@ -107,7 +107,7 @@ def check_same_model(
 def load_train_state(strategy: Strategy, source: StateReader, scaler: LossScaler | None) -> None:
     """Load a checkpoint into the strategy and the loss scaler, on every rank."""
     names = source.tensors()
-    # before what a strategy keeps of its own scale
+    # The strategy may restore a scale of its own, so the scaler is loaded before it.
     if scaler is not None and "scaler/scale" in names:
         scale, growth_tracker = (
             float(source.read(f"scaler/{name}", (), ())) for name in ("scale", "growth_tracker")
@@ -116,7 +116,8 @@ def load_train_state(strategy: Strategy, source: StateReader, scaler: LossScaler
     load_state(strategy, source)
     if not strategy.replicas_diverge and any(name.startswith("local/") for name in names):
         text = (
-            "the checkpoint is of workers that trained on their own: this goes on from the mean of"
-            " their parameters and the first one's optimizer; the rest of their state is dropped"
+            "the checkpoint is of a run whose workers had diverged: training continues from the"
+            " mean of their parameters and the optimizer state of the first worker; the rest of"
+            " their state is dropped"
         )
         strategy.notices.append(("warning", text))

@@ -1,9 +1,7 @@
-"""Checkpoints of ranks that do not see the run's folder: rank 0 writes what they own, and reads for
-them.
+"""Checkpoints of ranks that do not see the run's folder: rank 0 writes and reads for them.
 
 Nothing is written on the host of such a rank. Both directions use staging buffers of fixed size
-(:mod:`paceline.distributed.side_group`), and the SHA-256 of every transfer is compared at the
-receiving end.
+(:mod:`paceline.distributed.side_group`), and the receiver compares the SHA-256 of every transfer.
 """
 
 from __future__ import annotations
@@ -16,17 +14,23 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from paceline.checkpoint.format import DTYPES, INDEX_ADAPTER, CheckpointMeta, state_file
 from paceline.checkpoint.reader import CheckpointReader
-from paceline.checkpoint.writer import ShardRecord, StateFile, deliver, has_failed, write_part
+from paceline.checkpoint.writer import (
+    ShardRecord,
+    StateFile,
+    has_failed,
+    write_and_report,
+    write_shards,
+)
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import human_bytes
 from paceline.core.log import ON_EVERY_RANK
@@ -43,20 +47,20 @@ logger = logging.getLogger(__name__)
 
 Tick = Callable[[], None]
 
-#: A save that takes longer than this between the hosts is worth a warning.
+#: If the transfer of a save takes longer than this, a warning suggests how to shorten it.
 _LONG_SAVE_S = 60.0
 
 
 # -- saving
-def send_part(
-    side: SideGroup, rank: int, num_ranks: int, parts: Sequence[TensorShard], tick: Tick
+def send_shards(
+    side: SideGroup, rank: int, num_ranks: int, shards: Sequence[TensorShard], tick: Tick
 ) -> None:
-    """Send what this rank owns to rank 0, which writes it as
-    :func:`~paceline.checkpoint.writer.write_part` does. Raises nothing: rank 0 reports a failure as
-    one of the save."""
+    """Send this rank's shards to rank 0, which writes them as
+    :func:`~paceline.checkpoint.writer.write_shards` does. Raises nothing: rank 0 reports a failure
+    as one of the save."""
     try:
         try:
-            file = StateFile(state_file(rank, num_ranks), parts)
+            file = StateFile(state_file(rank, num_ranks), shards)
         except TypeError as error:
             side.send_frame(side.root, {"problem": str(error)})
             return
@@ -69,44 +73,51 @@ def send_part(
             out.finish({"sha256": sha256, "tensors": tensors})
     except Exception as error:
         logger.warning(
-            f"the part of rank {rank} of a checkpoint did not reach rank {side.root}: {error}",
+            f"rank {rank} could not send its shards of a checkpoint to rank {side.root}: {error}",
             extra=ON_EVERY_RANK,
         )
 
 
-def receive_parts(
-    side: SideGroup, aside: Path, senders: Sequence[int], num_ranks: int, tick: Tick
+def receive_shards(
+    side: SideGroup, staging_dir: Path, senders: Sequence[int], num_ranks: int, tick: Tick
 ) -> None:
-    """On rank 0: write what the ranks ``senders`` own, one rank after another, into the hidden
-    folder of a save. Raises nothing; what fails is marked in the folder, as by a rank that writes
-    there itself."""
+    """On rank 0: write the shards of the ranks ``senders`` into the hidden folder of a save, one
+    rank after another. Raises nothing; a failure is reported in the folder, as by a rank that
+    writes there itself."""
     for rank in senders:
-        if has_failed(aside):
-            _decline(side, aside, rank, num_ranks)
+        if has_failed(staging_dir):
+            _decline(side, staging_dir, rank, num_ranks)
         else:
-            deliver(aside, rank, num_ranks, partial(_receive_part, side, rank, tick))
+            write_and_report(
+                staging_dir, rank, num_ranks, partial(_receive_state_file, side, rank, tick)
+            )
 
 
-def _decline(side: SideGroup, aside: Path, rank: int, num_ranks: int) -> None:
-    """The save has failed already: do not let the rank send what would be thrown away."""
+def _decline(side: SideGroup, staging_dir: Path, rank: int, num_ranks: int) -> None:
+    """Keep a rank from sending its shards, because the save has already failed."""
     try:
         if "problem" not in side.receive_frame(rank):
             side.send_frame(rank, {"is_accepted": False})
     except TransferError:
         pass  # the first failure is the one to report
-    write_part(aside, rank, num_ranks, ())
+    write_shards(staging_dir, rank, num_ranks, ())
 
 
-def _receive_part(side: SideGroup, rank: int, tick: Tick, path: Path) -> ShardRecord:
-    """Returns what rank 0 must know of the file. Raises why it was not written."""
-    host = f"rank {rank}"
+def _receive_state_file(side: SideGroup, rank: int, tick: Tick, path: Path) -> ShardRecord:
+    """Receive the state file of a rank, write it to ``path`` and return its record.
+
+    Raises:
+        OSError, ValueError: it could not be written, or did not arrive.
+    """
     try:
         offer = side.receive_frame(rank)
         if "problem" in offer:
             raise ValueError(offer["problem"])
         size_bytes = int(offer["size_bytes"])
         try:
-            handle = _open_for(path, size_bytes)
+            if shutil.disk_usage(path.parent).free < size_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            handle = open(path, "wb", buffering=0)  # noqa: SIM115  (closed below)
         except OSError:
             side.send_frame(rank, {"is_accepted": False})
             raise
@@ -119,27 +130,19 @@ def _receive_part(side: SideGroup, rank: int, tick: Tick, path: Path) -> ShardRe
             if "problem" in ending:
                 raise ValueError(ending["problem"])
             if ending["sha256"] != writer.digest.hexdigest():
-                raise ValueError(
-                    f"the part of {host} arrived with another SHA-256 than it was sent with"
-                )
+                raise ValueError(f"the shards of rank {rank} arrived with a different SHA-256")
             os.fsync(handle.fileno())
     except TransferError as error:
-        raise ValueError(f"the part of {host} did not arrive: {error}") from error
+        raise ValueError(f"the shards of rank {rank} did not arrive: {error}") from error
     tensors = INDEX_ADAPTER.validate_python(ending["tensors"])
     return ShardRecord(path.name, size_bytes, ending["sha256"], tensors)
 
 
-def _open_for(path: Path, size_bytes: int) -> Any:
-    if shutil.disk_usage(path.parent).free < size_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return open(path, "wb", buffering=0)
-
-
 class _Writer:
-    """Writes chunks as they arrive. After an error of the disk the rest is received and dropped:
-    the sender does not wait for an answer in between."""
+    """Writes chunks as they arrive. After a write error, the rest is received and dropped, because
+    the sender does not wait for replies in between."""
 
-    def __init__(self, handle: Any, tick: Tick) -> None:
+    def __init__(self, handle: IO[bytes], tick: Tick) -> None:
         self.handle, self.tick = handle, tick
         self.digest = hashlib.sha256()
         self.error: OSError | None = None
@@ -158,15 +161,15 @@ class _Writer:
 
 # -- reading
 class OpenCheckpoint(StateReader, Protocol):
-    """The state in a checkpoint together with its ``meta.json``."""
+    """The state in a checkpoint, together with its ``meta.json``."""
 
     meta: CheckpointMeta
 
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """A box of a tensor, or with ``is_flat`` a range of its elements, that rank 0 shall send.
-    ``size_bytes``: of the answer."""
+    """A request to rank 0 for a box of a tensor or, with ``is_flat``, a range of its elements.
+    ``size_bytes``: of the reply."""
 
     name: str
     offset: list[int]
@@ -177,11 +180,11 @@ class ReadRequest:
 
 @contextmanager
 def open_checkpoint(path: Path, side: SideGroup | None) -> Iterator[OpenCheckpoint]:
-    """A checkpoint, read from its folder by the ranks that see it and through rank 0 by the others.
-    A collective of the members of ``side``; ``path`` is rank 0's.
+    """Open a checkpoint: from its folder on ranks that see it, through rank 0 on the others. A
+    collective of the members of ``side``; ``path`` is that of rank 0.
 
     Raises:
-        ConfigError: it is broken, or one of another model.
+        ConfigError: it is damaged, or of another model.
     """
     if side is not None and side.is_remote:
         remote = _RemoteCheckpoint(side)
@@ -190,20 +193,18 @@ def open_checkpoint(path: Path, side: SideGroup | None) -> Iterator[OpenCheckpoi
         finally:
             remote.close()
         return
-    servers = (
-        []
-        if side is None or not side.is_root
-        else [_Server(side, rank, path) for rank in side.remote_ranks]
-    )
+    servers = []
+    if side is not None and side.is_root:
+        servers = [_Server(side, rank, path) for rank in side.remote_ranks]
     with CheckpointReader(path) as reader:
         yield reader
-    for server in servers:  # not after an error: the other ranks may never end
+    for server in servers:  # not after an error: the other ranks may never finish
         server.join()
 
 
 class _RemoteCheckpoint:
-    """A checkpoint that rank 0 reads for this rank: each request names a box or a flat range, which
-    arrives in chunks."""
+    """A checkpoint that rank 0 reads for this rank. Each request is for a box or a flat range,
+    which arrives in chunks."""
 
     def __init__(self, side: SideGroup) -> None:
         self.side = side
@@ -221,22 +222,22 @@ class _RemoteCheckpoint:
             self._request(None)
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """dtype and shape of each whole tensor, by name."""
+        """Return dtype and full shape of each tensor, by name."""
         return {
             name: (getattr(torch, DTYPES[dtype][0]), shape)
             for name, (dtype, shape) in self._tensors.items()
         }
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor, on the CPU."""
+        """Return a box of a tensor, on the CPU."""
         return self._read(ReadRequest(name, [*offset], [*shape])).view(tuple(shape))
 
     def read_flat(self, name: str, start: int, count: int) -> torch.Tensor:
-        """``count`` elements from ``start`` on of the flattened tensor, on the CPU."""
+        """Return ``count`` elements of the flattened tensor from index ``start`` on, on the CPU."""
         return self._read(ReadRequest(name, [start], [count], is_flat=True))
 
     def _read(self, request: ReadRequest) -> torch.Tensor:
-        # rank 0 answers a request for a name that it does not have with the error
+        # an unknown name is requested too: rank 0 replies with the error
         dtype, count = "U8", 0
         if request.name in self._tensors:
             dtype, count = self._tensors[request.name][0], math.prod(request.shape)
@@ -249,8 +250,8 @@ class _RemoteCheckpoint:
             raise _error_from(*ending["error"])
         if ending.get("sha256") != digest.hexdigest():
             raise RunError(
-                f"{request.name} of the checkpoint arrived with another SHA-256 than rank"
-                f" {self.side.root} read it with"
+                f"{request.name} of the checkpoint arrived from rank {self.side.root} with a"
+                " different SHA-256"
             )
         return values
 
@@ -276,10 +277,8 @@ class _Server(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        try:
+        with suppress(TransferError):  # the rank has ended and reports why
             self._serve()
-        except TransferError:
-            return  # the rank has ended, and what ended it is reported there
 
     def _serve(self) -> None:
         side, rank = self.side, self.rank
@@ -293,9 +292,9 @@ class _Server(threading.Thread):
             tensors = {name: (entry.dtype, entry.shape) for name, entry in reader.entries.items()}
             side.send_frame(rank, {"meta": reader.meta, "tensors": tensors})
             while (frame := side.receive_frame(rank, any_time=True)) is not None:
-                self._answer(reader, ReadRequest(**frame))
+                self._reply(reader, ReadRequest(**frame))
 
-    def _answer(self, reader: CheckpointReader, request: ReadRequest) -> None:
+    def _reply(self, reader: CheckpointReader, request: ReadRequest) -> None:
         digest = hashlib.sha256()
         with self.side.outgoing(self.rank, request.size_bytes) as out:
             try:
@@ -306,7 +305,7 @@ class _Server(threading.Thread):
                 out.finish({"sha256": digest.hexdigest()})
             except TransferError:
                 raise
-            except Exception as error:  # the rank that asked raises it
+            except Exception as error:  # raised by the rank that sent the request
                 out.finish({"error": _error_to(error)})
 
     def join(self, timeout: float | None = None) -> None:
@@ -322,7 +321,7 @@ def _blocks(reader: CheckpointReader, request: ReadRequest) -> Iterator[memoryvi
 
 
 def _error_to(error: Exception) -> tuple[bool, str, str | None, str | None]:
-    """The arguments of :func:`_error_from`."""
+    """Return the arguments of :func:`_error_from`."""
     if isinstance(error, ConfigError):
         return True, error.what, error.allowed, error.fix
     return False, str(error) or type(error).__name__, None, None
@@ -334,14 +333,14 @@ def _error_from(
     return (ConfigError if is_config else RunError)(what, allowed=allowed, fix=fix)
 
 
-# -- what it costs
+# -- cost
 def transfer_notices(
     strategy: Strategy, side: SideGroup | None, moment_bytes: int
 ) -> list[tuple[str, str]]:
-    """Return what is sent to rank 0 at each save, as (level, text). A collective.
+    """Return a notice (level, text) about the bytes sent to rank 0 at each save. A collective.
 
     Args:
-        moment_bytes: of optimizer state per element of a parameter.
+        moment_bytes: bytes of optimizer state per element of a parameter.
     """
     if side is None:
         return []
@@ -353,7 +352,7 @@ def transfer_notices(
                 item + (moment_bytes if shard.key is not None else 0)
             )
         elif config.compression.chain and shard.key is not None:
-            # what compression keeps of the gradient until later
+            # the residual that compression carries over to later gradients
             size_bytes += shard.tensor.numel() * item
     with uncounted():
         sizes: list[Any] = comm.gather_objects(size_bytes if side.is_remote else None)
@@ -367,18 +366,18 @@ def transfer_notices(
 def transfer_text(
     sizes: Sequence[int], bytes_per_s: float | None, timeout_s: float
 ) -> tuple[str, str]:
-    """(level, text) of what travels to rank 0 at each save.
+    """Return the notice (level, text) about the bytes sent to rank 0 at each save.
 
     Args:
-        sizes: bytes that each rank sends that does not see the run's folder.
-        bytes_per_s: that rank 0 receives from the slowest of their hosts.
-        timeout_s: a save that the ranks wait for must end within it.
+        sizes: bytes sent by each rank that does not see the run's folder.
+        bytes_per_s: at which rank 0 receives from the slowest of their hosts.
+        timeout_s: limit for a save that the ranks wait for.
     """
     size_bytes = sum(sizes)
-    text = "the hosts do not share the run's folder: checkpoints are written on the host of rank 0"
+    text = "the hosts do not share the run's folder: the host of rank 0 writes the checkpoints"
     if not size_bytes:
-        return "info", f"{text}, whose ranks own everything that goes into them"
-    text += f"; at each save about {human_bytes(size_bytes)} travel there"
+        return "info", f"{text}, and its ranks own the entire state"
+    text += f"; each save sends about {human_bytes(size_bytes)} to it"
     if not bytes_per_s:
         return "info", text
     wall_s = size_bytes / bytes_per_s
@@ -392,7 +391,7 @@ def transfer_text(
     )
     if 2 * wall_s > timeout_s:
         text += (
-            f". The last save must end within `parallel.timeout_s` ({timeout_s:.0f} s): set it to"
-            f" {4 * wall_s:.0f}"
+            ". The last save must finish within `parallel.timeout_s`"
+            f" ({timeout_s:.0f} s): set it to {4 * wall_s:.0f}"
         )
     return "warning", text

@@ -1,5 +1,5 @@
-"""The file of a checkpoint that one rank writes: the parts of the state that it owns, as
-safetensors, hashed on their way."""
+"""Write a checkpoint: each rank writes its shards as one safetensors file, hashed on the way; then
+rank 0 commits the folder."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from paceline.checkpoint.format import (
     MANIFEST,
     META,
     CheckpointMeta,
-    Entry,
     Index,
     ManifestEntry,
-    Piece,
+    StoredShard,
+    TensorEntry,
     add,
     merge,
     name_of,
@@ -38,28 +38,28 @@ from paceline.checkpoint.format import (
 )
 from paceline.core.errors import SaveError
 from paceline.core.files import fsync_dir, human_bytes
+from paceline.core.processes import pid_alive
 
 if TYPE_CHECKING:
     from paceline.parallel.state import TensorShard
 
 _CHUNK_BYTES = 1 << 22
 
+#: A rank whose files do not grow for this long counts as dead. (While a large file is synced to a
+#: slow disk, it does not grow.)
+STALL_S = 900.0
+
 
 class Sink(Protocol):
-    """A file without a buffer, or what takes bytes as one does."""
+    """An unbuffered file, or anything that accepts bytes as one does."""
 
     def write(self, data: memoryview, /) -> int | None:
-        """Returns how many bytes were taken."""
-
-
-def size_of(parts: Sequence[TensorShard]) -> int:
-    """Bytes of the tensors."""
-    return sum(one.tensor.numel() * one.tensor.element_size() for one in parts)
+        """Return how many bytes were accepted."""
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A rank's file, as it says of it to rank 0. ``file``: None if it owns nothing."""
+    """What a rank reports to rank 0 about its file. ``file``: None if it owns nothing."""
 
     file: str | None = None
     size_bytes: int = 0
@@ -70,90 +70,69 @@ class ShardRecord:
 _RECORD_ADAPTER = TypeAdapter(ShardRecord)
 
 
-def write_shard(path: Path, parts: Sequence[TensorShard]) -> ShardRecord:
-    """Write the parts as one safetensors file, synced; no file if there are none."""
-    if not parts:
-        return ShardRecord()
-    file = StateFile(path.name, parts)
-    with open(path, "wb", buffering=0) as handle:
-        sha256 = file.write(handle)
-        os.fsync(handle.fileno())
-    return ShardRecord(path.name, file.size_bytes, sha256, file.index)
-
-
 class StateFile:
-    """A rank's file before it is written: its size and what the index says of it are known then.
+    """The state file of a rank. Its size and its index are known before it is written.
 
     Raises:
-        TypeError: a tensor that a checkpoint cannot hold.
+        TypeError: a checkpoint cannot store the dtype of a tensor.
     """
 
-    def __init__(self, name: str, parts: Sequence[TensorShard]) -> None:
-        self._keys = _keys(parts)
-        # so that each tensor lies at a multiple of its item
+    def __init__(self, name: str, shards: Sequence[TensorShard]) -> None:
+        # A rank may own several ranges of one tensor; the first has the tensor's name as its key.
+        self._shards: dict[str, TensorShard] = {}
+        for shard in shards:
+            key, number = shard.name, 1
+            while key in self._shards:
+                number += 1
+                key = f"{shard.name}#{number}"
+            self._shards[key] = shard
+        # Largest elements first, so that each tensor begins at a multiple of its element size.
         self._order = sorted(
-            self._keys, key=lambda key: (-self._keys[key].tensor.element_size(), key)
+            self._shards, key=lambda key: (-self._shards[key].tensor.element_size(), key)
         )
-        header, at = {}, 0
+        header, begin = {}, 0
         for key in self._order:
-            part = self._keys[key]
-            end = at + part.tensor.numel() * part.tensor.element_size()
+            shard = self._shards[key]
+            end = begin + shard.tensor.numel() * shard.tensor.element_size()
             header[key] = {
-                "dtype": dtype_name(part),
-                "shape": list(part.tensor.shape),
-                "data_offsets": [at, end],
+                "dtype": _dtype_name(shard),
+                "shape": list(shard.tensor.shape),
+                "data_offsets": [begin, end],
             }
-            at = end
+            begin = end
         raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         raw += b" " * (-len(raw) % 8)
         self._header = len(raw).to_bytes(8, "little") + raw
-        self.size_bytes = len(self._header) + at
-        self.index = _index(name, self._keys)
+        self.size_bytes = len(self._header) + begin
+        self.index: Index = {}
+        for key, shard in self._shards.items():
+            stored = _stored_shard(name, key, shard)
+            pieces = (stored,) if stored.numel else ()
+            add(self.index, shard.name, TensorEntry(_dtype_name(shard), shard.shape, pieces))
 
     def write(self, sink: Sink) -> str:
-        """Write all of it. Returns its SHA-256."""
+        """Write the file to ``sink``. Return its SHA-256."""
         digest = hashlib.sha256()
         _write(sink, digest, memoryview(self._header))
         for key in self._order:
-            _write(sink, digest, _bytes_of(self._keys[key].tensor))
+            _write(sink, digest, _bytes_of(self._shards[key].tensor))
         return digest.hexdigest()
 
 
-def _keys(parts: Sequence[TensorShard]) -> dict[str, TensorShard]:
-    # A rank may own several ranges of one tensor; the first goes by the tensor's own name.
-    found: dict[str, TensorShard] = {}
-    for part in parts:
-        key, number = part.name, 1
-        while key in found:
-            number += 1
-            key = f"{part.name}#{number}"
-        found[key] = part
-    return found
+def _stored_shard(file: str, key: str, shard: TensorShard) -> StoredShard:
+    if not shard.flat:
+        return StoredShard(file, key, tuple(shard.offset), tuple(shard.tensor.shape))
+    if shard.is_whole:
+        return StoredShard(file, key, (0,) * len(shard.shape), tuple(shard.shape))
+    return StoredShard(file, key, tuple(shard.offset), (shard.tensor.numel(),), flat=True)
 
 
-def _index(file: str, keys: dict[str, TensorShard]) -> Index:
-    found: Index = {}
-    for key, part in keys.items():
-        flat, offset, shape = part.flat, part.offset, tuple(part.tensor.shape)
-        if part.flat and part.is_whole:
-            flat, offset, shape = False, (0,) * len(part.shape), part.shape
-        elif part.flat:
-            shape = (part.tensor.numel(),)
-        piece = Piece(file, key, tuple(offset), shape, flat)
-        add(
-            found,
-            part.name,
-            Entry(dtype_name(part), tuple(part.shape), (piece,) if piece.numel else ()),
-        )
-    return found
-
-
-def dtype_name(part: TensorShard) -> str:
-    name = DTYPE_NAMES.get(str(part.tensor.dtype))
+def _dtype_name(shard: TensorShard) -> str:
+    name = DTYPE_NAMES.get(str(shard.tensor.dtype))
     if name is None:
         raise TypeError(
-            f"{part.name} is {part.tensor.dtype}, which a checkpoint cannot hold"
-            f" ({', '.join(DTYPES)})"
+            f"{shard.name} has dtype {shard.tensor.dtype}, which a checkpoint cannot store"
+            f" (supported: {', '.join(DTYPES)})"
         )
     return name
 
@@ -175,11 +154,6 @@ def _write(sink: Sink, digest: Any, data: memoryview) -> None:
             chunk = chunk[sink.write(chunk) :]
 
 
-#: A rank whose files do not grow for so long is taken for dead (a sync of a large file on a slow
-#: disk shows no growth).
-STALL_S = 900.0
-
-
 @dataclass(frozen=True)
 class SavedCheckpoint:
     """A checkpoint that was written."""
@@ -197,72 +171,63 @@ class ShardWriter:
     size_bytes: int
 
     @classmethod
-    def here(cls, parts: Sequence[TensorShard]) -> ShardWriter:
-        return cls(_process_space(), os.getpid(), size_of(parts))
+    def local(cls, shards: Sequence[TensorShard]) -> ShardWriter:
+        """Return the record of this process."""
+        size_bytes = sum(shard.tensor.numel() * shard.tensor.element_size() for shard in shards)
+        return cls(_pid_namespace(), os.getpid(), size_bytes)
 
     @property
     def has_ended(self) -> bool:
-        """True where the process is known to be gone; one on another host, or in another container,
-        is not looked at."""
-        if self.host != _process_space():
-            return False
-        try:
-            os.kill(self.pid, 0)
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except ProcessLookupError:
-            return True
-        except (OSError, IndexError):  # another user's, or a system without /proc
-            return False
-        return state in "ZX"
+        """True if the process is known to have ended. Processes on other hosts or in other
+        containers cannot be checked."""
+        return self.host == _pid_namespace() and not pid_alive(self.pid)
 
 
 @cache
-def _process_space() -> str:
-    """Within it, process numbers mean the same: hosts may share a name, and containers of a host
-    have numbers of their own."""
-    parts = [socket.gethostname()]
+def _pid_namespace() -> str:
+    """Identify the namespace in which process IDs are unique: hosts may share a name, and each
+    container of a host has its own IDs."""
+    names = [socket.gethostname()]
     with suppress(OSError):
-        parts += [
+        names += [
             Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
             os.readlink("/proc/self/ns/pid"),
         ]
-    return " ".join(parts)
+    return " ".join(names)
 
 
 class ShardWriteError(Exception):
-    """A rank could not write what it owns."""
+    """A rank could not write its shards."""
 
 
 def prepare(folder: Path, step: int, num_ranks: int) -> Path:
-    """The hidden folder for a save of ``step`` below ``folder``; what is left of saves that were
-    cut is removed. OSError where it cannot be made."""
-    aside = folder / aside_name(step, os.getpid())
+    """Create the hidden folder for a save of ``step`` below ``folder``, and remove what interrupted
+    saves left there.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    staging_dir = folder / f".{name_of(step)}.{os.getpid()}.tmp"
     folder.mkdir(parents=True, exist_ok=True)
     clear_debris(folder)
-    aside.mkdir()
+    staging_dir.mkdir()
     try:
         for rank in range(num_ranks):
-            _marker(aside, rank, "writing").touch()
+            _marker(staging_dir, rank, "writing").touch()
     except OSError:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging_dir, ignore_errors=True)
         raise
-    return aside
-
-
-def aside_name(step: int, pid: int) -> str:
-    """Of the hidden folder in which the process ``pid`` leads a save."""
-    return f".{name_of(step)}.{pid}.tmp"
+    return staging_dir
 
 
 def clear_debris(folder: Path) -> None:
-    """Remove what saves that were cut have left below ``folder``; no other save may be under
-    way."""
+    """Remove what interrupted saves left below ``folder``. No other save may be in progress."""
     for path in folder.glob(".step-*"):
         remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder and what is in it, as far as that can be done; of a link the link alone."""
+    """Remove a folder and its content as far as possible; of a symbolic link, only the link."""
     if path.is_symlink() or path.is_file():
         with suppress(OSError):
             path.unlink()
@@ -270,74 +235,83 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def write_part(aside: Path, rank: int, num_ranks: int, parts: Sequence[TensorShard]) -> None:
-    """Write what this rank owns and say so to rank 0, or why it could not. Raises nothing."""
-    deliver(aside, rank, num_ranks, partial(write_shard, parts=parts))
+def write_shards(
+    staging_dir: Path, rank: int, num_ranks: int, shards: Sequence[TensorShard]
+) -> None:
+    """Write this rank's shards and report the result to rank 0. Raises nothing."""
+    write_and_report(staging_dir, rank, num_ranks, partial(_write_state_file, shards=shards))
 
 
-def deliver(
-    aside: Path, rank: int, num_ranks: int, write: Callable[[Path], ShardRecord]
-) -> Exception | None:
-    """Let ``write`` bring a rank's file to the disk, and leave for rank 0 what it says of it, or
-    why it could not. Raises nothing; returns why."""
-    writing = _marker(aside, rank, "writing")
-    path = aside / state_file(rank, num_ranks)
+def _write_state_file(path: Path, shards: Sequence[TensorShard]) -> ShardRecord:
+    """Write the shards as one safetensors file and sync it; no file if there are none."""
+    if not shards:
+        return ShardRecord()
+    file = StateFile(path.name, shards)
+    with open(path, "wb", buffering=0) as handle:
+        sha256 = file.write(handle)
+        os.fsync(handle.fileno())
+    return ShardRecord(path.name, file.size_bytes, sha256, file.index)
+
+
+def write_and_report(
+    staging_dir: Path, rank: int, num_ranks: int, write: Callable[[Path], ShardRecord]
+) -> None:
+    """Write a rank's state file with ``write``, and leave its record, or the reason of the failure,
+    for rank 0. Raises nothing."""
+    writing = _marker(staging_dir, rank, "writing")
+    path = staging_dir / state_file(rank, num_ranks)
     try:
         writing.write_bytes(_RECORD_ADAPTER.dump_json(write(path)))
-        os.replace(writing, _marker(aside, rank, "json"))
+        os.replace(writing, _marker(staging_dir, rank, "json"))
     except Exception as error:
         with suppress(OSError):
             path.unlink(missing_ok=True)  # makes room for the reason
             writing.write_text(reason_of(error))
         number = getattr(error, "errno", None) or 0
-        # where nothing can be said on this disk, rank 0 waits until its patience ends
+        # If not even this works on the disk, rank 0 waits until its timeout ends.
         with suppress(OSError):
-            os.replace(writing, _marker(aside, rank, f"failed-{number}"))
-        return error
-    return None
+            os.replace(writing, _marker(staging_dir, rank, f"failed-{number}"))
 
 
-def has_failed(aside: Path) -> bool:
-    """Whether some rank could not write its part of the save in this folder."""
-    return any(aside.glob("rank-*.failed-*"))
+def has_failed(staging_dir: Path) -> bool:
+    """Return whether some rank could not write its shards of the save in this folder."""
+    return any(staging_dir.glob("rank-*.failed-*"))
 
 
-def wait_for_parts(
-    aside: Path,
+def wait_for_shards(
+    staging_dir: Path,
     writers: Sequence[ShardWriter],
-    patience_s: Callable[[], float] = lambda: STALL_S,
+    timeout_s: Callable[[], float] = lambda: STALL_S,
     tick: Callable[[], None] = lambda: None,
 ) -> list[ShardRecord]:
-    """What each rank said of its file, in order of rank, when all have ended. ``tick`` is called as
-    they grow.
+    """Wait until all ranks have written their files, and return their records by rank.
+
+    Args:
+        timeout_s: how long to wait while no file grows; read at each check.
+        tick: called whenever a file has grown.
 
     Raises:
-        ShardWriteError: a rank could not write, or its process ended, or nothing has grown for
-            ``patience_s()``.
+        ShardWriteError: a rank could not write, its process ended, or the time is over.
     """
-    seen, since, pause_s = -1, time.monotonic(), 0.001
+    progress, since, pause_s = -1, time.monotonic(), 0.001
     while True:
-        names = {path.name for path in aside.iterdir()}
-        open_ranks = [rank for rank in range(len(writers)) if f"rank-{rank:05d}.writing" in names]
-        # A rank that ended before the folder was listed has left its last word in it.
+        names = {path.name for path in staging_dir.iterdir()}
+        writing = [rank for rank in range(len(writers)) if f"rank-{rank:05d}.writing" in names]
+        # A rank that ended before the folder was listed may have left its result since.
         lost = [
             rank
-            for rank in open_ranks
-            if writers[rank].has_ended and _marker(aside, rank, "writing").exists()
+            for rank in writing
+            if writers[rank].has_ended and _marker(staging_dir, rank, "writing").exists()
         ]
-        grown = sum(_size(aside / name) for name in names) + len(writers) - len(open_ranks)
-        if grown != seen:
-            seen, since = grown, time.monotonic()
+        seen = sum(_size(staging_dir / name) for name in names) + len(writers) - len(writing)
+        if seen != progress:
+            progress, since = seen, time.monotonic()
             tick()
-        if (
-            not open_ranks
-            or len(lost) == len(open_ranks)
-            or time.monotonic() - since > patience_s()
-        ):
+        if not writing or len(lost) == len(writing) or time.monotonic() - since > timeout_s():
             break
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, 0.05)
-    return [_outcome(aside, rank, len(writers)) for rank in range(len(writers))]
+    return [_read_record(staging_dir, rank, len(writers)) for rank in range(len(writers))]
 
 
 def _size(path: Path) -> int:
@@ -347,27 +321,26 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _outcome(aside: Path, rank: int, num_ranks: int) -> ShardRecord:
-    who = f" (on rank {rank})" if num_ranks > 1 else ""
-    for failed in aside.glob(f"rank-{rank:05d}.failed-*"):
-        # a disk that is full may have no room for the words
+def _read_record(staging_dir: Path, rank: int, num_ranks: int) -> ShardRecord:
+    for failed in staging_dir.glob(f"rank-{rank:05d}.failed-*"):
+        # A full disk may have no room for the reason, so the file's name has the error number.
         number = int(failed.name.rpartition("-")[2])
-        raise ShardWriteError(
-            (os.strerror(number) if number else failed.read_text() or "it is not known why") + who
-        )
-    if not _marker(aside, rank, "json").exists():
-        raise ShardWriteError(f"rank {rank} ended, or stopped writing, before its part was on disk")
-    return _RECORD_ADAPTER.validate_json(_marker(aside, rank, "json").read_bytes())
+        reason = os.strerror(number) if number else failed.read_text() or "unknown error"
+        raise ShardWriteError(f"{reason} (on rank {rank})" if num_ranks > 1 else reason)
+    record = _marker(staging_dir, rank, "json")
+    if not record.exists():
+        raise ShardWriteError(f"rank {rank} ended or stalled before its shards were written")
+    return _RECORD_ADAPTER.validate_json(record.read_bytes())
 
 
 def commit(
-    folder: Path, step: int, aside: Path, meta: CheckpointMeta, records: Sequence[ShardRecord]
+    folder: Path, step: int, staging_dir: Path, meta: CheckpointMeta, records: Sequence[ShardRecord]
 ) -> SavedCheckpoint:
-    """Give the folder its name, when every rank's file is in it.
+    """Write index, metadata and manifest, and rename the folder to its final name.
 
     Raises:
         OSError: it could not be written.
-        ValueError: the pieces do not make up the state.
+        ValueError: the shards do not make up the state.
     """
     final = folder / name_of(step)
     index = merge([record.tensors for record in records])
@@ -382,19 +355,19 @@ def commit(
         (META, json.dumps({**meta, "step": step}, indent=2)),
     ):
         raw = f"{text}\n".encode()
-        _write_synced(aside / name, raw)
+        _write_synced(staging_dir / name, raw)
         files[name] = {"size_bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
     manifest = json.dumps({"format": 2, "files": files}, indent=2)
-    _write_synced(aside / MANIFEST, f"{manifest}\n".encode())
+    _write_synced(staging_dir / MANIFEST, f"{manifest}\n".encode())
     for rank in range(len(records)):
-        _marker(aside, rank, "json").unlink()
-    fsync_dir(aside)
+        _marker(staging_dir, rank, "json").unlink()
+    fsync_dir(staging_dir)
     old = folder / f".{final.name}.{os.getpid()}.old"
     # left by an earlier attempt that was rolled back; the new checkpoint has the same content
     if final.exists():
         os.replace(final, old)
     try:
-        os.replace(aside, final)
+        os.replace(staging_dir, final)
     except OSError:
         if old.exists():
             os.replace(old, final)
@@ -411,44 +384,32 @@ def _write_synced(path: Path, raw: bytes) -> None:
         os.fsync(handle.fileno())
 
 
-def _marker(aside: Path, rank: int, what: str) -> Path:
-    return aside / f"rank-{rank:05d}.{what}"
+def _marker(staging_dir: Path, rank: int, state: str) -> Path:
+    return staging_dir / f"rank-{rank:05d}.{state}"
 
 
 def not_written(folder: Path, step: int, size_bytes: int, reason: str) -> SaveError:
-    """The error of a save that failed, as a person reads it."""
-    free = _free_bytes(folder)
-    free_text = human_bytes(free) if free is not None else "not known"
-    missing = (
-        f"; missing: {size_bytes - free:,} bytes" if free is not None and free < size_bytes else ""
-    )
+    """Return the error of a save that failed."""
+    room = f"it needs {size_bytes:,} bytes, {human_bytes(size_bytes)}"
+    with suppress(OSError):
+        free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
+        room += f"; free: {human_bytes(free)}"
+        if free < size_bytes:
+            room += f"; missing: {size_bytes - free:,} bytes"
     return SaveError(
-        f"the checkpoint of step {step} could not be written to {folder / name_of(step)}: {reason} "
-        f"(it needs {size_bytes:,} bytes, {human_bytes(size_bytes)}; free: {free_text}{missing})",
+        f"the checkpoint of step {step} could not be written to {folder / name_of(step)}: {reason}"
+        f" ({room})",
         fix=(
-            "free some space, or set another `output_dir`; earlier checkpoints are untouched and"
+            "free some space, or set another `output_dir`; earlier checkpoints are untouched, and"
             " the same command resumes from the latest one"
         ),
     )
 
 
-def write_errors() -> tuple[type[Exception], ...]:
-    """What a write of tensors may raise: safetensors has an error of its own for a full disk."""
-    from safetensors import SafetensorError
-
-    return OSError, SafetensorError
-
-
 def reason_of(error: BaseException) -> str:
-    """``No space left on device``, out of whatever words a library puts around it."""
+    """Return the system's wording of an error, such as ``No space left on device``, without what a
+    library adds to it."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     inner = re.search(r"I/O error: (.+?)(?: \(os error \d+\))?$", str(error))
     return inner[1] if inner else str(error) or type(error).__name__
-
-
-def _free_bytes(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder if folder.exists() else folder.parent).free
-    except OSError:
-        return None

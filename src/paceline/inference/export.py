@@ -4,7 +4,9 @@ import os
 import shutil
 from pathlib import Path
 
-from paceline.checkpoint import store
+from safetensors import SafetensorError
+
+from paceline.checkpoint.writer import reason_of
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import replace_dir
 from paceline.inference.generate import load_model, model_folder
@@ -50,10 +52,10 @@ def export(
         model.save_pretrained(str(aside))
         tokenizer.save_pretrained(str(aside))
         replace_dir(aside, final)
-    except store.write_errors() as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise RunError(
-            f"{final} could not be written: {store.reason_of(error)}",
+            f"{final} could not be written: {reason_of(error)}",
             fix="free some space or give --output DIR",
         ) from error
     return final

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoint import store
+from paceline.checkpoint.format import name_of
+from paceline.checkpoint.reader import read_meta
 from paceline.checkpoint.remote import check_url, is_url
 from paceline.config.derive import ResolvedValues, derive
 from paceline.config.load import Loaded
@@ -107,7 +108,7 @@ def check_early(config: Config) -> None:
     elif config.resume not in ("auto", "never") and not Path(config.resume).exists():
         raise ConfigError(
             f"`resume: {config.resume}` does not exist",
-            allowed=(f"auto, never, or a checkpoint such as RUN/checkpoints/{store.name_of(40)}"),
+            allowed=(f"auto, never, or a checkpoint such as RUN/checkpoints/{name_of(40)}"),
             fix=(
                 "check the path, or leave `resume` out: a run goes on from its newest checkpoint by"
                 " itself"
@@ -164,7 +165,7 @@ def prepare_run(
             fetch_newest(config, run_dir, is_first_attempt=is_first_attempt, dry_run=dry_run)
         choose = checkpoint_to_resume if is_first_attempt else checkpoint_after_restart
         path = choose(config, run_dir)
-    meta = None if path is None else store.read_meta(path)
+    meta = None if path is None else read_meta(path)
     if meta is not None:
         global_batch_size = int(meta["global_batch_size"])
     elif leader is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from paceline.checkpoint import store
+from paceline.checkpoint.format import step_of
 from paceline.config.schema import Config
 from paceline.core.event_log import EventLog, tail_events
 from paceline.core.events import Event, Fault
@@ -169,7 +170,7 @@ class RestartPolicy:
 
     def _resume_from(self) -> str | None:
         """The newest whole checkpoint, or that which the first attempt began from."""
-        path, damaged = store.newest_whole(self.run_dir.checkpoints)
+        path, damaged = store.latest_valid(self.run_dir.checkpoints)
         for text in damaged:
             logger.warning("a checkpoint is passed over: %s", text)
         return self._first if path is None else str(path)
@@ -177,7 +178,7 @@ class RestartPolicy:
     def _newest_step(self) -> int | None:
         checkpoints = store.committed(self.run_dir.checkpoints)
         # by its name: what is in it may be damaged
-        return store.step_of(checkpoints[-1]) if checkpoints else None
+        return step_of(checkpoints[-1].name) if checkpoints else None
 
     def _last_step(self) -> int | None:
         """The last step that this attempt has logged."""

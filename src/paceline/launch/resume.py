@@ -12,6 +12,7 @@ from pydantic import JsonValue
 
 from paceline.checkpoint import store
 from paceline.checkpoint.format import CheckpointMeta
+from paceline.checkpoint.integrity import foreign_files, verify
 from paceline.checkpoint.remote import CheckpointStore, check_url, fetch_checkpoint, is_url
 from paceline.config.derive import ResolvedValues
 from paceline.config.diff import changes_training
@@ -39,7 +40,7 @@ def checkpoint_to_resume(config: Config, run_dir: RunDir) -> Path | None:
     if config.resume == "auto":
         return _newest_whole(run_dir)
     path = _find(config.resume, run_dir, _log_skipped)
-    problem = store.verify(path)
+    problem = verify(path)
     if problem is not None:
         raise ConfigError(
             f"`resume: {config.resume}` is not whole: {problem}",
@@ -67,7 +68,7 @@ def fetch_newest(config: Config, run_dir: RunDir, *, is_first_attempt: bool, dry
             ),
         )
     if (config.resume == "auto" or not is_first_attempt) and not dry_run:
-        remote.fetch_newest(run_dir.checkpoints, _log_skipped)
+        remote.fetch_latest(run_dir.checkpoints, _log_skipped)
 
 
 def _find(text: str, run_dir: RunDir, on_damage: Callable[[str], None]) -> Path:
@@ -79,7 +80,7 @@ def _find(text: str, run_dir: RunDir, on_damage: Callable[[str], None]) -> Path:
 
 
 def _newest_whole(run_dir: RunDir) -> Path | None:
-    path, damaged = store.newest_whole(run_dir.checkpoints)
+    path, damaged = store.latest_valid(run_dir.checkpoints)
     for text in damaged:
         _log_skipped(text)
     if path is not None:
@@ -88,7 +89,7 @@ def _newest_whole(run_dir: RunDir) -> Path | None:
 
 
 def _log_foreign_files(path: Path) -> None:
-    foreign = store.foreign_files(path)
+    foreign = foreign_files(path)
     if foreign:
         logger.warning(
             "%s holds what is not the checkpoint's, and is not read: %s", path, ", ".join(foreign)

@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import nn
 
-from paceline.checkpoint import store
+from paceline.checkpoint.format import name_of
+from paceline.checkpoint.reader import CheckpointReader
+from paceline.checkpoint.writer import reason_of
 from paceline.core.errors import RunError
 from paceline.core.files import human_bytes, replace_dir
 from paceline.core.run_dir import RunDir
@@ -47,7 +50,7 @@ def save_model_folder(
 def _write_model(
     run_dir: RunDir, components: TrainComponents, build: Callable[[], nn.Module], step: int
 ) -> None:
-    path = run_dir.checkpoints / store.name_of(step)
+    path = run_dir.checkpoints / name_of(step)
     final = run_dir.model
     aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     for old in final.parent.glob(f".{final.name}.*.tmp"):
@@ -59,10 +62,10 @@ def _write_model(
             with _own_memory(model):
                 components.task.save_model(model, aside)
         replace_dir(aside, final)
-    except store.write_errors() as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(aside, ignore_errors=True)
         raise RunError(
-            f"the trained model could not be written to {final}: {store.reason_of(error)} (free: "
+            f"the trained model could not be written to {final}: {reason_of(error)} (free: "
             f"{human_bytes(shutil.disk_usage(final.parent).free)})",
             fix="free some space; the same command goes on from the last checkpoint and writes it",
         ) from error
@@ -91,7 +94,7 @@ def _save_from_checkpoint(components: TrainComponents, path: Path, folder: Path)
     holds the whole model."""
     if components.strategy.rank0_has_full_model:
         return False
-    with store.CheckpointReader(path) as reader:
+    with CheckpointReader(path) as reader:
         return components.task.save_from(reader, folder)
 
 
@@ -103,6 +106,6 @@ def _whole_model(
     if components.strategy.rank0_has_full_model:
         return components.model
     model = build()
-    with store.CheckpointReader(path) as reader:
+    with CheckpointReader(path) as reader:
         load_whole(model, reader)
     return model

@@ -14,6 +14,8 @@ from torch import nn
 
 from paceline.checkpoint import store
 from paceline.checkpoint.format import BalanceRecord, CheckpointMeta
+from paceline.checkpoint.integrity import verify
+from paceline.checkpoint.reader import read_meta
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.train_state import load_train_state
 from paceline.checkpoint.transfer import open_checkpoint
@@ -135,15 +137,15 @@ def find_target(
 
 def _find_target(run_dir: RunDir, step: int, resumed_from: str | None) -> RollbackTarget:
     for path in reversed(store.committed(run_dir.checkpoints)):
-        if store.verify(path) is None:
-            stored_step = store.read_meta(path)["step"]
+        if verify(path) is None:
+            stored_step = read_meta(path)["step"]
             if stored_step <= step:
                 return RollbackTarget(str(path), stored_step, True)
     if resumed_from is None:
         return RollbackTarget()
     path = Path(resumed_from)
     is_own = path.resolve().parent == run_dir.checkpoints.resolve()
-    return RollbackTarget(str(path), store.read_meta(path)["step"], is_own)
+    return RollbackTarget(str(path), read_meta(path)["step"], is_own)
 
 
 def report_no_rollback(step: int, target: RollbackTarget, settings: RecoveryConfig) -> None:
