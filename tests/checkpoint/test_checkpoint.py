@@ -41,7 +41,7 @@ def save(folder: Path, *steps: int) -> list[Path]:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(one.name for one in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
@@ -50,11 +50,11 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     assert path == folder / "step-00000040"
     assert verify(path) is None
     assert read_meta(path) == {**META, "step": 40}
-    found = read_state(path)
-    assert set(found) == set(state(40))
-    for name, one in state(40).items():
-        assert found[name].dtype == one.dtype
-        assert torch.equal(found[name], one)
+    loaded = read_state(path)
+    assert set(loaded) == set(state(40))
+    for name, value in state(40).items():
+        assert loaded[name].dtype == value.dtype
+        assert torch.equal(loaded[name], value)
 
 
 def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def link(file: Path) -> None:
 
 @pytest.mark.parametrize("name", [STATE, "index.json", "meta.json"])
 @pytest.mark.parametrize(
-    ("harm", "word"),
+    ("harm", "message"),
     [
         (cut, " bytes: expected "),
         (flip, "SHA-256"),
@@ -119,13 +119,15 @@ def link(file: Path) -> None:
         (link, "is a symbolic link to"),
     ],
 )
-def test_harm_is_seen(tmp_path: Path, harm: Callable[[Path], None], word: str, name: str) -> None:
+def test_harm_is_seen(
+    tmp_path: Path, harm: Callable[[Path], None], message: str, name: str
+) -> None:
     (path,) = save(tmp_path, 1)
     harm(path / name)
     sha256 = json.loads((path / "manifest.json").read_text())["files"][name]["sha256"]
     problem = verify(path)
     assert problem is not None
-    assert word in problem
+    assert message in problem
     assert str(path / name) in problem
     assert harm is link or sha256[:16] in problem
     assert store.latest_valid(tmp_path)[0] is None
@@ -167,11 +169,11 @@ def test_a_manifest_does_not_point_outside(tmp_path: Path) -> None:
 def test_files_that_changed_places(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1, 2)
     for name in (STATE, "index.json", "meta.json"):  # of the same size: the hash alone tells
-        one, other = (path / name for path in (first, second))
-        kept = one.read_bytes()
-        shutil.copyfile(other, one)
-        assert one.read_bytes() == kept or f"{one} has SHA-256 " in str(verify(first))
-        one.write_bytes(kept)
+        file, other_file = (path / name for path in (first, second))
+        content = file.read_bytes()
+        shutil.copyfile(other_file, file)
+        assert file.read_bytes() == content or f"{file} has SHA-256 " in str(verify(first))
+        file.write_bytes(content)
         assert verify(first) is None
 
 
@@ -214,9 +216,9 @@ def test_a_pickle_that_the_manifest_names(tmp_path: Path) -> None:
     for name in ("extra.pkl", STATE):
         raw = pickle.dumps(state(1))
         (path / name).write_bytes(raw)
-        said = {"size_bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+        entry = {"size_bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
         (path / "manifest.json").write_text(
-            json.dumps({"files": {**manifest["files"], name: said}})
+            json.dumps({"files": {**manifest["files"], name: entry}})
         )
         expected = {
             "extra.pkl": "lists 'extra.pkl', which is not a file of a checkpoint",
@@ -232,17 +234,17 @@ def test_a_checkpoint_that_is_a_link(tmp_path: Path) -> None:
     (first,) = save(folder, 1)
     (second,) = save(tmp_path / "elsewhere", 2)
     (folder / second.name).symlink_to(second)
-    path, wrong = store.latest_valid(folder)
+    path, problems = store.latest_valid(folder)
     assert path == first
-    assert len(wrong) == 1
+    assert len(problems) == 1
     assert (
         f"{folder / second.name} is a symbolic link to {second}, outside of the run's folder"
-        in wrong[0]
+        in problems[0]
     )
     assert store.find(folder / second.name) == folder / second.name  # named by hand it is taken
-    said: list[str] = []
-    assert store.find(tmp_path / "run", said.append) == first
-    assert said == wrong
+    warnings: list[str] = []
+    assert store.find(tmp_path / "run", warnings.append) == first
+    assert warnings == problems
     (folder / second.name).unlink()
     (tmp_path / "run" / "kept").mkdir()
     second.rename(tmp_path / "run" / "kept" / second.name)
@@ -304,24 +306,24 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
 
 # -- the digest
 def test_the_digest_does_not_depend_on_the_order_of_the_tensors(tmp_path: Path) -> None:
-    one = store.save(tmp_path / "a", 1, state(1), META).path
-    other = store.save(tmp_path / "b", 1, dict(reversed(state(1).items())), META).path
+    first = store.save(tmp_path / "a", 1, state(1), META).path
+    second = store.save(tmp_path / "b", 1, dict(reversed(state(1).items())), META).path
     save_file(
         dict(sorted(state(1).items(), reverse=True)),
         str(tmp_path / "c.safetensors"),
         metadata={"by": "someone else"},
     )
-    found = [store.inspect(path) for path in (one, other)]
-    assert found[0]["digest"] == found[1]["digest"]
-    assert found[0]["tensors"]["model/weight"] == {
-        "dtype": "F32", "shape": [1000], "sha256": found[1]["tensors"]["model/weight"]["sha256"],
+    contents = [store.inspect(path) for path in (first, second)]
+    assert contents[0]["digest"] == contents[1]["digest"]
+    assert contents[0]["tensors"]["model/weight"] == {
+        "dtype": "F32", "shape": [1000], "sha256": contents[1]["tensors"]["model/weight"]["sha256"],
     }  # fmt: skip
 
 
 def test_the_digest_sees_every_bit(tmp_path: Path) -> None:
     def digests(name: str, changed: dict[str, torch.Tensor]) -> tuple[str, str]:
-        found = store.inspect(store.save(tmp_path / name, 1, {**state(1), **changed}, META).path)
-        return found["digest"], found["model_digest"]
+        contents = store.inspect(store.save(tmp_path / name, 1, {**state(1), **changed}, META).path)
+        return contents["digest"], contents["model_digest"]
 
     plain = digests("plain", {})
     assert digests("again", {}) == plain

@@ -171,7 +171,7 @@ def attempt(
     for rank in range(size):
         child = os.fork()
         if child == 0:
-            _life(
+            _run_rank(
                 folder,
                 rank,
                 size,
@@ -193,7 +193,7 @@ def attempt(
     return killed
 
 
-def _life(
+def _run_rank(
     folder: Path, rank: int, size: int, port: int, cutter: Cutter | None, background: bool
 ) -> None:
     code = 1
@@ -265,7 +265,7 @@ def test_a_run_that_is_killed_anywhere_in_a_save(
     tmp_path: Path, start: str, background: bool
 ) -> None:
     (places,) = run_ranks(sweep, 1, tmp_path, start, 1, 0, background)
-    said = "\n".join(places)
+    log_text = "\n".join(places)
     for place in (
         "mkdir /.step-00000003.",
         "write /.step-00000003.",  # a part, the index, the manifest
@@ -279,7 +279,7 @@ def test_a_run_that_is_killed_anywhere_in_a_save(
         "unlink /.step-00000001.",
         "rmdir /.step-00000001.",
     ):
-        assert place in said, place
+        assert place in log_text, place
     assert "fsync " in places  # of the folder itself
 
 
@@ -287,5 +287,5 @@ def test_a_run_that_is_killed_anywhere_in_a_save(
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_of_two_ranks_that_is_killed_anywhere_in_a_save(tmp_path: Path, victim: int) -> None:
     (places,) = run_ranks(sweep, 1, tmp_path, "usual", 2, victim, True)
-    assert any("state-0000" in one for one in places)
-    assert any("manifest.json" in one for one in places) == (victim == 0)
+    assert any("state-0000" in place for place in places)
+    assert any("manifest.json" in place for place in places) == (victim == 0)

@@ -107,31 +107,31 @@ def test_saved_pruned_fetched_and_damaged(place: str, tmp_path: Path) -> None:
     save(saver_of(first, place, keep=2), 1, 2, 3)
     store = CheckpointStore(place)
     assert store.names() == ["step-00000002", "step-00000003"]
-    assert [one.name for one in checkpoint.committed(first / "checkpoints")] == ["step-00000003"]
-    assert {one.split("/")[0] for one in store._objects()} == {
+    assert [path.name for path in checkpoint.committed(first / "checkpoints")] == ["step-00000003"]
+    assert {path.split("/")[0] for path in store._objects()} == {
         "claims",
         "step-00000002",
         "step-00000003",
     }
     # Another host: the newest one comes from the store; a second process finds it there.
-    other, said = tmp_path / "other", []
+    other, warnings = tmp_path / "other", []
     for _ in range(2):
-        CheckpointStore(place).fetch_latest(other / "checkpoints", said.append)
+        CheckpointStore(place).fetch_latest(other / "checkpoints", warnings.append)
     (path,) = checkpoint.committed(other / "checkpoints")
     assert torch.equal(read_state(path)["model/weight"], parts_of(3)[0].tensor)
-    assert not said
+    assert not warnings
     # A byte of the newest one changes: it is named and passed over.
     name = store._path("step-00000003", "state-00000-of-00001.safetensors")
     raw = bytearray(store._fs.cat_file(name))
     raw[len(raw) // 2] ^= 1
     store._fs.pipe_file(name, bytes(raw))
     third = tmp_path / "third" / "checkpoints"
-    CheckpointStore(place).fetch_latest(third, said.append)
-    assert [one.name for one in checkpoint.committed(third)] == ["step-00000002"]
-    assert f"{place}/step-00000003/state-00000-of-00001.safetensors has SHA-256" in said[0]
+    CheckpointStore(place).fetch_latest(third, warnings.append)
+    assert [path.name for path in checkpoint.committed(third)] == ["step-00000002"]
+    assert f"{place}/step-00000003/state-00000-of-00001.safetensors has SHA-256" in warnings[0]
     with pytest.raises(ConfigError, match="has SHA-256"):
-        fetch_checkpoint(f"{place}/step-00000003", tmp_path / "fourth", said.append)
-    assert fetch_checkpoint(place, tmp_path / "fourth", said.append).name == "step-00000002"
+        fetch_checkpoint(f"{place}/step-00000003", tmp_path / "fourth", warnings.append)
+    assert fetch_checkpoint(place, tmp_path / "fourth", warnings.append).name == "step-00000002"
 
 
 def test_an_interrupted_upload_is_not_a_checkpoint_and_is_removed(
@@ -157,18 +157,18 @@ def test_an_interrupted_upload_is_not_a_checkpoint_and_is_removed(
         step = 2 if method == "_create" else 3
         saver.save(step, lambda: parts_of(step), META, must_succeed=False)  # noqa: B023
     errors = [
-        one.get("error", "")
-        for one in read_events(tmp_path / "run" / "events.jsonl")
-        if one["type"] == "checkpoint"
+        event.get("error", "")
+        for event in read_events(tmp_path / "run" / "events.jsonl")
+        if event["type"] == "checkpoint"
     ]
     assert [
-        ("could not be uploaded" in one and "connection was reset" in one) for one in errors
+        ("could not be uploaded" in error and "connection was reset" in error) for error in errors
     ] == [False, True, True]
     store = CheckpointStore(place)
     assert store.names() == ["step-00000001"]
-    assert any(one.startswith("step-00000002/") for one in store._objects())
+    assert any(path.startswith("step-00000002/") for path in store._objects())
     store.claim(tmp_path / "run")
-    assert {one.split("/")[0] for one in store._objects()} == {"claims", "step-00000001"}
+    assert {path.split("/")[0] for path in store._objects()} == {"claims", "step-00000001"}
 
 
 def test_of_two_runs_the_one_that_claimed_first_ends(place: str, tmp_path: Path) -> None:
@@ -187,10 +187,10 @@ def test_of_two_runs_the_one_that_claimed_first_ends(place: str, tmp_path: Path)
     claims, calls = fourth._claims, []
 
     def late() -> list[int]:
-        found = claims()
+        numbers = claims()
         if not calls:
             calls.append(third.claim(tmp_path / "third"))
-        return found
+        return numbers
 
     fourth._claims = late  # type: ignore[method-assign]
     fourth.claim(tmp_path / "fourth")
@@ -203,7 +203,7 @@ def test_of_two_runs_the_one_that_claimed_first_ends(place: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("url", "word"),
+    ("url", "message"),
     [
         ("ftp://host/x", "scheme 'ftp'"),
         ("s3:///x", "has no bucket name"),
@@ -211,10 +211,10 @@ def test_of_two_runs_the_one_that_claimed_first_ends(place: str, tmp_path: Path)
         ("gs://bucket/x", "pip install 'gcsfs'"),
     ],
 )
-def test_a_place_that_cannot_be_used(url: str, word: str) -> None:
+def test_a_place_that_cannot_be_used(url: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_url("checkpoint_dir", url)
-    assert word in str(caught.value)
+    assert message in str(caught.value)
     assert "secret" not in str(caught.value)
 
 
@@ -231,15 +231,15 @@ def test_without_the_package_its_extra_is_named(tmp_path: Path) -> None:
 
 
 def test_a_bucket_that_does_not_exist(s3: dict[str, str], tmp_path: Path) -> None:
-    said = run(*MICRO, f"output_dir={tmp_path / 'run'}", "checkpoint_dir=s3://nowhere/x", expect=2)
+    done = run(*MICRO, f"output_dir={tmp_path / 'run'}", "checkpoint_dir=s3://nowhere/x", expect=2)
     assert (
         "`checkpoint_dir: s3://nowhere/x` cannot be used: The specified bucket does not exist"
-        in said.stderr
+        in done.stderr
     )
     assert not (tmp_path / "run").exists()
 
 
-WORDS = (
+ARGS = (
     *MICRO,
     "train_args.lr_scheduler_type=constant",
     "train_args.logging_steps=1",
@@ -252,18 +252,18 @@ def test_a_run_whose_disk_is_lost_resumes_from_the_store(
 ) -> None:
     place = f"s3://bucket/{uuid.uuid4().hex}"
     first, second = tmp_path / "first", tmp_path / "second"
-    words = (*WORDS, f"checkpoint_dir={place}", "parallel.mode=single", "--allow-config-change")
-    run(*words, f"output_dir={first}", "train_args.max_steps=2")
+    args = (*ARGS, f"checkpoint_dir={place}", "parallel.mode=single", "--allow-config-change")
+    run(*args, f"output_dir={first}", "train_args.max_steps=2")
     (first / "checkpoints").rename(tmp_path / "gone")
-    said = run(*words, f"output_dir={second}", "train_args.max_steps=3")
-    assert "resuming from step 2 of 3" in said.stderr
-    assert f"was last written by the run in {first}" in said.stderr
-    assert [one["url"] for one in events(second, "checkpoint")] == [f"{place}/step-00000003"]
+    done = run(*args, f"output_dir={second}", "train_args.max_steps=3")
+    assert "resuming from step 2 of 3" in done.stderr
+    assert f"was last written by the run in {first}" in done.stderr
+    assert [event["url"] for event in events(second, "checkpoint")] == [f"{place}/step-00000003"]
     assert CheckpointStore(place).names() == ["step-00000002", "step-00000003"]
     for file in [
-        one
-        for one in tmp_path.rglob("*")
-        if one.is_file() and one.suffix in (".yaml", ".jsonl", ".json", ".html")
+        path
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path.suffix in (".yaml", ".jsonl", ".json", ".html")
     ]:
         assert s3["AWS_SECRET_ACCESS_KEY"] not in file.read_text(errors="replace"), file
 
@@ -271,16 +271,16 @@ def test_a_run_whose_disk_is_lost_resumes_from_the_store(
 @pytest.mark.soak
 def test_runs_with_a_store_end_as_one_without(s3: dict[str, str], tmp_path: Path) -> None:
     place = f"s3://bucket/{uuid.uuid4().hex}"
-    words = (*WORDS, "parallel.mode=zero3", "parallel.num_gpus=2", "--allow-config-change")
-    run(*words, f"output_dir={tmp_path / 'whole'}", "train_args.max_steps=6")
+    args = (*ARGS, "parallel.mode=zero3", "parallel.num_gpus=2", "--allow-config-change")
+    run(*args, f"output_dir={tmp_path / 'whole'}", "train_args.max_steps=6")
     run(
-        *words,
+        *args,
         f"output_dir={tmp_path / 'first'}",
         f"checkpoint_dir={place}",
         "train_args.max_steps=4",
     )
     run(
-        *words,
+        *args,
         f"output_dir={tmp_path / 'second'}",
         f"checkpoint_dir={place}",
         "train_args.max_steps=6",
@@ -290,12 +290,12 @@ def test_runs_with_a_store_end_as_one_without(s3: dict[str, str], tmp_path: Path
     assert inspected["digest"] == digest(tmp_path / "whole")
     # A checkpoint of the store as the beginning of another run.
     run(
-        *words,
+        *args,
         f"output_dir={tmp_path / 'third'}",
         f"resume={place}/step-00000004",
         "train_args.max_steps=5",
     )
-    assert [one["step"] for one in events(tmp_path / "third", "step")] == [5]
+    assert [event["step"] for event in events(tmp_path / "third", "step")] == [5]
 
 
 @pytest.mark.soak
@@ -303,16 +303,16 @@ def test_the_run_that_lost_its_place_ends_with_exit_code_2(
     s3: dict[str, str], tmp_path: Path
 ) -> None:
     place = f"s3://bucket/{uuid.uuid4().hex}"
-    words = (
-        *WORDS,
+    args = (
+        *ARGS,
         f"checkpoint_dir={place}",
         "parallel.mode=zero3",
         "parallel.num_gpus=2",
         "train_args.max_steps=5000",
     )
-    first = start(*words, f"output_dir={tmp_path / 'first'}")
+    first = start(*args, f"output_dir={tmp_path / 'first'}")
     wait_for_step(tmp_path / "first", 3, first)
     CheckpointStore(place).claim(tmp_path / "second")
-    _, said = first.communicate(timeout=120)
-    assert first.returncode == 2, said[-2000:]
-    assert f"now belongs to the run in {tmp_path / 'second'} on host" in said
+    _, output = first.communicate(timeout=120)
+    assert first.returncode == 2, output[-2000:]
+    assert f"now belongs to the run in {tmp_path / 'second'} on host" in output

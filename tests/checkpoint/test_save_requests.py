@@ -38,48 +38,54 @@ def parts(value: float = 1.0, elements: int = 10) -> list[TensorShard]:
 
 
 def steps_of(folder: Path) -> list[int]:
-    return [step_of(one.name) for one in store.committed(folder)]
+    return [step_of(path.name) for path in store.committed(folder)]
 
 
 def notices(root: Path) -> list[str]:
-    return [one["text"] for one in read_events(root / "events.jsonl") if one["type"] == "notice"]
+    return [
+        event["text"] for event in read_events(root / "events.jsonl") if event["type"] == "notice"
+    ]
 
 
 def tried(root: Path) -> list[tuple[int, bool]]:
     events = read_events(root / "events.jsonl")
-    return [(one["step"], bool(one.get("error"))) for one in events if one["type"] == "checkpoint"]
+    return [
+        (event["step"], bool(event.get("error")))
+        for event in events
+        if event["type"] == "checkpoint"
+    ]
 
 
 # -- by the clock
 def test_a_save_that_is_due(tmp_path: Path) -> None:
     with CheckpointManager(
         alone(), tmp_path, None, EventLog(None), background=False, every_s=3600.0
-    ) as one:
-        assert one.next_request() == 0.0
-        one.every_s = 1e-9
-        assert one.next_request() == 1.0
-        one.accept_request(1.0, one.num_begun)
-        assert one.is_due(1)
-        one.save(1, parts, META, must_succeed=False)
-        assert not one.is_due(1)
-        one.accept_request(1.0, 0)  # made before that save was begun
-        assert not one.is_due(1)
-        one.every_s = None
-        assert one.next_request() == 0.0
+    ) as manager:
+        assert manager.next_request() == 0.0
+        manager.every_s = 1e-9
+        assert manager.next_request() == 1.0
+        manager.accept_request(1.0, manager.num_begun)
+        assert manager.is_due(1)
+        manager.save(1, parts, META, must_succeed=False)
+        assert not manager.is_due(1)
+        manager.accept_request(1.0, 0)  # made before that save was begun
+        assert not manager.is_due(1)
+        manager.every_s = None
+        assert manager.next_request() == 0.0
 
 
 def test_no_save_is_asked_for_beside_one_in_flight(tmp_path: Path) -> None:
     go_on = threading.Event()
     with CheckpointManager(
         alone(), tmp_path, None, EventLog(None), background=True, every_s=1e-9
-    ) as one:
-        original = one._staging.copy
-        one._staging.copy = lambda found: [_Slow(part, go_on) for part in original(found)]  # type: ignore[method-assign]
-        one.save(1, parts, META, must_succeed=False)
-        assert [one.next_request() for _ in range(3)] == [0.0] * 3
+    ) as manager:
+        original = manager._staging.copy
+        manager._staging.copy = lambda shards: [_Slow(shard, go_on) for shard in original(shards)]  # type: ignore[method-assign]
+        manager.save(1, parts, META, must_succeed=False)
+        assert [manager.next_request() for _ in range(3)] == [0.0] * 3
         go_on.set()
-        one.finish()
-        assert one.next_request() == 1.0
+        manager.finish()
+        assert manager.next_request() == 1.0
     assert steps_of(tmp_path) == [1]
 
 
@@ -104,15 +110,17 @@ def limit(size_bytes: int) -> None:
 
 @contextmanager
 def pausing(
-    world: Communicator, root: Path, log: Path | None = None, **more: Any
+    world: Communicator, root: Path, log: Path | None = None, **options: Any
 ) -> Iterator[CheckpointManager]:
     saver._RETRY_S = 0.05
     events = EventLog(log or root / "events.jsonl") if world.is_rank_zero else EventLog(None)
     with (
         log_to_events(events),
-        CheckpointManager(world, root / "checkpoints", None, events, pause=True, **more) as one,
+        CheckpointManager(
+            world, root / "checkpoints", None, events, pause=True, **options
+        ) as manager,
     ):
-        yield one
+        yield manager
 
 
 def half(world: Communicator, value: float) -> list[TensorShard]:
@@ -128,13 +136,13 @@ def half(world: Communicator, value: float) -> list[TensorShard]:
 
 
 def stand_still_until_there_is_room(world: Communicator, root: Path) -> None:
-    with pausing(world, root, background=False) as one:
-        one.save(1, lambda: half(world, 1.0), META, must_succeed=False)
+    with pausing(world, root, background=False) as manager:
+        manager.save(1, lambda: half(world, 1.0), META, must_succeed=False)
         if world.rank == 1:
             limit(100_000)
             threading.Timer(1.0, limit, [resource.RLIM_INFINITY]).start()
-        one.save(2, lambda: half(world, 2.0), META, must_succeed=False)
-        assert one.last_step == 2
+        manager.save(2, lambda: half(world, 2.0), META, must_succeed=False)
+        assert manager.last_step == 2
     world.barrier()
 
 
@@ -153,29 +161,29 @@ def test_training_stands_still_until_it_can_be_saved(tmp_path: Path) -> None:
 
 
 def stop_in_the_middle(world: Communicator, root: Path) -> list[str | None]:
-    asked = threading.Event()
-    found: list[str | None] = []
-    with pausing(world, root, background=False, stop=asked.is_set) as one:
-        one.save(1, lambda: half(world, 1.0), META, must_succeed=False)
+    stop_requested = threading.Event()
+    errors: list[str | None] = []
+    with pausing(world, root, background=False, stop=stop_requested.is_set) as manager:
+        manager.save(1, lambda: half(world, 1.0), META, must_succeed=False)
         limit(100_000)
         if world.rank == 1:  # the wish of one is enough
-            threading.Timer(0.5, asked.set).start()
-        one.save(2, lambda: half(world, 2.0), META, must_succeed=False)
+            threading.Timer(0.5, stop_requested.set).start()
+        manager.save(2, lambda: half(world, 2.0), META, must_succeed=False)
         for step in (2, 3):  # what a run does that was asked to stop: one last try, and no more
             try:
-                one.save(step, lambda: half(world, 2.0), META, must_succeed=True)
+                manager.save(step, lambda: half(world, 2.0), META, must_succeed=True)
             except RunError as error:
-                found.append(str(error))
+                errors.append(str(error))
     limit(resource.RLIM_INFINITY)
     world.barrier()
-    return found
+    return errors
 
 
 def test_a_stop_ends_it_and_the_last_good_one_is_kept(tmp_path: Path) -> None:
-    one, other = run_ranks(stop_in_the_middle, 2, tmp_path)
-    assert one == other
-    assert len(one) == 2
-    assert all("could not be written" in text for text in one)
+    errors, other_errors = run_ranks(stop_in_the_middle, 2, tmp_path)
+    assert errors == other_errors
+    assert len(errors) == 2
+    assert all("could not be written" in text for text in errors)
     assert steps_of(tmp_path / "checkpoints") == [1]
     assert verify(tmp_path / "checkpoints" / "step-00000001") is None
     assert not list((tmp_path / "checkpoints").glob(".*"))
@@ -184,21 +192,21 @@ def test_a_stop_ends_it_and_the_last_good_one_is_kept(tmp_path: Path) -> None:
 def test_a_save_that_failed_in_the_background_is_told_to_all(tmp_path: Path) -> None:
     """The first rank alone knows of it, and asks all to stand still at the same step."""
     (tmp_path / "checkpoints").mkdir()
-    with pausing(alone(), tmp_path, background=True) as one:
+    with pausing(alone(), tmp_path, background=True) as manager:
         limit(100_000)
         try:
-            one.save(1, lambda: parts(1.0, 75_000), META, must_succeed=False)
+            manager.save(1, lambda: parts(1.0, 75_000), META, must_succeed=False)
             deadline = time.monotonic() + 60
-            while one._pending is not None and time.monotonic() < deadline:
-                one.poll()
+            while manager._pending is not None and time.monotonic() < deadline:
+                manager.poll()
                 time.sleep(0.01)
             threading.Timer(0.5, limit, [resource.RLIM_INFINITY]).start()
-            request = one.next_request()
+            request = manager.next_request()
             assert request > 1.0
-            assert one.next_request() == 0.0  # once
-            one.accept_request(request, one.num_begun)
-            assert one.is_due(1)
-            one.save(2, lambda: parts(2.0, 75_000), META, must_succeed=False)
+            assert manager.next_request() == 0.0  # once
+            manager.accept_request(request, manager.num_begun)
+            assert manager.is_due(1)
+            manager.save(2, lambda: parts(2.0, 75_000), META, must_succeed=False)
         finally:
             limit(resource.RLIM_INFINITY)
     assert steps_of(tmp_path / "checkpoints") == [2]
@@ -213,8 +221,8 @@ def test_a_full_disk_names_what_is_missing(tmp_path: Path) -> None:
         ballast.write_bytes(bytes(400_000))
         threading.Timer(0.7, ballast.unlink).start()
         log = tmp_path / "events.jsonl"
-        with pausing(alone(), tmp_path / "small", log, background=False) as one:
-            one.save(1, lambda: parts(1.0, 75_000), META, must_succeed=True)
+        with pausing(alone(), tmp_path / "small", log, background=False) as manager:
+            manager.save(1, lambda: parts(1.0, 75_000), META, must_succeed=True)
         assert steps_of(tmp_path / "small" / "checkpoints") == [1]
         still, _ = notices(tmp_path)
         assert f"{tmp_path}/small/checkpoints/step-00000001: No space left" in still
@@ -233,19 +241,19 @@ def test_what_lies_beyond_the_step_it_went_on_from(tmp_path: Path) -> None:
     events = EventLog(tmp_path / "events.jsonl")
     with (
         log_to_events(events),
-        CheckpointManager(alone(), folder, 2, events, background=False) as one,
+        CheckpointManager(alone(), folder, 2, events, background=False) as manager,
     ):
-        one.first_step = one.last_step = 20
+        manager.first_step = manager.last_step = 20
         assert steps_of(folder) == [10, 20, 30, 40]  # nothing is lost before there is something new
-        one.save(25, parts, META, must_succeed=False)
+        manager.save(25, parts, META, must_succeed=False)
         assert steps_of(folder) == [20, 25]
-        one.save(30, parts, META, must_succeed=False)
+        manager.save(30, parts, META, must_succeed=False)
         assert steps_of(folder) == [25, 30]
-        one.save(40, parts, META, must_succeed=False)
+        manager.save(40, parts, META, must_succeed=False)
         assert steps_of(folder) == [30, 40]
     assert store.latest_valid(folder) == (folder / "step-00000040", [])
-    (said,) = notices(tmp_path)
-    assert "removed step-00000030, step-00000040 from" in said
+    (notice,) = notices(tmp_path)
+    assert "removed step-00000030, step-00000040 from" in notice
 
 
 def test_a_save_that_fails_removes_nothing(tmp_path: Path) -> None:
@@ -253,8 +261,8 @@ def test_a_save_that_fails_removes_nothing(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         store.save(folder, step, {"model/weight": torch.ones(3)}, META)
     broken = [TensorShard("model/weight", torch.ones(2), (4,), (0,), flat=True)]
-    with CheckpointManager(alone(), folder, 1, EventLog(None), background=False) as one:
-        one.first_step = one.last_step = 20
+    with CheckpointManager(alone(), folder, 1, EventLog(None), background=False) as manager:
+        manager.first_step = manager.last_step = 20
         with pytest.raises(RunError):
-            one.save(25, lambda: broken, META, must_succeed=True)
+            manager.save(25, lambda: broken, META, must_succeed=True)
     assert steps_of(folder) == [10, 20, 30]

@@ -52,7 +52,7 @@ def whole_state() -> dict[str, torch.Tensor]:
 def along(axis: int) -> Callable[[str, torch.Tensor, int, int], list[TensorShard]]:
     def cut(name: str, value: torch.Tensor, rank: int, size: int) -> list[TensorShard]:
         length = value.shape[axis]
-        start, end = (length * one // size for one in (rank, rank + 1))
+        start, end = (length * bound // size for bound in (rank, rank + 1))
         offset = [0] * value.dim()
         offset[axis] = start
         return [
@@ -66,20 +66,22 @@ def along(axis: int) -> Callable[[str, torch.Tensor, int, int], list[TensorShard
 
 def ranges(pieces: int) -> Callable[[str, torch.Tensor, int, int], list[TensorShard]]:
     def cut(name: str, value: torch.Tensor, rank: int, size: int) -> list[TensorShard]:
-        edges = [value.numel() * one // (size * pieces) for one in range(size * pieces + 1)]
-        mine = list(itertools.pairwise(edges))[rank::size]
+        edges = [value.numel() * index // (size * pieces) for index in range(size * pieces + 1)]
+        intervals = list(itertools.pairwise(edges))[rank::size]
         flat = value.reshape(-1)
-        return [TensorShard(name, flat[a:b], tuple(value.shape), (a,), flat=True) for a, b in mine]
+        return [
+            TensorShard(name, flat[a:b], tuple(value.shape), (a,), flat=True) for a, b in intervals
+        ]
 
     return cut
 
 
-def on_one(name: str, value: torch.Tensor, rank: int, size: int) -> list[TensorShard]:
+def on_single_rank(name: str, value: torch.Tensor, rank: int, size: int) -> list[TensorShard]:
     return [TensorShard.whole(name, value)] if len(name) % size == rank else []
 
 
 LAYOUTS = {
-    "whole": on_one,
+    "whole": on_single_rank,
     "rows": along(0),
     "columns": along(-1),
     "thirds": ranges(1),
@@ -90,11 +92,11 @@ LAYOUTS = {
 def parts_of(
     layout: str, rank: int, size: int, state: dict[str, torch.Tensor]
 ) -> list[TensorShard]:
-    found = []
+    shards = []
     for name, value in state.items():
-        cut = LAYOUTS[layout] if value.dim() and value.numel() else on_one
-        found += cut(name, value, rank, size)
-    return found
+        cut = LAYOUTS[layout] if value.dim() and value.numel() else on_single_rank
+        shards += cut(name, value, rank, size)
+    return shards
 
 
 def save_in_all_layouts(world: Communicator, root: Path) -> None:
@@ -135,10 +137,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_the_digest_is_the_same_for_every_layout(saved: dict[str, Path]) -> None:
-    found = {name: store.inspect(path) for name, path in saved.items()}
-    for name, one in found.items():
-        assert one == found["old"], name
-    assert set(found["old"]["tensors"]) == set(whole_state())
+    contents = {name: store.inspect(path) for name, path in saved.items()}
+    for name, layout_contents in contents.items():
+        assert layout_contents == contents["old"], name
+    assert set(contents["old"]["tensors"]) == set(whole_state())
     assert len(list(saved["rows"].glob("state-*-of-00003.safetensors"))) == 3
     assert not list(saved["rows"].glob("rank-*"))
 
@@ -152,7 +154,7 @@ def test_every_box_and_every_range_reads_as_it_was(saved: dict[str, Path], name:
 
     with CheckpointReader(saved[name]) as reader:
         assert reader.tensors() == {
-            key: (one.dtype, tuple(one.shape)) for key, one in whole_state().items()
+            key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in whole_state().items()
         }
         for key, value in whole_state().items():
             same(reader.read(key, (0,) * value.dim(), value.shape), value)
@@ -170,10 +172,10 @@ def test_every_box_and_every_range_reads_as_it_was(saved: dict[str, Path], name:
             same(reader.read("model/wide", (0, left), (40, right - left)), wide[:, left:right])
 
 
-def same(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert found.dtype == wanted.dtype
-    assert found.shape == wanted.shape
-    assert torch.equal(found, wanted)
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    assert torch.equal(actual, expected)
 
 
 # -- what a save holds, and when it is said
@@ -183,9 +185,9 @@ def alone() -> Communicator:
 
 def tried(events: Path) -> list[tuple[int, bool]]:
     return [
-        (one["step"], bool(one.get("error")))
-        for one in read_events(events)
-        if one["type"] == "checkpoint"
+        (event["step"], bool(event.get("error")))
+        for event in read_events(events)
+        if event["type"] == "checkpoint"
     ]
 
 
@@ -201,13 +203,13 @@ def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
             live.fill_(-1.0)  # training goes on
             saver.poll()
     assert saver.last_step == 3
-    assert [one.name for one in sorted((tmp_path / "checkpoints").iterdir())] == [
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
         "step-00000002",
         "step-00000003",
     ]
     for step in (2, 3):
-        found = read_state(tmp_path / "checkpoints" / f"step-0000000{step}")
-        assert found["model/weight"].unique().tolist() == [float(step)]
+        state = read_state(tmp_path / "checkpoints" / f"step-0000000{step}")
+        assert state["model/weight"].unique().tolist() == [float(step)]
     assert tried(tmp_path / "events.jsonl") == [(1, False), (2, False), (3, False)]
     for event in read_events(tmp_path / "events.jsonl"):
         assert event["size_bytes"] > 16_000_000
@@ -231,19 +233,21 @@ def test_memory_that_cannot_be_pinned_is_said_once(tmp_path: Path) -> None:
                 step, lambda: [TensorShard.whole("model/weight", live)], META, must_succeed=False
             )
     assert tried(tmp_path / "events.jsonl") == [(1, False), (2, False)]
-    notices = [one for one in read_events(tmp_path / "events.jsonl") if one["type"] == "notice"]
+    notices = [
+        event for event in read_events(tmp_path / "events.jsonl") if event["type"] == "notice"
+    ]
     assert len(notices) == (0 if torch.accelerator.is_available() else 1)
-    for one in notices:
-        assert one["level"] == "warning"
-        assert "is in pageable memory, because pinning it failed" in one["text"]
+    for notice in notices:
+        assert notice["level"] == "warning"
+        assert "is in pageable memory, because pinning it failed" in notice["text"]
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
     events = EventLog(tmp_path / "events.jsonl")
-    asked = []
+    calls = []
 
     def parts() -> list[TensorShard]:
-        asked.append(1)
+        calls.append(1)
         return [TensorShard.whole("model/weight", torch.ones(3))]
 
     with CheckpointManager(
@@ -251,23 +255,23 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     ) as saver:
         saver.last_step = 4  # resumed
         saver.save(4, parts, META, must_succeed=True)
-        assert not asked
+        assert not calls
         saver.save(5, parts, META, must_succeed=False)
         saver.save(5, parts, META, must_succeed=True)  # waits for the one in flight
         assert store.find(tmp_path).name == "step-00000005"
-    assert len(asked) == 1
+    assert len(calls) == 1
     assert tried(tmp_path / "events.jsonl") == [(5, False)]
 
 
 @pytest.mark.parametrize(
-    ("parts", "word"),
+    ("parts", "message"),
     [
         (
             [TensorShard("model/weight", torch.ones(2), (4,), (0,), flat=True)],
             "they hold 2 elements, the tensor has 4",
         ),
         (
-            [TensorShard("model/weight", torch.ones(3, 2), (4, 2), (one, 0)) for one in (0, 1)],
+            [TensorShard("model/weight", torch.ones(3, 2), (4, 2), (start, 0)) for start in (0, 1)],
             "they hold 12 elements, the tensor has 8",
         ),
         (
@@ -292,7 +296,7 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     ],
 )
 def test_pieces_that_do_not_make_up_the_state(
-    tmp_path: Path, parts: list[TensorShard], word: str
+    tmp_path: Path, parts: list[TensorShard], message: str
 ) -> None:
     saver = CheckpointManager(
         alone(), tmp_path / "checkpoints", None, EventLog(None), background=False
@@ -300,7 +304,7 @@ def test_pieces_that_do_not_make_up_the_state(
     with pytest.raises(RunError, match="could not be written") as caught:
         saver.save(1, lambda: parts, META, must_succeed=True)
     assert "model/weight" in str(caught.value)
-    assert word in str(caught.value)
+    assert message in str(caught.value)
     assert list((tmp_path / "checkpoints").iterdir()) == []
     assert saver.last_step is None
 
@@ -327,7 +331,7 @@ def limit(size_bytes: int) -> None:
 
 def fail_on_a_rank(world: Communicator, root: Path) -> list[Any]:
     events = EventLog(root / "events.jsonl") if world.is_rank_zero else EventLog(None)
-    said = []
+    errors = []
 
     def must(saver: CheckpointManager, step: int) -> str | None:
         try:
@@ -337,27 +341,27 @@ def fail_on_a_rank(world: Communicator, root: Path) -> list[Any]:
         return None
 
     with CheckpointManager(world, root / "checkpoints", None, events, background=True) as saver:
-        said.append(must(saver, 1))
+        errors.append(must(saver, 1))
         for broken in (2, 0):
             step = 2 if broken == 2 else 3
             if world.rank == broken:
                 limit(100_000)
             # training goes on
             saver.save(step, lambda: a_third(world, 2.0), META, must_succeed=False)
-            said.append(must(saver, step))  # at the end of the run: once more, and not again
-            left = sorted(one.name for one in (root / "checkpoints").iterdir())
+            errors.append(must(saver, step))  # at the end of the run: once more, and not again
+            left = sorted(path.name for path in (root / "checkpoints").iterdir())
             world.barrier()
             limit(resource.RLIM_INFINITY)
-            said.append(left)
-        said.append(must(saver, 3))
+            errors.append(left)
+        errors.append(must(saver, 3))
     world.barrier()
-    return said
+    return errors
 
 
 def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
-    found = run_ranks(fail_on_a_rank, 3, tmp_path)
-    assert found[0] == found[1] == found[2]
-    first, on_two, left_two, on_zero, left_zero, last = found[0]
+    results = run_ranks(fail_on_a_rank, 3, tmp_path)
+    assert results[0] == results[1] == results[2]
+    first, on_two, left_two, on_zero, left_zero, last = results[0]
     assert (first, last) == (None, None)
     for error, rank in ((on_two, 2), (on_zero, 0)):
         assert f"File too large (on rank {rank})" in error
@@ -376,7 +380,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
 
 
 def save_two(world: Communicator, root: Path) -> list[str | None]:
-    said: list[str | None] = []
+    errors: list[str | None] = []
     for step in (1, 2):
         saver = CheckpointManager(
             world, root / "checkpoints", None, EventLog(None), background=step == 2
@@ -384,24 +388,24 @@ def save_two(world: Communicator, root: Path) -> list[str | None]:
         saver.save(step, lambda: a_third(world, 1.0), META, must_succeed=False)
         try:
             saver.save(step, lambda: a_third(world, 1.0), META, must_succeed=True)
-            said.append(None)
+            errors.append(None)
         except RunError as error:
-            said.append(str(error))
+            errors.append(str(error))
         saver.finish()
     world.barrier()
-    return said
+    return errors
 
 
 def test_a_disk_with_room_for_one(tmp_path: Path) -> None:
     with disk(tmp_path / "small", "size=1500k") as mounted:
         if not mounted:
             return
-        found = run_ranks(save_two, 3, tmp_path / "small")
-        assert found[0] == found[1] == found[2]
-        assert found[0][0] is None
-        assert "step 2 could not be written" in found[0][1]
-        assert "No space left on device" in found[0][1]
-        assert [one.name for one in (tmp_path / "small" / "checkpoints").iterdir()] == [
+        errors = run_ranks(save_two, 3, tmp_path / "small")
+        assert errors[0] == errors[1] == errors[2]
+        assert errors[0][0] is None
+        assert "step 2 could not be written" in errors[0][1]
+        assert "No space left on device" in errors[0][1]
+        assert [path.name for path in (tmp_path / "small" / "checkpoints").iterdir()] == [
             "step-00000001"
         ]
         assert verify(tmp_path / "small" / "checkpoints" / "step-00000001") is None
@@ -440,7 +444,7 @@ def die_in_a_save(world: Communicator, root: Path, victim: int) -> None:
 def test_a_rank_killed_in_a_save(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 died"):
         run_ranks(die_in_a_save, 2, tmp_path, 1)
-    assert [one.name for one in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     assert verify(tmp_path / "checkpoints" / "step-00000001") is None
     error = read_events(tmp_path / "events.jsonl")[-1]["error"]
     assert "rank 1 ended" in error
@@ -454,4 +458,4 @@ def test_a_run_killed_in_a_save(tmp_path: Path) -> None:
     assert os.stat(debris / "state-00000-of-00001.safetensors").st_size == 100_000
     assert store.latest_valid(folder) == (folder / "step-00000001", [])
     CheckpointManager(alone(), folder, None, EventLog(None), background=True)  # the next start
-    assert [one.name for one in folder.iterdir()] == ["step-00000001"]
+    assert [path.name for path in folder.iterdir()] == ["step-00000001"]

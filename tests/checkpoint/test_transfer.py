@@ -90,9 +90,9 @@ def save(saver: CheckpointManager, step: int, must_succeed: bool = False) -> str
 
 def outcomes(root: Path) -> dict[int, str | None]:
     return {
-        one["step"]: one.get("error")
-        for one in read_events(root / "events.jsonl")
-        if one["type"] == "checkpoint"
+        event["step"]: event.get("error")
+        for event in read_events(root / "events.jsonl")
+        if event["type"] == "checkpoint"
     }
 
 
@@ -103,7 +103,7 @@ def save_and_read(world: Communicator, root: Path) -> dict[str, Any]:
     before = TRAFFIC.total
     shape = (num_elements(world.size),)
     with open_checkpoint(saver.folder / name_of(2), saver.side) as opened:
-        whole = opened.read("model/weight", (0,), shape)
+        full = opened.read("model/weight", (0,), shape)
         middle = opened.read_flat("model/weight", FEW - 5, 10)
         none = opened.read_flat("model/weight", 7, 0)
         refused = None
@@ -113,7 +113,7 @@ def save_and_read(world: Communicator, root: Path) -> dict[str, Any]:
             refused = str(error)
         again = opened.read_flat("model/weight", 0, 2)  # after a refusal the two ends still agree
     return {
-        "whole": whole,
+        "full": full,
         "middle": middle,
         "none": none.numel(),
         "refused": refused,
@@ -126,43 +126,43 @@ def save_and_read(world: Communicator, root: Path) -> dict[str, Any]:
 def test_what_is_sent_is_written_and_read_back(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
-    found = run_ranks(save_and_read, 3, root)
+    results = run_ranks(save_and_read, 3, root)
     expected = torch.arange(num_elements(3), dtype=torch.float32) + 2
-    for one in found:
-        assert torch.equal(one["whole"], expected)
-        assert torch.equal(one["middle"], expected[FEW - 5 : FEW + 5])
-        assert torch.equal(one["again"], expected[:2])
-        assert (one["none"], one["meta"], one["counted"]) == (0, "made up", 0)
-        assert "model/other" in one["refused"]
+    for result in results:
+        assert torch.equal(result["full"], expected)
+        assert torch.equal(result["middle"], expected[FEW - 5 : FEW + 5])
+        assert torch.equal(result["again"], expected[:2])
+        assert (result["none"], result["meta"], result["counted"]) == (0, "made up", 0)
+        assert "model/other" in result["refused"]
     assert outcomes(root) == {1: None, 2: None}
-    assert [verify(one) for one in store.committed(root / "checkpoints")] == [None, None]
+    assert [verify(path) for path in store.committed(root / "checkpoints")] == [None, None]
     assert not list(tmp_path.glob("other-*"))  # nothing is written on the hosts without the folder
 
 
 def save_with_faults(world: Communicator, root: Path) -> list[str | None]:
     saver = saver_of(world, root)
-    found = [save(saver, 1)]
+    errors = [save(saver, 1)]
     # Step 2: a byte changes between the two ends.
     if not world.is_rank_zero:
         flip_a_byte(saver)
-    found.append(save(saver, 2))
+    errors.append(save(saver, 2))
     # Step 3: the connection is given up in the middle of a part; nothing moves on it any longer.
     if world.is_rank_zero:
         side_group.STALL_TIMEOUT_S = 1.0
     else:
         stall_once(saver)
-    found.append(save(saver, 3))
+    errors.append(save(saver, 3))
     side_group.STALL_TIMEOUT_S = 60.0
     # Step 4: as if nothing had happened, over new connections. Step 5: a state that a checkpoint
     # cannot hold.
-    found.append(save(saver, 4))
+    errors.append(save(saver, 4))
     kind = torch.float32 if world.is_rank_zero else torch.complex128
     bad = [TensorShard.whole(f"model/{world.rank}", torch.ones(3, dtype=kind))]
     saver.save(5, lambda: bad, META, must_succeed=False)
     saver.finish()
-    found.append(None)
-    found.append(save(saver, 6, must_succeed=True))
-    return found
+    errors.append(None)
+    errors.append(save(saver, 6, must_succeed=True))
+    return errors
 
 
 def flip_a_byte(saver: CheckpointManager) -> None:
@@ -197,17 +197,17 @@ def stall_once(saver: CheckpointManager) -> None:
 def test_a_fault_of_a_transfer_fails_that_save_only(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
-    found = run_ranks(save_with_faults, 2, root)
-    assert found == [[None] * 6] * 2
-    said = outcomes(root)
-    assert [step for step, error in said.items() if error is None] == [1, 4, 6]
-    assert "different SHA-256" in str(said[2])
-    assert "did not arrive: nothing arrived for 1 s" in str(said[3])
-    assert "complex128, which a checkpoint cannot store" in str(said[5])
-    assert sorted(one.name for one in (root / "checkpoints").iterdir()) == [
+    results = run_ranks(save_with_faults, 2, root)
+    assert results == [[None] * 6] * 2
+    errors = outcomes(root)
+    assert [step for step, error in errors.items() if error is None] == [1, 4, 6]
+    assert "different SHA-256" in str(errors[2])
+    assert "did not arrive: nothing arrived for 1 s" in str(errors[3])
+    assert "complex128, which a checkpoint cannot store" in str(errors[5])
+    assert sorted(path.name for path in (root / "checkpoints").iterdir()) == [
         name_of(step) for step in (1, 4, 6)
     ]
-    assert all(verify(one) is None for one in store.committed(root / "checkpoints"))
+    assert all(verify(path) is None for path in store.committed(root / "checkpoints"))
 
 
 def save_and_die(world: Communicator, root: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_rank_that_dies_while_it_sends(tmp_path: Path) -> None:
     root.mkdir()
     with pytest.raises(AssertionError, match="rank 1 died"):
         run_ranks(save_and_die, 3, root)
-    assert [one.name for one in (root / "checkpoints").iterdir()] == [name_of(1)]
+    assert [path.name for path in (root / "checkpoints").iterdir()] == [name_of(1)]
     assert "the shards of rank 1 did not arrive: the connection was closed" in str(
         outcomes(root)[2]
     )
@@ -244,20 +244,20 @@ def save_where_files_may_not_grow(world: Communicator, root: Path) -> list[str |
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if world.is_rank_zero:
         resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK_BYTES * 3 // 2, before[1]))
-    found = [save(saver, 1)]
+    errors = [save(saver, 1)]
     if world.is_rank_zero:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return [*found, save(saver, 2, must_succeed=True)]
+    return [*errors, save(saver, 2, must_succeed=True)]
 
 
 def test_a_part_that_cannot_be_written_whole(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
     assert run_ranks(save_where_files_may_not_grow, 3, root) == [[None, None]] * 3
-    said = outcomes(root)
-    assert "File too large (on rank 1)" in str(said[1])
-    assert said[2] is None
-    assert [one.name for one in (root / "checkpoints").iterdir()] == [name_of(2)]
+    errors = outcomes(root)
+    assert "File too large (on rank 1)" in str(errors[1])
+    assert errors[2] is None
+    assert [path.name for path in (root / "checkpoints").iterdir()] == [name_of(2)]
 
 
 def test_what_a_save_costs_is_reported() -> None:
@@ -286,16 +286,16 @@ MODES: dict[str, tuple[int, tuple[str, ...], bool]] = {
     "diloco": (2, ("parallel.mode=diloco", "local_sgd.steps=2"), True),
     "shard2-tensor2": (4, ("parallel.shard=2", "parallel.tensor=2"), True),
 }
-SHORT = [pytest.param(one, marks=() if one == "zero3" else pytest.mark.soak) for one in MODES]
+SHORT = [pytest.param(mode, marks=() if mode == "zero3" else pytest.mark.soak) for mode in MODES]
 
 
-def planned(mode: str, folder: Path, *words: str) -> RunSpec:
+def planned(mode: str, folder: Path, *extra_args: str) -> RunSpec:
     """The job of a run in ``folder``, as rank 0 plans it."""
     num_ranks, overrides, _ = MODES[mode]
     args = (
         *MICRO,
         *overrides,
-        *words,
+        *extra_args,
         f"output_dir={folder}",
         f"parallel.num_gpus={num_ranks}",
         "train_args.max_steps=8",
@@ -307,7 +307,7 @@ def planned(mode: str, folder: Path, *words: str) -> RunSpec:
         "train_args.save_total_limit=null",
     )
     return job_of(
-        {key: yaml.safe_load(value) for key, value in (one.split("=", 1) for one in args)},
+        {key: yaml.safe_load(value) for key, value in (arg.split("=", 1) for arg in args)},
         num_ranks,
     )
 
@@ -349,7 +349,7 @@ def run_job(env: RankEnv, job: RunSpec, other: Path | None, kill_at: int | None 
 
 def kill_after(root: Path, step: int) -> None:
     while not (root / "events.jsonl").exists() or not any(
-        one["step"] >= step for one in events(root, "step")
+        event["step"] >= step for event in events(root, "step")
     ):
         time.sleep(0.005)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -370,19 +370,19 @@ def test_kill_and_resume_without_shared_folder(mode: str, tmp_path: Path) -> Non
     assert run_ranks(run_job, num_ranks, job, other, joins=False) == ["done"] * num_ranks
     assert digest(split) == digest(shared)
     assert not other.exists()
-    by_step = {one["step"]: one["loss"] for one in events(split, "step")}
+    by_step = {event["step"]: event["loss"] for event in events(split, "step")}
     assert [by_step[step] for step in sorted(by_step)] == losses(shared)
     notices = [
-        one["text"]
-        for one in events(split, "notice")
-        if "do not share the run's folder" in one["text"]
+        event["text"]
+        for event in events(split, "notice")
+        if "do not share the run's folder" in event["text"]
     ]
     assert notices
-    assert all(("each save sends" in one) == sends for one in notices)
+    assert all(("each save sends" in notice) == sends for notice in notices)
     # What travels for checkpoints is not counted. After a resume, modes that count by period have
     # no figure at first.
     counted = [
-        {one["step"]: one["traffic"] for one in events(folder, "step") if one["traffic"]}
+        {event["step"]: event["traffic"] for event in events(folder, "step") if event["traffic"]}
         for folder in (split, shared)
     ]
     assert counted[0]
@@ -418,8 +418,8 @@ def test_a_rollback_without_shared_folder(tmp_path: Path) -> None:
         )
         assert run_ranks(run_job, 2, job_of(values, 2), other, joins=False) == ["done", "done"]
     for name in ("shared", "split"):
-        assert [(one["step"], one["to_step"]) for one in events(tmp_path / name, "rewind")] == [
-            (11, 8)
-        ]
+        assert [
+            (event["step"], event["to_step"]) for event in events(tmp_path / name, "rewind")
+        ] == [(11, 8)]
     assert digest(tmp_path / "split") == digest(tmp_path / "shared")
     assert not (tmp_path / "other").exists()

@@ -58,10 +58,10 @@ class Host:
         """The ranks of this host in the order of their numbers: children of the command's fork
         server, or of torchrun."""
         found = []
-        for one in self.processes():
+        for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                if one.status() != psutil.STATUS_ZOMBIE and self._is_rank(one):
-                    found.append(one)
+                if process.status() != psutil.STATUS_ZOMBIE and self._is_rank(process):
+                    found.append(process)
         return sorted(found, key=lambda one: (one.create_time(), one.pid))
 
     def _is_rank(self, process: psutil.Process) -> bool:
@@ -81,7 +81,9 @@ class Host:
     def kill(self) -> None:
         """As a power cut: every process at once, none of them asked. The kernel of the host still
         closes their connections."""
-        while running := [one for one in self.processes() if one.status() != psutil.STATUS_ZOMBIE]:
+        while running := [
+            process for process in self.processes() if process.status() != psutil.STATUS_ZOMBIE
+        ]:
             for one in running:
                 with contextlib.suppress(psutil.Error):
                     one.kill()
@@ -91,9 +93,9 @@ class Host:
 
     def signal(self, number: signal.Signals) -> None:
         """To every process of this host."""
-        for one in self.processes():
+        for process in self.processes():
             with contextlib.suppress(psutil.Error):
-                one.send_signal(number)
+                process.send_signal(number)
 
     # -- waiting
     def end(self, expect: int = 0, timeout_s: float = _TIMEOUT_S) -> str:
@@ -247,7 +249,7 @@ class Cluster:
 
     def losses(self) -> list[float]:
         """By step; of those that were made again, as they were made last."""
-        found = {one["step"]: one["loss"] for one in self.events("step")}
+        found = {event["step"]: event["loss"] for event in self.events("step")}
         return [found[step] for step in sorted(found)]
 
     def wait(
@@ -257,15 +259,15 @@ class Cluster:
         deadline = time.monotonic() + timeout_s
         while not condition():
             ended = [
-                one
-                for one in self.hosts
-                if one.process is not None and one.process.poll() not in (None, 0, -9)
+                host
+                for host in self.hosts
+                if host.process is not None and host.process.poll() not in (None, 0, -9)
             ]
             if ended or time.monotonic() > deadline:
                 said = "\n".join(
-                    f"--- host {one.name}\n{one.said[-3000:]}"
-                    for one in self.hosts
-                    if one.said_file.exists()
+                    f"--- host {host.name}\n{host.said[-3000:]}"
+                    for host in self.hosts
+                    if host.said_file.exists()
                 )
                 why = (
                     f"the command on host {ended[0].name} has ended"

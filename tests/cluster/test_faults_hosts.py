@@ -48,11 +48,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 
 
 def faults_of(cluster: Cluster) -> list[tuple[list[int], list[str]]]:
-    return [(one["ranks"], one["hosts"]) for one in cluster.events("fault")]
+    return [(event["ranks"], event["hosts"]) for event in cluster.events("fault")]
 
 
 def world_sizes(cluster: Cluster) -> list[int]:
-    return [one["world_size"] for one in cluster.events("run_start")]
+    return [event["world_size"] for event in cluster.events("run_start")]
 
 
 def check_numbering(cluster: Cluster) -> None:
@@ -189,7 +189,7 @@ def test_the_host_that_is_left_goes_on_alone_and_takes_the_other_one_in_again(
         stop_and_compare(cluster, tmp_path)
     assert world_sizes(cluster) == [2, 1, 2]
     assert faults_of(cluster) == [([1], ["b"])]
-    assert {one["derived"]["global_batch_size"] for one in cluster.events("run_start")} == {8}
+    assert {event["derived"]["global_batch_size"] for event in cluster.events("run_start")} == {8}
 
 
 @pytest.mark.soak
@@ -326,8 +326,12 @@ def test_a_pause_shorter_than_the_timeout_is_reported_and_nothing_is_restarted(
         time.sleep(PAUSE_S)
         send(signal.SIGCONT)
         check_undisturbed(cluster, undisturbed(*words))
-    (pause,) = [one for one in cluster.events("straggler") if one["slower_by_s"] > 0.9 * PAUSE_S]
+    (pause,) = [
+        event for event in cluster.events("straggler") if event["slower_by_s"] > 0.9 * PAUSE_S
+    ]
     assert (pause["rank"], pause["host"]) == (number, host.name)
     # Named after a while by the others too, unless it was paused in a phase that may take long,
     # such as a save.
-    assert {(one["rank"], one["host"]) for one in cluster.events("hang")} <= {(number, host.name)}
+    assert {(event["rank"], event["host"]) for event in cluster.events("hang")} <= {
+        (number, host.name)
+    }

@@ -80,7 +80,7 @@ def test_two_hosts_train_what_two_ranks_of_one_host_train_and_outlive_a_killed_r
     hosts = [host(folder, port, number) for number in range(2)]
     wait_for_step(folder, 9, hosts[0])
     rank_of(hosts[1]).kill()
-    said = [end(one) for one in hosts]
+    said = [end(host) for host in hosts]
     assert digest(folder) == digest(undisturbed)
     assert "rank 1 on host b (process" in said[0]
     assert "was killed by SIGKILL" in said[0]
@@ -99,7 +99,7 @@ def test_a_host_whose_agent_dies_is_named_and_may_come_back(undisturbed, tmp_pat
     hosts[1].kill()
     hosts[1].communicate()
     hosts[1] = host(folder, port, 1)
-    said = [end(one) for one in hosts]
+    said = [end(host) for host in hosts]
     assert digest(folder) == digest(undisturbed)
     assert "host b with rank 1 was lost" in said[0]
     assert events(folder, "fault")[0]["hosts"] == ["b"]
@@ -123,8 +123,8 @@ def test_the_hosts_that_are_left_go_on_and_take_in_who_comes(undisturbed, tmp_pa
     hosts[1].send_signal(signal.SIGTERM)  # of one host, and all stop at the same step
     said = [end(hosts[0], expect=143), end(hosts[1], expect=143)]
     starts = events(folder, "run_start")
-    assert [one["world_size"] for one in starts] == [2, 1, 2]
-    assert {one["derived"]["global_batch_size"] for one in starts} == {8}
+    assert [start["world_size"] for start in starts] == [2, 1, 2]
+    assert {start["derived"]["global_batch_size"] for start in starts} == {8}
     assert "host b with rank 1 was lost" in said[0]
     reference = tmp_path / "reference"
     steps = report(folder)["steps"]
@@ -133,7 +133,7 @@ def test_the_hosts_that_are_left_go_on_and_take_in_who_comes(undisturbed, tmp_pa
         *words(parallel__num_gpus=2, max_steps=steps, lr_scheduler_type="constant"),
         env={**os.environ, **THREADS},
     )
-    ours = {one["step"]: one["loss"] for one in events(folder, "step")}
+    ours = {event["step"]: event["loss"] for event in events(folder, "step")}
     assert [ours[number + 1] for number in range(steps)] == pytest.approx(
         losses(reference), rel=1e-5
     )

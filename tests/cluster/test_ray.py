@@ -22,7 +22,7 @@ def wait_for_step(
 ) -> None:
     deadline = time.monotonic() + timeout_s
     while not (folder / "events.jsonl").exists() or not any(
-        one["step"] >= number for one in events(folder, "step")
+        event["step"] >= number for event in events(folder, "step")
     ):
         assert process.poll() is None, process.communicate()[1][-3000:]
         assert time.monotonic() < deadline, f"step {number} was not reached"
@@ -93,7 +93,7 @@ def test_ctrl_c_writes_a_checkpoint_and_the_same_command_resumes(tmp_path):
         stopped_at = report(tmp_path / "run")["steps"]
         assert stopped_at < 400
         assert f"step-{stopped_at:08d}" in {
-            one.name for one in (tmp_path / "run" / "checkpoints").iterdir()
+            path.name for path in (tmp_path / "run" / "checkpoints").iterdir()
         }
         run(*words, verb="ray", env=environment, cwd=tmp_path)
     assert report(tmp_path / "run")["resumed_from_step"] == stopped_at

@@ -316,6 +316,6 @@ def test_a_signal_to_every_process_of_a_run_is_one_stop(tmp_path: Path) -> None:
     assert process.returncode == 143, err
     assert psutil.wait_procs(everyone, timeout=10)[1] == []
     stopped_at = report(folder)["steps"]
-    assert stopped_at == max(one["step"] for one in events(folder, "step"))
+    assert stopped_at == max(event["step"] for event in events(folder, "step"))
     run(*words, f"max_steps={stopped_at + 1}", "--allow-config-change")
     assert report(folder)["resumed_from_step"] == stopped_at

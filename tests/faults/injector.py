@@ -59,7 +59,7 @@ def in_evaluation(run: LiveRun, _random: Random) -> bool:
     """From a step at which there is one to the word of how it went."""
 
     def begun() -> bool:
-        last = [one for one in run.events() if one["type"] in ("step", "eval")][-1:]
+        last = [event for event in run.events() if event["type"] in ("step", "eval")][-1:]
         return bool(last) and last[0]["type"] == "step" and last[0]["step"] % EVERY == 0
 
     return run.wait(begun)
@@ -127,12 +127,12 @@ def stop_for(seconds: float, whom: Choice) -> Deed:
 
     def deed(run: LiveRun, random: Random) -> None:
         victims = whom(run, random)
-        for one in victims:
-            one.suspend()
+        for victim in victims:
+            victim.suspend()
         time.sleep(seconds)
-        for one in victims:
+        for victim in victims:
             with contextlib.suppress(psutil.Error):
-                one.resume()
+                victim.resume()
 
     return deed
 
@@ -194,7 +194,7 @@ class Fault:
         """False where the run has ended first."""
         if not self.moment(run, random):
             return False
-        ending = {one.pid for one in run.rank_processes()}
+        ending = {rank_process.pid for rank_process in run.rank_processes()}
         self.deed(run, random)
         if self.attempts:
             run.begin_life_after(ending)

@@ -93,7 +93,7 @@ def drive(folder: Path, words: Sequence[str], faults: Sequence[str | Fault], see
     0. The command is given again only where a fault ends it: by a signal, or with the launcher.
     Fails where the run ends otherwise than the fault says, or loses more steps than it may."""
     random, found = Random(seed), Driven()
-    pending = [FAULTS[one] if isinstance(one, str) else one for one in faults]
+    pending = [FAULTS[fault] if isinstance(fault, str) else fault for fault in faults]
     scratch, token = Path(tempfile.mkdtemp(prefix="lab-")), new_token()
     ports: set[int] = set()
     struck: list[tuple[float, Fault]] = []
@@ -115,7 +115,9 @@ def drive(folder: Path, words: Sequence[str], faults: Sequence[str | Fault], see
         shutil.rmtree(scratch, ignore_errors=True)
     found.tried = Counter(fault.name for _, fault in struck)
     found.lost = steps_lost(folder, struck)
-    found.starts = sum(one["type"] == "run_start" for one in read_events(folder / "events.jsonl"))
+    found.starts = sum(
+        event["type"] == "run_start" for event in read_events(folder / "events.jsonl")
+    )
     found.digest = digest(folder)
     return found
 
@@ -123,7 +125,7 @@ def drive(folder: Path, words: Sequence[str], faults: Sequence[str | Fault], see
 def replaced(words: Sequence[str], by: Sequence[str]) -> list[str]:
     """``words``, with those of the same key in their place."""
     keys = {one.partition("=")[0] for one in by}
-    return [one for one in words if one.partition("=")[0] not in keys] + [*by]
+    return [arg for arg in words if arg.partition("=")[0] not in keys] + [*by]
 
 
 def _strike(
@@ -149,12 +151,12 @@ def steps_lost(folder: Path, struck: Sequence[tuple[float, Fault]]) -> dict[str,
     beside the training, and counts when it is whole."""
     lost: dict[str, int] = {}
     last, attempt = 0, 0
-    for one in read_events(folder / "events.jsonl"):
-        if one["type"] == "step":
-            last = one["step"]
-        elif one["type"] == "run_start":
-            begins, attempt = one["resumed_from_step"] or 0, attempt + 1
-            by = [fault for at, fault in struck if at < one["time"]]
+    for event in read_events(folder / "events.jsonl"):
+        if event["type"] == "step":
+            last = event["step"]
+        elif event["type"] == "run_start":
+            begins, attempt = event["resumed_from_step"] or 0, attempt + 1
+            by = [fault for at, fault in struck if at < event["time"]]
             if attempt > 1 and by:
                 # the newest save that has surely begun; the one before it is whole
                 begun = (last - 1) // EVERY * EVERY
@@ -193,11 +195,13 @@ def left_behind(run: LiveRun, scratch: Path, ports: set[int]) -> list[str]:
     found += [f"port {one}" for one in sorted(ports & open_ports)]
     # torch keeps an empty folder for what it has compiled, on purpose and one for all of a user's
     # programs.
-    files = [one for name in ("tmp", "shm") for one in sorted((scratch / name).iterdir())]
+    files = [path for name in ("tmp", "shm") for path in sorted((scratch / name).iterdir())]
     found += [
-        str(one.relative_to(scratch)) for one in files if not one.name.startswith("torchinductor_")
+        str(file.relative_to(scratch))
+        for file in files
+        if not file.name.startswith("torchinductor_")
     ]
-    hidden = [one for one in run.folder.rglob(".*") if one.name not in (".lock", ".launch.lock")]
+    hidden = [path for path in run.folder.rglob(".*") if path.name not in (".lock", ".launch.lock")]
     return found + [str(one.relative_to(run.folder)) for one in hidden]
 
 

@@ -134,7 +134,7 @@ class LiveRun:
 
     def steps(self) -> int:
         """Steps logged in the attempt under way."""
-        return sum(one["type"] == "step" for one in self.events())
+        return sum(event["type"] == "step" for event in self.events())
 
     # -- time
     def wait(

@@ -100,7 +100,7 @@ def test_shards_that_are_harmed_and_a_config_that_is_edited(spoken: str, tmp_pat
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(one): one.read_bytes() for one in sorted(folder.rglob("*")) if one.is_file()}
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def test_four_two_four_ranks(tmp_path: Path) -> None:
@@ -113,14 +113,14 @@ def test_four_two_four_ranks(tmp_path: Path) -> None:
     found = drive(tmp_path / "run", words, attempts, seed=4)
     assert found.left == []
     starts = events(tmp_path / "run", "run_start")
-    assert [one["world_size"] for one in starts] == [4, 2, 4]
-    assert {one["derived"]["global_batch_size"] for one in starts} == {8}
+    assert [start["world_size"] for start in starts] == [4, 2, 4]
+    assert {start["derived"]["global_batch_size"] for start in starts} == {8}
     assert losses_of(tmp_path / "run") == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-5)
     note(stop.name, "ddp", 1, lost=0, equal="1e-5")
 
 
 def losses_of(folder: Path) -> list[float]:
-    return [one["loss"] for one in effective_steps(read_events(folder / "events.jsonl"))]
+    return [event["loss"] for event in effective_steps(read_events(folder / "events.jsonl"))]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -137,11 +137,11 @@ def test_killed_at_each_place_of_a_save(victim: int, tmp_path: Path) -> None:
     note(name, "zero3", len(cuts), lost=lost[name], equal=found.digest == whole.digest)
     assert (found.digest, found.left) == (whole.digest, [])
     assert found.starts == len(cuts) + 1
-    done_to = {one.partition(" ")[0] for one in cuts}
+    done_to = {cut.partition(" ")[0] for cut in cuts}
     assert done_to >= {"open", "fsync", "replace"}, cuts
     if victim == 0:  # it makes the folder, names it, and prunes the one before
         assert done_to >= {"mkdir", "unlink"}, cuts
-        assert any(".old" in one for one in cuts), cuts
+        assert any(".old" in cut for cut in cuts), cuts
 
 
 def test_numbers_that_go_wrong_on_one_rank(tmp_path: Path) -> None:
@@ -157,16 +157,16 @@ def test_numbers_that_go_wrong_on_one_rank(tmp_path: Path) -> None:
     name = "a parameter's bit flipped on one rank"
     lost = steps_lost(tmp_path / "flipped", [(0.0, Fault(name, in_training, send_nothing))])
     note(name, "ddp", 1, lost=lost[name], equal=found.digest == whole.digest)
-    assert [one["ranks"] for one in events(tmp_path / "flipped", "drift")] == [[1]]
+    assert [event["ranks"] for event in events(tmp_path / "flipped", "drift")] == [[1]]
     assert (found.digest, found.left) == (whole.digest, [])
 
     words = task_words(tmp_path, "../faulty_task.py", num_ranks=3, bad=[3, 77, 120])
     whole = drive(tmp_path / "skipping", words, [], seed=0)
     found = drive(tmp_path / "killed", words, ["kill -9 of a rank"] * 3, seed=5)
-    skipped = [one["step"] for one in events(tmp_path / "skipping", "skipped")]
+    skipped = [event["step"] for event in events(tmp_path / "skipping", "skipped")]
     note("NaN on one rank", "ddp", len(skipped), lost=None, equal=found.digest == whole.digest)
     assert skipped
-    assert {len(one["ranks"]) for one in events(tmp_path / "skipping", "skipped")} == {1}
+    assert {len(event["ranks"]) for event in events(tmp_path / "skipping", "skipped")} == {1}
     assert (found.digest, found.left) == (whole.digest, [])
 
 
@@ -205,7 +205,9 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
             def failed() -> bool:
                 # a checkpoint that is pruned makes room again
                 fill_up(ballast, leave_bytes=300_000)
-                return any(one.get("error") for one in run.events() if one["type"] == "checkpoint")
+                return any(
+                    event.get("error") for event in run.events() if event["type"] == "checkpoint"
+                )
 
             run.wait(failed)
             ballast.unlink()
@@ -224,7 +226,9 @@ def with_two_saves(run: LiveRun, _random: random.Random) -> bool:
 
 
 def saves(run: LiveRun) -> list[Any]:
-    return [one for one in run.events() if one["type"] == "checkpoint" and not one.get("error")]
+    return [
+        event for event in run.events() if event["type"] == "checkpoint" and not event.get("error")
+    ]
 
 
 PAIRS, AT_ONCE = 50, 5

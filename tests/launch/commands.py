@@ -94,7 +94,7 @@ def wait_for_step(
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
         if (folder / "events.jsonl").exists() and any(
-            one["step"] >= step for one in events(folder, "step")
+            event["step"] >= step for event in events(folder, "step")
         ):
             return
         time.sleep(0.02)

@@ -50,7 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def listing(folder: Path) -> list[str]:
-    return sorted(str(one.relative_to(folder)) for one in folder.rglob("*"))
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ SAID = {
 
 
 def test_there_is_one_of_each_tool() -> None:
-    assert {one.stem for one in CONFIGS.glob("*.yaml")} == set(SAID)
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SAID)
 
 
 @pytest.mark.parametrize(

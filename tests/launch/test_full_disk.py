@@ -44,7 +44,7 @@ def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None
         whole, wrong = store.latest_valid(folder / "checkpoints")
         assert whole == folder / "checkpoints" / "step-00000003"
         assert wrong == []
-        assert [one.name for one in (folder / "checkpoints").iterdir()] == ["step-00000003"]
+        assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
         tried = [
             (event["step"], bool(event.get("error"))) for event in events(folder, "checkpoint")
         ]
@@ -143,7 +143,7 @@ def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
             assert process.returncode == 1
             assert "No space left" in err
             assert "earlier checkpoints are untouched" in err
-            assert [one.name for one in (folder / "checkpoints").iterdir()] == ["step-00000003"]
+            assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
 
             process = start(*words)
             wait_for_notice(folder, process, "training is paused at step", 2)
@@ -167,7 +167,7 @@ def wait_for_notice(
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
         if (folder / "events.jsonl").exists() and sum(
-            words in one["text"] for one in events(folder, "notice")
+            words in event["text"] for event in events(folder, "notice")
         ) >= times:
             return
         time.sleep(0.05)
@@ -185,7 +185,7 @@ def wait_for_checkpoint(
         assert process.poll() is None, process.communicate()[1]
         meanwhile()
         if (folder / "events.jsonl").exists() and any(
-            bool(one.get("error")) == failed for one in events(folder, "checkpoint")
+            bool(event.get("error")) == failed for event in events(folder, "checkpoint")
         ):
             return
         time.sleep(0.02)
@@ -203,4 +203,4 @@ def test_the_model_folder_does_not_fit(tmp_path: Path) -> None:
         assert f"the trained model could not be written to {folder}/model" in error
         assert store.find(folder).name == "step-00000003"
         assert not (folder / "model").exists()
-        assert [one.name for one in folder.iterdir() if one.name.endswith(".tmp")] == []
+        assert [path.name for path in folder.iterdir() if path.name.endswith(".tmp")] == []

@@ -35,5 +35,5 @@ def test_a_fork_server_that_dies_while_it_starts_the_ranks_is_a_fault() -> None:
     outcome = LocalLauncher(job, 2, say_rank, follow).run()
     killer.join()
     assert (outcome["status"], outcome["report"]) == ("done", {"world_size": 2})
-    assert [(one["fault"], one["exit_code"]) for one in attempts] == [(True, 1)]
+    assert [(attempt["fault"], attempt["exit_code"]) for attempt in attempts] == [(True, 1)]
     assert "ended while it started them" in attempts[0]["reason"]

@@ -53,8 +53,8 @@ def wait_for_life(folder, number, process, step, timeout_s=60.0):
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
         kinds = [
-            (one["type"], one.get("step") or 0)
-            for one in map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+            (event["type"], event.get("step") or 0)
+            for event in map(json.loads, (folder / "events.jsonl").read_text().splitlines())
         ]
         starts = [place for place, (kind, _) in enumerate(kinds) if kind == "run_start"]
         if len(starts) >= number and any(
@@ -86,9 +86,9 @@ def test_killed_ranks_are_replaced_and_the_run_ends_with_the_same_bits(undisturb
     assert len(faults) == 2
     assert faults[0]["ranks"] in ([1], [2])
     assert faults[1]["ranks"] == [0]
-    for one in faults:
-        assert f"rank {one['ranks'][0]} (process" in said
-        assert "was killed by SIGKILL" in one["reason"]
+    for fault in faults:
+        assert f"rank {fault['ranks'][0]} (process" in said
+        assert "was killed by SIGKILL" in fault["reason"]
     assert said.count("All ranks go back to the checkpoint of step") == 2
 
 
@@ -174,14 +174,14 @@ def test_two_runs_in_one_folder(tmp_path):
     wait_for_step(folder, 1, process)
     os.kill(process.pid, signal.SIGSTOP)
     ranks = ranks_of(process)
-    for one in ranks:
-        one.suspend()
+    for rank in ranks:
+        rank.suspend()
     try:
         refused = train(folder, *WORDS, expect=2)
         assert f"in use by another run: process {process.pid} on " in refused.stderr
     finally:
-        for one in ranks:
-            one.resume()
+        for rank in ranks:
+            rank.resume()
         os.kill(process.pid, signal.SIGCONT)
         process.terminate()
         process.communicate(timeout=120)
@@ -201,5 +201,5 @@ def test_of_two_runs_started_at_once_one_is_refused(tmp_path):
     assert sorted(codes) == [0, 2], errors
     winner, loser = both[codes.index(0)], errors[codes.index(2)]
     assert f"in use by another run: process {winner.pid} on " in loser
-    assert [one["step"] for one in events(tmp_path / "run", "step")] == [1, 2, 3, 4]
-    assert [one.name for one in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]
+    assert [event["step"] for event in events(tmp_path / "run", "step")] == [1, 2, 3, 4]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000004"]

@@ -70,9 +70,9 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {
-        str(one): one.read_bytes()
-        for one in sorted(folder.rglob("*"))
-        if one.is_file() and one.name != ".lock"
+        str(path): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
     }
 
 

@@ -320,7 +320,7 @@ def test_without_shuffling_samples_come_in_file_order(tmp_path):
     words += ["per_device_train_batch_size=1", "num_train_epochs=2", "dataloader_num_workers=2"]
     done = run(*words, "shuffle=false", f"output_dir={tmp_path / 'run'}")
     assert "Traceback" not in done.stderr
-    tokens = [one["tokens"] for one in events(tmp_path / "run", "step")]
+    tokens = [event["tokens"] for event in events(tmp_path / "run", "step")]
     assert len(tokens) == 12
     assert tokens[:6] == tokens[6:] == sorted(tokens[:6])
     assert len(set(tokens)) == 6

@@ -102,7 +102,7 @@ def test_one_sample_on_two_ranks_is_one_sample_on_one(tmp_path: Path) -> None:
     assert losses(pair)[-1] < losses(pair)[0]
     assert report(pair)["world_size"] == 2
     assert report(pair)["samples_seen"] == 3
-    notices = [one["text"] for one in events(pair, "notice")]
+    notices = [event["text"] for event in events(pair, "notice")]
     assert any("1 of 2 samples held out" in text for text in notices)
     assert any("1 replica of 2 gets padding only" in text for text in notices)
 

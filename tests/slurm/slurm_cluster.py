@@ -257,7 +257,7 @@ def _is_of(process: psutil.Process, cluster: Cluster) -> bool:
         if process.environ().get("SLURM_CONF") == cluster.environment["SLURM_CONF"]:
             return True
         return process.name() == "slurmstepd" and any(
-            one.path.startswith(f"{cluster.folder}/") for one in process.open_files()
+            open_file.path.startswith(f"{cluster.folder}/") for open_file in process.open_files()
         )
     except (psutil.Error, OSError):
         return False

@@ -47,7 +47,7 @@ def undisturbed(tmp_path_factory):
     def make(words):
         if words not in made:
             folder = tmp_path_factory.mktemp("undisturbed") / "run"
-            quick = [one for one in words if not one.startswith("task_args.step_s")]
+            quick = [arg for arg in words if not arg.startswith("task_args.step_s")]
             run(
                 *quick,
                 f"output_dir={folder}",
@@ -84,7 +84,7 @@ def wait_for_step(cluster, folder, number, step, timeout_s=120.0):
     while time.monotonic() < deadline:
         cluster.wait_for(number, "RUNNING", "PENDING", "COMPLETING")
         if (folder / "run" / "events.jsonl").exists() and any(
-            one["step"] >= step for one in events(folder / "run", "step")
+            event["step"] >= step for event in events(folder / "run", "step")
         ):
             return
         time.sleep(0.05)
