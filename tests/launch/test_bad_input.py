@@ -328,7 +328,7 @@ def test_output_dir_is_a_file_or_below_one(refused: Refused) -> None:
 
 def test_output_dir_that_cannot_be_written(refused: Refused) -> None:
     # A place where no one may write, not even root.
-    one_line(refused(output_dir="/proc/1/run"), "`output_dir: /proc/1/run`", "cannot be written")
+    one_line(refused(output_dir="/proc/1/run"), "`output_dir: /proc/1/run`", "is not writable")
 
 
 def test_output_dir_on_a_read_only_disk(here: Path, refused: Refused) -> None:
@@ -337,7 +337,7 @@ def test_output_dir_on_a_read_only_disk(here: Path, refused: Refused) -> None:
             one_line(
                 refused(output_dir="disk/run"),
                 "disk/run",
-                "cannot be written",
+                "is not writable",
                 "Read-only file system",
             )
 
@@ -358,17 +358,17 @@ def finished(here: Path) -> Path:
 def test_output_dir_holds_another_run(finished: Path, refused: Refused) -> None:
     one_line(
         refused(output_dir="old"),
-        "holds another run",
+        "contains a run with another config",
         "train_args.learning_rate: 0.5 → None",
         "--allow-config-change",
     )
     one_line(
         refused("resume=never", output_dir="old"),
-        "`output_dir: old` holds a run",
+        "`output_dir: old` already contains a run",
         "`resume: never`",
     )
     (finished / "config.yaml").write_text("model: [")
-    one_line(refused(output_dir="old"), "holds another run", "config.yaml does not load")
+    one_line(refused(output_dir="old"), "contains another run", "config.yaml cannot be loaded")
 
 
 def test_output_dir_holds_something_else(here: Path, refused: Refused) -> None:
@@ -379,7 +379,7 @@ def test_output_dir_holds_something_else(here: Path, refused: Refused) -> None:
     shutil.copytree(resolve_model("builtin:qwen2-micro"), here / "photos" / "model")
     one_line(
         refused("model=photos/model", output_dir="photos"),
-        "would write over",
+        "would overwrite files in it",
         "model",
         "set another `output_dir`",
     )
@@ -391,7 +391,7 @@ def test_the_run_does_not_write_over_its_own_config_file(here: Path, refused: Re
     )
     one_line(
         refused("config.yaml", output_dir=".", defaults=False),
-        "over your config file",
+        "would overwrite your config file",
         "set another `output_dir`",
     )
 
@@ -405,7 +405,7 @@ def test_resume_from_what_is_no_checkpoint(here: Path, refused: Refused) -> None
     (here / "hollow").mkdir()
     one_line(refused("resume=./hollow"), "hollow", "no valid checkpoint")
     (here / "hollow" / "meta.json").write_text("{}")
-    one_line(refused("resume=./hollow"), "hollow", "not whole", "manifest.json")
+    one_line(refused("resume=./hollow"), "hollow", "not a valid checkpoint", "manifest.json")
 
 
 # -- what only the ranks can see

@@ -91,7 +91,7 @@ def refused(here: Path, capsys: pytest.CaptureFixture[str], **changed: str) -> s
 
 def test_it_is_that_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words()) == 0
-    assert "done already" in capsys.readouterr().err
+    assert "already finished" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_another_config(
     shutil.copy("template.jinja", "other.jinja")
     shutil.copy("chats.jsonl", "other.jsonl")
     said = refused(here, capsys, **changed)
-    for part in ["holds another run", *parts, "--allow-config-change"]:
+    for part in ["contains a run with another config", *parts, "--allow-config-change"]:
         assert part in said, said
 
 
@@ -147,7 +147,7 @@ def test_the_same_config_over_other_files(
     here: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None]
 ) -> None:
     change(here)
-    assert "the training data is not what it was" in refused(here, capsys)
+    assert "the training data has changed" in refused(here, capsys)
 
 
 def test_other_weights_below_the_adapters(here: Path) -> None:
@@ -161,20 +161,19 @@ def test_other_weights_below_the_adapters(here: Path) -> None:
     assert contents(here / "run") == before
 
 
-# -- a checkpoint that is not whole, given by hand
-# -----------------------------------------------------------------------------
+# -- `resume` names a checkpoint that is not valid
 FIRST = "run/checkpoints/step-00000001"
 
 
 def no_manifest(path: Path) -> str:
     (path / "manifest.json").unlink()
-    return "manifest.json is missing or broken"
+    return "manifest.json is missing or damaged"
 
 
 def truncated(path: Path) -> str:
     (state,) = path.glob("state-*")
     state.write_bytes(state.read_bytes()[:-1])
-    return "with the SHA-256 "
+    return "with SHA-256 "
 
 
 def a_pickle(path: Path) -> str:
@@ -186,7 +185,7 @@ def a_link_out(path: Path) -> str:
     (state,) = path.glob("state-*")
     state.rename(path.parent.parent / "elsewhere")
     state.symlink_to(path.parent.parent / "elsewhere")
-    return "is a link to "
+    return "is a symbolic link to "
 
 
 @pytest.mark.parametrize("harm", [no_manifest, truncated, a_pickle, a_link_out])
@@ -195,13 +194,13 @@ def test_a_checkpoint_that_is_not_whole(
 ) -> None:
     word = harm(here / FIRST)
     said = refused(here, capsys, resume=FIRST)
-    assert f"`resume: {FIRST}` is not whole" in said
+    assert f"`resume: {FIRST}` is not a valid checkpoint" in said
     assert word in said
 
 
 def test_another_precision(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = refused(here, capsys, bf16="true")
-    assert "made with another precision" in text
+    assert "contains a run with another precision" in text
     assert "train_args.precision: '32' → 'bf16-mixed'" in text
     assert "set `train_args.precision=32` to resume" in text
 
@@ -225,4 +224,4 @@ def test_a_checkpoint_with_the_keys_of_an_older_version(
         }
         manifest_file.write_text(json.dumps(manifest))
     assert main(words()) == 0
-    assert "nothing left to do" in capsys.readouterr().err
+    assert "nothing to do" in capsys.readouterr().err

@@ -159,7 +159,7 @@ def test_going_on_from_an_adapter(lora, tmp_path):
 def test_the_same_command_again_says_it_is_done(lora):
     before = (lora / "report.json").stat().st_mtime_ns
     again = train(lora, *LORA, "max_steps=4", "learning_rate=1e-2", "gradient_checkpointing=true")
-    assert "done already" in again.stderr
+    assert "already finished" in again.stderr
     assert (lora / "report.json").stat().st_mtime_ns == before
 
 

@@ -49,4 +49,4 @@ def run(args: Namespace) -> int:
 
 
 def _warn(text: str) -> None:
-    print(f"warning: passed over: {text}", file=sys.stderr)
+    print(f"warning: skipping a checkpoint: {text}", file=sys.stderr)

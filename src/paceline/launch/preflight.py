@@ -46,7 +46,7 @@ from paceline.launch.resume import (
     check_run_folder,
     checkpoint_after_restart,
     checkpoint_to_resume,
-    fetch_newest,
+    fetch_latest,
 )
 from paceline.observe.console import derived_lines
 from paceline.parallel.balance import equal_notice
@@ -162,7 +162,7 @@ def prepare_run(
     path: Path | None = None
     if leader is None:
         if config.checkpoint_dir is not None:
-            fetch_newest(config, run_dir, is_first_attempt=is_first_attempt, dry_run=dry_run)
+            fetch_latest(config, run_dir, is_first_attempt=is_first_attempt, dry_run=dry_run)
         choose = checkpoint_to_resume if is_first_attempt else checkpoint_after_restart
         path = choose(config, run_dir)
     meta = None if path is None else read_meta(path)
@@ -353,17 +353,11 @@ def result_of(outcome: Outcome, options: TrainOptions, config: Config) -> TrainR
 
 
 def log_finished(config: Config, steps: JsonValue) -> None:
-    """Report that the run in the output folder is complete already."""
+    """Report that the run in the output folder is already complete."""
     folder = config.output_dir
     logger.info(
-        "%s holds this run, done already: %s steps, nothing left to do",
-        folder,
-        steps,
-        extra=CONSOLE_ONLY,
-    )
-    logger.info(
-        "for a new run set another output_dir, or delete the folder; the report: %s/report.html",
-        folder,
+        f"{folder}: run already finished after {steps} steps; nothing to do. Report:"
+        f" {folder}/report.html. For a new run, set another `output_dir` or delete the folder",
         extra=CONSOLE_ONLY,
     )
 

@@ -1,5 +1,5 @@
-"""The folder of a run: whether the run may write into it, from which of its checkpoints it
-continues, and whether it can continue exactly."""
+"""Check the folder of a run: whether the run may write to it, from which checkpoint it resumes, and
+whether it can resume exactly."""
 
 import json
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_to_resume(config: Config, run_dir: RunDir) -> Path | None:
-    """Return the checkpoint from which the first attempt continues.
+    """Return the checkpoint from which the first attempt resumes.
 
     Raises:
         ConfigError: the one that the config names is damaged.
@@ -38,50 +38,47 @@ def checkpoint_to_resume(config: Config, run_dir: RunDir) -> Path | None:
     if config.resume == "never":
         return None
     if config.resume == "auto":
-        return _newest_whole(run_dir)
+        return _latest_valid(run_dir)
     path = _find(config.resume, run_dir, _log_skipped)
     problem = verify(path)
     if problem is not None:
         raise ConfigError(
-            f"`resume: {config.resume}` is not whole: {problem}",
-            fix="give an earlier checkpoint, or `resume=auto`",
+            f"`resume: {config.resume}` is not a valid checkpoint: {problem}",
+            fix="set an earlier checkpoint, or `resume=auto`",
         )
     _log_foreign_files(path)
     return path
 
 
-def fetch_newest(config: Config, run_dir: RunDir, *, is_first_attempt: bool, dry_run: bool) -> None:
-    """Download the newest checkpoint of ``checkpoint_dir`` to the run's folder, if it is not there.
+def fetch_latest(config: Config, run_dir: RunDir, *, is_first_attempt: bool, dry_run: bool) -> None:
+    """Download the latest valid checkpoint of ``checkpoint_dir``, unless the run's folder has it.
 
     Raises:
-        ConfigError: ``checkpoint_dir`` holds a run, and `resume: never` asks for a new one.
+        ConfigError: ``checkpoint_dir`` contains a run, but `resume: never` starts a new one.
     """
     remote = CheckpointStore(str(config.checkpoint_dir))
     remote.check()
     if config.resume == "never" and is_first_attempt and remote.names():
         raise ConfigError(
-            f"`checkpoint_dir: {remote.url}` holds a run already, and `resume: never` asks for a"
+            f"`checkpoint_dir: {remote.url}` already contains a run, but `resume: never` starts a"
             " new one",
-            fix=(
-                "set another `checkpoint_dir`, delete what is there, or set `resume: auto` to"
-                " resume it"
-            ),
+            fix="set another `checkpoint_dir`, delete this one, or set `resume: auto` to resume it",
         )
     if (config.resume == "auto" or not is_first_attempt) and not dry_run:
         remote.fetch_latest(run_dir.checkpoints, _log_skipped)
 
 
-def _find(text: str, run_dir: RunDir, on_damage: Callable[[str], None]) -> Path:
-    """The checkpoint that ``resume`` names; one in an object store is downloaded to the run's
-    folder."""
+def _find(text: str, run_dir: RunDir, warn: Callable[[str], None]) -> Path:
+    """Return the checkpoint that ``resume`` names; one in an object store is downloaded to the
+    run's folder."""
     if not is_url(text):
-        return store.find(Path(text), on_damage)
-    return fetch_checkpoint(text, run_dir.root / ".resume", on_damage)
+        return store.find(Path(text), warn)
+    return fetch_checkpoint(text, run_dir.root / ".resume", warn)
 
 
-def _newest_whole(run_dir: RunDir) -> Path | None:
-    path, damaged = store.latest_valid(run_dir.checkpoints)
-    for text in damaged:
+def _latest_valid(run_dir: RunDir) -> Path | None:
+    path, problems = store.latest_valid(run_dir.checkpoints)
+    for text in problems:
         _log_skipped(text)
     if path is not None:
         _log_foreign_files(path)
@@ -92,30 +89,32 @@ def _log_foreign_files(path: Path) -> None:
     foreign = foreign_files(path)
     if foreign:
         logger.warning(
-            "%s holds what is not the checkpoint's, and is not read: %s", path, ", ".join(foreign)
+            "ignoring files in %s that do not belong to the checkpoint: %s",
+            path,
+            ", ".join(foreign),
         )
 
 
 def _log_skipped(text: str) -> None:
-    logger.warning("a checkpoint is passed over: %s", text)
+    logger.warning("skipping a checkpoint: %s", text)
 
 
 def checkpoint_after_restart(config: Config, run_dir: RunDir) -> Path | None:
-    """Return the checkpoint from which a later attempt continues: the run's newest, else that from
-    which the first attempt started."""
-    newest = _newest_whole(run_dir)
-    if newest is not None or config.resume in ("auto", "never"):
-        return newest
+    """Return the checkpoint from which a later attempt resumes: the latest valid one of the run, or
+    else the one from which the first attempt started."""
+    latest = _latest_valid(run_dir)
+    if latest is not None or config.resume in ("auto", "never"):
+        return latest
     return _find(config.resume, run_dir, lambda text: None)
 
 
 def check_resume(
     spec: RunSpec, path: Path, meta: CheckpointMeta, allow_change: bool
 ) -> dict[str, JsonValue] | None:
-    """Check that the run can continue exactly from the checkpoint at ``path``.
+    """Check that the run can resume exactly from the checkpoint at ``path``.
 
     Returns:
-        The report, if the run is complete already.
+        The report, if the run is already complete.
 
     Raises:
         ConfigError: it cannot.
@@ -126,46 +125,45 @@ def check_resume(
     _check_same_data(spec.data, meta, path, allow_change)
     if meta["step"] > derived.steps:
         raise ConfigError(
-            f"{path} is at step {meta['step']}, and the run has {derived.steps} steps",
+            f"cannot resume {path}: it is at step {meta['step']}, but the run has only"
+            f" {derived.steps} steps",
             fix="raise `max_steps` or `num_train_epochs`, or set another `output_dir`",
         )
     run_dir = RunDir(Path(config.output_dir))
     finished = _finished_report(run_dir, derived) if config.resume == "auto" else None
     if finished is None:
-        # The `resume` event holds it.
-        text = f"resuming from step {meta['step']} of {derived.steps}: {path}"
-        logger.info(text, extra=CONSOLE_ONLY)
+        # the event log has a `resume` event
+        logger.info(
+            f"resuming from step {meta['step']} of {derived.steps}: {path}", extra=CONSOLE_ONLY
+        )
     return finished
 
 
 def check_restart(config: Config, run_dir: RunDir, allow_change: bool) -> None:
-    """Check that the run in the folder, which reached no checkpoint, may start again.
+    """Check that the run in the folder, which has no checkpoint yet, may start again.
 
     Raises:
-        ConfigError: it has another config.
+        ConfigError: its config differs, or cannot be loaded.
     """
-    _check_same_config(config, _stored_config(run_dir), run_dir.root, allow_change)
+    try:
+        stored = load_config(run_dir.config).config.model_dump(mode="json")
+    except ConfigError as error:
+        reason = error.what.splitlines()[0].rstrip(":")
+        raise ConfigError(
+            f"`output_dir: {run_dir.root}` contains another run: its config.yaml cannot be loaded"
+            f" ({reason})",
+            fix="set another `output_dir`",
+        ) from error
+    _check_same_config(config, stored, run_dir.root, allow_change)
     logger.info(
-        "%s holds a run that reached no checkpoint: it starts again from the beginning",
+        "the run in %s has no checkpoint yet: it starts from the beginning",
         run_dir.root,
         extra=CONSOLE_ONLY,
     )
 
 
-def _stored_config(run_dir: RunDir) -> dict[str, JsonValue]:
-    try:
-        return load_config(run_dir.config).config.model_dump(mode="json")
-    except ConfigError as error:
-        reason = error.what.splitlines()[0].rstrip(":")
-        raise ConfigError(
-            f"`output_dir: {run_dir.root}` holds another run, or something else: its config.yaml"
-            f" does not load ({reason})",
-            fix="set another `output_dir`",
-        ) from error
-
-
 def _check_same_config(
-    config: Config, stored: Mapping[str, YamlValue], where: Path, allow_change: bool
+    config: Config, stored: Mapping[str, YamlValue], path: Path, allow_change: bool
 ) -> None:
     changes = [
         change for change in diff_configs(load_stored(stored), config) if changes_training(*change)
@@ -178,28 +176,20 @@ def _check_same_config(
             "resuming with config changes (--allow-config-change): %s", listing, extra=CONSOLE_ONLY
         )
         return
-    setting = next(
-        (
-            f"`train_args.precision={old}`"
-            for key, old, _ in changes
-            if key == "train_args.precision"
-        ),
-        None,
-    )
-    if setting is not None and len(changes) == 1:
+    if [key for key, _, _ in changes] == ["train_args.precision"]:
         raise ConfigError(
-            f"`output_dir` holds another run ({where}), made with another precision. Changed:"
-            f" {listing}. `precision: auto` follows the device",
+            f"`output_dir` contains a run with another precision ({path}). Changed: {listing}."
+            " `precision: auto` depends on the device",
             fix=(
-                f"set {setting} to resume in the precision of the run; set another `output_dir` for"
-                " a new run; or pass --allow-config-change"
+                f"set `train_args.precision={changes[0][1]}` to resume it; set another"
+                " `output_dir` for a new run; or pass --allow-config-change"
             ),
         )
     raise ConfigError(
-        f"`output_dir` holds another run ({where}), made with another config. Changed: {listing}",
+        f"`output_dir` contains a run with another config ({path}). Changed: {listing}",
         fix=(
-            "set another `output_dir` for a new run; put the old values back to go on with it; or"
-            " pass --allow-config-change to go on with the new ones"
+            "set another `output_dir` for a new run; restore the old values to resume it; or pass"
+            " --allow-config-change to resume it with the new ones"
         ),
     )
 
@@ -209,16 +199,16 @@ def _check_same_data(data: Prepared, meta: CheckpointMeta, path: Path, allow_cha
         return
     if allow_change:
         logger.warning(
-            "the run continues from %s although the training data has changed",
+            "resuming %s with changed training data (--allow-config-change)",
             path,
             extra=CONSOLE_ONLY,
         )
         return
     raise ConfigError(
-        f"the run in {path} cannot go on exactly: the training data is not what it was",
+        f"cannot resume {path} exactly: the training data has changed",
         fix=(
-            "put the data, the tokenizer and its chat template back as they were; or pass"
-            " --allow-config-change; or set another `output_dir`"
+            "restore the data, the tokenizer and its chat template; or pass --allow-config-change;"
+            " or set another `output_dir`"
         ),
     )
 
@@ -237,59 +227,70 @@ def _finished_report(run_dir: RunDir, derived: ResolvedValues) -> dict[str, Json
 
 
 def check_run_folder(loaded: Loaded, run_dir: RunDir, is_first_attempt: bool) -> None:
-    """Check that this run may use the folder. A run in it that is just ending is waited for.
+    """Check that this run may use the folder; wait for a run in it that is about to end.
 
     Raises:
-        ConfigError: another run holds the folder, or what is in it would be overwritten.
+        ConfigError: another run uses the folder, or files in it would be overwritten.
     """
-    if is_first_attempt:
-        _check_no_run(loaded.config, run_dir)
+    if is_first_attempt and loaded.config.resume == "never" and run_dir.is_run():
+        raise ConfigError(
+            f"`output_dir: {run_dir.root}` already contains a run, but `resume: never` starts a"
+            " new one",
+            fix="set another `output_dir`, delete that folder, or set `resume: auto` to resume it",
+        )
     _check_no_overwriting(loaded, run_dir)
     _wait_until_free(run_dir)
 
 
-def check_checkpoint_dir(place: str, output_dir: Path) -> None:
-    """Raise ConfigError if checkpoints cannot be kept at ``place``. Connects to nothing."""
-    check_url("checkpoint_dir", place)
-    if is_url(place):
+def check_checkpoint_dir(location: str, output_dir: Path) -> None:
+    """Check that checkpoints can be stored at ``location``, without connecting to it.
+
+    Raises:
+        ConfigError: they cannot.
+    """
+    check_url("checkpoint_dir", location)
+    if is_url(location):
         return
-    folder, checkpoints = Path(place).absolute(), RunDir(output_dir).checkpoints.absolute()
+    folder, checkpoints = Path(location).absolute(), RunDir(output_dir).checkpoints.absolute()
     if folder in (checkpoints, output_dir.absolute()) or checkpoints in folder.parents:
         raise ConfigError(
-            f"`checkpoint_dir: {place}` is inside the run's own folder, which keeps the newest"
+            f"`checkpoint_dir: {location}` is inside the run's folder, which contains the latest"
             " checkpoint anyway",
-            fix="leave `checkpoint_dir` out, or give a folder elsewhere",
+            fix="remove `checkpoint_dir`, or set a folder outside of `output_dir`",
         )
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"`checkpoint_dir: {place}` is a file", fix="give a folder")
+        raise ConfigError(f"`checkpoint_dir: {location}` is a file", fix="set a folder")
 
 
 def check_output_dir(folder: Path) -> None:
-    """Raise ConfigError where a run could not write into ``folder``. Leaves nothing behind."""
+    """Check that a run can write to ``folder``. Creates nothing.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
-            f"`output_dir: {folder}` is a file", fix="give a folder, e.g. `output_dir=./output/run`"
+            f"`output_dir: {folder}` is a file", fix="set a folder, e.g. `output_dir=./output/run`"
         )
-    above = folder
-    while not above.exists():
-        above = above.parent
-    if not above.is_dir():
+    parent = folder
+    while not parent.exists():
+        parent = parent.parent
+    if not parent.is_dir():
         raise ConfigError(
-            f"`output_dir: {folder}` lies below {above}, which is a file", fix="give another folder"
+            f"`output_dir: {folder}` is below {parent}, which is a file", fix="set another folder"
         )
     try:
-        with tempfile.TemporaryFile(dir=above):
+        with tempfile.TemporaryFile(dir=parent):
             pass
     except OSError as error:
         raise ConfigError(
-            f"`output_dir: {folder}` cannot be written: {error.strerror or error} ({above})",
-            fix="give a folder that you may write to, e.g. `output_dir=./output/run`",
+            f"`output_dir: {folder}` is not writable: {error.strerror or error} ({parent})",
+            fix="set a folder that you can write to, e.g. `output_dir=./output/run`",
         ) from error
 
 
 def _wait_until_free(run_dir: RunDir) -> None:
-    """Raise ConfigError where another run is going on in the folder; one that is just ending is
-    waited for."""
+    """Raise ConfigError if another run uses the folder; wait for one that is about to end."""
     if not run_dir.lock.exists():
         return
     try:
@@ -302,20 +303,8 @@ def _wait_until_free(run_dir: RunDir) -> None:
             raise ConfigError(error.what, fix=error.fix) from error
 
 
-def _check_no_run(config: Config, run_dir: RunDir) -> None:
-    if config.resume == "never" and run_dir.is_run():
-        raise ConfigError(
-            f"`output_dir: {run_dir.root}` holds a run already, and `resume: never` asks for a"
-            " new one",
-            fix=(
-                "set another `output_dir`, delete that folder, or set `resume: auto` to go on"
-                " with it"
-            ),
-        )
-
-
 def _check_no_overwriting(loaded: Loaded, run_dir: RunDir) -> None:
-    """A run never writes over what is not a run's."""
+    """Check that the run would not overwrite files that no run has written."""
     if run_dir.events.is_file():
         return
     root = run_dir.root
@@ -325,19 +314,16 @@ def _check_no_overwriting(loaded: Loaded, run_dir: RunDir) -> None:
         and loaded.path.resolve() == run_dir.config.resolve()
     ):
         raise ConfigError(
-            f"the run would write its own config.yaml over your config file: {loaded.path} lies in"
-            f" `output_dir: {root}`",
-            fix=(
-                "set another `output_dir`, e.g. `output_dir=./output/run`, or give the file another"
-                " name"
-            ),
+            f"the run would overwrite your config file {loaded.path} with its own config.yaml:"
+            f" it is in `output_dir: {root}`",
+            fix="set another `output_dir`, e.g. `output_dir=./output/run`, or rename the file",
         )
     existing = [
         path.name for path in (run_dir.model, run_dir.report, run_dir.report_html) if path.exists()
     ]
     if existing and not run_dir.config.is_file():
         raise ConfigError(
-            f"`output_dir: {root}` holds no run, and the run would write over what is there:"
+            f"`output_dir: {root}` does not contain a run, and the run would overwrite files in it:"
             f" {', '.join(existing)}",
             fix="set another `output_dir`, e.g. `output_dir=./output/run`",
         )
