@@ -103,7 +103,7 @@ def measure(work: Work, mode: str, viewers: int) -> dict[str, Any]:
                 work,
                 parallel__mode=mode,
                 lora__enable="false",
-                overlong="truncate",
+                truncation_strategy="truncate",
                 logging_steps=1,
             )
         except BenchmarkFailed as error:

@@ -101,7 +101,7 @@ def train(work: Work, mode: str, kind: str, max_steps: int, **settings: Any) -> 
         "parallel.mode": mode,
         "lora.enable": "false",
         "lora.rank": 8,
-        "overlong": "truncate",
+        "truncation_strategy": "truncate",
         "train_args.max_steps": max_steps,
         **settings,
     }
@@ -113,7 +113,7 @@ def watching(work: Work, mode: str) -> dict[str, Any]:
     """What :class:`watched_task.Switched` has written of a run."""
     file = work.folder / "switched.json"
     settings = {
-        "recovery.check_replicas_steps": CHECK_EVERY,
+        "recovery.replica_check_steps": CHECK_EVERY,
         "task_args": json.dumps({"block": BLOCK, "file": str(file)}),
     }
     train(work, mode, "Switched", work.steps, **settings)
@@ -140,7 +140,7 @@ def cost(runs: list[dict[str, Any]]) -> dict[str, Any]:
             if pair[True] and pair[False]:  # the last block may be cut
                 ratios.append(median(pair[True]) / median(pair[False]) - 1)
     step_s = median(usual)
-    check = max(0.0, median(checks)) / RecoveryConfig().check_replicas_steps / step_s
+    check = max(0.0, median(checks)) / RecoveryConfig().replica_check_steps / step_s
     low, high = interval(ratios)
     return {
         "step_time_s": step_s,
@@ -223,7 +223,7 @@ def as_markdown(result: dict[str, Any]) -> str:
         "",
         (
             "| mode | a step without | watchdog and heartbeats | its thread, of a core | a"
-            f" comparison of hashes | it, every {RecoveryConfig().check_replicas_steps} steps |"
+            f" comparison of hashes | it, every {RecoveryConfig().replica_check_steps} steps |"
             " together | under 1 % |"
         ),
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -42,7 +42,7 @@ SETTINGS = (
     "max_steps=100000",
     "save_steps=10",
     "logging_steps=1",
-    "parallel.timeout_s=120",
+    "parallel.collective_timeout_s=120",
     "recovery.max_restarts=100",
 )
 AT_MOST_OF_TORCHRUN = 0.8

@@ -62,14 +62,14 @@ METHODS: dict[str, tuple[dict[str, Any], str]] = {
         "signs by majority vote, at the learning rate of the others",
     ),
     "local_sgd": (
-        {"parallel.mode": "local_sgd", "local_sgd.steps": 5},
+        {"parallel.mode": "local_sgd", "local_sgd.sync_every": 5},
         "parameters averaged every 5 steps",
     ),
     "diloco": (
         {
             "parallel.mode": "diloco",
-            "local_sgd.steps": 5,
-            "local_sgd.overlap_steps": 2,
+            "local_sgd.sync_every": 5,
+            "local_sgd.fragment_sync_delay": 2,
             "local_sgd.outer_dtype": "int8",
             "local_sgd.outer_learning_rate": 1.0,
             "local_sgd.outer_momentum": 0,

@@ -105,7 +105,7 @@ def measure(work: Work, name: str) -> tuple[Measured, Measured]:
         work,
         parallel__mode=name,
         lora__enable="false",
-        overlong="truncate",
+        truncation_strategy="truncate",
         train_args__async_save="false",
         **settings,
     )

@@ -62,7 +62,7 @@ def usual(folder: Path) -> None:
         save(saver, step)
 
 
-def rewound(folder: Path) -> None:
+def rolled_back(folder: Path) -> None:
     """Goes on from step 2, for what an earlier life wrote beyond it is damaged."""
     usual(folder)
     for step in (3, 4):
@@ -70,7 +70,7 @@ def rewound(folder: Path) -> None:
         (folder / name_of(step) / "meta.json").write_text("{}")
 
 
-START = {"usual": usual, "rewound": rewound}
+START = {"usual": usual, "rolled_back": rolled_back}
 
 
 # -- the cut

@@ -282,8 +282,8 @@ MODES: dict[str, tuple[int, tuple[str, ...], bool]] = {
     ),
     "tensor": (2, ("parallel.mode=tensor",), True),
     "pipeline": (2, ("parallel.mode=pipeline",), True),
-    "local_sgd": (2, ("parallel.mode=local_sgd", "local_sgd.steps=2"), True),
-    "diloco": (2, ("parallel.mode=diloco", "local_sgd.steps=2"), True),
+    "local_sgd": (2, ("parallel.mode=local_sgd", "local_sgd.sync_every=2"), True),
+    "diloco": (2, ("parallel.mode=diloco", "local_sgd.sync_every=2"), True),
     "shard2-tensor2": (4, ("parallel.shard=2", "parallel.tensor=2"), True),
 }
 SHORT = [pytest.param(mode, marks=() if mode == "zero3" else pytest.mark.soak) for mode in MODES]
@@ -405,7 +405,11 @@ def test_a_rollback_without_shared_folder(tmp_path: Path) -> None:
             "task_args": {"flags": str(flags), "bad": bad, "times": 1e6},
             "output_dir": str(tmp_path / name),
             "parallel": {"num_gpus": 2, "device": "cpu", "mode": "zero3"},
-            "recovery": {"rewind_on_spike": True, "spike_factor": 30, "spike_window": 6},
+            "recovery": {
+                "rollback_on_loss_spike": True,
+                "loss_spike_factor": 30,
+                "loss_spike_window": 6,
+            },
             "train_args": {
                 "per_device_train_batch_size": 8,
                 "max_steps": 15,

@@ -143,7 +143,7 @@ def test_a_save_whenever_it_is_due(tmp_path: Path) -> None:
         "save_steps=0",
         "train_args.save_total_limit=null",
     )
-    train(tmp_path / "often", *words, "async_save=false", "recovery.save_every_s=0.000001")
+    train(tmp_path / "often", *words, "async_save=false", "recovery.save_interval_s=0.000001")
     assert [event["step"] for event in events(tmp_path / "often", "checkpoint")] == [1, 2, 3, 4, 5]
-    train(tmp_path / "seldom", *words, "recovery.save_every_s=3600")
+    train(tmp_path / "seldom", *words, "recovery.save_interval_s=3600")
     assert [event["step"] for event in events(tmp_path / "seldom", "checkpoint")] == [5]

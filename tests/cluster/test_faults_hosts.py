@@ -21,13 +21,13 @@ SETTINGS = (
     "save_steps=4",
     "warmup_steps=3",
     "logging_steps=1",
-    "parallel.timeout_s=60",
+    "parallel.collective_timeout_s=60",
 )
 #: Of a run that is stopped when it has shown what it should: its schedule does not depend on its
 #: length.
 OPEN_END = (
     "max_steps=5000", "save_steps=4", "warmup_steps=3", "lr_scheduler_type=constant",
-    "logging_steps=1", "parallel.timeout_s=60",
+    "logging_steps=1", "parallel.collective_timeout_s=60",
 )  # fmt: skip
 PAUSE_S = 30.0
 
@@ -312,8 +312,8 @@ def test_a_pause_shorter_than_the_timeout_is_reported_and_nothing_is_restarted(
     whole_host: bool,
 ) -> None:
     words = (
-        *(one for one in SETTINGS if not one.startswith("parallel.timeout_s")),
-        "parallel.timeout_s=120",
+        *(one for one in SETTINGS if not one.startswith("parallel.collective_timeout_s")),
+        "parallel.collective_timeout_s=120",
     )
     with cluster_of(request.config, tmp_path) as cluster:
         for each in range(2):

@@ -32,7 +32,7 @@ SETTINGS = {
     "save_steps": 4,
     "parallel.num_gpus": 1,
     "warmup_steps": 3,
-    "parallel.timeout_s": 60,
+    "parallel.collective_timeout_s": 60,
 }
 
 
@@ -206,12 +206,16 @@ def test_an_endpoint_that_does_not_answer_and_a_host_that_does_not_come(tmp_path
             (
                 "parallel.nnodes=2",
                 "parallel.rdzv_endpoint=no-such-host.invalid",
-                "parallel.timeout_s=10",
+                "parallel.collective_timeout_s=10",
             ),
             "did not bring 2 hosts together",
         ),
         (
-            ("parallel.nnodes=2", "parallel.rdzv_endpoint=127.0.0.1", "parallel.interface=eth99"),
+            (
+                "parallel.nnodes=2",
+                "parallel.rdzv_endpoint=127.0.0.1",
+                "parallel.network_interface=eth99",
+            ),
             "eth99",
         ),
     ],

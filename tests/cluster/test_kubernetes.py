@@ -21,12 +21,12 @@ from paceline.cluster.jobs.pods import runtime_text
 from paceline.config.load import load_config
 
 BASE = ("--nodes", "2", "--gpus-per-node", "8", "--image", "registry.example.org/paceline:1.0")
-OPTIONS = (*BASE, "--claim", "runs")
+OPTIONS = (*BASE, "--pvc", "runs")
 JOBSET = (*OPTIONS, "--variant", "jobset")
 #: Each option, so that each field that it writes is held against the schemas.
 EVERY_OPTION = (
-    "--namespace", "team-a", "--queue", "gpu-queue", "--time", "1-0", "--data-claim", "data",
-    "--cache-claim", "hub", "--cpus-per-node", "32", "--memory-per-node", "256Gi", "--shm-size",
+    "--namespace", "team-a", "--queue", "gpu-queue", "--time", "1-0", "--data-pvc", "data",
+    "--cache-pvc", "hub", "--cpus-per-node", "32", "--memory-per-node", "256Gi", "--shm-size",
     "32Gi", "--grace-period", "900", "--user", "2000", "--secret-env",
     "HF_TOKEN=hub/token,AWS_SECRET_ACCESS_KEY=s3/secret.key", "--image-pull-secret", "registry",
     "--service-account", "trainer",
@@ -135,7 +135,11 @@ def test_every_option_writes_a_valid_manifest(written: Write, variant: str) -> N
 
 
 def test_the_train_job(here: Path, written: Write) -> None:
-    words = ("parallel.mode=zero3", "system=line one\nline two: 'x'", "parallel.timeout_s=1200")
+    words = (
+        "parallel.mode=zero3",
+        "system=line one\nline two: 'x'",
+        "parallel.collective_timeout_s=1200",
+    )
     policy, config_map, job = written("My_run.yaml", *words, *OPTIONS)
     assert config_map["metadata"]["name"] == "my-run-config"
     assert config_map["immutable"] is True
@@ -157,7 +161,7 @@ def test_the_train_job(here: Path, written: Write) -> None:
     }
     assert "suspend" not in spec
     pod, container = patched_pod(job)
-    assert pod["terminationGracePeriodSeconds"] == 1260, "covers `parallel.timeout_s`"
+    assert pod["terminationGracePeriodSeconds"] == 1260, "covers `parallel.collective_timeout_s`"
     mounts = mounts_of(pod, container)
     assert mounts["/etc/paceline"]["configMap"]["name"] == config_map["metadata"]["name"]
     assert {"name": "paceline-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod[
@@ -274,7 +278,7 @@ def test_the_retries_of_a_jobset_are_those_of_the_config(written: Write) -> None
 
 def test_a_claim_for_the_first_pod_alone(written: Write) -> None:
     job = written(
-        "My_run.yaml", *BASE, "--nodes", "3", "--variant", "jobset", "--endpoint-claim", "disk"
+        "My_run.yaml", *BASE, "--nodes", "3", "--variant", "jobset", "--endpoint-pvc", "disk"
     )[-1]
     first, others = jobs_of(job)
     assert [first["spec"]["completions"], others["spec"]["completions"]] == [1, 2]
@@ -386,9 +390,9 @@ def test_the_pods_train_what_the_manifest_says(here: Path, written: Write) -> No
         *SLOW,
         "max_steps=6",
         "parallel.num_gpus=1",
-        "parallel.timeout_s=60",
+        "parallel.collective_timeout_s=60",
         "--variant=jobset",
-        "--claim=runs",
+        "--pvc=runs",
     )
     _, config_map, job = written(*words, "--nodes=2", "--gpus-per-node=0", "--image=paceline:1")
     (here / "config.yaml").write_text(config_map["data"]["config.yaml"])
@@ -440,7 +444,7 @@ def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]
     assert main([*words[:3], "1", *words[4:]]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == {"manifest": (here / "job.yaml").read_text(), "path": "job.yaml"}
-    assert "no `--claim`" in err
+    assert "no `--pvc`" in err
     assert "/data/run: outside /workspace" in err
     assert "paceline kubernetes --runtime-manifest" in err
     assert "--memory-per-node" in err
@@ -450,11 +454,11 @@ def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]
     ("words", "parts"),
     [
         (OPTIONS[:4], ["needs `--image`", "--image registry"]),
-        (BASE, ["`--nodes 2` needs storage", "--claim", "--endpoint-claim"]),
+        (BASE, ["`--nodes 2` needs storage", "--pvc", "--endpoint-pvc"]),
         ((*OPTIONS, "--name", "My_run"), ["`--name My_run`"]),
         ((*OPTIONS, "--name", "a" * 45), ["45 characters", "at most 44"]),
         ((*OPTIONS, "--namespace", "-"), ["`--namespace -`"]),
-        ((*OPTIONS, "--clam", "x"), ["`--clam`", "`--claim`"]),
+        ((*OPTIONS, "--clam", "x"), ["`--clam`", "`--pvc`"]),
         ((*OPTIONS, "--image", "two words"), ["`--image two words`"]),
         ((*OPTIONS, "--output", "no/folder.yaml"), ["no/folder.yaml"]),
         (
@@ -465,8 +469,8 @@ def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]
         ((*OPTIONS, "--variant", "job"), ["`--variant job`", "kubeflow or jobset"]),
         ((*JOBSET, "--coscheduling"), ["`--coscheduling`", "--queue"]),
         ((*JOBSET, "--runtime", "x"), ["`--runtime`"]),
-        ((*OPTIONS, "--endpoint-claim", "x"), ["`--endpoint-claim`", "--variant jobset"]),
-        ((*JOBSET, "--endpoint-claim", "x"), ["`--claim` and `--endpoint-claim`"]),
+        ((*OPTIONS, "--endpoint-pvc", "x"), ["`--endpoint-pvc`", "--variant jobset"]),
+        ((*JOBSET, "--endpoint-pvc", "x"), ["`--pvc` and `--endpoint-pvc`"]),
         ((*OPTIONS, "--ttl", "60"), ["`--ttl`", "--variant jobset"]),
         ((*OPTIONS, "--coscheduling", "--runtime", "x"), ["`--coscheduling` and `--runtime`"]),
         ((*OPTIONS, "--scheduler", "x"), ["`--scheduler`", "--runtime-manifest"]),
@@ -479,7 +483,7 @@ def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]
             (*OPTIONS, "--secret-env", "HF_TOKEN=plain"),
             ["`--secret-env HF_TOKEN=plain`", "VARIABLE=SECRET/KEY"],
         ),
-        ((*OPTIONS, "--runtime-manifest"), ["`--runtime-manifest`", "`--claim`", "`My_run.yaml`"]),
+        ((*OPTIONS, "--runtime-manifest"), ["`--runtime-manifest`", "`--pvc`", "`My_run.yaml`"]),
     ],
 )
 def test_what_is_refused(

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.soak]
 #: Adapters with dropout, and checkpoints often enough that little is repeated.
 TRAINING = (
     *MICRO, "lora.enable=true", "lora.dropout=0.1", "max_steps=120", "save_steps=5",
-    "parallel.num_gpus=1", "parallel.timeout_s=60",
+    "parallel.num_gpus=1", "parallel.collective_timeout_s=60",
 )  # fmt: skip
 POD_NAME = "pods-endpoint-0-0.pods"
 
@@ -52,7 +52,7 @@ def test_pods_are_replaced(
         "--image=paceline:1",
         "--variant=jobset",
         "--name=pods",
-        "--endpoint-claim=disk",
+        "--endpoint-pvc=disk",
     )
     assert main(["kubernetes", *words, *options]) == 0
     _, config_map, job = yaml.safe_load_all(capsys.readouterr().out)

@@ -176,9 +176,9 @@ def test_a_job_that_is_killed_again_and_again(here: Path, ended: Callable) -> No
 
 
 def test_how_long_the_other_nodes_wait(written: Write) -> None:
-    assert "recovery.rejoin_s=60" in command_of(written("mine.yaml", *OPTIONS))
-    chosen = command_of(written("mine.yaml", *OPTIONS, "recovery.rejoin_s=300"))
-    assert [word for word in chosen if "rejoin" in word] == ["recovery.rejoin_s=300"]
+    assert "recovery.rejoin_timeout_s=60" in command_of(written("mine.yaml", *OPTIONS))
+    chosen = command_of(written("mine.yaml", *OPTIONS, "recovery.rejoin_timeout_s=300"))
+    assert [word for word in chosen if "rejoin" in word] == ["recovery.rejoin_timeout_s=300"]
 
 
 def test_ranks_on_the_cpu_and_a_single_node(written: Write) -> None:
@@ -192,7 +192,7 @@ def test_ranks_on_the_cpu_and_a_single_node(written: Write) -> None:
     )
     assert "gpus-per-node" not in script
     assert "rdzv_endpoint" not in script
-    assert "rejoin_s" not in script
+    assert "rejoin_timeout_s" not in script
     assert options_of(script)["cpus-per-task"] == "9"
     config = load_config(*split_cli(command_of(script))).config
     assert (config.parallel.device, config.parallel.num_gpus, config.parallel.nnodes) == (
@@ -217,7 +217,7 @@ def test_what_is_passed_on_to_slurm(written: Write) -> None:
         "run-7",
     )
     found = options_of(
-        written("mine.yaml", *OPTIONS, *more, "--cpus-per-node", "32", "--signal-lead", "300")
+        written("mine.yaml", *OPTIONS, *more, "--cpus-per-node", "32", "--grace-period", "300")
     )
     wanted = {
         "partition": "long",
@@ -261,7 +261,7 @@ def test_a_file_and_json(here: Path, written: Write) -> None:
         ([*OPTIONS[:4], "--time", "0"], ["`--time 0`"]),
         ([*OPTIONS[:4], "--time", "4:61:00"], ["`--time 4:61:00`"]),
         ([*OPTIONS[:4], "--time", "1-2-3"], ["`--time 1-2-3`"]),
-        ([*OPTIONS[:4], "--time", "2"], ["`--signal-lead 120`", "1 to 119"]),
+        ([*OPTIONS[:4], "--time", "2"], ["`--grace-period 120`", "1 to 119"]),
         ([*OPTIONS, "--partiton", "long"], ["`--partiton`", "`--partition`"]),
         ([*OPTIONS, "--gres", "gpu:8"], ["`--gres`", "paceline slurm"]),
         ([*OPTIONS, "--partition", "a b"], ["`--partition a b`"]),

@@ -33,7 +33,7 @@ def test_count_over_ranks(tmp_path: Path) -> None:
         *map(str, files),
         "--ranks",
         "2",
-        "--memory=1.1MiB",
+        "--memory-per-rank=1.1MiB",
         "--top",
         "7",
         "--json",
@@ -70,7 +70,7 @@ def test_ray_counts_the_same(tmp_path: Path) -> None:
         "ray",
         "--ranks",
         "1",
-        "--errors",
+        "--decode-errors",
         "replace",
         "--top",
         "1000",
@@ -110,14 +110,14 @@ def test_without_ray_the_command_to_install_it_is_named(
         (["a.txt", "--ranks", "0"], "1 to 64"),
         (["a.txt", "--ranks", "-1"], "1 to 64"),
         (["a.txt", "--top", "-1"], "0 to 100,000"),
-        (["a.txt", "--memory", "10KB"], "1.0 MiB or more"),
-        (["a.txt", "--memory", "0.5MB"], "1.0 MiB or more"),
-        (["a.txt", "--by", "word"], "did you mean `words`?"),
-        (["a.txt", "--by", "tokens"], "--tokenizer"),
-        (["a.txt", "--tokenizer", "builtin:qwen2-micro"], "--by tokens"),
-        (["a.txt", "--by", "tokens", "--tokenizer", "./nowhere/x"], "does not exist"),
+        (["a.txt", "--memory-per-rank", "10KB"], "1.0 MiB or more"),
+        (["a.txt", "--memory-per-rank", "0.5MB"], "1.0 MiB or more"),
+        (["a.txt", "--unit", "word"], "did you mean `words`?"),
+        (["a.txt", "--unit", "tokens"], "--tokenizer"),
+        (["a.txt", "--tokenizer", "builtin:qwen2-micro"], "--unit tokens"),
+        (["a.txt", "--unit", "tokens", "--tokenizer", "./nowhere/x"], "does not exist"),
         (["a.txt", "--engine", "spark"], "local, ray"),
-        (["a.txt", "--errors", "ignore"], "strict, replace"),
+        (["a.txt", "--decode-errors", "ignore"], "strict, replace"),
         (["a.txt", "--field", ""], "`--field` is empty"),
         (["a.txt", "--output", "nowhere/x.tsv"], "a folder that exists"),
         (["--output", "a.txt", "a.txt"], "one of the files to count"),
@@ -176,7 +176,7 @@ def test_a_signal_ends_every_rank_and_clears_away(number: signal.Signals, tmp_pa
         for start_at in range(0, 4_000_000, 400_000):
             handle.write(" ".join(map(str, range(start_at, start_at + 400_000))).encode() + b"\n")
     process = start(
-        "count", str(path), "--ranks=2", "--memory=2MB", f"--output={output}", verb="data",
+        "count", str(path), "--ranks=2", "--memory-per-rank=2MB", f"--output={output}", verb="data",
         start_new_session=True, env={**os.environ, "TMPDIR": str(temporary)},
     )  # fmt: skip
     spilled = "paceline-count-*/rank-*/run-*"

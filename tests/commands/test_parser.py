@@ -100,7 +100,7 @@ def test_errors_of_overrides_are_those_of_the_config(
         (["pl"], ["plan"]),
         (["plan", "--wo"], ["--world-size"]),
         (["data", "st"], ["stats"]),
-        (["data", "count", "--by", ""], ["words", "tokens"]),
+        (["data", "count", "--unit", ""], ["words", "tokens"]),
         (["bench", "collectives", "--algorithms", "r"], ["ring"]),
         (["explain", "all"], ["all-reduce"]),
         (["train", "--dry"], ["--dry-run"]),

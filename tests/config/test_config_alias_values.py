@@ -144,7 +144,7 @@ def get(loaded: Loaded, key: str) -> Any:
         ("evaluation_strategy: steps\neval_steps: 50", "train_args.eval_steps", 50),
         ("warmup_steps: 0.1", "train_args.warmup_ratio", 0.1),
         ("warmup_steps: 0\nwarmup_ratio: 0.1", "train_args.warmup_steps", None),
-        ("truncation_strategy: delete", "train_args.overlong", "drop"),
+        ("truncation_strategy: delete", "train_args.truncation_strategy", "drop"),
         ("train_on_prompt: true", "train_args.train_on_inputs", True),
         ("completion_only_loss: false", "train_args.train_on_inputs", True),
         ("loss_scale: all", "train_args.train_on_inputs", True),

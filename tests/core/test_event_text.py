@@ -37,7 +37,7 @@ from paceline.core.event_text import event_text
             "no checkpoint at step 3: disk full",
         ),
         (
-            {"type": "rewind", "step": 9, "to_step": 5, "loss": 80.0, "median": 2.0},
+            {"type": "rollback", "step": 9, "to_step": 5, "loss": 80.0, "median": 2.0},
             "warning",
             "step 9: the loss jumped to 80.00 (median 2.0000); back to step 5",
         ),

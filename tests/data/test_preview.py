@@ -62,7 +62,7 @@ def test_what_is_too_long_is_marked(tmp_path):
     assert row["cut_tokens"] == row["num_tokens"] - 32 > 0
     assert row["segments"][-1]["cut"]
     (row,) = preview(
-        config_of(path, **{"train_args.max_length": 32, "train_args.overlong": "drop"})
+        config_of(path, **{"train_args.max_length": 32, "train_args.truncation_strategy": "drop"})
     )["rows"]
     assert (row["reason"], row["label_tokens"], row["cut_tokens"]) == (
         "longer than max_length",

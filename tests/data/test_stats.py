@@ -40,14 +40,16 @@ def chats(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("overlong", ["truncate", "drop"])
 def test_each_limit_is_what_training_then_does(chats: Path, overlong: str) -> None:
     # 40 cuts most of the samples: the figures come from the uncut ones all the same.
-    figures, _ = dataset_stats(config(chats, max_length=40, overlong=overlong), resolve_model)
+    figures, _ = dataset_stats(
+        config(chats, max_length=40, truncation_strategy=overlong), resolve_model
+    )
     assert figures["samples"] == 63
     assert figures["max_length"] == 40
     told = {one["max_length"]: one for one in figures["limits"]}
     assert sorted(told) == [40, 128, 256, 512, 1024, 2048, 4096, 8192]
     for limit in (40, 128):
         prepared = prepare_tokens(
-            config(chats, max_length=limit, overlong=overlong), "sft", resolve_model
+            config(chats, max_length=limit, truncation_strategy=overlong), "sft", resolve_model
         )
         assert (
             0

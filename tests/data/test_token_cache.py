@@ -64,7 +64,7 @@ def test_the_key_follows_all_that_changes_the_tokens(tmp_path: Path, bare_tokeni
         prepare(data, system="Be.").train_folder,
         prepare(data, train_args={"max_length": 32}).train_folder,
         prepare(data, tokenizer=bare_tokenizer).train_folder,
-        prepare(data, train_args={"overlong": "drop"}).train_folder,
+        prepare(data, train_args={"truncation_strategy": "drop"}).train_folder,
         prepare(data, train_args={"train_on_inputs": True}).train_folder,
         prepare(data, format="prompt_completion").train_folder, prepare(f"{data}#5").train_folder,
         prepare({"path": data, "columns": {"completion": "prompt"}}).train_folder,

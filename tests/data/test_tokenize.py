@@ -171,7 +171,7 @@ def test_truncation_keeps_the_head(tmp_path: Path, bare_tokenizer: str) -> None:
     whole = train_set(prepare(data, tokenizer=bare_tokenizer))[0]
     assert sample["input_ids"].tolist() == whole["input_ids"][:16].tolist()
     dropped = prepare(
-        data, train_args={"max_length": 16, "overlong": "drop"}, tokenizer=bare_tokenizer
+        data, train_args={"max_length": 16, "truncation_strategy": "drop"}, tokenizer=bare_tokenizer
     )
     assert dropped.counts.dropped == {"longer than max_length": 2}
     assert dropped.counts.kept == 12

@@ -56,7 +56,7 @@ def test_every_sample_too_long(tmp_path: Path) -> None:
         [{"prompt": "word " * 100, "completion": "a"}, {"prompt": "word " * 40, "completion": "a"}],
     )
     for overlong in ("drop", "truncate"):
-        message = fails(data, train_args={"max_length": 8, "overlong": overlong})
+        message = fails(data, train_args={"max_length": 8, "truncation_strategy": overlong})
         shortest = prepare(data).train_tokens - max(train_set(prepare(data)).lengths)
         assert f"the shortest has {shortest} tokens, train_args.max_length is 8" in message
 

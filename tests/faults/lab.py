@@ -20,7 +20,7 @@ from live import LiveRun, new_token
 
 from paceline.core.event_log import read_events
 
-PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "faults.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "fault-injection.md"
 BEGIN, END = "<!-- faults: begin -->\n", "<!-- faults: end -->"
 
 #: Of the runs of the lab: as small as a language model goes.
@@ -36,7 +36,7 @@ MODES = {
     "tensor": ("parallel.mode=tensor",),
     "pipeline": ("parallel.mode=pipeline",),
     "ddp, topk": ("parallel.mode=ddp", "compression.method=topk", "compression.ratio=0.05"),
-    "diloco": ("parallel.mode=diloco", "local_sgd.steps=6"),
+    "diloco": ("parallel.mode=diloco", "local_sgd.sync_every=6"),
 }
 
 

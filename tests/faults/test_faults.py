@@ -23,7 +23,7 @@ def test_kills_in_a_row_of_what_is_compressed(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_a_rank_that_stands_still_for_good_is_replaced(tmp_path: Path) -> None:
     words = task_words(tmp_path, "lab_task.py", num_ranks=2, base_s=0.02)
-    words += ["recovery.hang_after_s=2", "recovery.hang_timeout_s=4"]
+    words += ["recovery.hang_warning_s=2", "recovery.hang_timeout_s=4"]
     undisturbed = drive(tmp_path / "undisturbed", words, [], seed=0)
     found = drive(
         tmp_path / "run", words, ["SIGSTOP of a rank, 2 s", "SIGSTOP of a rank, for good"], seed=1

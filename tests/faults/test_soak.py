@@ -1,5 +1,5 @@
 """Every fault of the laboratory, done to real runs; what came of it is the table in
-docs/how-to/faults.md.
+docs/how-to/fault-injection.md.
 
 To write the table anew: PACELINE_WRITE_TABLE=1 make soak.
 """
@@ -66,7 +66,7 @@ def test_sigterm_at_any_place(workers: int, spoken: str, tmp_path: Path) -> None
 
 def test_stopped_processes(spoken: str, tmp_path: Path) -> None:
     """For a while: nobody is restarted. For good: named, ended, replaced."""
-    words = (*EVALUATING, "recovery.hang_after_s=3", "recovery.hang_timeout_s=6")
+    words = (*EVALUATING, "recovery.hang_warning_s=3", "recovery.hang_timeout_s=6")
     found = drive(tmp_path / "short", words, ["SIGSTOP of a rank, 2 s"] * 6, seed=1)
     note_driven("ddp", found, found.digest == spoken)
     assert (found.digest, found.left, found.starts) == (spoken, [], 1)

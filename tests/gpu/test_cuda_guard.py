@@ -66,5 +66,5 @@ def test_a_step_is_left_out(tmp_path: Path, optim: str) -> None:
 
 def test_too_many_end_the_run(tmp_path: Path) -> None:
     bad = [int(ORDER.global_batch(step)[0]) for step in (6, 7, 8)]
-    said = train(tmp_path / "run", bad, "recovery.max_skipped_steps=3", expect=1)
+    said = train(tmp_path / "run", bad, "recovery.max_consecutive_skips=3", expect=1)
     assert "3 consecutive steps (up to step 9) had non-finite gradients" in said

@@ -40,7 +40,7 @@ def test_a_save_in_the_background_is_of_its_own_step(tmp_path: Path) -> None:
 def test_weights_that_stay_in_the_hosts_memory(
     on_cpu: dict[str, list[float]], tmp_path: Path
 ) -> None:
-    train(tmp_path / "run", 1, "parallel.mode=zero3", "parallel.offload=all", env=visible(0))
+    train(tmp_path / "run", 1, "parallel.mode=zero3", "parallel.cpu_offload=all", env=visible(0))
     assert losses(tmp_path / "run") == pytest.approx(on_cpu["full"], rel=1e-3)
 
 

@@ -122,12 +122,14 @@ def test_a_step_is_skipped_and_its_rank_named(tmp_path, parallel):
 def test_too_many_in_a_row_end_the_run_at_its_last_good_weights(tmp_path):
     folder = tmp_path / "run"
     bad = only_in(range(6, 10))
-    result = train(folder, expect=1, recovery={"max_skipped_steps": 3, "max_restarts": 3}, bad=bad)
+    result = train(
+        folder, expect=1, recovery={"max_consecutive_skips": 3, "max_restarts": 3}, bad=bad
+    )
     assert (
         "3 consecutive steps (up to step 9) had non-finite gradients (loss of rank 0)"
         in result.stderr
     )
-    assert "recovery.max_skipped_steps" in result.stderr
+    assert "recovery.max_consecutive_skips" in result.stderr
     assert len(events(folder, "run_start")) == 1  # to go back would bring it again
     good = {
         name: tensor
@@ -136,7 +138,7 @@ def test_too_many_in_a_row_end_the_run_at_its_last_good_weights(tmp_path):
     }
     assert all(bool(tensor.isfinite().all()) for tensor in good.values())
     # counts anew, and comes through
-    train(folder, recovery={"max_skipped_steps": 3, "max_restarts": 3}, bad=bad)
+    train(folder, recovery={"max_consecutive_skips": 3, "max_restarts": 3}, bad=bad)
     assert report(folder)["resumed_from_step"] == 9
     assert report(folder)["skipped_steps"] == 4
 
@@ -144,7 +146,7 @@ def test_too_many_in_a_row_end_the_run_at_its_last_good_weights(tmp_path):
 @pytest.mark.soak
 def test_what_comes_to_an_end_may_come_again(tmp_path):
     """Steps in a row: one that is good between them begins the count anew."""
-    train(tmp_path / "run", recovery={"max_skipped_steps": 2}, bad=only_in([5, 7, 9]))
+    train(tmp_path / "run", recovery={"max_consecutive_skips": 2}, bad=only_in([5, 7, 9]))
     assert report(tmp_path / "run")["skipped_steps"] == 3
 
 
@@ -160,7 +162,7 @@ def test_workers_that_train_on_their_own_are_told_of_too(tmp_path):
     ended = train(
         tmp_path / "ended",
         expect=1,
-        recovery={"max_skipped_steps": 2},
+        recovery={"max_consecutive_skips": 2},
         bad=only_in([10, 11], rank=1),
         **local,
     )
@@ -187,16 +189,21 @@ def test_a_drifted_replica_is_named_and_never_saved(tmp_path):
 @pytest.mark.soak
 def test_replicas_are_compared_between_checkpoints(tmp_path):
     settings = {"train_args": {"save_steps": 0}, "flip": {"rank": 0, "call": 6, "name": "0.bias"}}
-    result = train(tmp_path / "run", expect=1, recovery={"check_replicas_steps": 7}, **settings)
+    result = train(tmp_path / "run", expect=1, recovery={"replica_check_steps": 7}, **settings)
     assert "step 7" in result.stderr
     assert "rank 0 (host " in result.stderr
     assert "rank 1 (host " in result.stderr
     assert "without a majority" in result.stderr
-    train(tmp_path / "off", recovery={"check_replicas_steps": 0}, **settings)
+    train(tmp_path / "off", recovery={"replica_check_steps": 0}, **settings)
     assert events(tmp_path / "off", "drift") == []
 
 
-REWIND = {"rewind_on_spike": True, "spike_factor": 30, "spike_window": 6, "max_restarts": 2}
+REWIND = {
+    "rollback_on_loss_spike": True,
+    "loss_spike_factor": 30,
+    "loss_spike_window": 6,
+    "max_restarts": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -292,5 +299,5 @@ def test_it_does_not_go_back_for_ever(tmp_path):
 )
 def test_workers_that_do_not_meet_cannot_go_back(tmp_path, parallel):
     result = train(tmp_path / "run", expect=2, recovery=REWIND, parallel=parallel)
-    assert "rewind_on_spike" in result.stderr
+    assert "rollback_on_loss_spike" in result.stderr
     assert not (tmp_path / "run").exists()

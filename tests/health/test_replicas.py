@@ -107,13 +107,19 @@ CASES = {
     "hybrid sharding": (4, "zero3", ParallelDims(data=2, shard=2), "first.weight", {}),
     "compressed": (3, "ddp", None, "first.bias", {"compression": {"method": "topk", "ratio": 0.2}}),
     "deepspeed": (2, "deepspeed", None, "last.weight", {}),
-    "a worker": (4, "local_sgd", None, "last.weight", {"local_sgd": {"steps": 2, "workers": 2}}),
+    "a worker": (
+        4,
+        "local_sgd",
+        None,
+        "last.weight",
+        {"local_sgd": {"sync_every": 2, "workers": 2}},
+    ),
     "workers, brought together": (
         4,
         "diloco",
         None,
         "last.weight",
-        {"local_sgd": {"steps": 3, "workers": 4}},
+        {"local_sgd": {"sync_every": 3, "workers": 4}},
     ),
 }
 

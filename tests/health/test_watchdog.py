@@ -56,7 +56,7 @@ def _steps(
 
     stop.fail = fail
     watchdog = Watchdog(
-        RecoveryConfig(hang_after_s=2.0, **recovery), 60.0, world, stop, Path(folder)
+        RecoveryConfig(hang_warning_s=2.0, **recovery), 60.0, world, stop, Path(folder)
     )
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         watchdog.start()
@@ -292,7 +292,7 @@ def test_a_stopped_process_is_named_within_ten_seconds_and_goes_on(
 @pytest.mark.slow
 def test_different_collectives_end_the_run_and_both_places_are_shown(tmp_path: Path) -> None:
     process = begin(
-        tmp_path, "max_steps=30", "recovery.max_restarts=0", "recovery.hang_after_s=2",
+        tmp_path, "max_steps=30", "recovery.max_restarts=0", "recovery.hang_warning_s=2",
         "recovery.hang_timeout_s=6", "task_args.rank=1", "task_args.fault=other_collective",
         "task_args.from_step=12",
     )  # fmt: skip

@@ -298,7 +298,7 @@ def test_columns_that_fit_no_format(here: Path, refused: Refused) -> None:
 
 def test_every_sample_too_long(here: Path, refused: Refused) -> None:
     one_line(
-        refused("max_length=8", "overlong=drop"),
+        refused("max_length=8", "truncation_strategy=drop"),
         "every sample",
         "too long",
         "max_length",
@@ -311,7 +311,7 @@ def test_workers_that_train_separately_and_have_no_sample(here: Path, refused: R
     words = (
         "dataset=one.jsonl",
         "parallel.mode=local_sgd",
-        "local_sgd.steps=1",
+        "local_sgd.sync_every=1",
         "local_sgd.warmup_steps=0",
         "max_steps=4",
     )

@@ -62,7 +62,7 @@ def test_a_stock_deepspeed_file_and_a_config_of_accelerate_train_alike(tmp_path:
     done = run("config.yaml", *MICRO, "output_dir=deepspeed", "max_steps=3", cwd=tmp_path)
     assert report(tmp_path / "deepspeed")["strategy"] == "deepspeed"
     assert "`parallel.deepspeed_stage: 3`" in done.stderr
-    assert "`parallel.offload: all` has no effect on a CPU" in done.stderr
+    assert "`parallel.cpu_offload: all` has no effect on a CPU" in done.stderr
 
     (tmp_path / "accelerate.yaml").write_text(ACCELERATE)
     run("accelerate.yaml", *MICRO, "output_dir=fsdp", "max_steps=3", cwd=tmp_path)

@@ -13,7 +13,7 @@ def test_offload_without_effect_is_reported(
     mode: str, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = Config.model_validate(
-        {"model": "m", "dataset": "d", "parallel": {"mode": mode, "offload": "all"}}
+        {"model": "m", "dataset": "d", "parallel": {"mode": mode, "cpu_offload": "all"}}
     )
     _warn_about_offload(config, ParallelLayout(mode, ParallelDims(data=2), 2))
     assert ("has no effect" in caplog.text) == warns

@@ -219,7 +219,7 @@ def test_plain_ddp_on_a_slow_link_names_the_ways():
 
 
 def local(world, workers):
-    more = {"local_sgd": {"steps": 4, "workers": workers}}
+    more = {"local_sgd": {"sync_every": 4, "workers": workers}}
     return steps(world, "diloco", SLOW_RATE, more, 15)
 
 

@@ -11,11 +11,11 @@ def make_config(mode, optimizer, servers, rhythm="sync", dense="auto"):
         task="recommend",
         parallel={"mode": mode, "bucket_cap_mb": 0.001},
         parameter_server={
-            "servers": servers,
+            "num_servers": servers,
             "optimizer": optimizer,
-            "mode": rhythm,
-            "staleness": 2,
-            "dense": dense,
+            "consistency": rhythm,
+            "max_staleness": 2,
+            "dense_placement": dense,
         },
         train_args={"optim": other, "momentum": 0.0, "gradient_accumulation_steps": 2},
     )

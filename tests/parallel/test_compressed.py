@@ -224,7 +224,7 @@ def test_modes_it_cannot_serve_are_refused_with_those_it_can(mode, axes, method,
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"parallel": {"all_reduce": "ring"}}, "all_reduce"),
+        ({"parallel": {"all_reduce_algorithm": "ring"}}, "all_reduce"),
         ({"train_args": {"optim": "adagrad"}, "local": True}, "local_moments"),
         ({"momentum": True}, "momentum_correction"),
     ],

@@ -309,9 +309,9 @@ def test_running_statistics_in_half_precision_are_refused(precision):
     ("parallel", "rest", "says"),
     [
         ({}, {"train_args": {"optim": "adafactor"}}, "train_args.optim: adamw"),
-        ({"deepspeed_stage": 3}, {"evaluation": {"where": "rank0"}}, "evaluation.where"),
-        ({"offload": "optimizer", "device": "cpu"}, {}, "needs an accelerator"),
-        ({"offload": "all", "deepspeed_stage": 1}, {}, "deepspeed_stage: 3"),
+        ({"deepspeed_stage": 3}, {"evaluation": {"mode": "rank0"}}, "evaluation.mode"),
+        ({"cpu_offload": "optimizer", "device": "cpu"}, {}, "needs an accelerator"),
+        ({"cpu_offload": "all", "deepspeed_stage": 1}, {}, "deepspeed_stage: 3"),
     ],
 )
 def test_what_cannot_run_is_refused_before_the_start(parallel, rest, says):

@@ -139,7 +139,7 @@ AXOLOTL_3 = {
 }  # fmt: skip
 QUANTIZED_OFF = {"zero_quantized_weights": False, "zero_quantized_gradients": False}
 #: In the style of the files that LLaMA-Factory, ms-swift and axolotl ship: (settings, stage,
-#: `parallel.offload`).
+#: `parallel.cpu_offload`).
 STOCK = {
     "l z0": ({**LLAMA_FACTORY, "zero_optimization": {"stage": 0, **STAGE_2}}, 0, "none"),
     "l z2": ({**LLAMA_FACTORY, "zero_optimization": {"stage": 2, **STAGE_2}}, 2, "none"),
@@ -309,7 +309,7 @@ def test_stock_files_are_accepted_with_their_stage_and_offload(name, tmp_path):
         if stage == 0:
             assert (parallel.mode, parallel.deepspeed_config) == ("ddp", None)
             continue
-        assert (parallel.mode, parallel.deepspeed_stage, parallel.offload) == (
+        assert (parallel.mode, parallel.deepspeed_stage, parallel.cpu_offload) == (
             "deepspeed",
             stage,
             offload,

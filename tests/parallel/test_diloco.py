@@ -27,9 +27,12 @@ from paceline.parallel.local_sgd.sync import (
 )
 
 BITWISE = [
-    ({"steps": 4}, (2, 4)),
-    ({"steps": 5, "overlap_steps": 4, "fragments": 2, "outer_dtype": "int8"}, (4, 8)),
-    ({"steps": 4, "overlap_steps": 1, "warmup_steps": 3, "outer_dtype": "bf16"}, (2, 7)),
+    ({"sync_every": 4}, (2, 4)),
+    (
+        {"sync_every": 5, "fragment_sync_delay": 4, "num_fragments": 2, "outer_dtype": "int8"},
+        (4, 8),
+    ),
+    ({"sync_every": 4, "fragment_sync_delay": 1, "warmup_steps": 3, "outer_dtype": "bf16"}, (2, 7)),
 ]
 
 
@@ -41,13 +44,16 @@ def three_ranks(world):
     ]
     paths = [
         by_definition(world, local)
-        for local in ({"steps": 3}, {"steps": 4, "overlap_steps": 2, "overlap_mix": 0.25})
+        for local in (
+            {"sync_every": 3},
+            {"sync_every": 4, "fragment_sync_delay": 2, "fragment_update_alpha": 0.25},
+        )
     ]
     costs = [
         costs_of(world, local, "diloco")
         for local in (
-            {"steps": 4, "outer_dtype": "int8", "overlap_steps": 3},
-            {"steps": 4, "fragments": 2, "overlap_steps": 3, "outer_dtype": "bf16"},
+            {"sync_every": 4, "outer_dtype": "int8", "fragment_sync_delay": 3},
+            {"sync_every": 4, "num_fragments": 2, "fragment_sync_delay": 3, "outer_dtype": "bf16"},
         )
     ]
     means = {dtype: mean_of(world, dtype) for dtype in ("float32", "bf16", "int8")}
@@ -73,7 +79,7 @@ def by_definition(world, local):
     optimizers = [torch.optim.SGD(decayed(one), lr=0.2, momentum=0.9) for one in models]
     outer = torch.nn.Parameter(weights(ours).clone())
     outer_optimizer = torch.optim.SGD([outer], lr=0.5, momentum=0.8, nesterov=True)
-    overlap, mix = local.get("overlap_steps", 0), local.get("overlap_mix", 0.0)
+    overlap, mix = local.get("fragment_sync_delay", 0), local.get("fragment_update_alpha", 0.0)
     worst, gradient = 0.0, None
     for step in range(1, 14):
         one_step(ours, step - 1)
@@ -139,26 +145,26 @@ def test_three_ranks():
 
 def two_ranks(world):
     wrong = goes_on_to_the_bit(
-        world, "diloco", {"steps": 3, "overlap_steps": 2, "outer_dtype": "int8"}, (4,), 8
+        world, "diloco", {"sync_every": 3, "fragment_sync_delay": 2, "outer_dtype": "int8"}, (4,), 8
     )
     losses = {}
     for name, local in {
         "ddp": None,
-        "every 5": {"steps": 5},
+        "every 5": {"sync_every": 5},
         "int8, overlapped, streamed": {
-            "steps": 5,
+            "sync_every": 5,
             "outer_dtype": "int8",
-            "overlap_steps": 2,
-            "fragments": 2,
+            "fragment_sync_delay": 2,
+            "num_fragments": 2,
         },
     }.items():
         run = make(world, "ddp" if local is None else "diloco", local, net=Plain)
         losses[name] = [one_step(run, step) for step in range(60)]
-    run = make(world, "diloco", {"steps": 3})
+    run = make(world, "diloco", {"sync_every": 3})
     for step in range(4):
         one_step(run, step)
     mean = torch.stack(world.gather_objects(weights(run))).mean(0)
-    alone = resumed(world, "diloco", {"steps": 3, "workers": 1}, source_of(run))
+    alone = resumed(world, "diloco", {"sync_every": 3, "workers": 1}, source_of(run))
     outer = {
         name: [torch.equal(*pair) for pair in in_range(run, alone, name)]
         for name in run.outer_state()
@@ -187,7 +193,13 @@ def test_two_ranks():
 
 
 def four_ranks(world):
-    local = {"steps": 4, "workers": 2, "fragments": 3, "overlap_steps": 2, "outer_dtype": "bf16"}
+    local = {
+        "sync_every": 4,
+        "workers": 2,
+        "num_fragments": 3,
+        "fragment_sync_delay": 2,
+        "outer_dtype": "bf16",
+    }
     wrong = goes_on_to_the_bit(world, "diloco", local, (3, 6), 9)
     costs = costs_of(world, local, "diloco")
     world.barrier()

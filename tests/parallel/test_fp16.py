@@ -101,10 +101,10 @@ def test_every_strategy():
 
 def workers(world):
     """Each worker of local SGD has a scale of its own, which a checkpoint keeps."""
-    run = Run(world, "local_sgd", local_sgd={"steps": 4}, precision="fp16-mixed")
+    run = Run(world, "local_sgd", local_sgd={"sync_every": 4}, precision="fp16-mixed")
     made = [run.step(step, "gradient" if step == 1 else None, float("inf"))[0] for step in range(3)]
     parts = saved(run)
-    again = resumed(world, {"mode": "local_sgd", "local_sgd": {"steps": 4}}, parts)
+    again = resumed(world, {"mode": "local_sgd", "local_sgd": {"sync_every": 4}}, parts)
     scale = float(again.precision.scaler.scale)
     for step in range(3, 9):
         run.step(step)

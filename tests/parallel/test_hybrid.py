@@ -168,8 +168,8 @@ def test_state_moves_from_a_hybrid_to_one_rank_and_back():
     ("axes", "settings", "message"),
     [
         (ParallelDims(tensor=2), {"train_args": {"optim": "adafactor"}}, "adamw"),
-        (ParallelDims(shard=2), {"evaluation": {"where": "rank0"}}, "where: all"),
-        (ParallelDims(pipeline=2), {"parallel": {"offload": "all"}}, "offload"),
+        (ParallelDims(shard=2), {"evaluation": {"mode": "rank0"}}, "mode: distributed"),
+        (ParallelDims(pipeline=2), {"parallel": {"cpu_offload": "all"}}, "offload"),
         (ParallelDims(data=2), {"parallel": {"sequence_parallel": True}}, "there are none"),
         (
             ParallelDims(pipeline=2, tensor=2),

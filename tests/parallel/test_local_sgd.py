@@ -33,9 +33,9 @@ from paceline.parallel.registry import check_steps, check_strategy, estimate_cos
 from paceline.parallel.save_load import memory_bytes
 
 BITWISE = [
-    ({"steps": 4}, (2, 6)),
-    ({"steps": 5, "overlap_steps": 3, "fragments": 2, "warmup_steps": 2}, (1, 5, 8)),
-    ({"steps": 3, "average_moments": True, "fragments": 2}, (5,)),
+    ({"sync_every": 4}, (2, 6)),
+    ({"sync_every": 5, "fragment_sync_delay": 3, "num_fragments": 2, "warmup_steps": 2}, (1, 5, 8)),
+    ({"sync_every": 3, "average_optimizer_state": True, "num_fragments": 2}, (5,)),
 ]
 
 
@@ -49,15 +49,18 @@ def three_ranks(world):
     paths = {
         key: by_definition(world, local)
         for key, local in {
-            "plain": {"steps": 3},
-            "post-local": {"steps": 3, "warmup_steps": 4},
-            "fragments": {"steps": 4, "fragments": 2},
-            "overlap": {"steps": 4, "overlap_steps": 2},
+            "plain": {"sync_every": 3},
+            "post-local": {"sync_every": 3, "warmup_steps": 4},
+            "fragments": {"sync_every": 4, "num_fragments": 2},
+            "overlap": {"sync_every": 4, "fragment_sync_delay": 2},
         }.items()
     }
     costs = [
         costs_of(world, local)
-        for local in ({"steps": 4}, {"steps": 4, "fragments": 3, "overlap_steps": 2})
+        for local in (
+            {"sync_every": 4},
+            {"sync_every": 4, "num_fragments": 3, "fragment_sync_delay": 2},
+        )
     ]
     world.barrier()
     return wrong, every, paths, costs
@@ -67,7 +70,7 @@ def compare_with_ddp(world):
     """Largest difference of the weights over ten steps of SGD with momentum: brought together at
     each step it is `ddp`."""
     runs = [
-        make(world, mode, {"steps": 1}, optim="sgd", net=Plain, clip=0.0)
+        make(world, mode, {"sync_every": 1}, optim="sgd", net=Plain, clip=0.0)
         for mode in ("ddp", "local_sgd")
     ]
     worst = 0.0
@@ -88,7 +91,7 @@ def by_definition(world, local):
             parameter.grad = None
     optimizers = [torch.optim.SGD(decayed(one), lr=0.2, momentum=0.9) for one in models]
     period, warmup = local["steps"], local.get("warmup_steps", 0)
-    fragments, overlap = local.get("fragments", 1), local.get("overlap_steps", 0)
+    fragments, overlap = local.get("num_fragments", 1), local.get("fragment_sync_delay", 0)
     size, pending, worst, spread = weights(ours).numel(), [], 0.0, 0.0
     for step in range(1, 14):
         one_step(ours, step - 1)
@@ -162,9 +165,9 @@ def test_three_ranks():
 
 
 def two_by_two(world):
-    local = {"steps": 3, "workers": 2}
+    local = {"sync_every": 3, "workers": 2}
     wrong = goes_on_to_the_bit(
-        world, "local_sgd", {**local, "overlap_steps": 2, "fragments": 2}, (4,), 8
+        world, "local_sgd", {**local, "fragment_sync_delay": 2, "num_fragments": 2}, (4,), 8
     )
     ours = make(world, "local_sgd", local)
     apart = []
@@ -182,7 +185,7 @@ def two_by_two(world):
     others = {}
     for name, other in (
         ("ddp", resumed(world, "ddp", {}, checkpoint)),
-        ("four workers", resumed(world, "local_sgd", {"steps": 3, "workers": 4}, checkpoint)),
+        ("four workers", resumed(world, "local_sgd", {"sync_every": 3, "workers": 4}, checkpoint)),
         ("diloco", resumed(world, "diloco", local, checkpoint)),
     ):
         others[name] = (
@@ -261,15 +264,30 @@ def test_workers_are_machines_or_ranks():
 @pytest.mark.parametrize(
     ("mode", "local", "train_args", "words"),
     [
-        ("local_sgd", {"steps": 50}, {"max_steps": 40}, ["50", "40 steps", "1 to 40"]),
-        ("diloco", {"steps": 20, "warmup_steps": 30}, {"max_steps": 40}, ["warm-up", "1 to 10"]),
+        ("local_sgd", {"sync_every": 50}, {"max_steps": 40}, ["50", "40 steps", "1 to 40"]),
+        (
+            "diloco",
+            {"sync_every": 20, "warmup_steps": 30},
+            {"max_steps": 40},
+            ["warm-up", "1 to 10"],
+        ),
         ("local_sgd", {"workers": 3}, {}, ["does not divide", "1, 2, 4"]),
-        ("diloco", {"steps": 4, "fragments": 5}, {}, ["fragments: 5", "1 to 4"]),
-        ("diloco", {"steps": 4, "overlap_steps": 4}, {}, ["overlap_steps: 4", "0 to 3"]),
+        ("diloco", {"sync_every": 4, "num_fragments": 5}, {}, ["num_fragments: 5", "1 to 4"]),
+        (
+            "diloco",
+            {"sync_every": 4, "fragment_sync_delay": 4},
+            {},
+            ["fragment_sync_delay: 4", "0 to 3"],
+        ),
         ("local_sgd", {"outer_dtype": "int8"}, {}, ["outer_dtype", "diloco"]),
-        ("diloco", {"average_moments": True}, {}, ["average_moments", "local_sgd"]),
-        ("local_sgd", {"average_moments": True, "overlap_steps": 2}, {}, ["negative"]),
-        ("local_sgd", {"average_moments": True}, {"optim": "adafactor"}, ["factored"]),
+        ("diloco", {"average_optimizer_state": True}, {}, ["average_optimizer_state", "local_sgd"]),
+        (
+            "local_sgd",
+            {"average_optimizer_state": True, "fragment_sync_delay": 2},
+            {},
+            ["negative"],
+        ),
+        ("local_sgd", {"average_optimizer_state": True}, {"optim": "adafactor"}, ["factored"]),
     ],
 )
 def test_refused(mode, local, train_args, words):
@@ -281,7 +299,7 @@ def test_refused(mode, local, train_args, words):
 
 def test_longer_than_the_epochs():
     with pytest.raises(ConfigError, match="more than the run's 12 steps"):
-        check_steps("diloco", config_of("diloco", {"steps": 13}), 12)
+        check_steps("diloco", config_of("diloco", {"sync_every": 13}), 12)
 
 
 def test_one_rank_is_a_worker():
@@ -290,7 +308,7 @@ def test_one_rank_is_a_worker():
         strategy = make(
             world,
             mode,
-            {"steps": 2, "outer_dtype": "int8" if mode == "diloco" else "float32"},
+            {"sync_every": 2, "outer_dtype": "int8" if mode == "diloco" else "float32"},
             net=Plain,
         )
         assert one_step(strategy, 0) > one_step(strategy, 0) > 0
@@ -309,7 +327,8 @@ def test_brought_together_at_each_step_it_is_single(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text(
         "{model: 'builtin:mlp', task: classify, dataset: 'builtin:digits', parallel: {device: cpu},"
-        " local_sgd: {steps: 1, workers: 2}, train_args: {per_device_train_batch_size: 16, optim:"
+        " local_sgd: {sync_every: 1, workers: 2}, train_args:"
+        " {per_device_train_batch_size: 16, optim:"
         " sgd, max_grad_norm: 0, learning_rate: 0.1}}"
     )
     done = run(
@@ -334,8 +353,8 @@ def test_a_run_that_goes_on_in_the_middle_of_a_period(tmp_path):
     words = [
         "parallel.mode=local_sgd",
         "parallel.num_gpus=2",
-        "local_sgd.steps=4",
-        "local_sgd.overlap_steps=2",
+        "local_sgd.sync_every=4",
+        "local_sgd.fragment_sync_delay=2",
     ]
     words += [
         "train_args.max_steps=8",

@@ -312,10 +312,13 @@ def test_row_state_is_in_the_checkpoint(optimizer):
         ({"train_args": {"gradient_checkpointing": True}}, "gradient_checkpointing"),
         ({"task": "sft"}, "`task: sft` is not supported"),
         (
-            {"parameter_server": {"dense": "ddp", "mode": "bounded"}},
+            {"parameter_server": {"dense_placement": "ddp", "consistency": "bounded"}},
             "each worker waits for the slowest",
         ),
-        ({"parameter_server": {"dense": "ddp", "on_worker_loss": "go_on"}}, "process group"),
+        (
+            {"parameter_server": {"dense_placement": "ddp", "on_worker_failure": "continue"}},
+            "process group",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(keys, words):
@@ -330,8 +333,8 @@ def test_a_run_without_waiting_ends_with_a_whole_model(tmp_path: Path):
     words = [
         "model=builtin:dlrm", "task=recommend", "dataset=builtin:clicks#2000",
         "split_dataset_ratio=0.2", f"output_dir={tmp_path}/run", "parallel.mode=parameter_server",
-        "parallel.device=cpu", "parallel.num_gpus=2", "parameter_server.mode=bounded",
-        "parameter_server.servers=2", "train_args.per_device_train_batch_size=16",
+        "parallel.device=cpu", "parallel.num_gpus=2", "parameter_server.consistency=bounded",
+        "parameter_server.num_servers=2", "train_args.per_device_train_batch_size=16",
         "train_args.max_steps=12", "train_args.logging_steps=4",
     ]  # fmt: skip
     run(*words)

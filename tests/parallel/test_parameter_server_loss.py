@@ -94,8 +94,8 @@ def run(tmp_path: Path, name: str, task: str, *more: str) -> subprocess.Complete
 
 def served(tmp_path: Path, *kills: str) -> list[str]:
     return [
-        "parallel.mode=parameter_server", "parameter_server.servers=2",
-        "parameter_server.on_worker_loss=go_on", f"task_args.pids={tmp_path}/pids",
+        "parallel.mode=parameter_server", "parameter_server.num_servers=2",
+        "parameter_server.on_worker_failure=continue", f"task_args.pids={tmp_path}/pids",
         f"task_args.kills={json.dumps(kills)}",
     ]  # fmt: skip
 
@@ -158,7 +158,7 @@ def test_without_two_workers_the_run_is_that_of_ddp_without_their_samples(tmp_pa
 @pytest.mark.soak
 def test_a_worker_killed_from_outside_leaves_a_bounded_run_going(tmp_path: Path) -> None:
     """Nobody waits for the dead one's clock, and the run ends with a whole model."""
-    more = ["parameter_server.mode=bounded", "parameter_server.staleness=1"]
+    more = ["parameter_server.consistency=bounded", "parameter_server.max_staleness=1"]
     words = command(tmp_path, "run", "Killer", *served(tmp_path), *more, steps=400, logging=10)
     process = start(*words)
     said: list[str] = []

@@ -1,5 +1,5 @@
-"""`parallel.all_reduce`: training through our own all-reduce, beside backward, has the losses of
-the backend's."""
+"""`parallel.all_reduce_algorithm`: training through our own all-reduce, beside backward, has the
+losses of the backend's."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ ALGORITHMS = ("native", "ring", "tree", "halving", "naive")
 def train_by_each(world):
     found = {}
     for algorithm in ALGORITHMS:
-        one = train(world, Net, 5, parallel={"all_reduce": algorithm})
+        one = train(world, Net, 5, parallel={"all_reduce_algorithm": algorithm})
         found[algorithm] = {
             key: one[key] for key in ("losses", "norms", "weights", "traffic", "cost")
         }
@@ -59,7 +59,7 @@ def hybrid_data_axis(world):
             3,
             mode="hybrid",
             axes=axes,
-            parallel={"all_reduce": one, "data": 2, "tensor": 2, "tensor_plan": plan},
+            parallel={"all_reduce_algorithm": one, "data": 2, "tensor": 2, "tensor_plan": plan},
         )["losses"]
         for one in ("native", "ring")
     ]
@@ -122,14 +122,14 @@ def test_a_lane_runs_in_order_and_hands_errors_on():
     ],
 )
 def test_modes_that_sum_otherwise_refuse(mode, axes):
-    config = Config(model="m", dataset="d", parallel={"mode": mode, "all_reduce": "ring"})
-    with pytest.raises(ConfigError, match="all_reduce: ring") as caught:
+    config = Config(model="m", dataset="d", parallel={"mode": mode, "all_reduce_algorithm": "ring"})
+    with pytest.raises(ConfigError, match="all_reduce_algorithm: ring") as caught:
         check_strategy(mode, config, axes)
     assert "ddp" in caught.value.allowed
 
 
 def test_modes_that_can_do_not():
-    config = Config(model="m", dataset="d", parallel={"all_reduce": "ring"})
+    config = Config(model="m", dataset="d", parallel={"all_reduce_algorithm": "ring"})
     for mode, axes in (
         ("ddp", ParallelDims(data=2)),
         ("single", ParallelDims()),

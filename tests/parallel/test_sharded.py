@@ -244,9 +244,9 @@ def test_formulas_of_the_paper(strategy, gigabytes, volume):
     ("section", "word"),
     [
         ({"train_args": {"optim": "adafactor"}}, "adamw"),
-        ({"evaluation": {"where": "rank0"}}, "where: all"),
-        ({"parallel": {"offload": "optimizer"}}, "deepspeed"),
-        ({"parallel": {"offload": "all", "device": "cpu"}}, "accelerator"),
+        ({"evaluation": {"mode": "rank0"}}, "mode: distributed"),
+        ({"parallel": {"cpu_offload": "optimizer"}}, "deepspeed"),
+        ({"parallel": {"cpu_offload": "all", "device": "cpu"}}, "accelerator"),
     ],
 )
 def test_what_does_not_fit_is_refused(section, word):

@@ -128,7 +128,10 @@ CASES = {
     "ddp": (3, {"mode": "ddp", **LINE}),
     "ddp without clipping": (2, {"mode": "ddp", "clip": 0.0, **LINE}),
     "ddp with sgd": (2, {"mode": "ddp", "optim": "sgd", **LINE}),
-    "ddp over a ring of our own": (3, {"mode": "ddp", "parallel": {"all_reduce": "ring"}, **LINE}),
+    "ddp over a ring of our own": (
+        3,
+        {"mode": "ddp", "parallel": {"all_reduce_algorithm": "ring"}, **LINE},
+    ),
     "zero1": (3, {"mode": "zero1", **LINE}),
     "zero2": (2, {"mode": "zero2", **LINE}),
     "zero3": (2, {"mode": "zero3", **LINE}),
@@ -207,7 +210,7 @@ def test_error_feedback_does_not_swallow_it():
 
 
 def one_worker_skips(world):
-    run = Run(world, "local_sgd", local_sgd={"steps": 4}, net=Plain)
+    run = Run(world, "local_sgd", local_sgd={"sync_every": 4}, net=Plain)
     verdicts, finite = [], []
     for step in range(8):
         before = {name: one.detach().clone() for name, one in run.strategy.trained.items()}

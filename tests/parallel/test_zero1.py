@@ -167,7 +167,7 @@ def test_formula_of_the_paper():
     ("section", "word"),
     [
         ({"train_args": {"optim": "adafactor"}}, "adamw"),
-        ({"parallel": {"offload": "all"}}, "zero3"),
+        ({"parallel": {"cpu_offload": "all"}}, "zero3"),
     ],
 )
 def test_what_does_not_fit_is_refused(section, word):

@@ -117,7 +117,7 @@ def test_a_layout_that_cannot_be_is_said(capsys: pytest.CaptureFixture[str]) -> 
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["configured"] is None
-    assert "has no axis" in found["misfit"]["what"]
+    assert "has no axis" in found["layout_error"]["what"]
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,12 +17,12 @@ pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.slurm]
 # Loader processes, adapters with dropout, saves in the middle of an epoch.
 WORDS = (
     *MICRO, "lora.enable=true", "lora.dropout=0.1", "dataloader_num_workers=1", "warmup_steps=3",
-    "parallel.timeout_s=60", "max_steps=24", "save_steps=4",
+    "parallel.collective_timeout_s=60", "max_steps=24", "save_steps=4",
 )  # fmt: skip
 # Steps of 0.1 s at least.
 _SLOW = (
     *SLOW, "parallel.mode=ddp", "dataloader_num_workers=1", "warmup_steps=3",
-    "parallel.timeout_s=60", "save_steps=0",
+    "parallel.collective_timeout_s=60", "save_steps=0",
     "task_args.step_s=0.1",
 )  # fmt: skip
 BRIEF = (*_SLOW, "max_steps=120")
@@ -246,7 +246,7 @@ def test_a_config_error_is_not_tried_again(cluster, tmp_path):
         "model=builtin:qwen2-micro",
         "dataset=missing.jsonl",
         "parallel.device=cpu",
-        "parallel.timeout_s=60",
+        "parallel.collective_timeout_s=60",
     )
     number = submit(cluster, tmp_path, words)
     with pytest.raises(AssertionError):

@@ -82,7 +82,7 @@ def accuracy(task: Task, model: torch.nn.Module) -> float:
 
 
 def test_digits_are_learnt_and_the_model_loads_again(tmp_path: Path) -> None:
-    task = prepared_task(split_dataset_ratio=0.1, classify={"hidden": 16})
+    task = prepared_task(split_dataset_ratio=0.1, classify={"hidden_size": 16})
     assert task.prepared is not None
     assert (task.prepared.num_train, task.prepared.num_eval) == (1617, 180)
     assert task.prepared.counts.as_dict() == {
@@ -192,7 +192,7 @@ def test_a_folder_is_learnt_and_what_cannot_be_read_is_counted(tmp_path: Path) -
     (folder / "labels.csv").write_text("a,b\n")
     (folder / "unused").mkdir()
     task = prepared_task(
-        dataset=str(folder), classify={"image_size": 8, "hidden": 8}, split_dataset_ratio=0.2
+        dataset=str(folder), classify={"image_size": 8, "hidden_size": 8}, split_dataset_ratio=0.2
     )
     assert task.prepared is not None
     counts = task.prepared.counts.as_dict()

@@ -117,7 +117,7 @@ def test_training_learns_and_the_folder_loads_again(tmp_path: Path) -> None:
 
 
 def on_rank(world: Communicator, where: str) -> tuple[EvalResult, list[float], list[float]]:
-    config = make_config(evaluation={"where": where}, train_args={"per_device_eval_batch_size": 70})
+    config = make_config(evaluation={"mode": where}, train_args={"per_device_eval_batch_size": 70})
     task = prepared_task(config)
     torch.manual_seed(0)
     model = task.build_model()
@@ -133,7 +133,9 @@ def on_rank(world: Communicator, where: str) -> tuple[EvalResult, list[float], l
     return found, batch["label"].tolist(), scores.tolist()
 
 
-@pytest.mark.parametrize(("world_size", "where"), [(1, "all"), (3, "all"), (2, "rank0")])
+@pytest.mark.parametrize(
+    ("world_size", "where"), [(1, "distributed"), (3, "distributed"), (2, "rank0")]
+)
 def test_auc_over_ranks_is_that_of_the_whole_set(world_size: int, where: str) -> None:
     for found, labels, scores in run_ranks(on_rank, world_size, where):
         assert found.count == 600
@@ -148,11 +150,11 @@ def test_auc_over_ranks_is_that_of_the_whole_set(world_size: int, where: str) ->
         ({"model": "builtin:small-cnn"}, "no click model"),
         ({"parallel": {"mode": "pipeline"}}, "side by side"),
         ({"parallel": {"tensor": 2}}, "side by side"),
-        ({"dataset": "log.csv"}, "recommend.categorical"),
+        ({"dataset": "log.csv"}, "recommend.sparse_features"),
         ({"dataset": ["builtin:clicks", "builtin:clicks"]}, "several sources"),
-        ({"dataset": "log.csv", "recommend": {"categorical": ["label"]}}, "more than once"),
+        ({"dataset": "log.csv", "recommend": {"sparse_features": ["label"]}}, "more than once"),
         (
-            {"dataset": "log.csv", "recommend": {"categorical": ["a"], "table_size": {"b": 3}}},
+            {"dataset": "log.csv", "recommend": {"sparse_features": ["a"], "table_size": {"b": 3}}},
             "no categorical column",
         ),
     ],

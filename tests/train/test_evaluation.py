@@ -64,7 +64,7 @@ def on_rank(
     config = Config(
         model="m",
         dataset="d",
-        evaluation={"where": where},
+        evaluation={"mode": where},
         train_args={"per_device_eval_batch_size": 2},
     )
     model = make_model().train()
@@ -93,7 +93,7 @@ def plain(num_rows: int) -> tuple[float, float, int]:
     )
 
 
-@pytest.mark.parametrize("where", ["all", "rank0"])
+@pytest.mark.parametrize("where", ["distributed", "rank0"])
 @pytest.mark.parametrize(
     ("world_size", "num_rows"), [(1, 7), (2, 7), (3, 7), (3, 13), (3, 1), (2, 12)]
 )

@@ -60,8 +60,8 @@ def test_other_modes_are_refused(mode: str) -> None:
         (
             ("cpu", "cuda"),
             "ddp",
-            {"parallel": {"all_reduce": "ring"}},
-            "`parallel.all_reduce: ring`",
+            {"parallel": {"all_reduce_algorithm": "ring"}},
+            "`parallel.all_reduce_algorithm: ring`",
         ),
         (("cpu", "cuda"), "local_sgd", {"local_sgd": {"workers": 1}}, "`local_sgd.workers: 1`"),
     ],

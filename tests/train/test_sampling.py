@@ -32,7 +32,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
             ("parallel.mode=zero3", "parallel.num_gpus=2", *LORA), marks=pytest.mark.soak
         ),  # all ranks forward together
         pytest.param(
-            ("parallel.mode=diloco", "parallel.num_gpus=2", "local_sgd.steps=4"),
+            ("parallel.mode=diloco", "parallel.num_gpus=2", "local_sgd.sync_every=4"),
             marks=pytest.mark.soak,
         ),
     ],
@@ -40,7 +40,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
 )
 def test_the_training_is_the_same_with_samples(tmp_path: Path, words: tuple[str, ...]) -> None:
     for many in (0, 3):
-        train(tmp_path / str(many), *STEPS, *words, f"evaluation.samples={many}")
+        train(tmp_path / str(many), *STEPS, *words, f"evaluation.num_samples={many}")
     assert digest(tmp_path / "3") == digest(tmp_path / "0")
     assert [one["loss"] for one in events(tmp_path / "3", "eval")] == [
         one["loss"] for one in events(tmp_path / "0", "eval")
@@ -69,7 +69,7 @@ def test_answers_are_those_of_transformers_own_decoding(tmp_path: Path) -> None:
         "parallel.mode=single",
         "parallel.num_gpus=1",
         "train_args.learning_rate=0.03",
-        "evaluation.samples=4",
+        "evaluation.num_samples=4",
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -98,7 +98,7 @@ def test_text_without_answers_is_continued(tmp_path: Path) -> None:
             for number in range(60)
         )
     )
-    words = ("task=pretrain", f"dataset={text}", "evaluation.samples=2", "parallel.num_gpus=1")
+    words = ("task=pretrain", f"dataset={text}", "evaluation.num_samples=2", "parallel.num_gpus=1")
     run(
         *(one for one in MICRO if not one.startswith("dataset=")),
         f"output_dir={tmp_path / 'run'}",

@@ -360,7 +360,7 @@ def transfer_notices(
     if not comm.is_rank_zero:
         return []
     remote_sizes = [size for size in sizes if size is not None]
-    return [transfer_text(remote_sizes, rate, config.parallel.timeout_s)]
+    return [transfer_text(remote_sizes, rate, config.parallel.collective_timeout_s)]
 
 
 def transfer_text(
@@ -391,7 +391,7 @@ def transfer_text(
     )
     if 2 * wall_s > timeout_s:
         text += (
-            ". The last save must finish within `parallel.timeout_s`"
+            ". The last save must finish within `parallel.collective_timeout_s`"
             f" ({timeout_s:.0f} s): set it to {4 * wall_s:.0f}"
         )
     return "warning", text

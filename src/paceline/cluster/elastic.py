@@ -104,7 +104,11 @@ class HostAgent:
 
         started_at, is_first, attempt, last_error = time.monotonic(), True, 0, ""
         while True:
-            limit_s = self.config.parallel.timeout_s if is_first else self.config.recovery.rejoin_s
+            limit_s = (
+                self.config.parallel.collective_timeout_s
+                if is_first
+                else self.config.recovery.rejoin_timeout_s
+            )
             left_s = started_at + limit_s - time.monotonic()
             if left_s <= 0:
                 return self._nobody_came(limit_s, is_first, last_error)
@@ -127,7 +131,9 @@ class HostAgent:
                     return failed_outcome(text)
                 if type(error).__name__ == "RendezvousTimeoutError":
                     if has_run(AgentFolder(folder)):
-                        return self._nobody_came(self.config.recovery.rejoin_s, False, last_error)
+                        return self._nobody_came(
+                            self.config.recovery.rejoin_timeout_s, False, last_error
+                        )
                 else:
                     logger.warning(
                         "the connection to the rendezvous at %s was lost (%s). The ranks of this"
@@ -186,7 +192,7 @@ class HostAgent:
             rdzv_configs={
                 "is_host": bool(self._store.is_host),
                 "join_timeout": join_timeout_s,
-                "rejoin_timeout": max(1, int(self.config.recovery.rejoin_s)),
+                "rejoin_timeout": max(1, int(self.config.recovery.rejoin_timeout_s)),
                 "agent_folder": str(folder),
                 "timeout": join_timeout_s,
                 "last_call_timeout": _LAST_CALL_S,

@@ -77,9 +77,10 @@ def check_endpoint(parallel: Parallel) -> None:
             allowed=f"0 to {parallel.hosts[1] - 1}, or auto",
         )
     names = [name for _, name in socket.if_nameindex()]
-    if parallel.interface is not None and parallel.interface not in names:
+    if parallel.network_interface is not None and parallel.network_interface not in names:
         raise ConfigError(
-            f"this host has no network interface `{parallel.interface}` (`parallel.interface`)",
+            f"this host has no network interface `{parallel.network_interface}`"
+            " (`parallel.network_interface`)",
             allowed=", ".join(names),
         )
 
@@ -130,7 +131,7 @@ def resolve_endpoint(config: Config) -> Endpoint:
                 " `parallel.node_rank` out"
             ),
         )
-    interface = parallel.interface or interface_of(local_address)
+    interface = parallel.network_interface or interface_of(local_address)
     if interface is None:
         raise OSError(f"no network interface has the address {local_address}")
     return Endpoint(name, port, address, local_address, interface, is_local)

@@ -338,7 +338,7 @@ def config_values(config: Config) -> dict[str, JsonValue]:
             if isinstance(value, dict)
             else {name: value}
         )
-    for name in ("node_rank", "interface", "num_gpus"):
+    for name in ("node_rank", "network_interface", "num_gpus"):
         del values[f"parallel.{name}"]
     return values
 

@@ -56,10 +56,10 @@ class MemorySize:
         from paceline.planner.hardware import parse_size
 
         try:
-            return parse_size(text, "--memory")
+            return parse_size(text, "--memory-per-rank")
         except ConfigError as error:
             raise ConfigError(
-                error.what, allowed=self.allowed, fix="write e.g. `--memory 256MB`"
+                error.what, allowed=self.allowed, fix="write e.g. `--memory-per-rank 256MB`"
             ) from error
 
 
@@ -102,13 +102,13 @@ def add_arguments(parser: OptionParser) -> None:
         help="number of processes, or of CPUs with Ray",
     )
     parser.add_argument(
-        "--by", type=Choice(_UNITS), default="words", metavar="UNIT", help="what is counted"
+        "--unit", type=Choice(_UNITS), default="words", metavar="UNIT", help="what is counted"
     )
     parser.add_argument(
         "--tokenizer",
         type=Text("a folder, a hub id, or builtin:qwen2-tiny"),
         metavar="DIR",
-        help="tokenizer, with --by tokens",
+        help="tokenizer, with --unit tokens",
     )
     parser.add_argument(
         "--output", type=OutputFile("a TSV file"), metavar="FILE", help="table of all counts"
@@ -121,7 +121,7 @@ def add_arguments(parser: OptionParser) -> None:
         help="most frequent words that are printed",
     )
     parser.add_argument(
-        "--memory",
+        "--memory-per-rank",
         type=MemorySize(),
         metavar="SIZE",
         help=f"memory of a rank; default: {CountSpec.memory_bytes // 10**6}MB",
@@ -130,7 +130,7 @@ def add_arguments(parser: OptionParser) -> None:
         "--engine", type=Choice(_ENGINES), default="local", metavar="NAME", help="what runs it"
     )
     parser.add_argument(
-        "--errors",
+        "--decode-errors",
         type=Choice(_ERROR_HANDLERS),
         default="strict",
         metavar="HOW",
@@ -204,11 +204,13 @@ def make_options(args: Namespace) -> CountOptions:
         check_ray()
     spec = CountSpec(
         files=tuple(args.files),
-        by=args.by,
-        tokenizer=_tokenizer_folder(args.by, args.tokenizer),
+        by=args.unit,
+        tokenizer=_tokenizer_folder(args.unit, args.tokenizer),
         field=args.field,
-        errors=args.errors,
-        memory_bytes=CountSpec.memory_bytes if args.memory is None else args.memory,
+        errors=args.decode_errors,
+        memory_bytes=CountSpec.memory_bytes
+        if args.memory_per_rank_per_rank_per_rank is None
+        else args.memory_per_rank_per_rank_per_rank,
         top=args.top,
     )
     return CountOptions(spec, args.ranks, args.engine, output)
@@ -226,12 +228,12 @@ def _tokenizer_folder(by: str, tokenizer: str | None) -> Path | None:
         if tokenizer is not None:
             raise ConfigError(
                 "`--tokenizer` is not used to count words",
-                fix="add `--by tokens`, or leave it out",
+                fix="add `--unit tokens`, or leave it out",
             )
         return None
     if not tokenizer:
         raise ConfigError(
-            "`--by tokens` needs a tokenizer",
+            "`--unit tokens` needs a tokenizer",
             allowed="a folder, a hub id, or builtin:qwen2-tiny",
             fix="give one as `--tokenizer DIR`",
         )

@@ -108,15 +108,15 @@ def add_arguments(parser: OptionParser) -> None:
         metavar="SECONDS",
         help="the job is deleted so long after its end; JobSet only",
     )
-    add("--claim", type=_SUBDOMAIN, metavar="NAME", help="volume that all pods work in")
+    add("--pvc", type=_SUBDOMAIN, metavar="NAME", help="volume that all pods work in")
     add(
-        "--endpoint-claim",
+        "--endpoint-pvc",
         type=_SUBDOMAIN,
         metavar="NAME",
         help="volume that the first pod alone works in; JobSet only",
     )
-    add("--data-claim", type=_SUBDOMAIN, metavar="NAME", help="volume with data, at /data")
-    add("--cache-claim", type=_SUBDOMAIN, metavar="NAME", help="volume for caches, at /cache")
+    add("--data-pvc", type=_SUBDOMAIN, metavar="NAME", help="volume with data, at /data")
+    add("--cache-pvc", type=_SUBDOMAIN, metavar="NAME", help="volume for caches, at /cache")
     add("--cpus-per-node", type=WholeNumber(1, 4096), metavar="N", help="cores of a pod")
     add("--memory-per-node", type=_QUANTITY, metavar="SIZE", help="memory of a pod")
     add("--shm-size", type=_QUANTITY, metavar="SIZE", help="size of /dev/shm")
@@ -137,7 +137,7 @@ def add_arguments(parser: OptionParser) -> None:
     add("--runtime-manifest", action="store_true", help="write the runtime that TrainJobs need")
     parser.example = (
         "paceline kubernetes CONFIG.yaml --nodes 2 --gpus-per-node 8"
-        " --image registry.example.org/paceline:1.0 --claim runs"
+        " --image registry.example.org/paceline:1.0 --pvc runs"
     )
 
 
@@ -196,10 +196,10 @@ def make_options(args: Namespace) -> KubernetesOptions:
         queue=args.queue,
         time_s=None if args.time is None else args.time.seconds,
         ttl_s=args.ttl,
-        claim=args.claim,
-        endpoint_claim=args.endpoint_claim,
-        data_claim=args.data_claim,
-        cache_claim=args.cache_claim,
+        pvc=args.pvc,
+        endpoint_pvc=args.endpoint_pvc,
+        data_pvc=args.data_pvc,
+        cache_pvc=args.cache_pvc,
         cpus=args.cpus_per_node or hosts.min_cpus,
         cpus_is_limit=args.cpus_per_node is not None,
         memory=memory,
@@ -252,8 +252,8 @@ def _check_variant(args: Namespace) -> None:
             " Kubeflow Trainer",
             fix="leave it out; to start all pods together, use Kueue: `--queue NAME`",
         )
-    if args.variant != "jobset" and (args.endpoint_claim or args.ttl is not None):
-        name = "--endpoint-claim" if args.endpoint_claim else "--ttl"
+    if args.variant != "jobset" and (args.endpoint_pvc or args.ttl is not None):
+        name = "--endpoint-pvc" if args.endpoint_pvc else "--ttl"
         raise ConfigError(
             f"`{name}` is not supported with `--variant kubeflow`: a TrainJob cannot set it",
             fix="leave it out, or give `--variant jobset`",
@@ -270,17 +270,17 @@ def _check_variant(args: Namespace) -> None:
 
 
 def _check_shared_storage(hosts: Hosts, args: Namespace) -> None:
-    if args.claim and args.endpoint_claim:
+    if args.pvc and args.endpoint_pvc:
         raise ConfigError(
-            "`--claim` and `--endpoint-claim` both mount the working folder", fix="give one of them"
+            "`--pvc` and `--endpoint-pvc` both mount the working folder", fix="give one of them"
         )
     is_remote = "://" in str(hosts.config.checkpoint_dir or "")
-    if hosts.nodes > 1 and not (is_remote or args.claim or args.endpoint_claim):
+    if hosts.nodes > 1 and not (is_remote or args.pvc or args.endpoint_pvc):
         raise ConfigError(
             f"`--nodes {hosts.nodes}` needs storage for the checkpoints that outlives the pods",
             fix=(
-                "name a PersistentVolumeClaim that all pods can mount (ReadWriteMany) with `--claim"
+                "name a PersistentVolumeClaim that all pods can mount (ReadWriteMany) with `--pvc"
                 " NAME`, or with `--variant jobset` one for the first pod alone (ReadWriteOnce)"
-                " with `--endpoint-claim NAME`"
+                " with `--endpoint-pvc NAME`"
             ),
         )

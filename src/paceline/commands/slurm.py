@@ -50,7 +50,7 @@ def add_arguments(parser: OptionParser) -> None:
         help="default: one for each rank and each of its loader processes",
     )
     parser.add_argument(
-        "--signal-lead",
+        "--grace-period",
         type=WholeNumber(),
         default=120,
         metavar="SECONDS",
@@ -110,9 +110,9 @@ def make_options(args: Namespace) -> SlurmOptions:
     check_required(args, "nodes", "gpus-per-node", "time")
     limit_s = args.time.seconds
     max_lead_s = min(limit_s - 1, _MAX_SIGNAL_LEAD_S)
-    if not 1 <= args.signal_lead <= max_lead_s:
+    if not 1 <= args.grace_period <= max_lead_s:
         raise ConfigError(
-            f"`--signal-lead {args.signal_lead}` does not fit `--time {args.time.text}`",
+            f"`--grace-period {args.grace_period}` does not fit `--time {args.time.text}`",
             allowed=(
                 f"1 to {max_lead_s} seconds before the end, time enough to write a checkpoint"
             ),
@@ -123,7 +123,7 @@ def make_options(args: Namespace) -> SlurmOptions:
     return SlurmOptions(
         hosts=hosts,
         time=args.time.text,
-        signal_lead_s=args.signal_lead,
+        grace_period_s=args.grace_period,
         cpus=args.cpus_per_node or hosts.min_cpus,
         name=args.job_name or default_name,
         sbatch_options=tuple((name, value) for name, value in values if value is not None),

@@ -12,10 +12,11 @@ FREE_KEYS = (
     "train_args.dataloader_num_workers", "train_args.dataloader_prefetch_factor",
     "train_args.dataloader_pin_memory", "train_args.gradient_checkpointing",
     "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps",
-    "recovery.max_restarts", "recovery.save_every_s", "recovery.on_save_error", "recovery.rejoin_s",
-    "recovery.watchdog", "recovery.hang_after_s", "recovery.hang_timeout_s",
-    "recovery.check_replicas_steps", "recovery.max_skipped_steps", "trust_remote_code",
-    "parameter_server.servers", "parameter_server.dense", "parameter_server.on_worker_loss",
+    "recovery.max_restarts", "recovery.save_interval_s", "recovery.on_save_error",
+    "recovery.rejoin_timeout_s", "recovery.watchdog", "recovery.hang_warning_s",
+    "recovery.hang_timeout_s", "recovery.replica_check_steps", "recovery.max_consecutive_skips",
+    "trust_remote_code", "parameter_server.num_servers", "parameter_server.dense_placement",
+    "parameter_server.on_worker_failure",
 )  # fmt: skip
 
 

@@ -75,7 +75,7 @@ def stage_settings(stage: int, deepspeed: bool, offload: bool = False) -> dict[s
         {"mode": "deepspeed", "deepspeed_stage": stage} if deepspeed else {"mode": f"zero{stage}"}
     )
     if offload:
-        settings["offload"] = "optimizer" if deepspeed and stage < 3 else "all"
+        settings["cpu_offload"] = "optimizer" if deepspeed and stage < 3 else "all"
     return settings
 
 

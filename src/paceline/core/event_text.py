@@ -14,7 +14,7 @@ from paceline.core.events import (
     FaultEvent,
     MemoryEvent,
     ResumeEvent,
-    RewindEvent,
+    RollbackEvent,
     RunEndEvent,
     RunStartEvent,
     SampleEvent,
@@ -109,7 +109,7 @@ def _drift(event: DriftEvent) -> tuple[str, str]:
     )
 
 
-def _rewind(event: RewindEvent) -> tuple[str, str]:
+def _rollback(event: RollbackEvent) -> tuple[str, str]:
     jump = (
         f"the loss jumped to {formatting.loss(event.get('loss'))} (median"
         f" {formatting.loss(event.get('median'))})"
@@ -182,7 +182,7 @@ _WORDED: dict[str, _Describe] = {
     "fault": _fault,
     "skipped": _skipped,
     "drift": _drift,
-    "rewind": _rewind,
+    "rollback": _rollback,
     "worker_lost": _worker_lost,
     "eval": _eval,
     "checkpoint": _checkpoint,

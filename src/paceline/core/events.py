@@ -163,11 +163,11 @@ class DriftEvent(_Logged, total=False):
     tensors: int
 
 
-class RewindEvent(_Logged, total=False):
+class RollbackEvent(_Logged, total=False):
     """The loss jumped at ``step``: the run returns to ``to_step``, and the batch of that step is
     skipped. A ``resume`` follows if a checkpoint was loaded."""
 
-    type: Literal["rewind"]
+    type: Literal["rollback"]
     step: int
     to_step: int
     loss: float
@@ -413,7 +413,7 @@ Event = (
     | FaultEvent
     | SkippedEvent
     | DriftEvent
-    | RewindEvent
+    | RollbackEvent
     | WorkerLostEvent
     | BalanceEvent
     | NoticeEvent

@@ -128,7 +128,9 @@ def dataset_stats(
     prepared = prepare_tokens(config, task, resolve_model)
     whole = prepared
     if _was_cut(prepared, config):
-        args = config.train_args.model_copy(update={"max_length": NO_LIMIT, "overlong": "truncate"})
+        args = config.train_args.model_copy(
+            update={"max_length": NO_LIMIT, "truncation_strategy": "truncate"}
+        )
         whole = prepare_tokens(
             config.model_copy(update={"train_args": args, "val_dataset": None}), task, resolve_model
         )
@@ -142,7 +144,7 @@ def dataset_stats(
             " truncated, not cut into samples"
         )
         prepared.notices.append(("warning", text))
-    limit, overlong = config.train_args.max_length, config.train_args.overlong
+    limit, overlong = config.train_args.max_length, config.train_args.truncation_strategy
     used = int(np.count_nonzero(samples.vocabulary))
     repeats = duplicates(samples)
     for repeat in repeats["most_repeated"]:
@@ -248,8 +250,8 @@ def duplicates(samples: Samples) -> Duplicates:
 def cut_by(limit: int, samples: Samples, overlong: str, documents: bool) -> LimitStats:
     """What training with ``max_length=limit`` would lose, as :mod:`paceline.data.text.build` cuts:
     documents are cut into samples and lose only a last token that stands alone; other samples are
-    truncated, or left out whole where nothing that carries loss remains, or where ``overlong`` is
-    `drop`."""
+    truncated, or left out whole where nothing that carries loss remains, or where
+    ``truncation_strategy`` is `drop`."""
     lengths = samples.lengths
     over = lengths > limit
     if documents:

@@ -25,15 +25,16 @@ class Devices:
 def without_idle_offload(
     parallel: Parallel, device_type: str
 ) -> tuple[Parallel, list[tuple[str, str]]]:
-    """``parallel`` without `offload` on a CPU, where all state is in the host's memory already, and
-    the notice of it."""
-    if device_type != "cpu" or parallel.offload == "none":
+    """``parallel`` without ``cpu_offload`` on a CPU, where all state is in the host's memory
+    already, and the notice of it."""
+    if device_type != "cpu" or parallel.cpu_offload == "none":
         return parallel, []
     text = (
-        f"`parallel.offload: {parallel.offload}` has no effect on a CPU: all state is in the host's"
+        f"`parallel.cpu_offload: {parallel.cpu_offload}` has no effect on a CPU: all state is"
+        " in the host's"
         " memory already"
     )
-    return parallel.model_copy(update={"offload": "none"}), [("info", text)]
+    return parallel.model_copy(update={"cpu_offload": "none"}), [("info", text)]
 
 
 def cpu_cores() -> int:

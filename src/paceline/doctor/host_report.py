@@ -280,7 +280,7 @@ def _bandwidth(probes: list[_Measured]) -> CheckResult:
         return CheckResult.warning(
             "bandwidth",
             text,
-            "choose a faster interface with `parallel.interface`, or reduce the"
+            "choose a faster interface with `parallel.network_interface`, or reduce the"
             " traffic (docs/how-to/slow-network.md)",
         )
     return CheckResult.passed("bandwidth", text)

@@ -219,12 +219,15 @@ class AnomalyDetector:
         logger.warning(f"step {step}: {text}")
 
     def _check_limit(self, step: int, in_row: int, origin: str) -> None:
-        if in_row < self.settings.max_skipped_steps or self.error is not None:
+        if in_row < self.settings.max_consecutive_skips or self.error is not None:
             return
         self.error = RunError(
             f"{in_row} consecutive {'step' if in_row == 1 else 'steps'} (up to step {step}) had"
             f" non-finite gradients{origin} and were skipped. The last good weights are saved",
-            allowed=f"fewer than `recovery.max_skipped_steps: {self.settings.max_skipped_steps}`",
+            allowed=(
+                "fewer than `recovery.max_consecutive_skips:"
+                f" {self.settings.max_consecutive_skips}`"
+            ),
             fix=(
                 "check the samples of these steps and what the task computes (a division by zero,"
                 " the logarithm of zero, an empty target); lower `learning_rate`; replace"

@@ -54,8 +54,8 @@ class RankStatus:
     issued: Mapping[str, int] = field(default_factory=dict)
     state: str | None = None
 
-    def is_silent(self, hang_after_s: float) -> bool:
-        return self.since_heartbeat_s >= hang_after_s
+    def is_silent(self, hang_warning_s: float) -> bool:
+        return self.since_heartbeat_s >= hang_warning_s
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,18 @@ class Hang:
         )
 
 
-def grace_s(status: RankStatus, hang_after_s: float) -> float:
+def grace_s(status: RankStatus, hang_warning_s: float) -> float:
     """Return how many seconds this rank may make no progress before it is reported."""
-    if status.is_silent(hang_after_s) and status.state in _DEAD:
-        return hang_after_s
+    if status.is_silent(hang_warning_s) and status.state in _DEAD:
+        return hang_warning_s
     if status.phase in _GRACE_S:
-        return max(hang_after_s, _GRACE_S[status.phase])
+        return max(hang_warning_s, _GRACE_S[status.phase])
     if status.typical_step_s is None:
-        return max(hang_after_s, _FIRST_STEP_S)
-    return max(hang_after_s, _TYPICAL_STEPS * status.typical_step_s)
+        return max(hang_warning_s, _FIRST_STEP_S)
+    return max(hang_warning_s, _TYPICAL_STEPS * status.typical_step_s)
 
 
-def find_hangs(ranks: Sequence[RankStatus], hang_after_s: float) -> list[Hang]:
+def find_hangs(ranks: Sequence[RankStatus], hang_warning_s: float) -> list[Hang]:
     """Return the ranks that hold up the others, the most certain first:
 
     1. those that send no heartbeats, or make no progress without waiting for another rank, while
@@ -107,14 +107,15 @@ def find_hangs(ranks: Sequence[RankStatus], hang_after_s: float) -> list[Hang]:
     stalled = [
         status
         for status in ranks
-        if max(status.stalled_s, status.since_heartbeat_s) > grace_s(status, hang_after_s)
+        if max(status.stalled_s, status.since_heartbeat_s) > grace_s(status, hang_warning_s)
     ]
     if not stalled:
         return []
     blocking = [
         status
         for status in stalled
-        if status.phase != "ended" and (status.waits_for is None or status.is_silent(hang_after_s))
+        if status.phase != "ended"
+        and (status.waits_for is None or status.is_silent(hang_warning_s))
     ]
     lagging = _lagging(ranks)
     if blocking and len(blocking) < len(ranks):
@@ -122,9 +123,9 @@ def find_hangs(ranks: Sequence[RankStatus], hang_after_s: float) -> list[Hang]:
         most_certain = [
             status
             for status in blocking
-            if status.rank in lagging_ranks or status.is_silent(hang_after_s)
+            if status.rank in lagging_ranks or status.is_silent(hang_warning_s)
         ]
-        return [_blocking_hang(status, hang_after_s) for status in most_certain or blocking]
+        return [_blocking_hang(status, hang_warning_s) for status in most_certain or blocking]
     running = [status for status in ranks if status.phase != "ended"]
     if len([status for status in stalled if status.phase != "ended"]) < len(running):
         return []  # some make progress: what the others wait for may come
@@ -137,8 +138,8 @@ def find_hangs(ranks: Sequence[RankStatus], hang_after_s: float) -> list[Hang]:
     return [Hang(None, min(status.stalled_s for status in running), why, all_wait=True)]
 
 
-def _blocking_hang(status: RankStatus, hang_after_s: float) -> Hang:
-    if not status.is_silent(hang_after_s):
+def _blocking_hang(status: RankStatus, hang_warning_s: float) -> Hang:
+    if not status.is_silent(hang_warning_s):
         why = "it is in no collective, while the other ranks continue or wait for it"
         return Hang(status, status.stalled_s, why)
     no_heartbeat = (

@@ -1,4 +1,4 @@
-"""Detection of loss spikes (``recovery.rewind_on_spike``)."""
+"""Detection of loss spikes (``recovery.rollback_on_loss_spike``)."""
 
 import math
 import statistics
@@ -25,16 +25,18 @@ class LossSpikeDetector:
     settings: RecoveryConfig
 
     def observe(self, loss: float, history: Sequence[float]) -> LossSpike | None:
-        """Return a spike if ``loss`` is not finite, or ``spike_factor`` times larger than the
-        median of ``history``, which must be half of ``spike_window`` long.
+        """Return a spike if ``loss`` is not finite, or ``loss_spike_factor`` times larger than the
+        median of ``history``, which must be half of ``loss_spike_window`` long.
 
         Args:
             loss: mean loss of the step over all ranks, so that every rank gets the same answer.
             history: the losses of the last steps without a spike.
         """
         median = math.nan
-        if 2 * len(history) >= self.settings.spike_window:
+        if 2 * len(history) >= self.settings.loss_spike_window:
             median = statistics.median(history)
-        if math.isfinite(loss) and not (median > 0 and loss > self.settings.spike_factor * median):
+        if math.isfinite(loss) and not (
+            median > 0 and loss > self.settings.loss_spike_factor * median
+        ):
             return None
         return LossSpike(loss, median, len(history))

@@ -192,7 +192,7 @@ class Watchdog:
 
     # -- hangs
     def _check_hangs(self, ranks: list[RankStatus]) -> None:
-        after_s = self.settings.hang_after_s
+        after_s = self.settings.hang_warning_s
         hangs = {hang.rank: hang for hang in find_hangs(ranks, after_s)}
         self._num_sightings = {rank: self._num_sightings.get(rank, 0) + 1 for rank in hangs}
         confirmed = {

@@ -56,7 +56,7 @@ def start_fork_server(config: Config) -> None:
         filter(None, [warnings_before, "ignore:resource_tracker:UserWarning"])
     )
     level_before = os.environ.get("TORCH_CPP_LOG_LEVEL")
-    if config.parameter_server.on_worker_loss == "go_on":
+    if config.parameter_server.on_worker_failure == "continue":
         # rpc warns of each connection to a rank that is gone
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ["PACELINE_FORK_SERVER_PARENT"] = str(os.getpid())  # see launch/parent_death.py

@@ -54,7 +54,7 @@ def choose_layout(
         if num_devices < 1:
             raise ConfigError(
                 f"`parallel.mode: {name}` has no worker: all ranks that were started are servers",
-                fix="start more ranks, or lower `parameter_server.servers`",
+                fix="start more ranks, or lower `parameter_server.num_servers`",
             )
         chosen = layout(config.parallel, num_devices, name)
         text = f"strategy: {chosen.text()}"
@@ -82,17 +82,19 @@ def choose_layout(
         )
     if outer is not None and get_spec(chosen.strategy).expendable_ranks(config, chosen.axes):
         raise ConfigError(
-            "`parameter_server.on_worker_loss: go_on` needs Paceline's own launcher: an outer one"
+            "`parameter_server.on_worker_failure: continue` needs Paceline's own launcher: an"
+            " outer one"
             " ends all ranks when one ends",
-            fix="start it without torchrun (`paceline sft …`), or set `on_worker_loss: stop`",
+            fix="start it without torchrun (`paceline sft …`), or set `on_worker_failure: restart`",
         )
     if config.parallel.hosts != (1, 1) and get_spec(chosen.strategy).expendable_ranks(
         config, chosen.axes
     ):
         raise ConfigError(
-            "`parameter_server.on_worker_loss: go_on` works on one host, and `parallel.nnodes` is"
+            "`parameter_server.on_worker_failure: continue` works on one host, and"
+            " `parallel.nnodes` is"
             f" {config.parallel.nnodes}",
-            fix="set `on_worker_loss: stop`: all ranks then go back to the newest checkpoint",
+            fix="set `on_worker_failure: restart`: all ranks then go back to the newest checkpoint",
         )
     return replace(chosen, num_processes=chosen.num_processes + serving)
 

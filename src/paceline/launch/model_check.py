@@ -102,7 +102,7 @@ def check_stages(model: Any, config: Config, num_ranks: int) -> None:
         return  # without values the forward of some models cannot run: the ranks check these
     blocks = find_blocks(model)
     check_trace(model, blocks, trace)
-    chunks = num_chunks(config.parallel.pipeline_schedule, config.parallel.pipeline_chunks)
+    chunks = num_chunks(config.parallel.pipeline_schedule, config.parallel.stages_per_rank)
     divide_model(model, blocks, num_ranks * chunks, trace)
 
 
@@ -125,7 +125,7 @@ def _remembered(config: Config, layout: ParallelLayout) -> Path | None:
         config.train_args.max_length,
         config.train_args.gradient_checkpointing,
         config.parallel.tensor_plan,
-        [layout.axes.pipeline, config.parallel.pipeline_schedule, config.parallel.pipeline_chunks],
+        [layout.axes.pipeline, config.parallel.pipeline_schedule, config.parallel.stages_per_rank],
         layout.axes.tensor,
     ]
     return cache_dir() / "models-checked" / f"{key_of([content, versions, lora, settings])}.json"

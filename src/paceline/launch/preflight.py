@@ -235,10 +235,11 @@ def _warn_about_loaders(config: Config, layout: ParallelLayout, devices: Devices
 
 
 def _warn_about_offload(config: Config, layout: ParallelLayout) -> None:
-    offload = config.parallel.offload
+    offload = config.parallel.cpu_offload
     if offload != "none" and get_spec(layout.strategy).capabilities.ignores_offload:
         logger.warning(
-            "`parallel.offload: %s` has no effect with `parallel.mode: %s`; strategies that shard"
+            "`parallel.cpu_offload: %s` has no effect with `parallel.mode: %s`; strategies"
+            " that shard"
             " the state use it: zero2, zero3, deepspeed",
             offload,
             layout.strategy,

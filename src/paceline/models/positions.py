@@ -140,6 +140,6 @@ def _too_long(config: Config, limit: PositionLimit) -> ConfigError:
         ),
         fix=(
             f"set `train_args.max_length: {limit.tokens}`; what happens to longer samples is set by"
-            " `train_args.overlong`"
+            " `train_args.truncation_strategy`"
         ),
     )

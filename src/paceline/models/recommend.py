@@ -203,8 +203,8 @@ def model_args(config: Config, num_dense: int, tables: Sequence[int]) -> ClickMo
         "num_dense": num_dense,
         "tables": list(tables),
         "dim": config.recommend.embedding_dim,
-        "bottom": config.recommend.bottom,
-        "top": config.recommend.top,
+        "bottom": config.recommend.bottom_mlp,
+        "top": config.recommend.top_mlp,
     }
 
 

@@ -253,7 +253,7 @@ def builtin_args(config: Config, form: ImageForm, num_classes: int) -> dict[str,
     return {
         "in_channels": form.channels,
         "image_size": form.height,
-        "hidden": config.classify.hidden,
+        "hidden": config.classify.hidden_size,
         "num_classes": num_classes,
     }
 

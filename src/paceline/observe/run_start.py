@@ -84,7 +84,7 @@ class RunInfo:
             part for counted in steps for part in self.order.micro_batches(counted, num_parts)
         )
         counts = [count_ids(part) for part in micro_batches if len(part)]
-        num_servers = self.config.parameter_server.servers
+        num_servers = self.config.parameter_server.num_servers
         return distinct_ids(counts, self.train_dataset.tables, num_servers)
 
 

@@ -55,7 +55,7 @@ class Capabilities:
         unequal_shares: ranks may run different numbers of micro-batches (``parallel.balance``).
         equal_shares_reason: why they may not.
         mixed_devices: ranks may be on devices of different types, over Gloo.
-        ignores_offload: ``parallel.offload`` has no effect.
+        ignores_offload: ``parallel.cpu_offload`` has no effect.
         chosen_by_auto: ``parallel.mode: auto`` may choose it.
     """
 

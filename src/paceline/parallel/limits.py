@@ -31,8 +31,8 @@ def _deepspeed_stage(*stages: int) -> Subject:
 
 
 def _overlap(config: Config, dims: ParallelDims) -> str | None:
-    steps = config.local_sgd.overlap_steps
-    return f"`local_sgd.overlap_steps: {steps}`" if steps else None
+    steps = config.local_sgd.fragment_sync_delay
+    return f"`local_sgd.fragment_sync_delay: {steps}`" if steps else None
 
 
 def _adafactor(config: Config, dims: ParallelDims) -> str | None:
@@ -40,13 +40,13 @@ def _adafactor(config: Config, dims: ParallelDims) -> str | None:
 
 
 def _server_mode(config: Config, dims: ParallelDims) -> str | None:
-    mode = config.parameter_server.mode
-    return None if mode == "sync" else f"`parameter_server.mode: {mode}`"
+    mode = config.parameter_server.consistency
+    return None if mode == "sync" else f"`parameter_server.consistency: {mode}`"
 
 
-def _go_on(config: Config, dims: ParallelDims) -> str | None:
-    go_on = config.parameter_server.on_worker_loss == "go_on"
-    return "`parameter_server.on_worker_loss: go_on`" if go_on else None
+def _continues_without_worker(config: Config, dims: ParallelDims) -> str | None:
+    continues = config.parameter_server.on_worker_failure == "continue"
+    return "`parameter_server.on_worker_failure: continue`" if continues else None
 
 
 def _no_tensor_dim(config: Config, dims: ParallelDims) -> str | None:
@@ -61,19 +61,21 @@ _SHARDED_MATRICES = Limit(
     allowed="adamw, adam, sgd, rmsprop, adagrad",
 )
 _STATE_ON_DEVICE = Limit(
-    "parallel.offload",
+    "parallel.cpu_offload",
     "its state stays on the device",
-    "set `parallel.mode: zero3` and `parallel.offload: all` on accelerators, or use `deepspeed`",
+    "set `parallel.mode: zero3` and `parallel.cpu_offload: all` on accelerators, or use"
+    " `deepspeed`",
     unsupported=("optimizer", "all"),
-    allowed="`parallel.offload: none`",
+    allowed="`parallel.cpu_offload: none`",
 )
 
 
 def _no_rollback(subject: Subject | None = None) -> Limit:
     return Limit(
-        "recovery.rewind_on_spike",
+        "recovery.rollback_on_loss_spike",
         "it needs the loss of all ranks at each step, and here they do not wait for each other",
-        "leave `recovery.rewind_on_spike` out: an update without a finite gradient is skipped all"
+        "leave `recovery.rollback_on_loss_spike` out: an update without a finite gradient is"
+        " skipped all"
         " the same",
         unsupported=(True,),
         allowed="strategies that meet at each step, such as `parallel.mode: ddp` or zero3",
@@ -85,16 +87,17 @@ ZERO1 = (_SHARDED_MATRICES, _STATE_ON_DEVICE)
 FSDP = (
     _SHARDED_MATRICES,
     Limit(
-        "evaluation.where",
+        "evaluation.mode",
         "rank 0 holds a part of the model",
-        "set `evaluation.where: all`, or `parallel.mode: zero1`",
+        "set `evaluation.mode: distributed`, or `parallel.mode: zero1`",
         unsupported=("rank0",),
-        allowed="`evaluation.where: all`",
+        allowed="`evaluation.mode: distributed`",
     ),
     Limit(
-        "parallel.offload",
+        "parallel.cpu_offload",
         "optimizer state lies where the shards of the weights lie",
-        "set `parallel.offload: all`, or `parallel.mode: deepspeed`, which moves the optimizer's"
+        "set `parallel.cpu_offload: all`, or `parallel.mode: deepspeed`, which moves the"
+        " optimizer's"
         " state alone",
         unsupported=("optimizer",),
         allowed="none, all",
@@ -110,19 +113,19 @@ DEEPSPEED = (
         allowed="adamw, adam, sgd, rmsprop",
     ),
     Limit(
-        "evaluation.where",
+        "evaluation.mode",
         "no rank holds the whole model",
-        "leave `evaluation.where` out",
+        "leave `evaluation.mode` out",
         unsupported=("rank0",),
-        allowed="`evaluation.where: all`",
+        allowed="`evaluation.mode: distributed`",
         subject=_deepspeed_stage(3),
     ),
     Limit(
-        "parallel.offload",
+        "parallel.cpu_offload",
         "parameters leave the device at stage 3 alone",
         "set `parallel.deepspeed_stage: 3`",
         unsupported=("all",),
-        allowed="`parallel.offload: optimizer`, or stage 3",
+        allowed="`parallel.cpu_offload: optimizer`, or stage 3",
         subject=_deepspeed_stage(1, 2),
     ),
 )
@@ -135,16 +138,16 @@ HYBRID = (
         subject=_no_tensor_dim,
     ),
     Limit(
-        "evaluation.where",
+        "evaluation.mode",
         "no rank holds the whole model",
-        "set `evaluation.where: all`: the same figures, computed by all ranks",
+        "set `evaluation.mode: distributed`: the same figures, computed by all ranks",
         unsupported=("rank0",),
         subject=with_dims("shard", "tensor", "pipeline"),
     ),
     Limit(
-        "parallel.offload",
+        "parallel.cpu_offload",
         "its state stays on the device",
-        "set `parallel.offload: none`, or `parallel.mode: zero3`",
+        "set `parallel.cpu_offload: none`, or `parallel.mode: zero3`",
         unsupported=("optimizer", "all"),
         allowed="`parallel.mode: zero2`, `zero3` or `deepspeed` on accelerators",
         subject=with_dims("shard", "tensor", "pipeline"),
@@ -189,7 +192,7 @@ def _local_only(mode: str, *keys: str) -> tuple[Limit, ...]:
 
 _WORKERS = (
     Limit(
-        "parallel.offload",
+        "parallel.cpu_offload",
         "its state stays on the device",
         "leave it out; `local_sgd.workers` with several ranks each cuts the outer state of"
         " `diloco` into shares",
@@ -200,24 +203,24 @@ _WORKERS = (
 LOCAL_SGD = (
     *_WORKERS,
     *_local_only(
-        "local_sgd", "outer_learning_rate", "outer_momentum", "outer_dtype", "overlap_mix"
+        "local_sgd", "outer_learning_rate", "outer_momentum", "outer_dtype", "fragment_update_alpha"
     ),
     Limit(
-        "local_sgd.average_moments",
+        "local_sgd.average_optimizer_state",
         "corrected late, a second moment could become negative",
         "turn one of them off",
         unsupported=(True,),
         subject=_overlap,
     ),
     Limit(
-        "local_sgd.average_moments",
+        "local_sgd.average_optimizer_state",
         "its moments are factored, and the mean of factors is not the factors of a mean",
-        "leave `local_sgd.average_moments` out, or set `optim: adamw`",
+        "leave `local_sgd.average_optimizer_state` out, or set `optim: adamw`",
         unsupported=(True,),
         subject=_adafactor,
     ),
 )
-DILOCO = (*_WORKERS, *_local_only("diloco", "average_moments"))
+DILOCO = (*_WORKERS, *_local_only("diloco", "average_optimizer_state"))
 PARAMETER_SERVER = (
     Limit(
         "train_args.weight_decay",
@@ -239,21 +242,21 @@ PARAMETER_SERVER = (
         value_of="train_args.mixed_dtype",
     ),
     Limit(
-        "parameter_server.dense",
+        "parameter_server.dense_placement",
         "in an all-reduce each worker waits for the slowest, at every step",
-        "leave `parameter_server.dense` out",
+        "leave `parameter_server.dense_placement` out",
         unsupported=("ddp",),
         allowed="`dense: server`, or `mode: sync`",
         subject=_server_mode,
     ),
     Limit(
-        "parameter_server.dense",
+        "parameter_server.dense_placement",
         "the workers' process group, by which they all-reduce, breaks with the first of them that"
         " dies",
-        "leave `parameter_server.dense` out: the servers then have these parameters too",
+        "leave `parameter_server.dense_placement` out: the servers then have these parameters too",
         unsupported=("ddp",),
-        allowed="`dense: server`, or `on_worker_loss: stop`",
-        subject=_go_on,
+        allowed="`dense_placement: server`, or `on_worker_failure: restart`",
+        subject=_continues_without_worker,
     ),
     _no_rollback(_server_mode),
     Limit(

@@ -21,17 +21,17 @@ COLUMNS: dict[str, Settings] = {
     "recompute": {"train_args": {"gradient_checkpointing": True}},
     "`adagrad`": {"train_args": {"optim": "adagrad"}},
     "`adafactor`": {"train_args": {"optim": "adafactor"}},
-    "`offload: optimizer`": {"parallel": {"offload": "optimizer"}},
-    "`offload: all`": {"parallel": {"offload": "all"}},
-    "`evaluation.where: rank0`": {"evaluation": {"where": "rank0"}},
+    "`cpu_offload: optimizer`": {"parallel": {"cpu_offload": "optimizer"}},
+    "`cpu_offload: all`": {"parallel": {"cpu_offload": "all"}},
+    "`evaluation.mode: rank0`": {"evaluation": {"mode": "rank0"}},
     "`compression`": {"compression": {"method": "bf16"}},
-    "`all_reduce: ring`": {"parallel": {"all_reduce": "ring"}},
+    "`all_reduce_algorithm: ring`": {"parallel": {"all_reduce_algorithm": "ring"}},
     "`balance`": {"parallel": {"balance": "speed"}},
-    "`rewind_on_spike`": {"recovery": {"rewind_on_spike": True}},
+    "`rollback_on_loss_spike`": {"recovery": {"rollback_on_loss_spike": True}},
 }
 
 #: Those whose reasons are the same for most strategies.
-_FEATURES = [COLUMNS[key] for key in ("`compression`", "`all_reduce: ring`", "`balance`")]
+_FEATURES = [COLUMNS[key] for key in ("`compression`", "`all_reduce_algorithm: ring`", "`balance`")]
 
 
 def rows() -> Iterator[tuple[str, str, ParallelDims, dict[str, int]]]:
@@ -78,13 +78,14 @@ def table() -> str:
             reason = reason_against(mode, dims, parallel, settings)
             if reason is not None and settings not in _FEATURES:
                 reasons[f"- {reason}."] = None
-            ignored = "offload" in settings.get("parallel", {})
+            ignored = "cpu_offload" in settings.get("parallel", {})
             ignored = ignored and STRATEGIES[mode].capabilities.ignores_offload
             cells.append("–" if reason else "no effect" if ignored else "yes")
         cells.append("yes" if STRATEGIES[mode].capabilities.mixed_devices else "–")
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     head = (
-        "The reasons, as they are printed (compression and `all_reduce` need replicas whose"
+        "The reasons, as they are printed (compression and `all_reduce_algorithm` need"
+        " replicas whose"
         " gradients are summed in buckets):"
     )
     return "\n".join([*lines, "", head, "", *reasons, "", ""])

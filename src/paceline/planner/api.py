@@ -30,8 +30,8 @@ MOST_DEVICES = 65536
 
 
 class PlanReport(TypedDict):
-    """The JSON of a plan. ``misfit``: ``what``, ``allowed`` and ``fix`` of the error in the layout
-    that the config names."""
+    """The JSON of a plan. ``layout_error``: ``what``, ``allowed`` and ``fix`` of the error in the
+    layout that the config names."""
 
     world_size: int
     device_memory_bytes: int
@@ -43,7 +43,7 @@ class PlanReport(TypedDict):
     changes: list[ChangeReport] | None
     smallest_change: ChangeReport | None
     precision: str
-    misfit: dict[str, str | None] | None
+    layout_error: dict[str, str | None] | None
     device: str
     tokens_per_micro_batch: float | None
     notes: list[str]
@@ -121,7 +121,7 @@ class Plan:
             ),
             smallest_change=None if smallest is None else smallest.as_dict(count),
             precision=self.config.train_args.precision,
-            misfit=(
+            layout_error=(
                 None
                 if error is None
                 else {"what": error.what, "allowed": error.allowed, "fix": error.fix}

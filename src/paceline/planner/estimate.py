@@ -276,7 +276,7 @@ def step_time(
     if axes.pipeline > 1:
         schedule = config.parallel.pipeline_schedule
         idle = (axes.pipeline - 1) / max(1, work.micro_batches)
-        idle /= {"interleaved_1f1b": config.parallel.pipeline_chunks, "zero_bubble": 3}.get(
+        idle /= {"interleaved_1f1b": config.parallel.stages_per_rank, "zero_bubble": 3}.get(
             schedule, 1
         )
         compute *= 1 + idle
@@ -307,7 +307,7 @@ def _check_cuts(layout: ParallelLayout, config: Config, described: ModelProfile)
     """What the widths say before any strategy has looked at the model."""
     axes, dims, blocks = layout.axes, described.dims, described.shape.blocks
     chunked = config.parallel.pipeline_schedule in ("interleaved_1f1b", "zero_bubble")
-    stages = axes.pipeline * (config.parallel.pipeline_chunks if chunked else 1)
+    stages = axes.pipeline * (config.parallel.stages_per_rank if chunked else 1)
     if axes.pipeline > 1 and stages > len(blocks):
         raise ConfigError(f"{stages} stages are more than the model's {len(blocks)} blocks")
     if axes.pipeline > 1 and config.task == "recommend":

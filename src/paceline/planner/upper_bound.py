@@ -57,7 +57,7 @@ def _state(config: Config, dims: LanguageDims, parameters: int) -> int:
 def _classifier(config: Config) -> int:
     """The built-in image models: weights of three 3 × 3 convolutions, or of two layers over the
     pixels; six maps a convolution."""
-    hidden, pixels = config.classify.hidden, max(64, config.classify.image_size**2)
+    hidden, pixels = config.classify.hidden_size, max(64, config.classify.image_size**2)
     parameters = (
         9 * (3 * hidden + 3 * hidden * hidden)
         + 3 * pixels * hidden
@@ -76,18 +76,18 @@ def _recommender(config: Config) -> int | None:
     said = config.recommend
     if config.sources()[0].path.startswith("builtin:"):
         sizes = list(BUILTIN_TABLES)
-    elif isinstance(said.table_size, int) or said.ids == "hash":
+    elif isinstance(said.table_size, int) or said.id_mapping == "hash":
         given = said.table_size if isinstance(said.table_size, dict) else {}
         usual = said.table_size if isinstance(said.table_size, int) else 100_000
-        sizes = [given.get(name, usual) for name in said.categorical]
+        sizes = [given.get(name, usual) for name in said.sparse_features]
     else:
         return None  # the data say how large the tables are
     vectors = len(sizes) + 1
     widths = [
-        max(len(said.dense), 16),
-        *said.bottom,
+        max(len(said.dense_features), 16),
+        *said.bottom_mlp,
         vectors * (vectors + said.embedding_dim),
-        *said.top,
+        *said.top_mlp,
         1,
     ]
     parameters = said.embedding_dim * sum(sizes) + sum(a * b + b for a, b in pairwise(widths))

@@ -24,7 +24,13 @@ Notice = tuple[str, str]
 
 #: Settings that mean something for language models alone.
 _LANGUAGE_KEYS = ("tokenizer", "format", "system", "chat_template")
-_LANGUAGE_ARGS = ("max_length", "overlong", "packing", "train_on_inputs", "train_on_turns")
+_LANGUAGE_ARGS = (
+    "max_length",
+    "truncation_strategy",
+    "packing",
+    "train_on_inputs",
+    "train_on_turns",
+)
 _LANGUAGE_SOURCE_KEYS = ("columns", "name", "ignore_columns", "roles")
 
 

@@ -122,7 +122,7 @@ def preview(config: Config, rows: int = 5) -> Preview:
     return Preview(
         task=config.task,
         max_length=config.train_args.max_length,
-        overlong=config.train_args.overlong,
+        overlong=config.train_args.truncation_strategy,
         rows=shown,
         notices=notices,
     )
@@ -162,7 +162,7 @@ def _rows(
 
 
 def _shown(sample: Encoded, tokenizer: LoadedTokenizer, config: Config) -> PreviewRow:
-    limit, drops = config.train_args.max_length, config.train_args.overlong == "drop"
+    limit, drops = config.train_args.max_length, config.train_args.truncation_strategy == "drop"
     ids, labels = sample.input_ids, sample.labels_mask.copy()
     labels[:1] = False  # nothing comes before it to predict it from
     length, reason = len(ids), None
@@ -243,7 +243,7 @@ def _clicks(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
     log = task.build_datasets()[0]
     places = np.array([log[number].place for number in range(min(rows, len(log)))], dtype=np.int64)
     batch = log.batch(places)
-    dense = config.recommend.dense or [
+    dense = config.recommend.dense_features or [
         f"dense {number + 1}" for number in range(batch.dense.shape[1])
     ]
     shown = []

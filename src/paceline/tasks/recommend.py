@@ -101,27 +101,28 @@ class RecommendTask(Task):
 
     def _check_columns(self) -> None:
         settings = self.config.recommend
-        if not settings.categorical:
+        if not settings.sparse_features:
             raise ConfigError(
-                "`recommend.categorical` names no column, and a click log of your own needs at"
+                "`recommend.sparse_features` names no column, and a click log of your own needs at"
                 " least one",
                 fix=(
-                    "set `recommend.categorical: [user, item]` and `recommend.dense: [age]` to your"
+                    "set `recommend.sparse_features: [user, item]` and"
+                    " `recommend.dense_features: [age]` to your"
                     " columns' names"
                 ),
             )
-        named = [settings.label, *settings.dense, *settings.categorical]
+        named = [settings.label, *settings.dense_features, *settings.sparse_features]
         twice = sorted({name for name in named if named.count(name) > 1})
         if twice:
             raise ConfigError(
                 f"`recommend` names {', '.join(f'`{name}`' for name in twice)} more than once"
             )
         if isinstance(settings.table_size, dict):
-            unknown = [name for name in settings.table_size if name not in settings.categorical]
+            unknown = [name for name in settings.table_size if name not in settings.sparse_features]
             if unknown:
                 raise ConfigError(
                     f"`recommend.table_size` names `{unknown[0]}`, which is no categorical column",
-                    allowed=", ".join(settings.categorical),
+                    allowed=", ".join(settings.sparse_features),
                 )
 
     def prepare(self) -> Prepared:
@@ -274,9 +275,10 @@ class RecommendTask(Task):
         handle, settings = self._handle(), self.config.recommend
         meta = stored_meta(handle.train)
         form = {
-            "dense": settings.dense or [f"d{number + 1}" for number in range(len(handle.mean))],
+            "dense": settings.dense_features
+            or [f"d{number + 1}" for number in range(len(handle.mean))],
             "categorical": list(meta["names"]),
-            "ids": settings.ids,
+            "ids": settings.id_mapping,
             "mean": handle.mean.tolist(),
             "std": handle.std.tolist(),
             "vocabulary": meta.get("vocabulary"),

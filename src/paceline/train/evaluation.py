@@ -51,11 +51,11 @@ def evaluate(
 ) -> EvalResult:
     """Loss and metrics over ``dataset``. The result is that of one rank over the whole set.
 
-    With ``evaluation.where: rank0`` rank 0 runs all rows and the others wait.
+    With ``evaluation.mode: rank0`` rank 0 runs all rows and the others wait.
     """
     start = time.perf_counter()
     args = config.train_args
-    alone = config.evaluation.where == "rank0"
+    alone = config.evaluation.mode == "rank0"
     sums: dict[str, torch.Tensor] = {}
     each: dict[str, list[torch.Tensor]] = {name: [] for name in task.gathers}
     count = 0

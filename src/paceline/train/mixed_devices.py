@@ -46,8 +46,8 @@ def check_mixed_devices(world: Communicator, config: Config, strategy: str) -> N
     for setting, is_set in (
         (f"compression.method: {config.compression.text}", bool(config.compression.chain)),
         (
-            f"parallel.all_reduce: {config.parallel.all_reduce}",
-            config.parallel.all_reduce != "native",
+            f"parallel.all_reduce_algorithm: {config.parallel.all_reduce_algorithm}",
+            config.parallel.all_reduce_algorithm != "native",
         ),
         (
             f"local_sgd.workers: {config.local_sgd.workers}",
@@ -69,7 +69,7 @@ def mixed_devices_notices(world: Communicator) -> list[tuple[str, str]]:
     types = " and ".join(sorted(world.device_types))
     text = (
         f"devices: {types} ranks in one run, over Gloo; with `ddp` rank 0's weights and optimizer"
-        " state are broadcast instead of compared (`recovery.check_replicas_steps`), because"
+        " state are broadcast instead of compared (`recovery.replica_check_steps`), because"
         " devices of different types round differently"
     )
     return [("info", text)]

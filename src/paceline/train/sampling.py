@@ -44,7 +44,9 @@ _MUCH_S = 1.0
 _GIVEN, _TOLD_CHARACTERS = 32, 4000
 
 
-_FEWER = "Fewer or shorter ones: `evaluation.samples`, `evaluation.max_new_tokens`; 0 samples: none"
+_FEWER = (
+    "Fewer or shorter ones: `evaluation.num_samples`, `evaluation.max_new_tokens`; 0 samples: none"
+)
 
 
 logger = logging.getLogger(__name__)
@@ -85,7 +87,9 @@ class SampleGenerator(Callback):
         self.precision = precision
         self.dataset = dataset
         self.events = events
-        self.active = task.is_language_model and self.settings.samples > 0 and dataset is not None
+        self.active = (
+            task.is_language_model and self.settings.num_samples > 0 and dataset is not None
+        )
         self._reported: set[str] = set()
         self._prompts: list[_Prompt] | None = None
         self._tokenizer: LoadedTokenizer
@@ -101,7 +105,7 @@ class SampleGenerator(Callback):
             self.active = False
             self._report(
                 "why not",
-                f"no samples are shown at evaluations: {why} (`evaluation.samples: 0` silences"
+                f"no samples are shown at evaluations: {why} (`evaluation.num_samples: 0` silences"
                 " this)",
             )
             return
@@ -186,7 +190,7 @@ class SampleGenerator(Callback):
         path = Path(self.task.prepared.handle.tokenizer_path)
         self._defaults = getattr(_base(self.model), "generation_config", None)
         self._tokenizer = load_tokenizer(path, self.config.trust_remote_code)
-        many = min(self.settings.samples, len(self.dataset))
+        many = min(self.settings.num_samples, len(self.dataset))
         rows = [self.dataset[number * len(self.dataset) // many] for number in range(many)]
         self._prompts = [
             self._prompt(row["input_ids"].tolist(), row["labels_mask"].tolist()) for row in rows

@@ -85,11 +85,11 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
     report on every rank, or on rank 0 only if a launcher of Paceline collects it."""
     axes = spec.layout.axes if spec.layout.num_processes > 1 else ParallelDims()
     PROGRESS.start(active=spec.config.recovery.watchdog, on_cpu=spec.device_type == "cpu")
-    comm = init_communicator(env, spec.device_type, spec.config.parallel.timeout_s, axes)
+    comm = init_communicator(env, spec.device_type, spec.config.parallel.collective_timeout_s, axes)
     run_dir = RunDir(Path(spec.config.output_dir))
     events = EventLog(None)
     watchdog = Watchdog(
-        spec.config.recovery, spec.config.parallel.timeout_s, comm, stop, run_dir.root
+        spec.config.recovery, spec.config.parallel.collective_timeout_s, comm, stop, run_dir.root
     )
     watchdog.start()
     try:
@@ -210,7 +210,7 @@ def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]
     )
     callbacks: list[Callback] = [
         MemoryReport(parts.strategy, parts.model, events),
-        ReplicaCheck(parts.strategy, events, spec.config.recovery.check_replicas_steps),
+        ReplicaCheck(parts.strategy, events, spec.config.recovery.replica_check_steps),
         trainer.balancer,
         samples,
     ]
@@ -429,7 +429,7 @@ def _build_checkpoints(
         ctx.events,
         background=args.async_save,
         every_steps=spec.derived.save_every_steps,
-        every_s=settings.save_every_s,
+        every_s=settings.save_interval_s,
         pause=settings.on_save_error == "pause",
         stop=lambda: ctx.stop.wanted,
         side=side,

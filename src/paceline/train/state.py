@@ -158,12 +158,12 @@ def report_no_rollback(step: int, target: RollbackTarget, settings: RecoveryConf
 
 
 def report_rollback(events: EventLog, step: int, spike: LossSpike, target: RollbackTarget) -> None:
-    """Emit the ``rewind`` event and its notice. ``step``: of the spike, counted from 0."""
+    """Emit the ``rollback`` event and its notice. ``step``: of the spike, counted from 0."""
     to_step = step if target.path is None else target.step
     median = None if math.isnan(spike.median) else spike.median
     events.emit(
         {
-            "type": "rewind",
+            "type": "rollback",
             "step": step + 1,
             "to_step": to_step,
             "loss": spike.loss,
@@ -198,7 +198,7 @@ def checkpoint_meta(
     }
     if state.skipped_batches:
         meta["skipped_batches"] = sorted(state.skipped_batches)
-    if spec.config.recovery.rewind_on_spike:
+    if spec.config.recovery.rollback_on_loss_spike:
         meta["recent_losses"] = list(state.recent_losses)
     if balance is not None:
         meta["balance"] = balance
@@ -207,7 +207,7 @@ def checkpoint_meta(
 
 def recent_losses_from(meta: CheckpointMeta, settings: RecoveryConfig) -> deque[float]:
     """Return the recent losses of a checkpoint's ``meta.json``."""
-    return deque(meta.get("recent_losses", ()), maxlen=settings.spike_window)
+    return deque(meta.get("recent_losses", ()), maxlen=settings.loss_spike_window)
 
 
 def resume(

@@ -198,7 +198,7 @@ class Trainer:
         """Roll back if the loss jumped, instead of the update under way. A collective. The sums of
         ``loss_sum`` and ``count`` over all ranks count each sample once."""
         state, settings = self.state, self.spec.config.recovery
-        if not settings.rewind_on_spike:
+        if not settings.rollback_on_loss_spike:
             return False
         with uncounted():
             total, global_count = self.ctx.comm.sum(float(loss_sum), count)

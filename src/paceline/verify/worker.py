@@ -102,7 +102,7 @@ def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> 
         Exception: a trial failed on this rank; the trials after it were not begun.
     """
     first = certification.trials[0].spec
-    world = init_communicator(env, first.device_type, first.config.parallel.timeout_s)
+    world = init_communicator(env, first.device_type, first.config.parallel.collective_timeout_s)
     try:
         for trial in certification.trials:
             result = _one_trial(certification, trial, world, stop)

@@ -94,8 +94,8 @@ LINES = [
 def settings(**keys: Any) -> Recommend:
     given = {
         "label": "click",
-        "dense": ["age"],
-        "categorical": ["user", "tags"],
+        "dense_features": ["age"],
+        "sparse_features": ["user", "tags"],
         "separator": "|",
         **keys,
     }
@@ -114,7 +114,7 @@ def test_a_file_becomes_bags_numbers_and_counts(tmp_path: Path, kind: str) -> No
             if kind == "parquet"
             else table.to_json(file, orient="records", lines=True)
         )
-    folder = read_clicks(str(file), settings(ids="vocabulary"))
+    folder = read_clicks(str(file), settings(id_mapping="vocabulary"))
     log, meta = open_stored(folder), stored_meta(folder)
     assert (meta["read"], len(log)) == (6, 4)
     assert meta["dropped"] == {"click is not 0 or 1": 1, "age is no number": 1}
@@ -131,11 +131,13 @@ def test_a_file_becomes_bags_numbers_and_counts(tmp_path: Path, kind: str) -> No
 
 def test_validation_data_take_the_vocabulary_of_training(tmp_path: Path) -> None:
     train = read_clicks(
-        str(write(tmp_path / "train.csv", LINES)), settings(ids="vocabulary", min_count=2)
+        str(write(tmp_path / "train.csv", LINES)), settings(id_mapping="vocabulary", min_count=2)
     )
     assert stored_meta(train)["vocabulary"] == [{}, {"b": 1, "a": 2}]
     other = write(tmp_path / "val.csv", ["click,age,user,tags", "1,3,dan,a|z|b"])
-    log = open_stored(read_clicks(str(other), settings(ids="vocabulary", min_count=2), train))
+    log = open_stored(
+        read_clicks(str(other), settings(id_mapping="vocabulary", min_count=2), train)
+    )
     assert log.tables == open_stored(train).tables == (1, 3)
     assert [one.tolist() for one in log.ids] == [[0], [2, 0, 1]]
 
@@ -156,13 +158,13 @@ def test_hashed_values_fall_on_the_same_rows_in_every_file(tmp_path: Path) -> No
     [
         (
             ["click,item", "1,4", "0,5"],
-            {"ids": "given", "table_size": 5},
+            {"id_mapping": "identity", "table_size": 5},
             ["row 3", "`item`", "id 5", "5 rows"],
         ),
-        (["click,item", "1,-1"], {"ids": "given"}, ["`item`", "id -1"]),
+        (["click,item", "1,-1"], {"id_mapping": "identity"}, ["`item`", "id -1"]),
         (
             ["click,item", "1,a", "0,b"],
-            {"ids": "vocabulary", "table_size": 2},
+            {"id_mapping": "vocabulary", "table_size": 2},
             ["`item`", "2 values", "2 rows", "at least 3"],
         ),
         (["klick,item", "1,a"], {}, ["no column `click`", "did you mean `klick`"]),
@@ -175,7 +177,8 @@ def test_what_cannot_be_right_is_refused(
     file = write(tmp_path / "log.csv", lines)
     with pytest.raises(ConfigError) as caught:
         read_clicks(
-            str(file), Recommend.model_validate({"label": "click", "categorical": ["item"], **keys})
+            str(file),
+            Recommend.model_validate({"label": "click", "sparse_features": ["item"], **keys}),
         )
     for word in words:
         assert word in str(caught.value)
@@ -183,7 +186,9 @@ def test_what_cannot_be_right_is_refused(
 
 
 def test_ids_beyond_the_training_tables_are_refused(tmp_path: Path) -> None:
-    said = Recommend.model_validate({"label": "click", "categorical": ["item"], "ids": "given"})
+    said = Recommend.model_validate(
+        {"label": "click", "sparse_features": ["item"], "id_mapping": "identity"}
+    )
     train = read_clicks(str(write(tmp_path / "train.csv", ["click,item", "1,3", "0,0"])), said)
     assert json.loads((train / "meta.json").read_text())["tables"] == [4]
     with pytest.raises(ConfigError, match=r"`item` has the id 4, and its table has 4 rows"):

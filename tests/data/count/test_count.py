@@ -164,7 +164,7 @@ def test_a_word_too_long_for_the_memory_is_refused(tmp_path: Path) -> None:
     files = [save(tmp_path / "a.txt", "a " + "x" * 5000 + " b")]
     for num_shards in (1, 3):
         shards = [shard for share in plan_shards(files, num_shards) for shard in share]
-        with pytest.raises(RunError, match="--memory"):
+        with pytest.raises(RunError, match="--memory-per-rank"):
             [
                 *(
                     one

@@ -28,7 +28,7 @@ TRAIN = [
         "logging_steps=1",
         "eval_steps=6",
     ),
-    *("evaluation.samples=1", "evaluation.max_new_tokens=4"),
+    *("evaluation.num_samples=1", "evaluation.max_new_tokens=4"),
 ]
 
 

@@ -71,12 +71,12 @@ def notices(options: KubernetesOptions) -> list[tuple[str, str]]:
             " limit"
         )
         notes.append(("info", f"{text}; set request and limit with `--memory-per-node`"))
-    if options.claim is None and options.endpoint_claim is None:
+    if options.pvc is None and options.endpoint_pvc is None:
         notes.append(
             (
                 "warning",
                 (
-                    "no `--claim`: what the run writes to its local folder, such as the log, ends"
+                    "no `--pvc`: what the run writes to its local folder, such as the log, ends"
                     " with the pods"
                 ),
             )
@@ -103,8 +103,8 @@ def notices(options: KubernetesOptions) -> list[tuple[str, str]]:
 def _path_notices(options: KubernetesOptions) -> list[tuple[str, str]]:
     mounted = [
         WORK_FOLDER,
-        *([DATA_FOLDER] if options.data_claim else []),
-        *([CACHE_FOLDER] if options.cache_claim else []),
+        *([DATA_FOLDER] if options.data_pvc else []),
+        *([CACHE_FOLDER] if options.cache_pvc else []),
     ]
     config = options.hosts.config
     notes = []
@@ -120,14 +120,14 @@ def _path_notices(options: KubernetesOptions) -> list[tuple[str, str]]:
                 f"{', '.join(outside)}: outside {', '.join(mounted)}, so it must be in the image",
             )
         )
-    if options.endpoint_claim and options.hosts.nodes > 1:
-        text = f"only the first pod mounts `{options.endpoint_claim}`"
+    if options.endpoint_pvc and options.hosts.nodes > 1:
+        text = f"only the first pod mounts `{options.endpoint_pvc}`"
         notes.append(
             (
                 "info",
                 (
-                    f"{text}: datasets and models must come from a hub, the image, `--data-claim`"
-                    " or `--cache-claim`"
+                    f"{text}: datasets and models must come from a hub, the image, `--data-pvc`"
+                    " or `--cache-pvc`"
                 ),
             )
         )
@@ -167,15 +167,15 @@ _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 def jobset(options: KubernetesOptions) -> Object:
     """The JobSet: one Job of all pods; or, where only the first pod has a claim, one of that pod
     and one of the others."""
-    if options.endpoint_claim is None:
+    if options.endpoint_pvc is None:
         jobs = [
             _replicated_job(
-                options, "node", options.hosts.nodes, options.claim, _endpoint(options, "node")
+                options, "node", options.hosts.nodes, options.pvc, _endpoint(options, "node")
             )
         ]
     else:
         endpoint = _endpoint(options, _ENDPOINT_JOB)
-        jobs = [_replicated_job(options, _ENDPOINT_JOB, 1, options.endpoint_claim, endpoint)]
+        jobs = [_replicated_job(options, _ENDPOINT_JOB, 1, options.endpoint_pvc, endpoint)]
         if options.hosts.nodes > 1:
             jobs.append(_replicated_job(options, "node", options.hosts.nodes - 1, None, endpoint))
     return {
@@ -251,7 +251,7 @@ def _place(options: KubernetesOptions, name: str, endpoint: str) -> list[Object]
         if name == _ENDPOINT_JOB
         else {"valueFrom": {"fieldRef": {"fieldPath": _INDEX}}}
     )
-    is_numbered = options.endpoint_claim is None or name == _ENDPOINT_JOB
+    is_numbered = options.endpoint_pvc is None or name == _ENDPOINT_JOB
     return [
         {"name": "PET_NNODES", "value": str(options.hosts.nodes)},
         *([{"name": "PET_NODE_RANK", **index}] if is_numbered else []),
@@ -320,7 +320,7 @@ def train_job(options: KubernetesOptions) -> Object:
 def _patch(options: KubernetesOptions, ours: bool) -> Object:
     """The fields of the pods that depend on the options. Those that are the runtime's already are
     left out."""
-    sources, mounts = pods.volumes(options, options.claim)
+    sources, mounts = pods.volumes(options, options.pvc)
     if not ours:
         mounts.append({"name": "paceline-shm", "mountPath": "/dev/shm"})
     pod = {

@@ -37,8 +37,8 @@ class KubernetesOptions:
     """A job.
 
     Args:
-        claim: PersistentVolumeClaim that all pods mount as the working folder.
-        endpoint_claim: the same, mounted by the pod of the rendezvous endpoint alone.
+        pvc: PersistentVolumeClaim that all pods mount as the working folder.
+        endpoint_pvc: the same, mounted by the pod of the rendezvous endpoint alone.
         memory: a quantity; requested, and also the limit if ``memory_is_limit``.
         secret_env: (variable, secret, key of the secret).
         time_s: after this time the job ends with a checkpoint.
@@ -53,10 +53,10 @@ class KubernetesOptions:
     queue: str | None
     time_s: int | None
     ttl_s: int | None
-    claim: str | None
-    endpoint_claim: str | None
-    data_claim: str | None
-    cache_claim: str | None
+    pvc: str | None
+    endpoint_pvc: str | None
+    data_pvc: str | None
+    cache_pvc: str | None
     cpus: int
     cpus_is_limit: bool
     memory: str
@@ -88,7 +88,7 @@ def default_shm(hosts: Hosts) -> str:
 
 def default_grace_s(config: Config) -> int:
     """How long Kubernetes waits for the checkpoint before it kills the pods."""
-    return math.ceil(config.parallel.timeout_s) + _GRACE_MARGIN_S
+    return math.ceil(config.parallel.collective_timeout_s) + _GRACE_MARGIN_S
 
 
 def estimate_memory(hosts: Hosts, state_bytes: int | None, counts_shm: bool) -> str:

@@ -87,9 +87,9 @@ def environment(options: KubernetesOptions) -> list[Object]:
     """Variables that depend on the options: the cache of the Hugging Face hub, and secrets."""
     cache = (
         CACHE_FOLDER
-        if options.cache_claim
+        if options.cache_pvc
         else f"{WORK_FOLDER}/.cache/huggingface"
-        if options.claim
+        if options.pvc
         else None
     )
     variables: list[Object] = [{"name": "HF_HOME", "value": cache}] if cache else []
@@ -127,11 +127,11 @@ def volumes(
         {"name": "paceline-config", "mountPath": CONFIG_FOLDER, "readOnly": True},
         {"name": "paceline-work", "mountPath": WORK_FOLDER},
     ]
-    if options.data_claim:
-        sources.append({"name": "paceline-data", **_claim(options.data_claim, read_only=True)})
+    if options.data_pvc:
+        sources.append({"name": "paceline-data", **_claim(options.data_pvc, read_only=True)})
         mounts.append({"name": "paceline-data", "mountPath": DATA_FOLDER, "readOnly": True})
-    if options.cache_claim:
-        sources.append({"name": "paceline-cache", **_claim(options.cache_claim)})
+    if options.cache_pvc:
+        sources.append({"name": "paceline-cache", **_claim(options.cache_pvc)})
         mounts.append({"name": "paceline-cache", "mountPath": CACHE_FOLDER})
     return sources, mounts
 

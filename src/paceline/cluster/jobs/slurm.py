@@ -23,14 +23,14 @@ class SlurmOptions:
 
     Args:
         time: in Slurm's notation.
-        signal_lead_s: so long before the end Slurm sends SIGTERM.
+        grace_period_s: so long before the end Slurm sends SIGTERM.
         cpus: per node.
         sbatch_options: options of sbatch and their values, passed on as they are.
     """
 
     hosts: Hosts
     time: str
-    signal_lead_s: int
+    grace_period_s: int
     cpus: int
     name: str
     sbatch_options: tuple[tuple[str, str], ...] = ()
@@ -63,7 +63,7 @@ def script(options: SlurmOptions) -> str:
         ("output", "%x-%j.log"),
         ("open-mode", "append"),
         ("requeue", None),
-        ("signal", f"TERM@{options.signal_lead_s}"),
+        ("signal", f"TERM@{options.grace_period_s}"),
     ]
     header = "\n".join(
         f"#SBATCH --{name}" if value is None else f"#SBATCH --{name}={_quoted(value)}"
@@ -102,8 +102,8 @@ def script(options: SlurmOptions) -> str:
 def _rejoin_overrides(hosts: Hosts) -> list[str]:
     """Slurm does not start a lost task again within the job, so the others wait for a short
     interruption at most."""
-    chosen = hosts.nodes == 1 or "rejoin_s" in hosts.config.recovery.model_fields_set
-    return [] if chosen else [f"recovery.rejoin_s={_REJOIN_S}"]
+    chosen = hosts.nodes == 1 or "rejoin_timeout_s" in hosts.config.recovery.model_fields_set
+    return [] if chosen else [f"recovery.rejoin_timeout_s={_REJOIN_S}"]
 
 
 _SCRIPT = """\

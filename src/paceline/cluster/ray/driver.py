@@ -79,7 +79,7 @@ class TorchTrainer:
             workers again after a failure. Each time the run resumes from its newest checkpoint.
             Files of Ray Train itself go to its ``storage_path``; Paceline's go to ``output_dir``.
         torch_config: of the process group. Default: NCCL for GPU workers, else Gloo, with
-            `parallel.timeout_s`.
+            `parallel.collective_timeout_s`.
         max_failures: without a ``run_config``. Default: `recovery.max_restarts` of the config.
         allow_config_change: resume although the config has changed.
 
@@ -199,7 +199,7 @@ class TorchTrainer:
                 scaling_config=self.scaling_config,
                 run_config=run_config,
                 torch_config=self.torch_config
-                or TorchConfig(timeout_s=int(self.loaded.config.parallel.timeout_s)),
+                or TorchConfig(timeout_s=int(self.loaded.config.parallel.collective_timeout_s)),
             )
             # Relative paths of the config are the driver's; and Ray's own copy of what is printed
             # would come twice.

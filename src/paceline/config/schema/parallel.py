@@ -61,7 +61,7 @@ class Parallel(Section):
             "Order in which a stage runs its micro-batches (torch.distributed.pipelining)."
         ),
     )
-    pipeline_chunks: Annotated[int, Field(ge=2)] = Field(
+    stages_per_rank: Annotated[int, Field(ge=2)] = Field(
         2, description="Stages per rank with `interleaved_1f1b` and `zero_bubble`."
     )
     deepspeed_stage: Annotated[int, Field(ge=1, le=3)] | None = Field(
@@ -77,7 +77,7 @@ class Parallel(Section):
             " none; unsupported settings are errors."
         ),
     )
-    offload: Literal["none", "optimizer", "all"] = Field(
+    cpu_offload: Literal["none", "optimizer", "all"] = Field(
         "none",
         description=(
             "Keep the optimizer state (`optimizer`), or the parameters too (`all`), in"
@@ -104,14 +104,14 @@ class Parallel(Section):
         gt=0,
         description="Gradient bucket size in MiB; each bucket is all-reduced during backward.",
     )
-    all_reduce: Literal["native", "ring", "tree", "halving", "naive"] = Field(
+    all_reduce_algorithm: Literal["native", "ring", "tree", "halving", "naive"] = Field(
         "native",
         description=(
             "All-reduce algorithm of `ddp`: `native` (the backend's), or one implemented by"
             " Paceline over point-to-point messages. Losses agree up to rounding."
         ),
     )
-    timeout_s: float = Field(
+    collective_timeout_s: float = Field(
         600.0,
         ge=10,
         description="Seconds after which an unfinished collective fails the run.",
@@ -147,7 +147,7 @@ class Parallel(Section):
             " `10.0.0.1:29500`; the same on every host."
         ),
     )
-    interface: Text | None = Field(
+    network_interface: Text | None = Field(
         None,
         description=(
             "Network interface between the hosts, such as `eth0`. Default: the one that"
@@ -173,7 +173,7 @@ class Parallel(Section):
 class LocalSgd(Section):
     """Settings of `mode: local_sgd` and `mode: diloco`."""
 
-    steps: int = Field(
+    sync_every: int = Field(
         20,
         ge=1,
         description="Local steps H between two synchronizations.",
@@ -187,7 +187,7 @@ class LocalSgd(Section):
         ),
     )
     warmup_steps: int = Field(0, ge=0, description="Initial steps of plain `ddp` (post-local SGD).")
-    average_moments: bool = Field(
+    average_optimizer_state: bool = Field(
         False,
         description=(
             "`local_sgd`: average the optimizer's moments together with the parameters,"
@@ -209,7 +209,7 @@ class LocalSgd(Section):
             "`diloco`: data type in which outer gradients are sent; they are summed in float32."
         ),
     )
-    overlap_steps: int = Field(
+    fragment_sync_delay: int = Field(
         0,
         ge=0,
         description=(
@@ -217,7 +217,7 @@ class LocalSgd(Section):
             " synchronizes in the foreground."
         ),
     )
-    overlap_mix: float = Field(
+    fragment_update_alpha: float = Field(
         0.5,
         ge=0,
         lt=1,
@@ -226,7 +226,7 @@ class LocalSgd(Section):
             " parameters arrive."
         ),
     )
-    fragments: int = Field(
+    num_fragments: int = Field(
         1,
         ge=1,
         description=(
@@ -239,7 +239,7 @@ class LocalSgd(Section):
 class ParameterServer(Section):
     """Settings of `parallel.mode: parameter_server`."""
 
-    servers: int = Field(
+    num_servers: int = Field(
         1,
         ge=1,
         description=(
@@ -247,15 +247,15 @@ class ParameterServer(Section):
             " worker for each of `parallel.num_gpus`."
         ),
     )
-    mode: Literal["sync", "async", "bounded"] = Field(
+    consistency: Literal["sync", "async", "bounded"] = Field(
         "sync",
         description=(
             "`sync`: the same steps as `ddp`. `async`: the gradients of each worker are"
             " applied as they arrive, without waiting. `bounded`: `async`, but no worker"
-            " is more than `staleness` steps ahead of the slowest."
+            " is more than `max_staleness` steps ahead of the slowest."
         ),
     )
-    staleness: int = Field(
+    max_staleness: int = Field(
         4,
         ge=0,
         description="`bounded`: maximum number of steps a worker may be ahead of the slowest.",
@@ -268,20 +268,20 @@ class ParameterServer(Section):
             " has no momentum. Dense parameters use `train_args.optim`."
         ),
     )
-    dense: Literal["auto", "ddp", "server"] = Field(
+    dense_placement: Literal["auto", "ddp", "server"] = Field(
         "auto",
         description=(
             "Placement of the dense (non-embedding) parameters. `ddp`: on each worker,"
             " with all-reduced gradients. `server`: divided over the servers by size;"
             " workers pull them before a step and push gradients after it. `auto`:"
-            " `server` with `async`, `bounded` or `on_worker_loss: go_on`, else `ddp`."
+            " `server` with `async`, `bounded` or `on_worker_failure: continue`, else `ddp`."
         ),
     )
-    on_worker_loss: Literal["stop", "go_on"] = Field(
-        "stop",
+    on_worker_failure: Literal["restart", "continue"] = Field(
+        "restart",
         description=(
-            "Reaction to the death of a worker. `stop`: restart all ranks from the latest"
-            " checkpoint (see `recovery.max_restarts`). `go_on`: the other workers"
+            "Reaction to the death of a worker. `restart`: restart all ranks from the latest"
+            " checkpoint (see `recovery.max_restarts`). `continue`: the other workers"
             " continue and take over its batches. If a server dies, all ranks restart in"
             " either case."
         ),
@@ -295,6 +295,7 @@ class ParameterServer(Section):
     @property
     def dense_on_servers(self) -> bool:
         """Return whether the dense (non-embedding) parameters are placed on the servers."""
-        return self.dense == "server" or (
-            self.dense == "auto" and (self.mode != "sync" or self.on_worker_loss == "go_on")
+        return self.dense_placement == "server" or (
+            self.dense_placement == "auto"
+            and (self.consistency != "sync" or self.on_worker_failure == "continue")
         )

@@ -18,20 +18,20 @@ class RecoveryConfig(Section):
             " by each new checkpoint."
         ),
     )
-    save_every_s: float | None = Field(
+    save_interval_s: float | None = Field(
         None,
         gt=0,
         description="Maximum seconds between checkpoints, in addition to `save_steps`.",
     )
-    on_save_error: Literal["go_on", "pause"] = Field(
-        "go_on",
+    on_save_error: Literal["continue", "pause"] = Field(
+        "continue",
         description=(
-            "Reaction to a failed checkpoint write (disk full, quota): `go_on` continues"
+            "Reaction to a failed checkpoint write (disk full, quota): `continue` continues"
             " training and retries at the next save; `pause` waits until the checkpoint"
             " can be written."
         ),
     )
-    rejoin_s: float = Field(
+    rejoin_timeout_s: float = Field(
         600.0,
         ge=0,
         description=(
@@ -45,7 +45,7 @@ class RecoveryConfig(Section):
             "Send a heartbeat from each rank once per second and report hung and slow ranks."
         ),
     )
-    hang_after_s: float = Field(
+    hang_warning_s: float = Field(
         5.0,
         ge=1,
         description=(
@@ -58,10 +58,10 @@ class RecoveryConfig(Section):
         ge=1,
         description=(
             "Seconds without progress after which the ranks are terminated. Default:"
-            " `parallel.timeout_s`."
+            " `parallel.collective_timeout_s`."
         ),
     )
-    check_replicas_steps: int = Field(
+    replica_check_steps: int = Field(
         100,
         ge=0,
         description=(
@@ -69,7 +69,7 @@ class RecoveryConfig(Section):
             " before each checkpoint; 0 disables them."
         ),
     )
-    max_skipped_steps: int = Field(
+    max_consecutive_skips: int = Field(
         10,
         ge=1,
         description=(
@@ -77,17 +77,17 @@ class RecoveryConfig(Section):
             " its last good weights saved."
         ),
     )
-    rewind_on_spike: bool = Field(
+    rollback_on_loss_spike: bool = Field(
         False,
         description=(
             "On a loss spike, roll back to the previous checkpoint and skip the offending batch."
         ),
     )
-    spike_factor: float = Field(
+    loss_spike_factor: float = Field(
         3.0,
         gt=1,
         description=(
-            "Loss spike threshold, as a multiple of the median loss over `spike_window` steps."
+            "Loss spike threshold, as a multiple of the median loss over `loss_spike_window` steps."
         ),
     )
-    spike_window: int = Field(50, ge=5, description="Number of steps of the median loss.")
+    loss_spike_window: int = Field(50, ge=5, description="Number of steps of the median loss.")

@@ -13,7 +13,7 @@ class Classify(Section):
     image_size: int = Field(
         32, ge=4, description="Height and width in pixels to which images are resized."
     )
-    hidden: int = Field(64, ge=4, description="Width of the built-in image models.")
+    hidden_size: int = Field(64, ge=4, description="Width of the built-in image models.")
     augment: bool = Field(
         False,
         description=(
@@ -29,13 +29,13 @@ class Recommend(Section):
     """Settings of `task: recommend`."""
 
     label: Text = Field("label", description="Click column with values 0 and 1.")
-    dense: list[Text] = Field(
+    dense_features: list[Text] = Field(
         default_factory=list,
         description=(
             "Numeric columns, each standardized to mean 0 and variance 1. Empty cells are 0."
         ),
     )
-    categorical: list[Text] = Field(
+    sparse_features: list[Text] = Field(
         default_factory=list, description="Id columns, with one embedding table each."
     )
     separator: Text | None = Field(
@@ -45,11 +45,11 @@ class Recommend(Section):
             " Default: one id per cell."
         ),
     )
-    ids: Literal["hash", "vocabulary", "given"] = Field(
+    id_mapping: Literal["hash", "vocabulary", "identity"] = Field(
         "hash",
         description=(
             "Mapping from a value to a table row: `hash`; `vocabulary` (index among the"
-            " values of the training data; unknown values share row 0); `given` (the value"
+            " values of the training data; unknown values share row 0); `identity` (the value"
             " is the row number)."
         ),
     )
@@ -64,13 +64,13 @@ class Recommend(Section):
         1, ge=1, description="`vocabulary`: values that occur less often than this share row 0."
     )
     embedding_dim: int = Field(16, ge=1, description="Embedding dimension.")
-    bottom: list[Size] = Field(
+    bottom_mlp: list[Size] = Field(
         default_factory=lambda: [64],
         description=(
             "Hidden layer widths of the MLP over the dense columns; its output has `embedding_dim`."
         ),
     )
-    top: list[Size] = Field(
+    top_mlp: list[Size] = Field(
         default_factory=lambda: [64, 32],
         description="Hidden layer widths of the MLP over the interactions.",
     )

@@ -90,7 +90,7 @@ class TrainArgs(Section):
         False, description="Recompute activations during backward instead of storing them."
     )
     max_length: int = Field(1024, ge=8, description="Maximum sample length in tokens.")
-    overlong: Literal["truncate", "drop"] = Field(
+    truncation_strategy: Literal["truncate", "drop"] = Field(
         "truncate",
         description="Handling of longer samples; their number is printed and reported.",
     )
@@ -193,14 +193,14 @@ class TrainArgs(Section):
 class Evaluation(Section):
     """Evaluation on the validation data."""
 
-    where: Literal["all", "rank0"] = Field(
-        "all",
+    mode: Literal["distributed", "rank0"] = Field(
+        "distributed",
         description=(
-            "`all`: every rank evaluates a part, exact to the last row. `rank0`: rank 0"
+            "`distributed`: every rank evaluates a part, exact to the last row. `rank0`: rank 0"
             " evaluates everything, for comparison."
         ),
     )
-    samples: int = Field(
+    num_samples: int = Field(
         3,
         ge=0,
         le=100,

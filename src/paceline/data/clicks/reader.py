@@ -41,7 +41,7 @@ def read_clicks(given: str, settings: Recommend, train: Path | None = None) -> P
             ),
             fix=did_you_mean(file.name, siblings, form=f"`{file.parent / '{}'}`"),
         )
-    keys = settings.model_dump(mode="json", exclude={"embedding_dim", "bottom", "top"})
+    keys = settings.model_dump(mode="json", exclude={"embedding_dim", "bottom_mlp", "top_mlp"})
     return stored(
         [fingerprint(file), keys, train.name if train else None],
         lambda: _Reader(file, settings, train).read(),
@@ -59,20 +59,20 @@ class _Reader:
         self.read_rows = 0
         self.labels: list[float] = []
         self.dense: list[list[float]] = []
-        self.ids: list[list[int]] = [[] for _ in settings.categorical]
-        self.starts: list[list[int]] = [[0] for _ in settings.categorical]
+        self.ids: list[list[int]] = [[] for _ in settings.sparse_features]
+        self.starts: list[list[int]] = [[0] for _ in settings.sparse_features]
         self.values: list[dict[str, int]] = [
-            {} for _ in settings.categorical
+            {} for _ in settings.sparse_features
         ]  # a value's hash, or its place in order of coming
-        self.counts: list[Counter[int]] = [Counter() for _ in settings.categorical]
-        self.sizes = [self._given_size(name) for name in settings.categorical]
+        self.counts: list[Counter[int]] = [Counter() for _ in settings.sparse_features]
+        self.sizes = [self._given_size(name) for name in settings.sparse_features]
 
     def _given_size(self, name: str) -> int | None:
         if self.known is not None:
             return int(self.known["tables"][self.known["names"].index(name)])
         given = self.settings.table_size
         size = given.get(name) if isinstance(given, dict) else given
-        return _HASH_ROWS if size is None and self.settings.ids == "hash" else size
+        return _HASH_ROWS if size is None and self.settings.id_mapping == "hash" else size
 
     def read(self) -> ReadLog:
         for number, row in read_file(self.file):
@@ -92,7 +92,7 @@ class _Reader:
                 f"`{self.file}` has no usable row ({each or 'it is empty'})",
                 fix="check `recommend.label`",
             )
-        vocabulary = self._number_vocabulary() if self.settings.ids == "vocabulary" else None
+        vocabulary = self._number_vocabulary() if self.settings.id_mapping == "vocabulary" else None
         tables = tuple(
             size or max(ids, default=0) + 1 for size, ids in zip(self.sizes, self.ids, strict=True)
         )
@@ -100,18 +100,22 @@ class _Reader:
         log = ClickLog(
             labels=np.array(self.labels, np.float32),
             dense=np.array(self.dense, np.float32).reshape(
-                len(self.labels), len(self.settings.dense)
+                len(self.labels), len(self.settings.dense_features)
             ),
             ids=[np.array(ids, np.int64) for ids in self.ids],
             starts=[np.array(starts, np.int64) if bags else None for starts in self.starts],
             chance=None,
             tables=tables,
-            names=tuple(self.settings.categorical),
+            names=tuple(self.settings.sparse_features),
         )
         return ReadLog(log, self.read_rows, dict(self.dropped), vocabulary)
 
     def _check_columns(self, row: Row) -> None:
-        wanted = [self.settings.label, *self.settings.dense, *self.settings.categorical]
+        wanted = [
+            self.settings.label,
+            *self.settings.dense_features,
+            *self.settings.sparse_features,
+        ]
         missing = [name for name in wanted if name not in row]
         if missing:
             raise ConfigError(
@@ -123,7 +127,8 @@ class _Reader:
                 fix=did_you_mean(
                     missing[0],
                     row,
-                    "set `recommend.label`, `recommend.dense`, `recommend.categorical`",
+                    "set `recommend.label`, `recommend.dense_features`,"
+                    " `recommend.sparse_features`",
                 ),
             )
 
@@ -133,13 +138,13 @@ class _Reader:
         if label not in (0.0, 1.0) or row[self.settings.label] in (None, ""):
             return f"{self.settings.label} is not 0 or 1"
         dense = []
-        for name in self.settings.dense:
+        for name in self.settings.dense_features:
             value = _number(row[name])
             if value is None:
                 return f"{name} is no number"
             dense.append(value)
         rows: list[list[int]] = []
-        for place, name in enumerate(self.settings.categorical):
+        for place, name in enumerate(self.settings.sparse_features):
             cell = self._cell(row[name])
             ids = [self._id(place, name, value, number) for value in cell]
             rows.append([row_id for row_id in ids if row_id is not None])
@@ -150,7 +155,7 @@ class _Reader:
         for place, row_ids in enumerate(rows):
             self.ids[place] += row_ids
             self.starts[place].append(len(self.ids[place]))
-            if self.settings.ids == "vocabulary":
+            if self.settings.id_mapping == "vocabulary":
                 self.counts[place].update(row_ids)
         return None
 
@@ -166,7 +171,7 @@ class _Reader:
 
     def _id(self, place: int, name: str, value: str, number: int) -> int | None:
         """The row of the table (with a vocabulary: the value's place in order of coming)."""
-        if self.settings.ids == "given":
+        if self.settings.id_mapping == "identity":
             as_number = _number(value)
             if value == "" or as_number is None or as_number != int(as_number):
                 return None
@@ -174,7 +179,7 @@ class _Reader:
             return int(as_number)
         seen = self.values[place]
         if value not in seen:
-            if self.settings.ids == "hash":
+            if self.settings.id_mapping == "hash":
                 raw = hashlib.blake2b(f"{name}\0{value}".encode(), digest_size=8).digest()
                 seen[value] = int.from_bytes(raw, "little") % (self.sizes[place] or _HASH_ROWS)
             else:
@@ -190,7 +195,7 @@ class _Reader:
                 allowed=f"ids from 0 to {size - 1:,}" if size else "ids from 0 on",
                 fix=(
                     f"set `recommend.table_size` to more than {max(row_id, 0)} for `{name}`, or"
-                    " `recommend.ids: hash`"
+                    " `recommend.id_mapping: hash`"
                 ),
             )
 
@@ -198,7 +203,7 @@ class _Reader:
         """Give the values their rows: 0 for the rare and unknown, from 1 on by their counts, ties
         in order of coming."""
         vocabulary = []
-        for place, name in enumerate(self.settings.categorical):
+        for place, name in enumerate(self.settings.sparse_features):
             values, counts = self.values[place], self.counts[place]
             if self.known is not None:
                 rows = (self.known["vocabulary"] or [])[self.known["names"].index(name)]
@@ -218,7 +223,7 @@ class _Reader:
                         " values)",
                         fix=(
                             f"set `recommend.table_size` to at least {len(rows) + 1} for `{name}`,"
-                            " raise `recommend.min_count`, or set `recommend.ids: hash`"
+                            " raise `recommend.min_count`, or set `recommend.id_mapping: hash`"
                         ),
                     )
                 self.sizes[place] = size or len(rows) + 1

@@ -147,7 +147,7 @@ def count_locally(spec: CountSpec, num_processes: int, output: Path | None) -> C
         except BrokenProcessPool as error:
             raise RunError(
                 "a process that counts ended without a message (often: out of memory)",
-                fix="give fewer --ranks, or less --memory to each",
+                fix="give fewer --ranks, or less --memory-per-rank to each",
             ) from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -155,7 +155,7 @@ def count_locally(spec: CountSpec, num_processes: int, output: Path | None) -> C
                     f"the disk filled up while counts were written to {folder}",
                     fix=(
                         "make room, set TMPDIR to a folder on another disk, or give more with"
-                        " --memory"
+                        " --memory-per-rank"
                     ),
                 ) from error
             raise

@@ -213,7 +213,7 @@ def _decoded(raw: bytes, path: Path, offset: int, reading: ReadOptions, stats: S
                 + (" of the text it holds" if is_compressed(path) else ""),
                 fix=(
                     f"convert the file, e.g. `iconv -f latin1 -t utf-8 {path.name}`, or give"
-                    " `--errors replace`"
+                    " `--decode-errors replace`"
                 ),
             ) from error
         text = raw.decode("utf-8", "replace")
@@ -261,7 +261,7 @@ def _too_long(path: str, at: int, reading: ReadOptions) -> RunError:
     return RunError(
         f"`{path}` has a {what} of more than {human_bytes(reading.longest_bytes)} around offset"
         f" {at:,}: too much to hold",
-        fix="give more with --memory",
+        fix="give more with --memory-per-rank",
     )
 
 

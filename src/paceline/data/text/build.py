@@ -242,7 +242,7 @@ def _nothing_kept(
             f" {config.train_args.max_length:,}"
             + ("" if TOO_LONG in dropped else ", and no answer begins before that"),
             fix=f"set `train_args.max_length` to {account.shortest_overlong} or more"
-            + (", or `train_args.overlong: truncate`" if TOO_LONG in dropped else ""),
+            + (", or `train_args.truncation_strategy: truncate`" if TOO_LONG in dropped else ""),
         )
     refusal = (
         f". The template says: {encoder.refusals.most_common(1)[0][0]}" if encoder.refusals else ""

@@ -267,7 +267,7 @@ class _Samples:
     def __init__(self, config: Config) -> None:
         self.limit, self.drops_overlong = (
             config.train_args.max_length,
-            config.train_args.overlong == "drop",
+            config.train_args.truncation_strategy == "drop",
         )
         self.account = RowCounts()
         self.tokens: list[bytes] = []

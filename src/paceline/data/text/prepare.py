@@ -223,7 +223,7 @@ class _Entry:
                     task,
                     config.system,
                     args.max_length,
-                    args.overlong,
+                    args.truncation_strategy,
                     args.train_on_inputs,
                     args.train_on_turns,
                 ],

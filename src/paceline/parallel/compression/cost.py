@@ -74,7 +74,7 @@ def communication_cost(
 ) -> CommunicationCost | None:
     """Return the cost of gradients that are not summed by the backend's all-reduce; None if they
     are."""
-    algorithm, settings = config.parallel.all_reduce, config.compression
+    algorithm, settings = config.parallel.all_reduce_algorithm, config.compression
     if num_ranks == 1 or (algorithm == "native" and not settings.chain):
         return None
     buckets = bucket_shapes(trained, config.parallel.bucket_cap_mb * 2**20)

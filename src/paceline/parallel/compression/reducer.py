@@ -309,7 +309,7 @@ def make_buckets(
     reducer: GradientReducer | None = None
     if world.axes.data > 1 and config.compression.chain:
         reducer = CompressedReducer(config, world)
-    elif world.axes.data > 1 and config.parallel.all_reduce != "native":
+    elif world.axes.data > 1 and config.parallel.all_reduce_algorithm != "native":
         reducer = GradientReducer(config, world)
     cap_bytes = int(config.parallel.bucket_cap_mb * 2**20)
     buckets = GradientBuckets(trained.values(), cap_bytes, group, reducer)

@@ -16,21 +16,22 @@ def check_compression(
     config: Config, name: str, reduces_in_buckets: bool, axes: ParallelDims
 ) -> None:
     """Raise ConfigError if the strategy ``name`` does not support ``compression`` or
-    ``parallel.all_reduce``.
+    ``parallel.all_reduce_algorithm``.
 
     Args:
         reduces_in_buckets: the strategy sums gradients in buckets over the axis data.
     """
     settings, args = config.compression, config.train_args
-    algorithm = config.parallel.all_reduce
+    algorithm = config.parallel.all_reduce_algorithm
     if algorithm != "native" and not (reduces_in_buckets and axes.shard == 1) and axes.size > 1:
         raise ConfigError(
-            f"`parallel.all_reduce: {algorithm}` is not supported with `parallel.mode: {name}`"
+            f"`parallel.all_reduce_algorithm: {algorithm}` is not supported with"
+            f" `parallel.mode: {name}`"
             f" ({axes.text()}): it does not all-reduce gradients of full replicas",
             allowed=(
                 "`parallel.mode: ddp`; `tensor`, `pipeline` and `hybrid` without `parallel.shard`"
             ),
-            fix="set `parallel.mode: ddp`, or `parallel.all_reduce: native`",
+            fix="set `parallel.mode: ddp`, or `parallel.all_reduce_algorithm: native`",
         )
     if not settings.chain:
         return
@@ -63,9 +64,10 @@ def check_compression(
         )
     if algorithm != "native":
         raise ConfigError(
-            f"{setting} is not supported with `parallel.all_reduce: {algorithm}`: compressed"
+            f"{setting} is not supported with `parallel.all_reduce_algorithm: {algorithm}`:"
+            " compressed"
             " gradients are sent by the backend's collectives",
-            fix="set `parallel.all_reduce: native`, or leave `compression` out",
+            fix="set `parallel.all_reduce_algorithm: native`, or leave `compression` out",
         )
     if settings.local_moments is True and not uses_local_moments(config):
         raise ConfigError(

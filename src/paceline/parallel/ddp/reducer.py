@@ -34,14 +34,14 @@ class GradientReducer:
     def __init__(self, config: Config, world: Communicator) -> None:
         self.config = config
         self.world = world
-        self.comm_thread = CommThread(world, "data", timeout_s=config.parallel.timeout_s)
+        self.comm_thread = CommThread(world, "data", timeout_s=config.parallel.collective_timeout_s)
 
     def bind(self, buckets: GradientBuckets, trained: Mapping[str, nn.Parameter]) -> None:
         """Take the buckets, and the names of what lies in them; called once."""
 
     def start(self, number: int, flat: torch.Tensor) -> PendingComm:
         """Begin to sum bucket ``number``, in place. Buckets come in one order on every rank."""
-        algorithm = self.config.parallel.all_reduce
+        algorithm = self.config.parallel.all_reduce_algorithm
         return self.comm_thread.submit(lambda line: collectives.all_reduce(line, flat, algorithm))
 
     def end_step(self) -> None:

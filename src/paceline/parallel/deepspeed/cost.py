@@ -31,7 +31,7 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
     section = zero_section(config, sum(one.numel for one in shape.trained), shape.low_bytes)
     if section["stage"] == 3:
         return _stage_3(shape, ranks, work, section, config)
-    return _stages_1_and_2(shape, ranks, work, section, config.parallel.offload)
+    return _stages_1_and_2(shape, ranks, work, section, config.parallel.cpu_offload)
 
 
 def _width(one: TensorShape, shape: ModelShape) -> int:
@@ -99,7 +99,7 @@ def _touched(sums: Sequence[int], size: int, rank: int) -> int:
 def _stage_3(
     shape: ModelShape, ranks: int, work: Workload, section: dict[str, int], config: Config
 ) -> Cost:
-    offload, recomputed = config.parallel.offload, config.train_args.gradient_checkpointing
+    offload, recomputed = config.parallel.cpu_offload, config.train_args.gradient_checkpointing
     threshold = int(section["stage3_param_persistence_threshold"])
     # Weights whose next use lies within this number of elements are kept: in a smaller model, from
     # forward to backward.

@@ -77,8 +77,8 @@ class DeepSpeedStrategy(Strategy):
 
     def setup(self, model: nn.Module) -> nn.Module:
         """The model goes to its ranks when the optimizer is built: DeepSpeed takes both at once."""
-        if self.config.parallel.offload != "none" and self.world.device.type == "cpu":
-            raise offload_needs_accelerator(self.config.parallel.offload)
+        if self.config.parallel.cpu_offload != "none" and self.world.device.type == "cpu":
+            raise offload_needs_accelerator(self.config.parallel.cpu_offload)
         _check_types(model, low_dtype(self.config))
         self.model = model
         self.names = {one: name for name, one in model.named_parameters()}
@@ -211,15 +211,15 @@ class DeepSpeedStrategy(Strategy):
 
     def memory_tensors(self) -> list[torch.Tensor]:
         """Weights as the forward reads them, float32 partitions, optimizer state, and the gradients
-        that are there at the time. With ``parallel.offload`` what lies in the host's memory is left
-        out."""
+        that are there at the time. With ``parallel.cpu_offload`` what lies in the host's memory is
+        left out."""
         zero = self.zero
         found: list[Any] = [*self.model.buffers(), *owners(zero, self.stage)]
         for one in self.model.parameters():
             found += [one.data, getattr(one, "ds_tensor", None)]
         found += [*optimizer_tensors(self.optimizer), *gradient_tensors(zero, self.model)]
         tensors = [each for each in found if isinstance(each, torch.Tensor)]
-        if self.config.parallel.offload != "none":
+        if self.config.parallel.cpu_offload != "none":
             tensors = [each for each in tensors if each.device.type == self.world.device.type]
         return tensors
 

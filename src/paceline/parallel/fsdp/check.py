@@ -8,18 +8,19 @@ from paceline.distributed.mesh import ParallelDims
 
 
 def check_offload(config: Config, dims: ParallelDims) -> None:
-    """Raise ConfigError for ``parallel.offload`` without an accelerator."""
+    """Raise ConfigError for ``parallel.cpu_offload`` without an accelerator."""
     device = config.parallel.device
     on_cpu = device == "cpu" or (device == "auto" and not torch.accelerator.is_available())
-    if config.parallel.offload != "none" and on_cpu:
-        raise offload_needs_accelerator(config.parallel.offload)
+    if config.parallel.cpu_offload != "none" and on_cpu:
+        raise offload_needs_accelerator(config.parallel.cpu_offload)
 
 
 def offload_needs_accelerator(offload: str) -> ConfigError:
     """The error for offloading from the CPU to the CPU."""
     return ConfigError(
-        f"`parallel.offload: {offload}` is not supported with `parallel.device: cpu`: everything is"
+        f"`parallel.cpu_offload: {offload}` is not supported with `parallel.device: cpu`:"
+        " everything is"
         " in the host's memory already; it needs an accelerator",
-        allowed="on the CPU: `parallel.offload: none`",
-        fix="leave `parallel.offload` out",
+        allowed="on the CPU: `parallel.cpu_offload: none`",
+        fix="leave `parallel.cpu_offload` out",
     )

@@ -157,7 +157,7 @@ def _estimate(
         ),
         **statistics_traffic(shape, axes.replicas),
     }
-    on_host = config.parallel.offload == "all"
+    on_host = config.parallel.cpu_offload == "all"
     stays = whole + (0 if reshard_after_forward else gathered)
     passing = _largest_gathered(shape, num_shards, normed) if reshard_after_forward else 0
     return Cost(

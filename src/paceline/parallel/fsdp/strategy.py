@@ -49,7 +49,7 @@ class FSDPStrategy(Strategy):
             self.world,
             low_dtype=low_dtype(self.config),
             reshard_after_forward=self.reshard_after_forward,
-            offload=self.config.parallel.offload == "all",
+            offload=self.config.parallel.cpu_offload == "all",
         )
         return model
 

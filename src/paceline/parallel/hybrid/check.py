@@ -17,5 +17,5 @@ def check_sizes(config: Config, dims: ParallelDims) -> None:
     check_heads(numbers, dims.tensor)
     if dims.pipeline > 1:
         settings = config.parallel
-        chunks = num_chunks(settings.pipeline_schedule, settings.pipeline_chunks)
+        chunks = num_chunks(settings.pipeline_schedule, settings.stages_per_rank)
         check_layers(numbers, dims.pipeline, chunks)

@@ -58,7 +58,7 @@ def _stages(shape: ModelShape, axes: ParallelDims, work: Workload, config: Confi
     line = pipeline_cost(
         shape,
         axes.pipeline,
-        settings.pipeline_chunks,
+        settings.stages_per_rank,
         settings.pipeline_schedule,
         work,
         axes.tensor,

@@ -33,7 +33,7 @@ class LocalSGDStrategy(LocalSGDBase):
         if self.rhythm.overlap:
             values = self.vector.read(start, stop).add_(values)
         self.vector.write(start, values)
-        if self.local.average_moments:
+        if self.local.average_optimizer_state:
             for moments in self._moments():
                 mean = GroupMean(moments.read(*self.share_of(number)), self.far).value()
                 moments.write(start, self.hand_on(mean, start, stop))
@@ -62,7 +62,8 @@ class DiLoCoStrategy(LocalSGDBase):
 
     Fragments, overlap and outer gradients of few bits are those of Douillard et al., "Streaming
     DiLoCo with overlapping communication" (2025), section 2: an overlapped synchronisation ends
-    with a mixture of a worker's own parameters (a share of ``overlap_mix``) and the outer ones.
+    with a mixture of a worker's own parameters (a share of ``fragment_update_alpha``) and the outer
+    ones.
 
     A rank keeps the outer parameters and their momentum for its share alone: all of them where a
     worker is one rank.
@@ -92,7 +93,9 @@ class DiLoCoStrategy(LocalSGDBase):
         start, stop = fragment(self.vector.size, self.rhythm.fragments, number)
         values = self.hand_on(outer, start, stop)
         if self.rhythm.overlap:
-            values = torch.lerp(values, self.vector.read(start, stop), self.local.overlap_mix)
+            values = torch.lerp(
+                values, self.vector.read(start, stop), self.local.fragment_update_alpha
+            )
         self.vector.write(start, values)
 
     def outer_state(self) -> dict[str, list[tuple[int, torch.Tensor]]]:

@@ -37,7 +37,7 @@ def _estimate(
     gradients = total_bytes(shape.trained)
     ranges = [fragment(elements, rhythm.fragments, one) for one in range(rhythm.fragments)]
     shares = [share(*one, ranks, 0)[1] - one[0] for one in ranges]
-    moments = (shape.optimizer_bytes_per_element // 4) if settings.average_moments else 0
+    moments = (shape.optimizer_bytes_per_element // 4) if settings.average_optimizer_state else 0
     traffic = Counter({"all_reduce": all_reduce_bytes(gradients, ranks) * rhythm.period})
     for size in shares:
         for _ in range(1 + moments):

@@ -39,7 +39,10 @@ class SyncSchedule:
     @classmethod
     def of(cls, settings: LocalSgd) -> SyncSchedule:
         return cls(
-            settings.steps, settings.fragments, settings.overlap_steps, settings.warmup_steps
+            settings.sync_every,
+            settings.num_fragments,
+            settings.fragment_sync_delay,
+            settings.warmup_steps,
         )
 
     def begins(self, step: int) -> list[int]:
@@ -105,7 +108,7 @@ def num_workers(settings: LocalSgd, env: RankEnv) -> int:
 def check_rhythm(settings: LocalSgd, steps: int | None) -> None:
     """Raise ConfigError where no synchronisation could be made as the section says. ``steps``: of
     the run, where known."""
-    period = settings.steps
+    period = settings.sync_every
     if steps is not None and settings.warmup_steps + period > steps:
         warmup = (
             f" after {counted(settings.warmup_steps, 'step')} of warm-up"
@@ -113,26 +116,28 @@ def check_rhythm(settings: LocalSgd, steps: int | None) -> None:
             else ""
         )
         raise ConfigError(
-            f"`local_sgd.steps: {period}`{warmup} is more than the run's {counted(steps, 'step')}:"
+            f"`local_sgd.sync_every: {period}`{warmup} is more than the run's"
+            f" {counted(steps, 'step')}:"
             " the workers would never be brought together",
             allowed=(
                 f"with this warm-up, 1 to {steps - settings.warmup_steps}"
                 if steps > settings.warmup_steps
                 else None
             ),
-            fix="lower `local_sgd.steps` (and `local_sgd.warmup_steps`), or train longer",
+            fix="lower `local_sgd.sync_every` (and `local_sgd.warmup_steps`), or train longer",
         )
-    if settings.fragments > period:
+    if settings.num_fragments > period:
         raise ConfigError(
-            f"`local_sgd.fragments: {settings.fragments}` do not go one at a time into"
-            f" `local_sgd.steps: {period}`",
+            f"`local_sgd.num_fragments: {settings.num_fragments}` do not go one at a time into"
+            f" `local_sgd.sync_every: {period}`",
             allowed=f"1 to {period}",
-            fix=f"set `local_sgd.fragments: {period}`, or more steps",
+            fix=f"set `local_sgd.num_fragments: {period}`, or more steps",
         )
-    if settings.overlap_steps >= period:
+    if settings.fragment_sync_delay >= period:
         raise ConfigError(
-            f"`local_sgd.overlap_steps: {settings.overlap_steps}`: a synchronisation would not end"
-            f" before the next begins, after `local_sgd.steps: {period}`",
+            f"`local_sgd.fragment_sync_delay: {settings.fragment_sync_delay}`: a"
+            " synchronisation would not end"
+            f" before the next begins, after `local_sgd.sync_every: {period}`",
             allowed=f"0 to {period - 1}",
         )
 

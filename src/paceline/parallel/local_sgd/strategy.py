@@ -313,7 +313,7 @@ class LocalSGDBase(Strategy):
         if self.workers == 1:
             return None
         moments = 2 if self.config.train_args.optim in ("adamw", "adam") else 1
-        vectors = 1 + moments if self.local.average_moments else 1
+        vectors = 1 + moments if self.local.average_optimizer_state else 1
         sent = vectors * self._sync_bytes() / self.rhythm.period
         messages = 2 * (self.workers - 1) * vectors * self.rhythm.fragments / self.rhythm.period
         return CommProfile(

@@ -46,7 +46,7 @@ class AsyncServerStrategy(ParameterServerStrategy):
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
         self.alone = world.split([[rank] for rank in range(world.size)])
-        self.bound = self.options.staleness if self.options.mode == "bounded" else None
+        self.bound = self.options.max_staleness if self.options.consistency == "bounded" else None
         self.clock = 0
 
     @property

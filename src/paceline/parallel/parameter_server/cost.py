@@ -39,7 +39,7 @@ def server_bytes(tables: list[TensorShape], config: Config) -> tuple[int, int]:
     """Bytes of (rows, their optimizer's state) on the fullest server."""
     elements, numbers = STATE[config.parameter_server.optimizer]
     most = [
-        (math.ceil(table.shape[0] / config.parameter_server.servers), table.shape[1])
+        (math.ceil(table.shape[0] / config.parameter_server.num_servers), table.shape[1])
         for table in tables
     ]
     return sum(4 * count * dim for count, dim in most), sum(
@@ -117,7 +117,7 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
     and sends it to every worker. Traffic is an upper bound, a batch without a repeated id, unless
     the distinct ids of a micro-batch were counted in the data.
     """
-    num_servers = config.parameter_server.servers
+    num_servers = config.parameter_server.num_servers
     tables, dense = tables_of(shape)
     gradients = total_bytes(dense)
     weights = shape.parameter_bytes - total_bytes(tables) + shape.buffer_bytes

@@ -9,14 +9,14 @@ _PACKAGE = "paceline.parallel.parameter_server"
 
 def implementation(config: Config) -> str:
     """The strategy for the section ``parameter_server``."""
-    if config.parameter_server.mode == "sync":
+    if config.parameter_server.consistency == "sync":
         return f"{_PACKAGE}.strategy:ParameterServerStrategy"
     return f"{_PACKAGE}.asynchronous:AsyncServerStrategy"
 
 
 def extra_ranks(config: Config) -> int:
     """The servers: the last ranks of the world."""
-    return config.parameter_server.servers
+    return config.parameter_server.num_servers
 
 
 def rank_role(config: Config, dims: ParallelDims, rank: int) -> str | None:
@@ -26,7 +26,7 @@ def rank_role(config: Config, dims: ParallelDims, rank: int) -> str | None:
 
 def expendable_ranks(config: Config, dims: ParallelDims) -> frozenset[int]:
     """The workers, where the others continue without one."""
-    continues = config.parameter_server.on_worker_loss == "go_on"
+    continues = config.parameter_server.on_worker_failure == "continue"
     return frozenset(range(dims.replicas)) if continues else frozenset()
 
 
@@ -36,7 +36,7 @@ def who_does_what(options: ParameterServer, num_workers: int, num_ranks: int) ->
     text = f"parameter server: {what} lie on {_ranks(range(num_workers, num_ranks))}; "
     if num_workers == 1:
         return text + "rank 0 trains"
-    then = "the others go on" if options.on_worker_loss == "go_on" else "the run ends"
+    then = "the others go on" if options.on_worker_failure == "continue" else "the run ends"
     return text + f"{_ranks(range(num_workers))} train; where one of these dies, {then}"
 
 

@@ -8,8 +8,9 @@ their gradients are all-reduced as under ``ddp``; or they are dealt to the serve
 worker pulls them before its step and pushes one gradient of each after it. When every push has
 arrived, each server updates what it has, and each worker the rest.
 
-With ``on_worker_loss: go_on`` all collectives go through the first server (``collectives.py``) as
-soon as it is reached, and none through a process group, which would break with the first worker.
+With ``on_worker_failure: continue`` all collectives go through the first server
+(``collectives.py``) as soon as it is reached, and none through a process group, which would break
+with the first worker.
 """
 
 import math
@@ -170,10 +171,10 @@ class ParameterServerStrategy(Strategy):
         )
         served = (
             ServerCommunicator(self.world, self.num_workers)
-            if self.options.on_worker_loss == "go_on"
+            if self.options.on_worker_failure == "continue"
             else None
         )
-        connect(self.world, self.config.parallel.timeout_s)
+        connect(self.world, self.config.parallel.collective_timeout_s)
         self.connected = True
         if served is not None:
             served.watch(self._clock_of)
@@ -218,7 +219,7 @@ class ParameterServerStrategy(Strategy):
             self.buckets = GradientBuckets(
                 self.trained.values(), int(self.config.parallel.bucket_cap_mb * 2**20), self.workers
             )
-        elif self.options.mode == "sync" and self.options.on_worker_loss == "stop":
+        elif self.options.consistency == "sync" and self.options.on_worker_failure == "restart":
             # By the workers' process group, which has to live; and a worker waits for the slowest
             # in it.
             self.changing_buffers = buffers

@@ -47,7 +47,7 @@ def pipeline_cost(
 
     Args:
         num_ranks: of the pipeline.
-        chunks: ``parallel.pipeline_chunks``; means something to the schedules of several stages a
+        chunks: ``parallel.stages_per_rank``; means something to the schedules of several stages a
             rank alone.
         tensor_ranks: that each layer of the tensor plan is cut over. Between a column layer and its
             row layer a rank has, and hands on, its part of the features alone.

@@ -46,7 +46,7 @@ class PipelineRunner:
         model: whole, with the same values on every rank of the pipeline; it is cut in place: what
             other ranks hold becomes None.
         comm: the ranks of the pipeline, in the order of the stages.
-        config: its ``parallel.pipeline_schedule`` and ``parallel.pipeline_chunks`` count.
+        config: its ``parallel.pipeline_schedule`` and ``parallel.stages_per_rank`` count.
         run: a forward of the task, which shows the order of the modules of a model whose inputs are
             not known.
 
@@ -71,7 +71,7 @@ class PipelineRunner:
         forms, trace = check_blocks(model, blocks, run)
         settings = config.parallel
         self.schedule = settings.pipeline_schedule
-        num_stages = comm.size * num_chunks(self.schedule, settings.pipeline_chunks)
+        num_stages = comm.size * num_chunks(self.schedule, settings.stages_per_rank)
         self.division = divide_model(model, blocks, num_stages, trace)
         self.mine = [
             stage for stage in range(num_stages) if rank_of_stage(stage, comm.size) == comm.rank

@@ -230,7 +230,7 @@ def too_many_stages(
         each = f" of {counted(chunks, 'stage')}" if chunks > 1 else ""
         what = f"`parallel.pipeline: {pipeline}`{each} makes {counted(stages, 'stage')}"
     fit = f"`parallel.pipeline: {max(1, layers // chunks)}`" + (
-        f" with `pipeline_chunks: {chunks}`" if chunks > 1 else ""
+        f" with `stages_per_rank: {chunks}`" if chunks > 1 else ""
     )
     return ConfigError(
         f"{what}, and the model has {counted(layers, 'layer')} to deal out",

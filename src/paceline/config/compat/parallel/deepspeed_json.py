@@ -243,9 +243,11 @@ class DeepSpeedJson:
                     "zero_optimization.offload_optimizer",
                     "the optimizer's state moves to the host with the parameters",
                 )
-            self._set("zero_optimization.offload_param", "cpu", "parallel.offload", "all")
+            self._set("zero_optimization.offload_param", "cpu", "parallel.cpu_offload", "all")
         elif devices["offload_optimizer"] == "cpu":
-            self._set("zero_optimization.offload_optimizer", "cpu", "parallel.offload", "optimizer")
+            self._set(
+                "zero_optimization.offload_optimizer", "cpu", "parallel.cpu_offload", "optimizer"
+            )
 
     def _offload_device(self, name: str, value: Any) -> str:
         section = value if isinstance(value, Mapping) else {"device": value}

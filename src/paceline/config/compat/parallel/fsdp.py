@@ -271,7 +271,7 @@ def _fsdp_settings(
     they do not suffice."""
     settings: dict[str, YamlValue] = {"mode": plan.mode}
     if plan.offload:
-        settings["offload"] = "all"
+        settings["cpu_offload"] = "all"
     hosts, ranks = keys.number("parallel.nnodes"), num_ranks(keys)
     if (
         plan.hybrid

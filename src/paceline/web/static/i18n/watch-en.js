@@ -59,7 +59,7 @@ export const en = {
   "marks.title": "What happened", "marks.none": "Nothing but steps so far: no restart, fault or checkpoint.",
   "marks.time": "Time", "marks.step": "Step", "marks.what": "What", "marks.text": "Message", "marks.some": "{shown} of {n}, trouble first",
   "mark.checkpoint": "checkpoint", "mark.resume": "resumed", "mark.fault": "fault", "mark.skipped": "update skipped", "mark.drift": "replicas differ",
-  "mark.rewind": "went back", "mark.worker_lost": "worker lost", "mark.hang": "hangs", "mark.hang_end": "goes on", "mark.straggler": "slow rank",
+  "mark.rollback": "went back", "mark.worker_lost": "worker lost", "mark.hang": "hangs", "mark.hang_end": "goes on", "mark.straggler": "slow rank",
   "mark.link": "packets lost", "mark.link_end": "link sound again",
   "mark.straggler_end": "even again", "mark.balance": "shares", "mark.notice": "notice", "mark.run_start": "started", "mark.run_end": "ended", "mark.eval": "evaluation",
   "level.warning": "warning", "level.error": "error",
@@ -131,7 +131,7 @@ export const en = {
   "strategy.diloco": "Ranks train on their own; an outer optimizer joins them from time to time.", "strategy.parameter_server": "Servers hold the large tables; workers ask for their rows.",
   "strategy.own": "A strategy of your own.",
 
-  "samples.none": "The model writes some at each evaluation: that takes validation data (`val_dataset`, `split_dataset_ratio`) and `evaluation.samples` of at least 1. They appear here by themselves.",
+  "samples.none": "The model writes some at each evaluation: that takes validation data (`val_dataset`, `split_dataset_ratio`) and `evaluation.num_samples` of at least 1. They appear here by themselves.",
   "samples.of": "Evaluation at", "samples.before": "Earlier", "samples.after": "Later", "samples.nth": "Sample {nth}",
   "samples.prompt": "Prompt", "samples.text": "The model", "samples.reference": "The data's answer", "samples.empty": "(nothing)",
   "log.label": "Log", "log.search": "Search the log", "log.level": "Which lines", "log.all": "All", "log.warnings": "Warnings and errors",

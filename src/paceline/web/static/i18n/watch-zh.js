@@ -59,7 +59,7 @@ export const zh = {
   "marks.title": "发生的事件", "marks.none": "目前只有训练步:没有重启、故障或检查点。",
   "marks.time": "时间", "marks.step": "步", "marks.what": "事件", "marks.text": "内容", "marks.some": "显示 {n} 条中的 {shown} 条,问题优先",
   "mark.checkpoint": "检查点", "mark.resume": "继续训练", "mark.fault": "故障", "mark.skipped": "跳过更新", "mark.drift": "副本不一致",
-  "mark.rewind": "回退", "mark.worker_lost": "工作进程丢失", "mark.hang": "卡住", "mark.hang_end": "恢复", "mark.straggler": "慢 rank",
+  "mark.rollback": "回退", "mark.worker_lost": "工作进程丢失", "mark.hang": "卡住", "mark.hang_end": "恢复", "mark.straggler": "慢 rank",
   "mark.link": "丢包", "mark.link_end": "链路恢复",
   "mark.straggler_end": "恢复同步", "mark.balance": "份额", "mark.notice": "提示", "mark.run_start": "开始", "mark.run_end": "结束", "mark.eval": "评估",
   "level.warning": "警告", "level.error": "错误",
@@ -131,7 +131,7 @@ export const zh = {
   "strategy.diloco": "各 rank 独立训练,由外层优化器定期汇合。", "strategy.parameter_server": "服务器保存大表,工作进程按行请求。",
   "strategy.own": "自定义策略。",
 
-  "samples.none": "模型在每次评估时生成样例:需要有验证数据(`val_dataset` 或 `split_dataset_ratio`),且 `evaluation.samples` 至少为 1。生成后会自动显示在这里。",
+  "samples.none": "模型在每次评估时生成样例:需要有验证数据(`val_dataset` 或 `split_dataset_ratio`),且 `evaluation.num_samples` 至少为 1。生成后会自动显示在这里。",
   "samples.of": "评估于", "samples.before": "更早", "samples.after": "更晚", "samples.nth": "样例 {nth}",
   "samples.prompt": "提示", "samples.text": "模型", "samples.reference": "数据中的答案", "samples.empty": "(空)",
   "log.label": "日志", "log.search": "搜索日志", "log.level": "显示哪些行", "log.all": "全部", "log.warnings": "警告和错误",

@@ -7,7 +7,7 @@ import { t } from "../lib/i18n.js";
 import { announce, errorState, icon } from "../lib/ui.js";
 import { coded } from "./start_form.js";
 
-const DATA_KEYS = ["model", "tokenizer", "task", "dataset", "format", "system", "chat_template", "train_args.max_length", "train_args.overlong", "train_args.train_on_inputs", "train_args.train_on_turns", "ignore_columns"];
+const DATA_KEYS = ["model", "tokenizer", "task", "dataset", "format", "system", "chat_template", "train_args.max_length", "train_args.truncation_strategy", "train_args.train_on_inputs", "train_args.train_on_turns", "ignore_columns"];
 
 export function datasetTools(state) {
   const rows = h("div", { id: "preview", "aria-live": "polite" });

@@ -59,9 +59,9 @@ export function planCard(state) {
     const name = plan.configured ?? plan.chosen;
     const mode = plan.modes.find((one) => one.mode === name);
     const steps = derived?.derived.steps ?? plan.max_steps;
-    const wrong = plan.misfit;
+    const wrong = plan.layout_error;
     if (wrong) {
-      put(body, h("p", { class: "verdict-line bad", id: "plan-verdict" }, icon("failed"), t("plan.misfit")),
+      put(body, h("p", { class: "verdict-line bad", id: "plan-verdict" }, icon("failed"), t("plan.layout_error")),
         h("p", {}, coded(wrong.what)),
         wrong.allowed ? h("p", { class: "small" }, coded(t("error.allowed", { allowed: wrong.allowed }))) : null,
         wrong.fix ? h("p", { class: "small" }, coded(t("error.fix", { fix: wrong.fix }))) : null,

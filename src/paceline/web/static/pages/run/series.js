@@ -61,7 +61,7 @@ const MARKS = {
   fault: "error",
   skipped: "warning",
   drift: "error",
-  rewind: "warning",
+  rollback: "warning",
   worker_lost: "error",
   hang: "error",
   hang_end: "info",
