@@ -78,17 +78,17 @@ def test_warm_up(args: dict[str, Any], warmup: int) -> None:
 @pytest.mark.parametrize(
     ("replicas", "batch", "accumulation", "text"),
     [
-        (4, 8, 1, "8 samples = 2 a micro-batch × 1 accumulation × 4 ranks"),
-        (2, 8, 1, "8 samples = 4 a micro-batch × 1 accumulation × 2 ranks"),
-        (3, 8, 1, "8 samples = 3+3+2 on 3 ranks: at most 3 a micro-batch × 1 accumulation"),
-        (1, 8, 2, "8 samples = 4 a micro-batch × 2 accumulation × 1 rank"),
-        (3, 32, 3, "32 samples = 11+11+10 on 3 ranks: at most 4 a micro-batch × 3 accumulation"),
-        (8, 8, 1, "8 samples = 1 a micro-batch × 1 accumulation × 8 ranks"),
+        (4, 8, 1, "8 samples = 2 per micro-batch × 1 accumulation × 4 ranks"),
+        (2, 8, 1, "8 samples = 4 per micro-batch × 1 accumulation × 2 ranks"),
+        (3, 8, 1, "8 samples = 3+3+2 on 3 ranks: at most 3 per micro-batch × 1 accumulation"),
+        (1, 8, 2, "8 samples = 4 per micro-batch × 2 accumulation × 1 rank"),
+        (3, 32, 3, "32 samples = 11+11+10 on 3 ranks: at most 4 per micro-batch × 3 accumulation"),
+        (8, 8, 1, "8 samples = 1 per micro-batch × 1 accumulation × 8 ranks"),
         (
             9,
             80,
             3,
-            "80 samples = 8 × 9 + 1 × 8 on 9 ranks: at most 3 a micro-batch × 3 accumulation",
+            "80 samples = 8 × 9 + 1 × 8 on 9 ranks: at most 3 per micro-batch × 3 accumulation",
         ),
     ],
 )
@@ -127,8 +127,8 @@ def test_tokens_a_step_is_the_mean_of_a_batch() -> None:
 def test_derived_values_as_text() -> None:
     values = resolve(tokens=5000, num_eval=3, warmup_ratio=0.1, gradient_accumulation_steps=2)
     assert dict(derived_lines(values.as_dict())) == {
-        "batch": "16 samples = 4 a micro-batch × 2 accumulation × 2 ranks, about 800 tokens a step",
-        "steps": "21 (7 an epoch, 3 epochs)",
+        "batch": "16 samples = 4 per micro-batch × 2 accumulation × 2 ranks, about 800 tokens per step",
+        "steps": "21 (7 per epoch, 3 epochs)",
         "rate": "1e-4, after 3 steps of warm-up",
         "evaluation": "every 7 steps",
     }

@@ -74,7 +74,7 @@ def test_report_holds_every_figure(full):
 def test_what_is_said_before_the_start(full):
     _, done = full
     assert "2 ranks" in done.stderr
-    assert "16 samples = 4 a micro-batch × 2 accumulation × 2 ranks" in done.stderr
+    assert "16 samples = 4 per micro-batch × 2 accumulation × 2 ranks" in done.stderr
     assert "216" in done.stderr or "240 read" in done.stderr
 
 

@@ -16,7 +16,8 @@ from paceline.distributed.link import Link
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.outline import outline
 from paceline.observe.comm_advisor import CommAdvisor, Method, StepTimings, judge, judge_plain
-from paceline.observe.console import Progress, end_lines
+from paceline.observe.console import end_lines
+from paceline.observe.terminal import Progress
 from paceline.observe.metrics import StepMetrics
 from paceline.observe.report.tables import communication_rows
 from paceline.parallel.base import make_strategy

@@ -83,9 +83,9 @@ def test_start_block_says_model_parallel_data_and_derived_values():
         "builtin:small: 3,000,000 parameters, 120,000 trained (4 %)",
         "ddp, 2 ranks, cpu",
         "90 read, 85 kept, 4 truncated, 5 dropped (3 empty, 2 too long)",
-        "16 samples = 4 a micro-batch × 2 accumulation × 2 ranks",
-        "about 3,200 tokens a step",
-        "40 (20 an epoch, 2 epochs)",
+        "16 samples = 4 per micro-batch × 2 accumulation × 2 ranks",
+        "about 3,200 tokens per step",
+        "40 (20 per epoch, 2 epochs)",
         "1e-4, after 5 steps of warm-up",
         "paceline watch output/run",
     ):
@@ -141,7 +141,7 @@ def test_a_run_that_ends_early_shows_its_last_step():
     assert "step 3/40" in text
     assert "stopped" in text
     assert "3 of 40 steps in 1.0 s" in text
-    assert "the same command goes on" in text
+    assert "run the same command again" in text
 
 
 def test_evaluations_checkpoints_and_notices_are_never_hidden():
@@ -274,8 +274,8 @@ def test_time_to_first_step_once_a_life():
             step(3, since_start_s=3.0),
         ]
     )
-    assert lines.count("first step done after") == 2
-    assert "first step done after 4.2 s" in lines
+    assert lines.count("first step after") == 2
+    assert "first step after 4.2 s" in lines
 
 
 def test_control_characters_do_not_reach_the_terminal():
@@ -321,11 +321,11 @@ def test_an_ascii_stream_gets_ascii():
     raw = io.BytesIO()
     console = Console(io.TextIOWrapper(raw, encoding="ascii"))
     console(start())
-    assert b"4 a micro-batch x 2 accumulation x 2 ranks" in raw.getvalue()
+    assert b"4 per micro-batch x 2 accumulation x 2 ranks" in raw.getvalue()
 
 
 def test_an_event_of_an_odd_shape_is_said_not_raised():
-    assert "could not be shown" in plain(
+    assert "cannot show a step event" in plain(
         [{"type": "step", "time": 0.0}, {"type": "run_start", "derived": 7}]
     )
     assert plain([{"type": "of_the_future", "time": 0.0}]) == ""

@@ -1,37 +1,100 @@
-"""Where the console's lines go: a stream that may break, a plain one, and a terminal with a live
-line at its foot."""
+"""Where the console's lines go: a stream that may break, plain or with a live progress line in the
+last row of a terminal."""
 
 from __future__ import annotations
 
 import os
+import statistics
 import time
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from collections import deque
+from typing import TYPE_CHECKING, Any, TextIO
 
+from paceline.core import formatting
 from paceline.core.log import discarding_unread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from paceline.core.events import DerivedFigures, RunStartEvent, StepEvent
+
 _LABEL_WIDTH = 11
-_REDRAW_S = 0.1  # the live line is drawn at most ten times a second
+_REDRAW_S = 0.1  # minimum time between two updates of the live line
 _BAR_WIDTH = 24
+_RECENT_STEPS = 64  # used to estimate the remaining time
 
 
-class HasFields(Protocol):
-    """What a live line draws: figures, and how far the run is."""
+class Progress:
+    """The progress of a run, gathered from its events, as a progress line shows it."""
+
+    def __init__(self, start: RunStartEvent | None = None) -> None:
+        self.start: RunStartEvent = start or {}
+        self.step: StepEvent | None = None
+        self.first_loss: Any = None
+        self.eval_loss: Any = None
+        self.resumed_from: int | None = self.start.get("resumed_from_step") or None
+        self._step_times: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    def add(self, event: StepEvent) -> None:
+        if self.step is None:
+            self.first_loss = event.get("loss")
+        self.step = event
+        seconds = formatting.finite(event.get("step_time_s"))
+        if seconds is not None:
+            self._step_times.append(seconds)
 
     @property
-    def done(self) -> int: ...
+    def derived(self) -> DerivedFigures:
+        return self.start.get("derived") or {}
 
     @property
-    def total(self) -> int | None: ...
+    def total(self) -> int | None:
+        steps = formatting.finite(self.derived.get("steps"))
+        return int(steps) if steps else None
 
-    def fields(self) -> list[tuple[str, str, int]]: ...
+    @property
+    def done(self) -> int:
+        return int(self.step["step"]) if self.step is not None else self.resumed_from or 0
+
+    @property
+    def eta_s(self) -> float | None:
+        """The seconds left, from the median of the recent step times, so that a slow step (a save,
+        an evaluation) does not change it."""
+        if not self._step_times or self.total is None:
+            return None
+        return max(0, self.total - self.done) * statistics.median(self._step_times)
+
+    def fields(self) -> list[tuple[str, str, int]]:
+        """Return (style, text, priority) of each known figure. Figures of a higher number are left
+        out first on a narrow terminal; 0 is always shown."""
+        step = self.step or {}
+        rate, unit = formatting.throughput(step, self.derived.get("global_batch_size"))
+        epoch = formatting.finite(step.get("epoch"))
+        loss, memory = step.get("loss"), formatting.fullest(step.get("memory_bytes"))
+        total = f"/{self.total:,}" if self.total else ""
+        fields = [("bold", f"step {self.done:,}{total}", 0)]
+        if epoch is not None:
+            fields.append(("dim", f"epoch {epoch:.2f}", 5))
+        if self.step is not None:
+            is_bad = formatting.number(loss) is not None and formatting.finite(loss) is None
+            fields.append(("bold red" if is_bad else "bold", f"loss {formatting.loss(loss)}", 0))
+        if self.eval_loss is not None:
+            fields.append(("dim", f"eval {formatting.loss(self.eval_loss)}", 7))
+        if step.get("learning_rate") is not None:
+            fields.append(("dim", f"lr {formatting.rate(step['learning_rate'])}", 4))
+        if rate is not None:
+            fields.append(("", f"{formatting.short_count(rate)} {unit}", 2))
+        if memory:
+            fields.append(("dim", f"mem {formatting.size(memory)}", 3))
+        if self.start.get("world_size"):
+            fields.append(("dim", formatting.ranks(self.start["world_size"]), 6))
+        if self.eta_s is not None:
+            fields.append(("cyan", f"ETA {formatting.clock(self.eta_s)}", 1))
+        return fields
 
 
 class SafeStream:
-    """A text stream that goes quiet, and never raises, once it can no longer be written (closed
-    terminal, broken pipe)."""
+    """A text stream that never raises. Once it cannot be written (closed terminal, broken pipe), it
+    discards everything."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -48,14 +111,14 @@ class SafeStream:
             return False
 
     def is_terminal(self) -> bool:
-        """True where lines can be redrawn in place."""
+        """Return whether lines can be redrawn in place."""
         return self.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
     def fileno(self) -> int:
         return self._stream.fileno()  # type: ignore[union-attr]
 
     def size(self) -> tuple[int, int]:
-        """Columns and rows of this very terminal (not of the one behind standard output)."""
+        """Return the columns and rows of this terminal (not of the one behind standard output)."""
         try:
             columns, rows = os.get_terminal_size(self.fileno())
         except (OSError, ValueError, AttributeError):
@@ -88,35 +151,17 @@ class SafeStream:
             self._stream.write(raw.encode(self.encoding, "replace").decode(self.encoding))
 
 
-class PlainTerminal:
-    """Lines for a log file or a pipe: no colours, nothing redrawn."""
+class Terminal:
+    """Prints lines: plain ones to a log file or a pipe; on a terminal in color, above a progress
+    line that is redrawn in place.
 
-    def __init__(self, stream: SafeStream) -> None:
-        self._stream = stream
-
-    def say(self, text: str, style: str = "") -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
-
-    def labelled(self, label: str, text: str, style: str = "") -> None:
-        self.say(f"{label:<{_LABEL_WIDTH}} {text}")
-
-    def redraw(self, progress: HasFields, force: bool = False) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class LiveTerminal:
-    """A terminal: coloured lines, and one progress line at the foot that is redrawn in place.
-
-    No thread redraws it: drawing happens as events come in, so nothing runs beside the training,
-    and a terminal that closes is met only where it is handled.
+    The progress line is drawn when an event arrives, not by a thread: nothing runs in parallel to
+    the training, and a terminal that is closed is noticed only where it is handled.
     """
 
-    def __init__(self, stream: SafeStream) -> None:
+    def __init__(self, stream: SafeStream, is_live: bool) -> None:
         self._stream = stream
+        self._is_live = is_live
         self._console: Any = None
         self._live: Any = None
         self._drawn_at = 0.0
@@ -132,12 +177,19 @@ class LiveTerminal:
         self._console.size = self._stream.size()
         return self._console
 
-    def say(self, text: str, style: str = "") -> None:
+    def print(self, text: str, style: str = "") -> None:
+        if not self._is_live:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+            return
         from rich.text import Text
 
         self._rich().print(Text(text, style=style))
 
-    def labelled(self, label: str, text: str, style: str = "") -> None:
+    def print_labelled(self, label: str, text: str, style: str = "") -> None:
+        if not self._is_live:
+            self.print(f"{label:<{_LABEL_WIDTH}} {text}")
+            return
         from rich.table import Table
         from rich.text import Text
 
@@ -147,22 +199,24 @@ class LiveTerminal:
         row.add_row(Text(label, style=style or "dim"), Text(text))
         self._rich().print(row)
 
-    def redraw(self, progress: HasFields, force: bool = False) -> None:
+    def redraw(self, progress: Progress, force: bool = False) -> None:
+        """Redraw the progress line, unless it was drawn a moment ago."""
         now = time.monotonic()
-        if self._stream.broken or (not force and now - self._drawn_at < _REDRAW_S):
+        is_recent = now - self._drawn_at < _REDRAW_S and not force
+        if not self._is_live or self._stream.broken or is_recent:
             return
         self._drawn_at = now
         console = self._rich()
         if self._live is None:
             from rich.live import Live
 
-            # What libraries write to standard error comes out above the line; standard output is
-            # left to its owner.
+            # Standard error of libraries is printed above the line. Standard output belongs to the
+            # command.
             self._live = Live(
                 console=console, auto_refresh=False, redirect_stdout=False, vertical_overflow="crop"
             )
             self._live.start()
-            console.show_cursor(True)  # a run that is killed leaves a terminal with its cursor
+            console.show_cursor(True)  # a run that is killed must not leave a hidden cursor
         self._live.update(_Line(progress), refresh=True)
 
     def close(self) -> None:
@@ -172,27 +226,24 @@ class LiveTerminal:
 
 
 class _Line:
-    """The progress line, cut to the terminal's width: the least important figures go first."""
+    """The progress line, fitted to the width of the terminal."""
 
-    def __init__(self, progress: HasFields) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.text import Text
 
         width = options.max_width - 1
-        fields, bar_width = list(self._progress.fields()), _BAR_WIDTH
+        fields, bar_width = self._progress.fields(), _BAR_WIDTH
         while _width(fields) + 2 + bar_width > width and bar_width > 8:
             bar_width -= 1
-        while _width(fields) + 2 + bar_width > width and any(
-            importance for *_, importance in fields
-        ):
+        while _width(fields) + 2 + bar_width > width and any(priority for *_, priority in fields):
             fields.remove(max(fields, key=lambda field: field[2]))
         line = Text(no_wrap=True, overflow="crop", end="")
         if self._progress.total and _width(fields) + 2 + bar_width <= width:
-            done, left = _bar(
-                self._progress.done / self._progress.total, bar_width, options.ascii_only
-            )
+            share = self._progress.done / self._progress.total
+            done, left = _bar(share, bar_width, options.ascii_only)
             line.append(done, "green").append(left, "bright_black").append("  ")
         for index, (style, text, _) in enumerate(fields):
             line.append("  " if index else "").append(text, style)
@@ -204,8 +255,7 @@ def _width(fields: list[tuple[str, str, int]]) -> int:
 
 
 def _bar(share: float, width: int, ascii_only: bool) -> tuple[str, str]:
-    halves = round(min(1.0, max(0.0, share)) * width * 2)
-    full, half = divmod(halves, 2)
+    full, half = divmod(round(min(1.0, max(0.0, share)) * width * 2), 2)
     if ascii_only:
         return "#" * full, "-" * (width - full)
     return "━" * full + "╸" * half, "─" * (width - full - half)

@@ -1,5 +1,5 @@
-"""``paceline watch RUN``: follow a run from another terminal. It only reads the run's events; the
-run does not notice."""
+"""``paceline watch RUN``: follow a run from another terminal. Watching only reads the run's events and
+does not affect the run."""
 
 import time
 from collections.abc import Iterator
@@ -14,26 +14,27 @@ from paceline.core.processes import run_alive
 from paceline.core.run_dir import RunDir
 from paceline.observe.console import Console, resume_hint
 
-# a process that is gone is declared so after this long without an event: it may be restarting
-_QUIET_S = 5.0
-_SAY_QUIET_S = 120.0  # an event log this old is worth a word, where the process cannot be looked at
-_HISTORY_LINES = 40  # plain step lines printed for what happened before the watcher came
+# A run whose process no longer exists may be restarting for this long.
+_RESTART_S = 5.0
+# A run on another host is reported if its log is this old, because its process cannot be checked.
+_OLD_LOG_S = 120.0
+_HISTORY_LINES = 40  # plain step lines printed for what happened before
 
 
 def watch(run: Path, stream: TextIO | None = None, once: bool = False) -> int:
-    """Show a run from its start and follow it to its end. Ctrl-C leaves; the run goes on.
+    """Show a run from its start and follow it to its end. Ctrl-C leaves; the run continues.
 
     Args:
-        run: the run's folder (a file inside it will do).
-        stream: where to write, standard error by default.
-        once: show where it stands and return.
+        run: the run's folder, or a file in it.
+        stream: where to print; standard error by default.
+        once: show the current state and return.
 
     Returns:
-        Exit code: 0, or 1 where the run failed or its process is gone without an end.
+        Exit code: 0, or 1 if the run failed or its process ended without a final event.
 
     Raises:
         ConfigError: there is no run at ``run``.
-        BrokenPipeError: ``stream`` was closed by its reader.
+        BrokenPipeError: the reader of ``stream`` has closed it.
     """
     run_dir = find_run(run)
     console = Console(stream)
@@ -41,40 +42,42 @@ def watch(run: Path, stream: TextIO | None = None, once: bool = False) -> int:
         return _Watcher(run_dir, console, once).follow()
     except KeyboardInterrupt:
         console.close()
-        console.say("left; the run is not touched.")
+        console.print("stopped watching; the run continues.")
         return EXIT_DONE
     finally:
         console.close()
 
 
 def find_run(run: Path) -> RunDir:
-    """The run at ``run``, or a ConfigError that names the runs there are."""
+    """Return the run at ``run``.
+
+    Raises:
+        ConfigError: there is none; the message names runs nearby.
+    """
     folder = run.parent if run.is_file() else run
     if RunDir(folder).is_run():
         return RunDir(folder)
-    around = [place for place in (folder, folder.parent, Path("output")) if place.is_dir()]
-    known = list(dict.fromkeys(str(found) for place in around for found in _runs_below(place)))
+    parents = [path for path in (folder, folder.parent, Path("output")) if path.is_dir()]
+    known = list(dict.fromkeys(str(path) for parent in parents for path in _runs_below(parent)))
     close = nearest(str(run), known) or nearest(folder.name, [Path(name).name for name in known])
     match = next((name for name in known if name == close or Path(name).name == close), None)
-    listed = ", ".join(([match] if match else []) + [name for name in known if name != match][:4])
-    what = f"There is no run at `{run}`" + ("" if folder.exists() else " (no such folder)")
+    shown = ([match] if match else []) + [name for name in known if name != match][:4]
+    what = f"`{run}` is not a run" if folder.exists() else f"`{run}` not found"
+    listed = f"; runs found: {', '.join(shown)}" if shown else ", a folder with an events.jsonl"
     raise ConfigError(
         what,
-        allowed=(
-            "the `output_dir` of a"
-            f" run{f'; runs found: {listed}' if listed else ', which holds its events.jsonl'}"
-        ),
-        fix=f"`paceline watch {match or (known[0] if known else './output/RUN')}`",
+        allowed=f"the `output_dir` of a run{listed}",
+        fix=f"`paceline watch {shown[0] if shown else './output/RUN'}`",
     )
 
 
-def _runs_below(place: Path) -> list[Path]:
-    """Run folders one and two levels below ``place``, the latest first."""
+def _runs_below(parent: Path) -> list[Path]:
+    """Return run folders one and two levels below ``parent``, the latest first."""
     try:
         folders = [
             path
             for pattern in ("*", "*/*")
-            for path in place.glob(pattern)
+            for path in parent.glob(pattern)
             if (path / "events.jsonl").is_file()
         ]
         return sorted(folders, key=lambda path: path.stat().st_mtime, reverse=True)[:20]
@@ -83,20 +86,19 @@ def _runs_below(place: Path) -> list[Path]:
 
 
 class _Watcher:
-    """Feeds a run's events to a console and decides, whenever there is none for a moment, whether
-    to go on waiting."""
+    """Passes the events of a run to a console, and decides when to stop waiting for more."""
 
     def __init__(self, run_dir: RunDir, console: Console, once: bool) -> None:
         self.run_dir, self.console, self.once = run_dir, console, once
         self.exit_code = EXIT_DONE
-        # what happened before the watcher came; None once it has been shown
+        # The events before watching began; None after they were shown.
         self._history: list[Event] | None = []
         self._start: RunStartEvent = {}
         self._last: Event | None = None
-        self._said_quiet = False
+        self._has_warned = False
 
     def follow(self) -> int:
-        for event in follow_events(self.run_dir.events, stop=self._over):
+        for event in follow_events(self.run_dir.events, stop=self._is_over):
             if self._history is not None:
                 self._history.append(event)
             else:
@@ -104,34 +106,40 @@ class _Watcher:
         return self.exit_code
 
     def _show(self, event: Event) -> None:
-        self._last, self._said_quiet = event, False
+        self._last, self._has_warned = event, False
         if event["type"] == "run_start":
             self._start = event
         self.console(event)
 
-    def _over(self) -> bool:
-        """Called when every event there is has been read: True ends the watch, with
-        ``exit_code``."""
+    def _is_over(self) -> bool:
+        """Return whether to stop, when all events so far have been read. Sets ``exit_code``."""
         if self._history is not None:
             self._show_history()
-        if self.console.broken:  # `paceline watch RUN | head`
-            raise BrokenPipeError("nobody reads what is printed")
+        if self.console.broken:  # for example `paceline watch RUN | head`
+            raise BrokenPipeError("the reader of the output has closed it")
         if self._last is not None and self._last["type"] == "run_end":
             self.exit_code = EXIT_FAILED if self._last.get("status") == "failed" else EXIT_DONE
             return True
-        quiet_s = time.time() - (
-            formatting.finite(self._last and self._last.get("time")) or time.time()
-        )
-        alive = run_alive(self._start)
-        if alive is False and (self.once or quiet_s > _QUIET_S):
-            self._say_gone(quiet_s)
+        last_time = formatting.finite(self._last and self._last.get("time")) or time.time()
+        since_event_s = time.time() - last_time
+        is_alive = run_alive(self._start)
+        if is_alive is False and (self.once or since_event_s > _RESTART_S):
+            self.exit_code = EXIT_FAILED
+            self.console.close()
+            hint = resume_hint(str(self.run_dir.root), self._start.get("config") or {})
+            self.console.print(
+                f"The run died: its process {self._start.get('pid')} ended without a final event"
+                f" (last event {formatting.duration(since_event_s)} ago).",
+                "bold red",
+            )
+            self.console.print(f"To resume: {hint}")
             return True
-        if alive is None and self._start and quiet_s > _SAY_QUIET_S and not self._said_quiet:
-            self._said_quiet = True
-            self.console.say(
-                f"warning: no event for {formatting.duration(quiet_s)}; the run is on host"
-                f" {self._start.get('host') or 'unknown'}, so from here it cannot be seen whether"
-                " it is alive.",
+        is_old = is_alive is None and self._start and since_event_s > _OLD_LOG_S
+        if is_old and not self._has_warned:
+            self._has_warned = True
+            self.console.print(
+                f"warning: no events for {formatting.duration(since_event_s)}; the process on host"
+                f" {self._start.get('host') or 'unknown'} cannot be checked from this host.",
                 "yellow",
             )
         return self.once
@@ -139,36 +147,24 @@ class _Watcher:
     def _show_history(self) -> None:
         history, self._history = self._history or [], None
         if not history:
-            waiting = "." if self.once else "; waiting for the first one (Ctrl-C leaves)."
-            self.console.say(f"{self.run_dir.root}: no event yet{waiting}")
-        for event in _thinned(history, self.console):
+            waiting = "." if self.once else "; waiting for the first one (Ctrl-C to leave)."
+            self.console.print(f"{self.run_dir.root}: no events yet{waiting}")
+        for event in _thin_history(history, self.console):
             self._show(event)
 
-    def _say_gone(self, quiet_s: float) -> None:
-        self.exit_code = EXIT_FAILED
-        self.console.close()
-        self.console.say(
-            f"The run died: its process {self._start.get('pid')} is gone and it wrote no end "
-            f"(last event {formatting.duration(quiet_s)} ago).",
-            "bold red",
-        )
-        self.console.say(
-            f"To go on: {resume_hint(str(self.run_dir.root), self._start.get('config') or {})}"
-        )
 
-
-def _thinned(history: list[Event], console: Console) -> Iterator[Event]:
-    """The events before the watcher came; on a plain stream with at most about ``_HISTORY_LINES``
+def _thin_history(history: list[Event], console: Console) -> Iterator[Event]:
+    """Yield the events before watching began; on a plain stream at most about ``_HISTORY_LINES``
     of their steps."""
     steps = [index for index, event in enumerate(history) if event["type"] == "step"]
     if console.live or len(steps) <= _HISTORY_LINES:
         yield from history
         return
     every = -(-len(steps) // _HISTORY_LINES)
-    kept = {*steps[::every], steps[0], steps[-1]}
-    console.say(
-        f"of {len(steps):,} past steps about one in {every} is shown; all are in events.jsonl"
+    selected = {*steps[::every], steps[0], steps[-1]}
+    console.print(
+        f"showing about one in {every} of {len(steps):,} past steps; all are in events.jsonl"
     )
-    yield from (
-        event for index, event in enumerate(history) if event["type"] != "step" or index in kept
-    )
+    for index, event in enumerate(history):
+        if event["type"] != "step" or index in selected:
+            yield event
