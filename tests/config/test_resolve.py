@@ -127,7 +127,9 @@ def test_tokens_a_step_is_the_mean_of_a_batch() -> None:
 def test_derived_values_as_text() -> None:
     values = resolve(tokens=5000, num_eval=3, warmup_ratio=0.1, gradient_accumulation_steps=2)
     assert dict(derived_lines(values.as_dict())) == {
-        "batch": "16 samples = 4 per micro-batch × 2 accumulation × 2 ranks, about 800 tokens per step",
+        "batch": (
+            "16 samples = 4 per micro-batch × 2 accumulation × 2 ranks, about 800 tokens per step"
+        ),
         "steps": "21 (7 per epoch, 3 epochs)",
         "rate": "1e-4, after 3 steps of warm-up",
         "evaluation": "every 7 steps",

@@ -17,9 +17,9 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.outline import outline
 from paceline.observe.comm_advisor import CommAdvisor, Method, StepTimings, judge, judge_plain
 from paceline.observe.console import end_lines
-from paceline.observe.terminal import Progress
 from paceline.observe.metrics import StepMetrics
 from paceline.observe.report.tables import communication_rows
+from paceline.observe.terminal import Progress
 from paceline.parallel.base import make_strategy
 from paceline.parallel.comm_profile import CommTimes
 from paceline.parallel.protocols import comm_profile
