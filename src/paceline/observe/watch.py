@@ -1,5 +1,4 @@
-"""``paceline watch RUN``: follow a run from another terminal. Watching only reads the run's events and
-does not affect the run."""
+"""``paceline watch RUN``: follow a run from another terminal. Only the events of the run are read."""
 
 import time
 from collections.abc import Iterator
