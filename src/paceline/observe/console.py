@@ -214,13 +214,14 @@ def derived_lines(derived: DerivedFigures) -> list[tuple[str, str]]:
         batch += f", about {count(get('tokens_per_step'))} tokens per step"
     epochs = formatting.finite(get("epochs"))
     epochs_text = f", {epochs:.3g} epochs" if epochs is not None else ""
+    steps = f"{count(get('steps'))} ({count(get('steps_per_epoch'))} per epoch"
     warmup = "no warm-up"
     if get("warmup_steps"):
         warmup = f"after {count(get('warmup_steps'))} steps of warm-up"
     every = get("eval_every_steps")
     return [
         ("batch", batch),
-        ("steps", f"{count(get('steps'))} ({count(get('steps_per_epoch'))} per epoch{epochs_text})"),
+        ("steps", f"{steps}{epochs_text})"),
         ("rate", f"{formatting.rate(get('learning_rate'))}, {warmup}"),
         ("evaluation", f"every {count(every)} steps" if every else "none"),
     ]

@@ -1,4 +1,4 @@
-"""``paceline watch RUN``: follow a run from another terminal. Only the events of the run are read."""
+"""``paceline watch RUN``: follow a run from another terminal. Only the run's events are read."""
 
 import time
 from collections.abc import Iterator
