@@ -66,17 +66,21 @@ def test_a_precision_counts_with_the_frozen_weights() -> None:
         ["train_args.precision"],
         ["parallel.mode"],
     )
-    change = next(one for one in sized["changes"] if "train_args.precision" in one["settings"])
+    change = next(
+        change for change in sized["changes"] if "train_args.precision" in change["settings"]
+    )
     assert change["settings"] == {"train_args.precision": "bf16-mixed"}
     # 7.7 billion frozen weights in 2 bytes instead of 4
     assert by_mode(sized, "ddp")["memory_bytes"]["total"] - change["memory_bytes"] > 14 * GIB
     without = plan(device="V100-32GB", **keys)
-    assert {"train_args.precision": "fp16-mixed"} in [one["settings"] for one in without["changes"]]
+    assert {"train_args.precision": "fp16-mixed"} in [
+        change["settings"] for change in without["changes"]
+    ]
     assert plan(device="V100-32GB")["precision"] == "fp16-mixed"
 
 
 def test_the_page_says_what_fits_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
+    args = [
         "plan",
         "model=qwen/Qwen-7B",
         "dataset=alpaca-en",
@@ -84,7 +88,7 @@ def test_the_page_says_what_fits_and_what_it_costs(capsys: pytest.CaptureFixture
         "lora.rank=64",
         "parallel.mode=ddp",
     ]
-    assert main([*words, "--device", "A10", "--world-size", "4"]) == 0
+    assert main([*args, "--device", "A10", "--world-size", "4"]) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert "as configured: ddp does not fit: " in page
     assert " GiB on 4 ranks; 20.1 GiB per rank can be used" in page
@@ -94,13 +98,13 @@ def test_the_page_says_what_fits_and_what_it_costs(capsys: pytest.CaptureFixture
         in page
     )
     assert (
-        "cost: 4 micro-batches a step; the same global batch and loss; activations are computed"
-        " again" in page
+        "cost: 4 micro-batches per step; the same global batch and loss; activations are"
+        " recomputed" in page
     )
     assert "per step instead of" in page
-    assert main([*words, "--device", "H200", "--world-size", "4"]) == 0
+    assert main([*args, "--device", "H200", "--world-size", "4"]) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert "as configured: ddp fits: " in page
     assert "the smallest change" not in page
-    assert main([*words, "--device", "T4", "--world-size", "1"]) == 0
+    assert main([*args, "--device", "T4", "--world-size", "1"]) == 0
     assert "these changes together do not make it fit" in " ".join(capsys.readouterr().out.split())

@@ -15,7 +15,7 @@ def test_sizes() -> None:
 
 
 @pytest.mark.parametrize("text", ["24", "", "GB", "24 parsecs", "-3GB", "0GB", "1e3GB"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="--device-memory"):
         parse_size(text)
 
@@ -138,8 +138,8 @@ def test_a_part_of_a_name_is_not_a_device(name: str, near: str) -> None:
     ],
 )
 def test_devices_as_the_driver_names_them(driver: str, memory_gib: float, name: str | None) -> None:
-    found = recognize(driver, round(memory_gib * 2**30))
-    assert (None if found is None else found.name) == name
+    device = recognize(driver, round(memory_gib * 2**30))
+    assert (None if device is None else device.name) == name
 
 
 def test_machines() -> None:

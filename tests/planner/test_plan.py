@@ -1,4 +1,4 @@
-"""The verb, the function, and what `auto` takes."""
+"""`paceline plan`, `paceline.plan()`, and the choice of `mode: auto`."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ def config(**keys: Any) -> Config:
 
 
 def wide(folder: Path, hidden: int = 2048, layers: int = 12) -> str:
-    """A model's folder that holds its config.json alone: about 50 million parameters a layer."""
+    """Return a model's folder with a config.json alone: about 50 million parameters per layer."""
     widths = {
         "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": 3 * hidden,
         "num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -35,7 +35,7 @@ def wide(folder: Path, hidden: int = 2048, layers: int = 12) -> str:
 
 
 def test_candidates() -> None:
-    names = [one.strategy for one in candidates(config(), 8)]
+    names = [layout.strategy for layout in candidates(config(), 8)]
     assert names[:9] == [
         "single",
         "ddp",
@@ -47,29 +47,29 @@ def test_candidates() -> None:
         "pipeline",
         "dp",
     ]
-    meshes = [one.axes for one in candidates(config(), 8) if one.strategy == "hybrid"]
+    meshes = [layout.axes for layout in candidates(config(), 8) if layout.strategy == "hybrid"]
     assert len(meshes) == len(set(meshes)) == 16
-    assert {one.size for one in meshes} == {8}
-    assert [one.strategy for one in candidates(config(), 1)] == ["single"]
+    assert {layout.size for layout in meshes} == {8}
+    assert [layout.strategy for layout in candidates(config(), 1)] == ["single"]
     named = config(parallel={"mode": "zero3", "data": 2})
     assert candidates(named, 4)[-1].axes.shard == 2
     assert len(set(candidates(named, 4))) == len(candidates(named, 4))
 
 
-def test_the_verb_prints_what_the_function_gives(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
+def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    args = [
         f"model={MICRO}",
         "dataset=none.jsonl",
         "max_length=64",
         "parallel.mode=zero2",
         "precision=32",
     ]
-    assert main(["plan", *words, "--world-size", "2", "--device-memory", "8GB", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["world_size"], found["device_memory_bytes"]) == (2, 8 * 10**9)
-    assert (found["chosen"], found["configured"]) == ("ddp", "zero2")
-    assert "ddp" in found["why"]
-    modes = {one["mode"]: one for one in found["modes"]}
+    assert main(["plan", *args, "--world-size", "2", "--device-memory", "8GB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["world_size"], plan["device_memory_bytes"]) == (2, 8 * 10**9)
+    assert (plan["chosen"], plan["configured"]) == ("ddp", "zero2")
+    assert "ddp" in plan["why"]
+    modes = {mode["mode"]: mode for mode in plan["modes"]}
     assert {
         "single",
         "ddp",
@@ -81,13 +81,13 @@ def test_the_verb_prints_what_the_function_gives(capsys: pytest.CaptureFixture[s
         "dp",
         "deepspeed stage 2",
     } <= set(modes)
-    for one in modes.values():
-        memory = one["memory_bytes"]
-        assert {"fits", "traffic_bytes_per_step", "step_time_s", "reason"} <= set(one)
+    for mode in modes.values():
+        memory = mode["memory_bytes"]
+        assert {"fits", "traffic_bytes_per_step", "step_time_s", "reason"} <= set(mode)
         if memory["total"] is not None:
             parts = [memory[key] for key in ("parameters", "gradients", "optimizer", "activations")]
             assert memory["total"] == sum(parts)
-    elements = found["parameters"]
+    elements = plan["parameters"]
     assert modes["ddp"]["memory_bytes"]["gradients"] == 4 * elements
     assert modes["ddp"]["traffic_bytes_per_step"] == pytest.approx(4 * elements, abs=2)
     same = paceline.plan(
@@ -96,11 +96,11 @@ def test_the_verb_prints_what_the_function_gives(capsys: pytest.CaptureFixture[s
         device_memory="8GB",
         **{"train_args.max_length": 64, "train_args.precision": "32"},
     )
-    assert same == found
+    assert same == plan
 
 
-def test_a_layout_that_cannot_be_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
+def test_an_invalid_layout_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    args = [
         "plan",
         f"model={MICRO}",
         "dataset=none.jsonl",
@@ -109,26 +109,26 @@ def test_a_layout_that_cannot_be_is_said(capsys: pytest.CaptureFixture[str]) -> 
         "--world-size",
         "2",
     ]
-    assert main(words) == 0
+    assert main(args) == 0
     assert (
-        "the config's own: `parallel.mode: pipeline` has no axis for `parallel.tensor: 4`"
+        "as configured: `parallel.mode: pipeline` has no axis for `parallel.tensor: 4`"
         in capsys.readouterr().out
     )
-    assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["configured"] is None
-    assert "has no axis" in found["layout_error"]["what"]
+    assert main([*args, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["configured"] is None
+    assert "has no axis" in plan["layout_error"]["what"]
 
 
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
+    args = [
         "task=classify",
         "model=builtin:small-cnn",
         "dataset=builtin:digits",
         "parallel.device=cpu",
     ]
-    words.append("per_device_train_batch_size=64")
-    assert main(["plan", *words, "--world-size", "2"]) == 0
+    args.append("per_device_train_batch_size=64")
+    assert main(["plan", *args, "--world-size", "2"]) == 0
     out = capsys.readouterr().out
     assert max(len(line) for line in out.splitlines()) <= 100
     assert "→ ddp" in out
@@ -143,14 +143,14 @@ def test_tied_weights_on_stages_and_shards(tmp_path: Path) -> None:
     modes = paceline.plan({"model": model, "dataset": "none"}, world_size=8, device="A100-40GB")[
         "modes"
     ]
-    totals = {one["mode"]: one["memory_bytes"]["parameters"] for one in modes}
+    totals = {mode["mode"]: mode["memory_bytes"]["parameters"] for mode in modes}
     assert totals["shard 2 × pipeline 4"] == pytest.approx(
         totals["data 2 × pipeline 4"] / 2, rel=1e-3
     )
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("args", "parts"),
     [
         (["--world-size", "0"], ["--world-size 0"]),
         (["--world-size", "two"], ["--world-size two"]),
@@ -164,11 +164,11 @@ def test_tied_weights_on_stages_and_shards(tmp_path: Path) -> None:
         (["lora.enable=true", "lora.target_modules=[nothing]"], ["target_modules"]),
     ],
 )
-def test_bad_input(words: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    given = [
-        one for one in (f"model={MICRO}", "dataset=none.jsonl") if not words[0].startswith(one[:6])
+def test_bad_input(args: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    required = [
+        key for key in (f"model={MICRO}", "dataset=none.jsonl") if not args[0].startswith(key[:6])
     ]
-    assert main(["plan", *given, *words]) == 2
+    assert main(["plan", *required, *args]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     paragraph = err[err.index("error: ") :].strip()
@@ -187,12 +187,12 @@ def test_a_config_json_that_does_not_fit_together(
     assert "cannot be laid out from its config.json" in capsys.readouterr().err
 
 
-def test_tokens_come_from_the_cache_where_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_token_counts_come_from_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
     from paceline.data.text.prepare import prepare_tokens
     from paceline.models.builtin import resolve_model
 
     small = config(dataset="builtin:python-docs#40", train_args={"max_length": 96})
-    words = [
+    args = [
         f"model={MICRO}",
         "dataset=builtin:python-docs#40",
         "max_length=96",
@@ -200,23 +200,23 @@ def test_tokens_come_from_the_cache_where_they_are(capsys: pytest.CaptureFixture
         "T4",
         "--json",
     ]
-    assert main(["plan", *words]) == 0
+    assert main(["plan", *args]) == 0
     assert json.loads(capsys.readouterr().out)["tokens_per_micro_batch"] == 4 * 96
     tokens = prepare_tokens(small, "sft", resolve_model)
-    assert main(["plan", *words]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["tokens_per_micro_batch"] == pytest.approx(
+    assert main(["plan", *args]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["tokens_per_micro_batch"] == pytest.approx(
         4 * tokens.train_tokens / tokens.num_train
     )
-    assert "from the tokenised data" in found["notes"][0]
+    assert "from the tokenized data" in plan["notes"][0]
 
 
-def test_the_quick_way_imports_no_torch() -> None:
+def test_the_upper_bound_imports_no_torch() -> None:
     resolve_model(MICRO)
     code = (
         "import sys; from paceline.config.schema import Config; from paceline.planner.choose"
-        f" import pick;found, _ = pick(Config(model={MICRO!r}, dataset='d'), 4, 8 * 10**9,"
-        " device_type='cpu');print(found.strategy, 'torch' in sys.modules)"
+        f" import pick;layout, _ = pick(Config(model={MICRO!r}, dataset='d'), 4, 8 * 10**9,"
+        " device_type='cpu');print(layout.strategy, 'torch' in sys.modules)"
     )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
@@ -224,9 +224,9 @@ def test_the_quick_way_imports_no_torch() -> None:
     assert out.split() == ["ddp", "False"]
 
 
-def test_auto_takes_the_plainest_where_there_is_room() -> None:
-    found, why = pick(config(), 4, 8 * 10**9)
-    assert found.strategy == "ddp"
+def test_auto_chooses_the_simplest_mode_with_enough_memory() -> None:
+    layout, why = pick(config(), 4, 8 * 10**9)
+    assert layout.strategy == "ddp"
     assert "GiB" in why
     assert pick(config(), 1, 8 * 10**9)[0].strategy == "single"
     digits = config(task="classify", model="builtin:small-cnn", dataset="builtin:digits")
@@ -242,53 +242,47 @@ def test_the_bound_is_above_the_plan(tmp_path: Path) -> None:
         {"train_args": {"precision": "fp16-mixed"}, "lora": {"enable": True}},
     ):
         keys = {"train_args": {"precision": "32"}, **keys}
-        given = config(model=wide(tmp_path), dataset="none", **keys)
-        found = paceline.plan(given.model_dump(), world_size=2, device="T4")
-        bound = upper_bound(given)
-        ddp = next(one for one in found["modes"] if one["mode"] == "ddp")["memory_bytes"]["total"]
+        trained = config(model=wide(tmp_path), dataset="none", **keys)
+        plan = paceline.plan(trained.model_dump(), world_size=2, device="T4")
+        bound = upper_bound(trained)
+        ddp = next(mode for mode in plan["modes"] if mode["mode"] == "ddp")["memory_bytes"]["total"]
         assert bound is not None
         assert ddp <= bound <= 1.5 * ddp
 
 
-def test_auto_shards_what_does_not_fit_whole(tmp_path: Path) -> None:
-    given = config(
+def test_auto_shards_a_model_that_does_not_fit_one_device(tmp_path: Path) -> None:
+    trained = config(
         model=wide(tmp_path),
         dataset="none",
         train_args={"max_length": 64, "per_device_train_batch_size": 1},
     )
     ddp = next(
-        one
-        for one in paceline.plan(given.model_dump(), world_size=4, device="T4")["modes"]
-        if one["mode"] == "ddp"
+        mode
+        for mode in paceline.plan(trained.model_dump(), world_size=4, device="T4")["modes"]
+        if mode["mode"] == "ddp"
     )
-    found, why = pick(given, 4, int(0.6 * ddp["memory_bytes"]["total"]))
-    assert found.strategy not in ("ddp", "single", "dp", "deepspeed")
-    assert found.world_size == 4
+    layout, why = pick(trained, 4, int(0.6 * ddp["memory_bytes"]["total"]))
+    assert layout.strategy not in ("ddp", "single", "dp", "deepspeed")
+    assert layout.world_size == 4
     assert "ddp needs" in why
 
 
 def test_nothing_fits(tmp_path: Path) -> None:
-    given = config(model=wide(tmp_path), dataset="none")
-    with pytest.raises(ConfigError, match="nothing fits 2 devices") as error:
-        pick(given, 2, 2 * 10**9)
+    trained = config(model=wide(tmp_path), dataset="none")
+    with pytest.raises(ConfigError, match="no mode fits 2 devices") as error:
+        pick(trained, 2, 2 * 10**9)
     assert "lora.enable=true" in str(error.value)
-    # The activations are a guess as long as the data are not known: what might run is tried, and
-    # said.
+    # Without the data, the activations are an upper bound: the mode is tried, with a warning.
     state = 16 * 12 * 50e6
-    found, why = pick(given, 1, int(1.3 * state))
-    assert found.strategy == "single"
-    assert "may not be enough" in why
+    layout, why = pick(trained, 1, int(1.3 * state))
+    assert layout.strategy == "single"
+    assert "may not fit" in why
 
 
 def test_parameters_by_the_weights_headers(tmp_path: Path) -> None:
-    assert (
-        stored_parameters(Path(resolve_model(MICRO))) == 624_128 + 0
-        or stored_parameters(Path(resolve_model(MICRO))) is not None
-    )
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 32)
-    found = stored_parameters(Path(resolve_model(MICRO)))
-    assert found is not None
-    assert 8192 * 64 < found < 8192 * 64 + 150_000  # embeddings, and two layers of 64
+    count = stored_parameters(Path(resolve_model(MICRO)))
+    assert count is not None
+    assert 8192 * 64 < count < 8192 * 64 + 150_000  # embeddings, and two layers of 64
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 32)
     assert stored_parameters(tmp_path) is None
 
@@ -303,25 +297,25 @@ def test_parameters_by_the_weights_headers(tmp_path: Path) -> None:
     ],
 )
 def test_auto_precision_follows_the_named_device(device: str, precision: str) -> None:
-    given = {
+    keys = {
         "model": "builtin:qwen2-micro",
         "dataset": "builtin:python-docs#8",
         "lora": {"enable": True},
     }
-    found = paceline.plan(given, world_size=2, device=device)
-    assert found["precision"] == precision
+    plan = paceline.plan(keys, world_size=2, device=device)
+    assert plan["precision"] == precision
     assert any(
-        "chosen by `precision: auto`" in note and device[:4] in note for note in found["notes"]
+        "chosen by `precision: auto`" in note and device[:4] in note for note in plan["notes"]
     )
     weights = {
-        one["mode"]: one["memory_bytes"]["parameters"]
-        for one in found["modes"]
-        if one["memory_bytes"]
+        mode["mode"]: mode["memory_bytes"]["parameters"]
+        for mode in plan["modes"]
+        if mode["memory_bytes"]
     }
-    full = paceline.plan({**given, "train_args": {"precision": 32}}, world_size=2, device=device)
+    full = paceline.plan({**keys, "train_args": {"precision": 32}}, world_size=2, device=device)
     assert full["precision"] == "32"
-    frozen = found["parameters"] - found["trainable_parameters"]
+    frozen = plan["parameters"] - plan["trainable_parameters"]
     in_full = next(
-        one["memory_bytes"]["parameters"] for one in full["modes"] if one["mode"] == "ddp"
+        mode["memory_bytes"]["parameters"] for mode in full["modes"] if mode["mode"] == "ddp"
     )
     assert in_full - weights["ddp"] == 2 * frozen

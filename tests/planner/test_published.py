@@ -28,7 +28,7 @@ QWEN = {
 
 
 def folder_with(tmp_path: Path, content: dict[str, object]) -> str:
-    """A model's folder that holds its config.json and nothing else."""
+    """Return a model's folder with a config.json alone."""
     (tmp_path / "config.json").write_text(json.dumps(content))
     return str(tmp_path)
 
@@ -92,8 +92,8 @@ def test_parameters_of_known_models(
     tmp_path: Path, content: dict[str, object], parameters: int
 ) -> None:
     model = language_model_on_meta(Config(model=folder_with(tmp_path, content), dataset="none"))
-    assert sum(one.numel() for one in model.parameters()) == parameters
-    assert {one.device.type for one in model.parameters()} == {"meta"}
+    assert sum(tensor.numel() for tensor in model.parameters()) == parameters
+    assert {tensor.device.type for tensor in model.parameters()} == {"meta"}
 
 
 def test_a_plan_for_llama_2_70b_without_weights_or_data(tmp_path: Path) -> None:
@@ -107,11 +107,11 @@ def test_a_plan_for_llama_2_70b_without_weights_or_data(tmp_path: Path) -> None:
         },
     )
     plan = make_plan(config, world_size=64, device="H100-SXM")
-    found = plan.as_dict()
+    report = plan.as_dict()
     parameters = 68_976_648_192
-    assert found["parameters"] == parameters
-    modes = {one["mode"]: one for one in found["modes"]}
-    # 16 bytes a parameter fit no device, ZeRO-3 cuts them into 64 parts of 17.2 GB.
+    assert report["parameters"] == parameters
+    modes = {mode["mode"]: mode for mode in report["modes"]}
+    # 16 bytes per parameter fit no device; ZeRO-3 divides them into 64 shards of 17.2 GB.
     ddp, zero3 = modes["ddp"]["memory_bytes"], modes["zero3"]["memory_bytes"]
     assert ddp["parameters"] + ddp["gradients"] + ddp["optimizer"] == pytest.approx(
         16 * parameters, rel=1e-3
@@ -121,7 +121,7 @@ def test_a_plan_for_llama_2_70b_without_weights_or_data(tmp_path: Path) -> None:
     )
     assert not modes["ddp"]["fits"]
     assert modes["zero3"]["fits"]
-    assert found["chosen"] is not None
+    assert report["chosen"] is not None
     # Time by hand: 8 operations a parameter and token with recomputation, plus attention, at 40 %
     # of 989 TFLOP/s.
     by_hand = 8 * parameters * 1024 / (0.4 * 989e12)
@@ -129,8 +129,8 @@ def test_a_plan_for_llama_2_70b_without_weights_or_data(tmp_path: Path) -> None:
     from paceline.planner.choose import choose
 
     step = next(
-        one
-        for one in choose(config, plan.described, plan.batch, compute).modes
-        if one.name == "zero3"
+        mode
+        for mode in choose(config, plan.profile, plan.batch, compute).modes
+        if mode.name == "zero3"
     ).step_time_s
     assert step == pytest.approx(by_hand, rel=0.05)

@@ -1,5 +1,4 @@
-"""What a run takes before it starts: memory, traffic and time under every mode, and the mode that
-``auto`` takes.
+"""Estimates before a run: memory, traffic and time of every mode, and the choice of ``mode: auto``.
 
 Importing the package imports no torch.
 """

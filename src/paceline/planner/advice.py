@@ -1,5 +1,5 @@
-"""What makes a mode fit that does not: each change of the config with its predicted memory, and the
-smallest set that fits."""
+"""Changes of the config that make a mode fit, each with its predicted memory, and the smallest set
+that fits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,9 +18,8 @@ from paceline.planner.estimate import (
 from paceline.planner.hardware import Machine
 from paceline.planner.model_profile import ModelProfile, describe
 
-#: Modes that keep a whole copy of the weights on each rank.
-_WHOLE = ("single", "ddp", "zero1", "zero2", "dp")
-
+#: Modes with a full copy of the weights on each rank.
+_REPLICATED = ("single", "ddp", "zero1", "zero2", "dp")
 
 Setting = str | int | bool
 
@@ -40,11 +39,11 @@ class ChangeReport(TypedDict):
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that differ from the config, and the mode with them.
+    """Changed settings, and the mode with them.
 
     Args:
         settings: dotted key → value.
-        costs: what is paid for each of them, in words.
+        costs: the disadvantages of each change, as text.
     """
 
     settings: dict[str, Setting]
@@ -53,9 +52,10 @@ class Change:
 
     @property
     def text(self) -> str:
-        """As overrides on the command line."""
+        """The settings as overrides on the command line."""
         return " ".join(
-            f"{key.removeprefix('train_args.')}={_as_override(value)}"
+            f"{key.removeprefix('train_args.')}="
+            + (str(value).lower() if isinstance(value, bool) else str(value))
             for key, value in self.settings.items()
         )
 
@@ -82,8 +82,7 @@ class Advice:
 
     Args:
         single: each change alone.
-        smallest: the fewest changes that fit together, the fastest of those; None if all together
-            do not fit.
+        smallest: the fastest of the smallest sets of changes that fit; None if none fits.
     """
 
     single: list[Change]
@@ -98,18 +97,18 @@ class _Step:
 
 def advise(
     config: Config,
-    described: ModelProfile,
+    profile: ModelProfile,
     batch: MicroBatchProfile,
     machine: Machine,
     mode: ModeEstimate,
 ) -> Advice:
-    """What makes ``mode`` fit on ``machine``. Every change is estimated; none is applied."""
+    """Find what makes ``mode`` fit on ``machine``. Every change is estimated; none is applied."""
     args = config.train_args
     trial = _Trial(
         config,
         machine,
         mode,
-        {args.precision: described},
+        {args.precision: profile},
         {args.per_device_train_batch_size: batch},
     )
     steps = list(_steps(config, machine, mode))
@@ -127,11 +126,11 @@ def advise(
 def _steps(config: Config, machine: Machine, mode: ModeEstimate) -> Iterator[_Step]:
     args = config.train_args
     if args.mixed_dtype is None:
-        able = machine.device is None or machine.device.supports_bfloat16
-        name, dtype = ("bf16-mixed", "bfloat16") if able else ("fp16-mixed", "float16")
-        frozen = "; the frozen weights are held in it" if config.lora.enable else ""
+        has_bfloat16 = machine.device is None or machine.device.supports_bfloat16
+        precision, dtype = ("bf16-mixed", "bfloat16") if has_bfloat16 else ("fp16-mixed", "float16")
+        frozen = "; the frozen weights are stored in it" if config.lora.enable else ""
         yield _Step(
-            {"train_args.precision": name}, f"matrix products are rounded to {dtype}{frozen}"
+            {"train_args.precision": precision}, f"matrix products are rounded to {dtype}{frozen}"
         )
     size = args.per_device_train_batch_size
     for smaller in (number for number in range(size // 2, 0, -1) if size % number == 0):
@@ -140,16 +139,16 @@ def _steps(config: Config, machine: Machine, mode: ModeEstimate) -> Iterator[_St
             "train_args.per_device_train_batch_size": smaller,
             "train_args.gradient_accumulation_steps": count,
         }
-        yield _Step(settings, f"{count} micro-batches a step; the same global batch and loss")
+        yield _Step(settings, f"{count} micro-batches per step; the same global batch and loss")
     if not args.gradient_checkpointing and (config.task in ("sft", "pretrain")):
         yield _Step(
             {"train_args.gradient_checkpointing": True},
-            "activations are computed again in backward; the same loss",
+            "activations are recomputed in backward; the same loss",
         )
-    if machine.count > 1 and mode.layout.strategy in _WHOLE:
+    if machine.count > 1 and mode.layout.strategy in _REPLICATED:
         yield _Step(
             {"parallel.mode": "zero3"},
-            "weights are gathered from the other ranks in every pass; the same loss",
+            "weights are gathered from the other ranks in forward and backward; the same loss",
         )
 
 
@@ -160,8 +159,8 @@ def _compatible(steps: tuple[_Step, ...]) -> bool:
 
 @dataclass(frozen=True)
 class _Trial:
-    """Estimates ``mode`` with changed settings. The models by precision and the micro-batches by
-    size hold those of the config from the start."""
+    """Estimate ``mode`` with changed settings. ``models`` (by precision) and ``batches`` (by size)
+    are caches, which start with those of the config."""
 
     config: Config
     machine: Machine
@@ -170,7 +169,7 @@ class _Trial:
     batches: dict[int, MicroBatchProfile]
 
     def change(self, steps: tuple[_Step, ...]) -> Change | None:
-        """The mode with these steps taken; None if the mode cannot be laid out so."""
+        """Return the mode with these changes; None if it is not possible with them."""
         settings = {key: value for step in steps for key, value in step.settings.items()}
         train_args = {
             key.removeprefix("train_args."): value
@@ -199,8 +198,8 @@ class _Trial:
         return Change(settings, tuple(step.cost for step in steps), mode)
 
     def _model(self, config: Config) -> ModelProfile:
-        """The precision decides the type in which frozen weights are held; nothing else here
-        changes the model."""
+        """Return the model for the config's precision, which is the dtype of frozen weights, and
+        its micro-batch size. No other change affects the model."""
         args, before = config.train_args, self.config.train_args
         if args.precision not in self.models:
             if config.lora.enable and config.task in ("sft", "pretrain"):
@@ -224,14 +223,10 @@ class _Trial:
         return self.batches[size]
 
     def _machine(self, config: Config) -> Machine:
-        """The machine at the speed of the changed precision."""
+        """Return the machine at its speed in the changed precision."""
         before, after = self.config.train_args.mixed_dtype, config.train_args.mixed_dtype
         device = self.machine.device
         if device is None or before == after:
             return self.machine
         old, new = (device.flops_s(dtype) or device.float32_flops_s for dtype in (before, after))
         return replace(self.machine, flops_s=self.machine.flops_s * new / old)
-
-
-def _as_override(value: Setting) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,7 +1,7 @@
-"""``paceline plan`` and ``paceline.planner``: from a config to every mode's estimate."""
+"""``paceline plan`` and ``paceline.plan()``: the estimates of every mode for a config."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypedDict
@@ -18,15 +18,16 @@ from paceline.distributed.devices import (
 )
 from paceline.models.positions import fit_length
 from paceline.parallel.deepspeed.config import stage_of
+from paceline.parallel.registry import layout, mode_of
 from paceline.planner.advice import Advice, ChangeReport, advise
-from paceline.planner.choose import ModeChoice, choose, configured, local_machine
+from paceline.planner.choose import ModeChoice, choose, local_machine
 from paceline.planner.devices import find_device
 from paceline.planner.estimate import MicroBatchProfile, ModeEstimate, ModeReport, micro_batch
 from paceline.planner.hardware import Machine, named_machine, parse_size
 from paceline.planner.model_profile import ModelProfile, describe
 from paceline.tasks import load_task
 
-MOST_DEVICES = 65536
+_MAX_DEVICES = 65536
 
 
 class PlanReport(TypedDict):
@@ -52,60 +53,61 @@ class PlanReport(TypedDict):
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`make_plan` found."""
+    """The result of :func:`make_plan`."""
 
     config: Config
     machine: Machine
-    described: ModelProfile
+    profile: ModelProfile
     batch: MicroBatchProfile
     choice: ModeChoice
 
     @property
     def parameters(self) -> int:
-        return sum(tensor.numel for tensor in self.described.shape.parameters)
+        return sum(tensor.numel for tensor in self.profile.shape.parameters)
 
     @property
     def trained(self) -> int:
-        return sum(tensor.numel for tensor in self.described.shape.trained)
+        return sum(tensor.numel for tensor in self.profile.shape.trained)
 
     @property
     def configured(self) -> ModeEstimate | None:
-        """The mode that the config names; None under ``auto``."""
-        if self.layout_error is not None:
+        """The mode that the config sets; None under ``auto``, or if its layout is invalid."""
+        parallel = self.config.parallel
+        if mode_of(parallel) == "auto" or self.layout_error is not None:
             return None
-        named = configured(self.config, self.machine.count)
-        is_staged = named is not None and named.strategy == "deepspeed"
-        stage = stage_of(self.config.parallel) if is_staged else None
+        configured = layout(parallel, self.machine.count)
+        stage = stage_of(parallel) if configured.strategy == "deepspeed" else None
         for mode in self.choice.modes:
-            if mode.layout == named and mode.settings.get("deepspeed_stage") == stage:
+            if mode.layout == configured and mode.settings.get("deepspeed_stage") == stage:
                 return mode
         return None
 
     @cached_property
     def advice(self) -> Advice | None:
-        """What makes the mode that the config names fit; None if it fits, cannot be laid out, or
-        none is named."""
+        """Changes that make the configured mode fit; None if it fits, is not possible, or none is
+        configured."""
         mode = self.configured
         if mode is None or mode.fits or mode.cost is None:
             return None
-        return advise(self.config, self.described, self.batch, self.machine, mode)
+        return advise(self.config, self.profile, self.batch, self.machine, mode)
 
     @cached_property
     def layout_error(self) -> ConfigError | None:
-        """Why the config's own mode and sizes do not go together, or not with that many devices."""
+        """Why the configured mode and sizes contradict each other or the number of devices."""
         try:
-            configured(self.config, self.machine.count)
+            if mode_of(self.config.parallel) != "auto":
+                layout(self.config.parallel, self.machine.count)
         except ConfigError as error:
             return error
         return None
 
     def notes(self) -> list[str]:
-        """What the figures rest on, one sentence each."""
-        return [self.batch.text(), *self.machine.notes, *self.described.notes]
+        """Return the assumptions behind the estimates, one sentence each."""
+        return [self.batch.text(), *self.machine.notes, *self.profile.notes]
 
     def as_dict(self) -> PlanReport:
-        """The value that ``--json`` prints."""
-        taken, named, advice = self.choice.taken, self.configured, self.advice
+        """Return the value that ``--json`` prints."""
+        chosen, configured, advice = self.choice.chosen, self.configured, self.advice
         smallest = None if advice is None else advice.smallest
         count, error = self.machine.count, self.layout_error
         return PlanReport(
@@ -113,9 +115,9 @@ class Plan:
             device_memory_bytes=self.machine.memory_bytes,
             parameters=self.parameters,
             trainable_parameters=self.trained,
-            chosen=None if taken is None else taken.name,
+            chosen=None if chosen is None else chosen.name,
             why=self.choice.why,
-            configured=None if named is None else named.name,
+            configured=None if configured is None else configured.name,
             changes=(
                 None if advice is None else [change.as_dict(count) for change in advice.single]
             ),
@@ -141,14 +143,14 @@ def plan(
     device: str | None = None,
     **overrides: YamlValue,
 ) -> PlanReport:
-    """Memory, traffic and time of a run under every mode, as ``paceline plan CONFIG --json`` prints
-    them.
+    """Estimate memory, traffic and time of a run under every mode, as ``paceline plan CONFIG
+    --json`` prints them.
 
     Args:
         config: path of a config file, or its content as a mapping.
-        world_size: devices, one rank each; by default those of this machine.
+        world_size: number of devices, one rank each; by default those of this machine.
         device_memory: of one device, in bytes or as text with a unit (``"24GB"``).
-        device: a kind of device by name (``"A100-80GB"``) instead of this machine's.
+        device: name of a device (``"A100-80GB"``) instead of this machine's.
         overrides: further keys of the config; dotted ones as ``**{"train_args.precision":
             "bf16-mixed"}``.
 
@@ -169,14 +171,15 @@ def make_plan(
     device_memory: str | int | None = None,
     device: str | None = None,
 ) -> Plan:
-    """As :func:`plan`, as an object."""
-    if world_size is not None and not 1 <= world_size <= MOST_DEVICES:
+    """Do the same as :func:`plan`, but return an object."""
+    if world_size is not None and not 1 <= world_size <= _MAX_DEVICES:
         raise ConfigError(
-            f"`--world-size {world_size}` is no number of devices", allowed=f"1 to {MOST_DEVICES:,}"
+            f"`--world-size {world_size}` is out of range",
+            allowed=f"an integer between 1 and {_MAX_DEVICES:,}",
         )
     memory = parse_size(device_memory) if isinstance(device_memory, str) else device_memory
     if config.task not in ("sft", "pretrain", "classify"):
-        load_task(config)  # a task that cannot be had is an error before anything is measured
+        load_task(config)  # report a missing task before measuring anything
     machine = _machine(config, world_size, memory, device)
     if config.train_args.precision == "auto":
         kind, names = accelerators()
@@ -191,27 +194,23 @@ def make_plan(
         )
         if precision != "32":
             machine = _machine(config, world_size, memory, device)
-        machine = replace(
-            machine,
-            notes=(
-                *machine.notes,
-                f"precision: {precision}, chosen by `precision: auto`: {reason}",
-            ),
+        machine = machine.with_notes(
+            f"precision: {precision}, chosen by `precision: auto`: {reason}"
         )
     parallel, notices = without_idle_offload(config.parallel, "cpu" if machine.is_cpu else "")
     config = config.model_copy(update={"parallel": parallel})
-    machine = replace(machine, notes=(*machine.notes, *(text for _, text in notices)))
-    described = describe(config)
+    machine = machine.with_notes(*(text for _, text in notices))
+    profile = describe(config)
     batch = micro_batch(config)
-    return Plan(config, machine, described, batch, choose(config, described, batch, machine))
+    return Plan(config, machine, profile, batch, choose(config, profile, batch, machine))
 
 
 def _precision_on(machine: Machine) -> tuple[str, str]:
-    """What ``precision: auto`` is on devices of the table, and why."""
+    """Resolve ``precision: auto`` for devices of the table, with the reason."""
     if machine.is_cpu:
         return "32", "float32 on a CPU"
     if machine.device is None:
-        return "32", f"whether {machine.name} supports bfloat16 is not known"
+        return "32", f"bfloat16 support of {machine.name} is not known"
     if machine.name_is_assumed:
         return "bf16-mixed", "no device is named, and most accelerators support bfloat16"
     if machine.device.supports_bfloat16:
@@ -223,37 +222,28 @@ def _machine(
     config: Config, world_size: int | None, memory: int | None, device: str | None
 ) -> Machine:
     dtype = config.train_args.mixed_dtype
-    wanted = config.parallel.num_gpus
+    num_gpus = config.parallel.num_gpus
     if device is not None or memory is not None:
-        count = world_size or (wanted if wanted != "auto" else 1)
+        count = world_size or (num_gpus if num_gpus != "auto" else 1)
         if device is None and config.parallel.device == "cpu":
             return local_machine(count, True, dtype, memory)
         named, notice = (None, "") if device is None else find_device(device, memory)
         return named_machine(named, memory, count, dtype, (notice,) if notice else ())
-    settings = (
-        config.parallel
-        if world_size is None
-        else config.parallel.model_copy(update={"num_gpus": "auto"})
-    )
+    update = {} if world_size is None else {"num_gpus": "auto"}
     try:
-        devices = choose_devices(settings)
+        devices = choose_devices(config.parallel.model_copy(update=update))
     except ConfigError as error:
         raise ConfigError(
             error.what,
             allowed=error.allowed,
             fix=(
-                "to plan for a machine that is not this one, name its devices: `--world-size 8"
-                " --device A100-80GB`"
+                "to plan for another machine, name its devices: `--world-size 8 --device A100-80GB`"
             ),
         ) from error
     count = world_size or devices.count
     machine = local_machine(count, devices.type == "cpu", dtype)
     if devices.type != "cpu" and count > devices.count:
-        machine = replace(
-            machine,
-            notes=(
-                *machine.notes,
-                f"this machine has {devices.count} of the {count} devices planned for",
-            ),
+        machine = machine.with_notes(
+            f"this machine has {devices.count} of the {count} devices of this plan"
         )
     return machine

@@ -1,5 +1,5 @@
-"""Which mode ``auto`` takes: the fastest by estimate that fits, and quickly so where the plainest
-is known to fit."""
+"""Choose the mode of ``parallel.mode: auto``: by estimate, the fastest that fits. If the simplest
+mode certainly fits, nothing is estimated."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -33,31 +33,31 @@ from paceline.planner.hardware import Machine, cpu_machine, named_machine, unkno
 from paceline.planner.model_profile import ModelProfile, describe
 from paceline.planner.upper_bound import upper_bound
 
-#: Modes of one axis, in the order of preference where two are equally fast: the plainest first.
+#: Modes with one axis, the simplest first: the order of preference if two are equally fast.
 PLAIN = sorted(
     (name for name in STRATEGIES if name not in ("single", "hybrid", *OTHER_TRAINING)),
     key=lambda name: STRATEGIES[name].single_process,
 )
-#: Tensor parallelism talks in every layer; beyond a host's devices it does not pay.
-_MOST_TENSOR = 8
-
-
-#: Never taken by ``auto``: `dp` is there for comparison, and DeepSpeed does what the zero modes do.
+#: Tensor parallelism communicates in every layer; across hosts it is too slow.
+_MAX_TENSOR = 8
+#: Never chosen by ``auto``: `dp` exists for comparison, and DeepSpeed does the same as zero1 to
+#: zero3.
 NOT_CHOSEN = tuple(
     name for name, spec in STRATEGIES.items() if not spec.capabilities.chosen_by_auto
 )
-#: Of modes within this of the fastest the plainest is taken: an estimate tells no finer.
+#: Modes with at least this share of the fastest one's speed count as equally fast, because
+#: estimates are not more accurate.
 _EQUAL = 0.98
-#: Share of the memory below which a rough upper bound is enough.
+#: Below this share of the memory the rough upper bound is enough.
 _ROOMY = 0.6
 
 
 def candidates(config: Config, num_devices: int) -> list[ParallelLayout]:
-    """Every layout for ``num_devices``: ``single`` first, the modes of one axis, then the hybrids
-    by sizes of their axes.
+    """Return every layout for ``num_devices``: ``single``, the modes of one axis, then the hybrids
+    by the sizes of their axes.
 
-    Sizes and mode that the config gives do not narrow the list; what they name is in it. Whether a
-    model can be cut this way is the strategies' to say.
+    The config's own mode and sizes do not narrow the list, but are part of it. Whether a model can
+    be divided in such a way is checked later, by the strategies.
     """
     layouts = [ParallelLayout("single", ParallelDims(), 1)]
     if num_devices > 1:
@@ -72,26 +72,15 @@ def candidates(config: Config, num_devices: int) -> list[ParallelLayout]:
     return layouts
 
 
-def configured(config: Config, num_devices: int) -> ParallelLayout | None:
-    """Return the layout that the config itself names; None under ``auto``.
-
-    Raises:
-        ConfigError: its mode and sizes do not go together, or not with that many devices.
-    """
-    if mode_of(config.parallel) == "auto":
-        return None
-    return layout(config.parallel, num_devices)
-
-
 def _hybrids(num_devices: int) -> Iterator[ParallelDims]:
-    """Products of at least two axes. FSDP within hosts and replicas across (HSDP) is one of
-    them."""
+    """Yield the products of at least two axes, including FSDP within hosts and replicas across
+    hosts (HSDP)."""
     for data in _divisors(num_devices):
         for shard in _divisors(num_devices // data):
             for tensor in _divisors(num_devices // data // shard):
                 axes = ParallelDims(data, shard, tensor, num_devices // data // shard // tensor)
                 if (
-                    tensor <= _MOST_TENSOR
+                    tensor <= _MAX_TENSOR
                     and sum(size > 1 for size in (data, shard, tensor, axes.pipeline)) > 1
                 ):
                     yield axes
@@ -103,59 +92,61 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class ModeChoice:
-    """All modes, and the one that ``auto`` takes; None where none fits."""
+    """All modes, the one that ``auto`` chooses (None: nothing fits), and the reason."""
 
     modes: list[ModeEstimate]
-    taken: ModeEstimate | None
+    chosen: ModeEstimate | None
     why: str
 
 
 def all_modes(
-    config: Config, described: ModelProfile, batch: MicroBatchProfile, machine: Machine
+    config: Config, profile: ModelProfile, batch: MicroBatchProfile, machine: Machine
 ) -> list[ModeEstimate]:
-    """Every layout for the machine, estimated; DeepSpeed by stage."""
+    """Estimate every layout for the machine, and every stage of DeepSpeed."""
     modes = []
     for candidate in candidates(config, machine.count):
         stages: Sequence[int | None] = (None,)
         if candidate.strategy == "deepspeed":
             stages = (1, 2, 3)
         modes += [
-            estimate(candidate, config, described, batch, machine, stage=stage) for stage in stages
+            estimate(candidate, config, profile, batch, machine, stage=stage) for stage in stages
         ]
     return modes
 
 
 def choose(
-    config: Config, described: ModelProfile, batch: MicroBatchProfile, machine: Machine
+    config: Config, profile: ModelProfile, batch: MicroBatchProfile, machine: Machine
 ) -> ModeChoice:
-    """Estimate every mode and take one."""
-    modes = all_modes(config, described, batch, machine)
-    open_to = [mode for mode in modes if eligible(mode, machine.count)]
-    fitting = [mode for mode in open_to if mode.fits]
+    """Estimate every mode and choose one."""
+    modes = all_modes(config, profile, batch, machine)
+    possible = [mode for mode in modes if eligible(mode, machine.count)]
+    fitting = [mode for mode in possible if mode.fits]
     if not fitting:
-        return ModeChoice(modes, None, nothing_fits(config, described, batch, machine, open_to))
+        return ModeChoice(modes, None, nothing_fits(config, profile, batch, machine, possible))
     best = max(mode.per_second for mode in fitting)
-    taken = min((mode for mode in fitting if mode.per_second >= _EQUAL * best), key=_plainness)
-    memory = f"{human_bytes(taken.total)} of {human_bytes(machine.memory_bytes)} a rank"
+    chosen = min((mode for mode in fitting if mode.per_second >= _EQUAL * best), key=_complexity)
+    memory = f"{human_bytes(chosen.total)} of {human_bytes(machine.memory_bytes)} per rank"
     if len(fitting) == 1:
-        why = f"{taken.name} is the only mode that fits: {memory}"
+        why = f"{chosen.name} is the only mode that fits: {memory}"
     else:
-        why = f"{taken.name} is the fastest of {len(fitting)} modes that fit, by estimate: {memory}"
-    for mode in open_to:
+        why = (
+            f"{chosen.name} is the fastest of {len(fitting)} modes that fit, by estimate: {memory}"
+        )
+    for mode in possible:
         if mode.layout.strategy == "ddp" and not mode.fits:
             why += f"; ddp {mode.reason}"
-    return ModeChoice(modes, taken, why)
+    return ModeChoice(modes, chosen, why)
 
 
 def eligible(mode: ModeEstimate, num_devices: int) -> bool:
-    """Return whether ``auto`` may take the mode: it is possible and uses every device."""
+    """Return whether ``auto`` may choose the mode: it is possible and uses every device."""
     name = mode.layout.strategy
     if mode.cost is None or name in NOT_CHOSEN or ":" in name:
         return False
     return name != "single" or num_devices == 1
 
 
-def _plainness(mode: ModeEstimate) -> tuple[int, int]:
+def _complexity(mode: ModeEstimate) -> tuple[int, int]:
     order = ("single", *PLAIN)
     name = mode.layout.strategy
     axes = mode.layout.axes
@@ -164,36 +155,38 @@ def _plainness(mode: ModeEstimate) -> tuple[int, int]:
 
 def nothing_fits(
     config: Config,
-    described: ModelProfile,
+    profile: ModelProfile,
     batch: MicroBatchProfile,
     machine: Machine,
-    open_to: list[ModeEstimate],
+    possible: list[ModeEstimate],
 ) -> str:
-    """Which mode is nearest, and what would make it fit: each cure is tried by estimate."""
-    if not open_to:
-        return "no mode can run this config on these devices; the reasons stand beside each"
-    nearest = min(open_to, key=lambda mode: mode.total)
+    """Explain which mode needs the least memory and which changes would make it fit. Each change is
+    estimated."""
+    if not possible:
+        return "no mode can run this config on these devices; the plan gives the reason for each"
+    smallest = min(possible, key=lambda mode: mode.total)
     text = (
-        f"nothing fits {counted(machine.count, 'device')}: the nearest is {nearest.name}, which"
-        f" {nearest.reason}"
+        f"no mode fits {counted(machine.count, 'device')}: {smallest.name} needs the least memory,"
+        f" and {smallest.reason}"
     )
-    smallest = advise(config, described, batch, machine, nearest).smallest
-    cures = [f"set {smallest.text}"] if smallest is not None else []
+    change = advise(config, profile, batch, machine, smallest).smallest
+    changes = [f"set {change.text}"] if change is not None else []
     if not config.lora.enable and config.task in ("sft", "pretrain"):
-        cures.append("train adapters (`lora.enable=true`)")
-    more = _more_devices(config, described, batch, machine)
-    cures += [f"use {more} such devices"] if more else []
-    return text + (f". What would do: {'; or '.join(cures)}" if cures else "")
+        changes.append("train adapters (`lora.enable=true`)")
+    num_devices = _sufficient_devices(config, profile, batch, machine)
+    changes += [f"use {num_devices} such devices"] if num_devices else []
+    return text + (f". To make it fit: {'; or '.join(changes)}" if changes else "")
 
 
-def _more_devices(
-    config: Config, described: ModelProfile, batch: MicroBatchProfile, machine: Machine
+def _sufficient_devices(
+    config: Config, profile: ModelProfile, batch: MicroBatchProfile, machine: Machine
 ) -> int | None:
-    """The smallest number of devices, doubling, on which a mode fits as the config stands."""
+    """Return on how many devices zero3 fits without a change of the config: 2, 4, 8 or 16 times as
+    many; None if it does not."""
     for factor in (2, 4, 8, 16):
         bigger = replace(machine, count=machine.count * factor)
         zero3 = free_layout(config, bigger.count, "zero3")
-        if estimate(zero3, config, described, batch, bigger).fits:
+        if estimate(zero3, config, profile, batch, bigger).fits:
             return bigger.count
     return None
 
@@ -206,18 +199,18 @@ def pick(
     *,
     device_type: str | None = None,
 ) -> tuple[ParallelLayout, str]:
-    """The layout that ``parallel.mode: auto`` takes, and why, for a person. Called before any rank
-    exists.
+    """Return the layout that ``parallel.mode: auto`` chooses, and the reason. Called before any
+    rank exists.
 
-    Most runs are far from the edge: where a bound from config.json or from the sizes in the
-    weights' headers shows that ``ddp`` fits with room to spare, nothing is built or imported.
+    Most runs need far less memory than there is: if an upper bound from config.json or from the
+    headers of the weights shows that ``ddp`` fits, no model is built and torch is not imported.
 
     Args:
-        device_memory_bytes: of one device; None: asked of this machine.
-        device_type: ``cpu``, ``cuda``…; None: as the config and the machine have it.
+        device_memory_bytes: of one device; None: of this machine's.
+        device_type: ``cpu``, ``cuda``…; None: by the config and this machine.
 
     Raises:
-        ConfigError: nothing fits; says what is nearest and what to change.
+        ConfigError: no mode fits; names the one that needs the least memory and what to change.
     """
     plain = layout(config.parallel, num_devices, "ddp" if num_devices > 1 else "single")
     is_cpu = (device_type or _device_type(config)) == "cpu"
@@ -229,47 +222,38 @@ def pick(
         return (
             plain,
             (
-                f"{plain.strategy}: at most {human_bytes(rough)} a rank, and there are"
-                f" {human_bytes(memory)}"
+                f"{plain.strategy}: needs at most {human_bytes(rough)} of {human_bytes(memory)} per"
+                " rank"
             ),
         )
     if not memory:
         return plain, f"{plain.strategy}: the memory of these devices is not known"
     try:
-        described = describe(config)
+        profile = describe(config)
     except ConfigError:
         if config.task in ("sft", "pretrain", "classify"):
             raise
-        return plain, f"{plain.strategy}: what the model takes is not known before it is built"
+        return plain, f"{plain.strategy}: the model's memory is not known before it is built"
     batch = micro_batch(config)
     machine = local_machine(num_devices, is_cpu, config.train_args.mixed_dtype, memory)
-    choice = choose(config, described, batch, machine)
-    if choice.taken is not None:
-        return choice.taken.layout, choice.why
-    nearest = _nearest(choice, batch, machine)
-    return (
-        nearest.layout,
-        f"{nearest.name}, which takes the least, and it may not be enough: it {nearest.reason}",
-    )
-
-
-def _nearest(choice: ModeChoice, batch: MicroBatchProfile, machine: Machine) -> ModeEstimate:
-    """Return the mode that takes the least, which may fit although the estimate says no.
-
-    Raises:
-        ConfigError: it surely does not fit.
-    """
-    open_to = [mode for mode in choice.modes if eligible(mode, machine.count)]
-    nearest = min(open_to, key=lambda mode: mode.total, default=None)
-    if nearest is not None and nearest.cost is not None:
-        needed = nearest.total if batch.known else nearest.cost.state
+    choice = choose(config, profile, batch, machine)
+    if choice.chosen is not None:
+        return choice.chosen.layout, choice.why
+    possible = [mode for mode in choice.modes if eligible(mode, machine.count)]
+    smallest = min(possible, key=lambda mode: mode.total, default=None)
+    if smallest is not None and smallest.cost is not None:
+        # Without token counts the activations are an upper bound, so only the state is certain.
+        needed = smallest.total if batch.known else smallest.cost.state
         if needed <= machine.memory_bytes:
-            return nearest
+            return smallest.layout, (
+                f"{smallest.name}, which needs the least memory but may not fit: it"
+                f" {smallest.reason}"
+            )
     raise ConfigError(
         f"`parallel.mode: auto`: {choice.why}",
         fix=(
-            "change one of these, or name a mode (`parallel.mode=zero3`) to try it all the"
-            " same; see `paceline plan`"
+            "make one of these changes, or set a mode (`parallel.mode=zero3`) to try it anyway;"
+            " `paceline plan` shows all modes"
         ),
     )
 
@@ -277,7 +261,7 @@ def _nearest(choice: ModeChoice, batch: MicroBatchProfile, machine: Machine) -> 
 def local_machine(
     num_devices: int, is_cpu: bool, dtype: str | None, memory_bytes: int | None = None
 ) -> Machine:
-    """``num_devices`` of this machine's devices. ``dtype``: see :func:`named_machine`.
+    """Return ``num_devices`` of this machine's devices. ``dtype``: see :func:`named_machine`.
 
     Raises:
         ConfigError: an accelerator does not report its memory.
@@ -291,10 +275,10 @@ def local_machine(
     name = names[0] if names else (kind or "accelerator")
     if not memory:
         raise ConfigError(
-            f"the memory of {name} is not known: the device does not report it",
+            f"{name} does not report its memory",
             fix=(
-                "give it: `--device-memory 24GB`, and its kind if it is in the table: `--device"
-                " NAME`"
+                "set it with `--device-memory 24GB`, or name the device if it is in the table:"
+                " `--device NAME`"
             ),
         )
     known = recognize(name, memory)
@@ -306,16 +290,16 @@ def local_machine(
 
 
 def _with_profile(machine: Machine, device_type: str) -> Machine:
-    """With the links as `paceline doctor` measured them here, where it did."""
+    """Return the machine with the link speed that `paceline doctor` measured here, if it did."""
     profile = machine_profile.read(device_type)
     if profile is None or profile.bandwidth_bytes_s is None or machine.count == 1:
         return machine
     rate = human_bytes(profile.bandwidth_bytes_s)
     note = (
-        f"links: {rate}/s a rank, as `paceline doctor` measured on {profile.day} with"
+        f"links: {rate}/s per rank, as `paceline doctor` measured on {profile.day} with"
         f" {counted(profile.num_ranks, 'rank')}"
     )
-    return replace(machine, link_bytes_s=profile.bandwidth_bytes_s, notes=(*machine.notes, note))
+    return replace(machine, link_bytes_s=profile.bandwidth_bytes_s).with_notes(note)
 
 
 def _device_type(config: Config) -> str:
@@ -327,7 +311,7 @@ def _device_type(config: Config) -> str:
 
 
 def _device_memory() -> int:
-    """Bytes of the smallest accelerator of this host; 0 where it does not say."""
+    """Return the bytes of this host's smallest accelerator; 0 if it does not report them."""
     import torch
 
     from paceline.distributed.devices import accelerators

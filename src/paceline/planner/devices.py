@@ -1,7 +1,5 @@
-"""The table of devices: memory, arithmetic and links as vendors publish them, in ``devices.json``
-with a source per row.
-
-No torch here.
+"""The table of devices: memory, compute rates and links as vendors publish them, in
+``devices.json`` with a source per row. Imports no torch.
 """
 
 import difflib
@@ -20,7 +18,7 @@ _GB, _T = 10**9, 10**12
 #: the nominal size.
 _MEMORY_TOLERANCE = 0.15
 _NEAREST = 6
-#: Words that say who made a device or which line it belongs to, and nothing about the model.
+#: Makers and product lines, which do not identify the model.
 _MAKERS = ("nvidia", "amd", "tesla", "geforce", "instinct")
 
 BFLOAT16, FLOAT16 = "bfloat16", "float16"
@@ -32,14 +30,14 @@ class Device:
 
     Args:
         memory_bytes: as sold (80 GB = 80e9 bytes).
-        bfloat16_flops_s, float16_flops_s, tf32_flops_s, float32_flops_s: operations a second of
+        bfloat16_flops_s, float16_flops_s, tf32_flops_s, float32_flops_s: operations per second of
             dense matrix products; None if the device has no units for the type. ``float32`` is
             without TF32, which torch does not use by default.
-        interconnect: in words, both directions.
-        link_bytes_s: that one device sends to another of its host, in one direction.
-        network_bytes_s: that one device sends to another host; an assumption.
-        aliases: further names, drivers' names without the maker among them. Variants of a device
-            may share some.
+        interconnect: as text, with the rate of both directions.
+        link_bytes_s: to another device of the host, in one direction.
+        network_bytes_s: to another host; an assumption.
+        aliases: further names, including drivers' names without the maker. Variants of a device may
+            share some.
     """
 
     name: str
@@ -61,16 +59,16 @@ class Device:
         return self.bfloat16_flops_s is not None
 
     def flops_s(self, dtype: str | None) -> float | None:
-        """Operations a second in ``dtype`` (``bfloat16``, ``float16``, None for float32); None if
-        there are no units for it."""
+        """Return the operations per second in ``dtype`` (``bfloat16``, ``float16``, None for
+        float32); None if the device has no units for it."""
         rates = {BFLOAT16: self.bfloat16_flops_s, FLOAT16: self.float16_flops_s}
         return self.float32_flops_s if dtype is None else rates[dtype]
 
 
 @cache
 def devices() -> tuple[Device, ...]:
-    """All rows, in the order of the file. Of rows that share an alias the first is the usual
-    one."""
+    """Return all rows, in the order of the file. Of rows that share an alias, the first is the most
+    common."""
     content = json.loads((files("paceline.planner") / "devices.json").read_text(encoding="utf-8"))
     return tuple(_device(row) for row in content["devices"])
 
@@ -97,43 +95,38 @@ def _device(row: dict[str, Any]) -> Device:
 
 
 def find_device(name: str, memory_bytes: int | None = None) -> tuple[Device, str]:
-    """The device that ``--device NAME`` means, and a notice ("" if the name is exact).
+    """Return the device that ``--device NAME`` means, and a notice ("" if the name is exact).
 
-    Names match exactly, or after case, separators and the maker's name are removed. A name that
-    several variants share (``A100``) means the one whose memory is ``memory_bytes``, else the first
-    of them, and the notice says so.
+    Case, separators and the maker's name are ignored. A name that several variants share (``A100``)
+    means the one whose memory is ``memory_bytes``, else the first of them; the notice says so.
 
     Raises:
-        ConfigError: the name is not in the table; lists the nearest ones.
+        ConfigError: the name is not in the table; lists the nearest names.
     """
     rows = _by_key().get(_key(name), ())
     if not rows:
         raise ConfigError(
             f"`--device {name}` is not in the table of devices",
             allowed="the nearest names are " + ", ".join(_nearest(name)),
-            fix=(
-                "use one of these if it is the device that you mean, or give the memory alone:"
-                " `--device-memory 24GB`"
-            ),
+            fix="use one of these, or set only the memory: `--device-memory 24GB`",
         )
     of_this_size = [
         row for row in rows if memory_bytes is not None and _has_memory(row, memory_bytes)
     ]
-    chosen = _closest(of_this_size, memory_bytes) if of_this_size and memory_bytes else rows[0]
+    device = _closest(of_this_size, memory_bytes) if of_this_size and memory_bytes else rows[0]
     if len(rows) == 1:
-        return chosen, ""
+        return device, ""
     names = ", ".join(row.name for row in rows[:-1])
-    notice = f"`--device {name}` can be {names} or {rows[-1].name}: this plan is for {chosen.name}"
-    return chosen, notice
+    notice = f"`--device {name}` can be {names} or {rows[-1].name}: this plan is for {device.name}"
+    return device, notice
 
 
 def recognize(driver_name: str, memory_bytes: int) -> Device | None:
-    """The row for a device that reports ``driver_name`` and ``memory_bytes``; None if there is
-    none.
+    """Return the row for a device that reports ``driver_name`` and ``memory_bytes``; None if there
+    is none.
 
-    Nothing is guessed: a name that is not in the table, or a size that none of its variants has (a
-    part of a device, for example), is unknown, and so is a name that variants of the same memory
-    share.
+    Nothing is guessed: the device is unknown if its name is not in the table, if no variant has
+    this memory size (for example for a part of a device), or if several variants have it.
     """
     rows = [row for row in _by_key().get(_key(driver_name), ()) if _has_memory(row, memory_bytes)]
     if not rows:
@@ -151,16 +144,16 @@ def _closest(rows: Iterable[Device], memory_bytes: int) -> Device:
 
 
 def _key(name: str) -> str:
-    """``NVIDIA GeForce RTX 4090 Laptop GPU`` → ``rtx4090laptop``."""
-    words = re.findall(r"[a-z0-9]+", name.lower())
-    while len(words) > 1 and words[0] in _MAKERS:
-        words = words[1:]
-    return "".join(word for word in words if word != "gpu" or len(words) == 1)
+    """Normalize a name: ``NVIDIA GeForce RTX 4090 Laptop GPU`` → ``rtx4090laptop``."""
+    parts = re.findall(r"[a-z0-9]+", name.lower())
+    while len(parts) > 1 and parts[0] in _MAKERS:
+        parts = parts[1:]
+    return "".join(part for part in parts if part != "gpu" or len(parts) == 1)
 
 
 @cache
 def _by_key() -> dict[str, tuple[Device, ...]]:
-    """Key → the rows that have this name or, if none has, this alias."""
+    """Map a key to the rows that have this name or, if none has, this alias."""
     by_alias: dict[str, list[Device]] = {}
     for row in devices():
         for key in dict.fromkeys(map(_key, row.aliases)):

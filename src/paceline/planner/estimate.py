@@ -1,5 +1,5 @@
-"""One layout on one machine: memory of the fullest rank, traffic and time of a step. Estimates,
-from what each strategy declares."""
+"""Estimate one layout on one machine: memory of the rank that uses most, traffic and time of a
+step, from the costs that each strategy declares."""
 
 from dataclasses import asdict, dataclass, replace
 from typing import TypedDict
@@ -7,6 +7,7 @@ from typing import TypedDict
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
+from paceline.core.formatting import counted
 from paceline.models.builtin import resolve_model
 from paceline.models.shape.activations import language_activations, language_flops
 from paceline.models.shape.record import ModelShape
@@ -16,24 +17,23 @@ from paceline.parallel.registry import layout as make_layout
 from paceline.planner.hardware import Machine
 from paceline.planner.model_profile import ModelProfile
 
-#: Share of a device's memory that a run may fill by estimate: the rest is the driver's, the
-#: allocator's gaps, and what the model of activations leaves out.
+#: Share of a device's memory that an estimate may fill. The rest is for the driver, fragmentation,
+#: and what the activation model leaves out.
 USABLE = 0.9
-#: Backward takes two thirds of a step; gradients can be reduced while it goes on.
+#: Backward takes two thirds of a step; gradients can be reduced during it.
 _OVERLAPPED = 2 / 3
 
 
 @dataclass(frozen=True)
 class MicroBatchProfile:
-    """A micro-batch.
+    """The size of a micro-batch.
 
     Args:
-        positions: tokens on average (samples, where there are no tokens).
-        fullest: tokens of the longest samples that can meet in one; what memory must hold.
-        label_share: of the tokens carry loss.
-        sample: tokens of a sample on average.
-        known: from the data; else every sample is taken to have ``max_length`` tokens, all with
-            loss.
+        positions: mean number of tokens (of samples, if there are no tokens).
+        fullest: tokens of the longest samples that can share one; what memory must hold.
+        label_share: share of the tokens that have a loss.
+        sample: mean number of tokens of a sample.
+        known: counted in the data; else every sample has ``max_length`` tokens, all with loss.
     """
 
     positions: float
@@ -44,22 +44,22 @@ class MicroBatchProfile:
     has_tokens: bool = True
 
     def text(self) -> str:
-        """For a person."""
+        """Return the note in the plan."""
         if not self.has_tokens:
-            return f"{self.positions:,.0f} samples a micro-batch"
+            return f"{self.positions:,.0f} samples per micro-batch"
         if self.known:
             return (
-                f"{self.positions:,.0f} tokens a micro-batch on average, from the tokenised data;"
-                f" memory is for the {self.fullest:,.0f} of its longest samples"
+                f"{self.positions:,.0f} tokens per micro-batch on average, from the tokenized data;"
+                f" memory is for the {self.fullest:,.0f} tokens of its longest samples"
             )
         return (
-            f"{self.positions:,.0f} tokens a micro-batch: every sample of `max_length`, for the"
-            " data is not tokenised yet"
+            f"{self.positions:,.0f} tokens per micro-batch: every sample has `max_length` tokens,"
+            " because the data is not tokenized yet"
         )
 
 
 def micro_batch(config: Config) -> MicroBatchProfile:
-    """From the tokenised data where they are in the cache, else from ``max_length``."""
+    """Measure the micro-batch in the tokenized data if it is cached; else assume ``max_length``."""
     args = config.train_args
     size = args.per_device_train_batch_size
     if config.task not in ("sft", "pretrain"):
@@ -81,47 +81,47 @@ def micro_batch(config: Config) -> MicroBatchProfile:
 
 
 def workload(
-    config: Config, described: ModelProfile, batch: MicroBatchProfile, is_cpu: bool
+    config: Config, profile: ModelProfile, batch: MicroBatchProfile, is_cpu: bool
 ) -> Workload:
-    """What a strategy's cost is declared from, beside the model's shape."""
+    """Return what a strategy's cost depends on besides the model's shape."""
     work = Workload(
         micro_batches=config.train_args.gradient_accumulation_steps,
         positions=batch.positions,
-        activation_bytes=described.activation_bytes,
+        activation_bytes=profile.activation_bytes,
     )
-    if described.dims is None:
+    if profile.dims is None:
         return work
-    kept = language_activations(
-        described.dims,
+    activations = language_activations(
+        profile.dims,
         config,
         batch.fullest,
         batch.fullest * batch.label_share,
         mask_bytes=4 if is_cpu else 1,
-        fused_attention=described.fused_attention,
+        fused_attention=profile.fused_attention,
         longest=min(batch.fullest, config.train_args.max_length),
     )
-    blocks = kept.blocks if len(described.shape.blocks) == kept.layers else ()
-    return replace(work, activation_bytes=kept.total, block_activation_bytes=blocks)
+    blocks = activations.blocks if len(profile.shape.blocks) == activations.layers else ()
+    return replace(work, activation_bytes=activations.total, block_activation_bytes=blocks)
 
 
-def micro_batch_flops(config: Config, described: ModelProfile, batch: MicroBatchProfile) -> float:
-    """Operations of a micro-batch, forward and backward; where neither widths nor a trial say more,
-    6 a parameter and position."""
-    if described.dims is not None:
+def micro_batch_flops(config: Config, profile: ModelProfile, batch: MicroBatchProfile) -> float:
+    """Return the operations of forward and backward of a micro-batch. If neither dimensions nor a
+    trial are known: 6 per parameter and position."""
+    if profile.dims is not None:
         return language_flops(
-            described.dims,
+            profile.dims,
             config,
             batch.positions,
             batch.positions * batch.label_share,
             batch.sample,
         )
-    if described.flops:
-        return described.flops
-    return 6.0 * batch.positions * sum(tensor.numel for tensor in described.shape.parameters)
+    if profile.flops:
+        return profile.flops
+    return 6.0 * batch.positions * sum(tensor.numel for tensor in profile.shape.parameters)
 
 
 class MemoryReport(TypedDict):
-    """Bytes of one rank, the fullest, in the JSON of a plan; None if the mode is not possible."""
+    """Bytes on the rank that uses most, in the JSON of a plan; None if the mode is not possible."""
 
     parameters: int | None
     gradients: int | None
@@ -150,15 +150,16 @@ class ModeReport(TypedDict):
 
 @dataclass(frozen=True)
 class ModeEstimate:
-    """A layout and what it comes to. ``cost`` None: this run cannot be laid out so, for ``reason``.
+    """The estimate of a layout.
 
     Args:
-        name: as a person says it: ``zero3``, ``data 2 × tensor 2``, ``deepspeed stage 1``.
-        settings: the keys of the section ``parallel`` that ask for it.
-        weight_copies: bytes of low-precision copies of float32 weights, which autocast keeps from
-            forward to backward.
+        name: for users: ``zero3``, ``data 2 × tensor 2``, ``deepspeed stage 1``.
+        settings: the keys of the section ``parallel`` that select it.
+        cost: None if this run is not possible with the layout, because of ``reason``.
+        weight_copies: bytes of the low-precision copies of float32 weights that autocast retains
+            from forward to backward.
         step_time_s: estimated; None if the device's rates are not known.
-        per_second: samples a second over all ranks, estimated; if ``step_time_s`` is None, it only
+        per_second: estimated samples per second over all ranks; if ``step_time_s`` is None, it only
             serves to rank modes.
     """
 
@@ -179,21 +180,16 @@ class ModeEstimate:
 
     def as_dict(self) -> ModeReport:
         cost = self.cost
-        memory = MemoryReport(
-            parameters=None, gradients=None, optimizer=None, activations=None, total=None
-        )
-        if cost is not None:
-            memory = MemoryReport(
-                parameters=cost.parameters,
-                gradients=cost.gradients,
-                optimizer=cost.optimizer,
-                activations=cost.activations + self.weight_copies,
-                total=self.total,
-            )
         return ModeReport(
             mode=self.name,
             fits=self.fits,
-            memory_bytes=memory,
+            memory_bytes=MemoryReport(
+                parameters=None if cost is None else cost.parameters,
+                gradients=None if cost is None else cost.gradients,
+                optimizer=None if cost is None else cost.optimizer,
+                activations=None if cost is None else cost.activations + self.weight_copies,
+                total=None if cost is None else self.total,
+            ),
             traffic_bytes_per_step=None if cost is None else cost.traffic_per_step,
             traffic_is_bound=cost is not None and cost.traffic_is_bound,
             step_time_s=self.step_time_s,
@@ -208,7 +204,7 @@ class ModeEstimate:
 
 
 def free_layout(config: Config, num_devices: int, mode: str) -> ParallelLayout:
-    """The layout of a mode, whatever sizes of axes the config names."""
+    """Return the layout of a mode, ignoring the sizes of axes that the config sets."""
     update = dict.fromkeys(("data", "shard", "tensor", "pipeline"))
     return make_layout(config.parallel.model_copy(update=update), num_devices, mode)
 
@@ -216,27 +212,27 @@ def free_layout(config: Config, num_devices: int, mode: str) -> ParallelLayout:
 def estimate(
     layout: ParallelLayout,
     config: Config,
-    described: ModelProfile,
+    profile: ModelProfile,
     batch: MicroBatchProfile,
     machine: Machine,
     *,
     stage: int | None = None,
 ) -> ModeEstimate:
-    """What ``layout`` comes to. ``stage``: of DeepSpeed."""
+    """Estimate ``layout``. ``stage``: of DeepSpeed."""
     name, settings = _names(layout, stage)
     update = dict.fromkeys(("data", "shard", "tensor", "pipeline")) | settings
     config = config.model_copy(update={"parallel": config.parallel.model_copy(update=update)})
-    work = workload(config, described, batch, machine.is_cpu)
+    work = workload(config, profile, batch, machine.is_cpu)
     try:
         check_strategy(layout.strategy, config, layout.axes, installed=False)
-        _check_cuts(layout, config, described)
-        cost = estimate_cost(layout.strategy, described.shape, layout.axes, work, config)
+        _check_divisible(layout, config, profile)
+        cost = estimate_cost(layout.strategy, profile.shape, layout.axes, work, config)
     except ConfigError as error:
         return ModeEstimate(name, layout, settings, False, error.what)
-    copies = _weight_copies(described.shape, layout, cost)
+    copies = _weight_copies(profile.shape, layout, cost)
     replicas = layout.axes.replicas
     step_s = step_time(
-        layout, config, work, cost, machine, micro_batch_flops(config, described, batch)
+        layout, config, work, cost, machine, micro_batch_flops(config, profile, batch)
     )
     samples = replicas * work.micro_batches * config.train_args.per_device_train_batch_size
     shown_step_s = step_s if machine.rates_known else None
@@ -246,11 +242,11 @@ def estimate(
     usable = USABLE * machine.memory_bytes
     if mode.total <= usable:
         return replace(mode, reason=f"{mode.total / machine.memory_bytes:.0%} of the memory")
-    over = (
+    reason = (
         f"needs {human_bytes(mode.total)}; {human_bytes(usable)} of"
         f" {human_bytes(machine.memory_bytes)} can be used"
     )
-    return replace(mode, fits=False, reason=over)
+    return replace(mode, fits=False, reason=reason)
 
 
 def step_time(
@@ -261,16 +257,16 @@ def step_time(
     machine: Machine,
     flops: float,
 ) -> float:
-    """Seconds of a step: arithmetic, the pipeline's idle time, and the traffic that does not pass
-    beside the arithmetic.
+    """Return the seconds of a step: computation, the pipeline's idle time, and the traffic that
+    does not overlap with computation.
 
-    Idle time of a pipeline of p stages and m micro-batches: (p-1)/m of the arithmetic (Narayanan et
-    al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2),
-    divided by the chunks a rank holds where they are interleaved, and about a third of it with
-    zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, table 1, ZB-H1).
+    Idle time of a pipeline of p stages and m micro-batches: (p-1)/m of the computation (Narayanan
+    et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021, section 2.2),
+    divided by the stages per rank if they are interleaved, and about a third of it with zero-bubble
+    schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, table 1, ZB-H1).
     """
     axes = layout.axes
-    # all cores for one rank
+    # a single rank uses all cores
     speed = machine.flops_s * (machine.count if machine.is_cpu and layout.world_size == 1 else 1)
     compute = work.micro_batches * flops / (axes.tensor * axes.pipeline) / speed
     if axes.pipeline > 1:
@@ -281,16 +277,16 @@ def step_time(
         )
         compute *= 1 + idle
     traffic = cost.traffic_per_step / machine.link_bytes_s
-    # Within a tensor-parallel layer, between stages, and between the threads of `dp` arithmetic
+    # Within a tensor-parallel layer, between stages, and between the threads of `dp`, computation
     # waits for the traffic.
-    beside = axes.replicas > 1 and axes.tensor == axes.pipeline == 1 and layout.num_processes > 1
-    return compute + max(0.0, traffic - (_OVERLAPPED * compute if beside else 0.0))
+    overlaps = axes.replicas > 1 and axes.tensor == axes.pipeline == 1 and layout.num_processes > 1
+    return compute + max(0.0, traffic - (_OVERLAPPED * compute if overlaps else 0.0))
 
 
 def _weight_copies(shape: ModelShape, layout: ParallelLayout, cost: Cost) -> int:
-    """Autocast multiplies low-precision copies of float32 weights; backward wants them, so all are
-    there when it starts. Strategies that hold the weights in low precision, or gather them block by
-    block, have none."""
+    """Return the bytes of the low-precision copies of float32 weights that autocast makes: backward
+    needs them, so all exist when it starts. Strategies that hold the weights in low precision, or
+    gather them block by block, have none."""
     if not shape.low_bytes or layout.axes.shard > 1:
         return 0
     parts = layout.axes.tensor * layout.axes.pipeline
@@ -303,20 +299,24 @@ def _weight_copies(shape: ModelShape, layout: ParallelLayout, cost: Cost) -> int
     return shape.low_bytes * matrices // parts if holds_float32 else 0
 
 
-def _check_cuts(layout: ParallelLayout, config: Config, described: ModelProfile) -> None:
-    """What the widths say before any strategy has looked at the model."""
-    axes, dims, blocks = layout.axes, described.dims, described.shape.blocks
+def _check_divisible(layout: ParallelLayout, config: Config, profile: ModelProfile) -> None:
+    """Check that the model's dimensions can be divided among tensor ranks and pipeline stages."""
+    axes, dims, blocks = layout.axes, profile.dims, profile.shape.blocks
     chunked = config.parallel.pipeline_schedule in ("interleaved_1f1b", "zero_bubble")
     stages = axes.pipeline * (config.parallel.stages_per_rank if chunked else 1)
     if axes.pipeline > 1 and stages > len(blocks):
-        raise ConfigError(f"{stages} stages are more than the model's {len(blocks)} blocks")
+        raise ConfigError(
+            f"{stages} pipeline stages are not possible: the model has"
+            f" {counted(len(blocks), 'block')}"
+        )
     if axes.pipeline > 1 and config.task == "recommend":
         raise ConfigError(
-            "a click model's tables stand side by side: there are no stages to cut it into"
+            "pipeline parallelism is not supported with `task: recommend`: a click model has no"
+            " sequence of blocks"
         )
-    if axes.tensor > 1 and not described.shape.tensor_plan:
+    if axes.tensor > 1 and not profile.shape.tensor_plan:
         raise ConfigError(
-            "no plan says how this model's layers are cut: give `parallel.tensor_plan`"
+            "there is no tensor-parallel plan for this model: set `parallel.tensor_plan`"
         )
     if (
         axes.tensor > 1
@@ -324,13 +324,13 @@ def _check_cuts(layout: ParallelLayout, config: Config, described: ModelProfile)
         and (dims.heads % axes.tensor or dims.key_heads % axes.tensor)
     ):
         raise ConfigError(
-            f"{dims.heads} attention heads and {dims.key_heads} of keys and values do not divide"
-            f" into {axes.tensor} parts"
+            f"{dims.heads} attention heads and {dims.key_heads} key-value heads are not divisible"
+            f" by {axes.tensor} tensor-parallel ranks"
         )
 
 
 def _names(layout: ParallelLayout, stage: int | None) -> tuple[str, dict[str, str | int]]:
-    """The mode's name for a person, and the keys of ``parallel`` that ask for it."""
+    """Return the mode's name, and the keys of ``parallel`` that select it."""
     strategy, text = layout.strategy, layout.axes.text()
     if stage is not None:
         return f"{strategy} stage {stage}", {"mode": strategy, "deepspeed_stage": stage}

@@ -1,8 +1,9 @@
-"""Machines to plan for: the devices of the table (:mod:`paceline.planner.devices`), or this
-machine's own."""
+"""Machines to plan for: devices of the table (:mod:`paceline.planner.devices`), or this
+machine's."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from paceline.core.errors import ConfigError
 from paceline.core.processes import available_memory
@@ -26,23 +27,23 @@ _HOST_DEVICES = 8
 #: reported for large models on A100 (Chowdhery et al., "PaLM", 2022, table 3; Korthikanti et al.,
 #: 2022, table 5); small models reach less.
 DEVICE_EFFICIENCY = 0.4
-#: The same against a large matrix product measured on this CPU.
+#: Share of the speed of a large matrix product on this CPU that training reaches.
 CPU_EFFICIENCY = 0.5
-#: What one gloo rank sends to another of the same host, roughly.
+#: Approximate bandwidth between two Gloo ranks of one host.
 _CPU_LINK_BYTES_S = 1.5 * _GB
 _CPU_FLOPS_S = 50 * _GB
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices a plan is made for: ``count`` alike, one rank each.
+    """The devices of a plan: ``count`` equal ones, with one rank each.
 
     Args:
-        memory_bytes: of one device; on a CPU one rank's share of the memory that is free now.
-        flops_s: operations a second that a rank's training reaches, in the precision of the config.
-        link_bytes_s: between two ranks.
-        device: the row of the table; None for a CPU and for devices that are not in the table.
-        name_is_assumed: no device was named: ``device`` is the nearest in memory.
+        memory_bytes: of one device; on a CPU a rank's share of the memory that is free now.
+        flops_s: operations per second that training reaches on a rank, in the config's precision.
+        link_bytes_s: bandwidth between two ranks.
+        device: row of the table; None for a CPU and for devices that are not in the table.
+        name_is_assumed: no device was named, so ``device`` is the one with the closest memory size.
         rates_known: False if ``flops_s`` and ``link_bytes_s`` only serve to rank modes.
     """
 
@@ -57,12 +58,15 @@ class Machine:
     rates_known: bool = True
     name_is_assumed: bool = False
 
+    def with_notes(self, *notes: str) -> Self:
+        return replace(self, notes=(*self.notes, *notes))
+
 
 def parse_size(text: str, flag: str = "--device-memory") -> int:
-    """``80GB`` → 80e9 bytes, ``24GiB`` → 24 × 2³⁰.
+    """Parse a size: ``80GB`` → 80e9 bytes, ``24GiB`` → 24 × 2³⁰.
 
     Raises:
-        ConfigError: no number, no unit, or nothing left of it.
+        ConfigError: there is no number or no unit, or the size is below 1 MiB.
     """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*", text)
     unit = _UNITS.get(match.group(2).lower()) if match else None
@@ -88,21 +92,21 @@ def named_machine(
     dtype: str | None,
     notes: tuple[str, ...] = (),
 ) -> Machine:
-    """``count`` devices that need not be here: of a kind, or of a size alone (the table's nearest
-    then gives speed and links).
+    """Return ``count`` devices that need not exist here. Without ``device``, the one of the table
+    with the closest memory size gives speed and links.
 
     Args:
-        dtype: that matrix products are computed in: ``bfloat16``, ``float16``, or None for float32.
+        dtype: of matrix products: ``bfloat16``, ``float16``, or None for float32.
     """
     assert device is not None or memory_bytes is not None
-    name = None if device is None else device.name
+    name_is_assumed = device is None
     if device is None:
-        able = [row for row in devices() if row.supports_bfloat16]
-        device = min(able, key=lambda row: abs(row.memory_bytes - (memory_bytes or 0)))
+        candidates = [row for row in devices() if row.supports_bfloat16]
+        device = min(candidates, key=lambda row: abs(row.memory_bytes - (memory_bytes or 0)))
         notes = (
             *notes,
             (
-                f"no device is named: times are those of {device.name}, the nearest in memory"
+                f"no device is named: times are those of {device.name}, the closest in memory"
                 " (`--device NAME` names one)"
             ),
         )
@@ -115,30 +119,27 @@ def named_machine(
         notes = (*notes, f"{device.name} has no {units} units: times are those of float32")
     link, notes = _between_hosts(device.link_bytes_s, device.network_bytes_s, count, notes)
     return Machine(
-        name or device.name,
+        device.name,
         count,
         memory_bytes or device.memory_bytes,
         speed * DEVICE_EFFICIENCY,
         link,
         notes=notes,
         device=device,
-        name_is_assumed=name is None,
+        name_is_assumed=name_is_assumed,
     )
 
 
 def unknown_machine(name: str, memory_bytes: int, count: int) -> Machine:
-    """Devices that are not in the table: their memory is what they report, and no times are given.
+    """Return devices that are not in the table, with the memory that they report and without times.
 
-    Modes still need an order of preference: they are ranked as if the devices computed and
-    communicated like a usual one."""
-    notes: tuple[str, ...] = (
-        (
-            f"{name} is not in the table of devices: its memory is what it reports, its rates are"
-            " not known, so no times are given, and modes are ranked as for a device of 100"
-            " TFLOP/s on PCIe Gen4"
-        ),
+    Modes are ranked as if the devices computed and communicated like a common one."""
+    note = (
+        f"{name} is not in the table of devices: its memory is what it reports, its rates are"
+        " not known, so no times are given, and modes are ranked as for a device of 100"
+        " TFLOP/s on PCIe Gen4"
     )
-    link, notes = _between_hosts(32 * _GB, 1.25 * _GB, count, notes)
+    link, notes = _between_hosts(32 * _GB, 1.25 * _GB, count, (note,))
     return Machine(
         name, count, memory_bytes, 100e12 * DEVICE_EFFICIENCY, link, notes=notes, rates_known=False
     )
@@ -151,8 +152,8 @@ def _between_hosts(
         return link, notes
     link = min(link, network)
     text = (
-        f"more than {_HOST_DEVICES} devices: several hosts, {link / _GB:g} GB/s a device between"
-        " them, for every mode"
+        f"more than {_HOST_DEVICES} devices are on several hosts: every mode is estimated with"
+        f" {link / _GB:g} GB/s per device"
     )
     return link, (*notes, text)
 
@@ -160,8 +161,8 @@ def _between_hosts(
 def cpu_machine(
     count: int, dtype: str | None, *, measure: bool = True, memory_bytes: int | None = None
 ) -> Machine:
-    """This machine's CPU, shared by ``count`` ranks. ``measure``: time a matrix product (0.1 s;
-    imports torch)."""
+    """Return this machine's CPU, shared by ``count`` ranks. ``measure``: time a matrix product
+    (0.1 s; imports torch)."""
     speed = _measured_cpu(dtype) if measure else _CPU_FLOPS_S
     memory = memory_bytes or available_memory() // count
     return Machine(
@@ -170,18 +171,18 @@ def cpu_machine(
 
 
 def _measured_cpu(dtype: str | None) -> float:
-    """Operations a second of a matrix product on all cores: the best of several within 0.1 s."""
+    """Return the operations per second of a matrix product on all cores: the best within 0.1 s."""
     import time
 
     import torch
 
     size = 512
-    one = torch.ones(size, size, dtype=torch.float32 if dtype is None else torch.bfloat16)
+    matrix = torch.ones(size, size, dtype=torch.float32 if dtype is None else torch.bfloat16)
     with torch.no_grad():
-        one @ one
-        best, begun = float("inf"), time.perf_counter()
-        while time.perf_counter() - begun < 0.1:
+        matrix @ matrix
+        best, started_at = float("inf"), time.perf_counter()
+        while time.perf_counter() - started_at < 0.1:
             start = time.perf_counter()
-            one @ one
+            matrix @ matrix
             best = min(best, time.perf_counter() - start)
     return 2 * size**3 / best

@@ -1,5 +1,5 @@
-"""The model of a config as numbers, without its weights: shape, widths, and of models that are no
-language models a trial on torch's meta device, which computes nothing."""
+"""Describe the model of a config without loading its weights: shape and dimensions; for models
+other than language models, also a trial on torch's meta device, which computes nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, first_line
 from paceline.models.shape.activations import LanguageDims, dims_of
 from paceline.models.shape.record import ModelShape
 
@@ -22,10 +22,10 @@ class ModelProfile:
     """A model to plan for.
 
     Args:
-        dims: of a language model; None of others, and of language models whose config.json is of an
-            unknown make.
-        activation_bytes, flops: of one micro-batch, from the trial; 0 where it could not be made.
-            Unused with ``dims``.
+        dims: of a language model; None for other models, and for language models whose config.json
+            is of an unknown architecture.
+        activation_bytes, flops: of one micro-batch, from the trial; 0 if the trial was not
+            possible. Unused with ``dims``.
         fused_attention: the model stores no attention scores.
     """
 
@@ -38,10 +38,10 @@ class ModelProfile:
 
 
 def describe(config: Config) -> ModelProfile:
-    """Build the model without weights and read its numbers.
+    """Build the model without weights and describe it.
 
     Raises:
-        ConfigError: there is no such model, or the task's own code fails on building it.
+        ConfigError: there is no such model, or the task's code fails to build it.
     """
     if config.task in ("sft", "pretrain"):
         return _language(config)
@@ -61,19 +61,16 @@ def _language(config: Config) -> ModelProfile:
     _check_folder(config)
     model: Any = language_model_on_meta(config)
     base = base_model(model)
-    found = base.config.to_dict()
-    dims = dims_of(found)
-    notes = (
-        ()
-        if dims
-        else ("this model's activations and operations are not known: they are left out",)
-    )
+    dims = dims_of(base.config.to_dict())
+    notes: tuple[str, ...] = ()
+    if dims is None:
+        notes = ("the activations and operations of this model are not known and left out",)
     fused = attention_of(base) != "eager"
     return ModelProfile(outline(model, config), dims, fused_attention=fused, notes=notes)
 
 
 def _check_folder(config: Config) -> None:
-    """A folder is complete but for the weights, which are not needed."""
+    """Check that a model's folder is complete except for the weights, which are not needed."""
     from paceline.models.files import check_files
 
     try:
@@ -97,14 +94,13 @@ def _other(task: Task, config: Config) -> ModelProfile:
             shape = outline(
                 model,
                 config,
-                Probe(lambda one: task.loss(one, _to_meta(task.collate([dataset[0]]))), rows=1),
+                Probe(lambda built: task.loss(built, _to_meta(task.collate([dataset[0]]))), rows=1),
             )
             activation_bytes, flops = _trial(task, model, config, dataset)
-        except Exception as error:  # the user's code, on tensors that hold no values
-            first = (str(error).splitlines() or [""])[0][:120]
+        except Exception as error:  # the user's code, on tensors without values
             notes.append(
                 "activations are not known: the model does not run without values"
-                f" ({type(error).__name__}: {first})"
+                f" ({type(error).__name__}: {first_line(error)})"
             )
     else:
         notes.append("activations are not known: the model cannot be built without values")
@@ -112,19 +108,17 @@ def _other(task: Task, config: Config) -> ModelProfile:
 
 
 def _build(task: Task) -> tuple[nn.Module, bool]:
-    """(the task's model, whether it is on the meta device)."""
+    """Return the task's model, and whether it is on the meta device."""
     import torch
 
     try:
         with torch.device("meta"):
             model = task.build_model()
-        if all(one.device.type == "meta" for one in model.parameters()):
+        if all(parameter.device.type == "meta" for parameter in model.parameters()):
             return model, True
     except ConfigError:
         raise
-    except (
-        Exception
-    ):  # code that looks at values; a second try on the CPU tells whether it is wrong
+    except Exception:  # code that reads values; the second try, on the CPU, reports real errors
         pass
     try:
         return task.build_model(), False
@@ -133,13 +127,13 @@ def _build(task: Task) -> tuple[nn.Module, bool]:
     except Exception as error:
         raise ConfigError(
             f"`task: {task.config.task}`: build_model failed: {type(error).__name__}: {error}",
-            fix="run it alone, or with `paceline train --debug`",
+            fix="run `paceline train --debug` to see the traceback",
         ) from error
 
 
 def _trial(task: Task, model: nn.Module, config: Config, dataset: Any) -> tuple[int, float]:
-    """(bytes kept for backward, operations of forward and backward) of one micro-batch, float32,
-    nothing computed."""
+    """Return the bytes stored for backward, and the operations of forward and backward, of one
+    micro-batch in float32. Nothing is computed."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -153,21 +147,21 @@ def _trial(task: Task, model: nn.Module, config: Config, dataset: Any) -> tuple[
     weights = {
         torch_compat.storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())
     }
-    # the storages themselves: an address is used again once its storage is gone
-    kept: dict[int, Any] = {}
+    # Holds the storages themselves, because the id of a freed storage is reused.
+    stored: dict[int, Any] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         key = torch_compat.storage_id(tensor)
         if key not in weights:
-            kept[key] = tensor.untyped_storage()
+            stored[key] = tensor.untyped_storage()
         return tensor
 
     counter = FlopCounterMode(display=False)
     with counter:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = task.loss(model, batch)
-            size_bytes = sum(one.nbytes() for one in kept.values())
-        kept.clear()
+            size_bytes = sum(storage.nbytes() for storage in stored.values())
+        stored.clear()
         loss.backward()
     return size_bytes, float(counter.get_total_flops())
 

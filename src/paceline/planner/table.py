@@ -1,4 +1,4 @@
-"""The plan as a table for a person."""
+"""The plan as a table for the terminal."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from paceline.planner.estimate import USABLE, ModeEstimate
 if TYPE_CHECKING:
     from paceline.planner.api import Plan
 
-#: The hybrids that are shown: of many devices there are dozens.
+#: Only the best hybrids are shown: there are dozens for many devices.
 _SHOWN_HYBRIDS = 6
 _MODE_WIDTH = 28
 
 
 def plan_table(plan: Plan) -> Group:
-    """The table, what it rests on, and the choice."""
+    """Return the table, its assumptions, and the choice."""
     trained = f", {short_count(plan.trained)} of them trained"
     machine = plan.machine
     lines = [
@@ -48,15 +48,14 @@ def plan_table(plan: Plan) -> Group:
     notes.append(Text("\nestimates:", style="bold"))
     notes += [Text(f"  {note}") for note in plan.notes()]
     if plan.layout_error is not None:
-        notes.append(Text(f"\nthe config's own: {plan.layout_error}", style="bold red"))
+        notes.append(Text(f"\nas configured: {plan.layout_error}", style="bold red"))
     notes += [Text(line) for line in _configured(plan)]
-    style = "bold green" if plan.choice.taken else "bold red"
+    style = "bold green" if plan.choice.chosen else "bold red"
     return Group(*lines, _table(plan, shown), *notes, Text(f"\nauto: {plan.choice.why}", style))
 
 
 def _configured(plan: Plan) -> list[str]:
-    """The mode that the config names: what it takes on each rank and on all, and what makes it
-    fit."""
+    """Describe the configured mode: its memory on each rank and on all, and what makes it fit."""
     mode = plan.configured
     if mode is None or mode.cost is None:
         return []
@@ -89,18 +88,20 @@ def _configured(plan: Plan) -> list[str]:
 
 def _memory(mode: ModeEstimate) -> str:
     ranks = mode.layout.world_size
-    whole = f", {human_bytes(mode.total * ranks)} on {counted(ranks, 'rank')}" if ranks > 1 else ""
-    return f"{human_bytes(mode.total)} per rank{whole}"
+    on_all_ranks = (
+        f", {human_bytes(mode.total * ranks)} on {counted(ranks, 'rank')}" if ranks > 1 else ""
+    )
+    return f"{human_bytes(mode.total)} per rank{on_all_ranks}"
 
 
 def _shown(plan: Plan) -> tuple[list[ModeEstimate], int]:
-    """Modes of one axis as they come, then the best hybrids; and how many hybrids are left out."""
+    """Return the modes of one axis, then the best hybrids; and the number of omitted hybrids."""
     possible = [mode for mode in plan.choice.modes if mode.cost is not None]
     plain = [mode for mode in possible if mode.layout.strategy != "hybrid"]
     hybrids = [mode for mode in possible if mode.layout.strategy == "hybrid"]
     hybrids.sort(
         key=lambda mode: (
-            mode is not plan.choice.taken,
+            mode is not plan.choice.chosen,
             mode is not plan.configured,
             not mode.fits,
             -mode.per_second,
@@ -117,7 +118,7 @@ def _table(plan: Plan, modes: list[ModeEstimate]) -> Table:
     table.add_column("fits", no_wrap=True)
     for mode in modes:
         style = "" if mode.fits else "dim"
-        if mode is plan.choice.taken:
+        if mode is plan.choice.chosen:
             style = "bold green"
         table.add_row(*_row(plan, mode), style=style)
     return table
@@ -126,7 +127,7 @@ def _table(plan: Plan, modes: list[ModeEstimate]) -> Table:
 def _row(plan: Plan, mode: ModeEstimate) -> list[str]:
     assert mode.cost is not None
     cost = mode.cost
-    mark = "→ " if mode is plan.choice.taken else "* " if mode is plan.configured else "  "
+    mark = "→ " if mode is plan.choice.chosen else "* " if mode is plan.configured else "  "
     sizes = (
         cost.parameters,
         cost.gradients,
@@ -154,20 +155,17 @@ def _row(plan: Plan, mode: ModeEstimate) -> list[str]:
 
 
 def _short(size_bytes: float) -> str:
-    """``13.2G``: a size of at most six characters, in powers of two."""
+    """Return a size of at most six characters, in powers of two: ``13.2G``."""
     for unit in ("", "K", "M", "G"):
         if abs(size_bytes) < 1000:
-            return (
-                f"{size_bytes:.0f}{unit}"
-                if not unit or size_bytes >= 100
-                else f"{size_bytes:.1f}{unit}"
-            )
+            digits = 0 if not unit or size_bytes >= 100 else 1
+            return f"{size_bytes:.{digits}f}{unit}"
         size_bytes /= 1024
     return f"{size_bytes:.1f}T"
 
 
 def _seconds(seconds: float) -> str:
-    """``12 ms``, ``1.3 s``, ``24 min``, ``3.1 h``: a time of at most seven characters."""
+    """Return a time of at most seven characters: ``12 ms``, ``1.3 s``, ``24 min``, ``3.1 h``."""
     for limit, unit, size in ((1.0, "ms", 1e-3), (99.5, "s", 1.0), (5970.0, "min", 60.0)):
         if seconds < limit:
             return f"{seconds / size:.3g} {unit}" if unit != "min" else f"{seconds / size:.0f} min"
@@ -177,17 +175,17 @@ def _seconds(seconds: float) -> str:
 def _legend(plan: Plan) -> str:
     parts = [
         (
-            "bytes on the fullest rank; sent: by the busiest in a step; smp/s: samples a second of"
-            " all ranks"
+            "bytes on the rank that uses most; sent: per step, by the rank that sends most; smp/s:"
+            " samples per second of all ranks"
         ),
         "fits: within 90 % of the device's memory",
     ]
     costs = [mode.cost for mode in plan.choice.modes if mode.cost is not None]
     if any(cost.traffic_is_bound for cost in costs):
-        parts.append("≤: at most, with no id twice in a batch")
-    parts += ["→ taken by auto"] if plan.choice.taken else []
-    if plan.configured is not None and plan.configured is not plan.choice.taken:
-        parts.append("* named in the config")
+        parts.append("≤: upper bound, for batches without repeated ids")
+    parts += ["→ chosen by auto"] if plan.choice.chosen else []
+    if plan.configured is not None and plan.configured is not plan.choice.chosen:
+        parts.append("* set in the config")
     strategies = [mode.layout.strategy for mode in plan.choice.modes]
     if "single" in strategies and plan.machine.count > 1:
         parts.append("single uses one of the devices")

@@ -1,7 +1,8 @@
-"""An upper bound on what a rank under ``ddp`` takes, from files alone: no model is built and no
-torch imported."""
+"""An upper bound on the memory of a rank under ``ddp``, from files alone: no model is built, and
+torch is not imported."""
 
 import json
+import math
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,15 +17,15 @@ _HEADER_BYTES = 100 << 20
 
 
 def upper_bound(config: Config) -> int | None:
-    """Bytes of state and activations of one rank that holds the whole model, or more; None where
-    the files do not say."""
+    """Return an upper bound on the bytes of state and activations of a rank with a full replica;
+    None if the files do not determine one."""
     if config.task in ("sft", "pretrain"):
         return _language(config)
     if config.task == "classify" and config.model.startswith("builtin:"):
         return _classifier(config)
     if config.task == "recommend":
         return _recommender(config)
-    return None  # a task of the user's own: its model is known when it is built
+    return None  # a user's task: nothing is known before its model is built
 
 
 def _language(config: Config) -> int | None:
@@ -37,8 +38,8 @@ def _language(config: Config) -> int | None:
     parameters = (None if folder is None else stored_parameters(folder)) or dims.parameters_at_most
     args = config.train_args
     tokens = float(args.per_device_train_batch_size * args.max_length)
-    kept = language_activations(dims, config, tokens, tokens, mask_bytes=4)
-    return _state(config, dims, parameters) + kept.total
+    activations = language_activations(dims, config, tokens, tokens, mask_bytes=4)
+    return _state(config, dims, parameters) + activations.total
 
 
 def _state(config: Config, dims: LanguageDims, parameters: int) -> int:
@@ -46,7 +47,7 @@ def _state(config: Config, dims: LanguageDims, parameters: int) -> int:
     each = 4 + 4 + optimizer_bytes_per_element(args) + (2 if args.mixed_dtype else 0)
     if not lora.enable:
         return parameters * each
-    # of the four projections of attention, inputs and outputs
+    # inputs and outputs of the four attention projections
     widths = 4 * dims.hidden + 2 * dims.queries + 2 * dims.keys
     widths += 3 * (dims.hidden + dims.feed_forward) * dims.experts
     adapters = lora.rank * widths * dims.layers
@@ -55,8 +56,8 @@ def _state(config: Config, dims: LanguageDims, parameters: int) -> int:
 
 
 def _classifier(config: Config) -> int:
-    """The built-in image models: weights of three 3 × 3 convolutions, or of two layers over the
-    pixels; six maps a convolution."""
+    """Bound the built-in image models: the weights of three 3 × 3 convolutions or of two layers
+    over the pixels, and six maps per convolution."""
     hidden, pixels = config.classify.hidden_size, max(64, config.classify.image_size**2)
     parameters = (
         9 * (3 * hidden + 3 * hidden * hidden)
@@ -69,31 +70,31 @@ def _classifier(config: Config) -> int:
 
 
 def _recommender(config: Config) -> int | None:
-    """Click models whose tables' sizes the config gives: rows, two networks, and six times what a
-    batch's rows hold."""
+    """Bound click models whose table sizes the config gives: tables, two networks, and six times
+    the rows of a batch."""
     from paceline.data.clicks.log import BUILTIN_TABLES
 
-    said = config.recommend
+    settings = config.recommend
     if config.sources()[0].path.startswith("builtin:"):
         sizes = list(BUILTIN_TABLES)
-    elif isinstance(said.table_size, int) or said.id_mapping == "hash":
-        given = said.table_size if isinstance(said.table_size, dict) else {}
-        usual = said.table_size if isinstance(said.table_size, int) else 100_000
-        sizes = [given.get(name, usual) for name in said.sparse_features]
+    elif isinstance(settings.table_size, int) or settings.id_mapping == "hash":
+        sizes_by_name = settings.table_size if isinstance(settings.table_size, dict) else {}
+        default_size = settings.table_size if isinstance(settings.table_size, int) else 100_000
+        sizes = [sizes_by_name.get(name, default_size) for name in settings.sparse_features]
     else:
-        return None  # the data say how large the tables are
+        return None  # the table sizes depend on the data
     vectors = len(sizes) + 1
     widths = [
-        max(len(said.dense_features), 16),
-        *said.bottom_mlp,
-        vectors * (vectors + said.embedding_dim),
-        *said.top_mlp,
+        max(len(settings.dense_features), 16),
+        *settings.bottom_mlp,
+        vectors * (vectors + settings.embedding_dim),
+        *settings.top_mlp,
         1,
     ]
-    parameters = said.embedding_dim * sum(sizes) + sum(a * b + b for a, b in pairwise(widths))
+    parameters = settings.embedding_dim * sum(sizes) + sum(a * b + b for a, b in pairwise(widths))
     batch = (
         config.train_args.per_device_train_batch_size
-        * (sum(widths) + vectors * said.embedding_dim)
+        * (sum(widths) + vectors * settings.embedding_dim)
         * 4
         * 6
     )
@@ -101,8 +102,8 @@ def _recommender(config: Config) -> int | None:
 
 
 def stored_parameters(folder: Path) -> int | None:
-    """Numbers in a folder's safetensors files, by their headers; None without such files, or with
-    one that cannot be read."""
+    """Count the numbers in a folder's safetensors files by their headers; None without such files,
+    or if one cannot be read."""
     files = sorted(folder.glob("model*.safetensors"))
     total = 0
     try:
@@ -112,12 +113,9 @@ def stored_parameters(folder: Path) -> int | None:
                 if not 0 < size <= _HEADER_BYTES:
                     return None
                 header = json.loads(handle.read(size))
-            for name, one in header.items():
+            for name, tensor in header.items():
                 if name != "__metadata__":
-                    count = 1
-                    for length in one["shape"]:
-                        count *= int(length)
-                    total += count
+                    total += math.prod(int(length) for length in tensor["shape"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return total or None
