@@ -205,10 +205,10 @@ def get(loaded: Loaded, key: str) -> Any:
 )
 def test_values(load: Load, text: str, key: str, value: Any) -> None:
     loaded = load(BASE + text)
-    found = get(loaded, key)
-    if isinstance(found, list) and found and hasattr(found[0], "model_dump"):
-        found = [one.model_dump(exclude_defaults=True) for one in found]
-    assert found == value
+    actual = get(loaded, key)
+    if isinstance(actual, list) and actual and hasattr(actual[0], "model_dump"):
+        actual = [source.model_dump(exclude_defaults=True) for source in actual]
+    assert actual == value
     if not text.startswith(
         (
             "max_length",

@@ -117,7 +117,7 @@ def test_an_override_ends_what_would_beat_it(load: Load) -> None:
     )
     train = args.config.train_args
     assert (train.max_steps, train.warmup_steps, train.precision) == (None, None, "bf16-mixed")
-    assert sum("gives way" in text for _, text in args.notices) == 3
+    assert sum("is overridden by" in text for _, text in args.notices) == 3
     assert (
         load(BASE + "split_dataset_ratio: 0.1", ["val_dataset=v"]).config.split_dataset_ratio == 0
     )
@@ -135,14 +135,14 @@ def test_free_mappings_and_sources_are_merged(load: Load) -> None:
     assert config.train_args.lr_scheduler_kwargs == {"min_lr": 1e-6, "num_cycles": 2}
     assert config.sources()[0].format == "alpaca"
     config = load("model: m\ndataset: [a, {path: b, name: n}]\n", ["dataset.format=text"]).config
-    assert [(one.path, one.format, one.name) for one in config.sources()] == [
+    assert [(source.path, source.format, source.name) for source in config.sources()] == [
         ("a", "text", None),
         ("b", "text", "n"),
     ]
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "fragments"),
     [
         ("modle: x\ndataset: d\n", ["line 1", "`modle`", "did you mean `model`?"]),
         (BASE + "lora:\n  rnk: 3\n", ["line 4", "`lora.rnk`", "did you mean `lora.rank`?"]),
@@ -231,10 +231,10 @@ def test_free_mappings_and_sources_are_merged(load: Load) -> None:
         (BASE + "lr_scheduler_kwargs: x\n", ["line 3", "min_lr"]),
     ],
 )
-def test_mistakes(load: Load, text: str, words: list[str]) -> None:
-    told = error(load, text)
-    for word in words:
-        assert word in told, told
+def test_mistakes(load: Load, text: str, fragments: list[str]) -> None:
+    message = error(load, text)
+    for fragment in fragments:
+        assert fragment in message, message
 
 
 def test_equal_spellings_agree(load: Load) -> None:
@@ -246,16 +246,16 @@ def test_equal_spellings_agree(load: Load) -> None:
     assert config.lora.target_modules == "all-linear"
 
 
-def test_all_mistakes_are_told_at_once(load: Load) -> None:
-    told = error(load, "modle: m\ndataset: d\nlora: {rnk: 1}\nseed: x\n", ["lora.rank=0"])
-    assert "4 things" in told
-    assert told.count("\n- ") == 4
-    for word in ("line 1", "line 3", "line 4", "command line"):
-        assert word in told
+def test_all_mistakes_are_reported_at_once(load: Load) -> None:
+    message = error(load, "modle: m\ndataset: d\nlora: {rnk: 1}\nseed: x\n", ["lora.rank=0"])
+    assert "4 errors" in message
+    assert message.count("\n- ") == 4
+    for place in ("line 1", "line 3", "line 4", "command line"):
+        assert place in message
 
 
 @pytest.mark.parametrize(
-    ("overrides", "words"),
+    ("overrides", "fragments"),
     [
         (["lora.rank=1", "lora.rank=2"], ["lora.rank=1", "lora.rank=2", "disagree"]),
         (["lora_r=1", "lora.rank=2"], ["lora_r=1", "lora.rank=2"]),
@@ -269,10 +269,10 @@ def test_all_mistakes_are_told_at_once(load: Load) -> None:
         ({"lora": {"rnk": 3}}, ["override", "`lora.rank`"]),
     ],
 )
-def test_mistakes_in_overrides(load: Load, overrides: Any, words: list[str]) -> None:
-    told = error(load, BASE, overrides)
-    for word in words:
-        assert word in told, told
+def test_mistakes_in_overrides(load: Load, overrides: Any, fragments: list[str]) -> None:
+    message = error(load, BASE, overrides)
+    for fragment in fragments:
+        assert fragment in message, message
 
 
 def test_the_same_override_twice_is_fine(load: Load) -> None:
@@ -299,14 +299,14 @@ def test_split_cli(tmp_path: Path) -> None:
 def test_split_cli_refuses(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(BASE)
     (tmp_path / "b.yaml").write_text(BASE)
-    for tokens, word in [
+    for tokens, fragment in [
         ([str(tmp_path / "rum.yaml")], "did you mean"),
         (["rank"], "neither a config file nor an override"),
         (["--config"], "no file"),
         ([str(tmp_path / "run.yaml"), str(tmp_path / "b.yaml")], "two config files"),
         (["-x"], "two dashes"),
     ]:
-        with pytest.raises(ConfigError, match=word):
+        with pytest.raises(ConfigError, match=fragment):
             split_cli(tokens)
 
 

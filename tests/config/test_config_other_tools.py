@@ -77,9 +77,9 @@ def test_every_key_of_transformers_is_known() -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_each_key_of_a_foreign_config_is_read_or_named(path: Path) -> None:
     loaded = load_config(path)
-    words = "\n".join(text for _, text in loaded.notices)
+    notices = "\n".join(text for _, text in loaded.notices)
     for key in parse_yaml(path.read_text(), path.name).value:
-        assert f"`{key}" in words or key in KEYS, f"{key} was dropped in silence"
+        assert f"`{key}" in notices or key in KEYS, f"{key} was dropped without a notice"
     assert loaded.config.lora.enable
     assert loaded.config.train_args.max_length == 2048
     assert (
@@ -89,18 +89,18 @@ def test_each_key_of_a_foreign_config_is_read_or_named(path: Path) -> None:
     names = {"axolotl": "axolotl", "llama": "LLaMA-Factory", "ms": "ms-swift", "trl": "TRL"}
     tool = names[path.stem.split("_")[0]]
     others = set(names.values()) - {tool}
-    assert f"({tool})" in words
-    assert not any(f"({other}" in words for other in others)
+    assert f"({tool})" in notices
+    assert not any(f"({other}" in notices for other in others)
 
 
 @pytest.mark.parametrize(
-    ("text", "level", "words"),
+    ("text", "level", "expected"),
     [
         ("load_in_4bit: true", "warning", "in full"),
         ("load_in_4bit: false", "info", "is ignored"),
         ("adapter: qlora", "warning", "in full"),
-        ("neftune_noise_alpha: 5", "warning", "no effect here"),
-        ("group_by_length: true", "warning", "no effect here"),
+        ("neftune_noise_alpha: 5", "warning", "has no effect"),
+        ("group_by_length: true", "warning", "has no effect"),
         ("use_dora: true", "warning", "plain LoRA"),
         ("optimizer: adamw_8bit", "warning", "float32"),
         ("flash_attention: true", "warning", "other speed and memory"),
@@ -124,16 +124,16 @@ def test_each_key_of_a_foreign_config_is_read_or_named(path: Path) -> None:
         ("lora: {use_dora: true}", "warning", "plain LoRA"),
     ],
 )
-def test_what_means_nothing_here_is_named(load: Load, text: str, level: str, words: str) -> None:
+def test_what_means_nothing_here_is_named(load: Load, text: str, level: str, expected: str) -> None:
     key = re.findall(r"\w+", text)[1 if text.startswith(("lora:", "parallel:")) else 0]
     lines = [
-        one
-        for one in load(BASE + text).notices
-        if f"{key}: " in one[1] and "is not true" not in one[1]
+        notice
+        for notice in load(BASE + text).notices
+        if f"{key}: " in notice[1] and "is not true" not in notice[1]
     ]
     assert lines
     assert lines[0][0] == level
-    assert words in lines[0][1]
+    assert expected in lines[0][1]
 
 
 def test_every_known_key_loads_with_some_value(load: Load) -> None:

@@ -1,4 +1,4 @@
-"""YAML is read safely, with lines, and every way to break a file has its own words."""
+"""YAML is read safely and with line numbers, and each kind of broken file has its own message."""
 
 import math
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_anchors_and_merge_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "fragments"),
     [
         (
             "a: !!python/object/apply:os.system [ls]\n",
@@ -70,11 +70,11 @@ def test_anchors_and_merge_keys() -> None:
         ("[" * 5000, ["not valid YAML"]),
     ],
 )
-def test_what_is_refused(text: str, words: list[str]) -> None:
+def test_what_is_refused(text: str, fragments: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_yaml(text, "c.yaml")
-    for word in ["c.yaml", *words]:
-        assert word in str(caught.value)
+    for fragment in ["c.yaml", *fragments]:
+        assert fragment in str(caught.value)
 
 
 def test_an_anchor_bomb_is_refused() -> None:
@@ -91,20 +91,20 @@ def test_broken_files(tmp_path: Path) -> None:
         "sub/none.yaml": ["does not exist"],
         ".": ["is a folder", "run.yaml"],
     }
-    for name, words in cases.items():
+    for name, fragments in cases.items():
         with pytest.raises(ConfigError) as caught:
             read_config_file(tmp_path / name)
-        assert all(word in str(caught.value) for word in words), str(caught.value)
+        assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
     contents = {
         b"": ["is empty"], b"# nothing\n": ["is empty"], b"- a\n": ["holds a list"],
         b"hello": ["holds text"],
         b"a: 1\nb: \xff\n": ["not UTF-8", "0xff", "line 2"], "a: 1".encode("utf-16"): ["not UTF-8"],
     }  # fmt: skip
-    for raw, words in contents.items():
+    for raw, fragments in contents.items():
         (tmp_path / "broken.yaml").write_bytes(raw)
         with pytest.raises(ConfigError) as caught:
             read_config_file(tmp_path / "broken.yaml")
-        assert all(word in str(caught.value) for word in words), str(caught.value)
+        assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
 
 
 def test_a_byte_order_mark_and_windows_lines_are_fine(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ Load = Callable[..., Loaded]
 )
 def test_sources(load: Load, text: str, sources: list[dict[str, Any]]) -> None:
     loaded = load(f"model: m\n{text}\n")
-    assert [one.model_dump(exclude_defaults=True) for one in loaded.config.sources()] == sources
+    assert [item.model_dump(exclude_defaults=True) for item in loaded.config.sources()] == sources
     assert loaded.notices
 
 
@@ -174,7 +174,7 @@ def test_dataset_dir(load: Load, tmp_path: Path) -> None:
         ' "conv"}}, "hub": {"hf_hub_url": "o/h"}}'
     )
     loaded = load(f"model: m\ndataset: mine,talk#5,hub,other\ndataset_dir: {folder}\n")
-    assert [one.path for one in loaded.config.sources()] == [
+    assert [source.path for source in loaded.config.sources()] == [
         f"{folder}/mine.jsonl",
         f"{folder}/t.json#5",
         "o/h",
@@ -277,14 +277,14 @@ def test_every_key_of_a_dataset_info_is_read(
     loaded = load(
         f"model: m\nstage: sft\ndataset: mine\neval_dataset: mine\ndataset_dir: {folder}\n"
     )
-    assert [one.model_dump(exclude_defaults=True) for one in loaded.config.sources()] == [source]
+    assert [item.model_dump(exclude_defaults=True) for item in loaded.config.sources()] == [source]
     assert [
-        one.model_dump(exclude_defaults=True) for one in loaded.config.sources(validation=True)
+        item.model_dump(exclude_defaults=True) for item in loaded.config.sources(validation=True)
     ] == [source]
 
 
 @pytest.mark.parametrize(
-    ("entry", "words"),
+    ("entry", "fragments"),
     [
         ({"file_name": "a.json", "ranking": True}, ["`ranking: true`", "preference data", "DPO"]),
         (
@@ -306,13 +306,13 @@ def test_every_key_of_a_dataset_info_is_read(
     ],
 )
 def test_what_a_dataset_info_holds_and_is_not_read_is_refused(
-    load: Load, tmp_path: Path, entry: dict[str, Any], words: list[str]
+    load: Load, tmp_path: Path, entry: dict[str, Any], fragments: list[str]
 ) -> None:
     folder = _info(tmp_path / "data", mine=entry)
     with pytest.raises(ConfigError) as caught:
         load(f"model: m\nstage: sft\ndataset: mine\ndataset_dir: {folder}\n")
-    for word in ["`mine`", *words]:
-        assert word in caught.value.paragraph()
+    for fragment in ["`mine`", *fragments]:
+        assert fragment in caught.value.paragraph()
 
 
 def test_dataset_info_of_a_stage_of_pretraining_and_of_the_default_folder(
@@ -324,7 +324,7 @@ def test_dataset_info_of_a_stage_of_pretraining_and_of_the_default_folder(
     )
     monkeypatch.chdir(tmp_path)
     loaded = load("model_name_or_path: m\nstage: pt\nfinetuning_type: full\ndataset: wiki\n")
-    assert [one.model_dump(exclude_defaults=True) for one in loaded.config.sources()] == [
+    assert [source.model_dump(exclude_defaults=True) for source in loaded.config.sources()] == [
         {"path": "data/wiki.jsonl", "format": "text", "columns": {"text": "body"}}
     ]
     assert any(
@@ -349,7 +349,7 @@ def test_the_chat_template_of_a_source(load: Load) -> None:
     )
     loaded = load(text)
     assert loaded.config.chat_template == "chatml"
-    assert any("`chat_template: chatml`" in words for _, words in loaded.notices)
+    assert any("`chat_template: chatml`" in text for _, text in loaded.notices)
     assert load(
         "model: m\ndatasets: [{path: a, chat_template: jinja, chat_template_jinja: ./t.jinja}]\n"
     ).config.chat_template
@@ -359,11 +359,11 @@ def test_listed_splits_also_give_the_validation_data(load: Load) -> None:
     config = load(
         "model: m\ndataset_mixer: {a: 1.0, b: 1.0}\ndataset_splits: [train_sft, test_sft]\n"
     ).config
-    assert [(one.path, one.split) for one in config.sources()] == [
+    assert [(source.path, source.split) for source in config.sources()] == [
         ("a", "train_sft"),
         ("b", "train_sft"),
     ]
-    assert [(one.path, one.split) for one in config.sources(validation=True)] == [
+    assert [(source.path, source.split) for source in config.sources(validation=True)] == [
         ("a", "test_sft"),
         ("b", "test_sft"),
     ]

@@ -21,13 +21,13 @@ train_args:
 
 
 def changed(before: str, after: str) -> tuple[list[str], list[str]]:
-    """Lines that are gone, and lines that are new."""
+    """Return the removed and the new lines."""
     old, new = before.splitlines(), after.splitlines()
     return [line for line in old if line not in new], [line for line in new if line not in old]
 
 
 @pytest.mark.parametrize(
-    ("values", "gone", "new"),
+    ("values", "removed", "new"),
     [
         (
             {"train_args.max_steps": "12"},
@@ -67,10 +67,10 @@ def changed(before: str, after: str) -> tuple[list[str], list[str]]:
         ({"train_args.save_total_limit": None}, [], ["  save_total_limit: null"]),
     ],
 )
-def test_one_key_is_set_and_the_rest_stays(values, gone, new):
-    text, kept = edit_yaml(TEXT, values)
-    assert kept
-    assert changed(TEXT, text) == (gone, new)
+def test_one_key_is_set_and_the_rest_stays(values, removed, new):
+    text, rest_is_unchanged = edit_yaml(TEXT, values)
+    assert rest_is_unchanged
+    assert changed(TEXT, text) == (removed, new)
 
 
 def test_a_key_is_taken_out_with_its_line():
@@ -93,10 +93,10 @@ def test_a_number_stays_as_it_is_spelt():
 
 
 def test_another_tools_name_gives_way_to_the_key_itself():
-    text, kept = edit_yaml(
+    text, rest_is_unchanged = edit_yaml(
         "model: a\ndataset: b\nlr: 1e-4\nnum_train_epochs: 2\n", {"train_args.learning_rate": 0.001}
     )
-    assert kept
+    assert rest_is_unchanged
     assert "lr: 1e-4" not in text
     assert load_text(text, "config").config.train_args.learning_rate == 0.001
 
@@ -106,7 +106,7 @@ def test_another_tools_name_gives_way_to_the_key_itself():
     ["", "model: a", "{model: a, dataset: b}", "model: a\nlora:\n", "model: a\ntrain_args: {}\n"],
 )
 def test_every_shape_of_text_takes_keys(text):
-    text, kept = edit_yaml(
+    text, rest_is_unchanged = edit_yaml(
         text,
         {
             "lora.rank": 4,
@@ -117,17 +117,17 @@ def test_every_shape_of_text_takes_keys(text):
         },
     )
     config = load_text(text, "config").config
-    assert kept
+    assert rest_is_unchanged
     assert (config.lora.rank, config.train_args.max_steps, config.system) == (4, 7, "short")
     assert (config.model, config.dataset) == ("m", "d")
 
 
 def test_an_anchor_is_not_edited_through_its_alias():
-    text, kept = edit_yaml(
+    text, rest_is_unchanged = edit_yaml(
         "model: m\ndataset: d\ntask_args: &shared {rank: 3}\nlora: *shared\n", {"lora.rank": 4}
     )
     config = load_text(text, "config").config
-    assert not kept  # said, for comments are lost
+    assert not rest_is_unchanged  # comments are lost
     assert (config.lora.rank, config.task_args) == (4, {"rank": 3})
 
 
@@ -136,7 +136,7 @@ def test_text_that_is_no_config_is_refused():
         edit_yaml("model: [a", {"model": "b"})
     with pytest.raises(ConfigError, match="no mapping"):
         edit_yaml("- a\n- b\n", {"model": "b"})
-    with pytest.raises(ConfigError, match="no key `trian`"):
+    with pytest.raises(ConfigError, match="unknown key `trian`"):
         edit_yaml("model: a", {"trian": 1})
 
 

@@ -42,7 +42,7 @@ def test_a_whole_config_loads(load: Load, tmp_path: Path, monkeypatch: pytest.Mo
     Path("data.yaml").write_text(DATA)
     loaded = load(CONFIG)
     config = loaded.config
-    assert [one.model_dump(exclude_defaults=True) for one in config.sources()] == [
+    assert [source.model_dump(exclude_defaults=True) for source in config.sources()] == [
         {"path": "data/identity.json", "format": "alpaca"},
         {"path": "data/alpaca_en_demo.json#500", "format": "alpaca"},
         {"path": "organization/name#1000", "split": "test"},
@@ -66,7 +66,7 @@ def test_a_file_or_a_hub_id(load: Load, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "expected"),
     [
         (None, "there is no file data.yaml"),
         ("a: {path: x, converter: pair}", "preference data"),
@@ -77,12 +77,12 @@ def test_a_file_or_a_hub_id(load: Load, value: str) -> None:
     ],
 )
 def test_what_a_list_of_data_sets_cannot_be(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str | None, words: str
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str | None, expected: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if data is not None:
         Path("data.yaml").write_text(data)
     with pytest.raises(ConfigError) as caught:
         load("model: m\ntrain_dataset: data.yaml")
-    assert words in caught.value.paragraph()
+    assert expected in caught.value.paragraph()
     assert "`dataset` is missing" not in caught.value.paragraph()

@@ -56,8 +56,8 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def deepspeed(stage: int, file: Any = None, **more: Any) -> dict[str, Any]:
-    settings = {"mode": "deepspeed", "deepspeed_stage": stage, **more}
+def deepspeed(stage: int, file: Any = None, **extra: Any) -> dict[str, Any]:
+    settings = {"mode": "deepspeed", "deepspeed_stage": stage, **extra}
     return settings if file is None else settings | {"deepspeed_config": file}
 
 
@@ -250,7 +250,7 @@ def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected"),
     [
         ("context_parallel_size: 2", "context parallelism is not supported"),
         ("sequence_parallel_size: 4", "context parallelism is not supported"),
@@ -285,18 +285,19 @@ def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None
     ],
 )
 def test_what_paceline_does_not_have_is_refused(
-    load: Load, in_folder: Path, text: str, words: str
+    load: Load, in_folder: Path, text: str, expected: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         load(BASE + text)
-    assert words in caught.value.paragraph()
+    assert expected in caught.value.paragraph()
 
 
 def test_the_command_line_takes_the_strategy_from_the_file(load: Load, in_folder: Path) -> None:
     loaded = load(BASE + "deepspeed: ds_z3_offload.json", ["parallel.mode=zero2"])
     assert parallel_of(loaded) == {"mode": "zero2"}
     assert any(
-        "gives way to the command line: `parallel.mode=zero2`" in text for _, text in loaded.notices
+        "is overridden by the command line: `parallel.mode=zero2`" in text
+        for _, text in loaded.notices
     )
     assert parallel_of(load(BASE + "fsdp: full_shard", ["--deepspeed", "ds_z2.json"])) == deepspeed(
         2, "ds_z2.json"
@@ -342,17 +343,18 @@ def test_a_deepspeed_json_sets_what_the_config_leaves_out(load: Load, in_folder:
         "bf16-mixed",
     )
     warnings = [text for level, text in loaded.notices if level == "warning"]
-    assert "`gradient_clipping: 0.3` (ds.json) gives way to `max_grad_norm: 2`" in warnings
-    assert (
-        "`gradient_accumulation_steps: 3` (ds.json) gives way to `gradient_accumulation_steps=1`"
-        in warnings
-    )
-    words = "\n".join(text for _, text in loaded.notices)
-    assert "`steps_per_print`" in words
+    assert "`gradient_clipping: 0.3` (ds.json) is overridden by `max_grad_norm: 2`" in warnings
+    steps = "gradient_accumulation_steps"
+    assert f"`{steps}: 3` (ds.json) is overridden by `{steps}=1`" in warnings
+    notices = "\n".join(text for _, text in loaded.notices)
+    assert "`steps_per_print`" in notices
 
     loaded = load(BASE + "deepspeed: ds.json\nfp16: true")
     assert loaded.config.train_args.precision == "fp16-mixed"
-    assert ("warning", "`bf16.enabled: true` (ds.json) gives way to `fp16: true`") in loaded.notices
+    assert (
+        "warning",
+        "`bf16.enabled: true` (ds.json) is overridden by `fp16: true`",
+    ) in loaded.notices
 
 
 def test_a_json_beside_the_config_is_found(tmp_path: Path) -> None:
@@ -412,12 +414,12 @@ def test_a_config_of_accelerate_is_named_as_one_and_works_with_a_model_and_data(
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     text = caught.value.paragraph()
-    assert "is a config of Accelerate" in text
+    assert "is an Accelerate config" in text
     assert "`parallel.mode: zero3`; `train_args.precision: bf16-mixed`" in text
     assert "model=... dataset=..." in text
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["mixed_precision=fp8"])
-    assert "is a config of Accelerate" in caught.value.paragraph()
+    assert "is an Accelerate config" in caught.value.paragraph()
     assert "`fp8` is not a precision" in caught.value.paragraph()
     loaded = load_config(path, ["model=m", "dataset=d"])
     assert parallel_of(loaded) == {"mode": "zero3", "num_gpus": 8, "node_rank": 0}

@@ -111,10 +111,11 @@ def test_each_spelling_is_reported_once_and_a_native_one_is_not_another_tool(
     assert load(tmp_path, "precision: 32").notices == []
     lines = [text for _, text in load(tmp_path, "torch_dtype: float32\nbf16: true").notices]
     assert any(
-        "`torch_dtype: float32`" in line and "gives way to `bf16: true`" in line for line in lines
+        "`torch_dtype: float32`" in line and "is overridden by `bf16: true`" in line
+        for line in lines
     )
     changed = [text for _, text in load(tmp_path, "fp16: true", "fp16=false").notices]
-    assert changed == ["`fp16: true` gives way to the command line: `fp16=false`"]
+    assert changed == ["`fp16: true` is overridden by the command line: `fp16=false`"]
 
 
 @pytest.mark.parametrize("value", ["auto", "bf16-mixed", "fp16-mixed", "32"])

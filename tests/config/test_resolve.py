@@ -35,8 +35,8 @@ def resolve(
 def test_no_sample_is_left_out_of_an_epoch(
     samples: int, world: int, accumulation: int, batch: int, per_epoch: int
 ) -> None:
-    found = resolve(samples, world, gradient_accumulation_steps=accumulation)
-    assert (found.global_batch_size, found.steps_per_epoch) == (batch, per_epoch)
+    resolved = resolve(samples, world, gradient_accumulation_steps=accumulation)
+    assert (resolved.global_batch_size, resolved.steps_per_epoch) == (batch, per_epoch)
     assert (per_epoch - 1) * batch < samples <= per_epoch * batch
 
 
@@ -54,9 +54,9 @@ def test_no_sample_is_left_out_of_an_epoch(
     ],
 )
 def test_steps(args: dict[str, Any], steps: int) -> None:
-    found = resolve(**args)
-    assert found.steps == steps
-    assert found.epochs == pytest.approx(steps / 13)
+    resolved = resolve(**args)
+    assert resolved.steps == steps
+    assert resolved.epochs == pytest.approx(steps / 13)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_warm_up(args: dict[str, Any], warmup: int) -> None:
 )
 def test_a_global_batch_that_stays(replicas: int, batch: int, accumulation: int, text: str) -> None:
     config = Config(model="m", dataset="d", train_args={"per_device_train_batch_size": 4})
-    found = derive(
+    resolved = derive(
         config,
         world_size=replicas,
         num_train=100,
@@ -102,11 +102,11 @@ def test_a_global_batch_that_stays(replicas: int, batch: int, accumulation: int,
         default_learning_rate=1e-4,
         global_batch_size=batch,
     )
-    assert found.global_batch_size == batch
-    assert found.gradient_accumulation_steps == accumulation
-    assert found.steps_per_epoch == math.ceil(100 / batch)
-    assert found.samples_per_micro_batch <= 4
-    assert text in dict(derived_lines(found.as_dict()))["batch"]
+    assert resolved.global_batch_size == batch
+    assert resolved.gradient_accumulation_steps == accumulation
+    assert resolved.steps_per_epoch == math.ceil(100 / batch)
+    assert resolved.samples_per_micro_batch <= 4
+    assert text in dict(derived_lines(resolved.as_dict()))["batch"]
 
 
 def test_learning_rate_and_evaluation() -> None:
@@ -134,13 +134,13 @@ def test_derived_values_as_text() -> None:
         "rate": "1e-4, after 3 steps of warm-up",
         "evaluation": "every 7 steps",
     }
-    one_rank = resolve(world_size=1)
-    assert dict(derived_lines(one_rank.as_dict()))["batch"].endswith("× 1 rank")
-    assert ResolvedValues(**one_rank.as_dict()) == one_rank
+    single_rank = resolve(world_size=1)
+    assert dict(derived_lines(single_rank.as_dict()))["batch"].endswith("× 1 rank")
+    assert ResolvedValues(**single_rank.as_dict()) == single_rank
 
 
 def test_shares_of_all_steps() -> None:
-    found = resolve(
+    resolved = resolve(
         num_train=80,
         num_eval=4,
         save_steps=0.25,
@@ -148,10 +148,12 @@ def test_shares_of_all_steps() -> None:
         logging_steps=0.5,
         num_train_epochs=3,
     )
-    assert found.steps == 30
-    assert (found.save_every_steps, found.eval_every_steps, found.log_every_steps) == (8, 3, 15)
+    assert resolved.steps == 30
+    assert resolved.save_every_steps == 8
+    assert resolved.eval_every_steps == 3
+    assert resolved.log_every_steps == 15
     for epochs in range(2, 40):
-        found = resolve(num_train=80, save_steps=1 / epochs, num_train_epochs=epochs)
-        assert found.save_every_steps == found.steps_per_epoch
+        resolved = resolve(num_train=80, save_steps=1 / epochs, num_train_epochs=epochs)
+        assert resolved.save_every_steps == resolved.steps_per_epoch
     assert resolve(save_steps=0).save_every_steps == 0
     assert resolve(save_steps=7).save_every_steps == 7

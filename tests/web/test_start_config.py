@@ -111,7 +111,7 @@ def test_an_edit_keeps_the_comments(panel):
     )
     assert found["yaml"] == text
     assert (
-        "no key" in panel.ask("/api/yaml", 400, yaml=text, values={"nothing": 1})["error"]["what"]
+        "unknown key" in panel.ask("/api/yaml", 400, yaml=text, values={"nothing": 1})["error"]["what"]
     )
 
 

@@ -1,8 +1,8 @@
-"""Names in chats that tools spell differently: chat templates, and roles in datasets."""
+"""Names of chat templates and roles, in the spellings of different tools."""
 
 import re
 
-#: template → other names of it in LLaMA-Factory, ms-swift and axolotl
+#: Template → its other names in LLaMA-Factory, ms-swift and axolotl.
 _NAMES: dict[str, str] = {
     "chatml": "yi hermes openhermes dolphin orca smollm",
     "qwen": "qwen2_5 qwen2.5 qwen_25 qwen25 qwen2_5_math",
@@ -49,17 +49,18 @@ FALLBACK = "tokenizer_default_fallback_"
 
 
 def canonical_name(text: str) -> str | None:
-    """Paceline's name of a template, for any name of it; None for other text."""
+    """Return Paceline's name of a template for any of its names, or None for other text."""
     name = text.strip().lower()
     return _CANONICAL.get(name) or _CANONICAL.get(name.replace("-", "_"))
 
 
 def is_inline(text: str) -> bool:
-    """True for a template that is written out, rather than named."""
+    """Return whether the text is a template itself rather than a name."""
     return "{%" in text or "{{" in text
 
 
 def is_path(text: str) -> bool:
+    """Return whether the text looks like the path of a template file."""
     return re.search(r"[/\\]|\.(jinja2?|j2|txt|json)$", text) is not None
 
 
@@ -74,6 +75,6 @@ ROLES = {
     "function-call": CALL, "tool_call": CALL, "tool-call": CALL, "function_calls": CALL,
     "tool_calls": CALL,
 }  # fmt: skip
-#: What a role may be mapped to by `roles` of a source; LLaMA-Factory and axolotl have these under
-#: names of their own.
+#: Roles that `roles` of a source may rename; LLaMA-Factory and axolotl have their own names for
+#: them.
 STANDARD_ROLES = ("system", "user", "assistant", "tool", CALL)

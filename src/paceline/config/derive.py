@@ -1,18 +1,17 @@
-"""What an optimizer keeps. No torch here: the planner reads it too."""
+"""Values that follow from the config and the data: batch sizes, steps, warm-up, learning rate, and
+the size of the optimizer state. Imports no torch."""
 
 import math
 from dataclasses import asdict, dataclass
-from typing import cast
 
 from paceline.config.schema import Config
 from paceline.config.schema.train_args import TrainArgs
-from paceline.core.events import DerivedFigures
 from paceline.core.formatting import shares_text
 
 
 def optimizer_bytes_per_element(args: TrainArgs) -> int:
-    """Bytes of float32 state an optimizer keeps for each trained element (Adafactor: its factored
-    state counts as 0)."""
+    """Return the bytes of float32 optimizer state per trained element (0 for Adafactor, whose
+    factored state is small)."""
     return {
         "adamw": 8,
         "adam": 8,
@@ -24,12 +23,12 @@ def optimizer_bytes_per_element(args: TrainArgs) -> int:
 
 @dataclass(frozen=True)
 class ResolvedValues:
-    """What the numbers in the config come to.
+    """The resolved training schedule.
 
-    ``steps`` are updates of the weights; ``tokens_per_step`` is the mean over the data, None where
-    samples have no tokens. Where a run goes on with its global batch on another number of replicas,
-    that number may not divide it: then some micro-batches, and some replicas' shares, have one
-    sample less than others, and none has more than ``micro_batch_size``.
+    A step is one update of the weights. ``tokens_per_step`` is the mean over the data, or None if
+    samples have no tokens. A run that resumes on another number of replicas keeps its global batch
+    size. If the replicas do not divide it, some replicas and micro-batches have one sample less
+    than others, and none has more than ``micro_batch_size``.
     """
 
     world_size: int
@@ -47,18 +46,21 @@ class ResolvedValues:
     save_every_steps: int = 0
     log_every_steps: int = 1
 
-    def as_dict(self) -> DerivedFigures:
-        return cast(DerivedFigures, asdict(self))
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the fields by name, as the ``run_start`` event records them."""
+        return asdict(self)
 
     @property
     def samples_per_micro_batch(self) -> float:
-        """The mean over the micro-batches of a whole global batch."""
+        """Return the mean number of samples over the micro-batches of a full global batch."""
         return self.global_batch_size / (self.gradient_accumulation_steps * self.replicas)
 
     @property
     def shares(self) -> str:
-        """Samples of each replica, for a person. Where samples have tokens these may be what is
-        shared evenly."""
+        """Return the number of samples per replica for display, such as ``3+3+2``.
+
+        The numbers are approximate if samples have tokens, as then tokens may be balanced instead.
+        """
         about = "" if self.tokens_per_step is None else "about "
         return about + shares_text(self.global_batch_size, self.replicas)
 
@@ -74,43 +76,38 @@ def derive(
     replicas: int | None = None,
     global_batch_size: int | None = None,
 ) -> ResolvedValues:
-    """Work out batch, steps, warm-up and learning rate.
+    """Resolve batch sizes, steps, warm-up and learning rate.
+
+    An epoch has ``ceil(num_train / global_batch_size)`` steps: the last batch may be short, and no
+    sample is left out.
 
     Args:
-        num_train, num_eval: samples after filtering.
-        replicas: ranks, or groups of them, that each have micro-batches of their own (default:
-            every rank).
-        global_batch_size: of a run that goes on: it stays what it was, and accumulation is as much
-            as the micro-batches of the config need for it. Default: micro-batch × accumulation ×
-            replicas.
-
-    An epoch has ceil(num_train / global batch) steps: the last batch may be short, no sample is
-    left out.
+        num_train: training samples after filtering.
+        num_eval: validation samples after filtering.
+        replicas: ranks or groups of ranks with their own micro-batches. Default: every rank.
+        global_batch_size: the global batch size of a resumed run, from which accumulation follows.
+            Default: micro-batch × accumulation × replicas.
     """
     args = config.train_args
     replicas = world_size if replicas is None else replicas
-    accumulation, together = (
-        args.gradient_accumulation_steps,
-        args.per_device_train_batch_size * replicas,
-    )
-    batch = together * accumulation
-    if global_batch_size is not None:
-        batch, accumulation = global_batch_size, math.ceil(global_batch_size / together)
+    samples_per_pass = args.per_device_train_batch_size * replicas
+    if global_batch_size is None:
+        accumulation = args.gradient_accumulation_steps
+        batch = samples_per_pass * accumulation
+    else:
+        accumulation = math.ceil(global_batch_size / samples_per_pass)
+        batch = global_batch_size
     per_epoch = max(1, math.ceil(num_train / batch))
-    steps = (
-        args.max_steps
-        if args.max_steps is not None
-        else max(1, math.ceil(args.num_train_epochs * per_epoch))
-    )
-    warmup = (
-        args.warmup_steps if args.warmup_steps is not None else math.ceil(args.warmup_ratio * steps)
-    )
+    steps = args.max_steps
+    if steps is None:
+        steps = max(1, math.ceil(args.num_train_epochs * per_epoch))
+    warmup = args.warmup_steps
+    if warmup is None:
+        warmup = math.ceil(args.warmup_ratio * steps)
     rate = args.learning_rate if args.learning_rate is not None else default_learning_rate
-    tokens = (
-        round(train_tokens / num_train * min(batch, num_train))
-        if train_tokens is not None
-        else None
-    )
+    tokens = None
+    if train_tokens is not None:
+        tokens = round(train_tokens / num_train * min(batch, num_train))
     return ResolvedValues(
         world_size=world_size,
         micro_batch_size=args.per_device_train_batch_size,
@@ -130,7 +127,7 @@ def derive(
 
 
 def count_of_steps(every: float, steps: int) -> int:
-    """Return a number of steps, of which a value below 1 is a share of all ``steps``, rounded up as
-    transformers does."""
+    """Return an interval in steps. A value below 1 is a fraction of all ``steps``, rounded up as in
+    transformers."""
     # A product such as 30 * (1 / 10) must not be rounded up because of its last binary digit.
     return math.ceil(every * steps - 1e-9) if 0 < every < 1 else int(every)

@@ -1,10 +1,10 @@
-"""Which changes of a config a run may go on with as if nothing were changed."""
+"""Which config changes leave the results of a resumed run unchanged."""
 
-#: Modes that are another training than `single`: to hold them against it says nothing, and `auto`
-#: never takes them.
+#: Modes whose results differ from `single` by design: they are not compared with it, and `auto`
+#: never selects them.
 OTHER_TRAINING = ("local_sgd", "diloco", "parameter_server")
 
-#: Keys that change no number of the training; all others must stay as they were when a run goes on.
+#: Keys that do not change the results; all others must be unchanged when a run resumes.
 FREE_KEYS = (
     "output_dir", "checkpoint_dir", "resume", "report_to", "parallel.", "train_args.logging_steps",
     "train_args.save_steps", "train_args.save_total_limit", "train_args.async_save",
@@ -21,8 +21,7 @@ FREE_KEYS = (
 
 
 def changes_training(key: str, old: object, new: object) -> bool:
-    """Whether a change of ``key`` changes the numbers of the training: a run goes on with it only
-    where it is allowed to."""
+    """Return whether changing ``key`` changes the results, so that resuming requires permission."""
     if key == "parallel.mode" and (old in OTHER_TRAINING or new in OTHER_TRAINING):
         return True
     return not key.startswith(FREE_KEYS)

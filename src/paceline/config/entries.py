@@ -1,4 +1,4 @@
-"""A config as a person wrote it: each key of a file or a command line is an entry."""
+"""Config entries: the keys of a file or a command line as they were written."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,8 +14,13 @@ FILE, OVERRIDE = 0, 1
 
 @dataclass(frozen=True, eq=False)
 class ConfigEntry:
-    """One key as a person wrote it. ``layer`` is FILE or OVERRIDE; ``token`` the words on the
-    command line; ``source`` the other file that the value comes from, such as a DeepSpeed JSON."""
+    """A key as it was written.
+
+    Args:
+        layer: FILE or OVERRIDE.
+        token: the argument on the command line, if it was given there.
+        source: the other file that the value comes from, such as a DeepSpeed JSON.
+    """
 
     path: tuple[str, ...]
     value: Any
@@ -49,8 +54,8 @@ class ConfigEntry:
 
 @dataclass
 class Problem:
-    """Something wrong with the config. ``target``: the native key it concerns, if an override of
-    that could settle it."""
+    """An error in the config. ``target``: the native key it concerns, if overriding that key could
+    resolve it."""
 
     what: str
     entry: ConfigEntry | None = None
@@ -68,7 +73,8 @@ class EntryCollector:
     entries: list[ConfigEntry] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
-    def tree(self, tree: Mapping[str, YamlValue]) -> None:
+    def add_tree(self, tree: Mapping[str, YamlValue]) -> None:
+        """Add an entry for each key of a nested mapping."""
         for key, value in tree.items():
             self.add(split_key(str(key)), value, source=(key,))
 
@@ -86,7 +92,8 @@ class EntryCollector:
         elif value is not None:
             entry = ConfigEntry((name,), value, self.layer, self.lines.get(source), token)
             first = next(iter(SECTIONS[name].model_fields))
-            what = f"{entry.shown()}: `{name}` is a section, and this is {kind_of(value)}"
+            got = f"expected a mapping, got {kind_of(value)}"
+            what = f"{entry.shown()}: `{name}` is a section; {got}"
             fix = f"write {name}: {{{first}: ...}}, or {name}.{first}=... on the command line"
             self.problems.append(
                 Problem(what, entry, quoted_names(SECTIONS[name].model_fields), fix)
@@ -94,25 +101,18 @@ class EntryCollector:
 
 
 def split_key(key: str) -> tuple[str, ...]:
-    """``lora.rank`` → (lora, rank); a key of which the first part is no section stays whole."""
-    parts = tuple(key.split("."))
-    if (
-        parts[0] in SECTIONS
-        or parts[0] in FREE
-        or parts[0] in SOURCE_KEYS
-        or f"train_args.{parts[0]}" in FREE
-    ):
-        return parts
-    return (key,)
+    """Split ``lora.rank`` into (lora, rank). A key is not split unless its first part is a section
+    or another key with nested keys."""
+    first = key.split(".")[0]
+    has_nested_keys = first in (*SECTIONS, *FREE, *SOURCE_KEYS) or f"train_args.{first}" in FREE
+    return tuple(key.split(".")) if has_nested_keys else (key,)
 
 
 def _plain(value: Any) -> Any:
-    """Python values as a YAML file would hold them."""
+    """Convert Python values to those that a YAML file can hold."""
     if isinstance(value, Path):
         return str(value)
-    if isinstance(value, tuple | set):
-        return [_plain(item) for item in value]
-    if isinstance(value, list):
+    if isinstance(value, tuple | set | list):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
@@ -123,16 +123,17 @@ def quoted_names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def short(value: Any, most: int = 70) -> str:
-    """A value as YAML would show it on one line, cut to ``most`` characters."""
+def short(value: Any, max_chars: int = 70) -> str:
+    """Format a value as YAML on one line, cut to ``max_chars`` characters."""
     if isinstance(value, str):
         text = value if value and "\n" not in value else json.dumps(value, ensure_ascii=False)
     elif isinstance(value, bool) or value is None:
         text = json.dumps(value)
     elif isinstance(value, list):
-        text = "[" + ", ".join(short(item, most) for item in value) + "]"
+        text = "[" + ", ".join(short(item, max_chars) for item in value) + "]"
     elif isinstance(value, dict):
-        text = "{" + ", ".join(f"{key}: {short(item, most)}" for key, item in value.items()) + "}"
+        items = (f"{key}: {short(item, max_chars)}" for key, item in value.items())
+        text = "{" + ", ".join(items) + "}"
     else:
         text = repr(value) if isinstance(value, float) else str(value)
-    return text if len(text) <= most else text[: most - 1] + "…"
+    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"

@@ -1,7 +1,7 @@
-"""Loading a config: defaults < file < overrides, with the keys of other tools, every mistake at
-once, and nothing in silence.
+"""Load a config: defaults < file < overrides, with the keys of other tools.
 
-The environment plays no part.
+All mistakes are reported at once, and each converted or ignored key gets a notice. Environment
+variables are not read.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from paceline.config.entries import (
     short,
     split_key,
 )
+from paceline.config.fields import SOURCE_KEYS
 from paceline.config.messages import explain, strict_problems
 from paceline.config.overrides import parse_tokens
 from paceline.config.schema import Config
@@ -49,8 +50,8 @@ from paceline.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing that is wrong with a config. ``key``: the native key it concerns, ``line``: from 1;
-    None where not known."""
+    """A single error in a config. ``key``: the native key, ``line``: counted from 1; None if
+    unknown."""
 
     key: str | None
     line: int | None
@@ -60,21 +61,21 @@ class Mistake:
 
 
 class ConfigMistakes(ConfigError):
-    """Everything that is wrong with a config, in one message, and one by one in ``mistakes``."""
+    """All errors in a config, in one message; ``mistakes`` lists them separately."""
 
     mistakes: Sequence[Mistake] = ()
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A config, and what is to be said about how it was read: (``info`` or ``warning``, text)."""
+    """A config and the notices about how it was read: (``info`` or ``warning``, text)."""
 
     config: Config
     notices: list[tuple[str, str]] = field(default_factory=list)
     path: Path | None = None
 
     def with_parallel(self, parallel: Parallel) -> Loaded:
-        """The same, where devices and hosts have become known."""
+        """Return a copy with another ``parallel`` section, once devices and hosts are known."""
         return replace(self, config=self.config.model_copy(update={"parallel": parallel}))
 
 
@@ -84,22 +85,23 @@ def load_config(
     """Load a config file (or none) with overrides.
 
     Args:
-        path: a YAML file, or None where the overrides give all that is needed.
-        overrides: words of a command line (``key=value``, ``--key value``, ``--key=value``,
+        path: a YAML file, or None if the overrides are a complete config.
+        overrides: command-line arguments (``key=value``, ``--key value``, ``--key=value``,
             ``--flag``; dotted keys), or a mapping (dotted or nested keys, values as they are). They
-            go before the file.
+            take precedence over the file.
 
     Raises:
         ConfigError: with the line, the key, the value, and what to write instead; all mistakes in
             one message.
     """
-    file = Path(path) if path is not None else None
-    return _load(None if file is None else read_config_file(file), file, overrides)
+    if path is None:
+        return _load(None, None, overrides)
+    return _load(read_config_file(Path(path)), Path(path), overrides)
 
 
 def load_stored(stored: Mapping[str, YamlValue]) -> Config:
-    """The config in a checkpoint's ``meta.json``; keys that an older version wrote are read as the
-    present ones."""
+    """Load the config in a checkpoint's ``meta.json``, including one with keys of an older
+    version."""
     try:
         return Config.model_validate(stored)
     except ValidationError:
@@ -107,141 +109,126 @@ def load_stored(stored: Mapping[str, YamlValue]) -> Config:
 
 
 def load_text(text: str, name: str) -> Loaded:
-    """As :func:`load_config`, of a config that is not in a file; ``name`` is what messages call
-    it."""
+    """Load a config from text, as :func:`load_config` does from a file. Messages call it
+    ``name``."""
     return _load(as_config(parse_yaml(text, name), Path(name)), Path(name), ())
 
 
 def _load(
     document: Document | None, file: Path | None, overrides: Sequence[str] | Mapping[str, YamlValue]
 ) -> Loaded:
-    walks = []
+    collectors = [_collect_overrides(overrides)]
     if document is not None and file is not None:
         check_kind(document.value, file)
-    if document is not None:
-        walk = EntryCollector(FILE, document.lines)
-        walk.tree(document.value)
-        walks.append(walk)
-    walks.append(_overrides(overrides))
-    meanings = [bind_key(entry) for walk in walks for entry in walk.entries]
+        collectors.insert(0, EntryCollector(FILE, document.lines))
+        collectors[0].add_tree(document.value)
+    bindings = [bind_key(entry) for collector in collectors for entry in collector.entries]
     foreign = [
-        one for one in meanings if one.ignored or one.methods or (one.alias and one.alias.tools)
+        binding
+        for binding in bindings
+        if binding.ignored or binding.methods or (binding.alias and binding.alias.tools)
     ]
-    merge = Merge(bool(foreign), tool_scores(one.tools for one in foreign))
-    merge.problems.extend(problem for walk in walks for problem in walk.problems)
-    for meaning in meanings:
-        merge.take(meaning)
+    merge = Merge(bool(foreign), tool_scores(binding.tools for binding in foreign))
+    merge.problems.extend(problem for collector in collectors for problem in collector.problems)
+    for binding in bindings:
+        merge.add(binding)
     expand(merge, None if file is None else file.parent)
-    merge.settle_precedence()
-    asking = merge.missing_methods()
-    if asking:  # nothing else in such a config is worth a mistake of its own
-        raise _error(
-            [unsupported_method(asking, hints_of((one.entry for one in meanings), file))], file
-        )
-    settled = [*resolve_conflicts(merge), *json_notices(merge)]
+    merge.resolve_precedence()
+    unsupported = merge.unsupported_methods()
+    if unsupported:  # Other errors in such a config would only distract from this one.
+        hints = hints_of((binding.entry for binding in bindings), file)
+        raise _error([unsupported_method(unsupported, hints)], file)
+    conflict_notices = [*resolve_conflicts(merge), *json_notices(merge)]
     if document is not None and file is not None and is_accelerate(document.value):
-        named = {one.target for one in merge.winners.values()} | {
-            one.target for one in merge.problems if one.target
-        }
-        if not named & {"model", "dataset"}:
-            settings = {
-                key: short(one.value)
-                for key, one in merge.winners.items()
-                if one.value is not RESET
-            }
-            raise _error([accelerate_problem(file, settings), *merge.problems], file)
+        targets = {*merge.winners, *(problem.target for problem in merge.problems)}
+        if not targets & {"model", "dataset"}:
+            raise _error([accelerate_problem(file, merge), *merge.problems], file)
     config = _validate(merge, file)
-    notices = [*merge.notices(), *settled, *_summary(merge)]
+    notices = [*merge.notices(), *conflict_notices, *_summary(merge)]
     return Loaded(config, list(dict.fromkeys(notices)), file)
 
 
-def _overrides(overrides: Sequence[str] | Mapping[str, YamlValue]) -> EntryCollector:
-    walk = EntryCollector(OVERRIDE)
+def _collect_overrides(overrides: Sequence[str] | Mapping[str, YamlValue]) -> EntryCollector:
+    collector = EntryCollector(OVERRIDE)
     if isinstance(overrides, Mapping):
-        walk.tree(overrides)
-        return walk
+        collector.add_tree(overrides)
+        return collector
     for key, value, token in parse_tokens([overrides] if isinstance(overrides, str) else overrides):
-        walk.add(split_key(key) if "." in key else (key,), value, token=token)
-    return walk
+        collector.add(split_key(key) if "." in key else (key,), value, token=token)
+    return collector
 
 
 def _validate(merge: Merge, file: Path | None) -> Config:
     data = _nested(merge)
-    problems = list(merge.problems)
-    refused = {problem.target for problem in problems if problem.target}
 
     def find(key: str) -> ConfigEntry | None:
         winner = merge.winners.get(key) or next(
-            (one for name, one in merge.winners.items() if name.startswith(f"{key}.")), None
+            (winner for name, winner in merge.winners.items() if name.startswith(f"{key}.")), None
         )
         return winner.entry if winner and winner.value is not RESET else None
 
     strict = strict_problems(data, find)
-    reported = {id(problem.entry) for problem in strict if problem.entry}
-    guesses = [problem.fix for problem in merge.problems]
-    problems.extend(strict)
-    config = None
+    problems = [*merge.problems, *strict]
     try:
         config = Config.model_validate(data)
     except ValidationError as error:
+        reported = {id(problem.entry) for problem in strict if problem.entry}
+        refused = {problem.target for problem in merge.problems if problem.target}
+        guesses = [problem.fix for problem in merge.problems]
         for problem in explain(error, data, find):
             if problem.entry is None and problem.what.endswith("is missing"):
                 key = problem.what.split("`")[1]
-                # the same mistake, already reported as a misspelt or refused key
+                # Already reported as a misspelt or rejected key.
                 if key in refused or f"did you mean `{key}`?" in guesses:
                     continue
             if problem.entry is None or id(problem.entry) not in reported:
                 problems.append(problem)
-    if problems or config is None:
+        raise _error(problems, file) from None
+    if problems:
         raise _error(problems, file)
     return config
 
 
 def _nested(merge: Merge) -> dict[str, YamlValue]:
-    """The winners as a nested mapping, shorter paths first."""
+    """Return the winning values as a nested mapping, with shorter paths applied first."""
     data: dict[str, YamlValue] = {}
     for target, winner in sorted(merge.winners.items(), key=lambda item: item[0].count(".")):
         if winner.value is RESET:
             continue
         *parents, last = target.split(".")
-        place = data
+        parent = data
         for part in parents:
-            inner = place.get(part)
-            # `dataset.format=alpaca` is for each of them
-            if isinstance(inner, list) and part in ("dataset", "val_dataset"):
-                place[part] = [{**with_fields([one], {})[0], last: winner.value} for one in inner]
+            inner = parent.get(part)
+            # `dataset.format=alpaca` applies to each source of a list.
+            if isinstance(inner, list) and part in SOURCE_KEYS:
+                sources = with_fields(inner, {})
+                parent[part] = [{**source, last: winner.value} for source in sources]
                 break
-            if isinstance(inner, str) and part in ("dataset", "val_dataset"):
-                inner = {"path": inner}  # `dataset.format=alpaca` beside `dataset: data.jsonl`
+            if isinstance(inner, str) and part in SOURCE_KEYS:
+                inner = {"path": inner}  # `dataset.format=alpaca` and `dataset: data.jsonl`
             section: dict[str, YamlValue] = dict(inner) if isinstance(inner, dict) else {}
-            place[part] = section
-            place = section
+            parent[part] = section
+            parent = section
         else:
-            place[last] = winner.value
+            parent[last] = winner.value
     return data
 
 
 def _summary(merge: Merge) -> list[tuple[str, str]]:
-    """The lines that stand for many keys at once."""
-    out = []
+    """Return the notices that cover several keys."""
+    texts = []
     moved = [entry.key for entry in merge.moved if merge.foreign or entry.section]
     if moved:
-        text = "read as keys of train_args, or of the top level"
-        out.append(("info", f"{text}: {quoted_names(moved)}"))
+        texts.append(f"read as keys of train_args or of the top level: {quoted_names(moved)}")
     if merge.empty:
         empty = quoted_names(entry.key for entry in merge.empty)
-        out.append(("info", f"left empty, so without effect: {empty}"))
+        texts.append(f"keys without a value are ignored: {empty}")
     if merge.foreign:
-        out.append(
-            (
-                "info",
-                (
-                    "what the config leaves out has Paceline's defaults, not those of the tool it"
-                    " was written for"
-                ),
-            )
+        texts.append(
+            "keys that the config does not set have Paceline's defaults, not those of the tool it"
+            " was written for"
         )
-    return out
+    return [("info", text) for text in texts]
 
 
 def _error(problems: list[Problem], file: Path | None) -> ConfigError:
@@ -251,35 +238,37 @@ def _error(problems: list[Problem], file: Path | None) -> ConfigError:
 
     ordered = sorted(problems, key=line)
     errors = [
-        ConfigMistakes(_stop(_placed(one, file)), allowed=_stop(one.allowed), fix=_stop(one.fix))
-        for one in ordered
-    ]
-    told = [one.paragraph() for one in errors]
-    whole = errors[0]
-    if len(told) > 1:
-        whole = ConfigMistakes(
-            f"{len(told)} things in the config are wrong:\n" + "\n".join(f"- {one}" for one in told)
+        ConfigMistakes(
+            _end_sentence(_with_place(problem, file)),
+            allowed=_end_sentence(problem.allowed),
+            fix=_end_sentence(problem.fix),
         )
-    whole.mistakes = [_mistake(one) for one in ordered]
-    return whole
+        for problem in ordered
+    ]
+    error = errors[0]
+    if len(errors) > 1:
+        paragraphs = "\n".join(f"- {error.paragraph()}" for error in errors)
+        error = ConfigMistakes(f"the config has {len(errors)} errors:\n{paragraphs}")
+    error.mistakes = [_mistake(problem) for problem in ordered]
+    return error
 
 
 def _mistake(problem: Problem) -> Mistake:
     entry, key = problem.entry, problem.target
     if key is None and entry is not None:
-        meaning = bind_key(entry)
-        key = meaning.target or (meaning.alias.target if meaning.alias else None)
+        binding = bind_key(entry)
+        key = binding.target or (binding.alias.target if binding.alias else None)
     return Mistake(
         key or None, entry.line if entry else None, problem.what, problem.allowed, problem.fix
     )
 
 
-def _stop(text: str | None) -> str:
-    """A text that ends in code takes a full stop too, for something follows it."""
+def _end_sentence(text: str | None) -> str:
+    """Return the text with a period if it ends in code, because another sentence follows."""
     return f"{text}." if text and text.endswith("`") else text or ""
 
 
-def _placed(problem: Problem, file: Path | None) -> str:
+def _with_place(problem: Problem, file: Path | None) -> str:
     entry = problem.entry
     if entry is None:
         return f"{file}: {problem.what}" if file is not None else problem.what
@@ -289,7 +278,7 @@ def _placed(problem: Problem, file: Path | None) -> str:
 
 
 def to_yaml(config: Config) -> str:
-    """The whole config, defaults and all, as YAML that loads again to an equal config."""
+    """Return the full config, including defaults, as YAML that loads to an equal config."""
     text = yaml.dump(
         config.model_dump(mode="json"),
         Dumper=Dumper,
@@ -301,7 +290,7 @@ def to_yaml(config: Config) -> str:
 
 
 def diff_configs(old: Config, new: Config) -> list[tuple[str, Any, Any]]:
-    """Every key in which two configs differ, as (dotted key, old value, new value)."""
+    """Return every key in which two configs differ, as (dotted key, old value, new value)."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     keys = [*before, *(key for key in after if key not in before)]
     return [
@@ -327,19 +316,19 @@ _ACCELERATE = (
 
 
 def is_accelerate(tree: Mapping[str, YamlValue]) -> bool:
-    """Whether a file is a config of Accelerate: it says how processes start."""
+    """Return whether a file is an Accelerate config, which describes how to start processes."""
     return "distributed_type" in tree or sum(key in tree for key in _ACCELERATE) >= 3
 
 
 def check_kind(tree: Mapping[str, YamlValue], file: Path) -> None:
-    """Raise ConfigError for a file that cannot be a config of a run, whatever the overrides are."""
+    """Raise ConfigError for a file that cannot be a training config, regardless of overrides."""
     if looks_like_deepspeed(tree):
         stage = interpret(tree).stage
         kind = "a DeepSpeed config" + (f" (ZeRO stage {stage})" if stage is not None else "")
         raise ConfigError(
-            f"{file} is {kind}, not a config of a run: it has no model and no dataset",
+            f"{file} is {kind}, not a training config: it has no model and no dataset",
             fix=(
-                f"name it in your config as `deepspeed: {file}`, or pass it beside the config: "
+                f"set `deepspeed: {file}` in your config, or pass it with the config: "
                 f"`paceline sft CONFIG.yaml --deepspeed {file}`"
             ),
         )
@@ -348,8 +337,7 @@ def check_kind(tree: Mapping[str, YamlValue], file: Path) -> None:
         for key, value in tree.items()
     ):
         raise ConfigError(
-            f"{file} is a config of torchtune (it has `_component_`), whose keys Paceline does not"
-            " read",
+            f"{file} is a torchtune config (it has `_component_`), which is not supported",
             allowed=(
                 "a config of Paceline, LLaMA-Factory, ms-swift, axolotl, TRL or alignment-handbook"
             ),
@@ -361,21 +349,21 @@ def check_kind(tree: Mapping[str, YamlValue], file: Path) -> None:
     rest = [key for key in tree if not key.startswith(("_", "fsdp"))]
     if not rest and any(key.startswith("fsdp") for key in tree):
         raise ConfigError(
-            f"{file} is an FSDP config, not a config of a run: it has no model and no dataset",
-            fix=f"name it in your config as `fsdp: {file}`, or set `parallel.mode: zero3`",
+            f"{file} is an FSDP config, not a training config: it has no model and no dataset",
+            fix=f"set `fsdp: {file}` in your config, or set `parallel.mode: zero3`",
         )
 
 
-def accelerate_problem(file: Path, settings: Mapping[str, YamlValue]) -> Problem:
-    """The mistake in passing a config of Accelerate without a model and data.
-
-    Args:
-        settings: what its keys are read as, by dotted key of Paceline.
-    """
-    lines = "; ".join(f"`{key}: {value}`" for key, value in settings.items())
+def accelerate_problem(file: Path, merge: Merge) -> Problem:
+    """Describe an Accelerate config that is passed without a model and a dataset."""
+    settings = "; ".join(
+        f"`{key}: {short(winner.value)}`"
+        for key, winner in merge.winners.items()
+        if winner.value is not RESET
+    )
     return Problem(
-        "this is a config of Accelerate: it says how processes start, and names no model and no"
-        " dataset" + (f". It is read as {lines}" if lines else ""),
+        "this is an Accelerate config: it describes how to start processes, and has no model and"
+        " no dataset" + (f". It is read as {settings}" if settings else ""),
         fix=(
             f"pass the model and the dataset with it (`paceline sft {file} model=... dataset=...`),"
             " or copy its keys into your own config"

@@ -1,4 +1,4 @@
-"""Spellings of `parallel.mode`: `ZeRO-3`, `FSDP2`, `deepspeed_zero2`, `tp` and others."""
+"""Accepted spellings of `parallel.mode`: `ZeRO-3`, `FSDP2`, `deepspeed_zero2`, `tp` and others."""
 
 import re
 
@@ -41,33 +41,32 @@ _SPELLINGS = {
 _MODES = {spelling: mode for mode, spellings in _SPELLINGS.items() for spelling in spellings}
 #: `deepspeed_zero2`, `deepspeed-stage-3-offload`, `ds_z3`, `zero3_offload`
 _STAGE = re.compile(r"^(deepspeed|ds)?(?:zero|stage|zerostage|z)([0-3])(?:cpu)?(offload)?$")
-_HSDP = ("hsdp", "hybridshard")
 
 
 def read_mode(text: str) -> dict[str, str | int]:
-    """The settings of `parallel` that a spelling of the mode stands for, the mode among them.
+    """Return the settings of `parallel` for a spelling of the mode, including the mode itself.
 
-    An unknown spelling is returned as it is, for the registry of strategies to refuse;
-    ``./file.py:SPEC`` too.
+    A custom strategy (``./file.py:SPEC``) and an unknown spelling are returned unchanged; the
+    registry of strategies rejects the latter.
     """
-    word = text.strip()
-    if ":" in word:
-        return {"mode": word}
-    plain = re.sub(r"[\s_-]+", "", word).lower()
-    if plain in _MODES:
-        return {"mode": _MODES[plain]}
+    text = text.strip()
+    plain = _plain(text)
     stage = _STAGE.match(plain)
-    if stage is None:
-        return {"mode": word}
-    return stage_settings(int(stage[2]), deepspeed=bool(stage[1]), offload=bool(stage[3]))
+    if plain not in _MODES and stage is not None:
+        return stage_settings(int(stage[2]), deepspeed=bool(stage[1]), offload=bool(stage[3]))
+    return {"mode": _MODES.get(plain, text)}
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[\s_-]+", "", text).lower()
 
 
 def stage_settings(stage: int, deepspeed: bool, offload: bool = False) -> dict[str, str | int]:
-    """The settings of `parallel` for a ZeRO stage, by DeepSpeed itself or by Paceline's own
+    """Return the settings of `parallel` for a ZeRO stage, run by DeepSpeed or by Paceline's own
     strategies.
 
-    Stage 0 shards nothing, which is `ddp`. DeepSpeed offloads the optimizer's state alone below
-    stage 3.
+    Stage 0 shards nothing, which is `ddp`. Below stage 3, DeepSpeed offloads only the optimizer
+    state.
     """
     if stage == 0:
         return {"mode": "ddp"}
@@ -80,5 +79,6 @@ def stage_settings(stage: int, deepspeed: bool, offload: bool = False) -> dict[s
 
 
 def is_hsdp(text: str) -> bool:
-    """Whether a spelling of the mode asks for shards within a host and replicas across hosts."""
-    return re.sub(r"[\s_-]+", "", text).lower() in _HSDP
+    """Return whether a spelling of the mode requests shards within each host and replicas across
+    hosts."""
+    return _plain(text) in ("hsdp", "hybridshard")

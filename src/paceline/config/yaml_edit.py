@@ -53,7 +53,7 @@ def edit_yaml(
     text = text.removeprefix("\ufeff")
     for key in [*values, *remove]:
         if key not in KEYS:
-            raise ConfigError(f"there is no key `{key}`", fix="docs/config.md lists all keys")
+            raise ConfigError(f"unknown key `{key}`", fix="docs/config.md lists all keys")
     if not isinstance(parse_yaml(text, "the config").value, dict | None):
         raise ConfigError(
             "the text is no mapping of keys to values",
@@ -122,7 +122,7 @@ def _native(text: str) -> dict[str, YamlValue]:
     names."""
     tree = parse_yaml(text, "the config").value
     walk = EntryCollector(FILE)
-    walk.tree(tree if isinstance(tree, dict) else {})
+    walk.add_tree(tree if isinstance(tree, dict) else {})
     return {bind_key(one).target or one.key: one.value for one in walk.entries}
 
 

@@ -71,31 +71,13 @@ class DataFigures(TypedDict, total=False):
     excluded_turns: int
 
 
-class DerivedFigures(TypedDict, total=False):
-    """See :class:`paceline.config.derive.ResolvedValues`."""
-
-    world_size: int
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-    global_batch_size: int
-    steps_per_epoch: int
-    steps: int
-    epochs: float
-    warmup_steps: int
-    learning_rate: float
-    tokens_per_step: int | None
-    eval_every_steps: int
-    replicas: int
-    save_every_steps: int
-    log_every_steps: int
-
-
 class RunStartEvent(_Logged, total=False):
     """``config``: resolved. ``launcher``: the process id of the launcher."""
 
     type: Literal["run_start"]
     config: dict[str, JsonValue]
-    derived: DerivedFigures
+    #: The fields of :class:`paceline.config.derive.ResolvedValues`.
+    derived: dict[str, float | None]
     world_size: int
     axes: dict[str, int]
     mesh: Mesh

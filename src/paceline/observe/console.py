@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, TextIO
 from paceline.core import formatting
 from paceline.core.event_text import INFO, WARNING, event_text
 from paceline.core.events import (
-    DerivedFigures,
     Event,
     ModelFigures,
     RunEndEvent,
@@ -204,7 +203,7 @@ def _parameters(model: ModelFigures) -> str:
     return f"{text}, {formatting.count(trained)} trained{share}"
 
 
-def derived_lines(derived: DerivedFigures) -> list[tuple[str, str]]:
+def derived_lines(derived: Mapping[str, float | None]) -> list[tuple[str, str]]:
     """Return (label, text) for each value that is derived from the config's numbers."""
     if not derived:
         return []
@@ -227,19 +226,19 @@ def derived_lines(derived: DerivedFigures) -> list[tuple[str, str]]:
     ]
 
 
-def _factors(derived: DerivedFigures) -> str:
+def _factors(derived: Mapping[str, float | None]) -> str:
     count, ranks = formatting.count, formatting.ranks(derived.get("world_size"))
-    if derived.get("replicas") not in (None, derived.get("world_size")):
-        ranks = f"{formatting.counted(derived['replicas'], 'replica')} on {ranks}"
     micro = derived.get("micro_batch_size")
     accumulation = derived.get("gradient_accumulation_steps")
     batch, replicas = derived.get("global_batch_size"), derived.get("replicas")
+    if replicas is not None and replicas != derived.get("world_size"):
+        ranks = f"{formatting.counted(int(replicas), 'replica')} on {ranks}"
     # A run that keeps its global batch on another number of ranks may have uneven shares.
     if batch and accumulation and replicas:
-        micro, rest = divmod(batch, accumulation * replicas)
+        micro, rest = divmod(int(batch), int(accumulation * replicas))
         if rest:
             about = "" if derived.get("tokens_per_step") is None else "about "
-            shared = f"{about}{shares_text(batch, replicas)} on {ranks}"
+            shared = f"{about}{shares_text(int(batch), int(replicas))} on {ranks}"
             largest = f"at most {micro + 1} per micro-batch"
             return f"{shared}: {largest} × {count(accumulation)} accumulation"
     return f"{count(micro)} per micro-batch × {count(accumulation)} accumulation × {ranks}"

@@ -15,7 +15,7 @@ from paceline.core.log import discarding_unread
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from paceline.core.events import DerivedFigures, RunStartEvent, StepEvent
+    from paceline.core.events import RunStartEvent, StepEvent
 
 _LABEL_WIDTH = 11
 _REDRAW_S = 0.1  # minimum time between two updates of the live line
@@ -43,7 +43,7 @@ class Progress:
             self._step_times.append(seconds)
 
     @property
-    def derived(self) -> DerivedFigures:
+    def derived(self) -> dict[str, float | None]:
         return self.start.get("derived") or {}
 
     @property

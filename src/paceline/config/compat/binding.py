@@ -1,7 +1,8 @@
-"""What each entry's key is: Paceline's own, another tool's, or unknown; and the errors for keys
-that have no place here."""
+"""Bind each entry's key: native, another tool's, or unknown; and the errors for unknown keys and
+unsupported training methods."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -27,9 +28,9 @@ _MAX_SHOWN = 4
 
 @dataclass
 class KeyBinding:
-    """What a key is: native (``target``), an alias, ignored, or none of them.
+    """The binding of a key: native (``target``), an alias, ignored, or unknown (none of them).
 
-    ``methods``: the training methods that Paceline does not have and that the key asks for.
+    ``methods``: the unsupported training methods that the key belongs to.
     """
 
     entry: ConfigEntry
@@ -41,13 +42,16 @@ class KeyBinding:
 
     @property
     def tools(self) -> str:
-        return self.alias.tools if self.alias else self.ignored.tools if self.ignored else ""
+        source = self.alias or self.ignored
+        return source.tools if source else ""
 
 
 def bind_key(entry: ConfigEntry) -> KeyBinding:
-    """What an entry's key is. Paceline's own keys come first; those of train_args may stand at the
-    top level, and those of the top level under train_args."""
-    # keys of other tools may stand at the top level and under `train_args`
+    """Bind an entry's key, native keys first.
+
+    Keys of `train_args` may be written at the top level, and top-level keys under `train_args`.
+    """
+    # Keys of other tools are read at the top level and under `train_args`.
     is_outside = len(entry.path) == 1 or (len(entry.path) == 2 and entry.section == "train_args")
     methods = methods_of(entry.name, entry.value) if is_outside else ()
     target = _native(entry)
@@ -78,15 +82,15 @@ def _native(entry: ConfigEntry) -> str | None:
 
 
 def unknown_key(entry: ConfigEntry) -> Problem:
-    """The error for a key that nobody knows, with the nearest one that is known."""
-    close = _close(entry)
-    fix = f"did you mean `{close}`?" if close else "remove it; docs/config.md lists all keys"
-    if not close and entry.section:
+    """Describe an unknown key, with the nearest known one."""
+    guess = _nearest_key(entry)
+    fix = f"did you mean `{guess}`?" if guess else "remove it; docs/config.md lists all keys"
+    if not guess and entry.section:
         fix += f", and `{entry.section}` has {quoted_names(SECTIONS[entry.section].model_fields)}"
-    return Problem(f"there is no key `{entry.key}`", entry, fix=fix)
+    return Problem(f"unknown key `{entry.key}`", entry, fix=fix)
 
 
-def _close(entry: ConfigEntry) -> str | None:
+def _nearest_key(entry: ConfigEntry) -> str | None:
     name = entry.path[-1]
     by_last: dict[str, list[str]] = {}
     for key in KEYS:
@@ -104,7 +108,7 @@ def _close(entry: ConfigEntry) -> str | None:
     nearest_keys = [nearest(name, siblings), nearest(name, by_last), nearest(name, all_foreign())]
 
     def likelihood(key: str) -> float:
-        # a key of the same section is likelier than one that is a letter nearer elsewhere
+        # A key of the same section is more likely than a slightly closer one of another section.
         return SequenceMatcher(None, name, key).ratio() + (0.1 if key in siblings else 0)
 
     best = max((key for key in nearest_keys if key), key=likelihood, default=None)
@@ -115,60 +119,54 @@ def _close(entry: ConfigEntry) -> str | None:
     return by_last[best][0] if best in by_last else best
 
 
-def unsupported_method(meanings: Sequence[KeyBinding], hints: Iterable[str]) -> Problem:
-    """The error for a config with settings of a method that Paceline does not have.
+def unsupported_method(bindings: Sequence[KeyBinding], hints: Iterable[str]) -> Problem:
+    """Describe a config with settings of an unsupported training method.
 
     Args:
-        meanings: the keys that are settings of such a method, at least one.
+        bindings: the keys that are settings of such a method, at least one.
         hints: texts in which the method's name may appear, such as the output folder; they only
             choose between methods that have all of these keys.
     """
-    candidates = _candidates(meanings)
-    hinted = _hinted(candidates, hints)
-    entries = [meaning.entry for meaning in meanings]
-    shown = ", ".join([entries[0].shown(), *(_shown(entry) for entry in entries[1:_MAX_SHOWN])])
+    named = [named_method(binding.entry.name, binding.entry.value) for binding in bindings]
+    is_named = any(named)
+    candidates = list(dict.fromkeys(name for name in named if name)) or _candidates(bindings)
+    entries = [binding.entry for binding in bindings]
+    shown = entries[0].shown()
+    for entry in entries[1:_MAX_SHOWN]:
+        line = f" (line {entry.line})" if entry.line and not entry.token else ""
+        shown += f", {entry.shown()}{line}"
     if len(entries) > _MAX_SHOWN:
         shown += f" and {len(entries) - _MAX_SHOWN} more"
-    verb = "asks" if len(entries) == 1 else "ask"
-    names = [method_tables().methods[name] for name in ([hinted] if hinted else candidates)]
-    what = (
-        f"{names[0]}, a training method that Paceline does not have"
-        if len(names) == 1
-        else "a training method that Paceline does not have, one of: " + "; ".join(names)
-    )
-    is_named = any(named_method(one.entry.name, one.entry.value) for one in meanings)
-    how = (
+    hinted = _hinted(candidates, hints)
+    methods = [method_tables().methods[name] for name in ([hinted] if hinted else candidates)]
+    fix = (
         "train this file with the tool it was written for; to fine-tune on the answers of a"
         " supervised dataset instead, remove these keys"
     )
+    if not is_named:
+        fix += ", or keep them without effect by adding `task: sft`"
+    verb = "requires" if len(entries) == 1 else "require"
+    if len(methods) == 1:
+        method = f"{methods[0]}, a training method that Paceline does not support"
+    else:
+        method = f"a training method that Paceline does not support, one of: {'; '.join(methods)}"
     return Problem(
-        f"{shown} {verb} for {what}",
+        f"{shown} {verb} {method}",
         entries[0],
         allowed=(
-            "`task: sft`, `task: pretrain`, `task: classify`, `task: recommend`, and your own as"
-            " `./file.py:Class`"
+            "`task: sft`, `task: pretrain`, `task: classify`, `task: recommend`, and a custom task"
+            " as `./file.py:Class`"
         ),
-        fix=how if is_named else how + ", or keep them without effect by adding `task: sft`",
+        fix=fix,
         target="task",
     )
 
 
-def _shown(entry: ConfigEntry) -> str:
-    return entry.shown() + (f" (line {entry.line})" if entry.line and not entry.token else "")
-
-
-def _candidates(meanings: Sequence[KeyBinding]) -> list[str]:
-    """The methods that have the most of these keys; a method that a value names comes before all
-    others."""
-    named = [name for one in meanings if (name := named_method(one.entry.name, one.entry.value))]
-    if named:
-        return list(dict.fromkeys(named))
-    counts: dict[str, int] = {}
-    for meaning in meanings:
-        for name in meaning.methods:
-            counts[name] = counts.get(name, 0) + 1
-    most = max(counts.values())
-    return [name for name in method_tables().methods if counts.get(name) == most]
+def _candidates(bindings: Sequence[KeyBinding]) -> list[str]:
+    """Return the methods that have most of these keys."""
+    counts = Counter(name for binding in bindings for name in binding.methods)
+    max_count = max(counts.values())
+    return [name for name in method_tables().methods if counts[name] == max_count]
 
 
 def _hinted(candidates: list[str], hints: Iterable[str]) -> str | None:
@@ -180,7 +178,7 @@ def _hinted(candidates: list[str], hints: Iterable[str]) -> str | None:
 
 
 def hints_of(entries: Iterable[ConfigEntry], file: Path | None) -> list[str]:
-    """Texts that often hold the method's name: the names of the run, and the file's last
+    """Return texts that often contain the method's name: the names of the run, and the file's last
     folders."""
     names = (
         "output_dir",

@@ -30,14 +30,14 @@ def resolve_conflicts(merge: Merge) -> Notices:
         if winner is not None and winner.value is not RESET:
             try:
                 level, words = act(merge, winner)
-            except UnsupportedValue as refused:
+            except UnsupportedValue as error:
                 merge.problems.append(
-                    Problem(f"{winner.entry.shown()}: {refused.why}", winner.entry, fix=refused.fix)
+                    Problem(f"{winner.entry.shown()}: {error.why}", winner.entry, fix=error.fix)
                 )
                 continue
             for line in merge.lines:
                 if any(one is winner for one in line.assigned):
-                    line.settled.append((level, words))
+                    line.resolved.append((level, words))
     resolve_precision(merge)
     _exclusive(merge, notices)
     _warmup(merge, notices)
@@ -59,7 +59,7 @@ def _higher(merge: Merge, target: str, by: Assignment) -> bool:
 
 def _target_linear(merge: Merge, by: Assignment) -> tuple[str, str]:
     if _higher(merge, "lora.target_modules", by):
-        return "info", "gives way to the command line"
+        return "info", "is overridden by the command line"
     named = merge.value_of("lora.target_modules")
     ends, _ = split_beside_all(named) if isinstance(named, list) else ([], [])
     _set(merge, "lora.target_modules", ALL_LINEAR, by)
@@ -69,14 +69,14 @@ def _target_linear(merge: Merge, by: Assignment) -> tuple[str, str]:
 
 def _target_regex(merge: Merge, by: Assignment) -> tuple[str, str]:
     if _higher(merge, "lora.target_modules", by):
-        return "info", "gives way to the command line"
+        return "info", "is overridden by the command line"
     _set(merge, "lora.target_modules", by.value, by)
     return "info", f"is read as `lora.target_modules: {by.value}`"
 
 
 def _save_in_full(merge: Merge, by: Assignment) -> tuple[str, str]:
     if _higher(merge, "lora.target_modules", by):
-        return "info", "gives way to the command line"
+        return "info", "is overridden by the command line"
     return "info", _save_names(merge, by.value, by)
 
 
@@ -108,7 +108,7 @@ def _save_names(merge: Merge, names: list[str], by: Assignment) -> str:
 def _save_strategy(merge: Merge, by: Assignment) -> tuple[str, str]:
     if by.value == "no":
         if _higher(merge, "train_args.save_steps", by):
-            return "info", "gives way to the command line"
+            return "info", "is overridden by the command line"
         _set(merge, "train_args.save_steps", 0, by)
         return "info", "is read as `train_args.save_steps: 0`: one checkpoint, at the end"
     if by.value == "steps":
@@ -130,7 +130,7 @@ def _per_epoch(merge: Merge, by: Assignment, target: str, count: float) -> tuple
     """A number of times per epoch, as a share of all steps."""
     name = target.rpartition(".")[2]
     if _higher(merge, target, by):
-        return "info", "gives way to the command line"
+        return "info", "is overridden by the command line"
     if merge.value_of(target) is not None:
         raise UnsupportedValue(
             f"`{name}` is given too, and both tell how often",
@@ -163,7 +163,7 @@ def _eval_strategy(merge: Merge, by: Assignment) -> tuple[str, str]:
         )
     if by.value == "epoch":
         if _higher(merge, "train_args.eval_steps", by):
-            return "info", "gives way to the command line"
+            return "info", "is overridden by the command line"
         _set(merge, "train_args.eval_steps", 0, by)
         return "info", "is read as `train_args.eval_steps: 0`: at the end of each epoch"
     given = merge.value_of("val_dataset") is not None or bool(merge.value_of("split_dataset_ratio"))
@@ -227,9 +227,9 @@ def _default_dataset_dir(merge: Merge, notices: Notices) -> None:
         return
     try:
         level, words = _dataset_dir(merge, Assignment("_dataset_dir", "data", data.entry))
-    except UnsupportedValue as refused:
+    except UnsupportedValue as error:
         merge.problems.append(
-            Problem(f"{data.entry.shown()}: {refused.why}", data.entry, fix=refused.fix)
+            Problem(f"{data.entry.shown()}: {error.why}", data.entry, fix=error.fix)
         )
     else:
         notices.append((level, f"{table}, LLaMA-Factory's default, {words}"))
@@ -266,7 +266,7 @@ def _test_split(merge: Merge, by: Assignment) -> tuple[str, str]:
     if data is None or data.entry.layer != by.entry.layer:
         return "info", _OTHER_DATA
     if merge.value_of("val_dataset") is not None or merge.value_of("split_dataset_ratio"):
-        return "info", "gives way to the validation data given beside it"
+        return "info", "is overridden by the validation data given beside it"
     listed = data.value if isinstance(data.value, list) else [data.value]
     split = [
         {**({"path": one} if isinstance(one, str) else one), "split": by.value} for one in listed
@@ -372,9 +372,9 @@ def _exclusive(merge: Merge, notices: Notices) -> None:
             0,
             -1,
         ):
-            if not any(line.meaning.entry is beaten.entry for line in merge.lines):
+            if not any(line.binding.entry is beaten.entry for line in merge.lines):
                 words = (
-                    f"{beaten.entry.shown()} ({beaten.entry.place()}) gives way to"
+                    f"{beaten.entry.shown()} ({beaten.entry.place()}) is overridden by"
                     f" {winner.entry.shown()}"
                 )
                 notices.append(("info", words))
@@ -386,7 +386,9 @@ def _warmup(merge: Merge, notices: Notices) -> None:
     if steps is not None and steps.value == 0 and steps.value is not False and share:
         # transformers' rule, under whose names both stand: a number of steps counts where it is
         # more than 0
-        notices.append(("info", f"`warmup_steps: 0` gives way to `warmup_ratio: {short(share)}`"))
+        notices.append(
+            ("info", f"`warmup_steps: 0` is overridden by `warmup_ratio: {short(share)}`")
+        )
         merge.winners[f"{_T}warmup_steps"] = Assignment(f"{_T}warmup_steps", RESET, steps.entry)
 
 

@@ -1,5 +1,5 @@
-"""Values of other tools' keys, turned into Paceline's: each converter takes one value and returns a
-:class:`Conversion`. Those that need no code are in ``values.yaml``."""
+"""Convert values of other tools' keys into Paceline's: each converter takes one value and returns a
+:class:`Conversion`. Converters that need no code are in ``values.yaml``."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,32 +14,37 @@ import yaml
 from paceline.config.entries import short
 from paceline.config.yaml_read import SafeLoader, YamlValue
 
+#: (``info`` or ``warning``, text)
+Notice = tuple[str, str]
+
 
 @cache
 def read_table(name: str) -> Any:
-    """Read a data file of this package, once. ``name``: its path below the package."""
+    """Read a data file of this package, given by its path below the package."""
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     return yaml.load(text, Loader=SafeLoader)
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a value of another tool is read as.
+    """The result of converting a value of another tool.
 
-    ``sets``: values by dotted native key (a name with ``_`` in front is settled later, against the
-    other keys).
-    ``weak``: the same, but giving way to any other spelling that sets the key. ``says``: (level,
-    message), reported after the key. Nothing set and nothing reported means the value is off there
-    as it is here.
+    An empty result means that Paceline behaves the same without the value.
+
+    Args:
+        sets: values by dotted native key; names with ``_`` in front are resolved later, together
+            with other keys.
+        weak: the same, but overridden by any other spelling that sets the key.
+        notices: texts to report after the key.
     """
 
     sets: dict[str, YamlValue] = field(default_factory=dict)
     weak: dict[str, YamlValue] = field(default_factory=dict)
-    says: tuple[tuple[str, str], ...] = ()
+    notices: tuple[Notice, ...] = ()
 
 
 class UnsupportedValue(Exception):
-    """A value that has no meaning here and cannot be left out without changing what is trained."""
+    """A value that is not supported and cannot be ignored without changing the training."""
 
     def __init__(self, why: str, fix: str) -> None:
         super().__init__(why)
@@ -51,7 +56,7 @@ Convert = Callable[[Any], Conversion]
 
 @dataclass(frozen=True)
 class Case:
-    """A case of a converter in ``values.yaml``; the comment there explains the fields."""
+    """A case of a converter in ``values.yaml``, where a comment explains the fields."""
 
     of: str = ""
     sets: dict[str, YamlValue] = field(default_factory=dict)
@@ -64,7 +69,7 @@ class Case:
     fix: str = ""
     like: str = ""
 
-    def fits(self, value: Any) -> bool:
+    def matches(self, value: Any) -> bool:
         patterns = self.of.split()
         if not patterns or ("off" in patterns and is_off(value)):
             return True
@@ -88,64 +93,73 @@ class Case:
             sets[self.same] = as_bool(value)
         if self.lower:
             sets[self.lower] = value.lower() if isinstance(value, str) else value
-        says = (("info", self.info), ("warning", self.warning))
-        reported = tuple((level, text.replace("{value}", shown)) for level, text in says if text)
-        return Conversion(sets, self.weak, reported)
+        texts = (("info", self.info), ("warning", self.warning))
+        notices = tuple((level, text.replace("{value}", shown)) for level, text in texts if text)
+        return Conversion(sets, self.weak, notices)
 
 
 def by_case(name: str) -> Convert:
     """Return the converter of that name in ``values.yaml``."""
 
     def convert(value: Any) -> Conversion:
-        cases = (Case(**entry) for entry in read_table("values.yaml")[name])
-        case = next((case for case in cases if case.fits(value)), None)
-        return Conversion() if case is None else case.convert(value)
+        for fields in read_table("values.yaml")[name]:
+            case = Case(**fields)
+            if case.matches(value):
+                return case.convert(value)
+        return Conversion()
 
     return convert
 
 
 def read_json_object(path: Path, fix: str) -> dict[str, YamlValue]:
-    """Read a JSON file that a config names; ``fix``: what to do if that is not possible."""
+    """Read a JSON object from a file that a config refers to.
+
+    Args:
+        fix: advice for the error.
+
+    Raises:
+        UnsupportedValue: the file cannot be read, or does not contain an object.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UnsupportedValue(f"{path} cannot be read: {error}", fix) from None
+        raise UnsupportedValue(f"cannot read {path}: {error}", fix) from None
     if not isinstance(value, dict):
-        raise UnsupportedValue(f"{path} is not a JSON object", fix)
+        raise UnsupportedValue(f"{path}: expected a JSON object", fix)
     return value
 
 
 def info(text: str, sets: dict[str, YamlValue] | None = None) -> Conversion:
-    return Conversion(sets or {}, says=(("info", text),))
+    return Conversion(sets or {}, notices=(("info", text),))
 
 
 def warning(text: str, sets: dict[str, YamlValue] | None = None) -> Conversion:
-    return Conversion(sets or {}, says=(("warning", text),))
+    return Conversion(sets or {}, notices=(("warning", text),))
 
 
 def is_off(value: object) -> bool:
-    """True for values that turn a feature off: null, false, 0, empty, ``none``."""
+    """Return whether a value turns a feature off: null, false, 0, empty, ``none``."""
     return value in (None, False, 0, "", [], {}) or (
         isinstance(value, str) and value.lower() in ("none", "no", "false", "off")
     )
 
 
 def as_bool(value: Any) -> Any:
-    """The words for true and false that launchers pass as text; anything else as it is, for the
-    schema to refuse."""
+    """Convert true and false that are passed as text; return anything else unchanged, for the
+    schema to reject."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
     return value
 
 
-def words(value: Any) -> list[str]:
-    """A list, or text with commas, as a list of words."""
+def as_names(value: Any) -> list[str]:
+    """Return a list, or comma-separated text, as a list of non-empty names."""
     items = value if isinstance(value, list) else str(value).split(",")
     return [str(item).strip() for item in items if str(item).strip()]
 
 
 def to(target: str) -> Convert:
-    """Take the value as it is."""
+    """Return a converter that sets ``target`` to the value."""
     return lambda value: Conversion({target: value})
 
 
@@ -154,12 +168,12 @@ def flag(target: str) -> Convert:
 
 
 def inverse(target: str) -> Convert:
-    """A flag with the opposite sense."""
+    """Return a converter for a flag with the opposite meaning."""
     return lambda value: Conversion({target: _negated(value)})
 
 
 def weak_inverse(target: str) -> Convert:
-    """A flag with the opposite sense that gives way when it is false, which is the default."""
+    """Return a converter for a flag with the opposite meaning. Its default, false, is weak."""
 
     def convert(value: Any) -> Conversion:
         sets = {target: _negated(value)}
@@ -178,4 +192,4 @@ def weakly(target: str) -> Convert:
 
 
 def listed(target: str) -> Convert:
-    return lambda value: Conversion({target: words(value)})
+    return lambda value: Conversion({target: as_names(value)})

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import Conversion, UnsupportedValue, by_case, words
+from paceline.config.compat.conversion import Conversion, UnsupportedValue, as_names, by_case
 from paceline.config.compat.values import chat_template, ratio, roles_to_train
 from paceline.config.entries import quoted_names
 from paceline.config.schema.data import DatasetSource
@@ -85,7 +85,7 @@ def pretraining_sources(value: Any) -> Conversion:
     sources = out.sets["dataset"]
     listed = with_fields(sources if isinstance(sources, list) else [sources], {})
     texts = [{**source, "format": "text"} for source in listed]
-    return Conversion({"dataset": texts, "task": "pretrain"}, says=out.says)
+    return Conversion({"dataset": texts, "task": "pretrain"}, notices=out.notices)
 
 
 def mixture(value: Any) -> Conversion:
@@ -99,11 +99,11 @@ def mixture(value: Any) -> Conversion:
     if value.get("test_split_size") is not None:
         sets.update(ratio(value["test_split_size"]).sets)
     rest = [key for key in value if key not in ("datasets", "test_split_size", "streaming")]
-    says = out.says
+    says = out.notices
     if rest:
         text = "in it: the one `seed` and the order of the sources are used"
         says = (*says, ("info", f"{quoted_names(rest)} {text}"))
-    return Conversion(sets, says=says)
+    return Conversion(sets, notices=says)
 
 
 def mixture_by_share(value: Any) -> Conversion:
@@ -116,12 +116,12 @@ def mixture_by_share(value: Any) -> Conversion:
         if shares
         else ()
     )
-    return Conversion({"dataset": list(value)}, says=says)
+    return Conversion({"dataset": list(value)}, notices=says)
 
 
 def _all(value: Any, key: str) -> Conversion:
     items = (
-        words(value)
+        as_names(value)
         if isinstance(value, str) and "," in value and not Path(value).exists()
         else value
     )
@@ -140,7 +140,9 @@ def _all(value: Any, key: str) -> Conversion:
             )
     whole: Any = sources[0] if len(sources) == 1 and not isinstance(value, list) else sources
     template = _one_template(items)
-    return Conversion({key: whole, **template.sets}, says=(*dict.fromkeys(says), *template.says))
+    return Conversion(
+        {key: whole, **template.sets}, notices=(*dict.fromkeys(says), *template.notices)
+    )
 
 
 def _one_template(items: list[Any]) -> Conversion:

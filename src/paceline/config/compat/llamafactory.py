@@ -259,7 +259,7 @@ def _dataset(value: Any, key: str, otherwise: Callable[[Any], Conversion]) -> Co
             "write NAME: {path: FILE, converter: alpaca}",
         )
     sources = [_yaml_source(name, entry, value) for name, entry in tree.items()]
-    return Conversion({key: sources}, says=tuple(dict.fromkeys(_weights(tree))))
+    return Conversion({key: sources}, notices=tuple(dict.fromkeys(_weights(tree))))
 
 
 def _yaml_source(name: str, entry: Mapping[str, YamlValue], file: str) -> dict[str, YamlValue]:
@@ -322,9 +322,9 @@ def peft_config(value: Any) -> Conversion:
     if "adapter_name_or_path" in rest:
         outs.append(Conversion({"lora.adapter": rest.pop("adapter_name_or_path")}))
     left = [key for key, one in rest.items() if not is_off(one)]
-    says = [line for out in outs for line in out.says]
+    says = [line for out in outs for line in out.notices]
     says += [("warning", f"without effect in it: {', '.join(left)}")] if left else []
     sets = {key: one for out in outs for key, one in out.sets.items()}
     return Conversion(
-        sets, weak={key: one for out in outs for key, one in out.weak.items()}, says=tuple(says)
+        sets, weak={key: one for out in outs for key, one in out.weak.items()}, notices=tuple(says)
     )

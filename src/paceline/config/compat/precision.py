@@ -119,20 +119,20 @@ def _report(merge: Merge, keys: dict[str, Assignment | None], chosen: _Claim | N
         if claim is None and (chosen is None or chosen.by is not mine):
             merge.lines.remove(line)
         elif winner.layer > mine.entry.layer:
-            line.settled.append(("info", f"gives way to the command line: {winner.shown()}"))
+            line.resolved.append(("info", f"is overridden by the command line: {winner.shown()}"))
         elif (
             chosen is None
             or (claim is not None and claim.value == chosen.value)
             or chosen.by is mine
         ):
             value = chosen.value if chosen is not None else "auto"
-            line.settled.append(("info", f"is read as `{TARGET}: {value}`"))
+            line.resolved.append(("info", f"is read as `{TARGET}: {value}`"))
         elif chosen.layer > mine.entry.layer:
-            line.settled.append(
-                ("info", f"gives way to the command line: {chosen.by.entry.shown()}")
+            line.resolved.append(
+                ("info", f"is overridden by the command line: {chosen.by.entry.shown()}")
             )
         else:
-            line.settled.append(("info", f"gives way to {chosen.by.entry.shown()}"))
+            line.resolved.append(("info", f"is overridden by {chosen.by.entry.shown()}"))
 
 
 def _winner(keys: dict[str, Assignment | None], mine: Assignment) -> ConfigEntry:

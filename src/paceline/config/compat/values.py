@@ -17,11 +17,11 @@ from paceline.config.compat.conversion import (
     Conversion,
     Convert,
     UnsupportedValue,
+    as_names,
     by_case,
     info,
     is_off,
     warning,
-    words,
 )
 from paceline.config.entries import quoted_names
 from paceline.config.schema.lora import ALL_LINEAR, is_regex
@@ -35,7 +35,7 @@ def adapter(value: Any) -> Conversion:
 
 
 def adapter_path(value: Any) -> Conversion:
-    paths = words(value)
+    paths = as_names(value)
     if not paths:
         return Conversion()
     if len(paths) > 1:
@@ -87,7 +87,7 @@ def per_epoch(target: str) -> Convert:
 def roles_to_train(value: Any) -> Conversion:
     """axolotl's list of roles whose turns carry the loss; here it is the assistant, under any of
     its names."""
-    names = [name.lower() for name in words(value or [])]
+    names = [name.lower() for name in as_names(value or [])]
     if value is None or (names and all(ROLES.get(name) == "assistant" for name in names)):
         return Conversion()
     raise UnsupportedValue(
@@ -100,7 +100,7 @@ def roles_to_train(value: Any) -> Conversion:
 def report_to(value: Any) -> Conversion:
     if is_off(value) or value == ["none"]:
         return Conversion({"report_to": []})
-    names = [name.lower() for name in words(value)]
+    names = [name.lower() for name in as_names(value)]
     if "all" in names:
         return info("of all the places, TensorBoard is there", {"report_to": ["tensorboard"]})
     kept = [name for name in names if name == "tensorboard"]
@@ -134,9 +134,9 @@ def chat_template(value: Any) -> Conversion:
 
 
 def template_name(value: Any) -> Conversion:
-    """LLaMA-Factory's and ms-swift's `template`, which gives way to `chat_template`."""
+    """LLaMA-Factory's and ms-swift's `template`, which is overridden by `chat_template`."""
     out = chat_template(value)
-    return Conversion(weak=out.sets, says=out.says)
+    return Conversion(weak=out.sets, notices=out.notices)
 
 
 def variables(value: Any) -> Conversion:
@@ -159,7 +159,7 @@ def targets(value: Any) -> Conversion:
     whole name of a module."""
     if isinstance(value, str) and is_regex(value):
         return _regex("lora.target_modules", value)
-    names = words(value)
+    names = as_names(value)
     if not names:
         return Conversion()
     if not any(name.lower() in _ALL_SPELLINGS for name in names):
@@ -168,7 +168,9 @@ def targets(value: Any) -> Conversion:
     ends, covered = split_beside_all(names)
     says = (("info", f"{quoted_names(covered)}: among all linear layers"),) if covered else ()
     return Conversion(
-        {"lora.target_modules": ALL_LINEAR}, weak={"_save_in_full": ends} if ends else {}, says=says
+        {"lora.target_modules": ALL_LINEAR},
+        weak={"_save_in_full": ends} if ends else {},
+        notices=says,
     )
 
 

@@ -77,7 +77,7 @@ def _written(text: str, loaded: Loaded | None) -> JSONObject:
     except ConfigError:
         return {}
     collector = EntryCollector(FILE, document.lines)
-    collector.tree(document.value if isinstance(document.value, dict) else {})
+    collector.add_tree(document.value if isinstance(document.value, dict) else {})
     written: JSONObject = {}
     for entry in collector.entries:
         binding = bind_key(entry)

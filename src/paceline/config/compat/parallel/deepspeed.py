@@ -51,8 +51,8 @@ def use_deepspeed(keys: StrategyKeys, names: list[str]) -> None:
             settings, parsed = _accelerate_deepspeed(keys, by, value)
         elif value is not True:
             settings, parsed = _deepspeed_value(keys, by, value)
-    except UnsupportedValue as refused:
-        keys.refuse(by, refused.why, refused.fix)
+    except UnsupportedValue as error:
+        keys.refuse(by, error.why, error.fix)
         return
     except ConfigError as error:
         keys.merge.problems.append(Problem(error.what, by, fix=error.fix, target="parallel.mode"))
@@ -277,7 +277,7 @@ def json_notices(merge: Merge) -> list[tuple[str, str]]:
         ):
             continue
         text = (
-            f"`{one.entry.key}: {short(one.entry.value)}` ({one.entry.source}) gives way to"
+            f"`{one.entry.key}: {short(one.entry.value)}` ({one.entry.source}) is overridden by"
             f" {winner.entry.shown()}"
         )
         out.append(("warning", text))

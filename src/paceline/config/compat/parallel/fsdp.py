@@ -10,9 +10,9 @@ from typing import Any
 from paceline.config.compat.conversion import (
     UnsupportedValue,
     as_bool,
+    as_names,
     is_off,
     read_json_object,
-    words,
 )
 from paceline.config.compat.merge import Assignment
 from paceline.config.compat.parallel.keys import BELOW_FILE, StrategyKeys, num_ranks
@@ -190,12 +190,12 @@ def use_fsdp(keys: StrategyKeys, names: list[str]) -> None:
     try:
         flags, config = _fsdp_inputs(keys)
         plan = fsdp_plan(flags, config)
-    except UnsupportedValue as refused:
+    except UnsupportedValue as error:
         at = keys.by_name.get(
-            "_fsdp_config" if refused.why.startswith("`fsdp_config") else names[0],
+            "_fsdp_config" if error.why.startswith("`fsdp_config") else names[0],
             keys.by_name[names[0]],
         )
-        keys.refuse(at.entry, refused.why, refused.fix)
+        keys.refuse(at.entry, error.why, error.fix)
         return
     settings = _fsdp_settings(keys, by, plan)
     entries = list(dict.fromkeys(keys.by_name[name].entry for name in names))
@@ -256,7 +256,7 @@ def words_of(value: Any) -> list[str]:
     if as_bool(value) is True:
         return ["full_shard"]
     parts = value if isinstance(value, list) else [value]
-    return [word.lower() for part in parts for word in words(str(part).replace(" ", ","))]
+    return [word.lower() for part in parts for word in as_names(str(part).replace(" ", ","))]
 
 
 def _fsdp_file(path: str, key: str) -> dict[str, YamlValue]:

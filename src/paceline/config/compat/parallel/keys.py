@@ -9,7 +9,7 @@ from paceline.config.compat.merge import Assignment, Merge, SourceLine
 from paceline.config.entries import FILE, ConfigEntry, Problem
 from paceline.config.yaml_read import YamlValue
 
-#: A DeepSpeed JSON gives way to the config: defaults < JSON < config file < overrides.
+#: A DeepSpeed JSON is overridden by the config: defaults < JSON < config file < overrides.
 BELOW_FILE = FILE - 1
 
 
@@ -34,7 +34,7 @@ class StrategyKeys:
         return None if assigned is None else assigned.value
 
     def line(self, entry: ConfigEntry) -> SourceLine | None:
-        return next((line for line in self.merge.lines if line.meaning.entry is entry), None)
+        return next((line for line in self.merge.lines if line.binding.entry is entry), None)
 
     def assign(
         self,
@@ -55,7 +55,7 @@ class StrategyKeys:
     def say(self, by: ConfigEntry, text: str, level: str = "info") -> None:
         line = self.line(by)
         if line is not None and text:
-            line.says = (*line.says, (level, text))
+            line.notices = (*line.notices, (level, text))
 
     def refuse(
         self,
@@ -99,7 +99,7 @@ class StrategyKeys:
                 self.assign(by, f"parallel.{key}", value)
         native = self.native("parallel.mode")
         if self.overridden(by, str(settings["mode"])) and native is not None:
-            self.say(by, f"its strategy gives way to {native.entry.shown()}")
+            self.say(by, f"its strategy is overridden by {native.entry.shown()}")
 
 
 def take_keys(merge: Merge, base: Path | None) -> StrategyKeys:
@@ -123,7 +123,10 @@ def take_keys(merge: Merge, base: Path | None) -> StrategyKeys:
             if taken:
                 line.assigned = [one for one in line.assigned if one not in found]
                 if taken[0] not in top:
-                    line.says = (*line.says, ("info", f"gives way to {top[0].entry.shown()}"))
+                    line.notices = (
+                        *line.notices,
+                        ("info", f"is overridden by {top[0].entry.shown()}"),
+                    )
         merge.assigned = [one for one in merge.assigned if one not in found]
     return keys
 

@@ -59,7 +59,7 @@ def _drop_lower(keys: StrategyKeys) -> None:
     family = "_fsdp" if low.target.startswith("_fsdp") else "_deepspeed"
     for name in [name for name in keys.by_name if name.startswith(family)]:
         if keys.by_name[name].entry.layer == low.entry.layer:
-            keys.say(keys.by_name.pop(name).entry, f"gives way to {high.entry.shown()}")
+            keys.say(keys.by_name.pop(name).entry, f"is overridden by {high.entry.shown()}")
 
 
 def _strategy(keys: StrategyKeys) -> None:
@@ -136,4 +136,4 @@ def _plain(keys: StrategyKeys, kind: str) -> None:
     if native is None or native.weak or native.entry.layer != by.layer:
         keys.set_strategy(by, {"mode": modes.get(kind, "ddp")})
     else:
-        keys.say(by, f"gives way to {native.entry.shown()}")
+        keys.say(by, f"is overridden by {native.entry.shown()}")

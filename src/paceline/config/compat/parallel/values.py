@@ -80,8 +80,8 @@ def _sizes(value: Mapping[str, YamlValue]) -> tuple[dict[str, YamlValue], list[s
         elif one is not None:
             try:
                 sets.update(_SIZES[name](one).sets)
-            except UnsupportedValue as refused:
-                raise UnsupportedValue(f"`{key}: {one}`: {refused.why}", refused.fix) from None
+            except UnsupportedValue as error:
+                raise UnsupportedValue(f"`{key}: {one}`: {error.why}", error.fix) from None
     return sets, rest
 
 
