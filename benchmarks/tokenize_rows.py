@@ -34,7 +34,7 @@ from pathlib import Path
 from paceline.config.schema import Config
 from paceline.data.text.build import build_entry
 from paceline.data.sources.resolve import open_source
-from paceline.data.text.templates import AskedTemplate
+from paceline.data.text.templates import TemplateChoice
 from paceline.models.builtin import resolve_model
 
 def main():
@@ -43,7 +43,7 @@ def main():
     sources = [open_source(one) for one in config.sources()]
     path = Path(resolve_model(model))
     meta = build_entry(
-        Path(folder), sources, config, "sft", path, AskedTemplate(), workers=int(workers)
+        Path(folder), sources, config, "sft", path, TemplateChoice(), workers=int(workers)
     )
     print(json.dumps(meta["tokens"]))
 

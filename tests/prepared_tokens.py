@@ -1,4 +1,4 @@
-"""Small datasets, and what the preparation of tokens makes of them."""
+"""Small datasets and helpers to tokenize them."""
 
 import json
 from itertools import pairwise
@@ -33,10 +33,10 @@ def save(path: Path, rows: list[Any]) -> str:
 
 
 def prepare(
-    dataset: Any, task: Any = "sft", train_args: dict[str, Any] | None = None, **more: Any
+    dataset: Any, task: Any = "sft", train_args: dict[str, Any] | None = None, **settings: Any
 ) -> PreparedTokens:
     return prepare_tokens(
-        Config(**{"model": MODEL, "dataset": dataset, "train_args": train_args or {}, **more}),
+        Config(**{"model": MODEL, "dataset": dataset, "train_args": train_args or {}, **settings}),
         task,
         resolve_model,
     )
@@ -60,11 +60,11 @@ def parts(tokens: PreparedTokens, index: int = 0) -> list[tuple[bool, str]]:
     ]
 
 
-def said(tokens: PreparedTokens) -> str:
+def notice_text(tokens: PreparedTokens) -> str:
     return "\n".join(text for _, text in tokens.notices)
 
 
-def fails(*args: Any, **more: Any) -> str:
+def fails(*args: Any, **settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        prepare(*args, **more)
+        prepare(*args, **settings)
     return str(caught.value)

@@ -66,7 +66,9 @@ CHAT = [
 
 
 def answers(source: str, chat: list[dict[str, str]]) -> list[str]:
-    rendered = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).answers(chat)
+    rendered = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}).render_with_spans(
+        chat
+    )
     return [rendered.text[start:end] for start, end in rendered.spans]
 
 
@@ -106,7 +108,7 @@ def test_an_answer_that_the_template_changes_beyond_finding_carries_no_loss() ->
         "{% for m in messages %}{{ m.content | upper if not loop.last else m.content }}</s>\n{%"
         " endfor %}"
     )
-    rendered = ChatTemplate(shouting, {}).answers(CHAT)
+    rendered = ChatTemplate(shouting, {}).render_with_spans(CHAT)
     assert rendered.text[slice(*rendered.spans[-1])] == "Second.</s>"
     assert (len(rendered.spans), rendered.unplaced) == (1, 1)
 
@@ -119,8 +121,8 @@ def test_marks_that_leave_the_end_of_turn_out_are_extended() -> None:
 def test_answers_of_one_letter_equal_to_the_question() -> None:
     chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "user", "assistant")]
     for source in (CHATML, CHAT_TEMPLATE, THINKING):
-        found = answers(source, chat)
-        assert [one[-len("a<|im_end|>") :] for one in found] == ["a<|im_end|>"] * 2
+        endings = answers(source, chat)
+        assert [answer[-len("a<|im_end|>") :] for answer in endings] == ["a<|im_end|>"] * 2
 
 
 def test_a_chat_that_the_assistant_opens() -> None:
@@ -133,7 +135,7 @@ def test_a_chat_that_the_assistant_opens() -> None:
 def test_refusal_and_broken_template() -> None:
     with pytest.raises(TemplateRefused, match="roles must alternate"):
         answers(INST, CHAT[1:])
-    with pytest.raises(ConfigError, match="no valid Jinja"):
+    with pytest.raises(ConfigError, match="not valid Jinja"):
         ChatTemplate("{% for m in messages %}", {})
 
 

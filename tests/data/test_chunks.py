@@ -25,8 +25,8 @@ from paceline.core.errors import ConfigError
 from paceline.data.progress import Progress
 from paceline.data.sources.resolve import open_source
 from paceline.data.text import build
-from paceline.data.text.chunks import chunks_of
-from paceline.data.text.templates import AskedTemplate
+from paceline.data.text.chunks import make_chunks
+from paceline.data.text.templates import TemplateChoice
 from paceline.models.builtin import resolve_model
 
 MODEL = "builtin:qwen2-micro"
@@ -75,11 +75,17 @@ def built(
     folder: Path, config: Config, workers: int | None
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     folder.mkdir()
-    sources = [open_source(one) for one in config.sources()]
+    sources = [open_source(spec) for spec in config.sources()]
     meta = build.build_entry(
-        folder, sources, config, "sft", Path(resolve_model(MODEL)), AskedTemplate(), workers=workers
+        folder,
+        sources,
+        config,
+        "sft",
+        Path(resolve_model(MODEL)),
+        TemplateChoice(),
+        workers=workers,
     )
-    return {one.name: one.read_bytes() for one in folder.iterdir()}, meta
+    return {file.name: file.read_bytes() for file in folder.iterdir()}, meta
 
 
 def many_rows(tmp_path: Path, count: int) -> Config:
@@ -98,8 +104,8 @@ def test_two_workers_write_what_one_does(tmp_path: Path) -> None:
     assert meta["counts"]["truncated"] > 0
     assert len(meta["counts"]["dropped"]) >= 2
     assert not psutil.Process().children(recursive=True) or all(
-        "spawn_main" not in " ".join(one.cmdline())
-        for one in psutil.Process().children(recursive=True)
+        "spawn_main" not in " ".join(process.cmdline())
+        for process in psutil.Process().children(recursive=True)
     )
 
 
@@ -131,7 +137,7 @@ def test_chunks_hold_the_rows_of_the_files_with_their_places(tmp_path: Path) -> 
     files_of_lines(tmp_path)
     (tmp_path / "rows.json").write_text(json.dumps(rows(300)))
     names = [
-        *(one.name for one in sorted(tmp_path.iterdir())),
+        *(path.name for path in sorted(tmp_path.iterdir())),
         "",
         "*.jsonl",
         "plain.jsonl#301",
@@ -141,7 +147,7 @@ def test_chunks_hold_the_rows_of_the_files_with_their_places(tmp_path: Path) -> 
         source = open_source(
             config_of(str(tmp_path) + ("/" + name if name[:1] != "#" else name)).sources()[0]
         )
-        chunks = list(chunks_of(0, source, 42))
+        chunks = list(make_chunks(0, source, 42))
         assert [row for chunk in chunks for row in chunk.rows()] == list(source.rows(42)), name
         assert all(chunk.num_rows == 256 or chunk.num_chars >= 2 << 20 for chunk in chunks[:-1]), (
             name
@@ -154,7 +160,7 @@ def test_the_place_of_a_row_is_its_line_in_the_file(tmp_path: Path) -> None:
         codecs.BOM_UTF8 + b'\n{"text": "x"}\r\n  \n\xc2\xa0\n{"text": "y"}\n\n{"text": "z"}'
     )
     source = open_source(config_of(str(tmp_path / "a.jsonl")).sources()[0])
-    (chunk,) = chunks_of(0, source, 42)
+    (chunk,) = make_chunks(0, source, 42)
     assert [place for place, _ in chunk.rows()] == [
         f"line {number} of {tmp_path / 'a.jsonl'}" for number in (2, 5, 7)
     ]
@@ -195,15 +201,16 @@ def test_the_first_dataset_that_cannot_be_used_is_reported(tmp_path: Path) -> No
 
 
 def files_of_every_kind(folder: Path) -> None:
-    many = [{"prompt": f"p{n}", "completion": f"answer {n} " * 40} for n in range(2000)]
-    text = "".join(json.dumps(row) + "\n" for row in many).encode()
+    table_rows = [{"prompt": f"p{n}", "completion": f"answer {n} " * 40} for n in range(2000)]
+    text = "".join(json.dumps(row) + "\n" for row in table_rows).encode()
     (folder / "lines.jsonl").write_bytes(text)
     (folder / "wide.jsonl").write_bytes(text.decode().encode("utf-16"))
-    (folder / "list.json").write_text(json.dumps(many))
+    (folder / "list.json").write_text(json.dumps(table_rows))
     (folder / "table.csv").write_text(
-        "prompt,completion\n" + "".join(f"{one['prompt']},{one['completion']}\n" for one in many)
+        "prompt,completion\n"
+        + "".join(f"{row['prompt']},{row['completion']}\n" for row in table_rows)
     )
-    table = pa.Table.from_pylist(many)
+    table = pa.Table.from_pylist(table_rows)
     pq.write_table(table, folder / "table.parquet")
     for name, new in (("stream.arrow", pa.ipc.new_stream), ("file.arrow", pa.ipc.new_file)):
         with new(str(folder / name), table.schema) as writer:
@@ -219,10 +226,10 @@ def test_the_share_of_the_data_that_was_read_is_known_for_every_kind_of_file(
     tmp_path: Path,
 ) -> None:
     files_of_every_kind(tmp_path)
-    for name in [*(one.name for one in sorted(tmp_path.iterdir())), "*.*", "lines.jsonl#1500"]:
+    for name in [*(path.name for path in sorted(tmp_path.iterdir())), "*.*", "lines.jsonl#1500"]:
         source = open_source(config_of(str(tmp_path / name)).sources()[0])
         total = source.text_bytes() or 0
-        sizes = [chunk.size_bytes for chunk in chunks_of(0, source, 42)]
+        sizes = [chunk.size_bytes for chunk in make_chunks(0, source, 42)]
         assert sum(sizes) == total > 0, name
         assert min(sizes) >= 0, name
         # compressed, these rows are smaller than what is read at once
@@ -265,14 +272,16 @@ def test_worker_processes_are_for_much_data_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = [
-        open_source(one) for one in config_of(save(tmp_path / "a.jsonl", rows(50))).sources()
+        open_source(spec) for spec in config_of(save(tmp_path / "a.jsonl", rows(50))).sources()
     ]
-    assert build._workers(sources) == 1
+    assert build._num_workers(sources) == 1
     monkeypatch.setattr(build, "_PARALLEL_BYTES", 1000)
-    assert build._workers(sources) == min(len(os.sched_getaffinity(0)), 32)
+    assert build._num_workers(sources) == min(len(os.sched_getaffinity(0)), 32)
     (tmp_path / "d.txt").write_text("x" * 5000)
     assert (
-        build._workers([open_source(one) for one in config_of(str(tmp_path / "d.txt")).sources()])
+        build._num_workers(
+            [open_source(spec) for spec in config_of(str(tmp_path / "d.txt")).sources()]
+        )
         == 1
     )
 
@@ -294,7 +303,7 @@ def test_an_interrupted_tokenization_leaves_no_entry_and_no_process(tmp_path: Pa
     try:
         entries = tmp_path / "cache" / "paceline" / "tokens"
         deadline = time.monotonic() + 120
-        while not [one for one in entries.glob(".*.tmp/tokens.bin") if one.stat().st_size > 0]:
+        while not [file for file in entries.glob(".*.tmp/tokens.bin") if file.stat().st_size > 0]:
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -16,7 +16,7 @@ def convert(row: Any, **settings: Any) -> Sample:
 
 def turns(sample: Sample) -> list[tuple[str, str]]:
     assert sample.messages is not None
-    return [(one["role"], one["content"]) for one in sample.messages]
+    return [(message["role"], message["content"]) for message in sample.messages]
 
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -58,10 +58,10 @@ def test_messages_and_sharegpt() -> None:
     assert turns(convert({"messages": parts})) == [("user", "q"), ("assistant", "a")]
 
 
-def test_turns_after_the_last_answer_are_left_off_and_counted() -> None:
+def test_turns_after_the_last_answer_are_removed_and_counted() -> None:
     sample = convert({"messages": [*CHAT, {"role": "user", "content": "and?"}]})
     assert turns(sample) == [("user", "q"), ("assistant", "a")]
-    assert sample.left_off == 1
+    assert sample.trailing_turns == 1
 
 
 @pytest.mark.parametrize(
@@ -107,26 +107,26 @@ def test_column_names_can_be_given() -> None:
         {"frage": "q", "antwort": "a"}, columns={"prompt": "frage", "completion": "antwort"}
     ).pair == ("q", "a")
     rows = {"talk": [{"who": "human", "said": "q"}, {"who": "bot", "said": "a"}]}
-    named = convert(
-        rows, columns={"messages": "talk", "role": "who", "content": "said"}, named="messages"
+    sample = convert(
+        rows, columns={"messages": "talk", "role": "who", "content": "said"}, format="messages"
     )
-    assert turns(named) == [("user", "q"), ("assistant", "a")]
+    assert turns(sample) == [("user", "q"), ("assistant", "a")]
     with pytest.raises(ConfigError, match="did you mean `prompt`"):
         RowConverter("here", columns={"promt": "x"})
 
 
-@pytest.mark.parametrize("named", ["alpaca", "messages", "prompt_completion", "text"])
-def test_a_named_format_must_fit(named: str) -> None:
+@pytest.mark.parametrize("name", ["alpaca", "messages", "prompt_completion", "text"])
+def test_a_configured_format_must_match(name: str) -> None:
     fitting = {
         "alpaca": {"instruction": "do", "output": "done"}, "messages": {"messages": CHAT},
         "prompt_completion": {"prompt": "q", "completion": "a"}, "text": {"text": "t"},
     }  # fmt: skip
     for kind, row in fitting.items():
-        converter = RowConverter("here", named=named)
-        if kind == named:
+        converter = RowConverter("rows", format=name)
+        if kind == name:
             converter(row)
         else:
-            with pytest.raises(MalformedRow, match=f"columns do not fit `{named}`"):
+            with pytest.raises(MalformedRow, match=f"columns do not match `{name}`"):
                 converter(row)
 
 
@@ -135,7 +135,7 @@ def test_a_named_format_must_fit(named: str) -> None:
     [
         ("just a string", "not an object with columns"),
         (None, "not an object with columns"),
-        ({"foo": "x", "bar": "y"}, "columns fit no format"),
+        ({"foo": "x", "bar": "y"}, "columns match no format"),
         ({"instruction": "do", "output": ""}, "empty answer"),
         ({"instruction": "do", "output": None}, "empty answer"),
         ({"instruction": "", "output": "done"}, "empty prompt"),
@@ -146,8 +146,8 @@ def test_a_named_format_must_fit(named: str) -> None:
         ({"text": "\n"}, "empty text"),
         ({"messages": []}, "no messages"),
         ({"messages": None}, "no messages"),
-        ({"messages": "hi"}, "messages are no list"),
-        ({"messages": ["hi"]}, "a message is no object"),
+        ({"messages": "hi"}, "messages are not a list"),
+        ({"messages": ["hi"]}, "a message is not an object"),
         ({"messages": CHAT[:1]}, "no assistant turn"),
         ({"messages": [CHAT[0], {"role": "assistant", "content": ""}]}, "empty answer"),
         ({"messages": [CHAT[0], {"role": "assistant", "content": None}]}, "empty answer"),
@@ -156,11 +156,11 @@ def test_a_named_format_must_fit(named: str) -> None:
         ({"messages": [{"content": "q"}, CHAT[1]]}, "unknown role"),
         (
             {"messages": [CHAT[0], {"role": "assistant", "content": 3.5}]},
-            "a message that is not text",
+            "a message is not text",
         ),
         (
             {"messages": [{"role": "user", "content": {"text": "q"}}, CHAT[1]]},
-            "a message that is not text",
+            "a message is not text",
         ),
         (
             {"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": [{}]}]},
@@ -172,7 +172,7 @@ def test_a_named_format_must_fit(named: str) -> None:
         ),
         (
             {"query": "q", "response": "a", "history": "earlier"},
-            r"history is no list of \(question, answer\)",
+            r"history is not a list of \(question, answer\)",
         ),
     ],
 )
@@ -206,7 +206,7 @@ def test_well_known_names() -> None:
 
 def test_a_renamed_column_counts_as_used() -> None:
     converter = RowConverter(
-        "here", named="alpaca", columns={"instruction": "question", "output": "answer"}
+        "here", format="alpaca", columns={"instruction": "question", "output": "answer"}
     )
     converter({"question": "q", "answer": "a", "other": "x"})
     assert set(converter.unused) == {"other"}
@@ -214,10 +214,10 @@ def test_a_renamed_column_counts_as_used() -> None:
 
 def test_a_column_is_read_under_one_name_and_an_empty_name_leaves_it_out() -> None:
     row = {"input": "question", "target": "answer"}
-    used = convert(row, columns={"instruction": "input", "output": "target"}, named="alpaca")
+    used = convert(row, columns={"instruction": "input", "output": "target"}, format="alpaca")
     assert turns(used) == [("user", "question"), ("assistant", "answer")]
     row = {"instruction": "question", "input": "unused", "output": "answer"}
-    assert turns(convert(row, columns={"input": ""}, named="alpaca")) == [
+    assert turns(convert(row, columns={"input": ""}, format="alpaca")) == [
         ("user", "question"),
         ("assistant", "answer"),
     ]

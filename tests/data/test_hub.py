@@ -89,13 +89,13 @@ def test_download_once_then_from_the_cache_with_and_without_the_hub(
 ) -> None:
     first = prepare("me/mine#7", hub, tmp_path)
     assert first.startswith("7 ")
-    assert "tokenised in" in first
+    assert "tokenized in" in first
     second = prepare("me/mine#7", hub, tmp_path)
-    assert "from the cache" in second
+    assert "from the token cache" in second
     assert second.endswith("False\n")  # the library that takes seconds to import was not needed
     assert "or it is private" in prepare("me/yours", hub, tmp_path)
     hub.shutdown()
     hub.server_close()
     third = prepare("me/mine#7", hub, tmp_path)
-    assert "from the cache" in third
+    assert "from the token cache" in third
     assert "using the downloaded copy" in third

@@ -19,9 +19,9 @@ from paceline.tasks import load_task
 from paceline.tasks.preview import MOST_TOKENS, preview
 
 
-def config_of(dataset: object, **more: object):
+def config_of(dataset: object, **settings: object):
     return load_config(
-        None, {"model": "builtin:qwen2-micro", "dataset": str(dataset), **more}
+        None, {"model": "builtin:qwen2-micro", "dataset": str(dataset), **settings}
     ).config
 
 
@@ -48,12 +48,12 @@ def test_label_tokens_are_the_answer_and_its_end(tmp_path):
     ]}))  # fmt: skip
     (row,) = preview(config)["rows"]
     assert row["format"] == "messages"
-    labels = [one["text"] for one in row["segments"] if one["label"]]
+    labels = [segment["text"] for segment in row["segments"] if segment["label"]]
     assert labels == ["Riders in a row.<|im_end|>"]
     assert "What is a pace line?" in "".join(
-        one["text"] for one in row["segments"] if not one["label"]
+        segment["text"] for segment in row["segments"] if not segment["label"]
     )
-    assert "".join(one["text"] for one in row["segments"]).startswith("<|im_start|>user")
+    assert "".join(segment["text"] for segment in row["segments"]).startswith("<|im_start|>user")
 
 
 def test_what_is_too_long_is_marked(tmp_path):
@@ -71,7 +71,7 @@ def test_what_is_too_long_is_marked(tmp_path):
     )
 
 
-def test_a_row_that_is_left_out_says_why(tmp_path):
+def test_a_dropped_row_has_a_reason(tmp_path):
     path = written(
         tmp_path,
         {"prompt": "a", "completion": "b"},
@@ -79,7 +79,7 @@ def test_a_row_that_is_left_out_says_why(tmp_path):
         {"other": 1},
     )
     rows = preview(config_of(path))["rows"]
-    assert [row["reason"] for row in rows] == [None, "empty answer", "columns fit no format"]
+    assert [row["reason"] for row in rows] == [None, "empty answer", "columns match no format"]
     assert [row["place"].split(" of ")[0] for row in rows] == ["line 1", "line 2", "line 3"]
 
 
@@ -100,21 +100,21 @@ def test_a_task_of_ones_own_is_refused():
 
 
 def test_the_verb_prints_one_json_value():
-    words = ("preview", "model=builtin:qwen2-micro", "--rows", "2")
-    done = run(*words, "dataset=builtin:python-docs", "--json", verb="data")
+    args = ("preview", "model=builtin:qwen2-micro", "--rows", "2")
+    done = run(*args, "dataset=builtin:python-docs", "--json", verb="data")
     table = json.loads(done.stdout)
     assert len(table["rows"]) == 2
     assert np.all([row["num_tokens"] > 0 for row in table["rows"]])
-    assert run(*words, "dataset=nothing.jsonl", verb="data", expect=2).stdout == ""
+    assert run(*args, "dataset=nothing.jsonl", verb="data", expect=2).stdout == ""
 
 
 def test_images_are_shown_as_the_model_takes_them(tmp_path):
     config = config_of("builtin:digits", model="builtin:small-cnn", task="classify")
-    found = preview(config, rows=6)["rows"]
-    assert len(found) == 6
-    assert len({row["label"] for row in found}) > 1
+    shown = preview(config, rows=6)["rows"]
+    assert len(shown) == 6
+    assert len({row["label"] for row in shown}) > 1
     pixels, digits = _digits_table()
-    for row in found:
+    for row in shown:
         number = int(row["place"].split()[1])
         assert row["label"] == str(digits[number])
         assert row["shape"] == [1, 8, 8]
@@ -136,14 +136,14 @@ def test_images_are_shown_as_the_model_takes_them(tmp_path):
 
 def test_rows_of_a_click_log_are_those_that_are_trained_on():
     config = config_of("builtin:clicks#2000", model="builtin:dlrm", task="recommend")
-    found = preview(config, rows=3)["rows"]
+    shown = preview(config, rows=3)["rows"]
     task = load_task(config)
     task.prepared = task.prepare()
     log = task.build_datasets()[0]
     batch = task.collate([log[0], log[1], log[2]])
-    assert [float(row["label"]) for row in found] == batch["label"].tolist()
-    first = {one["name"]: one["value"] for one in found[0]["fields"]}
+    assert [float(row["label"]) for row in shown] == batch["label"].tolist()
+    first = {field["name"]: field["value"] for field in shown[0]["fields"]}
     assert first[log.names[0]] == f"{int(batch['ids'][0][0])} of {log.tables[0]:,}"
-    assert [float(one["value"]) for one in found[0]["fields"][:4]] == pytest.approx(
+    assert [float(field["value"]) for field in shown[0]["fields"][:4]] == pytest.approx(
         batch["dense"][0].tolist(), rel=1e-3
     )

@@ -1,5 +1,4 @@
-"""Rows that ask for another kind of training are refused: preference data, images, columns that
-must not be left out."""
+"""Reject rows for another kind of training: preference data, images, columns that must be used."""
 
 import json
 from pathlib import Path
@@ -24,16 +23,16 @@ CHAT = [ASK, ANSWER]
 SHARE = [{"from": "human", "value": "q"}]
 
 
-def prepare(path: Path, rows: list[Any], task: Any = "sft", **more: Any) -> PreparedTokens:
+def prepare(path: Path, rows: list[Any], task: Any = "sft", **settings: Any) -> PreparedTokens:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return prepare_tokens(
-        Config(model="builtin:qwen2-micro", dataset=str(path), **more), task, resolve_model
+        Config(model="builtin:qwen2-micro", dataset=str(path), **settings), task, resolve_model
     )
 
 
-def fails(path: Path, rows: list[Any], **more: Any) -> str:
+def fails(path: Path, rows: list[Any], **settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        prepare(path, rows, **more)
+        prepare(path, rows, **settings)
     return str(caught.value)
 
 
@@ -166,10 +165,11 @@ def test_labels_of_zero_and_one_are_named(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "completion": "a", "label": number} for number in (0, 1)]
     notices = prepare(tmp_path / "a.jsonl", rows).notices
     assert any(
-        level == "warning" and "`label` holds only 0 and 1" in text for level, text in notices
+        level == "warning" and "`label` has only the values 0 and 1" in text
+        for level, text in notices
     )
     notices = prepare(tmp_path / "b.jsonl", [*rows, {**rows[0], "label": 2}]).notices
-    assert not any("holds only 0 and 1" in text for _, text in notices)
+    assert not any("only the values 0 and 1" in text for _, text in notices)
 
 
 def test_the_command_ends_with_code_2_and_writes_nothing(
@@ -185,7 +185,7 @@ def test_the_command_ends_with_code_2_and_writes_nothing(
         ]
     )
     assert code == 2
-    assert "ask for KTO" in capsys.readouterr().err
+    assert "for KTO" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -228,7 +228,7 @@ MEDIA = {
 
 @pytest.mark.parametrize("row", MEDIA.values(), ids=MEDIA)
 def test_images_video_and_audio_are_refused(row: dict[str, Any]) -> None:
-    with pytest.raises(Unsupported, match="trains on text alone"):
+    with pytest.raises(Unsupported, match="trains on text only"):
         RowConverter("here")(row)
 
 
@@ -279,9 +279,9 @@ def test_other_columns_are_named_in_one_notice(tmp_path: Path) -> None:
         {"messages": CHAT, "id": 2, "source": "web"},
     ]
     notices = [
-        text for _, text in prepare(tmp_path / "a.jsonl", rows).notices if "not used" in text
+        text for _, text in prepare(tmp_path / "a.jsonl", rows).notices if "unused columns" in text
     ]
-    assert notices == [f"{tmp_path / 'a.jsonl'}: columns that are not used: `id`, `source`"]
+    assert notices == [f"{tmp_path / 'a.jsonl'}: unused columns: `id`, `source`"]
 
 
 def test_ignore_columns_of_the_top_level_and_of_a_source_add_up(tmp_path: Path) -> None:
@@ -294,12 +294,12 @@ def test_ignore_columns_of_the_top_level_and_of_a_source_add_up(tmp_path: Path) 
     )
     tokens = prepare_tokens(config, "sft", resolve_model)
     assert tokens.counts.kept == 1
-    said = [text.partition(": ")[2] for _, text in tokens.notices]
-    assert "left out by `ignore_columns`: `rejected`, `images`" in said
-    assert "no row has the columns of `ignore_columns` `nothing`" in said
+    messages = [text.partition(": ")[2] for _, text in tokens.notices]
+    assert "ignored by `ignore_columns`: `rejected`, `images`" in messages
+    assert "no row has the columns `nothing` of `ignore_columns`" in messages
     other = Config(model="builtin:qwen2-micro", dataset=source, ignore_columns=["rejected"])
     assert prepare_tokens(other, "sft", resolve_model).train_folder != tokens.train_folder
-    with pytest.raises(ConfigError, match="in `columns` and in `ignore_columns`"):
+    with pytest.raises(ConfigError, match="in both `columns` and `ignore_columns`"):
         RowConverter("here", columns={"text": "x"}, ignore_columns=["x"])
 
 

@@ -11,7 +11,7 @@ from paceline.config.chat_names import TEMPLATE_NAMES, canonical_name
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.text.chat_template import ChatTemplate
-from paceline.data.text.templates import FORMATS, asked_template, save_template, template_source
+from paceline.data.text.templates import FORMATS, save_template, template_choice, template_source
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 from paceline.models.builtin import resolve_model
 from paceline.tasks.preview import preview
@@ -47,7 +47,7 @@ def test_every_template_marks_each_answer_with_its_end(name: str) -> None:
         (CHAT[1:], ["Two.", "Four."]),
         (CHAT[1:3], ["Two."]),
     ):
-        rendered = template.answers(chat)
+        rendered = template.render_with_spans(chat)
         assert rendered.unplaced == 0
         spans = [rendered.text[start:end] for start, end in rendered.spans]
         assert len(spans) == len(answers)
@@ -101,40 +101,40 @@ def test_a_system_message_goes_where_the_family_has_it() -> None:
     assert "You are Qwen" not in text("qwen")
 
 
-def asked(value: str | None) -> tuple[str | None, list[str]]:
+def choose(value: str | None) -> tuple[str | None, list[str]]:
     config = Config(model=MODEL, dataset="d", chat_template=value)
-    source, notices = asked_template(config).choose(load_tokenizer(Path(resolve_model(MODEL))))
+    source, notices = template_choice(config).choose(load_tokenizer(Path(resolve_model(MODEL))))
     return source, [f"{level}: {text}" for level, text in notices]
 
 
 def test_the_tokenizers_own_template_is_used_where_it_writes_the_same(
     tokenizer: LoadedTokenizer,
 ) -> None:
-    own = tokenizer.chat_template
-    assert asked(None) == (own, [])
-    assert asked("tokenizer_default") == (own, [])
-    assert asked("tokenizer_default_fallback_llama3") == (own, [])
-    source, notices = asked("chatml")
-    assert source == own
-    assert "the tokenizer's own, which writes the same text" in notices[0]
+    built_in = tokenizer.chat_template
+    assert choose(None) == (built_in, [])
+    assert choose("tokenizer_default") == (built_in, [])
+    assert choose("tokenizer_default_fallback_llama3") == (built_in, [])
+    source, notices = choose("chatml")
+    assert source == built_in
+    assert "the tokenizer's template, which produces the same text" in notices[0]
     # it begins with a system message, and the tokenizer's own does not
-    source, notices = asked("qwen")
+    source, notices = choose("qwen")
     assert source == template_source("qwen")
     assert notices[0].startswith(
-        "warning: chat template: `qwen`; the tokenizer's own writes other text"
+        "warning: chat template: `qwen`; the tokenizer's template produces different text"
     )
-    assert asked("qwen3")[0] == own
+    assert choose("qwen3")[0] == built_in
 
 
 def test_tokens_that_a_tokenizer_lacks_are_reported(tokenizer: LoadedTokenizer) -> None:
     bare = replace(tokenizer, chat_template=None, special_tokens={})
-    fallback = asked_template(
+    fallback = template_choice(
         Config(model=MODEL, dataset="d", chat_template="tokenizer_default_fallback_llama3")
     )
     source, notices = fallback.choose(bare)
     assert source == template_source("llama3")
     assert any(level == "warning" and "`<|eot_id|>`" in text for level, text in notices)
-    _, notices = asked_template(Config(model=MODEL, dataset="d", chat_template="zephyr")).choose(
+    _, notices = template_choice(Config(model=MODEL, dataset="d", chat_template="zephyr")).choose(
         bare
     )
     assert any(level == "warning" and "end-of-text token" in text for level, text in notices)
@@ -142,16 +142,16 @@ def test_tokens_that_a_tokenizer_lacks_are_reported(tokenizer: LoadedTokenizer) 
 
 def test_a_file_a_folder_and_the_template_itself(tmp_path: Path) -> None:
     inline = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    assert asked(inline)[0] == inline
+    assert choose(inline)[0] == inline
     (tmp_path / "mine.jinja").write_text(inline)
-    assert asked(str(tmp_path / "mine.jinja"))[0] == inline
+    assert choose(str(tmp_path / "mine.jinja"))[0] == inline
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": inline}))
-    assert asked(str(tmp_path))[0] == inline
+    assert choose(str(tmp_path))[0] == inline
     with pytest.raises(ConfigError, match="is neither the name of a template nor a file") as caught:
-        asked("chatlm")
+        choose("chatlm")
     assert "did you mean `chatml`" in caught.value.paragraph()
     with pytest.raises(ConfigError) as caught:
-        asked("missing.jinja")
+        choose("missing.jinja")
     assert "check the name or the path" in caught.value.paragraph()
 
 

@@ -39,14 +39,14 @@ def test_a_hit_is_the_same_and_imports_nothing_heavy(tmp_path: Path) -> None:
     second = prepare(data)
     assert first.train_folder == second.train_folder
     assert first.counts == second.counts
-    assert "tokenised in" in first.notices[-1][1]
-    assert "tokenised data from the cache" in second.notices[-1][1]
+    assert "tokenized in" in first.notices[-1][1]
+    assert "read from the token cache" in second.notices[-1][1]
     assert first.notices[:-1] == second.notices[:-1]
     code = (
         "import sys; from paceline.config.schema import Config; from paceline.data.text.prepare"
         f" import prepare_tokens; from paceline.models.builtin import resolve_model\n"
         f"t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft', resolve_model)\n"
-        "assert 'from the cache' in t.notices[-1][1]; print({'torch', 'transformers',"
+        "assert 'from the token cache' in t.notices[-1][1]; print({'torch', 'transformers',"
         " 'datasets', 'tokenizers', 'jinja2', 'pyarrow'} & set(sys.modules))"
     )
     assert (
@@ -89,10 +89,10 @@ def test_processes_that_come_at_once_build_it_once(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    found = [process.communicate(timeout=50)[0] for process in started]
+    lines = [process.communicate(timeout=50)[0] for process in started]
     assert all(process.returncode == 0 for process in started)
-    assert len({one.split()[0] for one in found}) == 1
-    assert sum("tokenised in" in one for one in found) == 1
+    assert len({line.split()[0] for line in lines}) == 1
+    assert sum("tokenized in" in line for line in lines) == 1
 
 
 def test_a_killed_build_leaves_nothing_broken(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_killed_build_leaves_nothing_broken(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", code])
     tokens = cache_dir() / "tokens"
     deadline = time.monotonic() + 20
-    while not any(one.stat().st_size for one in tokens.glob(f".*.{process.pid}.tmp/tokens.bin")):
+    while not any(file.stat().st_size for file in tokens.glob(f".*.{process.pid}.tmp/tokens.bin")):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from prepared_tokens import CHATS, PAIRS, parts, prepare, said, save, train_set
+from prepared_tokens import CHATS, PAIRS, notice_text, parts, prepare, save, train_set
 
 from paceline.data.text.tokenizer import load_tokenizer
 
@@ -39,13 +39,13 @@ def test_system_message_and_template_file(tmp_path: Path) -> None:
 def test_prompt_and_completion_without_a_template(tmp_path: Path, bare_tokenizer: str) -> None:
     tokens = prepare(save(tmp_path / "a.jsonl", PAIRS), tokenizer=bare_tokenizer)
     assert parts(tokens, 5) == [(False, "Q5: "), (True, "answer number 5<|im_end|>")]
-    assert "joined as they are" in said(tokens)
+    assert "are concatenated" in notice_text(tokens)
 
 
 def test_train_on_inputs(tmp_path: Path, bare_tokenizer: str) -> None:
     data = save(tmp_path / "a.jsonl", PAIRS)
-    for more in ({}, {"tokenizer": bare_tokenizer}):
-        tokens = prepare(data, train_args={"train_on_inputs": True}, **more)
+    for settings in ({}, {"tokenizer": bare_tokenizer}):
+        tokens = prepare(data, train_args={"train_on_inputs": True}, **settings)
         assert [labelled for labelled, _ in parts(tokens)] == [True]
         # the first token is never predicted
         assert tokens.label_tokens == tokens.train_tokens - tokens.num_train
@@ -71,10 +71,10 @@ def test_the_mask_is_exact_for_any_script(tmp_path: Path, answer: str) -> None:
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%"
         " endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    for more in ({}, {"chat_template": str(chatml)}):
+    for settings in ({}, {"chat_template": str(chatml)}):
         loss = [
             text
-            for labelled, text in parts(prepare(save(tmp_path / "a.jsonl", rows), **more))
+            for labelled, text in parts(prepare(save(tmp_path / "a.jsonl", rows), **settings))
             if labelled
         ]
         assert len(loss) == 1
@@ -93,7 +93,9 @@ def test_same_tokens_and_mask_as_transformers(tmp_path: Path) -> None:
         )
         sample = train_set(tokens)[index]
         assert sample["input_ids"].tolist() == expected["input_ids"]
-        assert sample["labels_mask"].tolist() == [bool(one) for one in expected["assistant_masks"]]
+        assert sample["labels_mask"].tolist() == [
+            bool(flag) for flag in expected["assistant_masks"]
+        ]
     assert tokens.pad_token_id == reference.pad_token_id
 
 
@@ -103,15 +105,15 @@ def test_documents_are_cut_and_nothing_is_lost(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text)
     tokens = prepare(str(tmp_path / "a.txt"), "pretrain", {"max_length": 64})
     samples = [train_set(tokens)[index] for index in range(tokens.num_train)]
-    assert [len(one["input_ids"]) for one in samples[:-1]] == [64] * (tokens.num_train - 1)
-    joined = np.concatenate([one["input_ids"] for one in samples]).tolist()
+    assert [len(sample["input_ids"]) for sample in samples[:-1]] == [64] * (tokens.num_train - 1)
+    joined = np.concatenate([sample["input_ids"] for sample in samples]).tolist()
     assert load_tokenizer(Path(tokens.tokenizer_path)).decode(joined) == text + "<|im_end|>"
-    assert all(one["labels_mask"].all() for one in samples)
+    assert all(sample["labels_mask"].all() for sample in samples)
     assert tokens.counts.as_dict() == {"read": 1, "kept": 1, "truncated": 0, "dropped": {}}
     assert tokens.label_tokens == tokens.train_tokens - tokens.num_train
 
 
-def test_a_document_of_several_pieces_is_tokenised_whole(tmp_path: Path) -> None:
+def test_a_document_of_several_pieces_is_tokenized_completely(tmp_path: Path) -> None:
     text = "A sentence that goes on.\n" * 30_000  # 750,000 characters
     (tmp_path / "a.txt").write_text(text)
     tokens = prepare(str(tmp_path / "a.txt"), "pretrain", {"max_length": 4096})
@@ -140,10 +142,10 @@ def test_read_is_kept_plus_dropped(tmp_path: Path) -> None:
     assert counts.read == len(rows) == counts.kept + sum(counts.dropped.values())
     assert counts.kept == tokens.num_train == 12
     assert counts.dropped == {
-        "empty answer": 2, "columns fit no format": 1, "not an object with columns": 2,
+        "empty answer": 2, "columns match no format": 1, "not an object with columns": 2,
         "no assistant turn": 1,
     }  # fmt: skip
-    assert f"first: line 13 of {tmp_path / 'a.jsonl'}" in said(tokens)
+    assert f"first: line 13 of {tmp_path / 'a.jsonl'}" in notice_text(tokens)
 
 
 def test_counts_of_several_sources_add_up(tmp_path: Path) -> None:
@@ -152,8 +154,11 @@ def test_counts_of_several_sources_add_up(tmp_path: Path) -> None:
     tokens = prepare([f"{first}#13", {"path": second, "format": "messages"}])
     assert tokens.counts.read == 27
     assert tokens.counts.kept == 24
-    assert tokens.counts.dropped == {"columns fit no format": 1, "columns do not fit `messages`": 2}
-    assert f"{second}: 14 rows read, 12 kept" in said(tokens)
+    assert tokens.counts.dropped == {
+        "columns match no format": 1,
+        "columns do not match `messages`": 2,
+    }
+    assert f"{second}: 14 rows read, 12 kept" in notice_text(tokens)
 
 
 def test_truncation_keeps_the_head(tmp_path: Path, bare_tokenizer: str) -> None:
@@ -168,8 +173,8 @@ def test_truncation_keeps_the_head(tmp_path: Path, bare_tokenizer: str) -> None:
         "read": 14, "kept": 13, "truncated": 1, "dropped": {"no answer left after truncation": 1},
     }  # fmt: skip
     sample = train_set(tokens)[0]
-    whole = train_set(prepare(data, tokenizer=bare_tokenizer))[0]
-    assert sample["input_ids"].tolist() == whole["input_ids"][:16].tolist()
+    full = train_set(prepare(data, tokenizer=bare_tokenizer))[0]
+    assert sample["input_ids"].tolist() == full["input_ids"][:16].tolist()
     dropped = prepare(
         data, train_args={"max_length": 16, "truncation_strategy": "drop"}, tokenizer=bare_tokenizer
     )

@@ -120,7 +120,7 @@ def test_loaded_directly_it_is_what_transformers_loads() -> None:
         "vocab_size",
         "special_ids",
     )
-    assert all(getattr(direct, one) == getattr(reference, one) for one in fields)
+    assert all(getattr(direct, field) == getattr(reference, field) for field in fields)
     assert isinstance(direct, LoadedTokenizer)
 
 

@@ -27,16 +27,16 @@ CHATML = (
 )
 
 
-def prepare(path: Path, rows: list[Any], task: Any = "sft", **more: Any) -> PreparedTokens:
+def prepare(path: Path, rows: list[Any], task: Any = "sft", **settings: Any) -> PreparedTokens:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return prepare_tokens(
-        Config(**{"model": MODEL, "dataset": str(path), **more}), task, resolve_model
+        Config(**{"model": MODEL, "dataset": str(path), **settings}), task, resolve_model
     )
 
 
-def fails(path: Path, rows: list[Any], **more: Any) -> str:
+def fails(path: Path, rows: list[Any], **settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        prepare(path, rows, **more)
+        prepare(path, rows, **settings)
     return str(caught.value)
 
 
@@ -78,15 +78,15 @@ def chat(**flags: Any) -> dict[str, Any]:
 def test_a_turn_that_the_data_switches_off_carries_no_loss(
     tmp_path: Path, flag: dict[str, Any], marked: bool
 ) -> None:
-    more = {} if marked else {"chat_template": template(tmp_path, CHATML)}
-    tokens = prepare(tmp_path / "a.jsonl", [chat(**flag), chat()], **more)
+    settings = {} if marked else {"chat_template": template(tmp_path, CHATML)}
+    tokens = prepare(tmp_path / "a.jsonl", [chat(**flag), chat()], **settings)
     assert labelled(tokens) == ["Second.<|im_end|>"]
     assert labelled(tokens, 1) == ["First.<|im_end|>", "Second.<|im_end|>"]
     assert tokens.counts.excluded_turns == 1
     assert tokens.counts.as_dict()["excluded_turns"] == 1
     assert "1 turns without loss" in data_line(tokens.counts.as_dict())
     assert any(
-        "1 turns of the assistant carry no loss (switched off in the data)" in text
+        "1 assistant turns carry no loss (disabled in the data)" in text
         for _, text in tokens.notices
     )
 
@@ -102,18 +102,18 @@ def test_flags_that_leave_the_loss_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flag", "words"),
+    ("flag", "message"),
     [
-        ({"weight": 0.5}, "no weights between turns"),
-        ({"loss_scale": 2}, "no weights between turns"),
+        ({"weight": 0.5}, "loss weights of turns are not supported"),
+        ({"loss_scale": 2}, "loss weights of turns are not supported"),
         (
             {"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]},
-            "which parts of a turn",
+            "select parts of a turn",
         ),
     ],
 )
-def test_finer_flags_are_refused(flag: dict[str, Any], words: str) -> None:
-    with pytest.raises(Unsupported, match=words):
+def test_finer_flags_are_refused(flag: dict[str, Any], message: str) -> None:
+    with pytest.raises(Unsupported, match=message):
         RowConverter("here")(chat(**flag))
 
 
@@ -133,12 +133,12 @@ def test_a_flag_by_another_name(tmp_path: Path) -> None:
 
 def test_the_last_turn_alone(tmp_path: Path) -> None:
     everything = prepare(tmp_path / "a.jsonl", [chat(), chat(weight=0)])
-    for more in ({}, {"chat_template": template(tmp_path, CHATML)}):
+    for settings in ({}, {"chat_template": template(tmp_path, CHATML)}):
         tokens = prepare(
             tmp_path / "a.jsonl",
             [chat(), chat(weight=0)],
             train_args={"train_on_turns": "last"},
-            **more,
+            **settings,
         )
         assert labelled(tokens) == labelled(tokens, 1) == ["Second.<|im_end|>"]
         assert tokens.counts.excluded_turns == 2
@@ -164,7 +164,7 @@ def test_a_chat_without_any_loss_is_dropped_and_pretraining_refuses_flags(tmp_pa
         ]
     }
     assert prepare(tmp_path / "a.jsonl", [chat(), off]).counts.dropped == {
-        "the loss is switched off for every turn": 1
+        "the loss is disabled for every turn": 1
     }
     assert "trains on every token" in fails(tmp_path / "b.jsonl", [off], task="pretrain")
 
@@ -175,7 +175,9 @@ def test_marks_that_come_twice_in_a_turn_keep_to_their_turn() -> None:
         " %}|{% generation %}{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}{%"
         " endif %}{% endfor %}"
     )
-    rendered = ChatTemplate(source, {"eos_token": "</s>"}).answers(chat()["messages"], off={1})
+    rendered = ChatTemplate(source, {"eos_token": "</s>"}).render_with_spans(
+        chat()["messages"], excluded={1}
+    )
     assert [rendered.text[start:end] for start, end in rendered.spans] == ["A:", "Second.</s>"]
     assert [rendered.text[start:end] for start, end in rendered.excluded] == ["A:", "First.</s>"]
 
@@ -196,14 +198,14 @@ def test_history_becomes_turns(names: tuple[str, str], history: Any) -> None:
     sample = RowConverter("here")(
         {names[0]: "now", names[1]: "then", "history": history, "system": "be"}
     )
-    assert [(one["role"], one["content"]) for one in sample.messages or []] == [
+    assert [(message["role"], message["content"]) for message in sample.messages or []] == [
         ("system", "be"), ("user", "q"), ("assistant", "a"), ("user", "now"), ("assistant", "then"),
     ]  # fmt: skip
 
 
 def test_chats_of_questions_with_answers_and_odd_keys() -> None:
     share = {"conversation": [{"human": "q", "assistant": "a"}, {"human": "r", "assistant": "b"}]}
-    assert [one["content"] for one in RowConverter("here")(share).messages or []] == [
+    assert [message["content"] for message in RowConverter("here")(share).messages or []] == [
         "q",
         "a",
         "r",
@@ -213,7 +215,7 @@ def test_chats_of_questions_with_answers_and_odd_keys() -> None:
         "messages": None,
         "conversations": [{"from": "Human", "content": "q"}, {"role": "GPT", "value": "a"}],
     }
-    assert [one["role"] for one in RowConverter("here")(mixed).messages or []] == [
+    assert [message["role"] for message in RowConverter("here")(mixed).messages or []] == [
         "user",
         "assistant",
     ]
@@ -221,7 +223,7 @@ def test_chats_of_questions_with_answers_and_odd_keys() -> None:
     sample = named(
         {"conversations": [{"from": "visitor", "value": "q"}, {"from": "bot9000", "value": "a"}]}
     )
-    assert [one["role"] for one in sample.messages or []] == ["user", "assistant"]
+    assert [message["role"] for message in sample.messages or []] == ["user", "assistant"]
     with pytest.raises(ConfigError, match="unknown role"):
         RowConverter("here", roles={"robot": "x"})
 
@@ -344,7 +346,7 @@ def test_a_call_ends_with_its_end_of_turn_token() -> None:
     sample = RowConverter("here", template=ChatTemplate(source, {}))(
         {**OPENAI, "messages": messages}
     )
-    rendered = ChatTemplate(source, {}).answers(sample.messages or [], sample.tools)
+    rendered = ChatTemplate(source, {}).render_with_spans(sample.messages or [], sample.tools)
     assert [rendered.text[start:end] for start, end in rendered.spans] == [
         "CALL news</s>",
         "It rains.</s>",
@@ -366,10 +368,16 @@ def test_parallel_calls_and_an_answer_with_its_call_are_one_turn() -> None:
         ]
     }
     messages = RowConverter("here")(row).messages or []
-    assert [one["role"] for one in messages] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert [message["role"] for message in messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
     assert (messages[1]["content"], len(messages[1]["tool_calls"])) == ("Wait.", 2)
-    assert [one["id"] for one in messages[1]["tool_calls"]] == [
-        one["tool_call_id"] for one in messages[2:4]
+    assert [call["id"] for call in messages[1]["tool_calls"]] == [
+        message["tool_call_id"] for message in messages[2:4]
     ]
 
 
@@ -382,13 +390,13 @@ def test_calls_in_many_spellings() -> None:
             ]
         }
         return [
-            one["function"] for one in (RowConverter("here")(row).messages or [])[1]["tool_calls"]
+            call["function"] for call in (RowConverter("here")(row).messages or [])[1]["tool_calls"]
         ]
 
-    one = {"name": "f", "arguments": {"a": 1}}
-    assert read(json.dumps([one, one])) == [one, one]
-    assert read("{'name': 'f', 'arguments': '{\"a\": 1}'}") == [one]
-    assert read(f"{json.dumps(one)}\n{json.dumps(one)}") == [one, one]
+    call = {"name": "f", "arguments": {"a": 1}}
+    assert read(json.dumps([call, call])) == [call, call]
+    assert read("{'name': 'f', 'arguments': '{\"a\": 1}'}") == [call]
+    assert read(f"{json.dumps(call)}\n{json.dumps(call)}") == [call, call]
     assert read('{"name": "f"}') == [{"name": "f", "arguments": {}}]
     with pytest.raises(MalformedRow, match="without a name"):
         read("{}")
@@ -418,7 +426,7 @@ def test_chats_with_tools_use_the_tokenizers_own_template_beside_a_named_one(
     assert "You are Qwen" not in runs(tokens)[0][1]
     assert "You are Qwen" in runs(tokens, 1)[0][1]
     assert any(
-        text.startswith("1 chats with tools or reasoning are written with the tokenizer's own")
+        text.startswith("1 chats with tools or reasoning use the tokenizer's chat template")
         for _, text in tokens.notices
     )
     assert "does not use `tool_calls`" in fails(
@@ -463,7 +471,7 @@ def test_white_space_after_the_end_of_turn_is_no_missing_end(tmp_path: Path) -> 
         " generation %}{{ m.content }}END\n{% endgeneration %}{% else %}{{ m.content"
         " }}<|im_end|>\n{% endif %}{% endfor %}"
     )
-    for end, is_told in (("<|im_end|>", False), ("", True), (" Over.", True)):
+    for end, is_reported in (("<|im_end|>", False), ("", True), (" Over.", True)):
         path = template(tmp_path, source.replace("END\n", f"{end}" + "{{ '\n' }}"))
         tokens = prepare(tmp_path / "a.jsonl", [chat()], chat_template=path)
-        assert any("no end-of-turn token" in text for _, text in tokens.notices) is is_told
+        assert any("no end-of-turn token" in text for _, text in tokens.notices) is is_reported

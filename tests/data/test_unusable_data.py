@@ -1,26 +1,26 @@
-"""What is reported where data cannot be used, and the split for validation."""
+"""Errors for data that cannot be used, and the validation split."""
 
 from pathlib import Path
 
 import pytest
-from prepared_tokens import CHATS, PAIRS, fails, prepare, said, save, train_set
+from prepared_tokens import CHATS, PAIRS, fails, notice_text, prepare, save, train_set
 
 from paceline.core.errors import ConfigError
 from paceline.data.text.prepare import split_indices
 from paceline.data.text.token_dataset import TokenDataset
 
 
-def test_columns_that_fit_no_format(tmp_path: Path) -> None:
+def test_columns_that_match_no_format(tmp_path: Path) -> None:
     message = fails(save(tmp_path / "a.jsonl", [{"headline": "x", "body": "y"}]))
-    assert "found: headline, body" in message
+    assert "(headline, body) match no format" in message
     assert "prompt_completion: prompt, completion" in message
     assert "columns: {prompt: YOURS" in message
 
 
-def test_a_named_format_that_does_not_fit(tmp_path: Path) -> None:
+def test_a_format_that_does_not_match(tmp_path: Path) -> None:
     message = fails(save(tmp_path / "a.jsonl", PAIRS), format="alpaca")
-    assert "fit not the format `alpaca`; found: prompt, completion" in message
-    assert "name the format `prompt_completion`" in message
+    assert "(prompt, completion) do not match the format `alpaca`" in message
+    assert "set `format: prompt_completion`" in message
 
 
 def test_no_row_that_can_be_used(tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ def test_a_template_that_refuses(tmp_path: Path) -> None:
     )
     rows = [*PAIRS, {"messages": [{"role": "system", "content": "be"}, *CHATS[0]["messages"]]}]
     tokens = prepare(save(tmp_path / "a.jsonl", rows), chat_template=str(template))
-    assert tokens.counts.dropped == {"refused by the chat template": 1}
-    assert "no end-of-turn token" in said(tokens)
-    assert "The template says: no system here" in fails(
+    assert tokens.counts.dropped == {"rejected by the chat template": 1}
+    assert "no end-of-turn token" in notice_text(tokens)
+    assert "Error of the chat template: no system here" in fails(
         save(tmp_path / "b.jsonl", rows[-1:]), chat_template=str(template)
     )
     assert "cannot be read" in fails(
@@ -142,6 +142,6 @@ def test_validation_file(tmp_path: Path) -> None:
     )
     assert (tokens.num_train, tokens.num_eval) == (12, 4)
     assert tokens.eval_counts is not None
-    assert tokens.eval_counts.dropped == {"columns fit no format": 1}
+    assert tokens.eval_counts.dropped == {"columns match no format": 1}
     assert tokens.counts.read == 12
     assert len(TokenDataset(tokens.eval_folder, tokens.eval_indices)) == 4

@@ -47,7 +47,7 @@ def test_a_dry_run_refuses_what_training_would(
     assert main([*words(model, tmp_path / "run", *more), "--dry-run"]) == 2
     captured = capsys.readouterr()
     assert expected in captured.err
-    assert "tokenised" not in captured.err
+    assert "tokenized" not in captured.err
     assert not (tmp_path / "run").exists()
 
 

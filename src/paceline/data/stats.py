@@ -16,6 +16,7 @@ import numpy as np
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.events import DataFigures
+from paceline.core.log import Notice
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import open_source
 from paceline.data.text.chunks import NO_ANSWER, TOO_LONG
@@ -143,7 +144,7 @@ def dataset_stats(
             "text files stand beside other data: what is lost of them is told as if they were"
             " truncated, not cut into samples"
         )
-        prepared.notices.append(("warning", text))
+        prepared.notices.append(Notice("warning", text))
     limit, overlong = config.train_args.max_length, config.train_args.truncation_strategy
     used = int(np.count_nonzero(samples.vocabulary))
     repeats = duplicates(samples)

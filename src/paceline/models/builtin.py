@@ -22,7 +22,7 @@ from paceline.core.files import cache_dir
 from paceline.data.cache import build_once
 from paceline.data.sources.builtin import builtin_dataset, python_version
 from paceline.data.sources.hub import MODELSCOPE_PREFIX, download_from_modelscope
-from paceline.data.text.qwen_tokenizer import QWEN2_WORDS
+from paceline.data.text.qwen_tokenizer import QWEN2_PATTERN
 from paceline.models.hub_configs import canonical_id, read_config
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated"),
+            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )

@@ -17,9 +17,16 @@ from paceline.core.errors import ConfigError
 from paceline.data.images import ImageDataset
 from paceline.data.sources.resolve import ResolvedSource, open_source
 from paceline.data.sources.rows import MalformedRow, Unsupported
-from paceline.data.text.chunks import NO_ANSWER, TOO_LONG, converter_of, encoder_of, refusal
+from paceline.data.text.chunks import (
+    NO_ANSWER,
+    NO_LABELS,
+    TOO_LONG,
+    make_converter,
+    make_encoder,
+    unsupported_row,
+)
 from paceline.data.text.encode import Encoded, Encoder
-from paceline.data.text.templates import asked_template
+from paceline.data.text.templates import template_choice
 from paceline.data.text.tokenizer import LoadedTokenizer, find_tokenizer, load_tokenizer
 from paceline.models.builtin import resolve_model
 from paceline.tasks.base import Notice
@@ -113,12 +120,12 @@ def preview(config: Config, rows: int = 5) -> Preview:
         find_tokenizer(resolve_model(config.tokenizer or config.model), config.trust_remote_code),
         config.trust_remote_code,
     )
-    asked = asked_template(config)
-    template, notices = asked.choose(tokenizer)
-    encoder = encoder_of(config, config.task, tokenizer, template, asked.for_tools(tokenizer))
+    choice = template_choice(config)
+    template, template_notices = choice.choose(tokenizer)
+    encoder = make_encoder(config, config.task, tokenizer, template, choice.for_tools(tokenizer))
     sources = [open_source(source) for source in config.sources()]
     shown = [row for source in sources for row in _rows(source, rows, encoder, tokenizer, config)]
-    notices = [*notices, *(notice for source in sources for notice in source.notices)]
+    notices = [*template_notices, *(notice for source in sources for notice in source.notices)]
     return Preview(
         task=config.task,
         max_length=config.train_args.max_length,
@@ -131,7 +138,7 @@ def preview(config: Config, rows: int = 5) -> Preview:
 def _rows(
     source: ResolvedSource, rows: int, encoder: Encoder, tokenizer: LoadedTokenizer, config: Config
 ) -> list[PreviewRow]:
-    converter = converter_of(source, encoder, config)
+    converter = make_converter(source, encoder, config)
     shown = []
     for place, row in islice(source.rows(config.train_args.seed), rows):
         formats_before = converter.seen.copy()
@@ -140,7 +147,7 @@ def _rows(
         except MalformedRow as reason:
             encoded = str(reason)
         except Unsupported as error:
-            raise refusal(error, place) from None
+            raise unsupported_row(error, place) from None
         if isinstance(encoded, str):
             refused = encoder.refusals.most_common(1)
             if "template" in encoded and refused:
@@ -170,7 +177,7 @@ def _shown(sample: Encoded, tokenizer: LoadedTokenizer, config: Config) -> Previ
     if kept == 0 and length:
         reason = TOO_LONG
     elif not labels[:kept].any():
-        reason = "nothing to learn from" if kept == length else NO_ANSWER
+        reason = NO_LABELS if kept == length else NO_ANSWER
     cut = np.arange(length) >= (kept if reason is None else 0)
     seen = min(length, MOST_TOKENS)
     edges = (

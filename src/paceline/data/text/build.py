@@ -1,4 +1,4 @@
-"""Fill one entry of the token cache from its sources, and account for every row."""
+"""Tokenize sources into one entry of the token cache, and account for every row."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,6 +9,7 @@ from typing import TypedDict
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.events import DataFigures
+from paceline.core.log import Notice
 from paceline.data.progress import Progress
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import ResolvedSource
@@ -18,36 +19,36 @@ from paceline.data.text.chunks import (
     EncodedChunk,
     RowCounts,
     Setup,
-    chunks_of,
-    converter_of,
-    encoder_of,
+    make_chunks,
+    make_converter,
+    make_encoder,
 )
 from paceline.data.text.encode import Encoder
-from paceline.data.text.formats import FORMATS, RowConverter, fits_as
+from paceline.data.text.formats import FORMATS, RowConverter, matching_formats
 from paceline.data.text.refused_rows import MEDIA
-from paceline.data.text.templates import AskedTemplate
+from paceline.data.text.templates import TemplateChoice
 from paceline.data.text.token_dataset import TokenWriter
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.data.text.workers import encode_chunks, start_workers
 from paceline.distributed.devices import cpu_cores
 
-#: Less text than this is encoded sooner than worker processes have started.
+#: For less text, starting worker processes takes longer than encoding.
 _PARALLEL_BYTES = 16 << 20
-_MOST_WORKERS = 32
+_MAX_WORKERS = 32
 _COLUMNS_FIX = (
-    "say which column is which: `dataset: {path: ..., columns: {prompt: YOURS, completion: YOURS}}`"
+    "map the columns: `dataset: {path: ..., columns: {prompt: YOURS, completion: YOURS}}`"
 )
 
 
 class EntryMeta(TypedDict):
-    """What the meta file of an entry says."""
+    """The content of an entry's meta file."""
 
     samples: int
     tokens: int
     label_tokens: int
     pad_token_id: int
     counts: DataFigures
-    notices: list[tuple[str, str]]
+    notices: list[Notice]
 
 
 def build_entry(
@@ -56,41 +57,40 @@ def build_entry(
     config: Config,
     task: str,
     tokenizer_folder: Path,
-    template: AskedTemplate,
+    template: TemplateChoice,
     workers: int | None = None,
 ) -> EntryMeta:
-    """Tokenise ``sources`` into ``folder``; the returned value says what is in it (counts, notices,
-    pad token).
+    """Tokenize ``sources`` into ``folder``.
 
     Args:
-        workers: processes that encode; None: as many as pay. What is written does not depend on it.
+        workers: number of processes that encode; None to choose it by the amount of text. It does
+            not affect the result.
 
     Raises:
-        ConfigError: no row could be used; the text says why.
+        ConfigError: no row could be used; the message explains why.
     """
-    num_workers = _workers(sources) if workers is None else workers
+    num_workers = _num_workers(sources) if workers is None else workers
     with start_workers(num_workers) as pool:
         tokenizer = load_tokenizer(tokenizer_folder, config.trust_remote_code)
         text, notices = template.choose(tokenizer)
         for_tools = template.for_tools(tokenizer)
-        encoder = encoder_of(config, task, tokenizer, text, for_tools)
-        is_sent = None if tokenizer.python is not None else tokenizer
+        encoder = make_encoder(config, task, tokenizer, text, for_tools)
         setup = Setup(
             config,
             task,
             tokenizer_folder,
-            is_sent,
+            None if tokenizer.python is not None else tokenizer,
             text,
             for_tools,
             tuple(source.spec for source in sources),
         )
         results = [
-            _SourceResult(source, converter_of(source, encoder, config)) for source in sources
+            _SourceResult(source, make_converter(source, encoder, config)) for source in sources
         ]
         chunks = (
             chunk
-            for number, source in enumerate(sources)
-            for chunk in chunks_of(number, source, config.train_args.seed)
+            for index, source in enumerate(sources)
+            for chunk in make_chunks(index, source, config.train_args.seed)
         )
         encoded = encode_chunks(chunks, setup, encoder, pool, num_workers, folder / "setup.pickle")
         writer = TokenWriter(folder)
@@ -100,16 +100,16 @@ def build_entry(
         finally:
             progress.close()
             writer.close()
-    return _described(results, notices, writer, encoder, config, tokenizer.pad_token_id)
+    return _entry_meta(results, notices, writer, encoder, config, tokenizer.pad_token_id)
 
 
 @dataclass
 class _SourceResult:
-    """What became of a source's rows; the converter holds the counters."""
+    """The counts of a source's rows. The converter has further counters."""
 
     source: ResolvedSource
     converter: RowConverter
-    account: RowCounts = field(default_factory=RowCounts)
+    counts: RowCounts = field(default_factory=RowCounts)
 
 
 def _write_all(
@@ -120,20 +120,20 @@ def _write_all(
     writer: TokenWriter,
     progress: Progress,
 ) -> None:
-    """Write all samples, add up what was counted, and check at the end of each source that some of
-    its rows were kept."""
+    """Write all samples, sum the counts, and check after each source that some of its rows were
+    kept."""
     facts: Counter[str] = Counter()
     refusals: Counter[str] = Counter()
 
     def finish(result: _SourceResult) -> None:
         encoder.facts, encoder.refusals = facts, refusals
-        if result.account.read == 0:
+        if result.counts.read == 0:
             raise ConfigError(
                 f"the dataset `{result.source.label}` has no rows",
-                fix="check that this is the file you meant",
+                fix="check the file",
             )
-        if result.account.kept == 0:
-            raise _nothing_kept(result.source, result.converter, encoder, result.account, config)
+        if result.counts.kept == 0:
+            raise _nothing_kept(result.source, result.converter, encoder, result.counts, config)
 
     current = 0
     for encoded in chunks:
@@ -142,182 +142,166 @@ def _write_all(
         current = encoded.source
         result = results[current]
         writer.extend(encoded.tokens, encoded.mask, encoded.lengths, encoded.label_counts)
-        result.account.add(encoded.account)
+        result.counts.add(encoded.counts)
         for name, counter in encoded.converted.items():
             getattr(result.converter, name).update(counter)
         facts.update(encoded.facts)
         refusals.update(encoded.refusals)
-        progress.add(encoded.account.read, encoded.size_bytes)
+        progress.add(encoded.counts.read, encoded.size_bytes)
     for result in results[current:]:
         finish(result)
 
 
-def _described(
+def _entry_meta(
     results: list[_SourceResult],
-    notices: list[tuple[str, str]],
+    notices: list[Notice],
     writer: TokenWriter,
     encoder: Encoder,
     config: Config,
     pad_token_id: int,
 ) -> EntryMeta:
-    """What the entry's meta file says."""
     total = RowCounts()
     formats: Counter[str] = Counter()
     for result in results:
         if len(results) > 1:
-            notices.append(
-                (
-                    "info",
-                    (
-                        f"{result.source.label}: {result.account.read:,} rows read,"
-                        f" {result.account.kept:,} kept"
-                    ),
-                )
-            )
-        total.add(result.account)
-        notices += _about_columns(result.source, result.converter)
+            counts = result.counts
+            text = f"{result.source.label}: {counts.read:,} rows read, {counts.kept:,} kept"
+            notices.append(Notice("info", text))
+        total.add(result.counts)
+        notices += _column_notices(result.source, result.converter)
         formats.update(result.converter.seen)
-    notices += _about_rows(total, encoder, formats, config)
+    notices += _row_notices(total, encoder, formats, config)
     return {
         "samples": len(writer.lengths),
         "tokens": sum(writer.lengths),
         "label_tokens": sum(writer.label_counts),
         "pad_token_id": pad_token_id,
-        "counts": total.counts(),
+        "counts": total.as_dict(),
         "notices": notices,
     }
 
 
 def _text_bytes(sources: list[ResolvedSource]) -> int | None:
-    sizes = [one.text_bytes() for one in sources]
-    return None if None in sizes else sum(one for one in sizes if one is not None)
+    sizes = [source.text_bytes() for source in sources]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
-def _workers(sources: list[ResolvedSource]) -> int:
-    """How many processes encode: one for each core, if there is so much to do that starting them
-    pays."""
+def _num_workers(sources: list[ResolvedSource]) -> int:
+    """Return the number of processes that encode: one for a small amount of text, else one per
+    core."""
     size = _text_bytes(sources)
-    # Whole documents are few: the tokenizer itself works on the pieces of one on all cores.
-    documents = all(is_text(file) for one in sources for file in one.files) and all(
-        one.hub is None for one in sources
+    # Documents are few; the tokenizer encodes the pieces of one on all cores.
+    has_documents_only = all(
+        source.hub is None and all(map(is_text, source.files)) for source in sources
     )
-    if documents or (size is not None and size < _PARALLEL_BYTES):
+    if has_documents_only or (size is not None and size < _PARALLEL_BYTES):
         return 1
-    return min(cpu_cores(), _MOST_WORKERS)
+    return min(cpu_cores(), _MAX_WORKERS)
 
 
-# -- words
-def _reasons(account: RowCounts) -> str:
-    each = (
-        f"{reason}: {number:,} (first: {account.first[reason]})"
-        for reason, number in account.dropped.most_common()
+def _drop_reasons(counts: RowCounts) -> str:
+    return "; ".join(
+        f"{reason}: {num_rows:,} (first: {counts.first[reason]})"
+        for reason, num_rows in counts.dropped.most_common()
     )
-    return "; ".join(each)
 
 
 def _nothing_kept(
     source: ResolvedSource,
     converter: RowConverter,
     encoder: Encoder,
-    account: RowCounts,
+    counts: RowCounts,
     config: Config,
 ) -> ConfigError:
-    dropped = account.dropped
-    if converter.misfits and sum(converter.misfits.values()) == sum(dropped.values()):
-        columns = next(iter(converter.misfits))
-        named = converter.named != "auto"
-        fitting = fits_as({key: [{}] for key in columns}) if named else []
-        return ConfigError(
-            f"the columns of `{source.label}` fit "
-            + (f"not the format `{converter.named}`" if named else "no format")
-            + f"; found: {', '.join(columns) or 'none'}",
-            allowed="; ".join(f"{name}: {needs}" for name, needs in FORMATS.items()),
-            fix=(f"name the format `{fitting[0]}` or leave it out; " if fitting else "")
-            + _COLUMNS_FIX,
-        )
+    dropped = counts.dropped
+    formats = "; ".join(f"{name}: {columns}" for name, columns in FORMATS.items())
+    if converter.unmatched and converter.unmatched.total() == dropped.total():
+        columns = next(iter(converter.unmatched))
+        shown = f"`{source.label}` ({', '.join(columns) or 'none'})"
+        if converter.format == "auto":
+            what, fix = f"the columns of {shown} match no format", _COLUMNS_FIX
+        else:
+            what = f"the columns of {shown} do not match the format `{converter.format}`"
+            matches = matching_formats({key: [{}] for key in columns})
+            fix = f"set `format: {matches[0]}` or remove it; " if matches else ""
+            fix += _COLUMNS_FIX
+        return ConfigError(what, allowed=formats, fix=fix)
     if dropped and set(dropped) <= {TOO_LONG, NO_ANSWER}:
-        return ConfigError(
+        what = (
             f"every sample of `{source.label}` is too long: the shortest has"
-            f" {account.shortest_overlong:,} tokens, train_args.max_length is"
+            f" {counts.shortest_overlong:,} tokens, train_args.max_length is"
             f" {config.train_args.max_length:,}"
-            + ("" if TOO_LONG in dropped else ", and no answer begins before that"),
-            fix=f"set `train_args.max_length` to {account.shortest_overlong} or more"
-            + (", or `train_args.truncation_strategy: truncate`" if TOO_LONG in dropped else ""),
         )
-    refusal = (
-        f". The template says: {encoder.refusals.most_common(1)[0][0]}" if encoder.refusals else ""
-    )
+        fix = f"set `train_args.max_length` to at least {counts.shortest_overlong}"
+        if TOO_LONG in dropped:
+            return ConfigError(what, fix=f"{fix}, or `train_args.truncation_strategy: truncate`")
+        return ConfigError(f"{what}, and no answer starts before that", fix=fix)
+    refusals = encoder.refusals.most_common(1)
+    refusal = f". Error of the chat template: {refusals[0][0]}" if refusals else ""
     return ConfigError(
-        f"no row of `{source.label}` can be used. {_reasons(account)}{refusal}",
-        allowed="; ".join(f"{name}: {needs}" for name, needs in FORMATS.items()),
+        f"no row of `{source.label}` can be used. {_drop_reasons(counts)}{refusal}",
+        allowed=formats,
         fix=f"correct the rows, or {_COLUMNS_FIX}",
     )
 
 
-def _about_columns(source: ResolvedSource, converter: RowConverter) -> list[tuple[str, str]]:
-    notices = []
+def _column_notices(source: ResolvedSource, converter: RowConverter) -> list[Notice]:
+    infos = []
     if len(converter.seen) > 1:
-        found = ", ".join(
-            f"{name} ({number:,} rows)" for name, number in converter.seen.most_common()
-        )
-        notices.append(("info", f"{source.label}: several formats: {found}"))
-    elif converter.named == "auto" and converter.seen:
-        notices.append(
-            ("info", f"{source.label}: format {next(iter(converter.seen))}, found from the columns")
-        )
+        counts = (f"{name} ({num_rows:,} rows)" for name, num_rows in converter.seen.most_common())
+        infos.append(f"several formats: {', '.join(counts)}")
+    elif converter.format == "auto" and converter.seen:
+        infos.append(f"format {next(iter(converter.seen))}, detected from the columns")
     if converter.unused:
-        notices.append(
-            ("info", f"{source.label}: columns that are not used: {_names(converter.unused)}")
-        )
+        infos.append(f"unused columns: {_names(converter.unused)}")
     if converter.ignored:
-        notices.append(
-            ("info", f"{source.label}: left out by `ignore_columns`: {_names(converter.ignored)}")
-        )
-    never = [
+        infos.append(f"ignored by `ignore_columns`: {_names(converter.ignored)}")
+    warnings = []
+    missing = [
         name
         for name in converter.ignore_columns
         if name not in converter.ignored and name not in MEDIA
     ]
-    if never:
-        notices.append(
-            (
-                "warning",
-                f"{source.label}: no row has the columns of `ignore_columns` {_names(never)}",
-            )
-        )
+    if missing:
+        warnings.append(f"no row has the columns {_names(missing)} of `ignore_columns`")
     if set(converter.binary_labels) & {"0", "1"} and "other" not in converter.binary_labels:
-        text = (
-            "`label` holds only 0 and 1 and is not used. If it marks good and bad answers, the bad"
-            " ones are trained on too"
+        warnings.append(
+            "`label` has only the values 0 and 1 and is not used. If it marks good and bad"
+            " answers, the model also learns the bad ones"
         )
-        notices.append(("warning", f"{source.label}: {text}"))
-    return notices
+    return [
+        *(Notice("info", f"{source.label}: {text}") for text in infos),
+        *(Notice("warning", f"{source.label}: {text}") for text in warnings),
+    ]
 
 
 def _names(names: Iterable[str]) -> str:
-    # what follows the name says where it was found
+    # Text in parentheses after a name describes where it occurs.
     parts = (name.partition(" (") for name in names)
-    return ", ".join(f"`{name}`{mark}{place}" for name, mark, place in parts)
+    return ", ".join(f"`{name}`{parenthesis}{where}" for name, parenthesis, where in parts)
 
 
-def _about_rows(
-    account: RowCounts, encoder: Encoder, formats: Counter[str], config: Config
-) -> list[tuple[str, str]]:
+def _row_notices(
+    counts: RowCounts, encoder: Encoder, formats: Counter[str], config: Config
+) -> list[Notice]:
     limit, facts = config.train_args.max_length, encoder.facts
-    pairs, answers = formats["prompt_completion"], not encoder.pretrain
-    dropped = sum(account.dropped.values())
-    excluded_by = "switched off in the data"
+    has_answers = not encoder.pretrain
+    num_pairs = formats["prompt_completion"] if has_answers else 0
+    has_template = encoder.template is not None
+    dropped = counts.dropped.total()
+    reason = "disabled in the data"
     if config.train_args.train_on_turns == "last":
-        excluded_by = "`train_args.train_on_turns: last`"
+        reason = "`train_args.train_on_turns: last`"
+    every_token = "train_on_inputs: every token carries loss, not only the answers"
+    if counts.excluded_turns:
+        every_token += ", except in turns whose loss the data disables"
     warnings = [
-        (dropped, f"{dropped:,} of {account.read:,} rows dropped. {_reasons(account)}"),
-        (account.truncated, f"{account.truncated:,} samples truncated to max_length {limit:,}"),
+        (dropped, f"{dropped:,} of {counts.read:,} rows dropped. {_drop_reasons(counts)}"),
+        (counts.truncated, f"{counts.truncated:,} samples truncated to max_length {limit:,}"),
         (
             facts["unplaced"],
-            (
-                f"{facts['unplaced']:,} assistant turns were rewritten by the chat template; no"
-                " loss on those"
-            ),
+            f"{facts['unplaced']:,} assistant turns are changed by the chat template and carry no"
+            " loss",
         ),
         (
             facts["no_eos"],
@@ -325,67 +309,54 @@ def _about_rows(
         ),
         (
             facts["no_end_of_turn"],
-            (
-                f"the chat template puts no end-of-turn token after {facts['no_end_of_turn']:,}"
-                " chats: the model will not learn where to stop"
-            ),
+            f"the chat template adds no end-of-turn token to {facts['no_end_of_turn']:,} chats: the"
+            " model will not learn where to stop",
         ),
         (
-            config.system and encoder.template is None,
-            "`system` has no effect: there is no chat template",
+            config.system and not has_template,
+            "`system` has no effect, because there is no chat template",
         ),
     ]
     infos = [
         (
-            account.documents_cut,
-            f"{account.documents_cut:,} documents cut into samples of {limit:,} tokens",
+            counts.documents_cut,
+            f"{counts.documents_cut:,} documents cut into samples of {limit:,} tokens",
         ),
         (
-            account.lone_tokens,
-            (
-                f"{account.lone_tokens:,} last samples of one token left off: there is nothing to"
-                " predict"
-            ),
+            counts.lone_tokens,
+            f"{counts.lone_tokens:,} last samples with a single token dropped: nothing to predict",
         ),
         (
-            account.excluded_turns,
-            f"{account.excluded_turns:,} turns of the assistant carry no loss ({excluded_by})",
+            counts.excluded_turns,
+            f"{counts.excluded_turns:,} assistant turns carry no loss ({reason})",
         ),
         (
             facts["other_template"],
-            (
-                f"{facts['other_template']:,} chats with tools or reasoning are written with the"
-                f" tokenizer's own chat template, because `{config.chat_template}` does not write"
-                " these"
-            ),
+            f"{facts['other_template']:,} chats with tools or reasoning use the tokenizer's chat"
+            f" template, because `{config.chat_template}` does not support them",
         ),
         (
-            facts["left_off"],
-            (
-                f"{facts['left_off']:,} chats end with a turn that is no answer; those turns are"
-                " left off"
-            ),
+            facts["trailing_turns"],
+            f"{facts['trailing_turns']:,} chats do not end with an answer; the turns after the last"
+            " answer are removed",
         ),
         (
-            pairs and answers and encoder.template is not None,
-            "prompts and completions are put into the chat template as user and assistant",
+            num_pairs and has_template,
+            "prompts and completions are formatted as user and assistant turns of the chat"
+            " template",
         ),
         (
-            pairs and answers and encoder.template is None,
-            (
-                "no chat template: prompts and completions are joined as they are, the end-of-text"
-                " token after them"
-            ),
+            num_pairs and not has_template,
+            "no chat template: prompts and completions are concatenated, followed by the"
+            " end-of-text token",
         ),
-        (formats["text"] and answers, "plain text has no answers: every token of it carries loss"),
         (
-            answers and config.train_args.train_on_inputs,
-            "train_on_inputs: every token carries loss, not the answers alone"
-            + (
-                ", except on the turns that the data switches off" if account.excluded_turns else ""
-            ),
+            formats["text"] and has_answers,
+            "plain text has no answers: every token of it carries loss",
         ),
+        (has_answers and config.train_args.train_on_inputs, every_token),
     ]
-    return [("warning", text) for applies, text in warnings if applies] + [
-        ("info", text) for applies, text in infos if applies
+    return [
+        *(Notice("warning", text) for applies, text in warnings if applies),
+        *(Notice("info", text) for applies, text in infos if applies),
     ]

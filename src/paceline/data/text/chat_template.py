@@ -1,4 +1,4 @@
-"""Chat templates: a chat as the model sees it, and where in it the answers stand."""
+"""Render chats with a chat template, and find the spans of the answers in the text."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from paceline.data.text.tool_calls import Message, with_arguments_as_text, with_
 Span = tuple[int, int]
 Tools = list[Row] | None
 
-# Unicode noncharacters: no text holds them, so they can stand for the ends of a {% generation %}
-# block while rendering.
+# Unicode noncharacters, which do not occur in text, mark the ends of a {% generation %} block while
+# rendering.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 
 
 class TemplateRefused(Exception):
-    """The template raised on a chat (roles out of order, no system message allowed…)."""
+    """The template raised an error on a chat (roles out of order, no system message allowed…)."""
 
 
 @dataclass
@@ -30,10 +30,10 @@ class Rendered:
     """A chat as text.
 
     Args:
-        spans: [start, end) in characters of what carries loss, in order.
-        unplaced: assistant turns that could not be found in the text and so carry no loss.
-        excluded: [start, end) of assistant turns on which the loss is switched off.
-        excluded_turns: the number of those turns, also those that could not be found.
+        spans: [start, end) in characters of the parts that carry loss, in order.
+        unplaced: number of assistant turns not found in the text, which therefore carry no loss.
+        excluded: [start, end) of the assistant turns whose loss is disabled.
+        excluded_turns: the number of those turns, including those not found.
     """
 
     text: str
@@ -50,29 +50,30 @@ class ChatTemplate:
         source: the template.
         special_tokens: name to text, given to the template as variables.
         for_tools: another template, for chats with tools, tool calls or reasoning that this one
-            does not write.
+            does not support.
 
     Raises:
-        ConfigError: the template is no valid Jinja.
+        ConfigError: the template is not valid Jinja.
     """
 
     def __init__(
         self, source: str, special_tokens: dict[str, str], for_tools: str | None = None
     ) -> None:
         self._for_tools = None if for_tools is None else ChatTemplate(for_tools, special_tokens)
-        self._template, self._words = _compile(source)
+        self._template, self._identifiers = _compile(source)
         self._variables = {"bos_token": "", "eos_token": "", **special_tokens}
         self._marked = re.search(r"{%-?\s*generation\b", source) is not None
         self._has_prompt: bool | None = None
 
     def uses(self, name: str) -> bool:
-        """Whether the template, or the one for chats with tools, looks at `tools`, `tool_calls` or
-        `reasoning_content`."""
-        is_used = name in self._words or (name == "reasoning_content" and "thinking" in self._words)
+        """Return whether the template, or the one for chats with tools, uses `tools`, `tool_calls`
+        or `reasoning_content`."""
+        names = {name, "thinking"} if name == "reasoning_content" else {name}
+        is_used = bool(names & self._identifiers)
         return is_used or (self._for_tools is not None and self._for_tools.uses(name))
 
-    def chosen(self, messages: list[Message], tools: Tools) -> ChatTemplate:
-        """The template that writes this chat: this one, or the one for chats with tools."""
+    def select(self, messages: list[Message], tools: Tools) -> ChatTemplate:
+        """Return the template for this chat: this one, or the one for chats with tools."""
         if self._for_tools is None:
             return self
         needs: set[str] = {
@@ -82,22 +83,18 @@ class ChatTemplate:
             if key in message
         }
         needs |= {"tools"} if tools else set()
-        return self._for_tools if needs - self._words else self
+        return self._for_tools if needs - self._identifiers else self
 
     def render(
         self, messages: list[Message], add_generation_prompt: bool = False, tools: Tools = None
     ) -> str:
-        """The chat as text.
+        """Return the chat as text.
 
         Raises:
-            TemplateRefused: the template raised.
+            TemplateRefused: the template raised an error.
         """
-        template = self.chosen(messages, tools)
-        return (
-            template._raw(messages, add_generation_prompt, tools)
-            .replace(_OPEN, "")
-            .replace(_CLOSE, "")
-        )
+        raw = self.select(messages, tools)._raw(messages, add_generation_prompt, tools)
+        return raw.replace(_OPEN, "").replace(_CLOSE, "")
 
     def _raw(self, messages: list[Message], add_generation_prompt: bool, tools: Tools) -> str:
         try:
@@ -108,53 +105,52 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **self._variables,
             )
-        # Templates are programs: undefined variables, wrong types, their own raise_exception.
+        # Templates are programs: they may use undefined variables or raise errors of their own.
         except Exception as error:
             raise TemplateRefused(str(error).strip() or type(error).__name__) from error
 
     def _accepted(self, messages: list[Message], tools: Tools) -> list[Message]:
-        """The messages in the first spelling of their tool calls that the template takes.
+        """Return the messages in the first form of tool calls that the template accepts.
 
         Raises:
-            TemplateRefused: it takes none.
+            TemplateRefused: it accepts none.
         """
-        refusal: TemplateRefused | None = None
-        for change in (
-            None,
+        refusals = []
+        for convert in (
+            lambda chat: chat,
             with_short_ids,
             with_arguments_as_text,
             lambda chat: with_arguments_as_text(with_short_ids(chat)),
         ):
-            changed = messages if change is None else change(messages)
+            converted = convert(messages)
             try:
-                self._raw(changed, False, tools)
+                self._raw(converted, False, tools)
             except TemplateRefused as error:
-                refusal = refusal or error
+                refusals.append(error)
             else:
-                return changed
-        assert refusal is not None
-        raise refusal
+                return converted
+        raise refusals[0]
 
-    def answers(
-        self, messages: list[Message], tools: Tools = None, off: Collection[int] = ()
+    def render_with_spans(
+        self, messages: list[Message], tools: Tools = None, excluded: Collection[int] = ()
     ) -> Rendered:
-        """The chat as text, with the spans of every assistant turn: its content and its end-of-turn
-        token.
+        """Return the chat as text, with the span of every assistant turn: its content and its
+        end-of-turn token.
 
-        A template's own ``{% generation %}`` marks are taken where it has them. Else a turn begins
-        where the chat before it, rendered with the generation prompt, ends, and ends where the chat
-        up to it ends. Where that is no prefix of the whole (templates that rewrite history), the
-        turn's content is looked for in the text.
+        Uses the template's ``{% generation %}`` marks if it has them. Otherwise a turn starts at
+        the end of the chat before it, rendered with the generation prompt, and ends at the end of
+        the chat up to it. If these are not prefixes of the full text (templates that rewrite
+        history), the turn's content is searched for in the text.
 
         Args:
-            tools: what the template gets as `tools`.
-            off: indices of assistant messages that carry no loss; their spans are in ``excluded``.
+            tools: passed to the template as `tools`.
+            excluded: indices of assistant messages without loss.
 
         Raises:
-            TemplateRefused: the template raised on the whole chat.
+            TemplateRefused: the template raised an error on the full chat.
         """
-        if (template := self.chosen(messages, tools)) is not self:
-            return template.answers(messages, tools, off)
+        if (template := self.select(messages, tools)) is not self:
+            return template.render_with_spans(messages, tools, excluded)
         has_calls = has_marks = False
         for message in messages:
             content = message["content"]
@@ -167,50 +163,49 @@ class ChatTemplate:
             if _OPEN in raw:
                 num_answers = sum(message["role"] == "assistant" for message in messages)
                 rendered = _from_marks(raw, self._variables["eos_token"], num_answers)
-                if not off:
+                if not excluded:
                     return rendered
-                if (owners := self._owners(messages, tools, raw)) is not None:
-                    return _without(rendered, [owner in off for owner in owners], len(off))
+                indices = self._marked_indices(messages, tools, raw)
+                if indices is not None:
+                    return _exclude(rendered, indices, excluded)
         full = self.render(messages, tools=tools)
         spans: list[Span] = []
-        excluded: list[Span] = []
+        excluded_spans: list[Span] = []
         unplaced = 0
         cursor = 0
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                span = self._place(full, messages, index, cursor, tools)
+                span = self._find_turn(full, messages, index, cursor, tools)
                 if span is None:
-                    unplaced += index not in off
+                    unplaced += index not in excluded
                     continue
-                (excluded if index in off else spans).append(span)
+                (excluded_spans if index in excluded else spans).append(span)
                 cursor = span[1]
             elif (at := full.find(message["content"].strip(), cursor)) >= 0:
                 cursor = at + len(message["content"].strip())
-        return Rendered(full, spans, unplaced, excluded, len(off))
+        return Rendered(full, spans, unplaced, excluded_spans, len(excluded))
 
-    def _owners(self, messages: list[Message], tools: Tools, raw: str) -> list[int] | None:
-        """For every marked part of ``raw`` that is not empty, the index of its message; None where
-        that cannot be told."""
+    def _marked_indices(self, messages: list[Message], tools: Tools, raw: str) -> list[int] | None:
+        """Return the index of the message for each marked part of ``raw`` that is not empty, or
+        None if it cannot be determined."""
         answers = [
             index for index, message in enumerate(messages) if message["role"] == "assistant"
         ]
-        number = _num_marked(raw)
-        if number == len(answers):
+        num_marked = _num_marked(raw)
+        if num_marked == len(answers):
             return answers
-        owners: list[int] = []
+        indices: list[int] = []
         for index in answers:
             try:
-                upto = (
-                    raw
-                    if index == len(messages) - 1
-                    else self._raw(messages[: index + 1], False, tools)
-                )
+                text = raw
+                if index < len(messages) - 1:
+                    text = self._raw(messages[: index + 1], False, tools)
             except TemplateRefused:
                 return None
-            owners += [index] * (_num_marked(upto) - len(owners))
-        return owners if len(owners) == number else None
+            indices += [index] * (_num_marked(text) - len(indices))
+        return indices if len(indices) == num_marked else None
 
-    def _place(
+    def _find_turn(
         self, full: str, messages: list[Message], index: int, cursor: int, tools: Tools
     ) -> Span | None:
         text = messages[index]["content"]
@@ -226,12 +221,12 @@ class ChatTemplate:
             and upto
             and upto.startswith(before)
         ):
-            text = upto[len(before) :].rstrip()  # a call's text is the template's
+            text = upto[len(before) :].rstrip()  # the template determines the text of a call
         content = self._find_content(full, upto, text, max(cursor, prefix or 0))
         if (
             before
             and prefix is not None
-            and (content is None or self._prompts(messages[:index], before, tools))
+            and (content is None or self._has_generation_prompt(messages[:index], before, tools))
         ):
             start = prefix
         elif content is not None:
@@ -250,30 +245,31 @@ class ChatTemplate:
         except TemplateRefused:
             return None
 
-    def _prompts(self, messages: list[Message], with_prompt: str, tools: Tools) -> bool:
-        """Whether the template has a generation prompt; without one the assistant's header would
-        count as its answer."""
+    def _has_generation_prompt(
+        self, messages: list[Message], with_prompt: str, tools: Tools
+    ) -> bool:
+        """Return whether the template has a generation prompt. Without one, the assistant's header
+        would be part of its answer."""
         if self._has_prompt is None:
             self._has_prompt = self._try(messages, False, tools) != with_prompt
         return self._has_prompt
 
     def _find_content(self, full: str, upto: str | None, content: str, cursor: int) -> Span | None:
-        without_thoughts = content.split("</think>")[-1].strip()
-        for piece in (content, content.strip(), without_thoughts):
+        without_reasoning = content.split("</think>")[-1].strip()
+        for piece in (content, content.strip(), without_reasoning):
             at = full.find(piece, cursor) if piece else -1
             if at < 0:
                 continue
             end = at + len(piece)
-            # What follows the content where the chat ends with it is the end of turn; it does here
-            # too.
+            # The text after the content is the end of turn if the chat up to this turn has it too.
             tail = upto[upto.rfind(piece) + len(piece) :].rstrip() if upto and piece in upto else ""
             return at, end + len(tail) if tail and full.startswith(tail, end) else end
         return None
 
 
 def _trimmed(full: str, start: int, end: int, content: str) -> int:
-    """The end of a turn without the white space that follows its end-of-turn token; where there is
-    no such token, with it."""
+    """Return the end of a turn without the white space after its end-of-turn token, or with it if
+    there is no such token."""
     turn = full[start:end].rstrip()
     return end if content.strip() and turn.endswith(content.strip()) else start + len(turn)
 
@@ -282,10 +278,14 @@ def _num_marked(raw: str) -> int:
     return len(re.findall(f"{_OPEN}[^{_CLOSE}]", raw))
 
 
-def _without(rendered: Rendered, is_off: list[bool], excluded_turns: int) -> Rendered:
-    spans = [span for span, off in zip(rendered.spans, is_off, strict=True) if not off]
-    excluded = [span for span, off in zip(rendered.spans, is_off, strict=True) if off]
-    return Rendered(rendered.text, spans, rendered.unplaced, excluded, excluded_turns)
+def _exclude(rendered: Rendered, indices: list[int], excluded: Collection[int]) -> Rendered:
+    """Return the rendered chat with the spans of the messages ``excluded`` separated. ``indices``:
+    the message of each span."""
+    spans: list[Span] = []
+    excluded_spans: list[Span] = []
+    for span, index in zip(rendered.spans, indices, strict=True):
+        (excluded_spans if index in excluded else spans).append(span)
+    return Rendered(rendered.text, spans, rendered.unplaced, excluded_spans, len(excluded))
 
 
 def _from_marks(raw: str, eos: str, num_answers: int) -> Rendered:
@@ -295,21 +295,21 @@ def _from_marks(raw: str, eos: str, num_answers: int) -> Rendered:
         if number % 2 and part:
             spans.append((len(text), len(text) + len(part)))
         elif spans and eos and part.startswith(eos) and spans[-1][1] == len(text):
-            # Marks that leave the end of turn out would give a model that never stops.
+            # A model trained without the end of turn would never stop.
             spans[-1] = (spans[-1][0], len(text) + len(eos))
         text += part
     return Rendered(text, spans, max(0, num_answers - len(spans)))
 
 
 def _compile(source: str) -> tuple[Callable[..., str], frozenset[str]]:
-    """The template's render function, and the names and texts in its code."""
+    """Return the template's render function, and the names and strings in its code."""
     import jinja2
     from jinja2 import nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}…{% endgeneration %}`` marks what the assistant wrote."""
+        """``{% generation %}…{% endgeneration %}`` marks the text of the assistant."""
 
         tags = {"generation"}  # noqa: RUF012  (jinja reads it from the class)
 
@@ -325,7 +325,7 @@ def _compile(source: str) -> tuple[Callable[..., str], frozenset[str]]:
         raise jinja2.TemplateError(message)
 
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # jinja's own filter escapes HTML
+        # Jinja's built-in filter escapes HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
@@ -335,13 +335,13 @@ def _compile(source: str) -> tuple[Callable[..., str], frozenset[str]]:
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
     try:
-        words = {
+        identifiers = {
             str(value).strip("'\"")
             for _, kind, value in environment.lex(source)
             if kind in ("name", "string")
         }
-        return environment.from_string(source).render, frozenset(words)
+        return environment.from_string(source).render, frozenset(identifiers)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"the chat template is no valid Jinja: {error.message} at its line {error.lineno}"
+            f"the chat template is not valid Jinja: {error.message} in line {error.lineno}"
         ) from error

@@ -1,4 +1,4 @@
-"""From a row, whatever its columns, to a chat, a prompt with its completion, or text."""
+"""Convert rows with various columns to chats, prompt and completion pairs, or text."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -34,26 +34,26 @@ from paceline.data.text.tool_calls import Message, read_tools
 
 @dataclass
 class Sample:
-    """A row in its canonical shape: exactly one of ``messages``, ``pair`` (prompt, completion) and
+    """A row in its canonical form: exactly one of ``messages``, ``pair`` (prompt, completion) and
     ``text`` is set.
 
     Args:
-        is_document: the text is a whole file, to be cut into samples.
-        left_off: turns after the last answer.
-        tools: what the chat template gets as `tools`.
-        off: indices of the messages on which the data switches the loss off.
+        is_document: the text is an entire file, to be cut into samples.
+        trailing_turns: number of turns after the last answer, which are removed.
+        tools: passed to the chat template as `tools`.
+        excluded: indices of the messages whose loss the data disables.
     """
 
     messages: list[Message] | None = None
     pair: tuple[str, str] | None = None
     text: str | None = None
     is_document: bool = False
-    left_off: int = 0
+    trailing_turns: int = 0
     tools: list[Row] | None = None
-    off: frozenset[int] = frozenset()
+    excluded: frozenset[int] = frozenset()
 
 
-#: Names a column goes by, the usual one first.
+#: Accepted names of each column, the usual one first.
 _CHAT = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
 _SYSTEM = ("system", "system_prompt")
 _INPUT = ("input", "context")
@@ -67,7 +67,7 @@ _PAIRS = (
 _TEXT = ("text", "content", "story", "document")
 _TOOLS = ("tools", "functions")
 _ALPACA = ("instruction", *_INPUT, *_ANSWER, *_SYSTEM, "history", "reasoning_content")
-#: Columns that change what a row means: one that is not empty and not used is an error, unless
+#: Columns that change the meaning of a row. It is an error if one is neither empty nor used, unless
 #: `ignore_columns` lists it.
 MUST_BE_USED = ("history", "reasoning_content", "rejected", "rejected_response", *_TOOLS)
 
@@ -96,8 +96,8 @@ _EXPECTED = {
 
 
 def find_format(columns: Row, pretrain: bool = False) -> str | None:
-    """The format that a row's columns fit, or None. Where several fit: chats, alpaca, prompt and
-    completion, text; for pretraining text comes first."""
+    """Return the format that matches a row's columns, or None. If several match, the order is
+    chats, alpaca, prompt and completion, text; for pretraining text comes first."""
     names = set(columns)
     if DOCUMENT in names or (pretrain and "text" in names):
         return "text"
@@ -109,15 +109,15 @@ def find_format(columns: Row, pretrain: bool = False) -> str | None:
         return "alpaca"
     if any(prompt in names and answer in names for prompt, answer in _PAIRS):
         return "prompt_completion"
-    if names & set(_CHAT):  # the column is there, this row's value is none
+    if names & set(_CHAT):  # the column exists, but this row has no list in it
         return "messages"
     return "text" if names & set(_TEXT) else None
 
 
-def fits_as(columns: Row) -> list[str]:
-    """All formats whose columns these are, for a message."""
+def matching_formats(columns: Row) -> list[str]:
+    """Return all formats that match the columns, for error messages."""
     names = set(columns)
-    fitting = {
+    matches = {
         "alpaca": "instruction" in names and bool(names & set(_ANSWER)),
         "prompt_completion": any(prompt in names and answer in names for prompt, answer in _PAIRS),
         "text": bool(names & set(_TEXT)) or DOCUMENT in names,
@@ -125,46 +125,46 @@ def fits_as(columns: Row) -> list[str]:
     chats = [find_format({key: columns[key]}) for key in _CHAT if key in names]
     return [
         *dict.fromkeys(chat for chat in chats if chat),
-        *(name for name, fits in fitting.items() if fits),
+        *(name for name, is_match in matches.items() if is_match),
     ]
 
 
 @dataclass(frozen=True)
-class _Watched:
-    """Columns of rows with the same names that need a look at their value."""
+class _ColumnPlan:
+    """The columns whose values must be checked, for rows with the same column names."""
 
     rejected: tuple[str, ...]
     labels: tuple[str, ...]
     media: tuple[str, ...]
     must_be_used: tuple[str, ...]
     chat: tuple[str, ...]
-    kind: str | None  # the format, if these names decide it and no value is null
+    format: str | None  # the format, if the names determine it and no value is null
 
 
 @dataclass
 class RowConverter:
-    """Turns rows of one source into samples.
+    """Convert the rows of one source to samples.
 
     Args:
-        label: the source, for messages.
-        named: a format, or "auto" to find it from each row's columns.
-        columns: `{expected: theirs}`.
-        system: system message for rows that have none.
-        pretrain: a text column comes before all others, and every token carries loss.
-        ignore_columns: columns and keys of messages that are left out.
-        roles: `{role: theirs}`: more names of the roles in chats.
-        template: the chat template, which decides whether tools and reasoning can be used.
+        label: the name of the source, for messages.
+        format: a format, or "auto" to detect it from each row's columns.
+        columns: `{expected name: name in the data}`.
+        system: system message for rows without one.
+        pretrain: a text column takes precedence over all others, and every token carries loss.
+        ignore_columns: columns and keys of messages to ignore.
+        roles: `{role: names in the data}`: additional names of the roles in chats.
+        template: the chat template, which determines whether tools and reasoning can be used.
 
     Attributes:
-        seen: formats met, with how many rows.
-        unused: columns and keys that hold something which is not used, with how many rows.
-        misfits: columns of rows that fit no format.
-        ignored: columns and keys of `ignore_columns` that were met.
-        binary_labels: rows with an integer `label` beside an answer: 0, 1, or another number.
+        seen: number of rows by format.
+        unused: number of rows by column or key that is not empty and not used.
+        unmatched: number of rows that match no format, by their columns.
+        ignored: number of occurrences of columns and keys of `ignore_columns`.
+        binary_labels: number of rows with an integer `label` besides an answer: "0", "1", "other".
     """
 
     label: str
-    named: str = "auto"
+    format: str = "auto"
     columns: dict[str, str] = field(default_factory=dict)
     system: str | None = None
     pretrain: bool = False
@@ -173,7 +173,7 @@ class RowConverter:
     template: ChatTemplate | None = None
     seen: Counter[str] = field(default_factory=Counter)
     unused: Counter[str] = field(default_factory=Counter)
-    misfits: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    unmatched: Counter[tuple[str, ...]] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
     binary_labels: Counter[str] = field(default_factory=Counter)
 
@@ -181,17 +181,17 @@ class RowConverter:
         for name in self.columns:
             if name not in _EXPECTED:
                 raise ConfigError(
-                    f"`columns: {{{name}: {self.columns[name]}}}` of {self.label}: no format has a"
-                    f" column `{name}`",
-                    allowed="the expected name on the left, yours on the right; expected are "
+                    f"`columns: {{{name}: {self.columns[name]}}}` of {self.label}: unknown column"
+                    f" `{name}`",
+                    allowed="`{EXPECTED: YOURS}` with EXPECTED one of "
                     + ", ".join(sorted(_EXPECTED)),
                     fix=did_you_mean(name, _EXPECTED),
                 )
             if self.columns[name] in self.ignore_columns:
                 raise ConfigError(
-                    f"`{self.columns[name]}` of {self.label} is in `columns` and in"
+                    f"`{self.columns[name]}` of {self.label} is in both `columns` and"
                     " `ignore_columns`",
-                    fix="keep one of them",
+                    fix="remove it from one of them",
                 )
         self._read = MessageReader(
             self.columns,
@@ -202,17 +202,17 @@ class RowConverter:
             self.ignored,
         )
         self._reads_media = bool(MEDIA & set(self.ignore_columns))
-        self._plans: dict[tuple[str, ...], _Watched] = {}
-        self._extra: dict[
-            tuple[tuple[str, ...], tuple[str, ...]], tuple[tuple[str, tuple[str, ...]], ...]
+        self._plans: dict[tuple[str, ...], _ColumnPlan] = {}
+        self._optional_columns: dict[
+            tuple[tuple[str, ...], tuple[str, ...]], list[tuple[str, tuple[str, ...]]]
         ] = {}
 
     def __call__(self, row: Any) -> Sample:
-        """One row's sample.
+        """Convert one row.
 
         Raises:
             MalformedRow: the row cannot be used.
-            Unsupported: the dataset must be refused: it asks for another kind of training.
+            Unsupported: the dataset needs another kind of training.
         """
         if not isinstance(row, dict):
             raise MalformedRow("not an object with columns")
@@ -221,17 +221,17 @@ class RowConverter:
             return Sample(text=row[DOCUMENT], is_document=True)
         row = self._renamed(row)
         names = tuple(row)
-        watched = self._plans.get(names) or self._watch(names)
-        kind = self._kind(row, watched)
-        self._check(row, watched, kind)
+        plan = self._plans.get(names) or self._make_plan(names)
+        kind = self._format_of(row, plan)
+        self._check(row, plan, kind)
+        if kind is None and self.format == "auto":
+            kind = find_format(row, self.pretrain)
         if kind is None:
-            kind = find_format(row, self.pretrain) if self.named == "auto" else None
-        if kind is None:
-            self.misfits[tuple(map(str, row))] += 1
+            self.unmatched[tuple(map(str, row))] += 1
             raise MalformedRow(
-                "columns fit no format"
-                if self.named == "auto"
-                else f"columns do not fit `{self.named}`"
+                "columns match no format"
+                if self.format == "auto"
+                else f"columns do not match `{self.format}`"
             )
         self.seen[kind] += 1
         used: tuple[str, ...]
@@ -242,19 +242,25 @@ class RowConverter:
             sample, used = self._pair(row)
         elif kind == "alpaca":
             chat = Chat(_alpaca(row))
-            self._reasoning(row, chat)
+            self._add_reasoning(row, chat)
             sample, used = self._chat(chat, row), _ALPACA
             self._check_prompts(row, _ALPACA[:3])
         else:
-            key = _chat_column(row, watched.chat)
-            sample, used = self._chat(self._turns(row, key), row), (key, *_SYSTEM)
-        self._account(row, names, watched, sample, used)
+            lists = (name for name in plan.chat if isinstance(unpack_list(row[name]), list))
+            key = plan.chat[0] if len(plan.chat) == 1 else next(lists, plan.chat[0])
+            turns = unpack_list(row[key])
+            if is_missing(turns):
+                raise MalformedRow("no messages")
+            if not isinstance(turns, list):
+                raise MalformedRow("messages are not a list")
+            sample, used = self._chat(self._read(turns), row), (key, *_SYSTEM)
+        self._finish(row, names, plan, sample, used)
         return sample
 
     # -- columns
     def _renamed(self, row: Row) -> Row:
-        """The row under the expected names; an optional column that is read under another name is
-        not read under its own."""
+        """Return the row under the expected names. An optional column that is mapped to another
+        name is not read under its usual name."""
         if not self.columns and not self.ignore_columns:
             return row
         if self.ignore_columns:
@@ -264,76 +270,71 @@ class RowConverter:
             row = {name: value for name, value in row.items() if name not in self.ignore_columns}
         if not self.columns:
             return row
-        left_out = {expected for expected, theirs in self.columns.items() if theirs == ""}
-        self.unused.update(name for name in left_out if not is_missing(row.get(name)))
-        left_out |= set(self.columns.values()) & {*_INPUT, *_SYSTEM, "history"} - set(self.columns)
-        named = {
-            expected: row[theirs] for expected, theirs in self.columns.items() if theirs in row
-        }
-        return {**{key: value for key, value in row.items() if key not in left_out}, **named}
+        skipped = {expected for expected, name in self.columns.items() if name == ""}
+        self.unused.update(name for name in skipped if not is_missing(row.get(name)))
+        skipped |= set(self.columns.values()) & {*_INPUT, *_SYSTEM, "history"} - set(self.columns)
+        renamed = {expected: row[name] for expected, name in self.columns.items() if name in row}
+        return {**{key: value for key, value in row.items() if key not in skipped}, **renamed}
 
-    def _watch(self, names: tuple[str, ...]) -> _Watched:
+    def _make_plan(self, names: tuple[str, ...]) -> _ColumnPlan:
         mapped = set(self.columns.values()) - set(self.columns)
-        free = [name for name in names if isinstance(name, str) and name not in mapped]
-        self._plans[names] = watched = _Watched(
-            rejected=tuple(name for name in free if name in REJECTED),
-            labels=tuple(name for name in free if name in LABELS),
-            media=tuple(name for name in free if name in MEDIA),
-            must_be_used=tuple(name for name in free if name in MUST_BE_USED),
+        unmapped = [name for name in names if isinstance(name, str) and name not in mapped]
+        self._plans[names] = plan = _ColumnPlan(
+            rejected=tuple(name for name in unmapped if name in REJECTED),
+            labels=tuple(name for name in unmapped if name in LABELS),
+            media=tuple(name for name in unmapped if name in MEDIA),
+            must_be_used=tuple(name for name in unmapped if name in MUST_BE_USED),
             chat=tuple(name for name in _CHAT if name in names),
-            kind=find_format(dict.fromkeys(names, ""), self.pretrain),
+            format=find_format(dict.fromkeys(names, ""), self.pretrain),
         )
-        return watched
+        return plan
 
-    def _kind(self, row: Row, watched: _Watched) -> str | None:
-        """The format of the columns that hold something, or None."""
-        if self.named != "auto":
-            return self.named if self._fits(row, self.named) else None
+    def _format_of(self, row: Row, plan: _ColumnPlan) -> str | None:
+        """Return the format of the columns that are not null, or None."""
+        if self.format != "auto":
+            is_chat = self.format in ("messages", "sharegpt") and bool(plan.chat)
+            return self.format if is_chat or self.format in matching_formats(row) else None
         if None in row.values():
             row = {name: value for name, value in row.items() if value is not None}
-        elif not watched.chat:
-            return watched.kind
+        elif not plan.chat:
+            return plan.format
         return find_format(row, self.pretrain)
 
-    def _fits(self, row: Row, kind: str) -> bool:
-        fitting = fits_as(row)
-        return kind in fitting or (kind in ("messages", "sharegpt") and bool(set(row) & set(_CHAT)))
-
-    def _check(self, row: Row, watched: _Watched, kind: str | None) -> None:
-        """Refuse what another kind of training is for."""
-        if watched.rejected:
-            check_pairs(row, watched.rejected, kind is not None)
-        for name in watched.labels:
+    def _check(self, row: Row, plan: _ColumnPlan, kind: str | None) -> None:
+        """Reject data for another kind of training."""
+        if plan.rejected:
+            check_pairs(row, plan.rejected, kind is not None)
+        for name in plan.labels:
             if kind not in (None, "text") or (
                 kind is None and any(answer in row for answer in _ANSWER)
             ):
                 check_label(row, name)
                 if isinstance(row[name], int):
                     self.binary_labels[str(row[name]) if row[name] in (0, 1) else "other"] += 1
-        for name in watched.media:
+        for name in plan.media:
             check_column(name, row[name])
         if kind is None:
             check_without_format(row)
 
-    def _account(
+    def _finish(
         self,
         row: Row,
         names: tuple[str, ...],
-        watched: _Watched,
+        plan: _ColumnPlan,
         sample: Sample,
         used: tuple[str, ...],
     ) -> None:
-        """Take in the tools, refuse what must not be left out, and count the other columns that are
-        not used."""
-        for name in watched.must_be_used:
+        """Add the tools to the sample, reject columns that must be used but are not, and count the
+        other unused columns."""
+        for name in plan.must_be_used:
             if holds_nothing(row[name]) or name in used:
                 continue
             if name not in _TOOLS or sample.text is not None:
                 raise Unsupported(
-                    f"the rows have `{name}`, which rows of their format do not use",
+                    f"the rows have a column `{name}`, which their format does not use",
                     fix=(
-                        f"set `ignore_columns: [{name}]` to train without it, or give the rows as"
-                        " chats with it in place"
+                        f"set `ignore_columns: [{name}]` to train without it, or convert the rows"
+                        " to chats that include it"
                     ),
                 )
             if not self._supports("tools"):
@@ -341,37 +342,39 @@ class RowConverter:
             sample.tools = [*(sample.tools or []), *read_tools(row[name])]
         if sample.tools and sample.pair is not None:
             sample.messages, sample.pair = as_chat(sample, self.system), None
-        extra = self._extra.get((names, used))
-        if extra is None:
-            extra = self._extra[names, used] = self._extras(names, used)
-        for name, before in extra:
+        optional = self._optional_columns.get((names, used))
+        if optional is None:
+            optional = self._optional_columns[names, used] = self._find_optional(names, used)
+        for name, synonyms in optional:
             if not is_missing(row[name]) and (
-                not before or any(not is_missing(row[other]) for other in before)
+                not synonyms or any(not is_missing(row[synonym]) for synonym in synonyms)
             ):
                 self.unused[name] += 1
 
-    def _extras(
+    def _find_optional(
         self, names: tuple[str, ...], used: tuple[str, ...]
-    ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Columns that may be unused, each with those of the same meaning that come before it: it
-        is used if they are empty."""
+    ) -> list[tuple[str, tuple[str, ...]]]:
+        """Return the columns that may be unused, each with the columns of the same meaning that
+        take precedence: it is used only if those are empty."""
         known = {*MUST_BE_USED, *self.columns.values()}
-        found: list[tuple[str, tuple[str, ...]]] = [
+        optional: list[tuple[str, tuple[str, ...]]] = [
             (name, ())
             for name in names
             if isinstance(name, str) and name not in used and name not in known
         ]
-        # used, under the name that is expected
+        # These are used under the expected name.
         renamed = set(self.columns.values()) - set(self.columns)
         for group in (_SYSTEM, _INPUT, _ANSWER, _TEXT):
-            there = [
+            present = [
                 name for name in group if name in names and name in used and name not in renamed
             ]
-            found += [(name, tuple(there[:number])) for number, name in enumerate(there) if number]
-        return tuple(found)
+            optional += [
+                (name, tuple(present[:index])) for index, name in enumerate(present) if index
+            ]
+        return optional
 
     def _supports(self, name: str) -> bool:
-        # Without a template, `task: sft` refuses chats by itself; `task: pretrain` joins the texts
+        # Without a template, `task: sft` rejects chats later, and `task: pretrain` joins the texts
         # of the turns.
         return not self.pretrain if self.template is None else self.template.uses(name)
 
@@ -383,54 +386,34 @@ class RowConverter:
             pairs[0],
         )
         prompt, answer = unpack_list(row[prompt_key]), unpack_list(row[answer_key])
-        if isinstance(prompt, list) and isinstance(answer, list):  # both as chats
-            return self._chat(self._read([*prompt, *answer]), row), (
-                prompt_key,
-                answer_key,
-                *_SYSTEM,
-            )
+        if isinstance(prompt, list) and isinstance(answer, list):
+            chat = self._chat(self._read([*prompt, *answer]), row)
+            return chat, (prompt_key, answer_key, *_SYSTEM)
         used = (prompt_key, answer_key, *_SYSTEM, "history", "reasoning_content")
         pair = (read_text(row, (prompt_key,), "prompt"), read_text(row, (answer_key,), "answer"))
         self._check_prompts(row, (prompt_key,))
-        chat = Chat(
-            [
-                *earlier_turns(row),
-                {"role": "user", "content": pair[0]},
-                {"role": "assistant", "content": pair[1]},
-            ]
-        )
-        self._reasoning(row, chat)
-        has_more = len(chat.messages) > 2 or len(chat.messages[-1]) > 2
-        if has_more or any(not is_missing(row.get(name)) for name in _SYSTEM):
-            return self._chat(chat, row), used
-        return Sample(pair=pair), used
+        turns = Chat([*earlier_turns(row), *_exchange(*pair)])
+        self._add_reasoning(row, turns)
+        is_pair = len(turns.messages) == 2 and len(turns.messages[-1]) == 2
+        if is_pair and all(is_missing(row.get(name)) for name in _SYSTEM):
+            return Sample(pair=pair), used
+        return self._chat(turns, row), used
 
     def _check_prompts(self, row: Row, keys: tuple[str, ...]) -> None:
         for key in keys:
             if isinstance(value := row.get(key), str) and "<" in value and not self._reads_media:
                 check_text(value)
 
-    def _reasoning(self, row: Row, chat: Chat) -> None:
-        if "reasoning_content" not in row:
-            return
-        thoughts = row["reasoning_content"]
-        if holds_nothing(thoughts) or "reasoning_content" in set(self.columns.values()) - set(
-            self.columns
-        ):
+    def _add_reasoning(self, row: Row, chat: Chat) -> None:
+        reasoning = row.get("reasoning_content")
+        is_mapped = "reasoning_content" in set(self.columns.values()) - set(self.columns)
+        if is_mapped or holds_nothing(reasoning):
             return
         if not self._supports("reasoning_content"):
             raise template_lacks("reasoning_content")
-        if not isinstance(thoughts, str):
+        if not isinstance(reasoning, str):
             raise MalformedRow("reasoning_content is not text")
-        chat.messages[-1]["reasoning_content"] = chat.messages[-1]["thinking"] = thoughts
-
-    def _turns(self, row: Row, key: str) -> Chat:
-        turns = unpack_list(row[key])
-        if is_missing(turns):
-            raise MalformedRow("no messages")
-        if not isinstance(turns, list):
-            raise MalformedRow("messages are no list")
-        return self._read(turns)
+        chat.messages[-1]["reasoning_content"] = chat.messages[-1]["thinking"] = reasoning
 
     def _chat(self, chat: Chat, row: Row) -> Sample:
         messages = chat.messages
@@ -448,40 +431,34 @@ class RowConverter:
                 raise MalformedRow("empty prompt")
             if message["role"] == "assistant" and "tool_calls" not in message:
                 raise MalformedRow("empty answer")
-        if chat.off and self.pretrain:
+        if chat.excluded and self.pretrain:
             raise Unsupported(
-                "the messages switch the loss of some turns off, and `task: pretrain` trains on"
-                " every token",
-                fix="use `task: sft`, or list the key in `ignore_columns`",
+                "turns without loss are not supported with `task: pretrain`: it trains on every"
+                " token",
+                fix="use `task: sft`, or add the key to `ignore_columns`",
             )
-        off = frozenset(index for index in chat.off if index <= last)
+        excluded = frozenset(index for index in chat.excluded if index <= last)
         system = read_optional_text(row, _SYSTEM)
         if used[0]["role"] != "system":
             system = system or self.system
             if system:
                 used = [{"role": "system", "content": system}, *used]
-                off = frozenset(index + 1 for index in off)
+                excluded = frozenset(index + 1 for index in excluded)
         elif system is not None and system != used[0]["content"]:
             self.unused["system (of rows whose chat has a system turn)"] += 1
-        return Sample(messages=used, left_off=len(messages) - last - 1, off=off)
+        return Sample(messages=used, trailing_turns=len(messages) - last - 1, excluded=excluded)
 
 
 def as_chat(sample: Sample, system: str | None) -> list[Message]:
-    """A prompt and its completion as a chat of two turns, the system message before them where
-    there is one."""
+    """Return a prompt and its completion as a chat of two turns, after the system message if there
+    is one."""
     assert sample.pair is not None
     start: list[Message] = [{"role": "system", "content": system}] if system else []
-    return [
-        *start,
-        {"role": "user", "content": sample.pair[0]},
-        {"role": "assistant", "content": sample.pair[1]},
-    ]
+    return [*start, *_exchange(*sample.pair)]
 
 
-def _chat_column(row: Row, there: tuple[str, ...]) -> str:
-    if len(there) == 1:
-        return there[0]
-    return next((name for name in there if isinstance(unpack_list(row[name]), list)), there[0])
+def _exchange(prompt: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
 def _alpaca(row: Row) -> list[Message]:
@@ -491,8 +468,4 @@ def _alpaca(row: Row) -> list[Message]:
     question = "\n".join(part for part in (instruction, context) if part.strip())
     if not question:
         raise MalformedRow("empty prompt")
-    return [
-        *earlier_turns(row),
-        {"role": "user", "content": question},
-        {"role": "assistant", "content": answer},
-    ]
+    return [*earlier_turns(row), *_exchange(question, answer)]

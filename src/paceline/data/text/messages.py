@@ -1,5 +1,5 @@
-"""The turns of a chat, whatever their keys and roles are called, as the messages that chat
-templates read."""
+"""Convert the turns of a chat, with various names of keys and roles, to messages for chat
+templates."""
 
 import json
 from collections import Counter
@@ -16,34 +16,35 @@ from paceline.data.text.refused_rows import (
     check_column,
     check_text,
     other_part,
-    two_outputs,
+    two_answers,
 )
 from paceline.data.text.tool_calls import Message, name_calls, read_calls
 
-#: Keys of a message by which the data switches the loss on a turn on or off.
+#: Keys of a message that enable or disable the loss of a turn.
 _SWITCHES = ("weight", "loss", "train", "training", "trainable", "loss_weight", "loss_scale")
 _USER_SWITCHES = ("train", "training", "trainable")
 _DETAILS = ("train_detail", "training_detail")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _ASKS = ("human", "user", "query", "instruction", "question", "prompt")
+_NOT_TEXT = "a message is not text"
 _ANSWERS = ("assistant", "gpt", "response", "output", "answer", "bot")
 
 
 @dataclass
 class Chat:
-    """Messages, and the indices of the assistant turns on which the data switches the loss off."""
+    """Messages, and the indices of the assistant turns whose loss the data disables."""
 
     messages: list[Message]
-    off: set[int] = field(default_factory=set)
+    excluded: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """Turns with the same keys.
+    """The form of turns with the same keys.
 
     Args:
-        role, content: the keys of these, for turns that have nothing else; else None.
-        extra: keys beside the role and the content.
+        role, content: their keys, for turns without other keys; else None.
+        extra: the other keys.
         is_exchange: the turn is a question with its answer, ``{"human": ..., "assistant": ...}``,
             as ms-swift allows.
     """
@@ -56,15 +57,15 @@ class _Shape:
 
 @dataclass
 class MessageReader:
-    """Reads the turns of one source.
+    """Read the turns of one source.
 
     Args:
-        columns: `{expected: theirs}`, of which those that name keys of a message are used.
-        roles: their role to one of :data:`STANDARD_ROLES`, beside those that are known.
-        ignored: keys that are left out.
-        supports: whether the chat template uses `tool_calls` or `reasoning_content`.
-        unused: counts keys of messages that are not used.
-        ignored_seen: gets the ignored keys that were met.
+        columns: `{expected name: name in the data}`; entries for keys of a message are used.
+        roles: additional names of roles: name in the data to one of :data:`STANDARD_ROLES`.
+        ignored: keys to ignore.
+        supports: returns whether the chat template uses `tool_calls` or `reasoning_content`.
+        unused: counts the unused keys of messages.
+        ignored_seen: counts the ignored keys.
     """
 
     columns: Mapping[str, str]
@@ -82,8 +83,8 @@ class MessageReader:
         self._content_keys = tuple(
             dict.fromkeys((name("content", "content"), name("value", "value"), "text"))
         )
-        own = {theirs: ours for ours, theirs in self.columns.items()}
-        self._meaning = {**{key: key for key in (*_SWITCHES, *_DETAILS, *_REASONING)}, **own}
+        mapped = {name: expected for expected, name in self.columns.items()}
+        self._meaning = {**{key: key for key in (*_SWITCHES, *_DETAILS, *_REASONING)}, **mapped}
         self._checks_text = not MEDIA & set(self.ignored)
 
     def __call__(self, turns: list[Any]) -> Chat:
@@ -91,19 +92,19 @@ class MessageReader:
 
         Raises:
             MalformedRow: the row cannot be used.
-            Unsupported: the dataset must be refused.
+            Unsupported: the dataset needs another kind of training.
         """
         chat = Chat([])
         has_calls = False
         previous_was_call = False
         for turn in turns:
             if not isinstance(turn, dict):
-                raise MalformedRow("a message is no object")
+                raise MalformedRow("a message is not an object")
             keys = tuple(turn)
             shape = self._shapes.get(keys) or self._shape(keys)
-            if shape.role is not None:  # a role and a content alone, as most turns have
-                spelled, content = turn[shape.role], turn[shape.content]
-                role = self._roles.get(spelled) if spelled.__class__ is str else None
+            if shape.role is not None:  # the fast path: only a role and a content
+                role_name, content = turn[shape.role], turn[shape.content]
+                role = self._roles.get(role_name) if role_name.__class__ is str else None
                 if role is not None and role != CALL and content.__class__ is str:
                     if self._checks_text and role != "assistant" and "<" in content:
                         check_text(content)
@@ -116,19 +117,19 @@ class MessageReader:
             message, trains, is_call = self._message(turn, shape.extra)
             has_calls |= "tool_calls" in message
             last = chat.messages[-1] if chat.messages else None
-            is_off = message["role"] == "assistant" and trains is False
-            # Parallel calls, and an answer with the call after it, are one turn of the assistant.
+            is_excluded = message["role"] == "assistant" and trains is False
+            # Parallel calls, and an answer followed by a call, form one assistant turn.
             joins = (
                 is_call
                 and last is not None
                 and last["role"] == "assistant"
-                and is_off == (len(chat.messages) - 1 in chat.off)
+                and is_excluded == (len(chat.messages) - 1 in chat.excluded)
             )
             if joins and last is not None and ("tool_calls" not in last or previous_was_call):
                 last.setdefault("tool_calls", []).extend(message["tool_calls"])
             else:
-                if is_off:
-                    chat.off.add(len(chat.messages))
+                if is_excluded:
+                    chat.excluded.add(len(chat.messages))
                 chat.messages.append(message)
             previous_was_call = is_call
         if has_calls:
@@ -139,7 +140,7 @@ class MessageReader:
     def _shape(self, keys: tuple[str, ...]) -> _Shape:
         roles = [key for key in self._role_keys if key in keys]
         contents = [key for key in self._content_keys if key in keys]
-        # `text` is a content where there is no other
+        # `text` is the content only if there is no other content.
         used = contents if contents[1:] != ["text"] else contents[:1]
         extra = tuple(key for key in keys if key not in (*roles, *used) and key not in self.ignored)
         self.ignored_seen.update(key for key in keys if key in self.ignored)
@@ -154,57 +155,53 @@ class MessageReader:
         return shape
 
     def _message(self, turn: Row, extra: tuple[str, ...]) -> tuple[Message, bool | None, bool]:
-        """(message, what the data says about its loss, whether the turn is a tool call alone)."""
-        spelled = _first(turn, self._role_keys)
-        role = self._roles.get(spelled.lower()) if isinstance(spelled, str) else None
+        """Return the message, whether the data enables its loss (None: not specified), and whether
+        the turn is only a tool call."""
+        role_name = _first(turn, self._role_keys)
+        role = self._roles.get(role_name.lower()) if isinstance(role_name, str) else None
         if role is None:
             raise MalformedRow("unknown role")
         content = _first(turn, self._content_keys)
         if role == CALL:
-            self._need("tool_calls")
-            message: Message = {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": read_calls(content),
-            }
+            self._require("tool_calls")
+            calls = read_calls(content)
+            message: Message = {"role": "assistant", "content": "", "tool_calls": calls}
         else:
-            message = {
-                "role": role,
-                "content": content if isinstance(content, str) else _as_text(content, role),
-            }
+            text = content if isinstance(content, str) else _as_text(content, role)
+            message = {"role": role, "content": text}
             if self._checks_text and role != "assistant" and "<" in message["content"]:
                 check_text(message["content"])
         trains = None
         for key in extra:
             value = turn[key]
             if value is not None and value != "" and value != []:
-                switched = self._extra(message, key, value)
-                trains = switched if switched is not None else trains
+                switch = self._add_extra(message, key, value)
+                trains = switch if switch is not None else trains
         return message, trains, role == CALL
 
-    def _extra(self, message: Message, key: str, value: Any) -> bool | None:
-        """Take in one more key of a message; returns what it says about the loss, if it does."""
+    def _add_extra(self, message: Message, key: str, value: Any) -> bool | None:
+        """Add an extra key to a message. Return whether it enables the loss, or None."""
         name = self._meaning.get(key, key)
         if name in _SWITCHES:
             return _switch(message["role"], key, name, value)
         if name in _DETAILS:
             if not holds_nothing(value):
                 raise Unsupported(
-                    f"the messages say which parts of a turn to train on (`{key}`), and Paceline"
-                    " trains on whole turns",
-                    allowed="true or false for a whole turn (`weight`, `loss`, `train`)",
+                    f"the messages select parts of a turn to train on (`{key}`), which is not"
+                    " supported: Paceline trains on entire turns",
+                    allowed="true or false for an entire turn (`weight`, `loss`, `train`)",
                     fix=(
-                        f"split these turns, or set `ignore_columns: [{key}]` to train on the whole"
-                        " of them"
+                        f"split these turns, or set `ignore_columns: [{key}]` to train on entire"
+                        " turns"
                     ),
                 )
         elif name in ("tool_calls", "function_call"):
             if not holds_nothing(value) and message["role"] == "assistant":
-                self._need("tool_calls")
+                self._require("tool_calls")
                 message["tool_calls"] = read_calls(value)
         elif name in _REASONING and message["role"] == "assistant":
             if isinstance(value, str):
-                self._need("reasoning_content", key)
+                self._require("reasoning_content", key)
                 message["reasoning_content"] = message["thinking"] = value
         elif name == "name":
             message["name"] = value
@@ -215,22 +212,22 @@ class MessageReader:
         elif not holds_nothing(value):
             if name in ("tools", "functions"):
                 raise Unsupported(
-                    f"a message has `{key}`, which is used only as a column of the row",
+                    f"a message has the key `{key}`, which is supported only as a column of the"
+                    " row",
                     fix=f"move it to a column `tools`, or set `ignore_columns: [{key}]`",
                 )
             self.unused[f"{key} (of messages)"] += 1
         return None
 
-    def _need(self, name: str, key: str | None = None) -> None:
+    def _require(self, name: str, key: str | None = None) -> None:
         if not self.supports(name):
             raise template_lacks(name, key)
 
-    # -- turns of a question with its answer
     def _add_exchange(self, turn: Row, chat: Chat) -> None:
         for keys, role in ((_ASKS, "user"), (_ANSWERS, "assistant")):
             text = _first(turn, keys)
             if not isinstance(text, str) and not is_missing(text):
-                raise MalformedRow("a message that is not text")
+                raise MalformedRow(_NOT_TEXT)
             if role == "user" and self._checks_text and text:
                 check_text(text)
             chat.messages.append({"role": role, "content": "" if is_missing(text) else text})
@@ -245,8 +242,8 @@ def _first(turn: Row, keys: tuple[str, ...]) -> Any:
 
 
 def _as_text(content: Any, role: str) -> str:
-    """The text of a content that is not a string: empty, parts of a multimodal message, or the
-    result of a tool."""
+    """Return the text of a content that is not a string: an empty value, the parts of a multimodal
+    message, or the result of a tool."""
     if is_missing(content):
         return ""
     if isinstance(content, list) and all(
@@ -257,13 +254,13 @@ def _as_text(content: Any, role: str) -> str:
                 raise other_part(part["type"])
         texts = [part.get("text") for part in content]
         if not all(isinstance(text, str) or text is None for text in texts):
-            raise MalformedRow("a message that is not text")
+            raise MalformedRow(_NOT_TEXT)
         return "".join(text or "" for text in texts)
     if role == "tool":
         return json.dumps(content, ensure_ascii=False)
     if isinstance(content, list) and all(isinstance(part, str) for part in content):
         return "".join(content)
-    raise MalformedRow("a message that is not text")
+    raise MalformedRow(_NOT_TEXT)
 
 
 def _switch(role: str, key: str, name: str, value: Any) -> bool | None:
@@ -276,18 +273,18 @@ def _switch(role: str, key: str, name: str, value: Any) -> bool | None:
     )
     if number not in (0, 1):
         raise Unsupported(
-            f"the messages have `{key}: {value}`, and Paceline has no weights between turns",
-            allowed="0 or false: the turn carries no loss; 1 or true: it does",
+            f"the messages have `{key}: {value}`; loss weights of turns are not supported",
+            allowed="0 or false to exclude a turn from the loss, 1 or true to include it",
             fix=f"round the weights to 0 and 1, or set `ignore_columns: [{key}]`",
         )
     if role != "assistant":
         if number and name in _USER_SWITCHES:
             raise Unsupported(
-                f"the messages switch the loss on for a turn of the role `{role}` (`{key}:"
-                f" {value}`), and Paceline trains on the turns of the assistant",
+                f"the messages enable the loss for a turn of the role `{role}` (`{key}:"
+                f" {value}`), which is not supported: Paceline trains on assistant turns",
                 fix=(
-                    f"set `ignore_columns: [{key}]`, or `train_args.train_on_inputs: true` for a"
-                    " loss on every token"
+                    f"set `ignore_columns: [{key}]`, or `train_args.train_on_inputs: true` to train"
+                    " on every token"
                 ),
             )
         return None
@@ -295,38 +292,41 @@ def _switch(role: str, key: str, name: str, value: Any) -> bool | None:
 
 
 def template_lacks(name: str, key: str | None = None) -> Unsupported:
-    """The refusal of data that the chat template would leave out."""
+    """Return the error for data that the chat template would omit."""
     column = key or name
-    fix = "use a chat template that has it (`chat_template: FILE.jinja`)"
+    fix = "use a chat template that supports it (`chat_template: FILE.jinja`)"
     if name != "tool_calls":
         fix += f", or set `ignore_columns: [{column}]` to train without it"
     return Unsupported(
-        f"the rows have `{column}`, and the chat template does not use `{name}`", fix=fix
+        f"the rows have `{column}`, but the chat template does not use `{name}`", fix=fix
     )
 
 
 def role_names(roles: Mapping[str, str | list[str]], label: str) -> dict[str, str]:
-    """`{role: theirs}` turned around."""
-    out: dict[str, str] = {}
+    """Return the inverse of `{role: names in the data}`.
+
+    Raises:
+        ConfigError: a role is unknown.
+    """
+    role_by_name: dict[str, str] = {}
     for role, names in roles.items():
         if role not in STANDARD_ROLES:
             raise ConfigError(
                 f"`roles: {{{role}: ...}}` of {label}: unknown role `{role}`",
                 allowed=", ".join(STANDARD_ROLES),
             )
-        out.update(dict.fromkeys([names] if isinstance(names, str) else names, role))
-    return out
+        role_by_name.update(dict.fromkeys([names] if isinstance(names, str) else names, role))
+    return role_by_name
 
 
 def earlier_turns(row: Row) -> list[Message]:
-    """Earlier turns: a list of (question, answer), or of messages."""
-    if "history" not in row:
-        return []
-    history = unpack_list(row["history"])
+    """Return the turns of the column `history`: a list of (question, answer), or of messages."""
+    history = unpack_list(row.get("history"))
     if holds_nothing(history):
         return []
+    malformed = MalformedRow("history is not a list of (question, answer)")
     if not isinstance(history, list):
-        raise MalformedRow("history is no list of (question, answer)")
+        raise malformed
     messages: list[Message] = []
     for turn in history:
         if isinstance(turn, dict):
@@ -341,12 +341,13 @@ def earlier_turns(row: Row) -> list[Message]:
                 {"role": "assistant", "content": turn[1]},
             ]
         else:
-            raise MalformedRow("history is no list of (question, answer)")
+            raise malformed
     return messages
 
 
 def unpack_list(value: Any) -> Any:
-    """A list that a CSV file had to carry as JSON text."""
+    """Parse a list that is stored as JSON text, as in CSV files. Other values are returned as
+    is."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return json.loads(value)
@@ -356,7 +357,11 @@ def unpack_list(value: Any) -> Any:
 
 
 def read_text(row: Row, keys: tuple[str, ...], what: str) -> str:
-    """The first of the columns that is there, as text; a number counts as its digits."""
+    """Return the first of the columns that is not empty, as text. Numbers are converted.
+
+    Raises:
+        MalformedRow: all columns are empty, or the value is not text; ``what`` names it.
+    """
     key = next((key for key in keys if key in row and not is_missing(row[key])), None)
     if key is None:
         raise MalformedRow(f"empty {what}")
@@ -370,7 +375,7 @@ def read_text(row: Row, keys: tuple[str, ...], what: str) -> str:
             and len(value) == 2
             and all(isinstance(text, str) for text in value)
         ):
-            raise two_outputs(key)
+            raise two_answers(f"`{key}` is a list of two")
         raise MalformedRow(f"{what} is not text")
     if not value.strip():
         raise MalformedRow(f"empty {what}")
@@ -378,6 +383,7 @@ def read_text(row: Row, keys: tuple[str, ...], what: str) -> str:
 
 
 def read_optional_text(row: Row, keys: tuple[str, ...]) -> str | None:
+    """Return the first of the columns that is not empty, as text, or None."""
     value = next((row[key] for key in keys if not is_missing(row.get(key))), None)
     if value is None:
         return None

@@ -1,4 +1,4 @@
-"""From the config's sources to tokens on disk: read, convert, render, tokenise, cache, split."""
+"""Prepare the config's sources as tokens on disk: read, convert, render, tokenize, cache, split."""
 
 import json
 import time
@@ -13,16 +13,16 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import cache_dir
 from paceline.core.formatting import counted
+from paceline.core.log import Notice
 from paceline.data.cache import build_once, key_of
 from paceline.data.counts import DataCounts
 from paceline.data.sources.resolve import open_source
-from paceline.data.text.templates import asked_template
+from paceline.data.text.templates import template_choice
 from paceline.data.text.tokenizer import find_tokenizer, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from paceline.data.text.build import EntryMeta
 
-Notice = tuple[str, str]
 TextTask = Literal["sft", "pretrain"]
 ResolveModel = Callable[[str], str]
 
@@ -31,18 +31,18 @@ _META = "meta.json"
 
 @dataclass
 class PreparedTokens:
-    """Where the tokens are and what they amount to. Small and picklable.
+    """The location and size of the tokenized data. Small and picklable.
 
     Args:
-        train_folder, train_indices: for :class:`paceline.data.text.token_dataset.TokenDataset`;
-            indices None: all of it.
-        eval_folder, eval_indices: the same of the validation data; folder None where there is none.
-        counts: accounting of the rows of ``dataset``, what was split off from it included.
+        train_folder, train_indices: arguments of
+            :class:`paceline.data.text.token_dataset.TokenDataset`.
+        eval_folder, eval_indices: the same for the validation data; the folder is None without it.
+        counts: accounting of the rows of ``dataset``, including those held out for validation.
         eval_counts: accounting of the rows of ``val_dataset``, or None.
-        train_tokens, label_tokens: tokens of the training samples, and those of them that carry
-            loss.
-        num_train, num_eval: samples.
-        notices: what the person should know, as (level, text).
+        train_tokens, label_tokens: number of tokens of the training samples, and of those that
+            carry loss.
+        num_train, num_eval: number of samples.
+        notices: messages to log.
         tokenizer_path: local folder of the tokenizer.
     """
 
@@ -62,14 +62,14 @@ class PreparedTokens:
 
 
 def prepare_tokens(config: Config, task: TextTask, resolve_model: ResolveModel) -> PreparedTokens:
-    """Tokenise the config's data, or find it tokenised in the cache. Safe to call in several
-    processes at once.
+    """Tokenize the config's data, or find it in the token cache. Several processes may call it at
+    the same time.
 
     Args:
-        resolve_model: from a model's name in the config to a local folder or a hub id.
+        resolve_model: converts the name of a model in the config to a local folder or a hub id.
 
     Raises:
-        ConfigError: everything that can be wrong with the data, the tokenizer or the chat template.
+        ConfigError: the data, the tokenizer or the chat template is invalid.
     """
     tokenizer = find_tokenizer(
         resolve_model(config.tokenizer or config.model), config.trust_remote_code
@@ -119,8 +119,8 @@ def prepare_tokens(config: Config, task: TextTask, resolve_model: ResolveModel) 
 def cached_lengths(
     config: Config, task: TextTask, resolve_model: ResolveModel
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """(tokens, label tokens) of each sample of ``dataset``, int64 [num_samples], where it was
-    tokenised before; else None. Reads no row and downloads nothing."""
+    """Return (tokens, label tokens) of each sample of ``dataset``, int64 [num_samples], or None if
+    it is not in the token cache. Reads no rows and downloads nothing."""
     names = [
         config.tokenizer or config.model,
         *(source.path.partition("#")[0] for source in config.sources()),
@@ -138,14 +138,14 @@ def cached_lengths(
 
 
 def split_indices(num_samples: int, ratio: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split samples into (training, validation) indices, each sorted, by ``seed`` alone.
+    """Split samples into (training, validation) indices, each sorted. Depends only on ``seed``.
 
-    The share ``ratio`` is held out, at least one sample. At least one sample is left for training,
-    so nothing is held out of a single sample. :func:`split_notice` reports the result. From 1 on
-    ``ratio`` is the number of samples to hold out.
+    Holds out the share ``ratio``, or ``ratio`` samples if it is at least 1, but at least one
+    sample. At least one sample remains for training, so nothing is held out of a single sample.
+    :func:`split_notice` reports the result.
 
     Raises:
-        ConfigError: a number of samples that leaves none for training.
+        ConfigError: the number of samples leaves none for training.
     """
     if ratio >= max(1, num_samples):
         raise ConfigError(
@@ -154,7 +154,7 @@ def split_indices(num_samples: int, ratio: float, seed: int) -> tuple[np.ndarray
             allowed=(
                 f"a share below 1, or a number of samples from 1 to {max(1, num_samples - 1):,}"
             ),
-            fix="write a share such as `split_dataset_ratio: 0.1`",
+            fix="use a share such as `split_dataset_ratio: 0.1`",
         )
     held_out = min(max(1, round(num_samples * ratio if ratio < 1 else ratio)), num_samples - 1)
     order = np.random.default_rng([seed, 0x5B117]).permutation(num_samples)
@@ -162,61 +162,51 @@ def split_indices(num_samples: int, ratio: float, seed: int) -> tuple[np.ndarray
 
 
 def split_notice(held_out: int, total: int, ratio: float, noun: str = "sample") -> Notice:
-    """Return what to report about a split: a warning if it is not the share that
+    """Return the message about a split: a warning if it is not the share that
     ``split_dataset_ratio`` names."""
     if held_out == 0:
-        return (
+        return Notice(
             "warning",
-            (
-                f"no validation: `split_dataset_ratio: {ratio:g}` of {counted(total, noun)} leaves"
-                " none to hold out"
-            ),
+            f"no validation: `split_dataset_ratio: {ratio:g}` of {counted(total, noun)} leaves none"
+            " to hold out",
         )
     text = (
         f"validation: {held_out:,} of {counted(total, noun)} held out (split_dataset_ratio:"
         f" {ratio:g})"
     )
-    if ratio >= 1:
-        return "info", text
-    if held_out > total * ratio + 0.5:
-        return (
-            "warning",
-            f"{text}. That is {held_out / total:.0%}: a validation split has at least one {noun}",
-        )
-    if held_out > total * ratio:
-        text += f", {held_out / total:.1%}: rounded up to a whole {noun}"
-    return "info", text
+    if ratio < 1 and held_out > total * ratio + 0.5:
+        text += f". That is {held_out / total:.0%}: a validation split has at least one {noun}"
+        return Notice("warning", text)
+    if ratio < 1 and held_out > total * ratio:
+        text += f", {held_out / total:.1%}: rounded up to a full {noun}"
+    return Notice("info", text)
 
 
 class _Entry:
-    """The tokens of the training or of the validation sources, in the cache. ``meta`` is there when
-    they are built."""
+    """The cache entry of the training or the validation sources. :meth:`build` sets ``meta``."""
 
     meta: "EntryMeta"
 
     def __init__(self, config: Config, task: TextTask, tokenizer: Path, validation: bool) -> None:
-        self.config, self.task, self.tokenizer, self.validation = (
-            config,
-            task,
-            tokenizer,
-            validation,
-        )
-        self.sources = [open_source(one) for one in config.sources(validation=validation)]
-        self.template = asked_template(config)
+        self.config, self.task = config, task
+        self.tokenizer, self.validation = tokenizer, validation
+        self.sources = [open_source(spec) for spec in config.sources(validation=validation)]
+        self.template = template_choice(config)
         args = config.train_args
+        has_shuffle = any(source.take is not None for source in self.sources)
         key = key_of(
             {
                 "sources": [
                     [
-                        one.fingerprint(),
-                        one.spec.format,
-                        one.spec.columns,
-                        one.spec.ignore_columns,
-                        one.spec.roles,
+                        source.fingerprint(),
+                        source.spec.format,
+                        source.spec.columns,
+                        source.spec.ignore_columns,
+                        source.spec.roles,
                     ]
-                    for one in self.sources
+                    for source in self.sources
                 ],
-                "seed": args.seed if any(one.take is not None for one in self.sources) else None,
+                "seed": args.seed if has_shuffle else None,
                 "tokenizer": tokenizer_fingerprint(tokenizer),
                 "template": self.template.key,
                 "settings": [
@@ -237,32 +227,30 @@ class _Entry:
         source_notices = [notice for source in self.sources for notice in source.notices]
         is_new = build_once(self.folder, _META, self._fill)
         self.meta = json.loads((self.folder / _META).read_text(encoding="utf-8"))
-        what = "validation data" if self.validation else "data"
+        label = "validation data" if self.validation else "data"
         size = f"{counted(self.samples, 'sample')}, {self.meta['tokens']:,} tokens"
-        took = (
-            f"tokenised in {time.perf_counter() - started:.1f} s"
-            if is_new
-            else "tokenised data from the cache"
-        )
+        origin = "read from the token cache"
+        if is_new:
+            origin = f"tokenized in {time.perf_counter() - started:.1f} s"
         self.notices = [
             *source_notices,
-            *((level, text) for level, text in self.meta["notices"]),
-            ("info", f"{what}: {size}; {took}"),
+            *(Notice(level, text) for level, text in self.meta["notices"]),
+            Notice("info", f"{label}: {size}; {origin}"),
         ]
 
-    def _fill(self, aside: Path) -> None:
-        # Imported here: what is only needed to tokenise anew costs a start from the cache nothing.
+    def _fill(self, staging: Path) -> None:
+        # A start from the cache does not need these imports.
         from paceline.data.text.build import build_entry
 
-        before = {id(source): len(source.notices) for source in self.sources}
+        num_notices = [len(source.notices) for source in self.sources]
         meta = build_entry(
-            aside, self.sources, self.config, self.task, self.tokenizer, self.template
+            staging, self.sources, self.config, self.task, self.tokenizer, self.template
         )
-        late = [
-            notice for source in self.sources for notice in source.notices[before[id(source)] :]
-        ]
+        late: list[Notice] = []
+        for source, number in zip(self.sources, num_notices, strict=True):
+            late += source.notices[number:]
         meta["notices"] = [*late, *meta["notices"]]
-        (aside / _META).write_text(
+        (staging / _META).write_text(
             json.dumps(meta, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
 
@@ -278,11 +266,11 @@ class _Entry:
             figures["kept"],
             figures["truncated"] or 0,
             figures["dropped"],
-            figures["excluded_turns"],
+            figures.get("excluded_turns", 0),
         )
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, label tokens) of each sample, int64 [num_samples]."""
+        """Return (tokens, label tokens) of each sample, int64 [num_samples]."""
         from paceline.data.text.token_dataset import LABEL_COUNTS, LENGTHS
 
         return np.load(self.folder / LENGTHS), np.load(self.folder / LABEL_COUNTS)

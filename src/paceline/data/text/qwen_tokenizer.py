@@ -1,9 +1,9 @@
-"""The tokenizer of first-generation Qwen models: ``qwen.tiktoken`` as a fast tokenizer with the
-ChatML template.
+"""Convert the tokenizer of first-generation Qwen models (``qwen.tiktoken``) to a fast tokenizer
+with the ChatML template, so that its remote code is not needed.
 
 The file lists byte strings in base64 with their ranks. Pairs are merged in the order of the ranks,
-so the merges of a byte-pair tokenizer follow from them; words, normalization and special tokens are
-those of tokenization_qwen.py in https://huggingface.co/Qwen/Qwen-7B. Its remote code is not needed.
+which determines the merges of a byte-pair tokenizer. Pre-tokenization, normalization and special
+tokens are those of tokenization_qwen.py in https://huggingface.co/Qwen/Qwen-7B.
 """
 
 import base64
@@ -17,14 +17,14 @@ from paceline.data.cache import build_once, fingerprint, key_of
 
 RANKS_FILE = "qwen.tiktoken"
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-#: How Qwen2's tokenizer cuts text into words before byte pairs are merged.
-QWEN2_WORDS = (
+#: The pre-tokenization pattern of Qwen2's tokenizer.
+QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _NUM_EXTRAS = 205
 _LAYOUT = 1
-#: ChatML with the system prompt that Qwen-7B-Chat was trained with where the chat has none.
+#: ChatML with the default system prompt of Qwen-7B-Chat.
 CHATML_TEMPLATE = (
     "{%- for message in messages %}\n"
     "{%- if loop.first and message.role != 'system' %}\n"
@@ -45,37 +45,37 @@ CHATML_TEMPLATE = (
 
 
 def is_qwen_tokenizer(folder: Path) -> bool:
-    """Whether the folder has the original tokenizer file and none that transformers reads without
-    remote code."""
+    """Return whether the folder has the original tokenizer file and no tokenizer.json, which needs
+    no remote code."""
     return (folder / RANKS_FILE).is_file() and not (folder / "tokenizer.json").is_file()
 
 
 def converted_tokenizer(folder: Path) -> Path:
-    """A folder in the cache with the fast form of the tokenizer in ``folder``, made on first use.
+    """Return a folder in the cache with the converted tokenizer of ``folder``, made on first use.
 
     Raises:
-        ConfigError: the file is damaged.
+        ConfigError: the file is corrupt.
     """
     key = key_of(
         ["qwen tokenizer", _LAYOUT, fingerprint(folder / RANKS_FILE), folder_template(folder)]
     )
     final = cache_dir() / "tokenizers" / f"qwen-{key}"
-    build_once(final, "config.json", lambda aside: _write_with_config(folder, aside))
+
+    def build(staging: Path) -> None:
+        write_qwen_tokenizer(folder, staging)
+        # AutoTokenizer selects the class by the model type.
+        (staging / "config.json").write_text(json.dumps({"model_type": "qwen2"}), encoding="utf-8")
+
+    build_once(final, "config.json", build)
     return final
 
 
-def _write_with_config(source: Path, target: Path) -> None:
-    write_qwen_tokenizer(source, target)
-    # AutoTokenizer takes the class of a folder from its model type.
-    (target / "config.json").write_text(json.dumps({"model_type": "qwen2"}), encoding="utf-8")
-
-
 def write_qwen_tokenizer(source: Path, target: Path) -> dict[str, int]:
-    """Write tokenizer.json and tokenizer_config.json into ``target``; returns the ids of the
-    special tokens.
+    """Write tokenizer.json and tokenizer_config.json to ``target``. Return the ids of the special
+    tokens.
 
     Raises:
-        ConfigError: ``source`` has no qwen.tiktoken, or it is damaged.
+        ConfigError: ``source`` has no qwen.tiktoken, or it is corrupt.
     """
     from tokenizers import (
         AddedToken,
@@ -100,7 +100,7 @@ def write_qwen_tokenizer(source: Path, target: Path) -> dict[str, int]:
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated"),
+            pre_tokenizers.Split(Regex(QWEN2_PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -131,10 +131,10 @@ def write_qwen_tokenizer(source: Path, target: Path) -> dict[str, int]:
 
 
 def read_ranks(file: Path) -> dict[bytes, int]:
-    """Byte strings and their ranks.
+    """Return the rank of each byte string.
 
     Raises:
-        ConfigError: no such file, or it is not a list of all single bytes and their merges.
+        ConfigError: the file does not exist, or is not a list of all single bytes and their merges.
     """
     ranks: dict[bytes, int] = {}
     try:
@@ -151,16 +151,16 @@ def read_ranks(file: Path) -> dict[bytes, int]:
         raise ConfigError(
             f"the tokenizer {file} cannot be read: {reason}",
             allowed="the qwen.tiktoken of the original repository",
-            fix="copy the file again, or give another tokenizer as `tokenizer: ...`",
+            fix="copy the file again, or select another tokenizer with `tokenizer: ...`",
         ) from error
     return ranks
 
 
 def recover_merges(ranks: dict[bytes, int], source: Path) -> list[tuple[bytes, bytes]]:
-    """The two parts that each longer token is merged from, in the order of the ranks.
+    """Return the two parts that each longer token is merged from, in the order of the ranks.
 
     Raises:
-        ConfigError: a token that no two tokens of lower rank make.
+        ConfigError: a token is not the concatenation of two tokens of lower rank.
     """
     merges = []
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
@@ -169,18 +169,18 @@ def recover_merges(ranks: dict[bytes, int], source: Path) -> list[tuple[bytes, b
         parts = merge_below(token, ranks, rank)
         if len(parts) != 2:
             raise ConfigError(
-                f"the tokenizer {source / RANKS_FILE} is damaged: its token {token!r} does not"
-                " follow from shorter ones",
+                f"the tokenizer {source / RANKS_FILE} is corrupt: its token {token!r} is not the"
+                " concatenation of two other tokens",
                 fix="copy the file again",
             )
         merges.append((parts[0], parts[1]))
     return merges
 
 
-def merge_below(word: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
-    """``word`` in tokens: the pair of the lowest rank below ``limit`` is merged until there is
-    none."""
-    parts = [bytes([byte]) for byte in word]
+def merge_below(text: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
+    """Return the tokens of ``text``: merge the pair of the lowest rank below ``limit`` until there
+    is none."""
+    parts = [bytes([byte]) for byte in text]
     while len(parts) > 1:
         best, at = limit, -1
         for index in range(len(parts) - 1):
@@ -194,7 +194,7 @@ def merge_below(word: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]
 
 
 def _byte_letters() -> dict[int, str]:
-    """Byte → the printable letter that byte-level tokenizers write for it (Radford et al., GPT-2,
+    """Return the printable letter of each byte in byte-level tokenizers (Radford et al., GPT-2,
     2019)."""
     plain = [
         *range(ord("!"), ord("~") + 1),
@@ -207,7 +207,7 @@ def _byte_letters() -> dict[int, str]:
 
 
 def folder_template(folder: Path) -> str | None:
-    """The chat template that the folder itself has."""
+    """Return the chat template in a folder, or None."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     try:

@@ -1,8 +1,7 @@
-"""Chat templates by name, and the choice between one of them, the user's own and the tokenizer's.
+"""Named chat templates, and the choice between one of them, the user's and the tokenizer's.
 
-The named templates are written for Paceline. Each marks the answers with ``{% generation %}``:
-content and end of turn. Their formats are those that the model families document in the
-`chat_template` of their tokenizers.
+Each named template marks the answers (content and end of turn) with ``{% generation %}``. The
+formats are those that the model families document in the `chat_template` of their tokenizers.
 """
 
 import json
@@ -21,12 +20,11 @@ from paceline.config.chat_names import (
 )
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, did_you_mean
+from paceline.core.log import Notice
 from paceline.data.text.chat_template import ChatTemplate, TemplateRefused
 from paceline.data.text.qwen_tokenizer import folder_template
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
 from paceline.data.text.tool_calls import Message
-
-Notice = tuple[str, str]
 
 BOS, EOS = "{bos}", "{eos}"
 
@@ -37,17 +35,18 @@ class Format:
     for the tokenizer's tokens.
 
     Args:
-        user, header, answer: a user's turn, what comes before an answer, and the answer with its
-            end of turn.
-        after: what follows an answer without carrying loss.
-        system: a system turn; empty if the system message goes in front of the next user's content,
-            as ``system_in_user``.
-        prefix: the beginning of a chat.
-        default_system: the system message of chats that have none.
-        tool: a tool's result; by default a user's turn.
-        before_user: repeated before each user's turn but the first.
-        prefers_own: the tokenizer's own template is used if it has the family's marks: it also
-            writes reasoning and tools.
+        user, header, answer: a user turn, the text before an answer, and the answer with its end of
+            turn.
+        after: the text after an answer, which carries no loss.
+        system: a system turn; empty if the system message precedes the next user's content, as
+            ``system_in_user``.
+        prefix: the start of a chat.
+        default_system: the system message of chats without one.
+        tool: a tool's result; by default a user turn.
+        before_user: inserted before each user turn except the first.
+        prefers_tokenizer: use the tokenizer's template if it has the family's marks, because it
+            also supports reasoning and tools.
+        marks: special tokens by which a template of the family is recognized.
     """
 
     user: str
@@ -60,11 +59,11 @@ class Format:
     default_system: str = ""
     tool: str = ""
     before_user: str = ""
-    prefers_own: bool = False
+    prefers_tokenizer: bool = False
     marks: tuple[str, ...] = ()
 
 
-def _chatml(default_system: str = "", prefix: str = "", prefers_own: bool = False) -> Format:
+def _chatml(default_system: str = "", prefers_tokenizer: bool = False) -> Format:
     return Format(
         user="<|im_start|>user\n{}<|im_end|>\n",
         header="<|im_start|>assistant\n",
@@ -72,15 +71,15 @@ def _chatml(default_system: str = "", prefix: str = "", prefers_own: bool = Fals
         after="\n",
         system="<|im_start|>system\n{}<|im_end|>\n",
         tool="<|im_start|>tool\n{}<|im_end|>\n",
-        prefix=prefix,
         default_system=default_system,
-        prefers_own=prefers_own,
+        prefers_tokenizer=prefers_tokenizer,
         marks=("<|im_start|>", "<|im_end|>"),
     )
 
 
 def _bars(prefix: str = "") -> Format:
-    """`<|user|>` and its like on lines of their own, ended by the end-of-text token."""
+    """Return a format with ``<|user|>`` etc. on separate lines; answers end with the end-of-text
+    token."""
     return Format(
         "<|user|>\n{}\n",
         "<|assistant|>\n",
@@ -91,10 +90,11 @@ def _bars(prefix: str = "") -> Format:
     )
 
 
-def _deepseek3(prefers_own: bool) -> Format:
+def _deepseek3(prefers_tokenizer: bool) -> Format:
     return Format(
         "<｜User｜>{}", "<｜Assistant｜>", "{}<｜end▁of▁sentence｜>", system="{}", prefix=BOS,
-        prefers_own=prefers_own, marks=("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
+        prefers_tokenizer=prefers_tokenizer,
+        marks=("<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>"),
     )  # fmt: skip
 
 
@@ -118,9 +118,9 @@ FORMATS: dict[str, Format] = {
     "chatml": _chatml(),
     "qwen": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
     "qwen2": _chatml("You are a helpful assistant."),
-    "qwen3": _chatml(prefers_own=True),
+    "qwen3": _chatml(prefers_tokenizer=True),
     "smollm2": _chatml("You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
-    "smollm3": _chatml(prefers_own=True),
+    "smollm3": _chatml(prefers_tokenizer=True),
     "llama2": Format(
         "[INST] {} [/INST]",
         "",
@@ -198,8 +198,8 @@ FORMATS: dict[str, Format] = {
         default_system=_ALPACA,
     ),
     "deepseek": Format("User: {}\n\n", "Assistant:", " {}{eos}", system="{}\n\n", prefix=BOS),
-    "deepseek3": _deepseek3(prefers_own=False),
-    "deepseekr1": _deepseek3(prefers_own=True),
+    "deepseek3": _deepseek3(prefers_tokenizer=False),
+    "deepseekr1": _deepseek3(prefers_tokenizer=True),
     "falcon": Format("User: {}\n", "Falcon:", " {}{eos}", "\n", system="{}\n"),
     "falcon3": _bars(),
     "cohere": Format(
@@ -237,23 +237,23 @@ FORMATS: dict[str, Format] = {
 
 @cache
 def template_source(name: str) -> str:
-    """The Jinja source of a named template."""
+    """Return the Jinja source of a named template."""
     form = FORMATS[name]
     default = ""
     if form.default_system:
         default = _expression(form.system, json.dumps(form.default_system, ensure_ascii=False))
-    user = _expression(form.user, "held.system + message['content']")
+    user = _expression(form.user, "state.system + message['content']")
     before = (
-        f"{{% if held.turns > 0 %}}{{{{ {_expression(form.before_user)} }}}}{{% endif %}}"
+        f"{{% if state.turns > 0 %}}{{{{ {_expression(form.before_user)} }}}}{{% endif %}}"
         if form.before_user
         else ""
     )
     if form.system:
         system = f"{{{{ {_expression(form.system)} }}}}"
     else:
-        system = f"{{% set held.system = {_expression(form.system_in_user)} %}}"
+        system = f"{{% set state.system = {_expression(form.system_in_user)} %}}"
     lines = [
-        "{% set held = namespace(system='', turns=0) %}",
+        "{% set state = namespace(system='', turns=0) %}",
         f"{{{{ {_expression(form.prefix)} }}}}" if form.prefix else "",
         (
             f"{{% if not messages or messages[0]['role'] != 'system' %}}{{{{ {default} }}}}{{%"
@@ -264,8 +264,8 @@ def template_source(name: str) -> str:
         "{% for message in messages %}",
         f"{{% if message['role'] == 'system' %}}{system}",
         (
-            f"{{% elif message['role'] == 'user' %}}{before}{{{{ {user} }}}}{{% set held.system ="
-            " '' %}{% set held.turns = 1 %}"
+            f"{{% elif message['role'] == 'user' %}}{before}{{{{ {user} }}}}{{% set state.system ="
+            " '' %}{% set state.turns = 1 %}"
         ),
         f"{{% elif message['role'] == 'tool' %}}{{{{ {_expression(form.tool or form.user)} }}}}",
         (
@@ -274,8 +274,8 @@ def template_source(name: str) -> str:
             f" {_expression(form.after)} }}}}"
         ),
         (
-            "{% else %}{{ raise_exception('the role ' + message['role'] + ' is not known to this"
-            " chat template') }}{% endif %}"
+            "{% else %}{{ raise_exception('the chat template does not support the role ' +"
+            " message['role']) }}{% endif %}"
         ),
         "{% endfor %}",
         f"{{% if add_generation_prompt %}}{{{{ {_expression(form.header)} }}}}{{% endif %}}",
@@ -284,7 +284,7 @@ def template_source(name: str) -> str:
 
 
 def _expression(text: str, content: str = "message['content']") -> str:
-    """A format as a Jinja expression: literals joined with the content and the tokenizer's
+    """Return a format as a Jinja expression: literals joined with the content and the tokenizer's
     tokens."""
     variables = {"{}": content, BOS: "bos_token", EOS: "eos_token"}
     parts = [part for part in re.split(f"({'|'.join(map(re.escape, variables))})", text) if part]
@@ -294,18 +294,15 @@ def _expression(text: str, content: str = "message['content']") -> str:
     )
 
 
-# -- the choice
-
-
 @dataclass(frozen=True)
-class AskedTemplate:
-    """The chat template that a config asks for.
+class TemplateChoice:
+    """The chat template that a config selects.
 
     Args:
-        source: its Jinja source; None for the tokenizer's own.
-        name: its name, if it is a named one.
-        is_fallback: it is for tokenizers without a template.
-        key: tells it from any other, for the cache.
+        source: its Jinja source; None for the tokenizer's template.
+        name: its name, if it is a named template.
+        is_fallback: use it only for tokenizers without a template.
+        key: identifies it in the cache.
     """
 
     source: str | None = None
@@ -317,73 +314,61 @@ class AskedTemplate:
         return self.source if self.name is None else f"{self.name} {self.is_fallback} {self.source}"
 
     def choose(self, tokenizer: LoadedTokenizer) -> tuple[str | None, list[Notice]]:
-        """The source to use with a tokenizer, and what to report."""
-        own = tokenizer.chat_template
-        if self.source is None or (self.is_fallback and own):
-            return own, []
+        """Return the source to use with a tokenizer, and messages to log."""
+        built_in = tokenizer.chat_template
+        if self.source is None or (self.is_fallback and built_in):
+            return built_in, []
         if self.name is None:
             return self.source, []
-        if own and _same_text(self.source, own, tokenizer):
-            return own, [
-                (
-                    "info",
-                    (
-                        "chat template: the tokenizer's own, which writes the same text as"
-                        f" `{self.name}`"
-                    ),
-                )
-            ]
-        form = FORMATS[self.name]
-        if own and form.prefers_own and form.marks and all(mark in own for mark in form.marks):
-            return own, [
-                (
-                    "info",
-                    f"chat template: the tokenizer's own, which is of the family of `{self.name}`",
-                )
-            ]
-        notices: list[Notice] = [("info", f"chat template: `{self.name}`")]
-        if own:
+        if built_in and _same_text(self.source, built_in, tokenizer):
             text = (
-                f"chat template: `{self.name}`; the tokenizer's own writes other text"
-                f" (`chat_template: {TOKENIZER_DEFAULT}`)"
+                "chat template: the tokenizer's template, which produces the same text as"
+                f" `{self.name}`"
             )
-            notices = [("warning", text)]
-        return self.source, [*notices, *_about_marks(self.name, form, tokenizer)]
+            return built_in, [Notice("info", text)]
+        form = FORMATS[self.name]
+        if form.prefers_tokenizer and _has_marks(built_in, form):
+            text = f"chat template: the tokenizer's template, which is of the family `{self.name}`"
+            return built_in, [Notice("info", text)]
+        notice = Notice("info", f"chat template: `{self.name}`")
+        if built_in:
+            notice = Notice(
+                "warning",
+                f"chat template: `{self.name}`; the tokenizer's template produces different text"
+                f" (`chat_template: {TOKENIZER_DEFAULT}`)",
+            )
+        return self.source, [notice, *_token_notices(self.name, form, tokenizer)]
 
     def for_tools(self, tokenizer: LoadedTokenizer) -> str | None:
-        """The tokenizer's own template, for chats with tools, which named ones lack; None if it is
-        of another family."""
-        own = tokenizer.chat_template
-        if self.name is None or not own or self.choose(tokenizer)[0] == own:
+        """Return the tokenizer's template for chats with tools, which named templates do not
+        support; None if it is of another family."""
+        built_in = tokenizer.chat_template
+        if self.name is None or self.choose(tokenizer)[0] == built_in:
             return None
-        marks = FORMATS[self.name].marks
-        return own if marks and all(mark in own for mark in marks) else None
+        return built_in if _has_marks(built_in, FORMATS[self.name]) else None
 
 
-def _about_marks(name: str, form: Format, tokenizer: LoadedTokenizer) -> list[Notice]:
-    """What a tokenizer lacks of the tokens that a template writes."""
+def _has_marks(template: str | None, form: Format) -> bool:
+    """Return whether a template contains the special tokens of a family."""
+    if template is None or not form.marks:
+        return False
+    return all(mark in template for mark in form.marks)
+
+
+def _token_notices(name: str, form: Format, tokenizer: LoadedTokenizer) -> list[Notice]:
+    """Return warnings about tokens of a template that the tokenizer does not have."""
     notices: list[Notice] = []
     if tokenizer.backend is not None:
         missing = [mark for mark in form.marks if tokenizer.backend.token_to_id(mark) is None]
         if missing:
             listed = ", ".join(f"`{mark}`" for mark in missing)
-            notices.append(
-                (
-                    "warning",
-                    (
-                        f"the tokenizer has no token {listed}; `{name}` writes it as several tokens"
-                        " of text"
-                    ),
-                )
+            text = (
+                f"the tokenizer has no token {listed}; `{name}` encodes it as several text tokens"
             )
-    needs_eos = EOS in form.answer
-    if needs_eos and not tokenizer.special_tokens.get("eos_token"):
-        notices.append(
-            (
-                "warning",
-                f"the tokenizer has no end-of-text token, with which `{name}` ends an answer",
-            )
-        )
+            notices.append(Notice("warning", text))
+    if EOS in form.answer and not tokenizer.special_tokens.get("eos_token"):
+        text = f"the tokenizer has no end-of-text token, which `{name}` adds after an answer"
+        notices.append(Notice("warning", text))
     return notices
 
 
@@ -399,42 +384,42 @@ _PROBES: tuple[list[Message], ...] = (
 )
 
 
-def _same_text(one: str, other: str, tokenizer: LoadedTokenizer) -> bool:
-    """Whether two templates write the same text for chats with and without a system message."""
+def _same_text(source: str, other_source: str, tokenizer: LoadedTokenizer) -> bool:
+    """Return whether two templates produce the same text for chats with and without a system
+    message."""
     try:
-        first, second = (ChatTemplate(source, tokenizer.special_tokens) for source in (one, other))
-        return all(first.render(chat) == second.render(chat) for chat in _PROBES) and (
-            first.render(_PROBES[0][:1], add_generation_prompt=True)
-            == second.render(_PROBES[0][:1], add_generation_prompt=True)
+        template = ChatTemplate(source, tokenizer.special_tokens)
+        other = ChatTemplate(other_source, tokenizer.special_tokens)
+        return all(template.render(chat) == other.render(chat) for chat in _PROBES) and (
+            template.render(_PROBES[0][:1], add_generation_prompt=True)
+            == other.render(_PROBES[0][:1], add_generation_prompt=True)
         )
     except (TemplateRefused, ConfigError):
         return False
 
 
-def asked_template(config: Config) -> AskedTemplate:
-    """The chat template that the config asks for.
+def template_choice(config: Config) -> TemplateChoice:
+    """Return the chat template that the config selects.
 
     Raises:
-        ConfigError: no such name or file, or a file that cannot be read.
+        ConfigError: the name or file is unknown, or the file cannot be read.
     """
     value = config.chat_template
     if value is None or value == TOKENIZER_DEFAULT:
-        return AskedTemplate()
+        return TemplateChoice()
     if is_inline(value):
-        return AskedTemplate(value)
+        return TemplateChoice(value)
     path = Path(value).expanduser()
     is_fallback = value.startswith(FALLBACK)
     name = canonical_name(value.removeprefix(FALLBACK))
     if name is not None and not path.is_file():
-        return AskedTemplate(template_source(name), name, is_fallback)
-    return AskedTemplate(_read(value, path))
+        return TemplateChoice(template_source(name), name, is_fallback)
+    return TemplateChoice(_read(value, path))
 
 
 def _read(value: str, path: Path) -> str:
     try:
-        if path.is_dir():
-            return _of_folder(value, path)
-        return path.read_text(encoding="utf-8")
+        template = folder_template(path) if path.is_dir() else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         what = (
@@ -451,17 +436,12 @@ def _read(value: str, path: Path) -> str:
             fix=did_you_mean(
                 value.lower(),
                 [] if is_path(value) else TEMPLATE_NAMES,
-                "check the name or the path, or leave the key out to use the tokenizer's own",
+                "check the name or the path, or remove the key to use the tokenizer's template",
             ),
         ) from error
-
-
-def _of_folder(value: str, path: Path) -> str:
-    """The template of a tokenizer in a local folder."""
-    template = folder_template(path)
     if template is None:
         raise ConfigError(
-            f"`chat_template: {value}`: there is no chat template in this folder",
+            f"`chat_template: {value}`: no chat template in this folder",
             allowed=(
                 "a folder with chat_template.jinja, or with a `chat_template` in"
                 " tokenizer_config.json"
@@ -471,9 +451,9 @@ def _of_folder(value: str, path: Path) -> str:
 
 
 def save_template(config: Config, folder: Path) -> None:
-    """Put the chat template that was trained with beside a saved tokenizer, so that `generate` and
+    """Write the chat template used in training next to a saved tokenizer, so that `generate` and
     transformers use it."""
     tokenizer = load_tokenizer(folder, config.trust_remote_code)
-    source, _ = asked_template(config).choose(tokenizer)
+    source, _ = template_choice(config).choose(tokenizer)
     if source is not None and source != tokenizer.chat_template:
         (folder / "chat_template.jinja").write_text(source, encoding="utf-8")

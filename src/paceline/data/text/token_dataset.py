@@ -1,4 +1,4 @@
-"""Tokenised samples in a folder, read through a memory map."""
+"""Tokenized samples in a folder, read through a memory map."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ class TokenSample(TypedDict):
 
 
 class TokenDataset:
-    """Map-style dataset of tokenised samples; pickles as a path and opens the files again where it
-    lands.
+    """Map-style dataset of tokenized samples. It is pickled as a path and opens the files again
+    when unpickled.
 
     Args:
         folder: an entry of the cache, written by :class:`TokenWriter`.
         indices: int array of the entry's samples that belong to this dataset, in order; None for
             all of them.
 
-    Attributes: lengths: int64 [num_samples], tokens of each sample. label_counts: int64
-        [num_samples], positions of each sample that carry loss. The first position never does:
-            nothing comes before it to predict it from.
+    Attributes:
+        lengths: int64 [num_samples], tokens of each sample.
+        label_counts: int64 [num_samples], positions of each sample that carry loss. The first
+            position never does, because no token precedes it.
     """
 
-    # a sample is the same at every look: the loader need not set the random state for it
+    # Samples do not depend on random state, so the loader does not need to set it.
     deterministic = True
 
     def __init__(self, folder: Path, indices: np.ndarray | None = None) -> None:
@@ -68,17 +69,17 @@ class TokenDataset:
         }
 
     def subset(self, indices: Any) -> TokenDataset:
-        """The samples at ``indices`` of this dataset, as a dataset over the same files."""
+        """Return the samples at ``indices`` as a dataset over the same files."""
         chosen = np.asarray(indices, dtype=np.int64)
         return TokenDataset(self.folder, chosen if self.indices is None else self.indices[chosen])
 
 
 class TokenWriter:
-    """Appends samples to the files that :class:`TokenDataset` reads."""
+    """Append samples to the files that :class:`TokenDataset` reads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._tokens = open(folder / TOKENS, "wb")  # noqa: SIM115  (kept open while samples come)
+        self._tokens = open(folder / TOKENS, "wb")  # noqa: SIM115  (open until close)
         self._mask = open(folder / MASK, "wb")  # noqa: SIM115
         self.lengths = array("q")
         self.label_counts = array("q")
@@ -86,8 +87,8 @@ class TokenWriter:
     def extend(
         self, tokens: bytes, mask: bytes, lengths: list[int], label_counts: list[int]
     ) -> None:
-        """Several samples at once: int32 and bool values one after the other, with their numbers
-        for each sample."""
+        """Append several samples: concatenated int32 and bool values, with the length and the
+        number of labels of each sample."""
         self._tokens.write(tokens)
         self._mask.write(mask)
         self.lengths.extend(lengths)

@@ -1,5 +1,4 @@
-"""Tokenizers: found in a folder or on the hub, loaded without transformers where nothing of it is
-needed."""
+"""Find tokenizers in a folder or on the hub, and load them without transformers if possible."""
 
 import json
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from typing import Any, cast
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.hub import go_offline_if_unreachable
 from paceline.data.cache import fingerprint
-from paceline.data.text.qwen_tokenizer import QWEN2_WORDS, converted_tokenizer, is_qwen_tokenizer
+from paceline.data.text.qwen_tokenizer import QWEN2_PATTERN, converted_tokenizer, is_qwen_tokenizer
 
 _PATTERNS = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
@@ -20,13 +19,13 @@ _HUB_TIMEOUT_S = 10.0
 
 @dataclass
 class LoadedTokenizer:
-    """What the data room needs of a tokenizer.
+    """The parts of a tokenizer that data preparation and generation use.
 
     Args:
-        backend: the Rust tokenizer (``tokenizers.Tokenizer``), or None where the tokenizer is
-            written in Python.
-        python: the transformers tokenizer where there is no backend.
-        special_tokens: name to text, e.g. ``{"eos_token": "</s>"}``; chat templates read them.
+        backend: the Rust tokenizer (``tokenizers.Tokenizer``), or None for a tokenizer written in
+            Python.
+        python: the transformers tokenizer if there is no backend.
+        special_tokens: name to text, e.g. ``{"eos_token": "</s>"}``, for chat templates.
         chat_template: Jinja source, or None.
         eos_token_id, pad_token_id: pad falls back to eos, then 0.
     """
@@ -41,13 +40,13 @@ class LoadedTokenizer:
     special_ids: frozenset[int] = field(default_factory=frozenset)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of token ids, special tokens included."""
+        """Return the text of token ids, including special tokens."""
         if self.backend is not None:
             return str(self.backend.decode(ids, skip_special_tokens=False))
         return str(self.python.decode(ids))
 
     def encode_batch(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text; the Rust tokenizer works on several at a time."""
+        """Return the token ids of each text. The Rust tokenizer encodes them in parallel."""
         if self.backend is not None:
             encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             return [encoding.ids for encoding in encodings]
@@ -57,18 +56,17 @@ class LoadedTokenizer:
         ]
 
     def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary writes it, or None for an id without one."""
+        """Return the token as it is in the vocabulary, or None for an unused id."""
         if self.backend is not None:
             return cast("str | None", self.backend.id_to_token(token_id))
         return cast("str | None", self.python.convert_ids_to_tokens(token_id))
 
 
 def find_tokenizer(name: str, trust_remote_code: bool = False) -> Path:
-    """The local folder with the tokenizer's files: the folder given, or a hub id's, downloaded into
-    the hub's own cache.
+    """Return the local folder of a tokenizer: ``name``, or the downloaded files of a hub id.
 
     Raises:
-        ConfigError: no such folder, no tokenizer in it, or it cannot be downloaded.
+        ConfigError: the folder does not exist or has no tokenizer, or the download failed.
     """
     folder = Path(name).expanduser()
     if not folder.exists():
@@ -76,7 +74,7 @@ def find_tokenizer(name: str, trust_remote_code: bool = False) -> Path:
     if not folder.is_dir():
         raise ConfigError(
             f"`{name}` is a file",
-            allowed="a folder that holds a tokenizer (tokenizer.json and its like)",
+            allowed="a folder with a tokenizer (tokenizer.json etc.)",
         )
     if is_qwen_tokenizer(folder):
         return converted_tokenizer(folder)
@@ -85,13 +83,13 @@ def find_tokenizer(name: str, trust_remote_code: bool = False) -> Path:
     base = _adapter_base(folder)
     if base is not None and base != name:
         return find_tokenizer(base, trust_remote_code)
-    found = ", ".join(sorted(one.name for one in folder.iterdir())[:6]) or "nothing"
+    names = ", ".join(sorted(path.name for path in folder.iterdir())[:6]) or "nothing"
     raise ConfigError(
-        f"no tokenizer in `{name}` (found: {found})",
+        f"no tokenizer in `{name}` (found: {names})",
         allowed=(
-            "a folder with tokenizer.json and tokenizer_config.json, as save_pretrained writes them"
+            "a folder with tokenizer.json and tokenizer_config.json, as written by save_pretrained"
         ),
-        fix="give the tokenizer's folder or hub id as `tokenizer: ...`",
+        fix="set `tokenizer: ...` to the tokenizer's folder or hub id",
     )
 
 
@@ -111,7 +109,7 @@ def _from_hub(name: str, trust_remote_code: bool) -> Path:
         raise ConfigError(
             f"`{name}` does not exist",
             allowed=(
-                "a folder that holds a tokenizer, a hub id such as Qwen/Qwen2.5-0.5B, or"
+                "a folder with a tokenizer, a hub id such as Qwen/Qwen2.5-0.5B, or"
                 " builtin:qwen2-tiny"
             ),
             fix="check the path",
@@ -121,7 +119,7 @@ def _from_hub(name: str, trust_remote_code: bool) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     patterns = [
-        *(one for one in _PATTERNS if trust_remote_code or not one.endswith(".py")),
+        *(pattern for pattern in _PATTERNS if trust_remote_code or not pattern.endswith(".py")),
         "config.json",
     ]
     try:
@@ -132,72 +130,66 @@ def _from_hub(name: str, trust_remote_code: bool) -> Path:
             )
         )
     except HFValidationError as error:
-        raise _no_hub_tokenizer(name, error) from error
-    except Exception as error:  # every kind of network trouble: each client library has its own
+        raise _download_failed(name, error) from error
+    except Exception as error:  # each client library raises network errors of its own
         try:
-            # downloaded before
             folder = Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
         except Exception:
-            raise _no_hub_tokenizer(name, error) from error
+            raise _download_failed(name, error) from error
     if not tokenizer_files(folder):
         raise ConfigError(
-            f"`{name}` on the hub holds no tokenizer", fix="give one as `tokenizer: ...`"
+            f"`{name}` on the hub has no tokenizer", fix="select one with `tokenizer: ...`"
         )
     return converted_tokenizer(folder) if is_qwen_tokenizer(folder) else folder
 
 
-def _no_hub_tokenizer(name: str, error: Exception) -> ConfigError:
+def _download_failed(name: str, error: Exception) -> ConfigError:
     return ConfigError(
         f"the tokenizer of `{name}` cannot be downloaded ({first_line(error)})",
         allowed=(
-            "a folder that holds a model or tokenizer, a hub id that this machine can reach, or"
+            "a folder with a model or tokenizer, a hub id that this machine can reach, or"
             " builtin:qwen2-tiny"
         ),
-        fix="download it where there is a network and give its folder: `model=/path/to/folder`",
+        fix="download it on another machine and use its folder: `model=/path/to/folder`",
     )
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files that decide how text becomes tokens, sorted; empty where the folder holds no
-    tokenizer."""
-    found = sorted(
+    """Return the files of a tokenizer, sorted; empty if the folder has no tokenizer."""
+    files = sorted(
         {file for pattern in _PATTERNS for file in folder.glob(pattern) if file.is_file()}
     )
-    return (
-        found
-        if any(one.suffix != ".py" and not one.name.startswith("chat_template") for one in found)
-        else []
+    has_tokenizer = any(
+        file.suffix != ".py" and not file.name.startswith("chat_template") for file in files
     )
+    return files if has_tokenizer else []
 
 
 def tokenizer_fingerprint(folder: Path) -> list[Any]:
-    """What tells this tokenizer from any other: names and hashes of its files."""
+    """Return what distinguishes this tokenizer from any other: names and hashes of its files."""
     return [[file.name, *fingerprint(file)] for file in tokenizer_files(folder)]
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> LoadedTokenizer:
-    """Load the tokenizer of a local folder; what it gives is what transformers' AutoTokenizer
-    gives.
+    """Load the tokenizer of a local folder. Its results equal those of transformers' AutoTokenizer.
 
     Raises:
-        ConfigError: the files cannot be read as a tokenizer.
+        ConfigError: the files are not a valid tokenizer.
     """
     return _load_directly(folder) or _load_by_transformers(folder, trust_remote_code)
 
 
 def _load_directly(folder: Path) -> LoadedTokenizer | None:
-    """Without transformers (seconds of import), for Qwen2's kind alone: its class is known to build
-    what the file says."""
+    """Load a Qwen2 tokenizer without transformers, whose import takes seconds. Return None for
+    other tokenizers: their classes may differ from their files."""
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
-            "model_type"
-        )
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    plain = (
+    is_plain_qwen2 = (
         settings.get("tokenizer_class") in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
-        and model_type in ("qwen2", "qwen3")
+        and config.get("model_type") in ("qwen2", "qwen3")
         and not settings.get("add_bos_token")
         and not settings.get("add_eos_token")
         and not settings.get("auto_map")
@@ -205,29 +197,27 @@ def _load_directly(folder: Path) -> LoadedTokenizer | None:
         and not (folder / "additional_chat_templates").exists()
         and (folder / "tokenizer.json").is_file()
     )
-    if not plain:
+    if not is_plain_qwen2:
         return None
     from tokenizers import Tokenizer
 
     try:
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
         steps = json.loads(backend.pre_tokenizer.__getstate__())["pretokenizers"]
-        known_words = (
+        is_known = (
             len(steps) == 2
-            and steps[0]["pattern"] == {"Regex": QWEN2_WORDS}
+            and steps[0]["pattern"] == {"Regex": QWEN2_PATTERN}
             and not steps[1]["add_prefix_space"]
+            and json.loads(backend.normalizer.__getstate__()) == {"type": "NFC"}
         )
-        known_form = json.loads(backend.normalizer.__getstate__()) == {"type": "NFC"}
-    except (
-        Exception
-    ):  # the tokenizers library raises bare Exception; transformers then says what is wrong
+    except Exception:  # the tokenizers library raises bare Exception; transformers reports it
         return None
     special = _special_tokens(settings)
-    added = {one.content for one in backend.get_added_tokens_decoder().values()}
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
     declared = {
-        str(one.get("content")) for one in settings.get("added_tokens_decoder", {}).values()
+        str(token.get("content")) for token in settings.get("added_tokens_decoder", {}).values()
     } | set(special.values())
-    if not (known_words and known_form and declared <= added):
+    if not is_known or not declared <= added:
         return None
     template = settings.get("chat_template")
     if (folder / "chat_template.jinja").is_file():
@@ -236,8 +226,8 @@ def _load_directly(folder: Path) -> LoadedTokenizer | None:
 
 
 def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
-    # Qwen2's defaults
-    found = {
+    # Qwen2's defaults.
+    special = {
         "eos_token": "<|endoftext|>",
         "unk_token": "<|endoftext|>",
         "pad_token": "<|endoftext|>",
@@ -247,10 +237,10 @@ def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str):
-            found[key] = value
+            special[key] = value
         elif key in settings:
-            found.pop(key, None)
-    return found
+            special.pop(key, None)
+    return special
 
 
 def _load_by_transformers(folder: Path, trust_remote_code: bool) -> LoadedTokenizer:
@@ -258,11 +248,11 @@ def _load_by_transformers(folder: Path, trust_remote_code: bool) -> LoadedTokeni
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except Exception as error:  # anything that foreign tokenizer code raises
+    except Exception as error:  # a tokenizer's code may raise anything
         raise ConfigError(
             f"the tokenizer in `{folder}` cannot be loaded: {first_line(error)}",
             fix=(
-                "give another one as `tokenizer: ...`, or, where it comes with its own code that"
+                "select another one with `tokenizer: ...`; if it requires code from the hub that"
                 " you trust, set `trust_remote_code: true`"
             ),
         ) from error
@@ -277,7 +267,7 @@ def _load_by_transformers(folder: Path, trust_remote_code: bool) -> LoadedTokeni
 
 def _loaded(backend: Any, python: Any, special: dict[str, str], template: Any) -> LoadedTokenizer:
     if isinstance(template, list):  # several, by name
-        template = {one["name"]: one["template"] for one in template}
+        template = {entry["name"]: entry["template"] for entry in template}
     if isinstance(template, dict):
         template = template.get("default")
     if backend is not None:
@@ -285,9 +275,8 @@ def _loaded(backend: Any, python: Any, special: dict[str, str], template: Any) -
         backend.no_padding()
         look_up = backend.token_to_id
         size = backend.get_vocab_size(with_added_tokens=True)
-        special_ids = {
-            number for number, one in backend.get_added_tokens_decoder().items() if one.special
-        }
+        added = backend.get_added_tokens_decoder()
+        special_ids = {token_id for token_id, token in added.items() if token.special}
     else:
         look_up = python.convert_tokens_to_ids
         size = len(python)

@@ -1,5 +1,5 @@
-"""Tools and tool calls in the spellings of OpenAI, ShareGPT, LLaMA-Factory and ms-swift, as chat
-templates expect them."""
+"""Convert tools and tool calls from the formats of OpenAI, ShareGPT, LLaMA-Factory and ms-swift to
+the form that chat templates expect."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ class CalledFunction(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """A call as chat templates expect it."""
+    """A tool call in the form that chat templates expect."""
 
     type: str
     function: CalledFunction
@@ -26,8 +26,8 @@ class ToolCall(TypedDict):
 
 
 class Message(TypedDict, total=False):
-    """One turn of a chat, which always has a role and a content. ``thinking`` is the reasoning
-    under its other name."""
+    """One turn of a chat, always with a role and a content. ``thinking`` equals
+    ``reasoning_content``, for templates that use this name."""
 
     role: str
     content: str
@@ -39,7 +39,7 @@ class Message(TypedDict, total=False):
 
 
 class Arguments(Row):
-    """Arguments of a call: a mapping that prints as JSON, for templates that write them without
+    """Arguments of a call: a mapping whose ``str`` is JSON, for templates that do not use
     ``tojson``."""
 
     def __str__(self) -> str:
@@ -49,14 +49,14 @@ class Arguments(Row):
 
 
 def read_tools(value: JsonValue) -> list[Row]:
-    """The tools of a row, each as ``{"type": "function", "function": {...}}``.
+    """Return the tools of a row, each as ``{"type": "function", "function": {...}}``.
 
     Args:
         value: a list of mappings, the same as JSON text, or a list of JSON texts. Null and ``[]``
-            are no tools.
+            mean no tools.
 
     Raises:
-        MalformedRow: it is something else.
+        MalformedRow: the value has another form.
     """
     if holds_nothing(value):
         return []
@@ -75,15 +75,15 @@ def read_tools(value: JsonValue) -> list[Row]:
 
 
 def read_calls(value: JsonValue) -> list[ToolCall]:
-    """The calls of one turn, each as ``{"type": "function", "function": {"name", "arguments"}}``
-    with its ``id`` if any.
+    """Return the calls of one turn, each as ``{"type": "function", "function": {"name",
+    "arguments"}}`` with its ``id`` if any.
 
     Args:
-        value: a call or a list of calls, as mappings or as JSON text; the function may be nested as
-            OpenAI does or not, and its arguments may be a mapping or JSON text.
+        value: a call or a list of calls, as mappings or as JSON text. The function may be nested,
+            as in OpenAI's format, and its arguments may be a mapping or JSON text.
 
     Raises:
-        MalformedRow: it is not a call.
+        MalformedRow: the value is not a call.
     """
     parsed = _calls_of_text(value) if isinstance(value, str) else value
     calls = []
@@ -109,7 +109,7 @@ def read_calls(value: JsonValue) -> list[ToolCall]:
 
 
 def _calls_of_text(text: str) -> Any:
-    """One JSON value, or several, one a line."""
+    """Parse one JSON value, or several with one per line."""
     try:
         return _json(text, "a tool call that is not valid JSON")
     except MalformedRow:
@@ -126,7 +126,7 @@ def _arguments(value: Any) -> Any:
         try:
             parsed = _json(value, "") if value.strip() else {}
         except MalformedRow:
-            return value  # a tool that takes plain text
+            return value  # arguments of a tool that takes plain text
         return Arguments(parsed) if isinstance(parsed, dict) else value
     return Arguments(without_nulls(value)) if isinstance(value, dict) else value
 
@@ -136,33 +136,32 @@ def _json(text: str, reason: str) -> Any:
         return json.loads(text)
     except ValueError:
         pass
-    try:  # some published files write the mapping as Python does, with single quotes
+    try:  # some published files contain Python literals with single quotes
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         raise MalformedRow(reason) from None
 
 
 def name_calls(messages: list[Message]) -> None:
-    """Give every call without an ``id`` one of nine letters and digits, and the tool messages that
-    follow the ids of their calls: some templates require them."""
+    """Assign an ``id`` of nine characters to every call without one, and the ids of the calls to
+    the tool messages that follow. Some templates require both."""
     number = 0
-    waiting: list[str] = []
+    unanswered: list[str] = []
     for message in messages:
         if message.get("tool_calls"):
-            waiting = []
+            unanswered = []
             for call in message["tool_calls"]:
                 call.setdefault("id", f"call{number:05d}")
-                waiting.append(call["id"])
+                unanswered.append(call["id"])
                 number += 1
-        elif message["role"] == "tool" and waiting:
-            identifier = waiting.pop(0)
-            message.setdefault("tool_call_id", identifier)
+        elif message["role"] == "tool" and unanswered:
+            message.setdefault("tool_call_id", unanswered.pop(0))
 
 
 def with_short_ids(messages: list[Message]) -> list[Message]:
-    """The messages with ids of nine letters and digits, which Mistral's templates insist on."""
+    """Return the messages with ids of nine characters, which Mistral's templates require."""
     short: dict[str, str] = {}
-    out = []
+    renamed = []
     for message in messages:
         message = message.copy()
         if message.get("tool_calls"):
@@ -173,13 +172,13 @@ def with_short_ids(messages: list[Message]) -> list[Message]:
         identifier = message.get("tool_call_id")
         if isinstance(identifier, str):
             message["tool_call_id"] = short.get(identifier, identifier)
-        out.append(message)
-    return out
+        renamed.append(message)
+    return renamed
 
 
 def with_arguments_as_text(messages: list[Message]) -> list[Message]:
-    """The messages with the arguments of each call as JSON text, as templates that concatenate them
-    expect."""
+    """Return the messages with the arguments of each call as JSON text, for templates that
+    concatenate them."""
 
     def as_text(call: ToolCall) -> ToolCall:
         function = call["function"]

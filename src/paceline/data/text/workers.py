@@ -1,7 +1,7 @@
-"""Encode chunks in this process or in several at once, with the same result.
+"""Encode chunks in this process or in several worker processes, with the same result.
 
-The results are taken in the order of the chunks, so the number of worker processes and their speed
-change neither tokens nor counts.
+Results are returned in the order of the chunks, so the number of worker processes and their speed
+affect neither tokens nor counts.
 """
 
 import os
@@ -19,7 +19,7 @@ from paceline.data.text.chunks import Chunk, ChunkEncoder, EncodedChunk, Setup
 from paceline.data.text.encode import Encoder
 from paceline.data.worker_pool import worker_pool
 
-_CHUNKS_AHEAD = 4  # per worker: what may wait for an earlier chunk
+_CHUNKS_AHEAD = 4  # per worker: chunks that may wait for an earlier one
 
 
 def encode_chunks(
@@ -33,13 +33,12 @@ def encode_chunks(
     """Yield the encoded chunks in the order of ``chunks``.
 
     Args:
-        encoder: used where this process encodes them.
-        pool: of :func:`start_workers`; None: this process encodes.
-        setup_file: where ``setup`` is written for the processes while they encode.
+        encoder: used if this process encodes them.
+        pool: the result of :func:`start_workers`; None to encode in this process.
+        setup_file: the path at which ``setup`` is stored for the worker processes.
 
     Raises:
-        ConfigError: a row because of which the data cannot be used; of several the first in the
-            order of the rows.
+        ConfigError: the data cannot be used because of a row; of several, the first in row order.
         RunError: a worker process was killed.
     """
     if pool is None:
@@ -48,15 +47,15 @@ def encode_chunks(
             poll()
             yield encode(chunk)
         return
-    # Through a file: a pipe would hold less than a tokenizer, so each process would have to be
-    # waited for in turn.
+    # A pipe cannot buffer a tokenizer, so sending it would wait for each process in turn.
     setup_file.write_bytes(pickle.dumps(setup))
     try:
         yield from _in_order(pool, num_workers, chunks, setup_file)
     except BrokenProcessPool as error:
         raise RunError(
-            "a process that tokenizes the data was killed, perhaps because memory ran out",
-            fix="free memory and give the command again: nothing of the data was stored",
+            "a worker process that tokenizes the data was killed, possibly by the out-of-memory"
+            " killer",
+            fix="free memory and run the command again; no tokens were stored",
         ) from error
     finally:
         setup_file.unlink(missing_ok=True)
@@ -65,35 +64,35 @@ def encode_chunks(
 def _in_order(
     pool: ProcessPoolExecutor, num_workers: int, chunks: Iterable[Chunk], setup_file: Path
 ) -> Iterator[EncodedChunk]:
-    waiting: deque[Future[EncodedChunk]] = deque()
-    unread: BaseException | None = None
-    rest = iter(chunks)
-    while True:
+    pending: deque[Future[EncodedChunk]] = deque()
+    read_errors = []
+
+    def readable_chunks() -> Iterator[Chunk]:
         try:
-            chunk = next(rest, None)
-        except ConfigError as error:  # it is raised after those of earlier rows
-            chunk, unread = None, error
-        if chunk is None:
-            break
-        waiting.append(pool.submit(_encode, setup_file, chunk))
-        while len(waiting) >= num_workers * _CHUNKS_AHEAD or (waiting and waiting[0].done()):
+            yield from chunks
+        except ConfigError as error:  # raised after the errors of earlier rows
+            read_errors.append(error)
+
+    for chunk in readable_chunks():
+        pending.append(pool.submit(_encode, setup_file, chunk))
+        while len(pending) >= num_workers * _CHUNKS_AHEAD or (pending and pending[0].done()):
             poll()
-            yield waiting.popleft().result()
-    while waiting:
+            yield pending.popleft().result()
+    while pending:
         poll()
-        yield waiting.popleft().result()
-    if unread is not None:
-        raise unread
+        yield pending.popleft().result()
+    if read_errors:
+        raise read_errors[0]
 
 
 def start_workers(num_workers: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
-    """Start processes that encode chunks; with one worker, none. They import what they need while
+    """Start the processes that encode chunks; none for one worker. They import their modules while
     this process loads the tokenizer, and end with the block."""
     return worker_pool(num_workers, _import_encoders) if num_workers > 1 else nullcontext()
 
 
 def _import_encoders() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core for each worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per worker
     import jinja2  # noqa: F401
     import tokenizers  # noqa: F401
 
