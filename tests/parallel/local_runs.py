@@ -1,5 +1,4 @@
-"""Training by workers of their own on real ranks: shared by the tests of `local_sgd` and
-`diloco`."""
+"""Local training on real ranks: shared by the tests of `local_sgd` and `diloco`."""
 
 import torch
 from states import assemble, copied
@@ -13,24 +12,25 @@ from paceline.parallel.protocols import replica_of
 from paceline.parallel.save_load import load_state, optimizer_entries, state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 
-WORDS = 24
+VOCAB = 24
 ROWS = 24  # of a global batch: two micro-batches on 2, 3 and 4 ranks
 
 
 class Small(nn.Module):
-    """A scalar, a frozen layer and running statistics beside the plain."""
+    """A scalar, a frozen layer and running statistics besides plain layers."""
 
     def __init__(self):
         super().__init__()
-        self.words = nn.Embedding(WORDS, 10)
+        self.embedding = nn.Embedding(VOCAB, 10)
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.frozen = nn.Linear(10, 10).requires_grad_(False)
         self.norm = nn.BatchNorm1d(10)
         self.inner = nn.Linear(10, 13)
-        self.head = nn.Linear(13, WORDS)
+        self.head = nn.Linear(13, VOCAB)
 
-    def forward(self, words):
-        x = self.norm(self.words(words) * self.scale) + self.frozen(self.words(words))
+    def forward(self, tokens):
+        embedded = self.embedding(tokens)
+        x = self.norm(embedded * self.scale) + self.frozen(embedded)
         return self.head(torch.tanh(self.inner(x)))
 
 
@@ -39,7 +39,7 @@ class Plain(nn.Sequential):
 
     def __init__(self):
         super().__init__(
-            nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, WORDS)
+            nn.Embedding(VOCAB, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, VOCAB)
         )
 
 
@@ -54,7 +54,7 @@ def config_of(mode, local=None, optim="adamw", clip=0.5, **train_args):
 
 
 def make(world, mode, local=None, optim="adamw", net=Small, clip=0.5, rate=1e-2):
-    """A strategy, placed, with its optimizer; ``shape`` beside it."""
+    """Return a strategy after setup, with its optimizer and the model's ``shape``."""
     config = config_of(mode, local, optim, clip)
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(world.rank)  # rank 0's weights must win
@@ -68,87 +68,88 @@ def make(world, mode, local=None, optim="adamw", net=Small, clip=0.5, rate=1e-2)
     return strategy
 
 
-def words_of(step):
-    return torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(step))
+def tokens_of(step):
+    return torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(step))
 
 
-def loss_of(module, words):
-    """Sum over the words."""
-    return functional.cross_entropy(module(words), (words * 7 + 1) % WORDS, reduction="sum")
+def loss_of(module, tokens):
+    """Sum over the tokens."""
+    return functional.cross_entropy(module(tokens), (tokens * 7 + 1) % VOCAB, reduction="sum")
 
 
-def one_step(strategy, step, micro_batches=2):
-    """A step on this rank's share of a global batch. Returns the mean loss over the whole of it."""
-    words, seen = words_of(step), []
+def train_step(strategy, step, micro_batches=2):
+    """Run a step on this rank's share of a global batch. Returns the mean loss over all of it."""
+    tokens, losses = tokens_of(step), []
     rows = ROWS // (strategy.world.size * micro_batches)
 
     def micro_step(number, module):
         begin = (replica_of(strategy)[0] * micro_batches + number) * rows
-        loss = loss_of(module, words[begin : begin + rows])
-        seen.append(float(loss.detach()))
+        loss = loss_of(module, tokens[begin : begin + rows])
+        losses.append(float(loss.detach()))
         return loss / ROWS
 
     strategy.forward_backward(micro_step, micro_batches)
     strategy.clip_grad_norm(strategy.config.train_args.max_grad_norm)
     assert strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
-    return strategy.world.sum(sum(seen))[0] / ROWS
+    return strategy.world.sum(sum(losses))[0] / ROWS
 
 
 def weights(strategy):
-    """All that this rank trains, as one vector."""
-    return torch.cat([one.detach().reshape(-1) for one in strategy.trained.values()])
+    """Return this rank's trained parameters as one vector."""
+    return torch.cat([each.detach().reshape(-1) for each in strategy.trained.values()])
 
 
 def everything(strategy):
-    """All that the next steps depend on, as this rank has it."""
-    found = {
-        f"model/{name}": one.detach().clone() for name, one in strategy.model.state_dict().items()
+    """Return everything of this rank that the next steps depend on."""
+    state = {
+        f"model/{name}": tensor.detach().clone()
+        for name, tensor in strategy.model.state_dict().items()
     }
-    for part in strategy.tensor_shards():
-        found |= {
-            f"optimizer/{part.name}/{key}": one.clone()
-            for key, one in optimizer_entries(strategy, part).items()
-        }
+    for shard in strategy.tensor_shards():
+        for key, value in optimizer_entries(strategy, shard).items():
+            state[f"optimizer/{shard.name}/{key}"] = value.clone()
     for name, ranges in strategy.outer_state().items():
-        found |= {f"{name}/{start}": one.clone() for start, one in ranges}
-    return found
+        state |= {f"{name}/{start}": tensor.clone() for start, tensor in ranges}
+    return state
 
 
 def source_of(strategy):
-    """A checkpoint of all ranks, as each of them would read it."""
+    """Return a checkpoint of all ranks, as each of them would read it."""
     world = strategy.world
     return assemble(world.gather_objects(copied(state_shards(strategy))))
 
 
-def goes_on_to_the_bit(world, mode, local, save_at, steps):
-    """Names of what differs on this rank between an unbroken run and those that go on from a
-    checkpoint of each step of ``save_at``. A checkpoint leaves the run that wrote it as it was: the
-    unbroken one is without any."""
+def resume_differences(world, mode, local, save_at, steps):
+    """Return the names of what differs on this rank between an uninterrupted run and those that
+    resume from a checkpoint of each step of ``save_at``. The uninterrupted run saves nothing, so
+    this also shows that a checkpoint does not change the run that wrote it."""
     plain = make(world, mode, local)
     for step in range(steps):
-        one_step(plain, step)
-    expected, wrong = everything(plain), []
+        train_step(plain, step)
+    expected, differences = everything(plain), []
     saving, sources = make(world, mode, local), {}
     for step in range(steps):
-        one_step(saving, step)
+        train_step(saving, step)
         if step + 1 in save_at:
             sources[step + 1] = source_of(saving)
     for name, run in [
         ("saving", saving),
         *((f"from {at}", resumed(world, mode, local, sources[at])) for at in save_at),
     ]:
-        for step in range(run.done, steps):
-            one_step(run, step)
-        found = everything(run)
-        assert found.keys() == expected.keys()
-        wrong += [
-            f"{name}: {key}" for key, one in found.items() if not torch.equal(one, expected[key])
+        for step in range(run.steps_done, steps):
+            train_step(run, step)
+        state = everything(run)
+        assert state.keys() == expected.keys()
+        differences += [
+            f"{name}: {key}"
+            for key, value in state.items()
+            if not torch.equal(value, expected[key])
         ]
         assert all(text.startswith(mode) for _, text in run.notices), run.notices
-    return wrong
+    return differences
 
 
-def resumed(world, mode, local, source, **more):
-    strategy = make(world, mode, local, **more)
+def resumed(world, mode, local, source):
+    strategy = make(world, mode, local)
     load_state(strategy, source)
     return strategy

@@ -1,5 +1,5 @@
 """`diloco`: what Douillard et al. (2023, 2025) define, on real ranks; outer gradients in few bits;
-exact on going on."""
+exact when resumed."""
 
 import copy
 
@@ -7,24 +7,21 @@ import pytest
 import torch
 from local_runs import (
     Plain,
-    goes_on_to_the_bit,
     loss_of,
     make,
-    one_step,
+    resume_differences,
     resumed,
     source_of,
+    tokens_of,
+    train_step,
     weights,
-    words_of,
 )
 from ranks import run_ranks
 from test_local_sgd import costs_of, decayed
+from torch import nn
 
 from paceline.parallel.local_sgd.schedule import BLOCK, mean_traffic, row_bytes, share
-from paceline.parallel.local_sgd.sync import (
-    FlatParams,
-    GroupMean,
-    SyncCodec,
-)
+from paceline.parallel.local_sgd.sync import CODECS, FlatParams, GroupMean
 
 BITWISE = [
     ({"sync_every": 4}, (2, 4)),
@@ -40,7 +37,7 @@ def three_ranks(world):
     wrong = [
         (local, name)
         for local, at in BITWISE
-        for name in goes_on_to_the_bit(world, "diloco", local, at, 11)
+        for name in resume_differences(world, "diloco", local, at, 11)
     ]
     paths = [
         by_definition(world, local)
@@ -62,7 +59,7 @@ def three_ranks(world):
 
 
 def by_definition(world, local):
-    """Largest difference from three models that this process trains itself, with torch's own SGD
+    """Return the largest difference from three models that this process trains, with torch's SGD
     for the outer steps."""
     ours = make(
         world,
@@ -73,61 +70,61 @@ def by_definition(world, local):
         rate=0.2,
     )
     models = [copy.deepcopy(ours.model) for _ in range(world.size)]
-    for one in models:
-        for parameter in one.parameters():
+    for model in models:
+        for parameter in model.parameters():
             parameter.grad = None
-    optimizers = [torch.optim.SGD(decayed(one), lr=0.2, momentum=0.9) for one in models]
-    outer = torch.nn.Parameter(weights(ours).clone())
+    optimizers = [torch.optim.SGD(decayed(model), lr=0.2, momentum=0.9) for model in models]
+    outer = nn.Parameter(weights(ours).clone())
     outer_optimizer = torch.optim.SGD([outer], lr=0.5, momentum=0.8, nesterov=True)
     overlap, mix = local.get("fragment_sync_delay", 0), local.get("fragment_update_alpha", 0.0)
     worst, gradient = 0.0, None
     for step in range(1, 14):
-        one_step(ours, step - 1)
+        train_step(ours, step - 1)
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            share_of_rank = words_of(step - 1).view(world.size, -1)[rank]
+            share_of_rank = tokens_of(step - 1).view(world.size, -1)[rank]
             optimizer.zero_grad()
             (loss_of(model, share_of_rank) / len(share_of_rank)).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
-        flats = [torch.nn.utils.parameters_to_vector(one.parameters()).detach() for one in models]
-        if step % local["steps"] == 0:
+        flats = [nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
+        if step % local["sync_every"] == 0:
             gradient = outer.detach() - torch.stack(flats).mean(0)
-        if step > overlap and (step - overlap) % local["steps"] == 0:
+        if step > overlap and (step - overlap) % local["sync_every"] == 0:
             outer.grad = gradient
             outer_optimizer.step()
             flats = [mix * flat + (1 - mix) * outer.detach() for flat in flats]
             for model, flat in zip(models, flats, strict=True):
-                torch.nn.utils.vector_to_parameters(flat.clone(), model.parameters())
+                nn.utils.vector_to_parameters(flat.clone(), model.parameters())
         worst = max(worst, float((weights(ours) - flats[world.rank]).abs().max()))
     return worst
 
 
 def mean_of(world, dtype):
-    """(mean by the collective, exact mean, largest magnitude) of vectors whose size divides by
-    nothing; then one with a NaN."""
+    """Return (mean by the collective, exact mean, largest magnitude, bytes sent) of vectors with
+    an odd size, and whether the mean of a vector with NaN is NaN."""
     vectors = [
         torch.randn(1003, generator=torch.Generator().manual_seed(rank))
         for rank in range(world.size)
     ]
     sent = world.traffic.total
-    found = GroupMean(vectors[world.rank].clone(), world, dtype).value()
+    mean = GroupMean(vectors[world.rank].clone(), world, dtype).value()
     sent = world.traffic.total - sent
     broken = GroupMean(
         torch.full((300,), float("nan") if world.rank == 1 else 1.0), world, dtype
     ).value()
-    exact = torch.stack([one.double() for one in vectors]).mean(0)
+    exact = torch.stack([vector.double() for vector in vectors]).mean(0)
     return (
-        found,
+        mean,
         exact,
-        max(float(one.abs().max()) for one in vectors),
+        max(float(vector.abs().max()) for vector in vectors),
         sent,
         bool(broken.isnan().all()),
     )
 
 
 def test_three_ranks():
-    found = run_ranks(three_ranks, 3)
-    for wrong, paths, costs, means in found:
+    results = run_ranks(three_ranks, 3)
+    for wrong, paths, costs, means in results:
         assert not wrong
         assert max(paths) < 1e-5
         for state, state_measured, traffic, traffic_measured in costs:
@@ -138,20 +135,20 @@ def test_three_ranks():
         for dtype, bound in (("float32", 1e-6), ("bf16", 2 * 2**-9), ("int8", 2 * 0.5 / 127)):
             mean, exact, largest, sent, is_nan = means[dtype]
             assert float((mean.double() - exact).abs().max()) <= bound * largest * 1.001
-            assert torch.equal(mean, found[0][3][dtype][0])  # the same bits on every rank
+            assert torch.equal(mean, results[0][3][dtype][0])  # the same bits on every rank
             assert sent == sum(mean_traffic(1003, 3, dtype).values())
             assert is_nan
 
 
 def two_ranks(world):
-    wrong = goes_on_to_the_bit(
+    wrong = resume_differences(
         world, "diloco", {"sync_every": 3, "fragment_sync_delay": 2, "outer_dtype": "int8"}, (4,), 8
     )
     losses = {}
     for name, local in {
         "ddp": None,
         "every 5": {"sync_every": 5},
-        "int8, overlapped, streamed": {
+        "int8, delayed, streamed": {
             "sync_every": 5,
             "outer_dtype": "int8",
             "fragment_sync_delay": 2,
@@ -159,10 +156,10 @@ def two_ranks(world):
         },
     }.items():
         run = make(world, "ddp" if local is None else "diloco", local, net=Plain)
-        losses[name] = [one_step(run, step) for step in range(60)]
+        losses[name] = [train_step(run, step) for step in range(60)]
     run = make(world, "diloco", {"sync_every": 3})
     for step in range(4):
-        one_step(run, step)
+        train_step(run, step)
     mean = torch.stack(world.gather_objects(weights(run))).mean(0)
     alone = resumed(world, "diloco", {"sync_every": 3, "workers": 1}, source_of(run))
     outer = {
@@ -174,21 +171,23 @@ def two_ranks(world):
 
 
 def in_range(run, other, name):
-    """Pairs of what ``other`` holds of the outer state and what ``run``, which holds it whole, has
-    there."""
-    (_, whole), *_ = run.outer_state()[name]
-    return [(one, whole[start : start + one.numel()]) for start, one in other.outer_state()[name]]
+    """Return pairs of ``other``'s ranges of the outer state and the same ranges of ``run``, which
+    has all of it in one range."""
+    (_, full), *_ = run.outer_state()[name]
+    ranges = other.outer_state()[name]
+    return [(values, full[start : start + values.numel()]) for start, values in ranges]
 
 
 def test_two_ranks():
     for wrong, losses, mean, alone, outer, notices in run_ranks(two_ranks, 2):
         assert not wrong
         start, plain = losses["ddp"][0], sum(losses["ddp"][-5:]) / 5
-        for name in ("every 5", "int8, overlapped, streamed"):
+        for name in ("every 5", "int8, delayed, streamed"):
             reached = sum(losses[name][-5:]) / 5
             assert reached < plain + 0.1 * (start - plain), (name, reached, plain, start)
-        torch.testing.assert_close(alone, mean)  # another number of workers goes on from the mean …
-        assert all(all(same) for same in outer.values())  # … with the outer state as it was
+        # A different number of workers starts from the mean, with the same outer state.
+        torch.testing.assert_close(alone, mean)
+        assert all(all(same) for same in outer.values())
         assert "2 workers" in notices[-1]
 
 
@@ -200,7 +199,7 @@ def four_ranks(world):
         "fragment_sync_delay": 2,
         "outer_dtype": "bf16",
     }
-    wrong = goes_on_to_the_bit(world, "diloco", local, (3, 6), 9)
+    wrong = resume_differences(world, "diloco", local, (3, 6), 9)
     costs = costs_of(world, local, "diloco")
     world.barrier()
     return wrong, costs
@@ -213,7 +212,7 @@ def test_two_workers_of_two_ranks_keep_half_the_outer_state_each():
         assert traffic == pytest.approx(traffic_measured, rel=0.02)
 
 
-def test_vectors_and_codes():
+def test_vectors_and_codecs():
     tensors = [torch.arange(6.0).view(2, 3), torch.tensor(6.0), torch.arange(7.0, 12.0)]
     vector = FlatParams(tensors)
     assert vector.read(4, 9).tolist() == [4, 5, 6, 7, 8]
@@ -222,14 +221,14 @@ def test_vectors_and_codes():
     assert [share(3, 10, 3, rank) for rank in range(3)] == [(3, 6), (6, 9), (9, 10)]
     rows = torch.randn(2, 2 * BLOCK) * torch.tensor([[1.0], [1000.0]])
     rows[0, :BLOCK] = 0
-    code = SyncCodec("int8")
-    raw = code.encode(rows)
-    assert raw.dtype == torch.uint8
-    assert raw.shape == (2, row_bytes(2 * BLOCK, "int8"))
+    codec = CODECS["int8"]
+    messages = codec.encode(rows)
+    assert messages.dtype == torch.uint8
+    assert messages.shape == (2, row_bytes(2 * BLOCK, "int8"))
     scales = rows.view(2, 2, BLOCK).abs().amax(2, keepdim=True) / 127
-    errors = (code.decode(raw) - rows).view(2, 2, BLOCK).abs()
+    decoded = codec.decode(messages)
+    errors = (decoded - rows).view(2, 2, BLOCK).abs()
     assert bool((errors <= scales * 0.5001).all())
-    assert torch.equal(code.decode(code.encode(code.decode(raw))), code.decode(raw))
-    assert torch.equal(
-        SyncCodec("bf16").decode(SyncCodec("bf16").encode(rows)), rows.bfloat16().float()
-    )
+    assert torch.equal(codec.decode(codec.encode(decoded)), decoded)
+    bf16 = CODECS["bf16"]
+    assert torch.equal(bf16.decode(bf16.encode(rows)), rows.bfloat16().float())

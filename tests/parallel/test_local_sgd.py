@@ -1,5 +1,5 @@
-"""`local_sgd`: what Stich (2019) defines, on real ranks; exact on going on; what is refused; what
-it costs."""
+"""`local_sgd`: what Stich (2019) defines, on real ranks; exact when resumed; which settings are
+rejected; what it costs."""
 
 import copy
 import json
@@ -11,16 +11,17 @@ from commands import digest, events, report, run, train
 from local_runs import (
     Plain,
     config_of,
-    goes_on_to_the_bit,
     loss_of,
     make,
-    one_step,
+    resume_differences,
     resumed,
     source_of,
+    tokens_of,
+    train_step,
     weights,
-    words_of,
 )
 from ranks import run_ranks
+from torch import nn
 
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
@@ -43,9 +44,9 @@ def three_ranks(world):
     wrong = [
         (local, name)
         for local, at in BITWISE
-        for name in goes_on_to_the_bit(world, "local_sgd", local, at, 11)
+        for name in resume_differences(world, "local_sgd", local, at, 11)
     ]
-    every = compare_with_ddp(world)
+    difference = compare_with_ddp(world)
     paths = {
         key: by_definition(world, local)
         for key, local in {
@@ -63,47 +64,46 @@ def three_ranks(world):
         )
     ]
     world.barrier()
-    return wrong, every, paths, costs
+    return wrong, difference, paths, costs
 
 
 def compare_with_ddp(world):
-    """Largest difference of the weights over ten steps of SGD with momentum: brought together at
-    each step it is `ddp`."""
+    """Return the largest difference of the weights over ten steps of SGD with momentum: if it is
+    synchronized at each step, it is `ddp`."""
     runs = [
         make(world, mode, {"sync_every": 1}, optim="sgd", net=Plain, clip=0.0)
         for mode in ("ddp", "local_sgd")
     ]
     worst = 0.0
     for step in range(10):
-        for one in runs:
-            one_step(one, step)
+        for strategy in runs:
+            train_step(strategy, step)
         worst = max(worst, float((weights(runs[0]) - weights(runs[1])).abs().max()))
     return worst
 
 
 def by_definition(world, local):
-    """Largest difference from three models that this process trains and averages itself, as the
-    papers have it."""
+    """Return the largest difference from three models that this process trains and averages as
+    defined in the papers, and how far those differ from each other."""
     ours = make(world, "local_sgd", local, "sgd", net=Plain, rate=0.2)
     models = [copy.deepcopy(ours.model) for _ in range(world.size)]
-    for one in models:
-        for parameter in one.parameters():
+    for model in models:
+        for parameter in model.parameters():
             parameter.grad = None
-    optimizers = [torch.optim.SGD(decayed(one), lr=0.2, momentum=0.9) for one in models]
-    period, warmup = local["steps"], local.get("warmup_steps", 0)
+    optimizers = [torch.optim.SGD(decayed(model), lr=0.2, momentum=0.9) for model in models]
+    period, warmup = local["sync_every"], local.get("warmup_steps", 0)
     fragments, overlap = local.get("num_fragments", 1), local.get("fragment_sync_delay", 0)
     size, pending, worst, spread = weights(ours).numel(), [], 0.0, 0.0
     for step in range(1, 14):
-        one_step(ours, step - 1)
-        together = step <= warmup
-        whole = words_of(step - 1)
+        train_step(ours, step - 1)
+        tokens = tokens_of(step - 1)
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            share = whole if together else whole.view(world.size, -1)[rank]
+            share = tokens if step <= warmup else tokens.view(world.size, -1)[rank]
             optimizer.zero_grad()
             (loss_of(model, share) / len(share)).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
-        flats = [torch.nn.utils.parameters_to_vector(one.parameters()).detach() for one in models]
+        flats = [nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
         mean = torch.stack(flats).mean(0)
         for due, low, high, corrections in pending:
             if due == step:
@@ -121,17 +121,17 @@ def by_definition(world, local):
                     for flat in flats:
                         flat[low:high] = mean[low:high]
         for model, flat in zip(models, flats, strict=True):
-            torch.nn.utils.vector_to_parameters(flat, model.parameters())
+            nn.utils.vector_to_parameters(flat, model.parameters())
         worst = max(worst, float((weights(ours) - flats[world.rank]).abs().max()))
         spread = max(spread, float((flats[0] - flats[1]).abs().max()))
     return worst, spread
 
 
 def decayed(model):
-    matrices = [one for one in model.parameters() if one.dim() > 1]
+    matrices = [each for each in model.parameters() if each.dim() > 1]
     return [
         {"params": matrices, "weight_decay": 0.1},
-        {"params": [one for one in model.parameters() if one.dim() < 2]},
+        {"params": [each for each in model.parameters() if each.dim() < 2]},
     ]
 
 
@@ -140,7 +140,7 @@ def costs_of(world, local, mode="local_sgd"):
     sent = []
     for step in range(12):
         before = world.traffic.total
-        one_step(strategy, step)
+        train_step(strategy, step)
         sent.append(world.traffic.total - before)
     cost = estimate_cost(strategy.name, strategy.shape, world.axes, Workload(), strategy.config)
     period = traffic_period(strategy)
@@ -154,9 +154,9 @@ def costs_of(world, local, mode="local_sgd"):
 
 
 def test_three_ranks():
-    for wrong, every, paths, costs in run_ranks(three_ranks, 3):
+    for wrong, difference, paths, costs in run_ranks(three_ranks, 3):
         assert not wrong
-        assert every < 1e-6
+        assert difference < 1e-6
         for worst, spread in paths.values():
             assert worst < 1e-5 < 1e-2 < spread
         for state, state_measured, traffic, traffic_measured in costs:
@@ -166,21 +166,21 @@ def test_three_ranks():
 
 def two_by_two(world):
     local = {"sync_every": 3, "workers": 2}
-    wrong = goes_on_to_the_bit(
+    differences = resume_differences(
         world, "local_sgd", {**local, "fragment_sync_delay": 2, "num_fragments": 2}, (4,), 8
     )
     ours = make(world, "local_sgd", local)
-    apart = []
+    paths = []
     for step in range(6):
-        one_step(ours, step)
-        apart.append(weights(ours))
+        train_step(ours, step)
+        paths.append(weights(ours))
     costs = costs_of(world, local)
-    one_step(ours, 6)
+    train_step(ours, 6)
     checkpoint = source_of(ours)
     mean = torch.stack(world.gather_objects(weights(ours))).mean(0)
     before = weights(ours)
     with ours.consolidated():
-        seen = weights(ours)
+        evaluated = weights(ours)
     after = weights(ours)
     others = {}
     for name, other in (
@@ -190,59 +190,63 @@ def two_by_two(world):
     ):
         others[name] = (
             weights(other),
-            getattr(other, "done", None),
+            getattr(other, "steps_done", None),
             [text for _, text in other.notices],
         )
     world.barrier()
-    return wrong, apart, costs, mean, seen, torch.equal(before, after), before, others
+    unchanged = torch.equal(before, after)
+    return differences, paths, costs, mean, evaluated, unchanged, before, others
 
 
 def test_two_workers_of_two_ranks():
-    found = run_ranks(two_by_two, 4)
-    assert not [wrong for wrong, *_ in found if wrong]
-    paths = [apart for _, apart, *_ in found]
+    results = run_ranks(two_by_two, 4)
+    assert not any(differences for differences, *_ in results)
+    paths = [result[1] for result in results]
     for step in range(6):
         at = [path[step] for path in paths]
         assert torch.equal(at[0], at[1])  # the ranks of a worker are replicas
         assert torch.equal(at[2], at[3])
         assert torch.equal(at[0], at[2]) is (step in (2, 5))
-    for (
-        _,
-        _,
-        (
-            state,
-            state_measured,
-            traffic,
-            traffic_measured,
-        ),
-        mean,
-        seen,
-        unchanged,
-        own,
-        others,
-    ) in found:
+    for _, _, costs, mean, evaluated, unchanged, local, others in results:
+        state, state_measured, traffic, traffic_measured = costs
         assert state == pytest.approx(state_measured, rel=0.02)
         assert traffic == pytest.approx(traffic_measured, rel=0.02)
-        torch.testing.assert_close(seen, mean)  # what is evaluated
+        torch.testing.assert_close(evaluated, mean)
         assert unchanged
         torch.testing.assert_close(others["ddp"][0], mean)
         torch.testing.assert_close(others["four workers"][0], mean)
         assert others["four workers"][1] == 7
         assert "2 workers" in others["four workers"][2][-1]
         assert "dropped" in others["four workers"][2][-1]
-        assert torch.equal(others["diloco"][0], own)  # as many workers: each has its own
+        # With the same number of workers, each continues from its weights.
+        assert torch.equal(others["diloco"][0], local)
 
 
-def test_rhythm():
-    rhythm = SyncSchedule(period=6, fragments=3, overlap=4, warmup=5)
-    begins = {step: rhythm.begins(step) for step in range(1, 24) if rhythm.begins(step)}
-    assert begins == {7: [0], 9: [1], 11: [2], 13: [0], 15: [1], 17: [2], 19: [0], 21: [1], 23: [2]}
-    assert [step for step in range(20) if rhythm.ends(step)] == [11, 13, 15, 17, 19]
-    assert rhythm.in_flight(11) == [(1, 2), (2, 0)]
-    assert [step for step in range(12) if rhythm.halfway(step) == [0]] == [9]
-    assert [step for step in range(9) if SyncSchedule(3, warmup=1).together(step)] == [0, 1, 4, 7]
-    assert not any(SyncSchedule(3, overlap=1).together(step) for step in range(1, 9))
-    assert [SyncSchedule(7, 4).begins(step) for step in range(1, 8)] == [
+def test_schedule():
+    schedule = SyncSchedule(period=6, fragments=3, delay=4, warmup=5)
+    started = {step: schedule.starting_at(step) for step in range(1, 24)}
+    assert {step: fragments for step, fragments in started.items() if fragments} == {
+        7: [0],
+        9: [1],
+        11: [2],
+        13: [0],
+        15: [1],
+        17: [2],
+        19: [0],
+        21: [1],
+        23: [2],
+    }
+    assert [step for step in range(20) if schedule.completing_at(step)] == [11, 13, 15, 17, 19]
+    assert schedule.pending_at(11) == [(1, 2), (2, 0)]
+    assert [step for step in range(12) if schedule.halfway_at(step) == [0]] == [9]
+    assert [step for step in range(9) if SyncSchedule(3, warmup=1).is_synchronized(step)] == [
+        0,
+        1,
+        4,
+        7,
+    ]
+    assert not any(SyncSchedule(3, delay=1).is_synchronized(step) for step in range(1, 9))
+    assert [SyncSchedule(7, 4).starting_at(step) for step in range(1, 8)] == [
         [0],
         [],
         [1],
@@ -262,7 +266,7 @@ def test_workers_are_machines_or_ranks():
 
 
 @pytest.mark.parametrize(
-    ("mode", "local", "train_args", "words"),
+    ("mode", "local", "train_args", "texts"),
     [
         ("local_sgd", {"sync_every": 50}, {"max_steps": 40}, ["50", "40 steps", "1 to 40"]),
         (
@@ -290,14 +294,14 @@ def test_workers_are_machines_or_ranks():
         ("local_sgd", {"average_optimizer_state": True}, {"optim": "adafactor"}, ["factored"]),
     ],
 )
-def test_refused(mode, local, train_args, words):
+def test_rejected(mode, local, train_args, texts):
     with pytest.raises(ConfigError) as caught:
         check_strategy(mode, config_of(mode, local, **train_args), ParallelDims(data=4))
-    for word in words:
-        assert word in caught.value.paragraph()
+    for text in texts:
+        assert text in caught.value.paragraph()
 
 
-def test_longer_than_the_epochs():
+def test_rejected_if_the_epochs_have_fewer_steps():
     with pytest.raises(ConfigError, match="more than the run's 12 steps"):
         check_steps("diloco", config_of("diloco", {"sync_every": 13}), 12)
 
@@ -311,7 +315,7 @@ def test_one_rank_is_a_worker():
             {"sync_every": 2, "outer_dtype": "int8" if mode == "diloco" else "float32"},
             net=Plain,
         )
-        assert one_step(strategy, 0) > one_step(strategy, 0) > 0
+        assert train_step(strategy, 0) > train_step(strategy, 0) > 0
         assert (
             estimate_cost(
                 strategy.name, strategy.shape, ParallelDims(), Workload(), strategy.config
@@ -321,9 +325,9 @@ def test_one_rank_is_a_worker():
 
 
 @pytest.mark.slow
-def test_brought_together_at_each_step_it_is_single(tmp_path):
-    """Four ranks, two to a worker, shares of one size, and an optimizer in which means are means:
-    the engine's counts divide the loss of each worker rightly."""
+def test_it_is_single_if_synchronized_at_each_step(tmp_path):
+    """Four ranks, two per worker, shares of equal size, and SGD: the trainer's counts divide the
+    loss of each worker correctly."""
     file = tmp_path / "config.yaml"
     file.write_text(
         "{model: 'builtin:mlp', task: classify, dataset: 'builtin:digits', parallel: {device: cpu},"
@@ -342,49 +346,48 @@ def test_brought_together_at_each_step_it_is_single(tmp_path):
         "--json",
         verb="verify",
     )
-    assert [(one["mode"], one["ok"]) for one in json.loads(done.stdout)["modes"]] == [
-        ("local_sgd", True)
-    ]
+    modes = json.loads(done.stdout)["modes"]
+    assert [(mode["mode"], mode["ok"]) for mode in modes] == [("local_sgd", True)]
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_a_run_that_goes_on_in_the_middle_of_a_period(tmp_path):
-    words = [
+def test_a_run_that_resumes_in_the_middle_of_a_period(tmp_path):
+    args = [
         "parallel.mode=local_sgd",
         "parallel.num_gpus=2",
         "local_sgd.sync_every=4",
         "local_sgd.fragment_sync_delay=2",
     ]
-    words += [
+    args += [
         "train_args.max_steps=8",
         "train_args.logging_steps=3",
         "train_args.eval_steps=6",
         "split_dataset_ratio=0.1",
     ]
-    words += ["train_args.save_steps=5"]
-    whole, half = tmp_path / "whole", tmp_path / "half"
-    train(whole, *words)
-    shutil.copytree(whole, half)
+    args += ["train_args.save_steps=5"]
+    full, half = tmp_path / "full", tmp_path / "half"
+    train(full, *args)
+    shutil.copytree(full, half)
     shutil.rmtree(half / "checkpoints" / "step-00000008")
     (half / "report.json").unlink()
-    train(half, *words)
+    train(half, *args)
     assert report(half)["resumed_from_step"] == 5
-    assert digest(half) == digest(whole)
-    assert [one["loss"] for one in events(half, "eval")][-1] == events(whole, "eval")[-1]["loss"]
-    found = report(whole)
-    assert found["traffic_bytes_per_step"]["measured"] == pytest.approx(
-        found["traffic_bytes_per_step"]["predicted"], rel=0.02
+    assert digest(half) == digest(full)
+    assert events(half, "eval")[-1]["loss"] == events(full, "eval")[-1]["loss"]
+    result = report(full)
+    assert result["traffic_bytes_per_step"]["measured"] == pytest.approx(
+        result["traffic_bytes_per_step"]["predicted"], rel=0.02
     )
-    assert found["state_memory_bytes"]["measured"] == pytest.approx(
-        found["state_memory_bytes"]["predicted"], rel=0.02
+    assert result["state_memory_bytes"]["measured"] == pytest.approx(
+        result["state_memory_bytes"]["predicted"], rel=0.02
     )
-    assert found["communication"]["synchronisations"] == 1
-    assert [one["step"] for one in events(whole, "step")] == [1, 3, 6, 8]
-    losses = [one["loss"] for one in events(whole, "step")]
+    assert result["communication"]["synchronisations"] == 1
+    assert [event["step"] for event in events(full, "step")] == [1, 3, 6, 8]
+    losses = [event["loss"] for event in events(full, "step")]
     assert max(losses) < 1.1 * min(losses)  # counts of another step than the loss would show
-    words = [one for one in words if not one.startswith(("parallel.mode", "train_args.max_steps"))]
+    args = [arg for arg in args if not arg.startswith(("parallel.mode", "train_args.max_steps"))]
     ended = train(
-        half, *words, "parallel.mode=ddp", "train_args.max_steps=9", "--allow-config-change"
+        half, *args, "parallel.mode=ddp", "train_args.max_steps=9", "--allow-config-change"
     )
     assert "the mean of their parameters" in ended.stderr

@@ -218,7 +218,7 @@ def one_worker_skips(world):
         changed = same(before, run.strategy.trained)
         assert bool(changed) == verdicts[-1]
         finite.append(all(bool(one.isfinite().all()) for one in run.strategy.trained.values()))
-    return verdicts, all(finite), run.strategy.is_together, dict(run.strategy.trained)
+    return verdicts, all(finite), run.strategy.is_synchronized, dict(run.strategy.trained)
 
 
 def test_a_worker_that_trains_on_its_own_skips_its_own_step():

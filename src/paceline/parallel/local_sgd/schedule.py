@@ -1,5 +1,5 @@
-"""When which part of the parameters is synchronised: a function of the step alone, the same on
-every rank. No torch here."""
+"""When each fragment of the parameters is synchronized: a function of the step, the same on every
+rank. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
 
-#: Elements that share a scale in int8.
+#: Number of elements that share a scale in int8.
 BLOCK = 256
 
 
 @dataclass(frozen=True)
 class SyncSchedule:
-    """Steps are counted from 1; what is said of a step holds after its update.
+    """Steps are counted from 1. Synchronizations start and complete after the update of a step.
 
     Args:
-        period: H, the steps between two synchronisations of a fragment.
-        fragments: how many; the synchronisations of a period are spread evenly over it, the last
-            fragment's at its end.
-        overlap: steps from the begin of a synchronisation to its end; 0: it ends in the step in
-            which it began.
-        warmup: steps of plain data parallelism before.
+        period: H, the number of steps between two synchronizations of a fragment.
+        fragments: number of fragments. The synchronizations of a period are spread evenly over it;
+            the last fragment's is at its end.
+        delay: number of steps from the start of a synchronization to its completion; 0: it
+            completes in the step in which it started.
+        warmup: number of steps of plain data parallelism at the start.
     """
 
     period: int
     fragments: int = 1
-    overlap: int = 0
+    delay: int = 0
     warmup: int = 0
 
     @classmethod
@@ -45,150 +45,147 @@ class SyncSchedule:
             settings.warmup_steps,
         )
 
-    def begins(self, step: int) -> list[int]:
-        """Fragments whose synchronisation begins after ``step``."""
-        local = step - self.warmup
-        if local < 1:
+    def starting_at(self, step: int) -> list[int]:
+        """Return the fragments whose synchronization starts after ``step``."""
+        local_step = step - self.warmup
+        if local_step < 1:
             return []
         return [
-            one
-            for one in range(self.fragments)
-            if (local - self.period * (one + 1) // self.fragments) % self.period == 0
+            number
+            for number in range(self.fragments)
+            if (local_step - self.period * (number + 1) // self.fragments) % self.period == 0
         ]
 
-    def ends(self, step: int) -> list[int]:
-        """Fragments whose synchronisation ends after ``step``."""
-        return self.begins(step - self.overlap)
+    def completing_at(self, step: int) -> list[int]:
+        """Return the fragments whose synchronization completes after ``step``."""
+        return self.starting_at(step - self.delay)
 
-    def halfway(self, step: int) -> list[int]:
-        """Fragments of whose synchronisation the second of two messages, where there are two,
-        leaves after ``step``."""
-        half = self.half
-        return self.begins(step - half) if half < self.overlap else []
+    def halfway_at(self, step: int) -> list[int]:
+        """Return the fragments whose second message, if they need two, is sent after ``step``."""
+        half = self.half_delay
+        return self.starting_at(step - half) if half < self.delay else []
 
     @property
-    def half(self) -> int:
-        return (self.overlap + 1) // 2
+    def half_delay(self) -> int:
+        """Number of steps from the first message to the second."""
+        return (self.delay + 1) // 2
 
-    def in_flight(self, step: int) -> list[tuple[int, int]]:
-        """(fragment, steps since it began) of the synchronisations that have begun by ``step`` and
-        not ended, oldest first."""
-        ages = range(self.overlap - 1, -1, -1)
-        return [(one, age) for age in ages for one in self.begins(step - age)]
+    def pending_at(self, step: int) -> list[tuple[int, int]]:
+        """Return (fragment, steps since its start) of the synchronizations that are started but not
+        completed after ``step``, oldest first."""
+        ages = range(self.delay - 1, -1, -1)
+        return [(number, age) for age in ages for number in self.starting_at(step - age)]
 
-    def together(self, step: int) -> bool:
-        """True where all workers hold the same parameters after ``step``."""
-        local = step - self.warmup
-        return local <= 0 or (
-            self.fragments == 1 and self.overlap == 0 and local % self.period == 0
+    def is_synchronized(self, step: int) -> bool:
+        """Return whether all workers have the same parameters after ``step``."""
+        local_step = step - self.warmup
+        return local_step <= 0 or (
+            self.fragments == 1 and self.delay == 0 and local_step % self.period == 0
         )
 
 
 def num_workers(settings: LocalSgd, env: RankEnv) -> int:
-    """Groups of ranks that train on their own: as the config says, else one a machine, or one a
-    rank where there is one machine.
+    """Return the number of workers, the groups of ranks that train independently:
+    ``local_sgd.workers``, else one per machine, or one per rank on a single machine.
 
     Raises:
-        ConfigError: they do not divide the ranks.
+        ConfigError: the number does not divide the number of ranks.
     """
     if settings.workers is None:
         machines, rest = divmod(env.world_size, env.local_world_size)
         return machines if machines > 1 and not rest else env.world_size
     if env.world_size % settings.workers:
-        divisors = [one for one in range(1, env.world_size + 1) if env.world_size % one == 0]
+        divisors = [size for size in range(1, env.world_size + 1) if env.world_size % size == 0]
         raise ConfigError(
             f"`local_sgd.workers: {settings.workers}` does not divide"
             f" {counted(env.world_size, 'rank')}",
             allowed=", ".join(map(str, divisors)),
-            fix="leave it out: one worker for each machine, or for each rank of one machine",
+            fix=(
+                "leave `local_sgd.workers` out: one worker per machine, or one per rank on a single"
+                " machine"
+            ),
         )
     return settings.workers
 
 
-def check_rhythm(settings: LocalSgd, steps: int | None) -> None:
-    """Raise ConfigError where no synchronisation could be made as the section says. ``steps``: of
-    the run, where known."""
-    period = settings.sync_every
-    if steps is not None and settings.warmup_steps + period > steps:
-        warmup = (
-            f" after {counted(settings.warmup_steps, 'step')} of warm-up"
-            if settings.warmup_steps
-            else ""
-        )
+def check_steps(config: Config, steps: int | None) -> None:
+    """Raise ConfigError if no synchronization is possible with the section ``local_sgd``.
+
+    Args:
+        steps: number of steps of the run, if known.
+    """
+    settings = config.local_sgd
+    period, warmup = settings.sync_every, settings.warmup_steps
+    if steps is not None and warmup + period > steps:
+        after = f" after {counted(warmup, 'step')} of warm-up" if warmup else ""
         raise ConfigError(
-            f"`local_sgd.sync_every: {period}`{warmup} is more than the run's"
-            f" {counted(steps, 'step')}:"
-            " the workers would never be brought together",
-            allowed=(
-                f"with this warm-up, 1 to {steps - settings.warmup_steps}"
-                if steps > settings.warmup_steps
-                else None
-            ),
+            f"`local_sgd.sync_every: {period}`{after} is more than the run's"
+            f" {counted(steps, 'step')}: the workers would never be synchronized",
+            allowed=f"with this warm-up, 1 to {steps - warmup}" if steps > warmup else None,
             fix="lower `local_sgd.sync_every` (and `local_sgd.warmup_steps`), or train longer",
         )
     if settings.num_fragments > period:
         raise ConfigError(
-            f"`local_sgd.num_fragments: {settings.num_fragments}` do not go one at a time into"
-            f" `local_sgd.sync_every: {period}`",
+            f"`local_sgd.num_fragments: {settings.num_fragments}` is more than"
+            f" `local_sgd.sync_every: {period}`: at most one fragment is synchronized per step",
             allowed=f"1 to {period}",
-            fix=f"set `local_sgd.num_fragments: {period}`, or more steps",
+            fix=f"set `local_sgd.num_fragments: {period}`, or raise `local_sgd.sync_every`",
         )
     if settings.fragment_sync_delay >= period:
         raise ConfigError(
-            f"`local_sgd.fragment_sync_delay: {settings.fragment_sync_delay}`: a"
-            " synchronisation would not end"
-            f" before the next begins, after `local_sgd.sync_every: {period}`",
+            f"`local_sgd.fragment_sync_delay: {settings.fragment_sync_delay}`: a synchronization"
+            f" would not complete before the next one starts, after `local_sgd.sync_every:"
+            f" {period}`",
             allowed=f"0 to {period - 1}",
         )
 
 
-def fragment(size: int, fragments: int, number: int) -> tuple[int, int]:
-    """Range of a fragment of a vector of ``size`` elements."""
+def check_sizes(config: Config, dims: ParallelDims) -> None:
+    """Raise ConfigError for workers that do not divide the ranks, or if no synchronization is
+    possible."""
+    if config.local_sgd.workers is not None:
+        num_workers(config.local_sgd, RankEnv(world_size=dims.data, local_world_size=dims.data))
+    check_steps(config, config.train_args.max_steps)
+
+
+def fragment_range(size: int, fragments: int, number: int) -> tuple[int, int]:
+    """Return the range of a fragment in a vector of ``size`` elements."""
     return size * number // fragments, size * (number + 1) // fragments
 
 
 def share(start: int, stop: int, num_ranks: int, rank: int) -> tuple[int, int]:
-    """A rank's share of a range: equal, but for the last ones."""
-    each = math.ceil((stop - start) / num_ranks)
-    return min(stop, start + each * rank), min(stop, start + each * (rank + 1))
+    """Return a rank's share of a range. The shares are equal, except for the last ones."""
+    elements = math.ceil((stop - start) / num_ranks)
+    return min(stop, start + elements * rank), min(stop, start + elements * (rank + 1))
 
 
 def row_elements(size: int, num_rows: int) -> int:
-    """Elements of each of ``num_rows`` rows that hold ``size``: whole blocks."""
+    """Return the number of elements per row, a multiple of :data:`BLOCK`, if ``size`` elements are
+    divided into ``num_rows`` rows."""
     return math.ceil(math.ceil(size / num_rows) / BLOCK) * BLOCK
 
 
 def row_bytes(elements: int, dtype: str) -> int:
-    """Bytes of a row of whole blocks, with their scales in int8."""
+    """Return the bytes of a row; in int8 with its scales."""
     return elements + 4 * elements // BLOCK if dtype == "int8" else 2 * elements
 
 
 def mean_traffic(size: int, workers: int, dtype: str) -> dict[str, int]:
-    """Bytes that one rank sends for a mean of ``size`` float32 elements over the workers, by
-    collective."""
+    """Return the bytes that one rank sends for a mean of ``size`` float32 elements over the
+    workers, by collective."""
     if dtype == "float32" or workers == 1:
         return {"all_reduce": all_reduce_bytes(4 * size, workers)}
-    each = scatter_bytes(workers * row_bytes(row_elements(size, workers), dtype), workers)
-    return {"all_to_all": each, "all_gather": each}
+    sent = scatter_bytes(workers * row_bytes(row_elements(size, workers), dtype), workers)
+    return {"all_to_all": sent, "all_gather": sent}
 
 
-def mean_held(size: int, workers: int, dtype: str, second: bool) -> int:
-    """Bytes of a mean over the workers that is under way: in its first message, or its second."""
+def mean_memory(size: int, workers: int, dtype: str, second: bool) -> int:
+    """Return the bytes of the buffers of a pending mean over the workers.
+
+    Args:
+        second: the second message is sent.
+    """
     if dtype == "float32" or workers == 1:
         return 4 * size
     row = row_bytes(row_elements(size, workers), dtype)
     return (workers + 1) * row if second else 2 * workers * row
-
-
-def check_sizes(config: Config, dims: ParallelDims) -> None:
-    """Raise ConfigError for workers that do not divide the ranks, or a synchronization that would
-    not be made."""
-    settings = config.local_sgd
-    if settings.workers is not None:
-        num_workers(settings, RankEnv(world_size=dims.data, local_world_size=dims.data))
-    check_rhythm(settings, config.train_args.max_steps)
-
-
-def check_steps(config: Config, steps: int) -> None:
-    """Raise ConfigError where the workers would not be brought together within ``steps``."""
-    check_rhythm(config.local_sgd, steps)

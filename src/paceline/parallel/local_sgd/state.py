@@ -1,231 +1,170 @@
 """The state of local training in a checkpoint.
 
-What any strategy reads: ``model/NAME``, the mean of the workers' parameters (of running statistics,
-too), and ``optimizer/NAME/…``, that of the first worker. Beside it, so that the same number of
-workers goes on bit for bit:
+What every strategy reads: ``model/NAME``, the mean of the workers' parameters (and running
+statistics), and ``optimizer/NAME/…``, that of the first worker. In addition, so that the same
+number of workers continues bit for bit:
 
-- ``local/worker-K/model/NAME``, ``…/buffer/NAME``: worker K's own, where the workers' differ;
-- ``local/worker-K/optimizer/NAME/…``, ``local/worker-K/scaler/…``: of the workers but the first;
-- ``local/steps``, ``local/workers``: steps made, number of workers;
+- ``local/worker-K/model/NAME``, ``…/buffer/NAME``: worker K's values, if the workers' differ;
+- ``local/worker-K/optimizer/NAME/…``, ``local/worker-K/scaler/…``: of all workers but the first;
+- ``local/steps``, ``local/workers``: number of steps made, number of workers;
 - ``outer/parameters``, ``outer/momentum`` (`diloco`): over all parameters in the model's order,
   whatever the fragments;
-- ``outer/flight-F`` (`diloco`), ``local/worker-K/flight-F`` (`local_sgd`): what came of a
-  synchronisation of fragment F that has begun. It is waited for before a checkpoint, and takes
-  effect when it is due all the same.
+- ``outer/flight-F`` (`diloco`), ``local/worker-K/flight-F`` (`local_sgd`): the result of a pending
+  synchronization of fragment F. A checkpoint waits for it; it is still applied when it is due.
 """
 
 from dataclasses import replace
-from typing import Protocol
 
 import torch
-from torch import nn
 
 from paceline.core.formatting import counted
-from paceline.distributed.communicator import Communicator
-from paceline.parallel.base import Strategy, persistent_buffers
-from paceline.parallel.local_sgd.schedule import SyncSchedule, fragment
-from paceline.parallel.local_sgd.sync import FlatParams, PendingSync
-from paceline.parallel.save_load import entries_of, entry_shapes, load_entries
+from paceline.parallel.base import persistent_buffers
+from paceline.parallel.compression.base import dropped_state_notices
+from paceline.parallel.local_sgd.strategy import LocalSGDBase
+from paceline.parallel.local_sgd.sync import PendingSync
+from paceline.parallel.save_load import collect_shards, entries_of, entry_shapes, load_entries
 from paceline.parallel.state import StateReader, TensorShard
 
-PREFIX = "local/"
+_PREFIX = "local/"
 
 
-class Workers(Strategy, Protocol):
-    """What of the strategy its checkpoint is made from."""
+class ResumableLocalSGD(LocalSGDBase):
+    """Local training that can be saved and resumed."""
 
-    near: Communicator
-    far: Communicator
-    workers: int
-    done: int
-    model: nn.Module
-    trained: dict[str, nn.Parameter]
-    changing_buffers: list[torch.Tensor]
-    flights: dict[int, PendingSync]
-    flights_are_shared: bool
-    rhythm: SyncSchedule
-    vector: FlatParams
-    apart: FlatParams
+    def state_shards(self) -> list[TensorShard]:
+        """Return this rank's shards, with the workers' mean instead of local values. A
+        collective."""
+        shards = collect_shards(self)
+        if self.is_synchronized:
+            return shards
+        mean = self._mean_by_name()
+        return [replace(shard, tensor=mean.get(shard.name, shard.tensor)) for shard in shards]
+
+    def extra_state(self) -> list[TensorShard]:
+        """Return what this rank writes besides a replica's state, after waiting for pending
+        synchronizations. A collective."""
+        for sync in self.pending.values():
+            sync.wait()
+        is_first_worker = self.inter_group.is_rank_zero
+        tensors: dict[str, torch.Tensor] = {}
+        if self.intra_group.is_rank_zero and not self.is_synchronized:
+            tensors |= self._local_by_name()
+        if self.intra_group.is_rank_zero and not is_first_worker:
+            for shard in self.tensor_shards():
+                for entry, value in entries_of(self.optimizer, shard).items():
+                    tensors[f"optimizer/{shard.name}/{entry}"] = value
+            if self.scaler is not None:
+                for name, value in self.scaler.state().items():
+                    tensors[f"scaler/{name}"] = value
+        shards = [
+            TensorShard.whole(f"{self._worker_prefix}{name}", tensor)
+            for name, tensor in tensors.items()
+        ]
+        if is_first_worker or not self.has_common_result:
+            for number, sync in self.pending.items():
+                name, size, start = self._stored_pending(number)
+                shards.append(TensorShard(name, sync.wait(), (size,), (start,), flat=True))
+        if is_first_worker:
+            for name, ranges in self.outer_state().items():
+                shape = (self.params.size,)
+                shards += [
+                    TensorShard(name, values, shape, (start,), flat=True)
+                    for start, values in ranges
+                ]
+        if self.world.is_rank_zero:
+            for name, count in (("steps", self.steps_done), ("workers", self.workers)):
+                shards.append(TensorShard.whole(f"{_PREFIX}{name}", torch.tensor(count)))
+        return shards
+
+    def load_extra_state(self, source: StateReader) -> list[tuple[str, str]]:
+        """Read it, after the mean and the first worker's optimizer were loaded into every worker.
+        Returns notices."""
+        notices = dropped_state_notices(source)
+        stored = source.tensors()
+        workers = _read_number(source, f"{_PREFIX}workers")
+        steps = _read_number(source, f"{_PREFIX}steps")
+        self.steps_done = (_read_number(source, "schedule/step") or 0) if steps is None else steps
+        self._load_outer(source)
+        same_workers = workers == self.workers
+        if same_workers:
+            self._load_worker(source)
+        elif workers is not None:
+            text = (
+                f"the checkpoint has {counted(workers, 'worker')} and this run has {self.workers}:"
+                " all start from the mean of their parameters and the first worker's optimizer; the"
+                " state of the other workers is dropped"
+            )
+            notices.append(("warning", text))
+        self.pending = {}
+        for number, _ in self.schedule.pending_at(self.steps_done):
+            name, size, offset = self._stored_pending(number)
+            if stored.get(name, (None, ()))[1] == (size,) and (
+                same_workers or self.has_common_result
+            ):
+                start, stop = self.local_range(number)
+                values = source.read_flat(name, offset, stop - start).to(self.params.device)
+                self.pending[number] = PendingSync(None, result=values)
+            elif workers is not None:
+                text = "a synchronization that was pending in the checkpoint is dropped"
+                notices.append(("warning", text))
+        return notices
+
+    def _load_outer(self, source: StateReader) -> None:
+        self.start_local_training()  # from the mean, if the checkpoint has no outer state
+        for name, ranges in self.outer_state().items():
+            if source.tensors().get(name, (None, ()))[1] == (self.params.size,):
+                for start, values in ranges:
+                    values.copy_(source.read_flat(name, start, values.numel()))
+
+    def _load_worker(self, source: StateReader) -> None:
+        stored, worker = source.tensors(), self._worker_prefix
+        for name, tensor in self._local_by_name().items():
+            if worker + name in stored:
+                tensor.copy_(source.read(worker + name, (0,) * tensor.dim(), tensor.shape))
+        scaler = {name: f"{worker}scaler/{name}" for name in ("scale", "growth_tracker")}
+        if self.scaler is not None and all(name in stored for name in scaler.values()):
+            self.scaler.load(
+                **{key: float(source.read(name, (), ())) for key, name in scaler.items()}
+            )
+        prefix = f"{worker}optimizer/"
+        entries = entry_shapes(source, prefix)
+        for shard in self.tensor_shards():
+            if shard.key is not None:
+                load_entries(self, source, prefix, entries.get(shard.name, {}), shard)
 
     @property
-    def is_together(self) -> bool: ...
-    def average(self) -> torch.Tensor: ...
-    def share_of(self, number: int) -> tuple[int, int]: ...
-    def landed(self, values: torch.Tensor) -> PendingSync: ...
-    def start_apart(self) -> None: ...
-    def outer_state(self) -> dict[str, list[tuple[int, torch.Tensor]]]: ...
+    def _worker_prefix(self) -> str:
+        return f"{_PREFIX}worker-{self.inter_group.rank}/"
+
+    def _local_by_name(self) -> dict[str, torch.Tensor]:
+        """Return what differs between workers by its name in a state, live."""
+        statistics = {id(buffer) for buffer in self.statistics}
+        parameters = {f"model/{name}": each.detach() for name, each in self.trained.items()}
+        return parameters | {
+            f"buffer/{name}": buffer
+            for name, buffer in persistent_buffers(self.model).items()
+            if id(buffer) in statistics
+        }
+
+    def _mean_by_name(self) -> dict[str, torch.Tensor]:
+        """Return the workers' mean, in the types and shapes of :meth:`_local_by_name`. A
+        collective."""
+        flats = self.local_tensors.tensors
+        pieces = self.average().split([len(flat) for flat in flats])
+        by_address = {flat.data_ptr(): piece for flat, piece in zip(flats, pieces, strict=True)}
+        return {
+            name: by_address[tensor.data_ptr()].view(tensor.shape).to(tensor.dtype)
+            for name, tensor in self._local_by_name().items()
+            if tensor.numel()
+        }
+
+    def _stored_pending(self, number: int) -> tuple[str, int, int]:
+        """Return the name and size of a fragment's pending result, and where this rank's share
+        starts in it."""
+        start, stop = self.fragment_range(number)
+        prefix = "outer/" if self.has_common_result else self._worker_prefix
+        return f"{prefix}flight-{number}", stop - start, self.local_range(number)[0] - start
 
 
-def with_mean(strategy: Workers, parts: list[TensorShard]) -> list[TensorShard]:
-    """The parts of a rank, with the workers' mean instead of its own. A collective."""
-    if strategy.is_together:
-        return parts
-    mean = _by_name(strategy, strategy.average())
-    return [replace(one, tensor=mean.get(one.name, one.tensor)) for one in parts]
-
-
-def local_parts(strategy: Workers) -> list[TensorShard]:
-    """What this rank writes beside a replica's state. A collective: what is under way is waited
-    for."""
-    for flight in strategy.flights.values():
-        flight.land()
-    found = []
-    worker = f"{PREFIX}worker-{strategy.far.rank}"
-    if strategy.near.is_rank_zero and not strategy.is_together:
-        found += [
-            TensorShard.whole(f"{worker}/{name}", one) for name, one in _apart(strategy).items()
-        ]
-    if strategy.near.is_rank_zero and not strategy.far.is_rank_zero:
-        found += [
-            TensorShard.whole(f"{worker}/{name}", value)
-            for name, value in _optimizer(strategy).items()
-        ]
-        if strategy.scaler is not None:
-            found += [
-                TensorShard.whole(f"{worker}/scaler/{name}", value)
-                for name, value in strategy.scaler.state().items()
-            ]
-    found += [
-        TensorShard(
-            _flight_name(strategy, number),
-            flight.land(),
-            _flight_shape(strategy, number),
-            _start(strategy, number),
-            flat=True,
-        )
-        for number, flight in strategy.flights.items()
-        if strategy.far.is_rank_zero or not strategy.flights_are_shared
-    ]
-    if strategy.far.is_rank_zero:
-        for name, ranges in strategy.outer_state().items():
-            shape = (strategy.vector.size,)
-            found += [
-                TensorShard(name, values, shape, (start,), flat=True) for start, values in ranges
-            ]
-    if strategy.world.is_rank_zero:
-        found.append(TensorShard.whole(f"{PREFIX}steps", torch.tensor(strategy.done)))
-        found.append(TensorShard.whole(f"{PREFIX}workers", torch.tensor(strategy.workers)))
-    return found
-
-
-def load_local(strategy: Workers, source: StateReader) -> list[tuple[str, str]]:
-    """The reverse, after the mean and the first worker's optimizer were loaded into every
-    worker. Returns notices."""
-    notices = []
-    known = source.tensors()
-    workers = _number(source, f"{PREFIX}workers")
-    steps = _number(source, f"{PREFIX}steps")
-    strategy.done = (_number(source, "schedule/step") or 0) if steps is None else steps
-    same = workers == strategy.workers
-    _load_outer(strategy, source)
-    if same:
-        _load_worker(strategy, source)
-    elif workers is not None:
-        notices.append(
-            (
-                "warning",
-                (
-                    f"the checkpoint is of {counted(workers, 'worker')} and there are"
-                    f" {strategy.workers} now: all go on from the mean of its parameters and the"
-                    " first worker's optimizer; the state of the others is dropped"
-                ),
-            )
-        )
-    strategy.flights = {}
-    for number, _ in strategy.rhythm.in_flight(strategy.done):
-        name = _flight_name(strategy, number)
-        if known.get(name, (None, ()))[1] == _flight_shape(strategy, number) and (
-            same or strategy.flights_are_shared
-        ):
-            start, stop = strategy.share_of(number)
-            first = fragment(strategy.vector.size, strategy.rhythm.fragments, number)[0]
-            values = source.read_flat(name, start - first, stop - start).to(strategy.vector.device)
-            strategy.flights[number] = strategy.landed(values)
-        elif workers is not None:
-            text = "a synchronisation that was under way in the checkpoint is dropped"
-            notices.append(("warning", text))
-    return notices
-
-
-def _load_outer(strategy: Workers, source: StateReader) -> None:
-    known = source.tensors()
-    strategy.start_apart()  # from the mean, where the checkpoint has no outer state
-    for name, ranges in strategy.outer_state().items():
-        if known.get(name, (None, ()))[1] == (strategy.vector.size,):
-            for start, values in ranges:
-                values.copy_(source.read_flat(name, start, values.numel()))
-
-
-def _load_worker(strategy: Workers, source: StateReader) -> None:
-    known = source.tensors()
-    worker = f"{PREFIX}worker-{strategy.far.rank}/"
-    for name, one in _apart(strategy).items():
-        if worker + name in known:
-            one.copy_(source.read(worker + name, (0,) * one.dim(), one.shape))
-    scaler = {name: f"{worker}scaler/{name}" for name in ("scale", "growth_tracker")}
-    if strategy.scaler is not None and all(name in known for name in scaler.values()):
-        strategy.scaler.load(
-            **{name: float(source.read(stored, (), ())) for name, stored in scaler.items()}
-        )
-    prefix = f"{worker}optimizer/"
-    entries = entry_shapes(source, prefix)
-    for shard in strategy.tensor_shards():
-        if shard.key is not None:
-            load_entries(strategy, source, prefix, entries.get(shard.name, {}), shard)
-
-
-def _apart(strategy: Workers) -> dict[str, torch.Tensor]:
-    """What lies apart between synchronisations, by its name in a state, live; in the order of
-    ``strategy.apart``."""
-    statistics = {id(one) for one in strategy.changing_buffers if one.is_floating_point()}
-    buffers = {
-        f"buffer/{name}": one
-        for name, one in persistent_buffers(strategy.model).items()
-        if id(one) in statistics
-    }
-    return {f"model/{name}": one.detach() for name, one in strategy.trained.items()} | buffers
-
-
-def _by_name(strategy: Workers, mean: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The pieces of ``strategy.average()``, by name, in their own types and shapes."""
-    own = _apart(strategy)
-    names = {one.data_ptr(): name for name, one in own.items() if one.numel()}
-    found = {}
-    for flat, piece in zip(
-        strategy.apart.tensors,
-        mean.split([one.numel() for one in strategy.apart.tensors]),
-        strict=True,
-    ):
-        name = names.get(flat.data_ptr()) if flat.numel() else None
-        if name is not None:
-            found[name] = piece.view(own[name].shape).to(own[name].dtype)
-    return found
-
-
-def _optimizer(strategy: Workers) -> dict[str, torch.Tensor]:
-    return {
-        f"optimizer/{part.name}/{entry}": value
-        for part in strategy.tensor_shards()
-        for entry, value in entries_of(strategy.optimizer, part).items()
-    }
-
-
-def _flight_name(strategy: Workers, number: int) -> str:
-    where = "outer" if strategy.flights_are_shared else f"{PREFIX}worker-{strategy.far.rank}"
-    return f"{where}/flight-{number}"
-
-
-def _flight_shape(strategy: Workers, number: int) -> tuple[int]:
-    start, stop = fragment(strategy.vector.size, strategy.rhythm.fragments, number)
-    return (stop - start,)
-
-
-def _start(strategy: Workers, number: int) -> tuple[int]:
-    return (
-        strategy.share_of(number)[0]
-        - fragment(strategy.vector.size, strategy.rhythm.fragments, number)[0],
-    )
-
-
-def _number(source: StateReader, name: str) -> int | None:
+def _read_number(source: StateReader, name: str) -> int | None:
     return int(source.read(name, (), ())) if name in source.tensors() else None
