@@ -14,44 +14,43 @@ from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.registry import get_spec, load_object
 from paceline.parallel.state import StateReader, TensorShard, local_tensor, read_part
 
-#: Loss of micro-batch number i through the module given, already divided by the global count and
-#: ready for backward.
+#: Returns the loss of micro-batch number i through a module, divided by the global count, so that
+#: backward can follow.
 MicroStep = Callable[[int, nn.Module], torch.Tensor]
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-#: Makes the optimizer's step; returns False where it was skipped.
+#: Runs the optimizer's step; returns False if it was skipped.
 OptimizerStep = Callable[[torch.optim.Optimizer], bool]
 
 
 class Strategy(Protocol):
-    """How training is spread over the ranks of a world. The trainer calls, in this order:
+    """How training is distributed over the ranks of a world. The trainer calls, in this order:
     ``setup``, ``setup_optimizer``; then for each step ``forward_backward``, ``clip_grad_norm``,
     ``optimizer_step``."""
 
     config: Config
     world: Communicator
-    #: Devices of this process; more than one where a strategy works on several by threads.
+    #: Number of devices of this process; more than 1 if a strategy uses several from threads.
     num_devices: int
-    #: What came up while the model was placed or loaded, as (level, text).
+    #: Notices of setup and loading, as (level, text).
     notices: list[tuple[str, str]]
     name: str
-    #: As its spec says; set by :func:`make_strategy`.
+    #: Those of its spec; set by :func:`make_strategy`.
     capabilities: Capabilities = Capabilities()
-    #: Rank 0 holds the whole model as the task built it, can run it alone, and can save it as it
-    #: is.
+    #: Rank 0 has the full model as the task built it, and can run and save it without the others.
     rank0_has_full_model: bool = True
-    #: Groups of ranks hold different weights between synchronizations (``local/…`` and ``outer/…``
+    #: Groups of ranks have different weights between synchronizations (``local/…`` and ``outer/…``
     #: in a checkpoint).
     replicas_diverge: bool = False
-    #: ``optimizer_step`` skips the update itself where the gradient is not finite.
+    #: ``optimizer_step`` itself skips the update if the gradient is not finite.
     handles_overflow: bool = False
     #: Called in :meth:`forward_backward` after the last micro-batch, before waiting for other
     #: ranks. Set while speeds are measured.
     on_computed: Callable[[], None] | None = None
     optimizer: torch.optim.Optimizer
-    #: Of float16 training, set after :meth:`setup_optimizer`; the loss that
-    #: :meth:`forward_backward` gets is multiplied by its scale.
+    #: For float16 training, set after :meth:`setup_optimizer`. The loss in
+    #: :meth:`forward_backward` is multiplied by its scale.
     scaler: LossScaler | None = None
-    #: A forward of the task over one sample, set before :meth:`setup` where the order of the
+    #: Runs a forward pass of the task over one sample; set before :meth:`setup` if the order of the
     #: model's modules matters.
     probe: Callable[[nn.Module], object] | None = None
 
@@ -62,47 +61,52 @@ class Strategy(Protocol):
         self.notices = []
 
     def setup(self, model: nn.Module) -> nn.Module:
-        """Put the model (on the rank's device, of the same shape everywhere, rank 0's values to be
-        taken) to its ranks. Returns what to call.
+        """Distribute the model over the ranks, with rank 0's values. Returns the module to call.
+
+        Args:
+            model: on the rank's device, with the same shapes on every rank.
 
         Raises:
-            ConfigError: this model cannot be spread this way; says what would fit.
+            ConfigError: this model cannot be distributed in this way.
         """
 
     def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
-        """Make the optimizer over what this rank updates; ``build`` takes (name, parameter) pairs,
-        names as in the model that the task built."""
+        """Build the optimizer of the parameters that this rank updates.
+
+        Args:
+            build: a function of (name, parameter) pairs, with names as in the task's model.
+        """
 
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         """Run forward and backward over this replica's micro-batches. Afterwards the gradient is
         the sum over micro-batches and replicas."""
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Norm of the whole gradient (a float32 scalar tensor on the device, the same on every
-        rank); scales the gradients down to ``max_norm`` where that is > 0."""
+        """Scale the gradients down to ``max_norm``, if that is > 0. Returns the norm of the full
+        gradient before, a float32 scalar on the device, the same on every rank."""
 
     def optimizer_step(self, apply: OptimizerStep) -> bool:
-        """Make the optimizer's step by ``apply``, then bring the weights to where the next forward
-        wants them. Returns whether the update was made."""
+        """Run the optimizer's step with ``apply``, then update the weights of the next forward
+        pass. Returns whether the update was made."""
 
     def tensor_shards(self) -> Iterable[TensorShard]:
-        """The trained parameters and persistent buffers, as this rank holds them. Where weights are
-        kept twice (master weights), the float32 ones."""
+        """Return this rank's shards of the trained parameters and persistent buffers; of master
+        weights, if there are any, the float32 ones."""
 
     def memory_tensors(self) -> Sequence[torch.Tensor]:
-        """All tensors of training state that this rank holds at the fullest moment of a step:
-        parameters, buffers, gradients, optimizer state."""
+        """Return all tensors of training state on this rank at the point of a step with the most
+        memory: parameters, buffers, gradients, optimizer state."""
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that are trained, by name."""
+    """Return the parameters that are trained, by name."""
     return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
 def whole_shards(
     trained: Mapping[str, nn.Parameter], model: nn.Module, owned: bool = True
 ) -> Iterator[TensorShard]:
-    """What a rank holds of a model that is whole on it: trained parameters, persistent buffers."""
+    """Yield the trained parameters and persistent buffers of a model that is not sharded."""
     for name, parameter in trained.items():
         yield TensorShard.whole(name, parameter, key=parameter, owned=owned)
     for name, buffer in persistent_buffers(model).items():
@@ -110,20 +114,20 @@ def whole_shards(
 
 
 def load_whole(model: nn.Module, source: StateReader) -> None:
-    """Fill a whole model with the trained parameters and persistent buffers of a state."""
+    """Load the trained parameters and persistent buffers of a state into an unsharded model."""
     with torch.no_grad():
         for shard in whole_shards(trained_parameters(model), model):
             shard.tensor.copy_(read_part(source, shard.state_name, shard))
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers that belong to the state dict, by name."""
+    """Return the buffers that are in the state dict, by name."""
     in_state = model.state_dict().keys()
-    return {name: one for name, one in model.named_buffers() if name in in_state}
+    return {name: buffer for name, buffer in model.named_buffers() if name in in_state}
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All tensors of an optimizer's state."""
+    """Return all tensors of an optimizer's state."""
     return [
         local_tensor(value)
         for entries in optimizer.state.values()
@@ -133,7 +137,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def make_strategy(mode: str, config: Config, world: Communicator) -> Strategy:
-    """The strategy of this rank."""
+    """Return the strategy of this rank for a mode."""
     spec = get_spec(mode)
     implementation = spec.implementation if spec.select is None else spec.select(config)
     strategy: Strategy = load_object(implementation)(config, world, **spec.options)

@@ -1,5 +1,5 @@
-"""How the replicas of a strategy come together, as numbers: what it takes to tell what that costs,
-and whether it pays."""
+"""How the replicas of a strategy are synchronized, as numbers: what is needed to predict the cost
+of it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class StrategyMetrics(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class CommTimes:
-    """Seconds of this rank since the start, added up over the steps, as its host saw them.
+    """Seconds of this rank's host, added up over the steps since the start.
 
     Args:
-        backward_s: in the backward during which plain ddp would send its buckets.
-        method_s: in the method's own computing (choosing, packing, an outer step): processor time
-            where it runs in a thread beside the step, seconds of the step where it does not.
-        moments_s: in what plain ddp's optimizer would do in its stead.
+        backward_s: of the backward passes during which plain ddp would send its buckets.
+        method_s: of the method's computation (choosing, packing, an outer step): processor time if
+            it runs in a background thread, else seconds of the step.
+        moments_s: of computation that replaces some of plain ddp's optimizer.
     """
 
     backward_s: float
@@ -41,18 +41,18 @@ class CommProfile:
     """Gradients of replicas that plain ddp would sum in buckets, and what is done instead.
 
     Args:
-        method: what saves traffic, for a person; None: nothing, this is plain ddp.
-        without: what to change in the config to have plain ddp.
-        bucket_bytes: of each bucket that plain ddp would sum.
+        method: the name of the method that saves traffic; None for plain ddp.
+        without: what to change in the config to use plain ddp.
+        bucket_bytes: bytes of each bucket that plain ddp would sum.
         group: the ranks over which plain ddp would sum them.
         line: the ranks between which the method sends.
-        sent_bytes: what a rank sends over it in a step, a mean over ``period`` steps.
-        messages: one after the other, in a step; likewise. About.
-        spent: asked for anew each time.
-        beside: the method computes in a thread beside the step.
-        period: steps after which what is sent repeats.
-        warmup: steps of a run before the method sends as little as it will.
-        has_other_collectives: in a step the ranks also communicate within groups of their own.
+        sent_bytes: bytes that a rank sends between them per step, a mean over ``period`` steps.
+        messages: approximate number of successive messages per step, a mean over ``period`` steps.
+        spent: returns the times so far.
+        beside: the method computes in a background thread.
+        period: number of steps after which the traffic repeats.
+        warmup: number of steps at the start in which the method sends more.
+        has_other_collectives: in a step the ranks also communicate within smaller groups.
     """
 
     method: str | None

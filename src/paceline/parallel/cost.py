@@ -1,5 +1,4 @@
-"""What a strategy's cost is declared from besides the model's shape, and the declaration itself.
-Numbers alone: no torch here."""
+"""The work of a step and its cost, as numbers. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,16 +11,15 @@ class Workload:
     """The work of one step on one replica.
 
     Args:
-        micro_batches: how many.
-        positions: tokens of a micro-batch with padding (samples, where there are no tokens); a
-            mean.
-        activation_bytes: kept for backward of one micro-batch through the whole model on one rank;
-            0 where not known.
-        block_activation_bytes: the share of it of each block, in order of ``ModelShape.blocks``;
-            empty where not known.
-        distinct: for each embedding table how many distinct ids a micro-batch has, by the server of
-            a parameter server that has their rows; means, counted in the data; empty where not
-            known.
+        micro_batches: their number.
+        positions: mean number of tokens of a micro-batch with padding (of samples, if there are no
+            tokens).
+        activation_bytes: bytes kept for backward of one micro-batch through the full model on one
+            rank; 0 if unknown.
+        block_activation_bytes: the part of it for each block, in order of ``ModelShape.blocks``;
+            empty if unknown.
+        distinct: for each embedding table the mean number of distinct ids of a micro-batch, by
+            server of the parameter server, counted in the data; empty if unknown.
     """
 
     micro_batches: int = 1
@@ -33,9 +31,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes on the fullest rank, and bytes that the busiest rank sends in a step, by collective
-    (all_reduce, reduce_scatter, all_gather, broadcast, send). ``traffic_is_bound``: that is at most
-    sent, and may be much less."""
+    """Bytes on the rank with the most, and bytes per step of the rank that sends most, by
+    collective (all_reduce, reduce_scatter, all_gather, broadcast, send).
+
+    Args:
+        traffic_is_bound: the traffic is an upper bound, and may be much less.
+    """
 
     parameters: int
     gradients: int
@@ -46,7 +47,7 @@ class Cost:
 
     @property
     def state(self) -> int:
-        """Training state: what lasts from step to step, and the gradients."""
+        """Bytes of the training state, including gradients."""
         return self.parameters + self.gradients + self.optimizer
 
     @property

@@ -7,18 +7,18 @@ import torch
 
 from paceline.distributed import torch_compat
 
-#: As torch.amp.GradScaler: where the scale begins, and after how many steps without an overflow it
-#: is doubled.
+#: As in torch.amp.GradScaler: the scale at the start, and the number of steps without overflow after
+#: which it is doubled.
 INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 
 
 class LossScaler:
-    """The factor that the loss is multiplied by, so that small gradients do not vanish in float16.
+    """The factor of the loss that keeps small gradients from vanishing in float16.
 
-    It is a power of two, so gradients are scaled back without rounding. It is halved after a step
+    It is a power of two, so gradients are unscaled without rounding. It is halved after a step
     whose gradient was not finite, and doubled after :data:`GROWTH_INTERVAL` steps without one. It
-    stays on the device: no step waits for the host.
+    stays on the device, so no step waits for the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,8 +26,8 @@ class LossScaler:
         self.growth_tracker = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, finite: torch.Tensor | bool) -> None:
-        """Adapt the scale to a step; ``finite``: whether its gradient was. The same on all ranks
-        that share gradients."""
+        """Adapt the scale after a step. ``finite``: whether its gradient was finite; the same on all
+        ranks that share gradients."""
         ok = torch.as_tensor(finite, device=self.scale.device)
         steps = torch.where(ok, self.growth_tracker + 1, 0)
         grows = steps >= GROWTH_INTERVAL
@@ -36,7 +36,7 @@ class LossScaler:
         self.growth_tracker.copy_(torch.where(grows, 0, steps))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint: a copy on the CPU."""
+        """Return a copy on the CPU, for a checkpoint."""
         return {
             "scale": self.scale.double().cpu(),
             "growth_tracker": self.growth_tracker.cpu().clone(),
@@ -51,5 +51,5 @@ class LossScaler:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for gradient in gradients:
             by_device.setdefault(gradient.device, []).append(gradient)
-        for device, several in by_device.items():
-            torch_compat.foreach_mul_(several, self.scale.reciprocal().to(device))
+        for device, tensors in by_device.items():
+            torch_compat.foreach_mul_(tensors, self.scale.reciprocal().to(device))

@@ -1,5 +1,5 @@
-"""What some strategies do besides the contract of :class:`~paceline.parallel.base.Strategy`, and
-the functions that ask for it."""
+"""What some strategies do besides the contract of :class:`~paceline.parallel.base.Strategy`: the
+protocols, and the functions that use them."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +19,8 @@ EvalFn = Callable[[nn.Module], dict[str, torch.Tensor]]
 
 
 def parts_of(strategy: Strategy) -> list[object]:
-    """What may implement a protocol: the component that sums the strategy's gradients, if it has
-    one, and the strategy."""
+    """Return the objects that may implement a protocol: the component that sums the strategy's
+    gradients, if it has one, and the strategy."""
     reducer = getattr(strategy, "reducer", None)
     return [strategy] if reducer is None else [reducer, strategy]
 
@@ -28,12 +28,12 @@ def parts_of(strategy: Strategy) -> list[object]:
 # -- shares of the batch
 @dataclass(frozen=True)
 class RankLoss:
-    """A rank whose process has ended, and without which the others go on.
+    """A rank whose process has ended, while the other ranks continue.
 
     Args:
-        reason: for a person, as in ``was killed by SIGKILL``.
-        replica, replicas: which share of the batch it had, of how many.
-        steps_missed: of the steps made so far, the last ones in which its share was not trained on.
+        reason: why it ended, such as ``was killed by SIGKILL``.
+        replica, replicas: the share of the batch that it had, and the number of shares.
+        steps_missed: number of the latest steps whose updates do not include its share.
     """
 
     rank: int
@@ -50,133 +50,120 @@ class SupportsElasticWorkers(Protocol):
 
     @property
     def replica(self) -> int:
-        """Which share of the global batch this rank works on."""
+        """The share of the global batch that this rank works on."""
 
     @property
     def num_replicas(self) -> int:
-        """Shares that the global batch is cut into: those of the ranks that are left."""
+        """Number of shares of the global batch: one for each remaining worker."""
 
     def set_token_counts(self, local: float, total: Callable[[], torch.Tensor]) -> None:
-        """Called before each ``forward_backward``: the count of this rank's share, and what returns
-        the one that the loss is divided by."""
+        """Receive, before each ``forward_backward``, the count of this rank's share and a function
+        that returns the count that the loss is divided by."""
 
     def poll_rank_losses(self) -> list[RankLoss]:
-        """Ranks that were lost since the last call; the same on every rank at the same place of the
-        same step. From here on ``replica`` and ``num_replicas`` are those of the ranks left."""
+        """Return the ranks lost since the last call; the same on every rank at the same point of
+        the same step. It also updates ``replica`` and ``num_replicas``."""
 
 
 def elastic_workers(strategy: Strategy) -> SupportsElasticWorkers | None:
-    """The strategy, if it continues without ranks whose processes have ended."""
+    """Return the strategy if it continues without ranks whose processes have ended, else None."""
     return strategy if isinstance(strategy, SupportsElasticWorkers) else None
 
 
 def replica_of(strategy: Strategy) -> tuple[int, int]:
-    """Which share of the global batch this rank works on, and of how many."""
-    elastic = elastic_workers(strategy)
-    if elastic is not None:
-        return elastic.replica, elastic.num_replicas
+    """Return the share of the global batch that this rank works on, and the number of shares."""
+    if isinstance(strategy, SupportsElasticWorkers):
+        return strategy.replica, strategy.num_replicas
     axes = strategy.world.axes
     return axes.replica(strategy.world.rank), axes.replicas
 
 
 @runtime_checkable
 class HasServerRanks(Protocol):
-    """Some ranks hold what others ask for, and train on no data."""
+    """Some ranks are servers and train on no data."""
 
     @property
     def has_data(self) -> bool:
-        """False on a rank that has no share of the batch at all."""
+        """False on a rank that has no share of the batch."""
 
     def model_init_context(self) -> AbstractContextManager[None]:
-        """Within it, a task's model is built as this rank can hold it."""
+        """Return a context in which a task's model is built without the tensors that this rank
+        cannot hold."""
 
     def close(self) -> None:
-        """End what was opened beside the process group; called once, at the end of a run that
-        succeeded. A collective."""
-
-
-def _served(strategy: Strategy) -> HasServerRanks | None:
-    return strategy if isinstance(strategy, HasServerRanks) else None
+        """Close connections other than the process group. A collective, called once at the end of
+        a successful run."""
 
 
 def has_data(strategy: Strategy) -> bool:
-    """False on a rank that has no share of the batch at all."""
-    served = _served(strategy)
-    return served is None or served.has_data
+    """Return False on a rank that has no share of the batch."""
+    return strategy.has_data if isinstance(strategy, HasServerRanks) else True
 
 
 def reports_loss(strategy: Strategy) -> bool:
-    """True on the one rank of each replica whose losses and counts stand for the replica."""
-    served = _served(strategy)
-    if served is not None:
-        return served.has_data
+    """Return True on the one rank of each replica whose losses and counts are the replica's."""
+    if isinstance(strategy, HasServerRanks):
+        return strategy.has_data
     place = strategy.world.coordinates
     return place["tensor"] == 0 and place["pipeline"] == strategy.world.axes.pipeline - 1
 
 
 def model_init_context(strategy: Strategy) -> AbstractContextManager[None]:
-    """Within it, a task's model is built as this rank can hold it."""
-    served = _served(strategy)
-    return nullcontext() if served is None else served.model_init_context()
+    """Return the context in which a task's model is built on this rank."""
+    return strategy.model_init_context() if isinstance(strategy, HasServerRanks) else nullcontext()
 
 
 def close_servers(strategy: Strategy) -> None:
-    """End what the strategy opened beside the process group. A collective."""
-    served = _served(strategy)
-    if served is not None:
-        served.close()
+    """Close the strategy's connections other than the process group. A collective."""
+    if isinstance(strategy, HasServerRanks):
+        strategy.close()
 
 
 @runtime_checkable
 class SupportsIndependentReplicas(Protocol):
-    """Groups of ranks make steps without the others."""
+    """Groups of ranks make steps without the other ranks."""
 
     @property
     def count_group(self) -> Communicator:
-        """The ranks whose count divides the loss of this step, times how often such groups go into
-        the world."""
+        """The ranks whose count, times the number of such groups in the world, divides the loss of
+        this step."""
 
     @property
     def max_count_lag(self) -> int:
-        """How many steps a rank may be ahead of the others' counts, where ``count_group`` is not
-        all ranks."""
+        """Maximum number of steps between a rank and the counts of the others, if ``count_group``
+        is not all ranks."""
 
     @property
     def traffic_period(self) -> int:
-        """Steps after which the traffic of a step repeats."""
-
-
-def _independent(strategy: Strategy) -> SupportsIndependentReplicas | None:
-    return strategy if isinstance(strategy, SupportsIndependentReplicas) else None
+        """Number of steps after which the traffic of a step repeats."""
 
 
 def count_group(strategy: Strategy) -> Communicator:
-    """The ranks whose count divides the loss of this step; all of them for most strategies."""
-    independent = _independent(strategy)
-    return strategy.world if independent is None else independent.count_group
+    """Return the ranks whose count divides the loss of this step: all ranks for most strategies."""
+    if isinstance(strategy, SupportsIndependentReplicas):
+        return strategy.count_group
+    return strategy.world
 
 
 def max_count_lag(strategy: Strategy) -> int:
-    """How many steps a rank may be ahead of the others' counts."""
-    independent = _independent(strategy)
-    return 1 if independent is None else independent.max_count_lag
+    """Return the maximum number of steps between a rank and the counts of the others."""
+    return strategy.max_count_lag if isinstance(strategy, SupportsIndependentReplicas) else 1
 
 
 def traffic_period(strategy: Strategy) -> int:
-    """Steps after which the traffic of a step repeats; what is sent in a step is measured as a mean
-    over them."""
-    independent = _independent(strategy)
-    return 1 if independent is None else independent.traffic_period
+    """Return the number of steps after which the traffic of a step repeats. The traffic per step is
+    a mean over them."""
+    return strategy.traffic_period if isinstance(strategy, SupportsIndependentReplicas) else 1
 
 
 # -- a step
 @runtime_checkable
 class UnscalesGradients(Protocol):
-    """Divides gradients by the loss scale itself."""
+    """Can divide gradients by the loss scale itself."""
 
     @property
     def unscales(self) -> bool:
-        """Whether it does, with these settings."""
+        """True if it does with these settings."""
 
 
 def unscale_grads(strategy: Strategy) -> None:
@@ -193,15 +180,15 @@ def unscale_grads(strategy: Strategy) -> None:
 
 @runtime_checkable
 class SupportsUpdateRollback(Protocol):
-    """Keeps something from step to step that a skipped update has to restore."""
+    """Can have state that must be restored if an update is skipped."""
 
     @property
     def needs_rollback_on_skip(self) -> bool:
-        """True where it does, so that it must be known at once whether the update is skipped."""
+        """True if it has; then every rank must know at once whether the update is skipped."""
 
 
 def needs_rollback_on_skip(strategy: Strategy) -> bool:
-    """True where a skipped update leaves more to put back than weights and optimizer."""
+    """Return True if a skipped update must restore more than weights and optimizer."""
     return any(
         isinstance(part, SupportsUpdateRollback) and part.needs_rollback_on_skip
         for part in parts_of(strategy)
@@ -210,16 +197,16 @@ def needs_rollback_on_skip(strategy: Strategy) -> bool:
 
 @runtime_checkable
 class SupportsLocalGradCheck(Protocol):
-    """Gradients of a rank can be seen before they meet those of the others."""
+    """The gradients of a rank are available before they are added to those of the others."""
 
     def local_grad_finite(self) -> torch.Tensor | None:
-        """A float32 scalar that is not finite where this rank's gradient of the last
-        ``forward_backward`` was not, before it met that of the others."""
+        """Return a float32 scalar that is not finite if this rank's gradient of the last
+        ``forward_backward`` was not, before it was added to the others'."""
 
 
 def local_grad_finite(strategy: Strategy) -> torch.Tensor | None:
-    """A scalar that is not finite where this rank's gradient was not. None where gradients of ranks
-    meet within backward."""
+    """Return a scalar that is not finite if this rank's gradient was not. None if gradients are
+    summed over ranks within backward."""
     if isinstance(strategy, SupportsLocalGradCheck):
         return strategy.local_grad_finite()
     return None
@@ -228,15 +215,15 @@ def local_grad_finite(strategy: Strategy) -> torch.Tensor | None:
 # -- evaluation and state
 @runtime_checkable
 class SupportsSharedEvaluation(Protocol):
-    """The forward is a collective of a replica's ranks."""
+    """The forward pass is a collective of a replica's ranks."""
 
     def evaluate(self, run: EvalFn, model: nn.Module) -> dict[str, torch.Tensor] | None:
-        """Run an evaluation batch of this replica. None on ranks that do not hold the result."""
+        """Run an evaluation batch of this replica. Returns None on ranks without the result."""
 
 
 def evaluate(strategy: Strategy, run: EvalFn, model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """Run an evaluation batch of this replica: a collective within the replica. None on ranks that
-    do not hold the result (:func:`reports_loss` is true on the one that does)."""
+    """Run an evaluation batch of this replica: a collective within the replica. Returns None on
+    ranks without the result (:func:`reports_loss` is true on the one that has it)."""
     if isinstance(strategy, SupportsSharedEvaluation):
         return strategy.evaluate(run, model)
     result = run(model)
@@ -245,15 +232,15 @@ def evaluate(strategy: Strategy, run: EvalFn, model: nn.Module) -> dict[str, tor
 
 @runtime_checkable
 class SupportsConsolidation(Protocol):
-    """The weights of a step are not those of a checkpoint."""
+    """The weights in training differ from those in a checkpoint."""
 
     def consolidated(self) -> AbstractContextManager[None]:
-        """Within it, the weights are those that a checkpoint would hold under ``model/``: what is
-        evaluated, and what is saved where rank 0 has the full model. A collective."""
+        """Return a context in which the weights are those that a checkpoint has under ``model/``.
+        They are evaluated, and saved if rank 0 has the full model. A collective."""
 
 
 def consolidated(strategy: Strategy) -> AbstractContextManager[None]:
-    """Within it, the strategy's weights are those of a checkpoint. A collective."""
+    """Return a context in which the strategy's weights are those of a checkpoint. A collective."""
     if isinstance(strategy, SupportsConsolidation):
         return strategy.consolidated()
     return nullcontext()
@@ -261,28 +248,28 @@ def consolidated(strategy: Strategy) -> AbstractContextManager[None]:
 
 @runtime_checkable
 class SupportsExtraState(Protocol):
-    """Keeps more than parameters and the optimizer's state."""
+    """Has more state than parameters and the optimizer's state."""
 
     def extra_state(self) -> list[TensorShard]:
-        """What else of this rank's a resumed run needs; names as they stand in the checkpoint."""
+        """Return the other state of this rank that a resumed run needs, with the names of the
+        checkpoint."""
 
     def load_extra_state(self, source: StateReader) -> list[tuple[str, str]]:
-        """Read it, on every rank, after parameters and optimizer were read. What does not fit is
-        dropped; returns notices."""
+        """Read it, on every rank, after parameters and optimizer were read. State that does not fit
+        is dropped. Returns notices."""
 
 
 @runtime_checkable
 class RefreshesWeights(Protocol):
-    """The weights of the forward are not those of ``tensor_shards``."""
+    """The weights of the forward pass are not the tensors of ``tensor_shards``."""
 
     def after_load(self) -> None:
-        """Bring the weights to where the next forward wants them, after ``tensor_shards`` were
-        written to."""
+        """Update the weights of the forward pass after ``tensor_shards`` were written to."""
 
 
 @runtime_checkable
 class SavesOwnShards(Protocol):
-    """Writes other values into a checkpoint than ``tensor_shards`` has."""
+    """Writes other values into a checkpoint than those of ``tensor_shards``."""
 
     def state_shards(self) -> list[TensorShard]:
         """As :func:`paceline.parallel.save_load.state_shards`."""
@@ -298,10 +285,10 @@ class SupportsStateCheck(Protocol):
 
 @runtime_checkable
 class SupportsOptimizerStateMapping(Protocol):
-    """The optimizer's state does not lie as the parameters do."""
+    """The layout of the optimizer's state differs from that of the parameters."""
 
     def optimizer_entries(self, shard: TensorShard) -> dict[str, torch.Tensor]:
-        """What the optimizer keeps for a shard, by entry."""
+        """Return the optimizer's state of a shard, by entry."""
 
     def load_optimizer_entry(
         self, source: StateReader, name: str, shape: tuple[int, ...], shard: TensorShard
@@ -311,29 +298,29 @@ class SupportsOptimizerStateMapping(Protocol):
 
 @runtime_checkable
 class SupportsTransientMemory(Protocol):
-    """Holds more for a while in a step than ``memory_tensors`` can name."""
+    """Temporarily has more tensors in a step than ``memory_tensors`` can list."""
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes, where they were most."""
+        """Maximum number of bytes of them."""
 
 
 # -- replicas and reports
 @runtime_checkable
 class SupportsReplicaCheck(Protocol):
-    """Some ranks hold the same bits after a step."""
+    """Some ranks have the same bits after a step."""
 
     @property
     def replica_group(self) -> Communicator | None:
-        """The ranks that hold, after this step, the same bits of ``replicated_tensors``."""
+        """The ranks that have, after this step, the same bits of ``replicated_tensors``."""
 
     def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """By name, in one order on every rank of ``replica_group``: parameters as this rank holds
-        them, and what the optimizer keeps for them."""
+        """Yield (name, tensor) of this rank's parameters and their optimizer state, in the same
+        order on every rank of ``replica_group``."""
 
 
 def checkable_replicas(strategy: Strategy) -> SupportsReplicaCheck | None:
-    """The strategy, if some of its ranks hold the same bits after this step."""
+    """Return the strategy if some of its ranks have the same bits after this step, else None."""
     if isinstance(strategy, SupportsReplicaCheck) and strategy.replica_group is not None:
         return strategy
     return None
@@ -341,15 +328,16 @@ def checkable_replicas(strategy: Strategy) -> SupportsReplicaCheck | None:
 
 @runtime_checkable
 class SupportsCommProfile(Protocol):
-    """Knows how the gradients of replicas are summed, and what that sends."""
+    """Can describe how the gradients of replicas are summed, and what that sends."""
 
     @property
     def comm_profile(self) -> CommProfile | None:
-        """None where nothing is sent."""
+        """The description; None if nothing is sent."""
 
 
 def comm_profile(strategy: Strategy) -> CommProfile | None:
-    """How replicas come together, where that is by plain ddp or by what sends less instead."""
+    """Return how replicas are synchronized, if that is by plain ddp or by a method that sends less
+    instead."""
     profiles = [
         part.comm_profile for part in parts_of(strategy) if isinstance(part, SupportsCommProfile)
     ]
@@ -358,18 +346,18 @@ def comm_profile(strategy: Strategy) -> CommProfile | None:
 
 @runtime_checkable
 class ReportsMetrics(Protocol):
-    """Has keys of its own in the report."""
+    """Adds sections to the report."""
 
     def report_metrics(self, sent_bytes: float | None) -> StrategyMetrics:
-        """Sections of the report. A collective.
+        """Return sections of the report. A collective.
 
         Args:
-            sent_bytes: measured, by the busiest rank in a step.
+            sent_bytes: measured bytes per step of the rank that sends most.
         """
 
 
 def report_metrics(strategy: Strategy, sent_bytes: float | None) -> StrategyMetrics:
-    """The strategy's own sections of the report. A collective."""
+    """Return the strategy's sections of the report. A collective."""
     sections: StrategyMetrics = {}
     for part in parts_of(strategy):
         if isinstance(part, ReportsMetrics):
@@ -382,11 +370,13 @@ class SupportsTrafficEstimate(Protocol):
     """Sends outside its steps."""
 
     def sent_in_a_step(self, measured: int | None) -> int | None:
-        """Bytes that this rank usually sends in a step, from what was measured within its steps."""
+        """Return the mean bytes that this rank sends per step, given the bytes measured within its
+        steps."""
 
 
 def sent_in_a_step(strategy: Strategy, measured: int | None) -> int | None:
-    """Bytes that this rank usually sends in a step, from what was measured within its steps."""
+    """Return the mean bytes that this rank sends per step, given the bytes measured within its
+    steps."""
     if isinstance(strategy, SupportsTrafficEstimate):
         return strategy.sent_in_a_step(measured)
     return measured

@@ -1,5 +1,5 @@
-"""The state of a strategy as a checkpoint has it. Names, shapes and values of the whole do not
-depend on the strategy."""
+"""Save and load the state of a strategy. Names, shapes and values of the full tensors do not depend
+on the strategy."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -21,8 +21,8 @@ from paceline.parallel.state import StateReader, TensorShard, local_tensor, read
 
 
 def memory_bytes(strategy: Strategy) -> int:
-    """Bytes of training state that this rank holds at the fullest moment of a step: the distinct
-    storages of ``memory_tensors``, and what is there only for a while."""
+    """Return the bytes of training state on this rank at the point of a step with the most memory:
+    the distinct storages of ``memory_tensors``, and transient tensors."""
     size = storage_bytes(strategy.memory_tensors())
     if isinstance(strategy, SupportsTransientMemory):
         size += strategy.transient_bytes
@@ -30,7 +30,7 @@ def memory_bytes(strategy: Strategy) -> int:
 
 
 def state_shards(strategy: Strategy) -> list[TensorShard]:
-    """What this rank writes into a checkpoint: ``model/NAME``, ``buffer/NAME``,
+    """Return what this rank writes into a checkpoint: ``model/NAME``, ``buffer/NAME``,
     ``optimizer/NAME/KEY``, detached, live. A collective for some strategies."""
     if isinstance(strategy, SavesOwnShards):
         return strategy.state_shards()
@@ -38,7 +38,7 @@ def state_shards(strategy: Strategy) -> list[TensorShard]:
 
 
 def collect_shards(strategy: Strategy) -> list[TensorShard]:
-    """What this rank owns of ``tensor_shards``, with the optimizer's entries and extra state."""
+    """Return the shards that this rank owns, with the optimizer's entries and extra state."""
     shards = []
     for shard in strategy.tensor_shards():
         if not shard.owned:
@@ -48,7 +48,7 @@ def collect_shards(strategy: Strategy) -> list[TensorShard]:
             name = f"optimizer/{shard.name}/{entry}"
             if value.shape == shard.tensor.shape and value.dim() > 0:
                 shards.append(replace(shard, name=name, tensor=value))
-            # A number, or (factored moments) a tensor of another shape.
+            # A scalar, or (factored moments) a tensor of another shape.
             elif shard.is_start if value.dim() == 0 else shard.is_whole:
                 shards.append(TensorShard.whole(name, value))
     for part in parts_of(strategy):
@@ -58,14 +58,14 @@ def collect_shards(strategy: Strategy) -> list[TensorShard]:
 
 
 def optimizer_entries(strategy: Strategy, shard: TensorShard) -> dict[str, torch.Tensor]:
-    """What the optimizer keeps for a shard, by entry."""
+    """Return the optimizer's state of a shard, by entry."""
     if isinstance(strategy, SupportsOptimizerStateMapping):
         return strategy.optimizer_entries(shard)
     return entries_of(strategy.optimizer, shard)
 
 
 def entries_of(optimizer: torch.optim.Optimizer, shard: TensorShard) -> dict[str, torch.Tensor]:
-    """What ``optimizer`` keeps for a shard, by entry."""
+    """Return the state of ``optimizer`` for a shard, by entry."""
     if shard.key is None:
         return {}
     return {
@@ -76,8 +76,8 @@ def entries_of(optimizer: torch.optim.Optimizer, shard: TensorShard) -> dict[str
 
 
 def trained_state(strategy: Strategy) -> Iterator[tuple[str, torch.Tensor]]:
-    """By name, in one order on every rank: trained parameters as this rank holds them, and what the
-    optimizer keeps for them."""
+    """Yield (name, this rank's part) of the trained parameters and their optimizer state, in the
+    same order on every rank."""
     for shard in strategy.tensor_shards():
         if shard.key is not None:
             yield shard.name, shard.tensor
@@ -86,8 +86,8 @@ def trained_state(strategy: Strategy) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_state(strategy: Strategy, source: StateReader) -> None:
-    """Read what :func:`state_shards` wrote, on every rank, whatever strategy wrote it. What does
-    not fit is dropped, which a notice says."""
+    """Read what :func:`state_shards` wrote, on every rank, whatever strategy wrote it. State that does
+    not fit is dropped with a notice."""
     if isinstance(strategy, SupportsStateCheck):
         strategy.check_state(source)
     entries = entry_shapes(source, "optimizer/")
@@ -96,17 +96,17 @@ def load_state(strategy: Strategy, source: StateReader) -> None:
             shard.tensor.copy_(read_part(source, shard.state_name, shard))
             if shard.key is not None:
                 load_entries(strategy, source, "optimizer/", entries.get(shard.name, {}), shard)
-        keepers = [part for part in parts_of(strategy) if isinstance(part, SupportsExtraState)]
-        for part in keepers:
+        extra = [part for part in parts_of(strategy) if isinstance(part, SupportsExtraState)]
+        for part in extra:
             strategy.notices += part.load_extra_state(source)
-        if not keepers:
+        if not extra:
             strategy.notices += dropped_state_notices(source)
     if isinstance(strategy, RefreshesWeights):
         strategy.after_load()
 
 
 def entry_shapes(source: StateReader, prefix: str) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Parameter → entry of its optimizer's state → shape, of the tensors named
+    """Return parameter → entry of its optimizer state → shape, for the tensors named
     ``PREFIX PARAMETER/ENTRY``."""
     shapes: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, (_, shape) in source.tensors().items():
@@ -123,7 +123,7 @@ def load_entries(
     shapes: Mapping[str, tuple[int, ...]],
     shard: TensorShard,
 ) -> None:
-    """Give the optimizer what is stored for a shard, by entry under ``PREFIX PARAMETER``."""
+    """Load the stored entries of a shard, named ``PREFIX PARAMETER/ENTRY``, into the optimizer."""
     for entry, shape in shapes.items():
         name = f"{prefix}{shard.name}/{entry}"
         if isinstance(strategy, SupportsOptimizerStateMapping):
@@ -140,17 +140,16 @@ def read_entry(
     shape: tuple[int, ...],
     shard: TensorShard,
 ) -> torch.Tensor:
-    """Read one entry of the optimizer's state for a shard, onto the device where it belongs.
+    """Read one entry of the optimizer's state for a shard, onto its device.
 
     Args:
         shape: of the stored tensor.
     """
     device = shard.tensor.device
     if shape == () and (shard.shape != () or name.endswith("/step")):
-        # Scalars such as Adam's step stay where the optimizer makes them: beside the parameter
-        # where it is fused.
-        beside = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
-        return source.read(name, (), ()).to(device if beside else "cpu")
+        # Scalars such as Adam's step are on the parameter's device only if the optimizer is fused.
+        on_device = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")
+        return source.read(name, (), ()).to(device if on_device else "cpu")
     if shape != shard.shape:
         return source.read(name, (0,) * len(shape), shape).to(device)
     return read_part(source, name, shard).to(device)

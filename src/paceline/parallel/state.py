@@ -1,8 +1,8 @@
-"""Tensors by name, as a rank holds parts of them: what checkpoints are written from and read
-into."""
+"""Named tensor shards: the unit of checkpoint I/O."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,21 +15,21 @@ from paceline.config.schema import Config
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A part of a named tensor, as this rank holds it.
+    """This rank's part of a named tensor.
 
     Args:
-        name: of the parameter or buffer in the model as the task built it; in a state ``model/…``,
+        name: of the parameter or buffer in the task's model; in a state ``model/…``,
             ``optimizer/…/KEY``.
-        tensor: this rank's values, live (writing to it changes the training). 1-D where ``flat``.
-        shape: of the whole tensor.
-        offset: where the part begins in the whole, one number a dimension; where ``flat``, one
-            number into the whole's elements in row-major order.
-        key: the parameter by which the optimizer knows it; None for what is not trained (buffers).
-        owned: of all ranks that hold an element exactly one owns it; that rank writes it into
+        tensor: this rank's values, live (writing to it changes the training). 1-D if ``flat``.
+        shape: of the full tensor.
+        offset: where the part starts in the full tensor, one number per dimension; if ``flat``,
+            one number in the full tensor's elements in row-major order.
+        key: the parameter in the optimizer; None for tensors that are not trained (buffers).
+        owned: exactly one of the ranks that have an element owns it; that rank writes it into
             checkpoints.
-        flat: the part is a range of the flattened whole instead of a box.
-        region: where the part lies in what this rank holds of the parameter ``key``, if it holds
-            several parts of it.
+        flat: the part is a range of the flattened full tensor instead of a box.
+        region: the place of the part in this rank's tensor of the parameter ``key``, if that has
+            several parts.
     """
 
     name: str
@@ -48,72 +48,71 @@ class TensorShard:
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), key, owned)
 
     def of_key(self, value: torch.Tensor) -> torch.Tensor:
-        """What belongs to this part of a value that the optimizer keeps for the whole of
-        ``key``."""
+        """Return this part's region of an optimizer value for ``key``."""
         if self.region is None or self.key is None or value.shape != self.key.shape:
             return value
         return value[self.region]
 
     @property
     def state_name(self) -> str:
-        """Its name in a state."""
+        """The name of the shard in a state."""
         return f"{'buffer' if self.key is None else 'model'}/{self.name}"
 
     @property
     def is_whole(self) -> bool:
-        return self.tensor.numel() == _numel(self.shape)
+        return self.tensor.numel() == math.prod(self.shape)
 
     @property
     def is_start(self) -> bool:
-        """True where the part holds the first element: its rank speaks for what there is once a
+        """True if the part has the first element: its rank writes values that exist once per
         parameter."""
-        return not any(self.offset) and (self.tensor.numel() > 0 or _numel(self.shape) == 0)
+        return not any(self.offset) and (self.tensor.numel() > 0 or math.prod(self.shape) == 0)
 
 
 class StateReader(Protocol):
-    """Where a state is read from: a checkpoint. Every rank reads the parts it holds, and no
-    more."""
+    """Reads a state from a checkpoint. Every rank reads only its parts."""
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """dtype and shape of each whole tensor, by name."""
+        """Return the dtype and shape of each full tensor, by name."""
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor, on the CPU."""
+        """Read a box of a tensor, onto the CPU."""
 
     def read_flat(self, name: str, start: int, count: int) -> torch.Tensor:
-        """``count`` elements from ``start`` on of the flattened tensor, on the CPU."""
+        """Read ``count`` elements of the flattened tensor from ``start``, onto the CPU."""
 
 
 def read_part(source: StateReader, name: str, part: TensorShard) -> torch.Tensor:
-    """The values of ``part`` from tensor ``name`` of a state, in the part's shape."""
+    """Read the values of ``part`` from tensor ``name`` of a state, in the part's shape."""
     if part.flat:
         return source.read_flat(name, part.offset[0], part.tensor.numel()).view(part.tensor.shape)
     return source.read(name, part.offset, part.tensor.shape)
 
 
 def low_dtype(config: Config) -> torch.dtype | None:
-    """bfloat16 or float16 under mixed precision, else None."""
+    """Return bfloat16 or float16 with mixed precision, else None."""
     name = config.train_args.mixed_dtype
     return None if name is None else getattr(torch, name)
 
 
 def local_tensor(value: Any) -> Any:
-    """A DTensor's part on this rank; anything else as it is."""
+    """Return a DTensor's part on this rank; any other value unchanged."""
     to_local = getattr(value, "to_local", None)
     return to_local() if callable(to_local) else value
 
 
 def frozen_parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters that are not trained, as this rank holds them, by name."""
+    """Yield (name, this rank's part) of the parameters that are not trained."""
     return (
-        (name, local_tensor(one.detach()))
-        for name, one in model.named_parameters()
-        if not one.requires_grad
+        (name, local_tensor(parameter.detach()))
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
     )
 
 
 def storage_bytes(tensors: Sequence[Any]) -> int:
-    """Bytes of the distinct storages behind the tensors (of DTensors, of the local part)."""
+    """Return the bytes of the distinct storages of the tensors (of DTensors: of the local
+    part)."""
     seen: dict[tuple[torch.device, int], int] = {}
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):
@@ -124,9 +123,3 @@ def storage_bytes(tensors: Sequence[Any]) -> int:
             seen[(local.device, storage.data_ptr())] = storage.nbytes()
     return sum(seen.values())
 
-
-def _numel(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
