@@ -7,8 +7,8 @@ import torch
 
 from paceline.distributed import torch_compat
 
-#: As in torch.amp.GradScaler: the scale at the start, and the number of steps without overflow after
-#: which it is doubled.
+#: As in torch.amp.GradScaler: the scale at the start, and the number of steps without overflow
+#: after which it is doubled.
 INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 
@@ -26,8 +26,8 @@ class LossScaler:
         self.growth_tracker = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, finite: torch.Tensor | bool) -> None:
-        """Adapt the scale after a step. ``finite``: whether its gradient was finite; the same on all
-        ranks that share gradients."""
+        """Adapt the scale after a step. ``finite``: whether its gradient was finite; the same on
+        all ranks that share gradients."""
         ok = torch.as_tensor(finite, device=self.scale.device)
         steps = torch.where(ok, self.growth_tracker + 1, 0)
         grows = steps >= GROWTH_INTERVAL

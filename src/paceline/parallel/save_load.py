@@ -86,8 +86,8 @@ def trained_state(strategy: Strategy) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_state(strategy: Strategy, source: StateReader) -> None:
-    """Read what :func:`state_shards` wrote, on every rank, whatever strategy wrote it. State that does
-    not fit is dropped with a notice."""
+    """Read what :func:`state_shards` wrote, on every rank, whatever strategy wrote it. State that
+    does not fit is dropped with a notice."""
     if isinstance(strategy, SupportsStateCheck):
         strategy.check_state(source)
     entries = entry_shapes(source, "optimizer/")

@@ -122,4 +122,3 @@ def storage_bytes(tensors: Sequence[Any]) -> int:
             storage = local.untyped_storage()
             seen[(local.device, storage.data_ptr())] = storage.nbytes()
     return sum(seen.values())
-
