@@ -306,7 +306,7 @@ def make_trials(
 
     args = {"per_device_train_batch_size": 2, "max_length": 48, **settings.pop("train_args", {})}
     parallel = {"device": "cpu", "num_gpus": ranks, **settings.pop("parallel", {})}
-    config = verify._calm(
+    config = verify._verification_config(
         Config(
             model=str(folder / name),
             dataset="builtin:python-docs#48",
@@ -333,7 +333,7 @@ def make_trials(
             found.append((made, own))
         except ConfigError as error:
             refused[mode] = error.paragraph()
-    base = verify._base_job(Loaded(config, [], None), devices, folder / "out")
+    base = verify._base_spec(Loaded(config, [], None), devices, folder / "out")
     trials = [
         verify._trial(
             number,
@@ -352,7 +352,7 @@ def run_trials(
     """On each rank: every family's trials, one after another. What fails is noted; the next goes
     on."""
     from paceline.core.stop import StopFlag
-    from paceline.verify.worker import Certification, _one_trial
+    from paceline.verify.worker import Certification, _run_trial
 
     table: dict[str, dict[str, Any]] = {}
     for name, trials in named.items():
@@ -363,7 +363,7 @@ def run_trials(
         for trial in trials:
             start = time.monotonic()
             try:
-                found = _one_trial(certification, trial, world, StopFlag())
+                found = _run_trial(certification, trial, world, StopFlag())
             except Exception as error:
                 found = {
                     "status": "failed",
@@ -386,7 +386,7 @@ def judged(
     table: list[dict[str, dict[str, Any]]], trials: dict[str, list[Any]]
 ) -> dict[str, dict[str, Any]]:
     """{family: {mode: verdict}} from the tables of both ranks."""
-    from paceline.verify.certificate import bounds_for, combine, judge, not_run
+    from paceline.verify.certificate import bounds_for, combine, evaluate_mode, not_run
 
     out: dict[str, dict[str, Any]] = {}
     for name, own in trials.items():
@@ -399,7 +399,9 @@ def judged(
         out[name] = {}
         for mode, one in found.items():
             if one["status"] == "done" and found["single"]["status"] == "done":
-                out[name][mode] = judge(mode, "", one, found["single"], found.get("ddp"), bounds)
+                out[name][mode] = evaluate_mode(
+                    mode, "", one, found["single"], found.get("ddp"), bounds
+                )
             else:
                 out[name][mode] = not_run(
                     mode, "", None if one["status"] == "refused" else False, one.get("reason", "?")

@@ -1,5 +1,4 @@
-"""A rank's part of the certificate: dropout that is off wherever it stands, weights compared part
-by part."""
+"""A rank's part of `paceline verify`: dropout is turned off, and weights are compared by shards."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +17,14 @@ from paceline.verify.certificate import weight_difference
 from paceline.verify.worker import (
     GradientWatch,
     distances,
-    listing,
+    excluded_report,
     save_reference,
     turn_off_dropout,
 )
 
 
 class Attention(nn.Module):
-    """Keeps its dropout as a number, as transformers' models do."""
+    """Stores its dropout as a number, like the models of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,52 +63,59 @@ def test_positions_are_tokens_with_padding_or_rows() -> None:
     assert num_positions((torch.zeros(3, 1, 8, 8), torch.zeros(3))) == 3
 
 
-def strategy(*parts: TensorShard) -> Any:
-    return SimpleNamespace(state_shards=lambda: list(parts))
+def strategy(*shards: TensorShard) -> Any:
+    return SimpleNamespace(state_shards=lambda: list(shards))
 
 
-def test_boxes_and_flat_ranges_are_held_against_the_reference(tmp_path: Path) -> None:
+def test_boxes_and_flat_ranges_are_compared_with_the_reference(tmp_path: Path) -> None:
     path = tmp_path / "reference.safetensors"
-    whole = torch.arange(12.0).reshape(3, 4)
-    save_file({"model/w": whole, "model/b": torch.ones(2), "model/s": torch.tensor(3.0)}, str(path))
-    box = TensorShard("model/w", whole[1:, 2:] + 0.5, (3, 4), (1, 2))
-    flat = TensorShard("model/w", whole.reshape(-1)[:5] - 1, (3, 4), (0,), flat=True)
+    full = torch.arange(12.0).reshape(3, 4)
+    save_file({"model/w": full, "model/b": torch.ones(2), "model/s": torch.tensor(3.0)}, str(path))
+    box = TensorShard("model/w", full[1:, 2:] + 0.5, (3, 4), (1, 2))
+    flat = TensorShard("model/w", full.reshape(-1)[:5] - 1, (3, 4), (0,), flat=True)
     scalar = TensorShard.whole("model/s", torch.tensor(5.0))
     buffer = TensorShard.whole("buffer/mean", torch.ones(2))
-    found = distances(strategy(box, flat, scalar, buffer), path)
-    assert found["model/w"] == pytest.approx(
-        [4 * 0.25 + 5 * 1.0, 9, float(whole.square().sum()), 12, 12]
+    sums = distances(strategy(box, flat, scalar, buffer), path)
+    assert sums["model/w"] == pytest.approx(
+        [4 * 0.25 + 5 * 1.0, 9, float(full.square().sum()), 12, 12]
     )
-    assert found["model/s"] == [4.0, 1, 9.0, 1, 1]
-    assert found["model/b"] == [0.0, 0, 2.0, 2, 2]  # this rank owns nothing of it
+    assert sums["model/s"] == [4.0, 1, 9.0, 1, 1]
+    assert sums["model/b"] == [0.0, 0, 2.0, 2, 2]  # this rank owns nothing of it
     with pytest.raises(RunError, match="model/new"):
         distances(strategy(TensorShard.whole("model/new", torch.ones(1))), path)
     with pytest.raises(RunError, match="has the shape"):
         distances(strategy(TensorShard.whole("model/b", torch.ones(3))), path)
 
 
-def test_what_is_left_out_counts_neither_as_a_difference_nor_as_missing(tmp_path: Path) -> None:
+def test_excluded_elements_count_neither_as_a_difference_nor_as_missing(tmp_path: Path) -> None:
     path = tmp_path / "reference.safetensors"
     bias, other = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.ones(3)
-    here = strategy(TensorShard.whole("model/bias", bias), TensorShard.whole("model/other", other))
-    save_reference(here, path, {"bias": torch.tensor([False, True, True, False])})
+    reference_strategy = strategy(
+        TensorShard.whole("model/bias", bias), TensorShard.whole("model/other", other)
+    )
+    save_reference(reference_strategy, path, {"bias": torch.tensor([False, True, True, False])})
     moved = [
         TensorShard("model/bias", bias[:2] + torch.tensor([0.0, 9.0]), (4,), (0,)),
         TensorShard("model/bias", bias[2:], (4,), (2,)),
     ]
-    found = distances(strategy(*moved, TensorShard.whole("model/other", other + 1e-3)), path)
-    assert found["model/bias"] == [0.0, 4, 17.0, 4, 2]
-    assert weight_difference([found]) == (pytest.approx(1e-3, rel=1e-3), "model/other", [])
+    sums = distances(strategy(*moved, TensorShard.whole("model/other", other + 1e-3)), path)
+    assert sums["model/bias"] == [0.0, 4, 17.0, 4, 2]
+    assert weight_difference([sums]) == (pytest.approx(1e-3, rel=1e-3), "model/other", [])
 
 
 def watched(model: nn.Module, steps: int, loss: Any) -> dict[str, tuple[float, torch.Tensor]]:
-    parts = [TensorShard.whole(name, one, key=one) for name, one in model.named_parameters()]
-    here = SimpleNamespace(tensor_shards=lambda: parts, clip_grad_norm=lambda norm: torch.ones(()))
-    watch = GradientWatch(here)  # type: ignore[arg-type]
+    shards = [
+        TensorShard.whole(name, parameter, key=parameter)
+        for name, parameter in model.named_parameters()
+    ]
+    reference_strategy = SimpleNamespace(
+        tensor_shards=lambda: shards, clip_grad_norm=lambda norm: torch.ones(())
+    )
+    watch = GradientWatch(reference_strategy)  # type: ignore[arg-type]
     for step in range(steps):
         model.zero_grad()
         loss(step).backward()
-        here.clip_grad_norm(1.0)
+        reference_strategy.clip_grad_norm(1.0)
     return watch.negligible()
 
 
@@ -133,25 +139,25 @@ def glm(seed: int = 0) -> Any:
     return Glm4ForCausalLM(Glm4Config(**sizes, **heads))
 
 
-def test_key_biases_without_rotary_embedding_are_left_out_and_nothing_else() -> None:
+def test_only_key_biases_without_rotary_embedding_are_excluded() -> None:
     model = glm()  # rotary embedding turns half of each head's 8 dimensions
 
     def loss(step: int) -> torch.Tensor:
-        words = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(step))
-        return model(input_ids=words, labels=words, use_cache=False).loss
+        tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(step))
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
-    found = watched(model, 3, loss)
-    assert set(found) == {f"model.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)}
-    for ratio, mask in found.values():
+    excluded = watched(model, 3, loss)
+    assert set(excluded) == {f"model.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)}
+    for ratio, mask in excluded.values():
         assert 0 < ratio < 1e-6
         assert mask.tolist() == [False] * 4 + [True] * 4 + [False] * 4 + [True] * 4
-    certificate = {"excluded": listing(found), "reference": "single"}
+    certificate = {"excluded": excluded_report(excluded), "reference": "single"}
     assert {"elements": 8, "of": 16}.items() <= certificate["excluded"][0].items()
     assert "self_attn.k_proj.bias (8 of 16 elements)" in excluded_text(certificate)
     assert excluded_text({"excluded": [], "reference": "single"}) == ""
 
 
-def test_at_most_a_hundredth_is_left_out_and_only_what_is_small_in_every_step() -> None:
+def test_at_most_one_percent_is_excluded_and_only_if_small_in_every_step() -> None:
     model = nn.ParameterDict(
         {
             "large": nn.Parameter(torch.ones(2000, 1)),
@@ -165,8 +171,8 @@ def test_at_most_a_hundredth_is_left_out_and_only_what_is_small_in_every_step() 
 
     def loss(step: int) -> torch.Tensor:
         return sum(
-            ((scale[name] if (name, step) != ("late", 2) else 1e-3) * one).sum()
-            for name, one in model.items()
+            ((scale[name] if (name, step) != ("late", 2) else 1e-3) * parameter).sum()
+            for name, parameter in model.items()
         )
 
     assert list(watched(model, 3, loss)) == ["tiny"]  # with "wide" it would be 45 elements of 2,052

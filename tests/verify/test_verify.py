@@ -1,5 +1,5 @@
-"""`paceline verify`: agreement is certified, a wrong strategy is named, a name that stands for
-nothing starts nothing."""
+"""`paceline verify`: modes that agree are certified, a wrong strategy is reported, and an unknown
+name starts nothing."""
 
 import json
 import math
@@ -17,7 +17,13 @@ from paceline.core.event_log import EventLog
 from paceline.core.run_dir import RunDir
 from paceline.observe.report.html import write_reports
 from paceline.observe.report.record import REPORT_KEYS
-from paceline.verify.certificate import Bounds, combine, judge, loss_difference, weight_difference
+from paceline.verify.certificate import (
+    Bounds,
+    combine,
+    evaluate_mode,
+    loss_difference,
+    weight_difference,
+)
 from paceline.verify.modes import all_modes, hybrids, make_mode, split_names
 from paceline.verify.run import _modes
 
@@ -44,19 +50,19 @@ class Forgetful(DDPStrategy):
 
 
 class Crashing(DDPStrategy):
-    """One rank raises in its third step, where the others wait for it."""
+    """Rank 1 raises in its third step, in which the others wait for it."""
 
     steps = 0
 
     def forward_backward(self, micro_step, num_micro_batches):
         self.steps += 1
         if self.steps == 3 and self.world.rank == 1:
-            raise RuntimeError("rank 1 has had enough")
+            raise RuntimeError("injected error on rank 1")
         super().forward_backward(micro_step, num_micro_batches)
 
 
-FORGETFUL = StrategySpec("forgetful", "mine_for_verify:Forgetful")
-CRASHING = StrategySpec("crashing", "mine_for_verify:Crashing")
+FORGETFUL = StrategySpec("forgetful", "user_strategies:Forgetful")
+CRASHING = StrategySpec("crashing", "user_strategies:Crashing")
 '''
 
 
@@ -75,38 +81,43 @@ def test_agreeing_modes_are_certified_with_their_costs(tmp_path: Path) -> None:
         verb="verify",
         cwd=tmp_path,
     )
-    found = json.loads(done.stdout)
-    assert (found["world_size"], found["reference"], found["ok"]) == (2, "single", True)
-    assert [one["mode"] for one in found["modes"]] == ["single", "ddp", "zero1"]
-    single, ddp, zero1 = found["modes"]
+    certificate = json.loads(done.stdout)
+    assert (certificate["world_size"], certificate["reference"], certificate["ok"]) == (
+        2,
+        "single",
+        True,
+    )
+    assert [mode["mode"] for mode in certificate["modes"]] == ["single", "ddp", "zero1"]
+    single, ddp, zero1 = certificate["modes"]
     assert (
         single["loss_rel_diff"],
         single["weight_rel_diff"],
         single["traffic_bytes"]["measured"],
     ) == (0, 0, 0)
-    for one in (ddp, zero1):
-        assert one["loss_rel_diff"] <= 1e-5
-        assert one["weight_rel_diff"] <= 1e-3
-        assert one["loss_rel_diff_ddp"] <= 1e-6
+    for mode in (ddp, zero1):
+        assert mode["loss_rel_diff"] <= 1e-5
+        assert mode["weight_rel_diff"] <= 1e-3
+        assert mode["loss_rel_diff_ddp"] <= 1e-6
         for key in ("state_bytes", "traffic_bytes"):
-            assert one[key]["measured"] == pytest.approx(one[key]["predicted"], rel=0.02)
+            assert mode[key]["measured"] == pytest.approx(mode[key]["predicted"], rel=0.02)
     assert zero1["state_bytes"]["measured"] < 0.8 * ddp["state_bytes"]["measured"]
     assert (ddp["relative_step_time"], ddp["reason"]) == (1.0, None)
-    assert json.loads((tmp_path / "out" / "verify.json").read_text()) == found
+    assert json.loads((tmp_path / "out" / "verify.json").read_text()) == certificate
     assert "builtin:qwen2-micro" in (tmp_path / "out" / "verify.html").read_text()
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["out"]  # no output_dir, nothing else
+    # no output_dir, nothing else
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 def test_a_wrong_strategy_is_named_and_one_that_dies_does_not_take_the_others_down(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "mine_for_verify.py").write_text(WRONG)
+    (tmp_path / "user_strategies.py").write_text(WRONG)
     done = run(
         *MICRO,
         "--world-size",
         "2",
         "--modes",
-        "mine_for_verify:CRASHING,mine_for_verify:FORGETFUL",
+        "user_strategies:CRASHING,user_strategies:FORGETFUL",
         "--steps",
         "4",
         "--json",
@@ -115,36 +126,36 @@ def test_a_wrong_strategy_is_named_and_one_that_dies_does_not_take_the_others_do
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         cwd=tmp_path,
     )
-    found = json.loads(done.stdout)
-    crashing, forgetful = found["modes"]
-    assert found["ok"] is False
+    certificate = json.loads(done.stdout)
+    crashing, forgetful = certificate["modes"]
+    assert certificate["ok"] is False
     assert crashing["ok"] is False
-    assert "rank 1 has had enough" in crashing["reason"]
+    assert "injected error on rank 1" in crashing["reason"]
     assert forgetful["ok"] is False
     assert forgetful["loss_rel_diff"] > 1e-5
     assert forgetful["reason"].startswith("the losses differ by ")
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("args", "message"),
     [
         (("--modes", "ddp,zero4"), "`--modes zero4` is not a mode"),
         (("--modes", "data2-tensor2", "--world-size", "2"), "does not make 2 ranks"),
         (("--world-size", "1"), "2 or more"),
     ],
 )
-def test_what_cannot_be_verified_is_said_before_anything_starts(
-    tmp_path: Path, words: tuple[str, ...], said: str
+def test_invalid_arguments_are_reported_before_anything_starts(
+    tmp_path: Path, args: tuple[str, ...], message: str
 ) -> None:
-    done = run(*MICRO, *words, verb="verify", expect=2, cwd=tmp_path)
-    assert said in done.stderr
+    done = run(*MICRO, *args, verb="verify", expect=2, cwd=tmp_path)
+    assert message in done.stderr
     assert "step" not in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("asked", [None, "all"])
-def test_a_config_s_own_mode_that_is_another_training_is_listed_with_the_reason(
-    asked: str | None,
+@pytest.mark.parametrize("requested", [None, "all"])
+def test_a_configured_mode_with_other_losses_is_listed_with_the_reason(
+    requested: str | None,
 ) -> None:
     config = Config(
         model="builtin:qwen2-micro",
@@ -152,30 +163,33 @@ def test_a_config_s_own_mode_that_is_another_training_is_listed_with_the_reason(
         parallel={"mode": "diloco", "device": "cpu"},
     )
     names = all_modes(config, 2)
-    modes, refused = _modes(config, 2, names, asked)
-    assert "diloco" not in [one.name for one in modes]
-    found = next(one for one in refused if one["mode"] == "diloco")
+    modes, refused = _modes(config, 2, names, requested)
+    assert "diloco" not in [mode.name for mode in modes]
+    report = next(mode for mode in refused if mode["mode"] == "diloco")
     assert "diloco" in names
-    assert found["ok"] is None
-    assert "not held against `single`: it is another training" in str(found["reason"])
-    # unless it is asked for
-    assert "diloco" in [one.name for one in _modes(config, 2, ["diloco"], "diloco")[0]]
+    assert report["ok"] is None
+    assert "not compared with `single`: its losses and weights differ by design" in str(
+        report["reason"]
+    )
+    # unless it is requested
+    assert "diloco" in [mode.name for mode in _modes(config, 2, ["diloco"], "diloco")[0]]
     assert "diloco" not in all_modes(
         config.model_copy(update={"parallel": Parallel(mode="ddp")}), 2
     )
 
 
-def test_servers_are_not_started_and_what_the_task_refuses_is_not_run() -> None:
+def test_servers_and_modes_that_the_task_does_not_support_are_not_run() -> None:
     parallel = {"mode": "parameter_server", "device": "cpu"}
     config = Config(
         model="builtin:dlrm", task="recommend", dataset="builtin:clicks", parallel=parallel
     )
     modes, refused = _modes(config, 2, all_modes(config, 2), None)
-    # which the task refuses
-    assert not {"tensor", "pipeline", "pipeline-gpipe"} & {one.name for one in modes}
-    said = "`parameter_server` is not certified: it has servers beside its ranks"
-    assert said in str(next(one["reason"] for one in refused if one["mode"] == "parameter_server"))
-    with pytest.raises(ConfigError, match=said):
+    # not supported by the task
+    assert not {"tensor", "pipeline", "pipeline-gpipe"} & {mode.name for mode in modes}
+    message = "`parameter_server` is not supported with `paceline verify`: it needs servers"
+    reasons = {mode["mode"]: mode["reason"] for mode in refused}
+    assert message in str(reasons["parameter_server"])
+    with pytest.raises(ConfigError, match=message):
         _modes(config, 2, ["parameter_server"], "parameter_server")
 
 
@@ -217,7 +231,7 @@ def test_the_names_of_the_modes() -> None:
         split_names("data2-data2", config, 4)
 
 
-def figures(**more: Any) -> dict[str, Any]:
+def figures(**changes: Any) -> dict[str, Any]:
     costs = {
         "state_predicted": 1000,
         "state_measured": 1000,
@@ -232,12 +246,12 @@ def figures(**more: Any) -> dict[str, Any]:
         "weights": weights,
         "notices": [],
         **costs,
-        **more,
+        **changes,
     }
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("changes", "message"),
     [
         ({}, None),
         ({"losses": [2.0, 1.1]}, "the losses differ by 1.0e-01"),
@@ -249,32 +263,31 @@ def figures(**more: Any) -> dict[str, Any]:
         ),
         (
             {"weights": {"model/a": [0.0, 4.0, 2.0, 8.0], "model/b": [0.0, 2.0, 2.0, 2.0]}},
-            "not owned once by the ranks together (a)",
+            "1 weight not owned by exactly one rank (a)",
         ),
-        ({"state_measured": 1021}, "state measured is 1021 B, +2.1% of 1000 B predicted"),
-        ({"traffic_measured": 9_500}, "traffic measured is 9.3 KiB"),
+        ({"state_measured": 1021}, "measured state is 1021 B, predicted 1000 B (+2.1%)"),
+        ({"traffic_measured": 9_500}, "measured traffic is 9.3 KiB"),
     ],
 )
-def test_each_bound_is_held(more: dict[str, Any], said: str | None) -> None:
+def test_bounds(changes: dict[str, Any], message: str | None) -> None:
     right, wrong = (
         combine([figures(), {"status": "idle"}]),
-        combine([{"status": "idle"}, figures(**more)]),
+        combine([{"status": "idle"}, figures(**changes)]),
     )
-    verdict = judge(
+    verdict = evaluate_mode(
         "zero2", "shard 2", wrong, right, right, Bounds(loss=1e-5, weights=1e-3, family=1e-6)
     )
-    assert verdict["ok"] is (said is None)
-    assert said is None or said in str(verdict["reason"])
+    assert verdict["ok"] is (message is None)
+    assert message is None or message in str(verdict["reason"])
     json.dumps(verdict, allow_nan=False)
 
 
-def test_differences_are_relative_and_see_what_is_no_number() -> None:
+def test_differences_are_relative_and_detect_nan() -> None:
     assert loss_difference([2.0, 1.0], [2.0, 1.25]) == 0.2
     assert math.isnan(loss_difference([math.nan, 1.0], [2.0, 1.0]))
     halves = [{"a": [4.0, 2.0, 100.0, 4.0]}, {"a": [5.0, 2.0, 100.0, 4.0]}]
     assert weight_difference(halves) == (pytest.approx(0.3), "a", [])
-    # A tensor without a size of its own is held against the model's: 1e-4 of difference in 1e-2 ×
-    # 5.
+    # A tensor that is 0 is compared relative to the model's root mean square: 1e-4 / (1e-2 × 5).
     small = [{"a": [0.0, 4.0, 100.0, 4.0], "zero": [1e-8, 1.0, 0.0, 1.0]}]
     assert weight_difference(small)[0] == pytest.approx(1e-4 / (1e-2 * math.sqrt(100 / 5)))
 
@@ -287,7 +300,7 @@ def test_the_report_of_a_run_shows_its_certificate(tmp_path: Path) -> None:
     log.close()
     report = {**dict.fromkeys(REPORT_KEYS), "status": "done"}
     right = combine([figures()])
-    verdict = judge(
+    verdict = evaluate_mode(
         "<zero2>",
         "shard 2",
         combine([figures(losses=[2.0, 1.1])]),

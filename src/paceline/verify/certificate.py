@@ -1,5 +1,5 @@
-"""The certificate: what each mode's figures are judged by, and how they read. Numbers and text
-alone: no torch here."""
+"""The certificate: the bounds, and the comparison of each mode with the reference. Imports no
+torch."""
 
 import math
 from collections.abc import Sequence
@@ -8,26 +8,26 @@ from typing import Required, TypedDict
 
 from paceline.config.schema import Config
 from paceline.core.files import human_bytes
-from paceline.core.formatting import finite
+from paceline.core.formatting import counted, finite
 from paceline.observe.report.certificate import ByteCounts, LeftOut, ModeReport
 
 REFERENCE = "single"
-#: The modes that differ from `ddp` only in where state or micro-batches are placed.
+#: The modes that differ from `ddp` only in the placement of state or micro-batches.
 FAMILY = ("ddp", "ddp-balance", "zero1", "zero1-balance", "zero2", "zero3")
-#: Bytes a step that no strategy declares: the counts that the loop itself adds up over the ranks,
-#: the gradient norm's scalar.
+#: Bytes per step that no strategy declares: the token counts that the training loop sums over the
+#: ranks, and the gradient norm.
 LOOP_BYTES = 256
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Largest differences that pass.
+    """The largest accepted differences.
 
     Args:
-        loss: of any step's loss, relative to the reference's of that step.
+        loss: of the loss of any step, relative to the reference.
         weights: of the final weights, see :func:`weight_difference`.
-        family: as ``loss``, between `ddp` and zero1, zero2, zero3; None where it is not asked for.
-        cost: of bytes measured, relative to those predicted.
+        family: as ``loss``, between `ddp` and zero1, zero2, zero3; None if it is not checked.
+        cost: of measured bytes, relative to the prediction.
         floor: see :func:`weight_difference`.
     """
 
@@ -39,10 +39,13 @@ class Bounds:
 
 
 def bounds_for(config: Config, device_type: str) -> Bounds:
-    """float32 on a CPU: the order of sums alone differs, 2^-24 a sum, and twenty updates of AdamW
-    carry it on. Accelerators add other kernels for other shapes (and TF32 where it is on). Under
-    bfloat16 and float16 each result is rounded to 2^-9 or 2^-12, at other places in each strategy;
-    a small tensor is then measured by the size of the others, see :func:`weight_difference`."""
+    """Return the bounds for a precision and a device.
+
+    In float32 on a CPU only the order of sums differs, by 2^-24 per sum, which twenty updates of
+    AdamW amplify. Accelerators choose other kernels for other shapes (and TF32 if it is on). Under
+    bfloat16 and float16 each result is rounded to 2^-9 or 2^-12, at different places in each
+    strategy; small tensors are then compared relative to the size of the others, see
+    :func:`weight_difference`."""
     args = config.train_args
     if args.mixed_dtype:
         return Bounds(loss=2e-2, weights=5e-2, family=None, floor=1.0)
@@ -52,8 +55,8 @@ def bounds_for(config: Config, device_type: str) -> Bounds:
 
 
 class RankResult(TypedDict, total=False):
-    """What a trial gave on one rank: ``status`` done, refused (with a ``reason``), idle (the rank
-    has no part in it) or stopped."""
+    """The result of a trial on one rank: ``status`` done, refused (with a ``reason``), idle (the
+    rank takes no part) or stopped."""
 
     status: Required[str]
     reason: str
@@ -69,7 +72,8 @@ class RankResult(TypedDict, total=False):
 
 
 class TrialResult(TypedDict, total=False):
-    """What a trial gave over all ranks: ``status`` done, or refused or failed with a ``reason``."""
+    """The result of a trial over all ranks: ``status`` done, or refused or failed with a
+    ``reason``."""
 
     status: Required[str]
     reason: str
@@ -85,7 +89,7 @@ class TrialResult(TypedDict, total=False):
 
 
 def combine(ranks: Sequence[RankResult], floor: float = 1e-2) -> TrialResult:
-    """One mode's figures from those that its ranks left (those with no part in it left out)."""
+    """Combine the results of a mode's ranks, ignoring idle ones."""
     ranks = [rank for rank in ranks if rank["status"] != "idle"]
     for rank in ranks:
         if rank["status"] == "refused":
@@ -114,26 +118,27 @@ def combine(ranks: Sequence[RankResult], floor: float = 1e-2) -> TrialResult:
 def weight_difference(
     ranks: Sequence[dict[str, list[float]]], floor: float = 1e-2
 ) -> tuple[float, str | None, list[str]]:
-    """(largest over the tensors of ‖w - r‖ / ‖r‖, that tensor, the tensors whose elements the ranks
-    do not own once each).
+    """Return the largest ‖w - r‖ / ‖r‖ of all tensors, that tensor, and the tensors whose elements
+    are not owned by exactly one rank each.
 
-    Norms, not elements: Adam divides a gradient by its own size, so where a gradient is all
-    rounding (nearly 0) an element moves by up to a whole learning rate in a direction that the
-    order of sums decides. For the same reason ‖r‖ is taken as at least ``floor`` times what a
-    tensor of that size would have at the model's root mean square: a bias that was 0 at the start
-    has no size of its own yet.
+    Norms are compared, not elements: Adam divides a gradient by its size, so if a gradient is only
+    rounding (nearly 0), an element moves by up to the learning rate in a direction that the order
+    of sums decides. For the same reason ‖r‖ is at least ``floor`` times the norm that the tensor
+    would have at the model's root mean square: a bias that starts at 0 has hardly any size yet.
     """
     names = list(ranks[0])
     squares, elements = (sum(ranks[0][name][place] for name in names) for place in (2, 3))
-    least = floor * math.sqrt(squares / elements) if elements else 0.0
+    min_rms = floor * math.sqrt(squares / elements) if elements else 0.0
     worst, tensor, missing = 0.0, None, []
     for name in names:
-        apart, owned = (sum(one[name][place] for one in ranks) for place in (0, 1))
+        difference, owned = (sum(rank[name][place] for rank in ranks) for place in (0, 1))
         norm, count, *compared = ranks[0][name][2:]
         if owned != count:
             missing.append(name)
-        size = max(math.sqrt(norm), least * math.sqrt(compared[0] if compared else count))
-        relative = math.sqrt(apart) / size if size else (0.0 if apart == 0 else math.inf)
+        size = max(math.sqrt(norm), min_rms * math.sqrt(compared[0] if compared else count))
+        relative = math.inf if difference else 0.0
+        if size:
+            relative = math.sqrt(difference) / size
         if not relative <= worst:  # NaN too
             worst, tensor = relative, name
             if math.isnan(relative):
@@ -142,10 +147,10 @@ def weight_difference(
 
 
 def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """Largest over the steps of |loss - reference| / |reference|; NaN where a loss is no number."""
+    """Return the largest |loss - reference| / |reference| of all steps; NaN if a loss is NaN."""
     worst = 0.0
-    for mine, other in zip(losses, reference, strict=True):
-        relative = abs(mine - other) / abs(other) if other else abs(mine)
+    for loss, expected in zip(losses, reference, strict=True):
+        relative = abs(loss - expected) / abs(expected) if expected else abs(loss)
         if math.isnan(relative):
             return math.nan
         worst = max(worst, relative)
@@ -153,7 +158,7 @@ def loss_difference(losses: Sequence[float], reference: Sequence[float]) -> floa
 
 
 def not_run(mode: str, layout: str, ok: bool | None, reason: str) -> ModeReport:
-    """A mode that was refused (``ok`` None) or that failed (False)."""
+    """Return the report of a mode that was refused (``ok`` None) or that failed (False)."""
     return ModeReport(
         mode=mode,
         ok=ok,
@@ -171,7 +176,7 @@ def not_run(mode: str, layout: str, ok: bool | None, reason: str) -> ModeReport:
     )
 
 
-def judge(
+def evaluate_mode(
     mode: str,
     layout: str,
     trial: TrialResult,
@@ -179,8 +184,8 @@ def judge(
     ddp: TrialResult | None,
     bounds: Bounds,
 ) -> ModeReport:
-    """Compare a mode's figures with the reference's, with `ddp`'s if that ran, and with what the
-    mode declared. JSON has no NaN: such a figure is None, and the reason says so."""
+    """Compare a mode's result with the reference, with `ddp` if that ran, and with the mode's
+    prediction. JSON has no NaN: such a figure is None, and the reason says so."""
     loss = loss_difference(trial["losses"], reference["losses"])
     from_ddp = loss_difference(trial["losses"], ddp["losses"]) if ddp else None
     reasons = _reasons(trial, loss, from_ddp if mode in FAMILY else None, bounds)
@@ -202,7 +207,7 @@ def judge(
 
 
 def _reasons(trial: TrialResult, loss: float, from_ddp: float | None, bounds: Bounds) -> list[str]:
-    """What is beyond a bound. ``not x <= bound`` holds for NaN too."""
+    """Return which bounds are exceeded. ``not x <= bound`` is true for NaN too."""
     reasons = []
     if not loss <= bounds.loss:
         reasons.append(f"the losses differ by {loss:.1e}, more than {bounds.loss:g}")
@@ -215,7 +220,7 @@ def _reasons(trial: TrialResult, loss: float, from_ddp: float | None, bounds: Bo
     if trial["missing"]:
         names = ", ".join(map(_short, trial["missing"][:3]))
         reasons.append(
-            f"{len(trial['missing'])} weights are not owned once by the ranks together ({names})"
+            f"{counted(len(trial['missing']), 'weight')} not owned by exactly one rank ({names})"
         )
     family = bounds.family
     if family is not None and from_ddp is not None and not from_ddp <= family:
@@ -226,10 +231,10 @@ def _reasons(trial: TrialResult, loss: float, from_ddp: float | None, bounds: Bo
     ):
         predicted, measured = count["predicted"] or 0, count["measured"] or 0
         if abs(measured - predicted) > bounds.cost * predicted + slack:
-            share = f"{measured / predicted - 1:+.1%} of" if predicted else "and predicted were"
+            share = f" ({measured / predicted - 1:+.1%})" if predicted else ""
             reasons.append(
-                f"{name} measured is {human_bytes(measured)}, {share} {human_bytes(predicted)}"
-                " predicted"
+                f"measured {name} is {human_bytes(measured)}, predicted"
+                f" {human_bytes(predicted)}{share}"
             )
     return reasons
 

@@ -1,17 +1,15 @@
-"""The modes that a certificate is made of: their names, and the layout that each name stands for.
-No torch here.
+"""The modes of a certificate: their names, and the layout of each name. Imports no torch.
 
 A name is one of
 
 - a mode of ``parallel.mode``, as the config sets it up: ``zero3`` (``fsdp``), ``deepspeed``,
   ``pipeline`` …;
-- ``deepspeed-1`` … ``deepspeed-3``, ``pipeline-gpipe`` and its like: that mode with another stage
-  or schedule;
+- ``deepspeed-1`` … ``deepspeed-3``, ``pipeline-gpipe`` …: that mode with another stage or schedule;
 - ``ddp-balance``, ``zero1-balance``: that mode with unequal shares of the micro-batches, see
   :func:`trial_config`;
 - sizes of axes, joined by dashes: ``data2-tensor2``, ``shard2-pipeline2``,
   ``data2-shard2-tensor2``;
-- a strategy of your own: ``./file.py:SPEC``;
+- a user's strategy: ``./file.py:SPEC``;
 - ``hybrid``: all the products of axes that fit; ``all``: every mode.
 """
 
@@ -45,7 +43,7 @@ _AXIS = re.compile(rf"({'|'.join(_AXES)})([1-9][0-9]*)")
 
 @dataclass(frozen=True)
 class VerifyMode:
-    """A name, the layout it stands for, and the section ``parallel`` that asks for it."""
+    """A mode's name, its layout, and the section ``parallel`` that selects it."""
 
     name: str
     layout: ParallelLayout
@@ -53,9 +51,9 @@ class VerifyMode:
 
 
 def all_modes(config: Config, world_size: int) -> list[str]:
-    """The names of every mode and hybrid for that many ranks; whether this config can run under
-    each is not looked at. Modes that are another training are left out, but for the config's own.
-    """
+    """Return the names of every mode and hybrid for ``world_size`` ranks, whether or not this
+    config supports them. Modes whose losses differ by design are omitted, except the configured
+    one."""
     settings = config.parallel
     names = [name for name in STRATEGIES if name not in ("hybrid", "deepspeed", *OTHER_TRAINING)]
     names.insert(names.index("ddp") + 1, "ddp-balance")
@@ -67,7 +65,7 @@ def all_modes(config: Config, world_size: int) -> list[str]:
             axes = {axis: size for axis, size in asdict(named.axes).items() if size > 1}
             names.append(_axes_name(axes) if len(axes) > 1 else named.strategy)
     names = [name for name in dict.fromkeys(names) if name != "deepspeed"]
-    # Last: DeepSpeed keeps a state of its own in the process.
+    # DeepSpeed comes last because it leaves global state in the process.
     return [
         *names,
         "deepspeed",
@@ -80,8 +78,9 @@ def _axes_name(sizes: dict[str, int]) -> str:
 
 
 def hybrids(world_size: int) -> list[str]:
-    """For each choice of two axes or more the most even product that makes the world, larger sizes
-    first: 4 → data2-shard2, data2-tensor2, …; 8 → data4-shard2, …, data2-shard2-tensor2, …"""
+    """Return, for each choice of two or more axes, the most even product that is ``world_size``,
+    larger sizes first: 4 → data2-shard2, data2-tensor2, …; 8 → data4-shard2, …,
+    data2-shard2-tensor2, …"""
     names = []
     for count in range(2, len(_AXES) + 1):
         sizes = _factors(world_size, count)
@@ -93,12 +92,13 @@ def hybrids(world_size: int) -> list[str]:
     return names
 
 
-def _factors(number: int, count: int, most: int | None = None) -> tuple[int, ...] | None:
-    """``count`` factors above 1, falling, as even as they come; None where there are none."""
-    most = number if most is None else most
+def _factors(number: int, count: int, max_factor: int | None = None) -> tuple[int, ...] | None:
+    """Return ``count`` factors above 1, descending and as even as possible; None if there are
+    none."""
+    max_factor = number if max_factor is None else max_factor
     if count == 1:
-        return (number,) if 1 < number <= most else None
-    for first in range(2, most + 1):  # the smallest largest factor is the most even
+        return (number,) if 1 < number <= max_factor else None
+    for first in range(2, max_factor + 1):  # the smallest first factor gives the most even product
         if number % first == 0:
             rest = _factors(number // first, count - 1, first)
             if rest is not None:
@@ -107,13 +107,13 @@ def _factors(number: int, count: int, most: int | None = None) -> tuple[int, ...
 
 
 def split_names(text: str, config: Config, world_size: int) -> list[str]:
-    """The names in ``--modes a,b``, each once, in their order.
+    """Return the names in ``--modes a,b``, without duplicates and in their order.
 
     Raises:
-        ConfigError: a name that stands for nothing.
+        ConfigError: a name is not known.
     """
     names: list[str] = []
-    for name in (word.strip() for word in text.split(",") if word.strip()):
+    for name in (part.strip() for part in text.split(",") if part.strip()):
         if name == "all":
             names += all_modes(config, world_size)
         elif name == "hybrid":
@@ -122,18 +122,18 @@ def split_names(text: str, config: Config, world_size: int) -> list[str]:
             names.append(make_mode(name, config, world_size).name)
     if not names:
         raise ConfigError(
-            "`--modes` names no mode",
+            "`--modes` is empty",
             allowed=_allowed(),
-            fix="give e.g. `--modes ddp,zero3,data2-tensor2`",
+            fix="set e.g. `--modes ddp,zero3,data2-tensor2`",
         )
     return list(dict.fromkeys(names))
 
 
 def make_mode(name: str, config: Config, world_size: int) -> VerifyMode:
-    """What a name stands for.
+    """Return the mode of a name.
 
     Raises:
-        ConfigError: nothing, or axes that do not make ``world_size`` ranks.
+        ConfigError: the name is not known, or its axes do not multiply to ``world_size`` ranks.
     """
     mode, settings = name, dict[str, str | int]()
     base, _, variant = name.partition("-")
@@ -143,7 +143,7 @@ def make_mode(name: str, config: Config, world_size: int) -> VerifyMode:
         settings = {match[1]: int(match[2]) for match in sizes}
         if len(settings) < len(sizes):
             raise ConfigError(
-                f"`{name}` gives an axis twice", allowed=_allowed(), fix="name each axis once"
+                f"`{name}` names an axis twice", allowed=_allowed(), fix="name each axis once"
             )
     elif base == "deepspeed" and variant in map(str, _STAGES):
         mode, settings = base, {"deepspeed_stage": int(variant)}
@@ -156,7 +156,7 @@ def make_mode(name: str, config: Config, world_size: int) -> VerifyMode:
         mode = ALIASES.get(name, name)
     elif ":" not in name:
         known = [*all_modes(config, world_size), *ALIASES, "all", "hybrid"]
-        fix = did_you_mean(name, known, "give e.g. `--modes ddp,zero3,data2-tensor2`")
+        fix = did_you_mean(name, known, "set e.g. `--modes ddp,zero3,data2-tensor2`")
         raise ConfigError(f"`--modes {name}` is not a mode", allowed=_allowed(), fix=fix)
     ranks = 1 if name == "single" else world_size
     update = {
@@ -171,7 +171,7 @@ def make_mode(name: str, config: Config, world_size: int) -> VerifyMode:
 
 
 def _weights(config: Config, num_ranks: int) -> list[float]:
-    """The config's own weights if they fit, else 3 and 1 in turn."""
+    """Return the config's weights if their number matches, else 3 and 1 alternately."""
     balance = config.parallel.balance
     if isinstance(balance, list) and len(balance) == num_ranks:
         return balance
@@ -179,11 +179,11 @@ def _weights(config: Config, num_ranks: int) -> list[float]:
 
 
 def trial_config(mode: VerifyMode, config: Config, global_batch_size: int) -> Config:
-    """Return the config of a trial. Unequal shares need several micro-batches per rank: smaller
-    ones if the global batch has too few of the config's size.
+    """Return the config of a trial. Unequal shares need several micro-batches per rank, so they are
+    made smaller if the global batch has too few of them.
 
     Raises:
-        ConfigError: the global batch has too few samples for that.
+        ConfigError: the global batch has too few samples.
     """
     config = config.model_copy(update={"parallel": mode.parallel})
     if mode.parallel.balance == "equal":
@@ -214,4 +214,4 @@ def _allowed() -> str:
         "hybrid",
         "all",
     ]
-    return ", ".join(names) + ", or a strategy of your own as ./file.py:SPEC"
+    return ", ".join(names) + ", or your strategy as ./file.py:SPEC"

@@ -1,5 +1,5 @@
-"""``paceline verify``: train a few steps under every mode, and certify that they agree and cost
-what they said."""
+"""``paceline verify``: train a few steps under every mode, and certify that they agree and that
+their memory and traffic are as predicted."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from paceline.core.errors import (
     RunError,
 )
 from paceline.core.files import write_atomic, write_json_atomic
+from paceline.core.formatting import counted
 from paceline.core.log import configure_logging, log_notices
 from paceline.core.run_dir import RunDir
 from paceline.parallel.registry import OTHER_TRAINING
@@ -32,12 +33,10 @@ from paceline.verify.certificate import (
     TrialResult,
     bounds_for,
     combine,
-    judge,
+    evaluate_mode,
     not_run,
 )
 from paceline.verify.modes import VerifyMode, all_modes, make_mode, split_names, trial_config
-
-logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from paceline.distributed.devices import Devices
@@ -45,14 +44,16 @@ if TYPE_CHECKING:
     from paceline.train.run_spec import RunSpec
     from paceline.verify.worker import Trial
 
-#: Ranks on a CPU where nothing says how many.
+logger = logging.getLogger(__name__)
+
+#: Default number of ranks on a CPU.
 _CPU_RANKS = 4
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What is verified. ``modes``: see :mod:`paceline.verify.modes`; None for all. ``output``: the
-    folder of the certificate."""
+    """What to verify. ``modes``: see :mod:`paceline.verify.modes`; None for all. ``output``: folder
+    for the certificate."""
 
     modes: str | None = None
     world_size: int | None = None
@@ -62,19 +63,19 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """The exit code and the certificate; None where a signal ended it."""
+    """The exit code, and the certificate (None if a signal stopped the command)."""
 
     exit_code: int
     certificate: Certificate | None
 
 
 def verify(loaded: Loaded, options: VerifyOptions) -> VerifyResult:
-    """Make the certificate of a config. Exit code 1: a mode passed a bound, or failed; 2: one that
-    was asked for was refused.
+    """Verify a config. Exit code 1: a mode exceeded a bound or failed; 2: a requested mode is not
+    supported.
 
     Raises:
-        ConfigError: the config, or a mode that was asked for, cannot be run; nothing was started.
-        RunError: the reference itself failed.
+        ConfigError: the config or a requested mode is invalid; nothing was started.
+        RunError: the reference failed.
     """
     from paceline.distributed.devices import with_precision, without_idle_offload
     from paceline.launch.fork_server import start_fork_server
@@ -83,13 +84,13 @@ def verify(loaded: Loaded, options: VerifyOptions) -> VerifyResult:
     _check(options)
     configure_logging()
     log_notices(logger, loaded.notices)
-    config = _calm(loaded.config, options.steps)
+    config = _verification_config(loaded.config, options.steps)
     devices = _devices(config, options.world_size)
     parallel, notices = without_idle_offload(config.parallel, devices.type)
     config = config.model_copy(update={"parallel": parallel})
     log_notices(logger, notices)
     config, precision = with_precision(config, devices.type, devices.names[: devices.count])
-    logger.info(f"{precision}; all modes are compared in it")
+    logger.info("%s; all modes are compared in it", precision)
     if options.modes is None:
         names = all_modes(config, devices.count)
     else:
@@ -101,7 +102,7 @@ def verify(loaded: Loaded, options: VerifyOptions) -> VerifyResult:
     modes, refused = _modes(config, devices.count, names, options.modes)
     folder = Path(tempfile.mkdtemp(prefix="paceline-verify-"))
     try:
-        base = _base_job(replace(loaded, config=config), devices, folder)
+        base = _base_spec(replace(loaded, config=config), devices, folder)
         modes, trials = _trials(modes, config, base, names, options.modes, refused)
         results = _run(trials, options.steps, folder, devices.count)
     finally:
@@ -111,10 +112,11 @@ def verify(loaded: Loaded, options: VerifyOptions) -> VerifyResult:
     certificate = _certificate(names, config, base, devices, options.steps, modes, results, refused)
     if options.output is not None:
         _write(certificate, options.output)
-    late = options.modes is not None and any(mode["ok"] is None for mode in certificate["modes"])
-    return VerifyResult(
-        EXIT_FAILED if not certificate["ok"] else EXIT_USAGE if late else EXIT_DONE, certificate
-    )
+    if not certificate["ok"]:
+        return VerifyResult(EXIT_FAILED, certificate)
+    if options.modes is not None and any(mode["ok"] is None for mode in certificate["modes"]):
+        return VerifyResult(EXIT_USAGE, certificate)
+    return VerifyResult(EXIT_DONE, certificate)
 
 
 def _check(options: VerifyOptions) -> None:
@@ -122,8 +124,8 @@ def _check(options: VerifyOptions) -> None:
 
     if outer_launcher() is not None:
         raise ConfigError(
-            "`paceline verify` starts its own ranks",
-            fix="start it without torchrun: `paceline verify CONFIG`",
+            "`paceline verify` is not supported under torchrun: it starts its own ranks",
+            fix="run it directly: `paceline verify CONFIG`",
         )
     if options.output is not None:
         from paceline.launch.resume import check_output_dir
@@ -131,20 +133,21 @@ def _check(options: VerifyOptions) -> None:
         check_output_dir(options.output)
 
 
-def _calm(config: Config, steps: int) -> Config:
-    """The config as it is verified: so many steps, each one's loss told, no dropout, nothing saved
-    or evaluated."""
+def _verification_config(config: Config, steps: int) -> Config:
+    """Return the config for verification: ``steps`` steps, each with its loss logged, without
+    dropout, compression, checkpoints and evaluation."""
     args = config.train_args.model_copy(
         update={"max_steps": steps, "logging_steps": 1, "save_steps": 0}
     )
     if config.lora.enable and config.lora.dropout:
         logger.info(
-            "dropout off: lora.dropout %g → 0; so are all others in the model", config.lora.dropout
+            "dropout is off: lora.dropout %g → 0, and every other dropout of the model",
+            config.lora.dropout,
         )
     lora = config.lora.model_copy(update={"dropout": 0.0})
     if config.compression.chain:
         logger.info(
-            "compression off: compression.method %s → none; it is another training",
+            "compression is off: compression.method %s → none, because it changes the losses",
             config.compression.text,
         )
     return config.model_copy(
@@ -170,41 +173,40 @@ def _devices(config: Config, world_size: int | None) -> Devices:
     if world_size is not None and parallel.device == "auto" and not accelerators()[1]:
         parallel.device = "cpu"  # as with `num_gpus: auto`, and logged
     devices = choose_devices(parallel)
-    for level, text in devices.notices:
-        if config.parallel.device != "cpu":
-            text = text.replace("asked for by `parallel.device: cpu`", "no GPU was found")
-        log_notices(logger, [(level, text)])
+    if parallel.device == config.parallel.device:
+        log_notices(logger, devices.notices)
+    else:
+        logger.info("devices: CPU (no GPU was found), %s", counted(devices.count, "rank"))
     if devices.count < 2:
         raise ConfigError(
-            "one device leaves nothing to compare",
-            allowed="two ranks or more",
+            "`paceline verify` cannot compare modes on one device",
+            allowed="2 or more ranks",
             fix="run on the CPU with several ranks: `--world-size 4 parallel.device=cpu`",
         )
     return devices
 
 
 def _modes(
-    config: Config, world_size: int, names: list[str], asked: str | None
+    config: Config, world_size: int, names: list[str], requested: str | None
 ) -> tuple[list[VerifyMode], list[ModeReport]]:
-    """(the modes to run: the reference, then `ddp`, whose time the others are held against, then
-    the rest; the verdicts of those that this config cannot run under).
+    """Return the modes to run (the reference, then `ddp`, which others' times are relative to, then
+    the rest), and the reports of modes that this config does not support.
 
     Raises:
-        ConfigError: a mode that was asked for is not there, or refused.
+        ConfigError: a requested mode does not exist, or is not supported.
     """
     modes, refused = [], []
-    requested = [word.strip() for word in (asked or "").split(",")]
     for name in dict.fromkeys([REFERENCE, "ddp", *names]):
         mode = make_mode(name, config, world_size)
         try:
             _check_mode(mode, config)
-            if name in OTHER_TRAINING and name not in requested:
+            if name in OTHER_TRAINING and name not in _split(requested):
                 raise ConfigError(
-                    f"not held against `{REFERENCE}`: it is another training, whose losses and"
-                    f" weights are meant to differ; `--modes {name}` shows by how much"
+                    f"not compared with `{REFERENCE}`: its losses and weights differ by design;"
+                    f" `--modes {name}` shows by how much"
                 )
         except ConfigError as error:
-            if name == REFERENCE or (name in names and _is_strict(asked)):
+            if name == REFERENCE or (name in names and _is_strict(requested)):
                 raise
             if name in names:
                 refused.append(not_run(name, mode.layout.axes.text(), None, error.paragraph()))
@@ -213,10 +215,13 @@ def _modes(
     return modes, refused
 
 
-def _is_strict(asked: str | None) -> bool:
-    """Return whether every mode is requested by its name, so that a refused one is an error."""
-    words = {word.strip() for word in (asked or "").split(",")}
-    return asked is not None and not words & {"all", "hybrid"}
+def _is_strict(requested: str | None) -> bool:
+    """Return whether every mode is requested by name, so that an unsupported one is an error."""
+    return requested is not None and not {"all", "hybrid"} & _split(requested)
+
+
+def _split(requested: str | None) -> set[str]:
+    return {name.strip() for name in (requested or "").split(",")}
 
 
 def _check_mode(mode: VerifyMode, config: Config) -> None:
@@ -224,19 +229,19 @@ def _check_mode(mode: VerifyMode, config: Config) -> None:
     from paceline.tasks import load_task
 
     config = config.model_copy(update={"parallel": mode.parallel})
-    load_task(config).check()  # a task may refuse a mode
+    load_task(config).check()  # a task may not support a mode
     check_strategy(mode.layout.strategy, config, mode.layout.axes)
     if get_spec(mode.layout.strategy).extra_ranks(config):
         raise ConfigError(
-            f"`{mode.name}` is not certified: it has servers beside its ranks, and `paceline"
-            " verify` starts ranks alone",
+            f"`{mode.name}` is not supported with `paceline verify`: it needs servers, and verify"
+            " starts only ranks",
             allowed="modes without servers",
-            fix="leave `--modes` out, or name others: `--modes ddp,zero3`",
+            fix="omit `--modes`, or name other modes: `--modes ddp,zero3`",
         )
 
 
-def _base_job(loaded: Loaded, devices: Devices, folder: Path) -> RunSpec:
-    """The spec of `ddp`: its global batch is that of all the others."""
+def _base_spec(loaded: Loaded, devices: Devices, folder: Path) -> RunSpec:
+    """Return the spec of `ddp`, whose global batch all modes use."""
     from paceline.launch.preflight import prepare_run
 
     config = loaded.config.model_copy(update={"output_dir": str(folder / "run")})
@@ -256,24 +261,24 @@ def _trials(
     config: Config,
     base: RunSpec,
     names: list[str],
-    asked: str | None,
+    requested: str | None,
     refused: list[ModeReport],
 ) -> tuple[list[VerifyMode], list[Trial]]:
-    """Return the modes that this global batch is large enough for, and their trials; the others are
-    added to ``refused``."""
-    kept: list[VerifyMode] = []
+    """Return the modes that this global batch is large enough for, and their trials. Add the other
+    modes to ``refused``."""
+    supported: list[VerifyMode] = []
     trials: list[Trial] = []
     for mode in modes:
         try:
             trials.append(_trial(len(trials), mode, config, base))
         except ConfigError as error:
-            if _is_strict(asked):
+            if _is_strict(requested):
                 raise
             if mode.name in names:
                 refused.append(not_run(mode.name, mode.layout.axes.text(), None, error.paragraph()))
             continue
-        kept.append(mode)
-    return kept, trials
+        supported.append(mode)
+    return supported, trials
 
 
 def _trial(number: int, mode: VerifyMode, config: Config, base: RunSpec) -> Trial:
@@ -290,59 +295,57 @@ def _trial(number: int, mode: VerifyMode, config: Config, base: RunSpec) -> Tria
         replicas=mode.layout.axes.replicas,
         global_batch_size=base.derived.global_batch_size,
     )
-    own = base.config.model_copy(
+    config = base.config.model_copy(
         update={"parallel": mode.parallel, "train_args": config.train_args}
     )
-    return Trial(number, mode.name, replace(base, config=own, derived=derived, layout=mode.layout))
+    spec = replace(base, config=config, derived=derived, layout=mode.layout)
+    return Trial(number, mode.name, spec)
 
 
 def _run(
     trials: list[Trial], steps: int, folder: Path, num_ranks: int
 ) -> dict[str, TrialResult] | int:
-    """Each mode's figures, by name; or the exit code, where a signal ended it. The ranks run all
-    modes one after another; where one fails, they are started again for those that are left."""
+    """Return each mode's result by name, or the exit code if a signal stopped the ranks. The ranks
+    run all modes one after another; if one fails, they are restarted for the remaining modes."""
     from paceline.launch.local import LocalLauncher
     from paceline.verify.worker import Certification, certify_rank, result_file
 
+    files = {
+        trial.name: [result_file(folder, trial.number, rank) for rank in range(num_ranks)]
+        for trial in trials
+    }
     results: dict[str, TrialResult] = {}  # failed trials, then the others
-    left = trials
-    while left:
-        ranks = LocalLauncher(
-            Certification(left, steps, len(trials), str(folder)), num_ranks, certify_rank
-        )
-        ranks.on_stop = "finishing this step"
-        outcome = ranks.run()
+    remaining = trials
+    while remaining:
+        certification = Certification(remaining, steps, len(trials), str(folder))
+        launcher = LocalLauncher(certification, num_ranks, certify_rank)
+        launcher.on_stop = "finishing this step"
+        outcome = launcher.run()
         if outcome["status"] == "stopped":
             logger.info("stopped; nothing is certified")
             return int(outcome["exit_code"])
-        failed = next((trial for trial in left if not _has_ended(trial, folder, num_ranks)), None)
-        if failed is None:
+        unfinished = [
+            trial for trial in remaining if not all(path.exists() for path in files[trial.name])
+        ]
+        if not unfinished:
             break
-        text = outcome["text"].partition(" To go on:")[0]
+        failed, text = unfinished[0], outcome["text"]
         if failed.number == 0:
             raise RunError(
-                f"the reference `{REFERENCE}`, which the others are held against, did not train:"
-                f" {text}"
+                f"the reference `{REFERENCE}`, which all modes are compared with, failed: {text}"
             )
-        logger.warning(f"[{failed.number + 1}/{len(trials)}] {failed.name}: failed: {text}")
+        logger.warning("[%d/%d] %s: failed: %s", failed.number + 1, len(trials), failed.name, text)
         results[failed.name] = {"status": "failed", "reason": text}
-        left = left[left.index(failed) + 1 :]
+        remaining = remaining[remaining.index(failed) + 1 :]
     floor = bounds_for(trials[0].spec.config, trials[0].spec.device_type).floor
     for trial in trials:
         if trial.name not in results:
-            files = [result_file(folder, trial.number, rank) for rank in range(num_ranks)]
-            results[trial.name] = combine([json.loads(path.read_text()) for path in files], floor)
+            ranks = [json.loads(path.read_text()) for path in files[trial.name]]
+            results[trial.name] = combine(ranks, floor)
     reference = results[trials[0].name]
     if reference["status"] == "refused":
         raise ConfigError(reference["reason"])
     return results
-
-
-def _has_ended(trial: Trial, folder: Path, num_ranks: int) -> bool:
-    """Return whether every rank has left its result of the trial."""
-    from paceline.verify.worker import result_file
-
-    return all(result_file(folder, trial.number, rank).exists() for rank in range(num_ranks))
 
 
 def _certificate(
@@ -361,8 +364,8 @@ def _certificate(
     for mode in modes:
         trial, axes = trials[mode.name], mode.layout.axes.text()
         if trial["status"] == "done":
-            against = ddp if ddp is not None and ddp["status"] == "done" else None
-            verdicts[mode.name] = judge(mode.name, axes, trial, reference, against, bounds)
+            done_ddp = ddp if ddp is not None and ddp["status"] == "done" else None
+            verdicts[mode.name] = evaluate_mode(mode.name, axes, trial, reference, done_ddp, bounds)
         else:
             ok = None if trial["status"] == "refused" else False
             verdicts[mode.name] = not_run(mode.name, axes, ok, trial["reason"])
@@ -394,8 +397,8 @@ def _certificate(
 
 
 def _write(certificate: Certificate, folder: Path) -> None:
-    """``verify.json`` and ``verify.html``; where the folder is a finished run's, its report is made
-    anew with it."""
+    """Write ``verify.json`` and ``verify.html``. If the folder is that of a finished run, update
+    its report with the certificate."""
     from paceline.observe.report.html import render_certificate, write_reports
 
     run_dir = RunDir(folder)
@@ -408,6 +411,6 @@ def _write(certificate: Certificate, folder: Path) -> None:
     except (OSError, ValueError, KeyError) as error:
         raise RunError(
             f"the certificate could not be written to {folder}: {error}",
-            fix="give another `--output`",
+            fix="set another `--output`",
         ) from error
-    logger.info(f"written: {folder / 'verify.html'}, {folder / 'verify.json'}")
+    logger.info("wrote %s and %s", folder / "verify.html", folder / "verify.json")

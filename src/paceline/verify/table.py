@@ -1,4 +1,4 @@
-"""The certificate as a table in a terminal of 100 columns."""
+"""The certificate as a table for a terminal of 100 columns."""
 
 from rich.console import Group
 from rich.table import Table
@@ -11,7 +11,7 @@ _COLORS = {"ok": "green", "not ok": "bold red", "refused": "yellow"}
 
 
 def certificate_table(certificate: Certificate) -> Group:
-    """The modes, the reasons of those that were refused or did not pass, and the bounds."""
+    """Return the modes, the reasons of modes that were refused or did not pass, and the bounds."""
     table = Table(
         box=None,
         pad_edge=False,
@@ -21,7 +21,7 @@ def certificate_table(certificate: Certificate) -> Group:
     )
     table.add_column("mode", overflow="fold", min_width=25)
     table.add_column("")
-    for name in ("loss", "weights", "state", "traffic a step", "time"):
+    for name in ("loss", "weights", "state", "traffic/step", "time"):
         table.add_column(name, justify="right")
     reasons = []
     for mode in rows(certificate):

@@ -1,9 +1,8 @@
-"""A few steps under each strategy on the same ranks, one after the other, and how far each ends
-from the reference: a rank's part of ``paceline verify``.
+"""A rank's part of ``paceline verify``: train a few steps under each strategy, one after the other,
+and compare the result with the reference.
 
-The first trial is the reference, on one rank. Ranks tell each other what came of a trial by files
-in a folder, so that no collective waits for a rank that has none to take part in, or that has
-failed.
+The first trial is the reference, on one rank. Ranks exchange the results of a trial as files in a
+folder, so that no collective waits for a rank that takes no part in it or has failed.
 """
 
 import gc
@@ -29,7 +28,6 @@ from paceline.core.log import log_to_events
 from paceline.core.outcome import Outcome
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
-from paceline.data.loader import MicroBatch
 from paceline.distributed.communicator import Communicator, init_communicator
 from paceline.distributed.environment import RankEnv
 from paceline.distributed.mesh import ParallelDims
@@ -49,20 +47,21 @@ from paceline.verify.certificate import RankResult
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.01
-# A mode that is refused is refused on all its ranks at about the same time. Where one alone
-# refuses, the others wait for it in vain.
+#: All ranks refuse an unsupported mode at about the same time. If one rank alone refuses it, the
+#: others would wait forever.
 _REFUSED_WAIT_S = 20.0
-_EXCLUDED = "excluded/"  # before the names of masks in the file of the reference
+#: Prefix of the masks' names in the file of the reference.
+_EXCLUDED = "excluded/"
 
-#: Largest share of the largest tensor's gradient norm that counts as rounding.
+#: A gradient norm up to this share of the largest tensor's counts as rounding.
 GRADIENT_RATIO = 1e-6
-#: Largest share of the trained elements that may be left out.
+#: Largest share of the trained elements that may be excluded.
 LARGEST_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A mode to be tried: its number among all, its name, and the spec that trains under it."""
+    """A mode to verify: its index, its name, and the spec that trains under it."""
 
     number: int
     name: str
@@ -71,13 +70,13 @@ class Trial:
 
 @dataclass
 class Certification:
-    """What one start of the ranks shall do.
+    """The work of the ranks after one start.
 
     Args:
-        trials: in this order; number 0 is the reference, whose weights then stand in ``folder``.
-        steps: updates under each.
-        total: number of all trials, of other starts too.
-        folder: where each rank leaves its figures of each trial.
+        trials: in this order. Number 0 is the reference, which saves its weights in ``folder``.
+        steps: updates of each trial.
+        total: number of all trials, including those of earlier starts.
+        folder: where each rank writes its result of each trial.
     """
 
     trials: list[Trial]
@@ -95,21 +94,20 @@ def result_file(folder: str | Path, number: int, rank: int) -> Path:
 
 
 def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> Outcome:
-    """Run all trials on this rank. What a trial gave stands in its file (see :func:`result_file`):
-    ``status`` done | refused | idle (a rank that has no part in it), and the figures.
+    """Run all trials on this rank, and write each result to its :func:`result_file`.
 
     Raises:
-        Exception: a trial failed on this rank; the trials after it were not begun.
+        Exception: a trial failed on this rank; the following trials were not started.
     """
     first = certification.trials[0].spec
     world = init_communicator(env, first.device_type, first.config.parallel.collective_timeout_s)
     try:
         for trial in certification.trials:
-            result = _one_trial(certification, trial, world, stop)
+            result = _run_trial(certification, trial, world, stop)
             write_atomic(
                 result_file(certification.folder, trial.number, env.rank), json.dumps(result)
             )
-            if not _all_have_done(certification, trial, env, result, stop):
+            if not _wait_for_all(certification, trial, env, result, stop):
                 return {"status": "stopped", "report": None}
             if world.is_rank_zero:
                 _log(certification, trial, result)
@@ -118,21 +116,17 @@ def certify_rank(certification: Certification, env: RankEnv, stop: StopFlag) -> 
         world.close()
 
 
-def _one_trial(
+def _run_trial(
     certification: Certification, trial: Trial, world: Communicator, stop: StopFlag
 ) -> RankResult:
     layout = trial.spec.layout
     if world.rank >= layout.num_processes:
         return {"status": "idle"}
-    alone = layout.num_processes == 1
-    env = RankEnv() if alone else world.env
+    trial_world = Communicator(RankEnv(), world.device, ParallelDims())
+    if layout.num_processes > 1:
+        trial_world = Communicator(world.env, world.device, layout.axes)
     try:
-        return _train(
-            certification,
-            trial,
-            Communicator(env, world.device, ParallelDims() if alone else layout.axes),
-            stop,
-        )
+        return _train(certification, trial, trial_world, stop)
     except ConfigError as error:
         return {"status": "refused", "reason": error.paragraph()}
     finally:
@@ -144,33 +138,35 @@ def _one_trial(
 def _train(
     certification: Certification, trial: Trial, world: Communicator, stop: StopFlag
 ) -> RankResult:
-    heard: list[Event] = []
-    events = EventLog(None, [heard.append])
+    logged: list[Event] = []
+    events = EventLog(None, [logged.append])
     with log_to_events(events):
         components, data, notices = build_components(trial.spec, world, adjust=turn_off_dropout)
-        run_dir = RunDir(Path(trial.spec.config.output_dir))  # of no run: nothing is written there
+        run_dir = RunDir(Path(trial.spec.config.output_dir))  # nothing is written there
         ctx = RankContext(components.strategy.world, run_dir, events, stop)
         trainer = build_trainer(trial.spec, ctx, components, data, notices)
         strategy, positions = trainer.strategy, list[float]()
-        trainer.data.observers.append(lambda batches: positions.append(_mean_positions(batches)))
+        trainer.data.observers.append(
+            lambda batches: positions.append(
+                statistics.fmean(num_positions(batch.data) for batch in batches)
+            )
+        )
         components.model.train()
         watch = GradientWatch(strategy) if trial.number == 0 else None
         for _ in range(certification.steps):
             if trainer.run_step().stop or trainer.anomalies.is_exhausted:
                 return {"status": "stopped"}
-    steps = [event for event in heard if event["type"] == "step"]
-    # for the batches that this rank's replica really had: means over the steps after the first
+    steps = [event for event in logged if event["type"] == "step"]
+    # the cost of the batches that this rank's replica had, on average after the first step
     work = Workload(
         trial.spec.derived.gradient_accumulation_steps, statistics.fmean(_after_first(positions))
     )
-    axes = trial.spec.layout.axes
-    cost = estimate_cost(
-        trial.spec.layout.strategy, components.shape, axes, work, trial.spec.config
-    )
+    layout = trial.spec.layout
+    cost = estimate_cost(layout.strategy, components.shape, layout.axes, work, trial.spec.config)
     reference = Path(certification.folder) / "reference.safetensors"
-    left_out = {} if watch is None else watch.negligible()
+    excluded = {} if watch is None else watch.negligible()
     if trial.number == 0:
-        save_reference(strategy, reference, {name: mask for name, (_, mask) in left_out.items()})
+        save_reference(strategy, reference, {name: mask for name, (_, mask) in excluded.items()})
     return {
         "status": "done",
         "losses": [float(event["loss"]) for event in steps],
@@ -182,42 +178,35 @@ def _train(
         "traffic_predicted": cost.traffic_per_step,
         "traffic_measured": statistics.fmean(_after_first(trainer.metrics.traffic_per_step)),
         "weights": distances(strategy, reference),
-        "excluded": listing(left_out),
+        "excluded": excluded_report(excluded),
         "notices": [
             event["text"]
-            for event in heard
+            for event in logged
             if event["type"] == "notice" and event["level"] == "warning"
         ],
     }
 
 
 def _after_first(values: list[Any]) -> list[Any]:
-    """Without the first step, in which lasting buffers are made."""
+    """Drop the first step, in which persistent buffers are allocated."""
     return values[1:] or values
 
 
-def _mean_positions(micro_batches: list[MicroBatch]) -> float:
-    return statistics.fmean(num_positions(batch.data) for batch in micro_batches)
-
-
 def turn_off_dropout(model: nn.Module) -> int:
-    """Set every number of a module (and of its Hugging Face config) whose name speaks of dropout to
-    0. Returns how many were not."""
+    """Set every float attribute of a module (and of its Hugging Face config) whose name contains
+    "drop" to 0. Return the number of changed attributes."""
     changed = 0
     for module in model.modules():
-        holders = [vars(module)] + [
-            vars(config)
-            for config in (getattr(module, "config", None),)
-            if hasattr(config, "__dict__")
-        ]
-        dropout = isinstance(module, DROPOUTS)
+        holders = [vars(module)]
+        config = getattr(module, "config", None)
+        if hasattr(config, "__dict__"):
+            holders.append(vars(config))
         for holder in holders:
             for name, value in list(holder.items()):
-                if (
-                    isinstance(value, float)
-                    and value
-                    and ("drop" in name.lower() or (dropout and name == "p"))
-                ):
+                is_dropout = "drop" in name.lower() or (
+                    name == "p" and isinstance(module, DROPOUTS)
+                )
+                if is_dropout and isinstance(value, float) and value:
                     holder[name] = 0.0
                     changed += 1
     return changed
@@ -225,31 +214,31 @@ def turn_off_dropout(model: nn.Module) -> int:
 
 # -- weights
 class GradientWatch:
-    """Follows the gradients of a strategy that has them whole on one rank, step by step, to find
-    those that are nothing but rounding: their weights are not compared.
+    """Watch the gradients of a strategy that has all of them on one rank, to find those that are
+    only rounding errors: their weights are not compared.
 
-    A bias that is added to all keys alike shifts every attention score of a query by the same
-    amount, so its gradient is 0 (under rotary embedding, that of the dimensions without it). In
-    floating point it is not exactly 0, and AdamW divides it by its own size: rounding errors, which
-    differ between strategies, become steps as large as any other.
+    A bias that is added to all keys shifts every attention score of a query by the same amount, so
+    its gradient is 0 (under rotary embedding, for the dimensions without it). In floating point it
+    is not exactly 0, and AdamW divides it by its own size: rounding errors, which differ between
+    strategies, become updates as large as any other.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._parameters = {
-            part.name: part.key for part in strategy.tensor_shards() if part.key is not None
+            shard.name: shard.key for shard in strategy.tensor_shards() if shard.key is not None
         }
-        self._tensors: dict[str, float] = {}  # largest ratio of each tensor so far
-        # the same for each element of a tensor with one dimension
+        #: the largest ratio of each tensor so far, and of each element of one-dimensional tensors
+        self._tensors: dict[str, float] = {}
         self._elements: dict[str, torch.Tensor] = {}
         self._clip = strategy.clip_grad_norm
-        strategy.clip_grad_norm = self._noting_clip  # type: ignore[method-assign]
+        strategy.clip_grad_norm = self._observe_and_clip  # type: ignore[method-assign]
 
-    def _noting_clip(self, max_norm: float) -> torch.Tensor:
-        self._note()
+    def _observe_and_clip(self, max_norm: float) -> torch.Tensor:
+        self._observe()
         return self._clip(max_norm)
 
     @torch.no_grad()
-    def _note(self) -> None:
+    def _observe(self) -> None:
         gradients = {
             name: parameter.grad.float()
             for name, parameter in self._parameters.items()
@@ -267,12 +256,12 @@ class GradientWatch:
                 self._elements[name] = ratios if before is None else torch.maximum(before, ratios)
 
     def negligible(self) -> dict[str, tuple[float, torch.Tensor]]:
-        """Name of a parameter → (the largest ratio of what is left out of it, a mask that is true
-        there), the smallest first.
+        """Return for each parameter with excluded elements the largest ratio of these elements, and
+        a mask that is true for them, the smallest ratio first.
 
-        Left out are tensors whose gradient norm stayed below :data:`GRADIENT_RATIO` times the
-        largest tensor's in every step, and of tensors with one dimension also single elements:
-        those of which a whole tensor would have stayed below it.
+        Tensors are excluded whose gradient norm stayed below :data:`GRADIENT_RATIO` times the
+        largest tensor's in every step. Of one-dimensional tensors also single elements are
+        excluded: those of which a whole tensor would have stayed below it.
         """
         negligible: dict[str, tuple[float, torch.Tensor]] = {}
         for name, ratio in self._tensors.items():
@@ -282,118 +271,116 @@ class GradientWatch:
             elif name in self._elements and ratio:
                 elements = self._elements[name].cpu()
                 mask = elements < GRADIENT_RATIO / math.sqrt(elements.numel())
-                # exact zeros alone are zeros under every strategy
+                # exact zeros are zeros under every strategy
                 if bool((elements[mask] > 0).any()):
                     negligible[name] = float(elements[mask].norm()), mask
-        most = LARGEST_SHARE * sum(parameter.numel() for parameter in self._parameters.values())
-        kept, total = {}, 0
+        limit = LARGEST_SHARE * sum(parameter.numel() for parameter in self._parameters.values())
+        excluded, total = {}, 0
         for name, (ratio, mask) in sorted(negligible.items(), key=lambda entry: entry[1][0]):
             total += int(mask.sum())
-            if total > most:
+            if total > limit:
                 break
-            kept[name] = ratio, mask
-        return kept
+            excluded[name] = ratio, mask
+        return excluded
 
 
-def listing(negligible: dict[str, tuple[float, torch.Tensor]]) -> list[LeftOut]:
-    """For the certificate: ``{name, gradient_ratio, elements, of}``."""
+def excluded_report(excluded: dict[str, tuple[float, torch.Tensor]]) -> list[LeftOut]:
+    """Return the excluded elements for the certificate: ``{name, gradient_ratio, elements,
+    of}``."""
     return [
         {"name": name, "gradient_ratio": ratio, "elements": int(mask.sum()), "of": mask.numel()}
-        for name, (ratio, mask) in negligible.items()
+        for name, (ratio, mask) in excluded.items()
     ]
 
 
-def _trained_parts(strategy: Strategy) -> list[TensorShard]:
-    """Running statistics are left out: under data parallelism they are those of rank 0's share, by
-    definition."""
-    return [part for part in state_shards(strategy) if part.name.startswith("model/")]
+def _trained_shards(strategy: Strategy) -> list[TensorShard]:
+    """Return the shards of the parameters. Running statistics are not compared: under data
+    parallelism they are those of rank 0's batches."""
+    return [shard for shard in state_shards(strategy) if shard.name.startswith("model/")]
 
 
-def save_reference(
-    strategy: Strategy, path: Path, excluded: Mapping[str, torch.Tensor] | None = None
-) -> None:
-    """Write the whole trained weights of a strategy that holds them on one rank, and which elements
-    are not compared: masks, by the name of the parameter."""
+def save_reference(strategy: Strategy, path: Path, excluded: Mapping[str, torch.Tensor]) -> None:
+    """Write the full trained weights of a strategy that holds them on one rank, and masks of the
+    elements that are not compared, by the name of the parameter."""
     from safetensors.torch import save_file
 
     weights = {
-        part.name: part.tensor.detach().cpu().contiguous().clone()
-        for part in _trained_parts(strategy)
+        shard.name: shard.tensor.detach().cpu().contiguous().clone()
+        for shard in _trained_shards(strategy)
     }
-    masks = {
-        f"{_EXCLUDED}model/{name}": mask.to(torch.uint8) for name, mask in (excluded or {}).items()
-    }
+    masks = {f"{_EXCLUDED}model/{name}": mask.to(torch.uint8) for name, mask in excluded.items()}
     save_file({**weights, **masks}, str(path))
 
 
 def distances(strategy: Strategy, path: Path) -> dict[str, list[float]]:
-    """How far this rank's own parts of the trained weights lie from the reference's: {name: [sum of
-    squared differences, elements, squared norm of the reference's whole tensor, its elements, those
-    of them that are compared]}, for every tensor of the reference. The first and the third are
-    taken over compared elements."""
+    """Compare this rank's shards of the trained weights with the reference.
+
+    Returns:
+        For every tensor of the reference: the sum of squared differences, the number of elements of
+        this rank, the squared norm of the reference's tensor, its number of elements, and how many
+        of these are compared. The first and the third are over compared elements."""
     from safetensors import safe_open
 
-    mine: dict[str, list[TensorShard]] = {}
-    for part in _trained_parts(strategy):
-        mine.setdefault(part.name, []).append(part)
+    shards: dict[str, list[TensorShard]] = {}
+    for shard in _trained_shards(strategy):
+        shards.setdefault(shard.name, []).append(shard)
     sums = {}
     with safe_open(str(path), framework="pt") as reference:
         keys = set(reference.keys())
         names = [name for name in reference.keys() if not name.startswith(_EXCLUDED)]  # noqa: SIM118 - not a mapping
-        unknown = sorted(set(mine) - set(names))
+        unknown = sorted(set(shards) - set(names))
         if unknown:
             raise RunError(
-                "the strategy's state has weights that the reference has not:"
+                "the strategy's state has weights that the reference lacks:"
                 f" {', '.join(unknown[:5])}"
             )
         for name in names:
-            whole = reference.get_tensor(name)
-            compared = (
-                1 - reference.get_tensor(_EXCLUDED + name) if _EXCLUDED + name in keys else None
-            )
-            counted = whole.numel() if compared is None else int(compared.sum())
-            numbers = [
-                0.0,
-                0.0,
-                _squares(whole if compared is None else whole * compared),
-                float(whole.numel()),
-                float(counted),
+            full = reference.get_tensor(name)
+            compared = torch.ones(full.shape, dtype=torch.uint8)
+            if _EXCLUDED + name in keys:
+                compared -= reference.get_tensor(_EXCLUDED + name)
+            difference, num_elements = 0.0, 0
+            for shard in shards.get(name, []):
+                change = shard.tensor.cpu().double() - _slice(full, shard).double()
+                difference += _sum_of_squares(change * _slice(compared, shard))
+                num_elements += shard.tensor.numel()
+            sums[name] = [
+                difference,
+                num_elements,
+                _sum_of_squares(full * compared),
+                full.numel(),
+                int(compared.sum()),
             ]
-            for part in mine.get(name, []):
-                apart = part.tensor.cpu().double() - _cut(whole, part).double()
-                numbers[0] += _squares(apart if compared is None else apart * _cut(compared, part))
-                numbers[1] += part.tensor.numel()
-            sums[name] = numbers
     return sums
 
 
-def _squares(tensor: torch.Tensor) -> float:
+def _sum_of_squares(tensor: torch.Tensor) -> float:
     return float(tensor.double().square().sum())
 
 
-def _cut(whole: torch.Tensor, part: TensorShard) -> torch.Tensor:
-    if tuple(whole.shape) != tuple(part.shape):
+def _slice(full: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+    """Return the part of a full tensor that corresponds to a shard."""
+    if tuple(full.shape) != tuple(shard.shape):
         raise RunError(
-            f"{part.name} has the shape {tuple(part.shape)}, and {tuple(whole.shape)} in the"
+            f"{shard.name} has the shape {tuple(shard.shape)}, but {tuple(full.shape)} in the"
             " reference"
         )
-    if part.flat:
-        return whole.reshape(-1)[part.offset[0] : part.offset[0] + part.tensor.numel()].view(
-            part.tensor.shape
-        )
+    if shard.flat:
+        start = shard.offset[0]
+        return full.reshape(-1)[start : start + shard.tensor.numel()].view(shard.tensor.shape)
     box = tuple(
         slice(start, start + size)
-        for start, size in zip(part.offset, part.tensor.shape, strict=True)
+        for start, size in zip(shard.offset, shard.tensor.shape, strict=True)
     )
-    return whole[box]
+    return full[box]
 
 
 # -- among the ranks
-def _all_have_done(
+def _wait_for_all(
     certification: Certification, trial: Trial, env: RankEnv, result: RankResult, stop: StopFlag
 ) -> bool:
-    """Wait until every rank has left its figures of the trial. False where the ranks are asked to
-    stop."""
+    """Wait until every rank has written its result of the trial. Return False if the ranks were
+    requested to stop."""
     waiting = [
         result_file(certification.folder, trial.number, rank) for rank in range(env.world_size)
     ]
@@ -406,7 +393,7 @@ def _all_have_done(
             return not stop.wanted
         if result["status"] == "refused" and time.monotonic() - start > _REFUSED_WAIT_S:
             raise RunError(
-                f"rank {env.rank} refused what the other ranks had begun: {result['reason']}"
+                f"rank {env.rank} refused a mode that the other ranks started: {result['reason']}"
             )
         time.sleep(_POLL_S)
 
@@ -416,6 +403,6 @@ def _log(certification: Certification, trial: Trial, result: RankResult) -> None
     if result["status"] == "done":
         text = (
             f"{certification.steps} steps, loss {result['losses'][-1]:.6g},"
-            f" {result['step_time_s']:.3g} s a step"
+            f" {result['step_time_s']:.3g} s per step"
         )
     logger.info("[%d/%d] %s: %s", trial.number + 1, certification.total, trial.name, text)
