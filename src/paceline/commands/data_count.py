@@ -209,8 +209,8 @@ def make_options(args: Namespace) -> CountOptions:
         field=args.field,
         errors=args.decode_errors,
         memory_bytes=CountSpec.memory_bytes
-        if args.memory_per_rank_per_rank_per_rank is None
-        else args.memory_per_rank_per_rank_per_rank,
+        if args.memory_per_rank is None
+        else args.memory_per_rank,
         top=args.top,
     )
     return CountOptions(spec, args.ranks, args.engine, output)
