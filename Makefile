@@ -55,8 +55,8 @@ test-lowest:  ## Run a smoke set with the lowest supported versions, in an envir
 	  -r pyproject.toml --extra deepspeed --extra tensorboard 'pytest>=8.3' $(LOWEST_ARGS)
 	PYTHONPATH=src $(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
 
-soak: setup  ## Run the long tests that `make test` leaves out
-	$(BIN)/python -m pytest -m soak
+soak: browser  ## Run the long tests that `make test` leaves out
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m soak $(PYTEST_ARGS)
 
 lint: setup  ## Style, types, layers, and whether the generated docs are fresh
 	$(BIN)/ruff check .

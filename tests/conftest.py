@@ -53,32 +53,67 @@ _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "c
 _GRACE_S = 5.0
 
 
+#: `--soak-part` runs one of these; each has every NUM_SOAK_PARTS-th test of the soak set.
+NUM_SOAK_PARTS = 10
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak-part",
+        type=int,
+        choices=range(NUM_SOAK_PARTS),
+        help=f"run this part of the soak tests, 0 to {NUM_SOAK_PARTS - 1}, beside the others",
+    )
+
+
+def _outside_part(config: pytest.Config, soak: list[pytest.Item]) -> list[pytest.Item]:
+    """The soak tests that this run leaves out."""
+    part = config.option.soak_part
+    if part is None:
+        return [] if "soak" in config.option.markexpr else soak
+    in_order = sorted(soak, key=lambda item: item.nodeid)
+    return [item for number, item in enumerate(in_order) if number % NUM_SOAK_PARTS != part]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Quick tests first. Without an accelerator the ``gpu`` ones are not run, without Slurm's
-    programs the ``slurm`` ones; ``soak`` ones only where -m asks for them."""
+    """Sort out the tests that do not run: ``gpu`` without an accelerator, ``slurm`` without Slurm's
+    programs, ``soak`` unless ``-m soak`` or ``--soak-part`` asks for them."""
+    marked = {
+        marker: [item for item in items if item.get_closest_marker(marker)]
+        for marker in ("gpu", "slurm", "soak")
+    }
     left_out = {
-        "gpu": not _accelerator(),
-        "slurm": why_not() is not None,
-        "soak": "soak" not in config.option.markexpr,
+        "gpu": [] if _accelerator() else marked["gpu"],
+        "slurm": [] if why_not() is None else marked["slurm"],
+        "soak": _outside_part(config, marked["soak"]),
     }
     lines = {
         "gpu": "No accelerator on this machine: {} test(s) marked gpu were not run.",
         "slurm": f"NOT RUN: {{}} test(s) on a real Slurm: {why_not()}.",
         "soak": "{} test(s) marked soak were not run; `make soak` runs them.",
     }
-    for marker, leave in left_out.items():
-        found = [item for item in items if item.get_closest_marker(marker)] if leave else []
-        if found:
-            items[:] = [item for item in items if not item.get_closest_marker(marker)]
-            config.hook.pytest_deselected(items=found)
-            note(config, marker, lines[marker].format(len(found)))
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    # Files with much to do before those with little: where two workers take files in turn, they end
-    # at about the same time.
+    for marker, tests in left_out.items():
+        if tests:
+            note(config, marker, lines[marker].format(len(tests)))
+    deselected = {item for tests in left_out.values() for item in tests}
+    if deselected:
+        items[:] = [item for item in items if item not in deselected]
+        config.hook.pytest_deselected(items=list(deselected))
+    # Quick tests first, then files with much to do before those with little: two workers that take
+    # files in turn then finish at about the same time.
+    for item in marked["soak"] if config.option.soak_part is not None else ():
+        # They inject faults and share the machine with others. The summary names each that ran
+        # twice.
+        item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
+    num_slow = Counter(item.path for item in items if _is_slow(item))
     items.sort(
-        key=lambda item: slow[item.path] if item.get_closest_marker("slow") else math.inf,
+        key=lambda item: num_slow[item.path] if _is_slow(item) else math.inf,
         reverse=True,
     )
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(marker) for marker in ("slow", "soak"))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

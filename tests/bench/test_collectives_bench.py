@@ -12,6 +12,7 @@ from paceline.commands.bench import make_options
 from paceline.core.errors import ConfigError
 
 
+@pytest.mark.soak
 def test_the_command_measures_every_case(tmp_path: Path) -> None:
     page = tmp_path / "bench.html"
     words = (

@@ -39,6 +39,7 @@ def run_script(*arguments, **env):
 # -- arguments
 
 
+@pytest.mark.soak
 def test_rates_times_and_shares_are_read_as_tc_writes_them():
     assert netns.parse_rate("100mbit") == 1e8
     assert netns.parse_rate("1.5gbit") == 1.5e9

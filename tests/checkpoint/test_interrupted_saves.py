@@ -259,6 +259,7 @@ def _whole(step: int) -> torch.Tensor:
     return torch.arange(ELEMENTS, dtype=torch.float32) + step
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("start", list(START))
 def test_a_run_that_is_killed_anywhere_in_a_save(
@@ -283,7 +284,7 @@ def test_a_run_that_is_killed_anywhere_in_a_save(
     assert "fsync " in places  # of the folder itself
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_of_two_ranks_that_is_killed_anywhere_in_a_save(tmp_path: Path, victim: int) -> None:
     (places,) = run_ranks(sweep, 1, tmp_path, "usual", 2, victim, True)

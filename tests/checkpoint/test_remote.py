@@ -102,6 +102,7 @@ def begin(root: Path) -> Path:
     return root
 
 
+@pytest.mark.soak
 def test_saved_pruned_fetched_and_damaged(place: str, tmp_path: Path) -> None:
     first = begin(tmp_path / "first")
     save(saver_of(first, place, keep=2), 1, 2, 3)
@@ -171,6 +172,7 @@ def test_an_interrupted_upload_is_not_a_checkpoint_and_is_removed(
     assert {path.split("/")[0] for path in store._objects()} == {"claims", "step-00000001"}
 
 
+@pytest.mark.soak
 def test_of_two_runs_the_one_that_claimed_first_ends(place: str, tmp_path: Path) -> None:
     first = saver_of(begin(tmp_path / "first"), place)
     save(first, 1)
@@ -230,6 +232,7 @@ def test_without_the_package_its_extra_is_named(tmp_path: Path) -> None:
     assert "pip install 'paceline[s3]'" in done.stderr
 
 
+@pytest.mark.soak
 def test_a_bucket_that_does_not_exist(s3: dict[str, str], tmp_path: Path) -> None:
     done = run(*MICRO, f"output_dir={tmp_path / 'run'}", "checkpoint_dir=s3://nowhere/x", expect=2)
     assert (
@@ -247,6 +250,7 @@ ARGS = (
 )
 
 
+@pytest.mark.soak
 def test_a_run_whose_disk_is_lost_resumes_from_the_store(
     s3: dict[str, str], tmp_path: Path
 ) -> None:

@@ -146,6 +146,7 @@ def stand_still_until_there_is_room(world: Communicator, root: Path) -> None:
     world.barrier()
 
 
+@pytest.mark.soak
 def test_training_stands_still_until_it_can_be_saved(tmp_path: Path) -> None:
     run_ranks(stand_still_until_there_is_room, 2, tmp_path)
     assert steps_of(tmp_path / "checkpoints") == [1, 2]

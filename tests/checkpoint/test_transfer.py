@@ -355,6 +355,7 @@ def kill_after(root: Path, step: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", SHORT)
 def test_kill_and_resume_without_shared_folder(mode: str, tmp_path: Path) -> None:
     num_ranks, _, sends = MODES[mode]

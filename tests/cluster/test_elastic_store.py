@@ -54,11 +54,13 @@ def addresses_after_a_replacement(monkeypatch: pytest.MonkeyPatch, value: str) -
     return rendezvous([first, node(port, False)])
 
 
+@pytest.mark.soak
 def test_a_node_that_replaces_another_learns_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     results = addresses_after_a_replacement(monkeypatch, "1")
     assert [result.bootstrap_store_info.master_addr for result in results] == ["127.0.0.1"] * 2
 
 
+@pytest.mark.soak
 @pytest.mark.xfail(
     strict=True,
     reason="torch 2.13: rank 0 does not publish its address again; see cluster/elastic.py",

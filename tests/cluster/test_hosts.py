@@ -149,6 +149,7 @@ def wait_for(condition, process, timeout_s=60.0):
     raise AssertionError("it did not come to that")
 
 
+@pytest.mark.soak
 def test_hosts_that_would_not_train_the_same_are_refused_with_the_difference(tmp_path):
     folder, port = tmp_path / "run", free_port()
     hosts = [host(folder, port, 0), host(folder, port, 1, learning_rate=0.5)]
@@ -157,6 +158,7 @@ def test_hosts_that_would_not_train_the_same_are_refused_with_the_difference(tmp
     assert not folder.exists()
 
 
+@pytest.mark.soak
 def test_a_port_in_use_and_a_signal_before_the_rendezvous(tmp_path):
     folder, port = tmp_path / "run", free_port()
     first = host(folder, port, 0)
@@ -171,7 +173,7 @@ def test_a_port_in_use_and_a_signal_before_the_rendezvous(tmp_path):
 
 @pytest.mark.soak
 def test_an_endpoint_that_does_not_answer_and_a_host_that_does_not_come(tmp_path):
-    more = {"parallel__timeout_s": 10}
+    more = {"parallel__collective_timeout_s": 10}
     absent, alone = (
         host(tmp_path / name, free_port(), number, **more) for name, number in (("a", 1), ("b", 0))
     )
@@ -181,6 +183,7 @@ def test_an_endpoint_that_does_not_answer_and_a_host_that_does_not_come(tmp_path
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -382,7 +382,7 @@ def environment_of(container: Object, index: int, port: int) -> dict[str, str]:
     return {name: value for name, value in names.items() if name not in ("HOME", "HF_HOME")}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_pods_train_what_the_manifest_says(here: Path, written: Write) -> None:
     """Each pod's command, with the config and the environment of the manifest, in its working
     folder."""

@@ -18,6 +18,7 @@ def entry(host: str, group_rank: int, **more: object) -> HostEntry:
     return HostEntry(host, group_rank, 2, **more)
 
 
+@pytest.mark.soak
 def test_the_endpoint_host_is_first_also_where_it_sorts_last() -> None:
     assert names(entry("a", 0), entry("b", 1), entry("z", 2, is_endpoint=True)) == "zab"
 

@@ -29,7 +29,7 @@ def wait_for_step(
         time.sleep(0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.alone
 def test_a_killed_worker_changes_nothing_but_the_time(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -53,7 +53,7 @@ def test_count_over_ranks(tmp_path: Path) -> None:
     assert f"written: {output}" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray, an optional extra, is not installed")
 def test_ray_counts_the_same(tmp_path: Path) -> None:
     text = "a b\u2028b \x00c 😀 \ufeffd " * 50 + " ".join(

@@ -286,6 +286,7 @@ def test_worker_processes_are_for_much_data_only(
     )
 
 
+@pytest.mark.soak
 def test_an_interrupted_tokenization_leaves_no_entry_and_no_process(tmp_path: Path) -> None:
     data = save(
         tmp_path / "a.jsonl",

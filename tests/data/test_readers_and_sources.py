@@ -286,6 +286,7 @@ def test_parquet_and_arrow(tmp_path: Path) -> None:
     assert "cannot be read as Parquet" in fails(write(tmp_path / "b.parquet", "no table"))
 
 
+@pytest.mark.soak
 def test_folder_saved_by_the_datasets_library(tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict
 

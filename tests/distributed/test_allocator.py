@@ -40,6 +40,7 @@ def faults_and_frozen(how: str, **env: str) -> tuple[int, int]:
     return faults, frozen
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_freed_memory_is_used_again_by_the_next_step() -> None:
     plain, nothing_frozen = faults_and_frozen("plain")
@@ -50,6 +51,7 @@ def test_freed_memory_is_used_again_by_the_next_step() -> None:
     assert frozen > 1_000
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
 def test_what_the_user_set_is_kept() -> None:
     faults, frozen = faults_and_frozen("settled", MALLOC_TRIM_THRESHOLD_="65536")

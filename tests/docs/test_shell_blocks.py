@@ -166,6 +166,7 @@ def _first_answer(server: subprocess.Popen[bytes], log: Path) -> bytes:
     raise AssertionError(f"the server did not start: {log.read_text()[-1500:]}")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("block", [_parameter(block) for block in RUN])
 def test_the_block_runs_as_printed(block: ShellBlock, workspaces: dict[Path, Path]) -> None:
     for line in block.lines:

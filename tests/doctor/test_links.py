@@ -18,6 +18,7 @@ def _measured(world: Communicator) -> tuple[Any, int]:
     return measure_network(world), world.traffic.total - before
 
 
+@pytest.mark.soak
 def test_every_pair_is_measured_and_all_ranks_agree() -> None:
     results = run_ranks(_measured, 3)
     networks = [network for network, _ in results]

@@ -85,7 +85,7 @@ def _in(network: Any, number: int, *command: str) -> None:
     subprocess.run(network.on(number, list(command)), check=True)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.alone
 def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(
     network: Any, pytestconfig: pytest.Config
@@ -177,7 +177,7 @@ def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(
         assert link["path_mtu_bytes"] in range(1400, 1405)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.alone
 def test_packet_loss_and_distance_are_named(pytestconfig: pytest.Config) -> None:
     with network_of(pytestconfig, 2, loss=0.02, delay_s=0.01) as network:

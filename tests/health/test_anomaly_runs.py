@@ -92,6 +92,7 @@ SKIPPING = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("parallel", SKIPPING, ids=["ddp", "zero3", "unclipped"])
 def test_a_step_is_skipped_and_its_rank_named(tmp_path, parallel):
     clip = parallel.get("max_grad_norm", 1.0)
@@ -169,6 +170,7 @@ def test_workers_that_train_on_their_own_are_told_of_too(tmp_path):
     assert "2 consecutive steps (up to step 12) had non-finite gradients (rank 1)" in ended.stderr
 
 
+@pytest.mark.soak
 def test_a_drifted_replica_is_named_and_never_saved(tmp_path):
     folder = tmp_path / "run"
     flip = {"rank": 1, "call": 6, "name": "2.weight"}
@@ -212,6 +214,7 @@ def rewound(tmp_path_factory):
     return folder, train(folder, recovery=REWIND, bad=only_in([10], rank=1), times=1e6)
 
 
+@pytest.mark.soak
 def test_a_jump_is_gone_back_before_and_its_batch_left_out(rewound):
     folder, result = rewound
     assert "step 11: the loss jumped to" in result.stderr
@@ -294,6 +297,7 @@ def test_it_does_not_go_back_for_ever(tmp_path):
     assert report(folder)["data"]["skipped_batches"]["steps"] == [10]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "parallel", [{"mode": "local_sgd"}, {"mode": "diloco"}], ids=lambda parallel: parallel["mode"]
 )

@@ -55,6 +55,7 @@ def test_none_in_a_thousand_even_steps(
         assert run(detector, 1000, noisy(seed, base_s, spread, jump)) == []
 
 
+@pytest.mark.soak
 def test_ranks_that_take_turns_in_being_slow_are_even() -> None:
     """As three ranks on two cores: some are always slower, but not one of them."""
     detector = StragglerDetector(EVEN)
@@ -62,7 +63,10 @@ def test_ranks_that_take_turns_in_being_slow_are_even() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
-@pytest.mark.parametrize("base_s", [0.02, 0.1, 0.4])
+@pytest.mark.parametrize(
+    "base_s",
+    [0.1, pytest.param(0.02, marks=pytest.mark.soak), pytest.param(0.4, marks=pytest.mark.soak)],
+)
 def test_two_hundred_milliseconds_are_named_within_ten_steps(
     world_size: int, base_s: float
 ) -> None:

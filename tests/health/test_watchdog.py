@@ -116,6 +116,7 @@ def test_the_others_end_after_the_timeout(tmp_path: Path) -> None:
         assert "the hang lasted longer than 3 s" in text
 
 
+@pytest.mark.soak
 def test_a_rank_that_left_out_a_collective_is_named(tmp_path: Path) -> None:
     first, *_ = run_ranks(_steps, 3, str(tmp_path), "skip", {"hang_timeout_s": 2.0})
     hang = first.of("hang")[0]
@@ -169,6 +170,7 @@ def test_an_error_of_another_cause_stays_as_it_is() -> None:
     assert run_ranks(_agree, 2) == ["True", "True"]
 
 
+@pytest.mark.soak
 def test_the_flight_recorder_of_torch_is_read() -> None:
     """In processes of their own: torch reads the variable once."""
     code = (
@@ -289,7 +291,7 @@ def test_a_stopped_process_is_named_within_ten_seconds_and_goes_on(
     assert "was paused" in pause["text"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_different_collectives_end_the_run_and_both_places_are_shown(tmp_path: Path) -> None:
     process = begin(
         tmp_path, "max_steps=30", "recovery.max_restarts=0", "recovery.hang_warning_s=2",
@@ -319,7 +321,7 @@ def test_another_size_is_reported_though_gloo_ends_the_process_at_once(tmp_path:
     assert events(tmp_path / "run", "fault") == []  # it would only come again
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_rank_slower_by_two_hundred_milliseconds_is_named_within_ten_steps(
     tmp_path: Path,
 ) -> None:

@@ -75,6 +75,7 @@ def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None
         assert (folder / "model" / "model.safetensors").is_file()
 
 
+@pytest.mark.soak
 def test_a_checkpoint_that_does_not_fit_is_not_the_fault_of_a_rank_that_was_told(
     tmp_path: Path,
 ) -> None:
@@ -93,6 +94,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_the_fault_of_a_rank_that_was_told
         assert "No space left" in error
 
 
+@pytest.mark.soak
 def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
     with disk(tmp_path / "small", "size=48m") as mounted:
         if not mounted:
@@ -192,6 +194,7 @@ def wait_for_checkpoint(
     raise AssertionError("no such checkpoint event came")
 
 
+@pytest.mark.soak
 def test_the_model_folder_does_not_fit(tmp_path: Path) -> None:
     with disk(tmp_path / "small", "size=9m") as mounted:
         if not mounted:

@@ -130,6 +130,7 @@ def test_stopped_by_a_signal_commits_and_goes_on(undisturbed, tmp_path, number, 
     assert digest(folder) == undisturbed
 
 
+@pytest.mark.soak
 def test_a_second_signal_ends_at_once(tmp_path):
     folder = tmp_path / "run"
     process = begin(folder)
@@ -148,6 +149,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
     assert not (folder / "heartbeats.json").exists()
 
 
+@pytest.mark.soak
 def test_a_killed_launcher_leaves_nothing_and_a_broken_checkpoint_is_passed_over(
     undisturbed, tmp_path
 ):
@@ -168,6 +170,7 @@ def test_a_killed_launcher_leaves_nothing_and_a_broken_checkpoint_is_passed_over
     assert digest(folder) == undisturbed
 
 
+@pytest.mark.soak
 def test_two_runs_in_one_folder(tmp_path):
     folder = tmp_path / "run"
     process = begin(folder)
@@ -187,6 +190,7 @@ def test_two_runs_in_one_folder(tmp_path):
         process.communicate(timeout=120)
 
 
+@pytest.mark.soak
 def test_of_two_runs_started_at_once_one_is_refused(tmp_path):
     words = (
         *MICRO,

@@ -89,6 +89,7 @@ def refused(here: Path, capsys: pytest.CaptureFixture[str], **changed: str) -> s
     return paragraph
 
 
+@pytest.mark.soak
 def test_it_is_that_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words()) == 0
     assert "already finished" in capsys.readouterr().err
@@ -150,6 +151,7 @@ def test_the_same_config_over_other_files(
     assert "the training data has changed" in refused(here, capsys)
 
 
+@pytest.mark.soak
 def test_other_weights_below_the_adapters(here: Path) -> None:
     """A checkpoint holds the adapters alone."""
     file = here / "model" / "model.safetensors"

@@ -78,6 +78,7 @@ def test_what_is_said_before_the_start(full):
     assert "216" in done.stderr or "240 read" in done.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 4), (4, 1)])
 def test_the_loss_is_the_same_for_every_number_of_ranks(full, tmp_path, ranks, accumulation):
     folder, _ = full
@@ -107,6 +108,7 @@ def test_padded_rows_give_the_same_losses(full, tmp_path):
     assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-4)
 
 
+@pytest.mark.soak
 def test_the_model_loads_in_plain_transformers(full):
     folder, _ = full
     script = (
@@ -120,6 +122,7 @@ def test_the_model_loads_in_plain_transformers(full):
     subprocess.run([sys.executable, "-c", script, str(folder / "model")], check=True)
 
 
+@pytest.mark.soak
 def test_the_adapter_loads_in_plain_peft_and_merges(lora, tmp_path):
     script = (
         "import sys, torch; from transformers import AutoModelForCausalLM; from peft import"
@@ -136,6 +139,7 @@ def test_the_adapter_loads_in_plain_peft_and_merges(lora, tmp_path):
     subprocess.run([sys.executable, "-c", script, str(lora / "model"), str(merged)], check=True)
 
 
+@pytest.mark.soak
 def test_generate_answers(full):
     folder, _ = full
     said = run(
@@ -144,6 +148,7 @@ def test_generate_answers(full):
     assert set(json.loads(said.stdout)) == {"question", "answer"}
 
 
+@pytest.mark.soak
 def test_going_on_from_an_adapter(lora, tmp_path):
     train(
         tmp_path / "run",
@@ -163,6 +168,7 @@ def test_the_same_command_again_says_it_is_done(lora):
     assert (lora / "report.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.soak
 def test_a_changed_config_is_shown_and_refused_unless_told(lora):
     words = (*LORA, "max_steps=6", "learning_rate=5e-3")
     refused = train(lora, *words, expect=2)
@@ -174,6 +180,7 @@ def test_a_changed_config_is_shown_and_refused_unless_told(lora):
     assert report(lora)["steps"] == 6
 
 
+@pytest.mark.soak
 def test_under_an_outer_torchrun(full, tmp_path):
     folder, _ = full
     words = [
@@ -257,6 +264,7 @@ def on_two_ranks(folder, end):
     return [json.loads((folder / f"{end}-{rank}").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.soak
 def test_every_rank_gets_the_report_under_an_outer_torchrun(tmp_path):
     first, second = on_two_ranks(tmp_path, "done")
     assert first == second
@@ -277,6 +285,7 @@ def test_every_rank_raises_that_it_was_stopped_under_an_outer_torchrun(tmp_path)
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.soak
 def test_json_gives_the_report_alone_on_standard_output(tmp_path):
     done = train(tmp_path / "run", "max_steps=2", "parallel.num_gpus=1", "--json")
     assert json.loads(done.stdout)["steps"] == 2
@@ -293,6 +302,7 @@ def test_float16_with_loss_scaling(tmp_path):
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
 
 
+@pytest.mark.soak
 def test_from_a_python_script_without_a_main_guard(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -308,6 +318,7 @@ def test_from_a_python_script_without_a_main_guard(tmp_path):
     assert done.stdout.split() == ["top", "level", "2", "2", str(script)]
 
 
+@pytest.mark.soak
 def test_without_shuffling_samples_come_in_file_order(tmp_path):
     rows = [{"prompt": "Count:", "completion": " one" * (2 + 3 * number)} for number in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -326,6 +337,7 @@ def test_without_shuffling_samples_come_in_file_order(tmp_path):
     assert len(set(tokens)) == 6
 
 
+@pytest.mark.soak
 def test_loader_workers_end_quietly_with_a_short_run(tmp_path):
     """The workers have prefetched batches that no step takes, and evaluation has workers as
     well."""

@@ -95,7 +95,7 @@ def train(folder: Path, mode: str, num_ranks: int, *words: str) -> Path:
     return folder / mode
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_one_sample_on_two_ranks_is_one_sample_on_one(tmp_path: Path) -> None:
     alone, pair = train(tmp_path, "single", 1), train(tmp_path, "ddp", 2)
     assert losses(pair) == pytest.approx(losses(alone), rel=1e-4)

@@ -11,6 +11,7 @@ from commands import MICRO, report, start, train, wait_for_step
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.soak
 def test_a_closed_terminal_commits_a_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(*MICRO, f"output_dir={folder}", "max_steps=400", start_new_session=True)
@@ -27,6 +28,7 @@ def test_a_closed_terminal_commits_a_checkpoint(tmp_path: Path) -> None:
     assert (folder / "checkpoints" / f"step-{found['steps']:08d}").is_dir()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("lines", [0, 8])
 def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path, lines: int) -> None:
     folder = tmp_path / "run"
@@ -41,6 +43,7 @@ def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path, lines: in
     assert report(folder)["status"] == "done"
 
 
+@pytest.mark.soak
 def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     done = train(tmp_path / "run", "max_steps=3", "parallel.num_gpus=1", "--json")
     assert "\x1b" not in done.stderr

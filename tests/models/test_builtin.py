@@ -49,6 +49,7 @@ def test_transformers_loads_it_whole(
     assert tokenizer.decode(tokenizer("süß 漢🙂\n\n  x")["input_ids"]) == "süß 漢🙂\n\n  x"
 
 
+@pytest.mark.soak
 def test_the_same_bytes_in_another_cache_and_without_modelling_code(tmp_path: Path) -> None:
     code = (
         "import sys; from paceline.models.builtin import resolve_model;"

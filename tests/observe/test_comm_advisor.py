@@ -182,6 +182,7 @@ SLOW_RATE = (5e4, 1e-3)  # so slow that a busy machine does not matter
 TOPK = {"compression": {"method": "topk", "ratio": 0.01}}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_compression_on_a_slow_link_pays(world_size):
     ranks = run_ranks(steps, world_size, "ddp", SLOW_RATE, TOPK)
@@ -201,12 +202,14 @@ def test_compression_on_a_slow_link_pays(world_size):
     assert len({one[2]["why"] for one in ranks}) == 1  # all ranks come to the same
 
 
+@pytest.mark.soak
 def test_what_is_said_to_be_sent_is_sent():
     for mode, more in (("ddp", TOPK), ("ddp", {"compression": {"method": "int8"}}), ("ddp", {})):
         sent, said = run_ranks(steps, 2, mode, None, more, 6)[0][4]
         assert sent == pytest.approx(said, abs=8), (mode, more)  # the norm's all-reduce
 
 
+@pytest.mark.soak
 def test_plain_ddp_on_a_slow_link_names_the_ways():
     opening, words, figures, said, _ = run_ranks(steps, 2, "ddp", SLOW_RATE, {}, 7)[0]
     assert opening is None
@@ -224,6 +227,7 @@ def local(world, workers):
     return steps(world, "diloco", SLOW_RATE, more, 15)
 
 
+@pytest.mark.soak
 def test_local_training_is_judged_by_whole_periods():
     ranks = run_ranks(local, 4, 2)
     opening, words, figures, said, _ = ranks[0]

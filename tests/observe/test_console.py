@@ -105,6 +105,7 @@ def shown_steps(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"^step (\d+)/", text, re.MULTILINE)]
 
 
+@pytest.mark.soak
 def test_a_long_run_prints_about_one_line_per_second_with_first_and_last():
     long_run = start(derived={**START["derived"], "steps": 140})
     shown = shown_steps(plain([long_run, *(step(number) for number in range(1, 141))]))
@@ -113,12 +114,14 @@ def test_a_long_run_prints_about_one_line_per_second_with_first_and_last():
     assert 15 <= len(shown) <= 17  # 14 seconds
 
 
+@pytest.mark.soak
 def test_a_short_run_prints_every_step_that_it_logs():
     assert shown_steps(plain([start(), *(step(number) for number in range(1, 41))])) == list(
         range(1, 41)
     )
 
 
+@pytest.mark.soak
 def test_logging_steps_are_all_printed():
     settings = {
         "derived": {**START["derived"], "steps": 1000},
@@ -128,6 +131,7 @@ def test_logging_steps_are_all_printed():
     assert shown_steps(plain([start(**settings), *(step(number) for number in logged)])) == logged
 
 
+@pytest.mark.soak
 def test_a_run_that_ends_early_shows_its_last_step():
     text = plain(
         [
@@ -144,6 +148,7 @@ def test_a_run_that_ends_early_shows_its_last_step():
     assert "run the same command again" in text
 
 
+@pytest.mark.soak
 def test_evaluations_checkpoints_and_notices_are_never_hidden():
     many = []
     for number in range(1, 11):

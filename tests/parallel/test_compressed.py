@@ -45,6 +45,7 @@ def learn(world):
     return found
 
 
+@pytest.mark.soak
 def test_each_method_trains_to_the_stated_loss_and_costs_what_it_says():
     first, second = run_ranks(learn, 2)
     for name, (_, goal) in LEARNS.items():
@@ -92,6 +93,7 @@ def go_on(world, steps, first, raw):
     return found
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_going_on_from_the_state_is_bitwise_equal(world_size):
     whole = run_ranks(go_on, world_size, 5, 0, None)
@@ -140,6 +142,7 @@ def begin(world):
     }
 
 
+@pytest.mark.soak
 def test_what_other_ranks_kept_is_dropped_with_a_notice():
     begun = run_ranks(begin, 2)
     sources = {name: assemble([one[name] for one in begun]) for name in begun[0]}
@@ -185,6 +188,7 @@ def with_parts(world):
     return found
 
 
+@pytest.mark.soak
 def test_the_data_axis_of_a_hybrid_with_what_serves_parts():
     results = run_ranks(with_parts, 4)
     plain, bf16, powersgd = results[0]

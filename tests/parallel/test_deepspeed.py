@@ -176,6 +176,7 @@ def everything(world, stage, middle):
     }  # fmt: skip
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (2, 3), (3, 2)])
 def test_a_stage_trains_saves_loads_and_costs_as_it_says(single, stage, world_size):
     reference, middle, last = single
@@ -227,6 +228,7 @@ def quiet(world, folder):
     return run.model.norm.running_mean, run.model.norm.num_batches_tracked
 
 
+@pytest.mark.soak
 def test_it_says_nothing_leaves_no_file_and_shares_running_statistics(tmp_path):
     first, second = run_ranks(quiet, 2, str(tmp_path), timeout_s=240.0)
     assert torch.equal(first[0], second[0])
@@ -258,6 +260,7 @@ def said_of(code, *paths):
     return done.stdout + done.stderr
 
 
+@pytest.mark.soak
 def test_not_installed_is_said_with_the_command(tmp_path):
     # a folder of that name in the way, as the one with its configs
     (tmp_path / "deepspeed").mkdir()
@@ -286,6 +289,7 @@ def test_not_installed_is_said_with_the_command(tmp_path):
     assert "`parallel.mode: zero3`" in said
 
 
+@pytest.mark.soak
 def test_one_that_does_not_load_is_a_rank_s_error_with_its_reason(tmp_path):
     (tmp_path / "deepspeed.py").write_text("raise RuntimeError('no compiler')\n")
     said = said_of(

@@ -122,6 +122,7 @@ def mean_of(world, dtype):
     )
 
 
+@pytest.mark.soak
 def test_three_ranks():
     results = run_ranks(three_ranks, 3)
     for wrong, paths, costs, means in results:
@@ -205,6 +206,7 @@ def four_ranks(world):
     return wrong, costs
 
 
+@pytest.mark.soak
 def test_two_workers_of_two_ranks_keep_half_the_outer_state_each():
     for wrong, (state, state_measured, traffic, traffic_measured) in run_ranks(four_ranks, 4):
         assert not wrong

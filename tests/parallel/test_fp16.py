@@ -87,6 +87,7 @@ def trains(world):
     return results
 
 
+@pytest.mark.soak
 def test_every_strategy():
     first, second = run_ranks(trains, 2)
     for name in CASES:

@@ -151,6 +151,7 @@ def test_bf16_stays_near_one_rank():
     assert found[0][0] == found[1][0]
 
 
+@pytest.mark.soak
 def test_state_moves_from_a_hybrid_to_one_rank_and_back():
     unbroken = run_ranks(train, 1, ParallelDims(), {}, {})[0]
     hybrid = ParallelDims(shard=2, tensor=2)

@@ -153,6 +153,7 @@ def costs_of(world, local, mode="local_sgd"):
     )
 
 
+@pytest.mark.soak
 def test_three_ranks():
     for wrong, difference, paths, costs in run_ranks(three_ranks, 3):
         assert not wrong
@@ -198,6 +199,7 @@ def two_by_two(world):
     return differences, paths, costs, mean, evaluated, unchanged, before, others
 
 
+@pytest.mark.soak
 def test_two_workers_of_two_ranks():
     results = run_ranks(two_by_two, 4)
     assert not any(differences for differences, *_ in results)
@@ -324,7 +326,7 @@ def test_one_rank_is_a_worker():
         )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_it_is_single_if_synchronized_at_each_step(tmp_path):
     """Four ranks, two per worker, shares of equal size, and SGD: the trainer's counts divide the
     loss of each worker correctly."""

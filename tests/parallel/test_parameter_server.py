@@ -207,6 +207,7 @@ def _goes_on_from(middle, found, end, reference, dense):
     )
 
 
+@pytest.mark.soak
 def test_one_worker_alone_makes_the_same_steps_without_waiting():
     found = run_ranks(train, 3, "parameter_server", "adagrad", 1, 2, 6, None, 0, (2, 5), "bounded")
     reference = alone("adagrad", watch=(5,))
@@ -275,6 +276,7 @@ def test_staleness_is_bounded_and_measured(rhythm, far, expected):
             assert found["seen"] >= far
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("optimizer", ["adam", "row_wise_adagrad"])
 def test_row_state_is_in_the_checkpoint(optimizer):
     found = run_ranks(train, 3, "parameter_server", optimizer, 1, 2, 4, None, 0, (1, 3))

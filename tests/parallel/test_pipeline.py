@@ -294,6 +294,7 @@ def on_four_ranks(world: Communicator) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.soak
 def test_four_ranks() -> None:
     ranks = run_ranks(on_four_ranks, 4, timeout_s=240)
     for name in ("1f1b", "zero_bubble", "lines"):

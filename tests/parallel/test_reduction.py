@@ -27,6 +27,7 @@ def train_by_each(world):
     return found
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_and_weights_are_those_of_the_backends_all_reduce(world_size):
     results = run_ranks(train_by_each, world_size)
@@ -65,6 +66,7 @@ def hybrid_data_axis(world):
     ]
 
 
+@pytest.mark.soak
 def test_the_data_axis_of_a_hybrid_too():
     native, ring = run_ranks(hybrid_data_axis, 4)[0]
     torch.testing.assert_close(ring, native, rtol=1e-6, atol=0)

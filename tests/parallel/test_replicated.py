@@ -106,6 +106,7 @@ def train_some(world, steps, state=None, first=0):
     return copied(state_shards(strategy)), statistics
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_going_on_from_the_state_is_bitwise_equal(world_size):
     whole = run_ranks(train_some, world_size, 6)

@@ -128,6 +128,7 @@ def test_a_state_goes_through_all_strategies(alone, two):
     assert two[0]["chain"] == pytest.approx(alone["whole"]["losses"][3:7], rel=1e-6)
 
 
+@pytest.mark.soak
 def test_state_and_traffic_are_what_the_cost_says(two, four):
     results = [[one["held"][number] for one in two] for number in range(len(two[0]["held"]))]
     results += [

@@ -165,7 +165,14 @@ KNOWN = (
 )
 
 
-@pytest.mark.parametrize("name", CASES)
+#: One of each kind; `make soak` has the rest.
+QUICK = ("ddp", "zero1", "zero3", "deepspeed 2", "pipeline", "topk")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in CASES],
+)
 @pytest.mark.parametrize(("kind", "value"), [("loss", float("nan")), ("gradient", float("inf"))])
 def test_a_skipped_step_leaves_nothing_behind(name, kind, value):
     world_size, arguments = CASES[name]

@@ -175,6 +175,7 @@ def check(found: dict[str, Any], largest_share: float) -> None:
         assert norm < 1e-4, (name, norm)
 
 
+@pytest.mark.soak
 def test_weights_are_cut_in_half_and_states_move_between_one_rank_and_two() -> None:
     for found in run_ranks(move, 2, ParallelDims(tensor=2), list(MODELS), timeout_s=240):
         check(found, LARGEST_SHARE)

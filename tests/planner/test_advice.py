@@ -31,6 +31,7 @@ def by_mode(result: dict[str, Any], name: str) -> dict[str, Any]:
     return next(mode for mode in result["modes"] if mode["mode"] == name)
 
 
+@pytest.mark.soak
 def test_the_smallest_change_that_fits_is_found() -> None:
     result = plan()
     assert result["precision"] == "bf16-mixed"
@@ -58,6 +59,7 @@ def test_the_smallest_change_that_fits_is_found() -> None:
         )
 
 
+@pytest.mark.soak
 def test_a_precision_counts_with_the_frozen_weights() -> None:
     keys = {"train_args.precision": "32", "train_args.gradient_checkpointing": True}
     sized = plan(device="RTX-5090", **{**keys, "train_args.per_device_train_batch_size": 1})
@@ -79,6 +81,7 @@ def test_a_precision_counts_with_the_frozen_weights() -> None:
     assert plan(device="V100-32GB")["precision"] == "fp16-mixed"
 
 
+@pytest.mark.soak
 def test_the_page_says_what_fits_and_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
     args = [
         "plan",

@@ -233,6 +233,7 @@ def test_auto_chooses_the_simplest_mode_with_enough_memory() -> None:
     assert pick(digits, 4, 8 * 10**9)[0].strategy == "ddp"
 
 
+@pytest.mark.soak
 def test_the_bound_is_above_the_plan(tmp_path: Path) -> None:
     for keys in (
         {"train_args": {"precision": "32"}},

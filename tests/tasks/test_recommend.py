@@ -133,6 +133,7 @@ def on_rank(world: Communicator, where: str) -> tuple[EvalResult, list[float], l
     return found, batch["label"].tolist(), scores.tolist()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("world_size", "where"), [(1, "distributed"), (3, "distributed"), (2, "rank0")]
 )

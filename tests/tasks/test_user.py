@@ -102,6 +102,7 @@ def test_a_file_named_as_a_known_module_hides_nothing() -> None:
     assert json.loads("1") == 1
 
 
+@pytest.mark.soak
 def test_a_task_and_its_data_can_be_sent_to_a_loader_process() -> None:
     write(
         GOOD.replace("return TensorDataset(x, 2 * x), None", "return Rows(), None")
@@ -246,6 +247,7 @@ def test_a_model_wrapped_already_is_refused() -> None:
         guard_model(None)
 
 
+@pytest.mark.soak
 def test_a_model_in_ddp_or_fsdp_is_refused(tmp_path: Path) -> None:
     code = f"""
 import torch, torch.distributed as dist

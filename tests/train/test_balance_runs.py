@@ -69,6 +69,7 @@ def weighted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.soak
 def test_weights_give_the_losses_of_equal_shares_and_each_sample_once(
     equal: Path, weighted: Path
 ) -> None:
@@ -98,6 +99,7 @@ def test_weights_give_the_losses_of_equal_shares_and_each_sample_once(
     ]
 
 
+@pytest.mark.soak
 def test_a_resumed_run_keeps_the_shares_bit_for_bit(weighted: Path, tmp_path: Path) -> None:
     """`speed` takes over what the checkpoint has, instead of measuring anew; so the bits are those
     of an undisturbed run."""
@@ -111,6 +113,7 @@ def test_a_resumed_run_keeps_the_shares_bit_for_bit(weighted: Path, tmp_path: Pa
     assert digest(tmp_path / "run") == digest(weighted / "run")
 
 
+@pytest.mark.soak
 def test_speeds_are_measured_and_the_slow_rank_gets_less(equal: Path, tmp_path: Path) -> None:
     said = train(
         tmp_path, 2 * STEPS_PER_EPOCH, "parallel.balance=speed", slow={"0": 0.02, "1": 0.12}

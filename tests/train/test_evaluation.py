@@ -95,7 +95,14 @@ def plain(num_rows: int) -> tuple[float, float, int]:
 
 @pytest.mark.parametrize("where", ["distributed", "rank0"])
 @pytest.mark.parametrize(
-    ("world_size", "num_rows"), [(1, 7), (2, 7), (3, 7), (3, 13), (3, 1), (2, 12)]
+    ("world_size", "num_rows"),
+    [
+        (3, 13),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.soak)
+            for sizes in ((1, 7), (2, 7), (3, 7), (3, 1), (2, 12))
+        ),
+    ],
 )
 def test_equal_to_one_process_over_the_whole_set(
     world_size: int, num_rows: int, where: str

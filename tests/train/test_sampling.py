@@ -58,6 +58,7 @@ def test_the_training_is_the_same_with_samples(tmp_path: Path, words: tuple[str,
     assert all(one["text"] and one["reference"] for event in found for one in event["samples"])
 
 
+@pytest.mark.soak
 def test_answers_are_those_of_transformers_own_decoding(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -111,6 +112,7 @@ def test_text_without_answers_is_continued(tmp_path: Path) -> None:
         assert one["text"]
 
 
+@pytest.mark.soak
 def test_a_pipeline_says_once_why_it_shows_none(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(
@@ -129,6 +131,7 @@ def test_a_pipeline_says_once_why_it_shows_none(tmp_path: Path) -> None:
     assert len(events(folder, "eval")) == 2
 
 
+@pytest.mark.soak
 def test_what_a_run_says_of_itself(tmp_path: Path) -> None:
     """`run_start` and `memory` of a run whose ranks hold different parts; the figures are the
     report's."""

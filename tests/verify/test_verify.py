@@ -66,6 +66,7 @@ CRASHING = StrategySpec("crashing", "user_strategies:Crashing")
 '''
 
 
+@pytest.mark.soak
 def test_agreeing_modes_are_certified_with_their_costs(tmp_path: Path) -> None:
     done = run(
         *MICRO,
@@ -108,6 +109,7 @@ def test_agreeing_modes_are_certified_with_their_costs(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
+@pytest.mark.soak
 def test_a_wrong_strategy_is_named_and_one_that_dies_does_not_take_the_others_down(
     tmp_path: Path,
 ) -> None:

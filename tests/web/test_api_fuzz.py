@@ -38,6 +38,7 @@ def operations(served: Served) -> list[Any]:
     return [found.ok() for found in schema.exclude(path_regex=_APART).get_all_operations()]
 
 
+@pytest.mark.soak
 def test_no_request_that_the_document_allows_is_too_much(served: Served) -> None:
     found = operations(served)
     assert len(found) > 12

@@ -76,6 +76,7 @@ def workers() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("run", ["adapted", "whole"])
 def test_the_tuned_model_answers_beside_its_base(serve, folder, run):
     served = serve(folder)
@@ -93,6 +94,7 @@ def test_the_tuned_model_answers_beside_its_base(serve, folder, run):
     assert len(workers()) == 1
 
 
+@pytest.mark.soak
 def test_an_answer_that_nobody_reads_any_more_is_stopped(serve, folder):
     served = serve(folder)
     body = {"messages": QUESTION, "max_new_tokens": 4000, "temperature": 2.0}
@@ -115,6 +117,7 @@ def test_an_answer_that_nobody_reads_any_more_is_stopped(serve, folder):
         time.sleep(0.05)
 
 
+@pytest.mark.soak
 def test_the_worker_ends_when_nobody_asks(serve, folder, monkeypatch):
     assert chatting.IDLE_S == 300
     monkeypatch.setattr(chatting, "IDLE_S", 0.5)
@@ -137,6 +140,7 @@ def test_a_run_without_a_model_says_what_to_do(serve, tmp_path):
     assert "finish" in found[-1][1]["fix"]
 
 
+@pytest.mark.soak
 def test_a_chat_that_is_too_long_is_refused_and_the_next_is_answered(serve, folder):
     served = serve(folder)
     found = chat(served, "whole", messages=[{"role": "user", "content": "word " * 50_000}])
@@ -145,6 +149,7 @@ def test_a_chat_that_is_too_long_is_refused_and_the_next_is_answered(serve, fold
     assert chat(served, "whole")[-1][0] == "end"
 
 
+@pytest.mark.soak
 def test_the_merged_model_is_written_once(serve, folder):
     served = serve(folder)
     path = f"/api/runs/{served.the_run('adapted')}/export"

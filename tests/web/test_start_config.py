@@ -132,6 +132,7 @@ def test_nothing_starts_without_the_token(panel):
         assert panel.client.post(f"/api/{path}", json={}).status_code == 401, path
 
 
+@pytest.mark.soak
 def test_a_plan_says_what_fits(panel):
     found = panel.ask(
         "/api/plan",
@@ -144,6 +145,7 @@ def test_a_plan_says_what_fits(panel):
     assert error["fix"]
 
 
+@pytest.mark.soak
 def test_a_newer_plan_ends_the_older(panel):
     body = {
         "yaml": (

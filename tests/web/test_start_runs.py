@@ -19,6 +19,7 @@ from paceline.web.jobs import runs
 from paceline.web.jobs.runs import START, RunLauncher, check_name, started_from, stop
 
 
+@pytest.mark.soak
 def test_a_run_is_started_and_comes_to_its_end(serve, tmp_path):
     served = serve(tmp_path)
     started = ask(served, "/api/start", yaml=MICRO % 6, name="first")
@@ -69,6 +70,7 @@ def test_a_run_is_stopped_with_a_checkpoint_and_resumed(serve, tmp_path):
     assert events(run, "run_end")[-1]["step"] == last
 
 
+@pytest.mark.soak
 def test_what_the_command_refuses_is_handed_over(serve, tmp_path):
     served = serve(tmp_path)
     error = ask(
@@ -102,6 +104,7 @@ def test_a_name_that_is_a_link_elsewhere_is_taken(tmp_path):
         check_name(tmp_path / "runs", "link")
 
 
+@pytest.mark.soak
 def test_a_run_outlives_the_panel(serve, tmp_path):
     folder = tmp_path / "runs"
     folder.mkdir()

@@ -91,6 +91,7 @@ def serious(page: Page) -> list[str]:
     ]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_no_page_has_a_serious_finding(seen: dict[str, list[str]], theme: str) -> None:
     assert not seen[theme], "\n".join(seen[theme])

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from panel_pages import Server, run_id
 from playwright.sync_api import Page, expect
 
@@ -12,6 +13,7 @@ def open_compare(page: Page, server: Server, *names: str) -> None:
     expect(page.get_by_role("heading", name="Compare", level=1)).to_be_visible()
 
 
+@pytest.mark.soak
 def test_two_are_chosen_in_the_list_and_compared(page: Page) -> None:
     page.get_by_label("Choose one to compare").check()
     expect(page.locator("#compare")).to_have_count(0)

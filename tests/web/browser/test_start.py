@@ -39,6 +39,7 @@ def field(page: Page, key: str) -> object:
     return page.locator(f'[data-key="{key}"]').locator("input, select").first
 
 
+@pytest.mark.soak
 def test_form_and_text_are_in_step(form):
     yaml = form.locator("#yaml")
     expect(field(form, "train_args.max_steps")).to_have_value("6")
@@ -65,6 +66,7 @@ def test_form_and_text_are_in_step(form):
     expect(form.locator("#start")).to_be_enabled()
 
 
+@pytest.mark.soak
 def test_data_is_uploaded_and_looked_at(form, panel):
     rows = [
         {"prompt": "What is a pace line?", "completion": "Riders in a row."},
@@ -95,6 +97,7 @@ def test_data_is_uploaded_and_looked_at(form, panel):
     )
 
 
+@pytest.mark.soak
 def test_a_run_is_started_watched_to_its_end_and_asked(form, panel):
     expect(form.locator("#plan-verdict")).to_contain_text("It fits", timeout=LONG_MS)
     field(form, "lora.enable").check()
@@ -133,6 +136,7 @@ def test_a_run_is_started_watched_to_its_end_and_asked(form, panel):
     assert (run / "exported" / "model.safetensors").is_file()
 
 
+@pytest.mark.soak
 def test_a_run_is_stopped_and_resumed_with_a_change(form, panel):
     field(form, "train_args.max_steps").fill("5000")
     expect(form.locator("#yaml")).to_have_value(re.compile("max_steps: 5000"))
@@ -161,6 +165,7 @@ def test_a_run_is_stopped_and_resumed_with_a_change(form, panel):
     assert events(run, "run_end")[-1]["step"] == reached + 2
 
 
+@pytest.mark.soak
 def test_a_rank_that_stands_still_is_seen_and_the_run_ended_at_once(form, panel):
     form.fill("#yaml", MICRO % 5000)
     expect(form.locator("#verdict .good")).to_be_visible()
@@ -194,6 +199,7 @@ def test_a_rank_that_stands_still_is_seen_and_the_run_ended_at_once(form, panel)
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.soak
 def test_what_the_command_refuses_stands_in_the_page(form, panel):
     field(form, "model").fill("builtin:nothing")
     expect(form.locator("#yaml")).to_have_value(re.compile("builtin:nothing"))
@@ -204,6 +210,7 @@ def test_what_the_command_refuses_stands_in_the_page(form, panel):
     assert not any(one.is_dir() and one.name.startswith("first") for one in panel.folder.iterdir())
 
 
+@pytest.mark.soak
 def test_without_the_token_the_form_says_how_to_get_it(browser, panel):
     with opened(browser, panel.url.partition("?")[0] + "#/new") as page:
         expect(page.locator(".state-error")).to_contain_text("open the link")

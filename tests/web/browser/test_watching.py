@@ -220,6 +220,7 @@ def test_a_range_is_asked_of_the_server(page: Page, server: Server) -> None:
     expect(page.locator("#to-step")).to_have_value("11")
 
 
+@pytest.mark.soak
 def test_a_server_that_goes_and_comes_back(browser: Browser, tmp_path: Path) -> None:
     event_logs.finished(tmp_path / "before")
     server = serve(tmp_path)
