@@ -1,5 +1,5 @@
-"""Whether a method pays on the link that was measured: the arithmetic, real steps over links of two
-speeds, and who is told."""
+"""Whether a method pays on the measured link: the arithmetic, real steps over links of two speeds,
+and where the result is reported."""
 
 import time
 from dataclasses import asdict
@@ -15,13 +15,13 @@ from paceline.config.schema import Config
 from paceline.distributed.link import Link
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.shape.outline import outline
-from paceline.observe.comm_advisor import CommAdvisor, Method, StepTimings, judge, judge_plain
+from paceline.observe.comm_advisor import CommAdvisor, StepTimings, evaluate, evaluate_plain_ddp
 from paceline.observe.console import end_lines
 from paceline.observe.metrics import StepMetrics
 from paceline.observe.report.tables import communication_rows
 from paceline.observe.terminal import Progress
 from paceline.parallel.base import make_strategy
-from paceline.parallel.comm_profile import CommTimes
+from paceline.parallel.comm_profile import CommProfile, CommTimes
 from paceline.parallel.protocols import comm_profile
 from paceline.train.optimizer import build_optimizer, matrices_of
 
@@ -32,59 +32,60 @@ BUCKETS = [20_000_000, 20_000_000]  # two ranks send each byte once
 
 
 def topk(link, measured, beside=True, sends_s=None):
-    return judge(
-        Method("topk", "leave `compression` out", BUCKETS, beside, sends_s), link, measured
+    profile = CommProfile(
+        "topk", "leave `compression` out", BUCKETS, None, None, 0.0, 0.0, CommTimes, beside
     )
+    return evaluate(profile, sends_s, link, measured)
 
 
 def test_it_pays_where_plain_ddp_would_wait_longer():
-    found = topk(SLOW, StepTimings(20, 0.5, 0.2, 0.3, CommTimes(0.2, method_s=0.1)))
-    assert found.pays is True
+    verdict = topk(SLOW, StepTimings(20, 0.5, 0.2, 0.3, CommTimes(0.2, method_s=0.1)))
+    assert verdict.pays is True
     # The first bucket is full after half of backward, and each takes 2.02 s.
-    assert found.ddp == pytest.approx({"all_reduce_s": 4.04, "wait_s": 3.94, "step_s": 4.24})
-    assert "plain ddp's about 4.2 s" in found.why
-    assert "38.1 MiB" in found.why
-    assert "hides 100 ms" in found.why
+    assert verdict.ddp == pytest.approx({"all_reduce_s": 4.04, "wait_s": 3.94, "step_s": 4.24})
+    assert "a plain ddp step would take about 4.2 s" in verdict.why
+    assert "38.1 MiB" in verdict.why
+    assert "hides 100 ms" in verdict.why
 
 
 def test_it_does_not_pay_where_backward_hides_what_the_method_saves():
-    found = topk(FAST, StepTimings(20, 0.35, 0.05, 0.3, CommTimes(0.2, method_s=0.04)))
-    assert found.pays is False
-    assert found.ddp["wait_s"] == pytest.approx(0.0202)  # the last bucket
-    assert found.ddp["step_s"] == pytest.approx(0.3202)
-    assert "topk itself computes for 40 ms" in found.why
-    assert found.why.endswith("Fix: leave `compression` out")
+    verdict = topk(FAST, StepTimings(20, 0.35, 0.05, 0.3, CommTimes(0.2, method_s=0.04)))
+    assert verdict.pays is False
+    assert verdict.ddp["wait_s"] == pytest.approx(0.0202)  # the last bucket
+    assert verdict.ddp["step_s"] == pytest.approx(0.3202)
+    assert "topk itself computes for 40 ms" in verdict.why
+    assert verdict.why.endswith("Fix: leave `compression` out")
 
 
 def test_a_small_gain_is_not_known():
-    found = topk(FAST, StepTimings(20, 0.315, 0.015, 0.3, CommTimes(0.2)))
-    assert found.pays is None
-    assert "too small to tell" in found.why
+    verdict = topk(FAST, StepTimings(20, 0.315, 0.015, 0.3, CommTimes(0.2)))
+    assert verdict.pays is None
+    assert "too small to tell" in verdict.why
 
 
 def test_work_beside_the_step_slows_it_down():
     """80 ms of work and 5 ms of waiting: 75 ms were taken from the step's only thread; of three, a
     third of it each."""
     for threads, taken in ((1, 0.075), (3, 0.025)):
-        found = topk(
+        verdict = topk(
             FAST, StepTimings(20, 0.305, 0.005, 0.3, CommTimes(0.2, method_s=0.08), threads)
         )
-        assert found.ddp["step_s"] == pytest.approx(0.3202 - taken)
-    found = topk(
+        assert verdict.ddp["step_s"] == pytest.approx(0.3202 - taken)
+    verdict = topk(
         FAST, StepTimings(20, 0.305, 0.005, 0.3, CommTimes(0.2, method_s=0.08), 3), beside=False
     )
-    assert found.ddp["step_s"] == pytest.approx(0.3202 - 0.08)  # part of the step itself
-    found = topk(FAST, StepTimings(20, 0.305, 0.005, 0.3, CommTimes(0.2, moments_s=0.01)))
-    assert found.ddp["step_s"] == pytest.approx(0.3302)  # what ddp's optimizer does
+    assert verdict.ddp["step_s"] == pytest.approx(0.3202 - 0.08)  # part of the step itself
+    verdict = topk(FAST, StepTimings(20, 0.305, 0.005, 0.3, CommTimes(0.2, moments_s=0.01)))
+    assert verdict.ddp["step_s"] == pytest.approx(0.3302)  # what ddp's optimizer does
 
 
 def test_waiting_that_nothing_explains_would_be_ddps_too():
     measured = StepTimings(20, 0.35, 0.05, 0.3, CommTimes(0.2, method_s=0.01, moments_s=0.005))
-    found = topk(FAST, measured, sends_s=0.002)
-    assert found.ddp["wait_s"] == pytest.approx(0.0202 + 0.033)
-    assert found.ddp["step_s"] == pytest.approx(0.3 + 0.005 + 0.0202 + 0.033)
-    assert "33 ms of waiting that the link does not explain" in found.why
-    assert found.pays is None
+    verdict = topk(FAST, measured, sends_s=0.002)
+    assert verdict.ddp["wait_s"] == pytest.approx(0.0202 + 0.033)
+    assert verdict.ddp["step_s"] == pytest.approx(0.3 + 0.005 + 0.0202 + 0.033)
+    assert "33 ms of waiting that the link does not explain" in verdict.why
+    assert verdict.pays is None
     assert topk(FAST, measured).pays is False  # not known what the link explains
     diloco = topk(FAST, measured, beside=False, sends_s=0.002)  # its work is no part of its waiting
     assert diloco.ddp["wait_s"] == pytest.approx(0.0202 + 0.048)
@@ -99,81 +100,82 @@ def test_waiting_that_nothing_explains_would_be_ddps_too():
     ("step_s", "pays"), [(3.0, True), (200.0, False), (4.0, None), (30.0, None)]
 )
 def test_where_waits_are_not_seen_bounds_decide(step_s, pays):
-    found = topk(SLOW, StepTimings(20, step_s, None, None, CommTimes(0.0)))
-    assert found.pays is pays
-    assert found.ddp == {"all_reduce_s": pytest.approx(4.04), "wait_s": None, "step_s": None}
+    verdict = topk(SLOW, StepTimings(20, step_s, None, None, CommTimes(0.0)))
+    assert verdict.pays is pays
+    assert verdict.ddp == {"all_reduce_s": pytest.approx(4.04), "wait_s": None, "step_s": None}
 
 
 def test_without_steps_nothing_is_known():
-    found = topk(SLOW, None)
-    assert found.pays is None
-    assert "too few steps" in found.why
+    verdict = topk(SLOW, None)
+    assert verdict.pays is None
+    assert "too few steps" in verdict.why
 
 
-def test_what_is_said_of_plain_ddp():
+def test_advice_on_plain_ddp():
     slow = StepTimings(20, 4.4, 4.0, 0.4, CommTimes(0.3))
-    # less than half of it
-    assert judge_plain(StepTimings(20, 0.4, 0.19, 0.21, CommTimes(0.3)), None, BUCKETS) is None
-    assert judge_plain(None, None, BUCKETS) is None
-    said = judge_plain(slow, SLOW, BUCKETS)
-    assert said.startswith("communication takes 91 % of a step (4 s of 4.4 s)")
-    assert "`compression.method: powersgd`" in said
-    assert "`parallel.mode: diloco`" in said
-    other = judge_plain(slow, FAST, BUCKETS)
-    assert "the link is not what is slow" in other
+    half = StepTimings(20, 0.4, 0.19, 0.21, CommTimes(0.3))
+    assert evaluate_plain_ddp(half, None, BUCKETS) is None
+    assert evaluate_plain_ddp(None, None, BUCKETS) is None
+    advice = evaluate_plain_ddp(slow, SLOW, BUCKETS)
+    assert advice.startswith("communication takes 91 % of a step (4 s of 4.4 s)")
+    assert "`compression.method: powersgd`" in advice
+    assert "`parallel.mode: diloco`" in advice
+    other = evaluate_plain_ddp(slow, FAST, BUCKETS)
+    assert "the link is not the bottleneck" in other
     assert "compression" not in other
 
 
 # -- real steps
-WORDS, ROWS = 24, 48
+VOCAB_SIZE, ROWS = 24, 48
 
 
 class Plain(nn.Sequential):
     def __init__(self):
         super().__init__(
-            nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, WORDS)
+            nn.Embedding(VOCAB_SIZE, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, VOCAB_SIZE)
         )
 
 
-def steps(world, mode, link, more, steps=14):
-    """Train on real ranks, over a link of (bytes a second, seconds a message) where one is
-    given."""
+def steps(world, mode, link, settings, steps=14):
+    """Train on real ranks, over a link of (bytes per second, seconds per message) if it is not
+    None."""
     if link is not None:
         world = Shaped.of(world, *link)
-    config = Config(model="m", dataset="d", parallel={"mode": mode, "bucket_cap_mb": 0.01}, **more)
+    parallel = {"mode": mode, "bucket_cap_mb": 0.01}
+    config = Config(model="m", dataset="d", parallel=parallel, **settings)
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(0)
-    built = Plain().eval()
-    _, matrices = outline(built, config), matrices_of(built)
-    strategy.setup(built)
+    model = Plain().eval()
+    _, matrices = outline(model, config), matrices_of(model)
+    strategy.setup(model)
     strategy.setup_optimizer(
         lambda named: build_optimizer(config.train_args, 1e-3, named, matrices)
     )
-    meter = StepMetrics(world, time.time(), has_tokens=False)
+    metrics = StepMetrics(world, time.time(), has_tokens=False)
     before = world.traffic.total
-    judge = CommAdvisor(comm_profile(strategy), world, meter, first_step=0, last_step=steps)
-    opening, words = judge.opening(), []
+    advisor = CommAdvisor(comm_profile(strategy), world, metrics, first_step=0, last_step=steps)
+    opening, verdicts = advisor.opening(), []
     assert world.traffic.total == before
-    batch = torch.arange(ROWS) % WORDS
+    batch = torch.arange(ROWS) % VOCAB_SIZE
 
     def micro_step(number, module):
         return functional.cross_entropy(module(batch), batch, reduction="sum") / ROWS
 
     for step in range(1, steps + 1):
-        meter.begin()
+        metrics.begin()
         strategy.forward_backward(micro_step, 1)
         strategy.clip_grad_norm(1.0)
         strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
-        meter.end(torch.zeros(()), 1.0)
-        words.append(judge.after_step(step))
-    figures = judge.report()
-    sent = [meter.usual_traffic, comm_profile(strategy).sent_bytes]
+        metrics.end(torch.zeros(()), 1.0)
+        verdicts.append(advisor.after_step(step))
+    figures = advisor.report()
+    sent = [metrics.usual_traffic, comm_profile(strategy).sent_bytes]
     world.barrier()
     return (
         opening,
-        words,
-        {**figures, "link": judge.link and asdict(judge.link)},
-        judge.summary,
+        verdicts,
+        {**figures, "link": advisor.link and asdict(advisor.link)},
+        advisor.summary,
         sent,
     )
 
@@ -186,59 +188,59 @@ TOPK = {"compression": {"method": "topk", "ratio": 0.01}}
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_compression_on_a_slow_link_pays(world_size):
     ranks = run_ranks(steps, world_size, "ddp", SLOW_RATE, TOPK)
-    opening, words, figures, said, _ = ranks[0]
+    opening, verdicts, figures, summary, _ = ranks[0]
     assert opening[0] == "info"
     assert opening[1].startswith("link: ")
     assert "topk sends" in opening[1]
-    told = [(number + 1, word) for number, word in enumerate(words) if word is not None]
-    assert [number for number, _ in told] == [11]  # the first step does not count
-    assert told[0][1][0] == "info"
-    assert told[0][1][1].startswith("step 11: topk pays on this link: ")
+    logged = [(step, verdict) for step, verdict in enumerate(verdicts, 1) if verdict is not None]
+    assert [step for step, _ in logged] == [11]  # the first step does not count
+    assert logged[0][1][0] == "info"
+    assert logged[0][1][1].startswith("step 11: topk pays on this link: ")
     assert figures["pays"] is True
     assert figures["steps_measured"] == 13
     assert figures["ddp"]["step_s"] > figures["step_s"]
     assert figures["link"]["num_ranks"] == world_size
-    assert said.startswith("topk pays on this link: ")
-    assert len({one[2]["why"] for one in ranks}) == 1  # all ranks come to the same
+    assert summary.startswith("topk pays on this link: ")
+    assert len({figures["why"] for _, _, figures, _, _ in ranks}) == 1  # all ranks come to the same
 
 
 @pytest.mark.soak
-def test_what_is_said_to_be_sent_is_sent():
-    for mode, more in (("ddp", TOPK), ("ddp", {"compression": {"method": "int8"}}), ("ddp", {})):
-        sent, said = run_ranks(steps, 2, mode, None, more, 6)[0][4]
-        assert sent == pytest.approx(said, abs=8), (mode, more)  # the norm's all-reduce
+def test_the_declared_traffic_is_sent():
+    for settings in (TOPK, {"compression": {"method": "int8"}}, {}):
+        sent, declared = run_ranks(steps, 2, "ddp", None, settings, 6)[0][4]
+        assert sent == pytest.approx(declared, abs=8), settings  # the norm's all-reduce
 
 
 @pytest.mark.soak
 def test_plain_ddp_on_a_slow_link_names_the_ways():
-    opening, words, figures, said, _ = run_ranks(steps, 2, "ddp", SLOW_RATE, {}, 7)[0]
+    opening, verdicts, figures, summary, _ = run_ranks(steps, 2, "ddp", SLOW_RATE, {}, 7)[0]
     assert opening is None
-    assert words == [None] * 7  # nothing is measured before the end
+    assert verdicts == [None] * 7  # nothing is measured before the end
     assert figures["method"] == "none"
     assert figures["pays"] is None
     assert figures["wait_share"] > 0.5
     assert figures["link"]["num_ranks"] == 2
-    assert said == figures["why"]
-    assert "powersgd" in said
+    assert summary == figures["why"]
+    assert "powersgd" in summary
 
 
 def local(world, workers):
-    more = {"local_sgd": {"sync_every": 4, "workers": workers}}
-    return steps(world, "diloco", SLOW_RATE, more, 15)
+    settings = {"local_sgd": {"sync_every": 4, "workers": workers}}
+    return steps(world, "diloco", SLOW_RATE, settings, 15)
 
 
 @pytest.mark.soak
 def test_local_training_is_judged_by_whole_periods():
     ranks = run_ranks(local, 4, 2)
-    opening, words, figures, said, _ = ranks[0]
+    opening, verdicts, figures, summary, _ = ranks[0]
     assert "diloco sends" in opening[1]
-    assert "in the mean" in opening[1]
+    assert "on average" in opening[1]
     # three periods after the first step
-    assert [number + 1 for number, word in enumerate(words) if word is not None] == [13]
+    assert [step for step, verdict in enumerate(verdicts, 1) if verdict is not None] == [13]
     assert figures["steps_measured"] == 12
     assert figures["link"]["num_ranks"] == 4  # those among which plain ddp would sum
     assert figures["pays"] is True
-    assert said.startswith("diloco pays on this link: ")
+    assert summary.startswith("diloco pays on this link: ")
 
 
 def part(world):
@@ -254,26 +256,26 @@ def part(world):
     config = Config(model="m", dataset="d", parallel=sizes, compression={"method": "bf16"})
     strategy = make_strategy("hybrid", config, lines)
     strategy.setup(Plain())
-    none = []
+    profiles = []
     for mode in ("zero1", "zero3"):
         other = make_strategy(mode, Config(model="m", dataset="d", parallel={"mode": mode}), world)
         other.setup(Plain())
-        none.append(comm_profile(other))
+        profiles.append(comm_profile(other))
     world.barrier()
     return (
         comm_profile(strategy).group.size,
         comm_profile(strategy).sent_bytes * 2 == sum(comm_profile(strategy).bucket_bytes),
-        none,
+        profiles,
     )
 
 
 def test_the_data_axis_of_a_hybrid():
-    for found in run_ranks(part, 4):
-        assert found == (2, True, [None, None])
+    for result in run_ranks(part, 4):
+        assert result == (2, True, [None, None])
 
 
-# -- who is told
-def test_the_report_and_the_last_lines_tell():
+# -- where it is reported
+def test_the_report_and_the_last_lines_have_it():
     verdict = topk(FAST, StepTimings(20, 0.35, 0.05, 0.3, CommTimes(0.2, method_s=0.04)))
     figures = {
         "method": "topk", "ratio_sent": 50.0, "residual_norm": 1.5, "step_s": 0.35, "wait_s": 0.05,
@@ -281,21 +283,21 @@ def test_the_report_and_the_last_lines_tell():
         "pays": verdict.pays, "why": verdict.why,
     }  # fmt: skip
     rows = {
-        one.name: one.value
-        for one in communication_rows({"communication": figures, "link": asdict(FAST)})
+        row.name: row.value
+        for row in communication_rows({"communication": figures, "link": asdict(FAST)})
     }
     assert rows["Pays on this link"] == "no"
-    assert rows["Link, measured"] == "8 Gbit/s, 0.1 ms a message"
-    assert rows["Of it waiting for communication"] == "50 ms (14 %)"
-    assert rows["A step of plain ddp, predicted"] == "320 ms"
-    assert rows["Sent, of what plain ddp sends"] == "1/50"
+    assert rows["Link, measured"] == "8 Gbit/s, 0.1 ms per message"
+    assert rows["of which waiting for communication"] == "50 ms (14 %)"
+    assert rows["Time per step of plain ddp, predicted"] == "320 ms"
+    assert rows["Sent, relative to plain ddp"] == "1/50"
     assert rows["Why"] == verdict.why
     assert communication_rows({}) == []
     old = {
         row.name
         for row in communication_rows({"communication": {"method": "topk", "ratio_sent": None}})
     }
-    assert old == {"Method", "Sent, of what plain ddp sends"}  # of a run before links were measured
+    assert old == {"Method", "Sent, relative to plain ddp"}  # of a run before links were measured
     lines = dict(
         end_lines(Progress(), {"status": "done", "step": 20, "network": "topk does not pay"})
     )

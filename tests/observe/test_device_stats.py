@@ -5,7 +5,7 @@ import threading
 
 import torch
 
-from paceline.observe.device_stats import NOTHING, DeviceMonitor, device_figures
+from paceline.observe.device_stats import UNKNOWN, DeviceMonitor, device_figures
 
 
 def readers() -> int:
@@ -14,7 +14,7 @@ def readers() -> int:
 
 def test_on_a_cpu_nothing_is_read() -> None:
     reader = DeviceMonitor(torch.device("cpu"))
-    assert reader.last == NOTHING
+    assert reader.last == UNKNOWN
     assert readers() == 0
     assert device_figures([reader.last, reader.last]) == []
 
@@ -25,13 +25,13 @@ def test_what_does_not_answer_is_not_asked_again() -> None:
         if one.name == "device-reader":
             one.join(timeout=30)
     assert readers() == 0
-    assert reader.last == NOTHING
+    assert reader.last == UNKNOWN
     del reader
     gc.collect()
 
 
 def test_each_figure_is_known_or_null() -> None:
-    figures = device_figures([[1.5, 41.0, 0.0], NOTHING, [1.0, 0.0, 301.25]])
+    figures = device_figures([[1.5, 41.0, 0.0], UNKNOWN, [1.0, 0.0, 301.25]])
     assert figures == [
         {"rank": 0, "utilisation": 0.5, "temperature_c": 40.0, "power_w": None},
         {"rank": 2, "utilisation": 0.0, "temperature_c": None, "power_w": 300.25},

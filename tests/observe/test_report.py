@@ -215,7 +215,7 @@ def test_the_page_is_whole_offline_and_has_its_plots(tmp_path):
         "Training loss",
         "Learning rate",
         "Throughput",
-        "Time of a step",
+        "Time per step",
         "Memory of each rank",
         "Gradient norm",
     ):
@@ -300,14 +300,14 @@ def test_losses_that_are_no_numbers_are_gaps_and_said(tmp_path):
     raw = next(d for kind, d in paths(html) if "faint" in kind)
     assert raw.count("M") == 3
     assert "nan" not in raw
-    assert "3 of 30 logged steps have a loss that is not a finite number" in Page(html).text
+    assert "the loss of 3 of 30 logged steps is not finite" in Page(html).text
     assert "NaN" not in "".join(re.findall(r"application/json\">(.*?)</script>", html, re.DOTALL))
 
 
 def test_all_losses_nan(tmp_path):
     run(tmp_path, 3, losses=dict.fromkeys((1, 2, 3), math.nan))
     text = Page(page_of(tmp_path)).text
-    assert "3 of 3 logged steps have a loss that is not a finite number" in text
+    assert "the loss of 3 of 3 logged steps is not finite" in text
 
 
 def test_unknown_figures_leave_their_plots_out(tmp_path):
@@ -334,7 +334,7 @@ def test_unknown_figures_leave_their_plots_out(tmp_path):
     assert "–" in page.text
 
 
-def test_a_later_life_replaces_what_it_did_again_and_is_marked(tmp_path):
+def test_a_later_attempt_replaces_earlier_steps_and_is_marked(tmp_path):
     log = run(tmp_path, 25)
     begin(log, tmp_path, resumed=15)
     log.emit({"type": "resume", "step": 15, "path": "checkpoints/step-00000015"})
@@ -347,7 +347,7 @@ def test_a_later_life_replaces_what_it_did_again_and_is_marked(tmp_path):
     assert loss["series"][2]["x"] == [10, 20, 30]
     assert text.count("resumed at step 15") == 1
     assert html.count('<line class="mark"') == 6
-    assert "ended without a report" in text  # the first life
+    assert "no report" in text  # the first attempt
 
 
 def test_ranks_and_memory_are_shown_by_part(tmp_path):
@@ -375,7 +375,7 @@ def test_ranks_and_memory_are_shown_by_part(tmp_path):
     assert "communication, not hidden" in text
     memory = re.findall(r"<td[^>]*>([^<]*)</td>", text[text.index("Memory by rank") :])
     assert memory[:6] == [
-        "predicted, fullest rank",
+        "predicted maximum",
         "1.0 MiB",
         "2.0 MiB",
         "4.0 MiB",
@@ -395,11 +395,11 @@ def test_a_run_of_an_older_version_has_no_memory_table(tmp_path):
     assert "data_wait_s" in text
 
 
-def test_many_ranks_show_the_fullest_and_the_emptiest(tmp_path):
+def test_many_ranks_show_maximum_and_minimum(tmp_path):
     run(tmp_path, 3, world=12)
     text = Page(page_of(tmp_path)).text
     assert "Memory, 12 ranks" in text
-    assert "fullest rank" in text
+    assert "maximum" in text
 
 
 def test_a_large_run_is_downsampled_but_keeps_its_spike(tmp_path):
@@ -448,7 +448,7 @@ def test_smooth_keeps_a_constant_a_line_and_gaps():
 
 def test_ticks_are_round_and_inside():
     assert ticks(0.0, 1.0) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert ticks(1, 3, whole=True) == [1, 2, 3]
+    assert ticks(1, 3, integers=True) == [1, 2, 3]
     assert ticks(5.0, 5.0) == [5.0]
     assert [tick_label(value, 0.5) for value in (0, 0.5, 1.0)] == ["0", "0.5", "1.0"]
     assert [tick_label(value, 5e-5) for value in (5e-5, 1e-4)] == ["5e-5", "1e-4"]

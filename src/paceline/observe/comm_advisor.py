@@ -1,5 +1,5 @@
-"""Whether a method that saves traffic pays on the link that was measured; and how much of plain
-ddp's step is communication."""
+"""Advice on communication: whether a method that reduces traffic pays on the measured link, and how
+much of a plain ddp step is communication."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A gain of less is within what measuring and predicting can miss.
+#: A smaller gain is within the error of the measurement and the prediction.
 _MARGIN = 0.05
-#: Steps to judge by: at the end at least, and for the first word.
-_FEWEST, _FIRST_WORD = 5, 10
-#: From this share of plain ddp's step on the report says what would help.
-_MUCH = 0.5
-#: The last so many steps tell where the time goes.
-_KEPT = 100
+#: Steps needed for a verdict at the end of the run, and steps after which the first one is logged.
+_MIN_STEPS, _FIRST_VERDICT = 5, 10
+#: The share of a plain ddp step above which the report suggests a method.
+_HIGH_SHARE = 0.5
+#: The number of recent steps that are evaluated.
+_MAX_STEPS = 100
 
 _short = formatting.short_duration
 
 
 @dataclass(frozen=True)
 class StepTimings:
-    """Seconds of a step, means over ``steps`` steps. Ranks that are early wait for the last one
-    under any method, so in each step the rank that waits least tells what communication takes, and
-    the one that computes longest when it can begin.
+    """Seconds of a step, as means over ``steps`` steps. Early ranks wait for the last one with any
+    method, so of each step the shortest wait and the longest computation of any rank count.
 
     Args:
-        step_s: of a step in all.
-        wait_s: least over the ranks, standing still for communication; None where the host does not
-            wait (an accelerator's own queue does).
-        computing_s: most over the ranks, not standing still; likewise.
-        spent: as :class:`~paceline.parallel.comm_profile.CommTimes`, a step, a mean over the ranks.
-        num_threads: that compute a step.
+        step_s: of a whole step.
+        wait_s: minimum over the ranks of the time blocked on communication; None if the host does
+            not wait (an accelerator's own queue does).
+        computing_s: maximum over the ranks of the rest of the step; None if ``wait_s`` is.
+        spent: as :class:`~paceline.parallel.comm_profile.CommTimes`, per step, a mean over the
+            ranks.
+        num_threads: threads that compute a step.
     """
 
     steps: int
@@ -65,110 +65,103 @@ class StepTimings:
 
 @dataclass(frozen=True)
 class CommVerdict:
-    """``pays``: None where it cannot be known. ``ddp``: what is predicted for plain ddp; None for
-    what cannot be."""
+    """``pays``: None if unknown. ``ddp``: what is predicted for plain ddp; None for an unknown
+    figure."""
 
     pays: bool | None
     why: str
     ddp: dict[str, float | None]
 
 
-@dataclass(frozen=True)
-class Method:
-    """What is judged: of :class:`~paceline.parallel.comm_profile.CommProfile` what these names say,
-    and how long what it sends in a step should take on the link; None where that is not known."""
-
-    name: str
-    without: str
-    buckets: Sequence[int]
-    beside: bool
-    sends_s: float | None = None
-
-
-def judge(method: Method, link: Link, measured: StepTimings | None) -> CommVerdict:
+def evaluate(
+    profile: CommProfile, sends_s: float | None, link: Link, measured: StepTimings | None
+) -> CommVerdict:
     """Compare the measured step with the one that plain ddp would make.
 
-    That one computes as long as the measured one does without waiting for communication and without
-    the method's own work (in each step the slowest rank counts), and then waits for what of its
-    all-reduces, as the link was measured, backward does not hide
-    (:meth:`~paceline.distributed.link.Link.exposed_s`). Work in a thread beside the step slows the
-    step down on a CPU: what of it was not waited for is taken from the step's threads. Waiting that
-    neither the link nor the method's work accounts for, as on a busy machine, would be plain ddp's
-    too.
+    A plain ddp step computes for as long as the measured one does without waiting and without the
+    method's own work (in each step the slowest rank counts). Then it waits for the part of its
+    all-reduces that backward does not hide (:meth:`~paceline.distributed.link.Link.exposed_s`).
+    On a CPU, work in a background thread slows down the step: the part of it that was not waited
+    for is subtracted from the computation of the step's threads. Waiting that neither the link nor
+    the method's work explains, as on a busy machine, is added to plain ddp's step too.
 
-    It pays where a step is faster by more than 5 %, and does not where it is no faster. Steps are
-    compared, not what they learn.
+    A method pays if its step is more than 5 % faster, and does not if its step is not faster. What
+    the steps learn is not compared.
+
+    Args:
+        profile: the method.
+        sends_s: how long sending the method's data of a step should take on the link; None if
+            unknown.
+        link: the measured link.
+        measured: the measured step; None if there were too few steps.
     """
-    buckets, total = method.buckets, sum(method.buckets)
+    buckets, total = profile.bucket_bytes, sum(profile.bucket_bytes)
     all_reduce_s = sum(link.all_reduce_s(size) for size in buckets)
     sends = f"its all-reduce of {formatting.size(total)} would take {_short(all_reduce_s)}"
     ddp: dict[str, float | None] = {"all_reduce_s": all_reduce_s, "wait_s": None, "step_s": None}
     if measured is None:
-        return CommVerdict(None, "too few steps were made to measure what a step takes", ddp)
-    step_s = measured.step_s
+        return CommVerdict(None, "too few steps to measure the time of a step", ddp)
+    step_s, spent = measured.step_s, measured.spent
     if measured.wait_s is None or measured.computing_s is None:
-        return _judge_by_bounds(method.without, sends, all_reduce_s, step_s, ddp)
-    spent = measured.spent
-    taken, other_s = spent.method_s, 0.0
-    if method.beside:
-        taken = max(0.0, spent.method_s - measured.wait_s) / measured.num_threads
-    if method.sends_s is not None:
-        working_s = spent.method_s + spent.moments_s if method.beside else 0.0
-        other_s = max(0.0, measured.wait_s - method.sends_s - working_s)
-    waits = link.exposed_s(buckets, spent.backward_s)
-    ddp_step = max(0.0, measured.computing_s - taken) + spent.moments_s + waits + other_s
-    ddp |= {"wait_s": waits + other_s, "step_s": ddp_step}
-    gain = 1 - step_s / ddp_step if ddp_step > 0 else 0.0
-    ours = f"a step takes {_short(step_s)}, {_short(measured.wait_s)} of it waiting"
-    hidden = all_reduce_s - waits
-    hides = (
-        f"of which backward hides {_short(hidden)}"
-        if hidden > 1e-5
-        else "none of it hidden by backward"
+        return _evaluate_by_bounds(profile.without, sends, all_reduce_s, step_s, ddp)
+    method_s, unexplained_s = spent.method_s, 0.0
+    if profile.beside:
+        method_s = max(0.0, spent.method_s - measured.wait_s) / measured.num_threads
+    if sends_s is not None:
+        background_s = spent.method_s + spent.moments_s if profile.beside else 0.0
+        unexplained_s = max(0.0, measured.wait_s - sends_s - background_s)
+    exposed_s = link.exposed_s(buckets, spent.backward_s)
+    wait_s = exposed_s + unexplained_s
+    ddp_step_s = max(0.0, measured.computing_s - method_s) + spent.moments_s + wait_s
+    ddp |= {"wait_s": wait_s, "step_s": ddp_step_s}
+    gain = 1 - step_s / ddp_step_s if ddp_step_s > 0 else 0.0
+    hidden_s = all_reduce_s - exposed_s
+    hides = "none of it hidden by backward"
+    if hidden_s > 1e-5:
+        hides = f"of which backward hides {_short(hidden_s)}"
+    why = (
+        f"a step takes {_short(step_s)}, {_short(measured.wait_s)} of it waiting;"
+        f" a plain ddp step would take about {_short(ddp_step_s)}: {sends}, {hides}"
     )
-    theirs = f"plain ddp's about {_short(ddp_step)}: {sends}, {hides}"
-    if other_s > _MARGIN * step_s:
-        theirs += (
-            f", and {_short(other_s)} of waiting that the link does not explain (a busy machine?)"
-            " would be its too"
+    if unexplained_s > _MARGIN * step_s:
+        why += (
+            f", and {_short(unexplained_s)} of waiting that the link does not explain (a busy"
+            " machine?) would be part of it too"
         )
     if gain > _MARGIN:
-        return CommVerdict(True, f"{ours}; {theirs}", ddp)
-    work = f"; {method.name} itself computes for {_short(spent.method_s)}"
+        return CommVerdict(True, why, ddp)
+    why += f"; {profile.method} itself computes for {_short(spent.method_s)}"
     if gain <= 0:
-        return CommVerdict(False, f"{ours}; {theirs}{work}. Fix: {method.without}", ddp)
-    return CommVerdict(None, f"{ours}; {theirs}{work}. The difference is too small to tell", ddp)
+        return CommVerdict(False, f"{why}. Fix: {profile.without}", ddp)
+    return CommVerdict(None, f"{why}. The difference is too small to tell", ddp)
 
 
-def _judge_by_bounds(
+def _evaluate_by_bounds(
     without: str, sends: str, all_reduce_s: float, step_s: float, ddp: dict[str, float | None]
 ) -> CommVerdict:
-    """Without the seconds of waiting: plain ddp's step is no shorter than its all-reduce, and
-    longer than the measured one by that at most."""
-    ours = f"a step takes {_short(step_s)}"
+    """Compare the steps if the waiting time is unknown: a plain ddp step takes at least as long as
+    its all-reduce, and at most that much longer than the measured one."""
+    takes = f"a step takes {_short(step_s)}"
     if all_reduce_s > (1 + _MARGIN) * step_s:
-        return CommVerdict(
-            True, f"{ours}; plain ddp's could not be shorter than that: {sends}", ddp
-        )
+        return CommVerdict(True, f"{takes}; a plain ddp step would take longer: {sends}", ddp)
     if all_reduce_s <= _MARGIN * step_s:
-        return CommVerdict(
-            False, f"{ours}; plain ddp would add little at most: {sends}. Fix: {without}", ddp
-        )
-    hidden = "how much of it backward would hide is not seen from the host of an accelerator"
+        why = f"{takes}; plain ddp would add little to it: {sends}. Fix: {without}"
+        return CommVerdict(False, why, ddp)
     return CommVerdict(
         None,
-        f"{ours}; of plain ddp {sends}, and {hidden}. Train a few steps without: {without}",
+        f"{takes}; with plain ddp {sends}, and how much of it backward would hide cannot be"
+        f" measured on an accelerator. To compare, train a few steps without it: {without}",
         ddp,
     )
 
 
-def judge_plain(
+def evaluate_plain_ddp(
     measured: StepTimings | None, link: Link | None, buckets: Sequence[int]
 ) -> str | None:
-    """What there is to say of plain ddp's communication; None where it is half of a step at most,
-    or not known."""
+    """Return advice on the communication of plain ddp; None if it takes at most half of a step, or
+    is unknown."""
     share = wait_share(measured)
-    if measured is None or share is None or share <= _MUCH:
+    if measured is None or share is None or share <= _HIGH_SHARE:
         return None
     takes = (
         f"communication takes {100 * share:.0f} % of a step ({_short(measured.wait_s)} of"
@@ -176,202 +169,194 @@ def judge_plain(
     )
     if link is None:
         return takes
-    exposed = link.exposed_s(buckets, measured.spent.backward_s)
-    by_link = (
-        f"on this link ({rates(link)}, measured at the end) the all-reduce of"
-        f" {formatting.size(sum(buckets))} makes it wait"
+    exposed_s = link.exposed_s(buckets, measured.spent.backward_s)
+    text = (
+        f"{takes}; the all-reduce of {formatting.size(sum(buckets))} accounts for"
+        f" {_short(exposed_s)} on this link ({rates(link)}, measured at the end)"
     )
-    found = f"{takes}; {by_link} {_short(exposed)}"
-    if exposed < _MUCH * (measured.wait_s or 0.0):
+    if exposed_s < _HIGH_SHARE * (measured.wait_s or 0.0):
         return (
-            f"{found}: the link is not what is slow. Do the ranks have enough processors, and equal"
-            " work?"
+            f"{text}: the link is not the bottleneck. Check that the ranks have enough processors"
+            " and equal work"
         )
     return (
-        f"{found}. `compression.method: powersgd` or `topk` send less, `parallel.mode: diloco` less"
-        " often"
+        f"{text}. `compression.method: powersgd` or `topk` send less, `parallel.mode: diloco` sends"
+        " less often"
     )
 
 
 def wait_share(measured: StepTimings | None) -> float | None:
-    """Of a step, the share in which it waited; None where not known."""
+    """Return the share of a step that is spent waiting; None if unknown."""
     if measured is None or measured.wait_s is None or measured.step_s <= 0:
         return None
     return measured.wait_s / measured.step_s
 
 
 def rates(link: Link) -> str:
-    """``94 Mbit/s, 10 ms``."""
-    rate = (
-        formatting.bit_rate(link.bandwidth_bytes_s)
-        if link.bandwidth_bytes_s
-        else "no limit of bandwidth seen"
-    )
+    """Return the rates of a link as text, such as ``94 Mbit/s, 10 ms``."""
+    rate = "no bandwidth limit measured"
+    if link.bandwidth_bytes_s:
+        rate = formatting.bit_rate(link.bandwidth_bytes_s)
     return f"{rate}, {_short(link.latency_s)}"
 
 
 class CommAdvisor:
-    """Watches the steps of a run, and says whether its way of bringing replicas together pays.
+    """Measures the steps of a run, and reports whether its way of synchronizing replicas pays.
 
-    What is judged by begins after the first step of this life of the run, and after the method's
-    warm-up; of a method with a period, whole periods. Making one, and every call, is a collective.
+    The steps that count begin after the first step of this attempt and after the method's warm-up;
+    of a method with a period, whole periods count. The constructor and every method are
+    collectives.
+
+    Args:
+        profile: how the strategy synchronizes replicas.
+        world: all ranks.
+        metrics: measures the steps.
+        first_step: the step at which this attempt begins.
+        last_step: the last step of the run.
+
+    Attributes:
+        link: over which plain ddp would sum gradients.
+        method_link: over which the method sends.
+        summary: the conclusion at the end of the run; None if there is nothing to report.
     """
 
     def __init__(
         self,
-        exchange: CommProfile,
+        profile: CommProfile,
         world: Communicator,
-        meter: StepMetrics,
+        metrics: StepMetrics,
         first_step: int,
         last_step: int,
     ) -> None:
-        self.exchange = exchange
+        self.profile = profile
         self.world = world
-        self.meter = meter
-        self.after = max(first_step + 1, exchange.warmup)
+        self.metrics = metrics
+        self.after = max(first_step + 1, profile.warmup)
         self.last_step = last_step
         self.steps = 0  # in whole periods
-        #: (seconds of a step, of waiting in it): of the last whole periods, and of the one that has
-        #: begun.
-        self._kept: deque[tuple[float, float]] = deque(
-            maxlen=exchange.period * max(1, _KEPT // exchange.period)
+        #: (seconds of a step, of waiting in it) of the last whole periods, and of the current one.
+        self._steps_s: deque[tuple[float, float]] = deque(
+            maxlen=profile.period * max(1, _MAX_STEPS // profile.period)
         )
-        self._begun: list[tuple[float, float]] = []
+        self._current: list[tuple[float, float]] = []
         self._before = self._spent = CommTimes(0.0)
-        #: The conclusion, at the end of the run; None if there is nothing to report.
         self.summary: str | None = None
-        saves = exchange.method is not None
-        #: Over which plain ddp would sum gradients, and over which the method sends.
-        self.link = measure_link(exchange.group) if saves else None
-        self.line = (
-            measure_link(exchange.line)
-            if saves and exchange.line.size != exchange.group.size
-            else self.link
-        )
+        self.link: Link | None = None
+        if profile.method is not None:
+            self.link = measure_link(profile.group)
+        self.method_link = self.link
+        if profile.method is not None and profile.line.size != profile.group.size:
+            self.method_link = measure_link(profile.line)
 
     # -- at the start
     def opening(self) -> tuple[str, str] | None:
-        """What was measured and what it means, as (level, text); None where nothing was."""
-        link, line, exchange = self.link, self.line, self.exchange
-        if link is None or line is None:
+        """Return what was measured and what it means, as (level, text); None if nothing was."""
+        link, profile = self.link, self.profile
+        if link is None or self.method_link is None:
             return None
-        buckets = exchange.bucket_bytes
-        plain_s = sum(link.all_reduce_s(size) for size in buckets)
-        ours_s = self.sends_s(line)
-        took = (
-            f"{formatting.ranks(link.num_ranks)}, measured in {_short(link.wall_s)} with"
-            f" {formatting.size(link.sent_bytes)}"
-        )
-        mean = " in the mean" if exchange.period > 1 else ""
+        plain_s = sum(link.all_reduce_s(size) for size in profile.bucket_bytes)
+        method_s = self.sends_s(self.method_link)
+        mean = " on average" if profile.period > 1 else ""
         text = (
-            f"link: {rates(link)} ({took} a rank, which count for no step); plain ddp would"
-            f" all-reduce {formatting.size(sum(buckets))} a step = {_short(plain_s)};"
-            f" {exchange.method} sends {formatting.size(exchange.sent_bytes)}{mean} ="
-            f" {_short(ours_s)}"
+            f"link: {rates(link)} ({formatting.ranks(link.num_ranks)}, measured in"
+            f" {_short(link.wall_s)} with {formatting.size(link.sent_bytes)} per rank, not counted"
+            " as traffic of a step); plain ddp would all-reduce"
+            f" {formatting.size(sum(profile.bucket_bytes))} per step = {_short(plain_s)};"
+            f" {profile.method} sends {formatting.size(profile.sent_bytes)}{mean} ="
+            f" {_short(method_s)}"
         )
-        if ours_s >= plain_s:
-            return "warning", f"{text}: does not pay on this link. Fix: {exchange.without}"
+        if method_s >= plain_s:
+            return "warning", f"{text}: does not pay on this link. Fix: {profile.without}"
+        saved = f"saves at most {_short(plain_s - method_s)}"
         return (
             "info",
-            (
-                f"{text}: saves {_short(plain_s - ours_s)} at most, less what {exchange.method}"
-                " computes and backward hides"
-            ),
+            f"{text}: {saved}, less what {profile.method} computes and what backward would hide",
         )
 
     # -- step by step
     def after_step(self, step: int) -> tuple[str, str] | None:
-        """Count a step, the number ``step`` of the run. After the first few: how it stands, as
-        (level, text)."""
+        """Count step ``step`` of the run. Return a first verdict once, as (level, text)."""
         if step <= self.after:
-            self._before = self._spent = self.exchange.spent()
+            self._before = self._spent = self.profile.spent()
             return None
-        self._begun.append((self.meter.last_step_s, self.meter.last_wait_s))
-        if len(self._begun) < self.exchange.period:
+        self._current.append((self.metrics.last_step_s, self.metrics.last_wait_s))
+        if len(self._current) < self.profile.period:
             return None
-        before, self.steps = self.steps, self.steps + len(self._begun)
-        self._kept.extend(self._begun)
-        self._begun = []
-        self._spent = self.exchange.spent()
-        if not before < _FIRST_WORD <= self.steps or self.link is None or step >= self.last_step:
-            return None
-        measured = self.measured()
+        steps_before = self.steps
+        self.steps += len(self._current)
+        self._steps_s.extend(self._current)
+        self._current = []
+        self._spent = self.profile.spent()
+        is_due = steps_before < _FIRST_VERDICT <= self.steps and step < self.last_step
+        measured = self.measured() if is_due and self.link is not None else None
         if measured is None:
             return None
         verdict = self._verdict(measured)
-        return (
-            "warning" if verdict.pays is False else "info",
-            f"step {step}: {self.sentence(verdict)}",
-        )
+        level = "warning" if verdict.pays is False else "info"
+        return level, f"step {step}: {self.sentence(verdict)}"
 
     def measured(self) -> StepTimings | None:
-        """Over all ranks; None where too few steps were made."""
-        # the same collectives on every rank
+        """Return the mean timings over all ranks; None if there were too few steps."""
+        # Every rank must take the same branch, because the second one has collectives.
         if self.world.device.type != "cpu" or self.world.mixes_devices:
             return self._measured_on_accelerators()
-        if self.steps < _FEWEST:
+        if self.steps < _MIN_STEPS:
             return None
-        now, before, kept = self._spent, self._before, len(self._kept)
+        now, before, num_steps = self._spent, self._before, len(self._steps_s)
         spent = [
             now.backward_s - before.backward_s,
             now.method_s - before.method_s,
             now.moments_s - before.moments_s,
         ]
-        most = torch.tensor(
-            [(step_s - wait_s, -wait_s) for step_s, wait_s in self._kept], dtype=torch.float64
+        maxima = torch.tensor(
+            [(step_s - wait_s, -wait_s) for step_s, wait_s in self._steps_s], dtype=torch.float64
         )
         with uncounted():
             step_s, *spent = self.world.sum(
-                sum(step_s for step_s, _ in self._kept) / kept, *(one / self.steps for one in spent)
+                sum(step_s for step_s, _ in self._steps_s) / num_steps,
+                *(seconds / self.steps for seconds in spent),
             )
-            self.world.wait(self.world.all_reduce(most, dist.ReduceOp.MAX))
-        ranks = self.world.size
-        computing_s, least = most.mean(dim=0).tolist()
+            self.world.wait(self.world.all_reduce(maxima, dist.ReduceOp.MAX))
+        num_ranks = self.world.size
+        computing_s, negative_wait_s = maxima.mean(dim=0).tolist()
         return StepTimings(
-            kept,
-            step_s / ranks,
-            -least,
+            num_steps,
+            step_s / num_ranks,
+            -negative_wait_s,
             computing_s,
-            CommTimes(*(one / ranks for one in spent)),
+            CommTimes(*(seconds / num_ranks for seconds in spent)),
             torch.get_num_threads(),
         )
 
     def _measured_on_accelerators(self) -> StepTimings | None:
-        """Waits are not seen from the host, and single steps neither; what logging has waited for
-        is."""
-        if self.meter.train_steps < _FEWEST:
+        """Return the mean time of a step. The host of an accelerator sees neither waiting times nor
+        single steps."""
+        num_steps = self.metrics.train_steps
+        if num_steps < _MIN_STEPS:
             return None
-        return StepTimings(
-            self.meter.train_steps,
-            self.meter.train_s / self.meter.train_steps,
-            None,
-            None,
-            CommTimes(0.0),
-        )
+        step_s = self.metrics.train_s / num_steps
+        return StepTimings(num_steps, step_s, None, None, CommTimes(0.0))
 
-    def sends_s(self, line: Link) -> float:
-        """Seconds that what the method sends in a step should take."""
-        return line.seconds(self.exchange.messages, self.exchange.sent_bytes)
+    def sends_s(self, link: Link) -> float:
+        """Return the seconds that sending the method's data of a step should take on a link."""
+        return link.seconds(self.profile.messages, self.profile.sent_bytes)
 
     def _verdict(self, measured: StepTimings | None) -> CommVerdict:
         assert self.link is not None
-        assert self.line is not None
-        exchange = self.exchange
-        sends_s = None if exchange.has_other_collectives else self.sends_s(self.line)
-        method = Method(
-            str(exchange.method), exchange.without, exchange.bucket_bytes, exchange.beside, sends_s
-        )
-        return judge(method, self.link, measured)
+        assert self.method_link is not None
+        is_alone = not self.profile.has_other_collectives
+        sends_s = self.sends_s(self.method_link) if is_alone else None
+        return evaluate(self.profile, sends_s, self.link, measured)
 
     def sentence(self, verdict: CommVerdict) -> str:
-        """For a person."""
-        how = {True: "pays", False: "does not pay", None: "may or may not pay"}[verdict.pays]
-        return f"{self.exchange.method} {how} on this link: {verdict.why}"
+        """Return a verdict as a sentence."""
+        pays = {True: "pays", False: "does not pay", None: "may or may not pay"}[verdict.pays]
+        return f"{self.profile.method} {pays} on this link: {verdict.why}"
 
     # -- at the end
     def report(self) -> dict[str, JsonValue]:
-        """The report's ``communication``; :attr:`link` was measured, or is None."""
-        measured, exchange = self.measured(), self.exchange
+        """Return the report's ``communication``, and set :attr:`link` and :attr:`summary`."""
+        measured, profile = self.measured(), self.profile
         share = wait_share(measured)
         figures: dict[str, JsonValue] = {
             "step_s": measured.step_s if measured else None,
@@ -379,22 +364,20 @@ class CommAdvisor:
             "wait_share": share,
             "steps_measured": measured.steps if measured else 0,
         }
-        if exchange.method is None:
-            if share is not None and share > _MUCH:  # the same on all ranks
-                self.link = measure_link(exchange.group)
-            self.summary = judge_plain(measured, self.link, exchange.bucket_bytes)
-            figures = {"method": "none", **figures, "pays": None, "why": self.summary}
-        else:
-            verdict = self._verdict(measured)
-            method_s = measured.spent.method_s if measured and measured.wait_s is not None else None
-            figures |= {
-                "method_s": method_s,
-                "ddp": {**verdict.ddp},
-                "pays": verdict.pays,
-                "why": verdict.why,
-            }
-            self.summary = self.sentence(verdict)
-        return figures
+        if profile.method is None:
+            if share is not None and share > _HIGH_SHARE:  # the same on all ranks
+                self.link = measure_link(profile.group)
+            self.summary = evaluate_plain_ddp(measured, self.link, profile.bucket_bytes)
+            return {"method": "none", **figures, "pays": None, "why": self.summary}
+        verdict = self._verdict(measured)
+        method_s = measured.spent.method_s if measured and measured.wait_s is not None else None
+        self.summary = self.sentence(verdict)
+        return figures | {
+            "method_s": method_s,
+            "ddp": {**verdict.ddp},
+            "pays": verdict.pays,
+            "why": verdict.why,
+        }
 
 
 def make_advisor(

@@ -1,6 +1,5 @@
-"""How busy, how warm and how hungry this rank's accelerator is, read beside the training. Where
-NVML does not answer, or nvidia-ml-py is not installed, there is nothing to read, and step lines say
-nothing of it."""
+"""Utilization, temperature and power of this rank's accelerator, read in a background thread. If
+NVML does not respond or nvidia-ml-py is not installed, steps do not have these figures."""
 
 import threading
 import weakref
@@ -12,10 +11,9 @@ import torch
 from paceline.core.events import DeviceFigures
 
 _PERIOD_S = 5.0
-#: As numbers for the table that the ranks fill together: each is its value plus one, so that 0 is:
-#: not known.
-NOTHING = [0.0, 0.0, 0.0]
-#: (key of the event, how it is read, what it is divided by); torch maps its device to that of NVML.
+#: Figures are kept as their value plus one, so that 0 means unknown in a table filled by all ranks.
+UNKNOWN = [0.0, 0.0, 0.0]
+#: (key of the event, function that reads it, divisor). torch maps its devices to those of NVML.
 _FIGURES: tuple[tuple[str, Callable[[Any], int], float], ...] = (
     ("utilisation", torch.cuda.utilization, 100.0),
     ("temperature_c", torch.cuda.temperature, 1.0),
@@ -24,37 +22,35 @@ _FIGURES: tuple[tuple[str, Callable[[Any], int], float], ...] = (
 
 
 class DeviceMonitor:
-    """A thread that reads the device every few seconds; a step only looks at :attr:`last`. It ends
-    with this object."""
+    """Reads the device in a thread every few seconds; a step only reads :attr:`last`. The thread
+    ends with this object."""
 
     def __init__(self, device: torch.device) -> None:
-        self.last = list(NOTHING)
+        self.last = list(UNKNOWN)
         if device.type == "cuda":
-            ended = threading.Event()
-            weakref.finalize(self, ended.set)
+            stop = threading.Event()
+            weakref.finalize(self, stop.set)
             threading.Thread(
-                target=_run, args=(device, self.last, ended), name="device-reader", daemon=True
+                target=_run, args=(device, self.last, stop), name="device-reader", daemon=True
             ).start()
 
 
-def _run(device: torch.device, last: list[float], ended: threading.Event) -> None:
+def _run(device: torch.device, last: list[float], stop: threading.Event) -> None:
     while True:
         last[:] = [_read(read, device, divisor) for _, read, divisor in _FIGURES]
-        if last == NOTHING or ended.wait(_PERIOD_S):
+        if last == UNKNOWN or stop.wait(_PERIOD_S):
             return
 
 
 def _read(read: Callable[[Any], int], device: torch.device, divisor: float) -> float:
     try:
         return read(device) / divisor + 1.0
-    except (
-        Exception
-    ):  # NVML's own errors: no library, no driver, or a figure that this device has not
+    except Exception:  # any error of NVML: no library, no driver, or an unsupported figure
         return 0.0
 
 
 def device_figures(rows: Sequence[Sequence[float]]) -> list[DeviceFigures]:
-    """Return the figures of the devices that are known, given :attr:`DeviceMonitor.last` of each
+    """Return the figures of the devices that have any, from :attr:`DeviceMonitor.last` of each
     rank."""
     devices: list[DeviceFigures] = []
     for rank, row in enumerate(rows):

@@ -1,8 +1,8 @@
-"""What this rank's memory is filled with, measured: parameters, gradients, optimizer state,
+"""Measure what the memory of each rank contains: parameters, gradients, optimizer state and
 activations.
 
-Storages are counted once, however many tensors look into them, and of what is cut over ranks only
-the part that lies here.
+A storage is counted once, however many tensors share it. Of a sharded tensor, the local part is
+counted.
 """
 
 from __future__ import annotations
@@ -24,26 +24,23 @@ from paceline.parallel.state import local_tensor, storage_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-#: Steps of this life of the run after which memory is what it will stay: the first makes the
-#: optimizer's state.
+#: Memory is measured after this many steps of an attempt: the first creates the optimizer state.
 STEPS_BEFORE = 2
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "total")
 _UNKNOWN = -1.0
 
 
 def emit_memory(strategy: Strategy, model: nn.Module, events: EventLog, step: int) -> None:
-    """Measure, and emit the ``memory`` event; a collective."""
+    """Measure the memory of all ranks and emit the ``memory`` event. A collective."""
     comm = strategy.world
     device = comm.device
-    held = split_state(strategy, model, device)
-    activations, state = None, sum(held.values())
-    peak = peak_since(device)
-    if peak is not None:
-        activations = max(0, peak - state)
+    state = split_state(strategy, model, device)
+    state_bytes, peak = sum(state.values()), peak_since(device)
+    activations = None if peak is None else max(0, peak - state_bytes)
     local: dict[str, int | None] = {
-        **held,
+        **state,
         "activations": activations,
-        "total": state + (activations or 0),
+        "total": state_bytes + (activations or 0),
     }
     with uncounted():
         columns = [
@@ -67,87 +64,83 @@ def emit_memory(strategy: Strategy, model: nn.Module, events: EventLog, step: in
 
 
 def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> dict[str, int]:
-    """Bytes of ``parameters``, ``gradients`` and ``optimizer`` on ``device`` at the fullest moment
-    of a step. ``model``: as the strategy has placed it. Their sum is
-    :func:`~paceline.parallel.save_load.memory_bytes`, less what is kept elsewhere.
+    """Return the bytes of ``parameters``, ``gradients`` and ``optimizer`` on ``device`` at the peak
+    of a step. Their sum is :func:`~paceline.parallel.save_load.memory_bytes`, without what is on
+    other devices.
 
-    What is neither a weight, a gradient nor in the optimizer's state goes where the strategy's
-    declared cost has it: with the optimizer what waits to be sent, what is an outer optimizer's and
-    DeepSpeed's float32 weights; else with the parameters (weights gathered for a while, master
-    weights).
+    Tensors that are not weights, gradients or optimizer state are counted where the strategy's cost
+    declares them: messages to be sent, the state of an outer optimizer and DeepSpeed's float32
+    weights with the optimizer, all others (gathered weights, master weights) with the parameters.
+
+    Args:
+        strategy: the strategy.
+        model: the model as the strategy has set it up.
+        device: the device to measure.
     """
-    held = [
-        one
-        for one in strategy.memory_tensors()
-        if isinstance(one, torch.Tensor) and local_tensor(one).device.type == device.type
-    ]
-    known = {
+    storages = {
         "optimizer": _storages(
-            tensor for one in _optimizers(strategy) for tensor in optimizer_tensors(one)
+            tensor
+            for optimizer in _optimizers(strategy)
+            for tensor in optimizer_tensors(optimizer)
         ),
         "gradients": _storages(_gradients(strategy, model)),
         "parameters": _storages(_weights(model)),
     }
-    keeps_more = strategy.replicas_diverge or any(
+    has_extra_state = strategy.replicas_diverge or any(
         getattr(strategy, name, None) is not None for name in ("reducer", "zero")
     )
-    found: dict[str, list[torch.Tensor]] = {
+    default = "optimizer" if has_extra_state else "parameters"
+    by_kind: dict[str, list[torch.Tensor]] = {
         kind: [] for kind in ("parameters", "gradients", "optimizer")
     }
-    for one in held:
-        place = _storage(one)
-        kind = next(
-            (kind for kind, places in known.items() if place in places),
-            "optimizer" if keeps_more else "parameters",
-        )
-        found[kind].append(one)
-    sizes = {kind: storage_bytes(tensors) for kind, tensors in found.items()}
-    # What was there in the step and is no more: gathered weights, messages under way, gradients
-    # that an update has freed.
-    passing = max(0, memory_bytes(strategy) - storage_bytes(strategy.memory_tensors()))
-    freed = min(passing, getattr(strategy, "most_gradient_bytes", 0))
-    sizes["gradients"] += freed
-    sizes["optimizer" if keeps_more else "parameters"] += passing - freed
+    for tensor in strategy.memory_tensors():
+        if isinstance(tensor, torch.Tensor) and local_tensor(tensor).device.type == device.type:
+            storage = _storage(tensor)
+            kind = next((kind for kind in storages if storage in storages[kind]), default)
+            by_kind[kind].append(tensor)
+    sizes = {kind: storage_bytes(tensors) for kind, tensors in by_kind.items()}
+    # What existed during the step only: gathered weights, messages in transit, gradients that an
+    # update has freed.
+    temporary = max(0, memory_bytes(strategy) - storage_bytes(strategy.memory_tensors()))
+    freed_gradients = min(temporary, getattr(strategy, "most_gradient_bytes", 0))
+    sizes["gradients"] += freed_gradients
+    sizes[default] += temporary - freed_gradients
     return sizes
 
 
 def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
     yield from model.buffers()
-    for one in model.parameters():
-        yield one.data
-        # DeepSpeed's, of a parameter that is gathered only while it is used
-        part = getattr(one, "ds_tensor", None)
-        if part is not None:
-            yield part
+    for param in model.parameters():
+        yield param.data
+        # DeepSpeed's shard of a parameter that is gathered only while it is used
+        shard = getattr(param, "ds_tensor", None)
+        if shard is not None:
+            yield shard
 
 
 def _optimizers(strategy: Strategy) -> list[torch.optim.Optimizer]:
-    """Its own, and the one that a server of a parameter server has beside it for what is no
-    table."""
-    return [
-        one
-        for one in (strategy.optimizer, getattr(strategy, "dense_optimizer", None))
-        if one is not None
-    ]
+    """Return the strategy's optimizer, and that of a parameter server for its dense parameters."""
+    optimizers = (strategy.optimizer, getattr(strategy, "dense_optimizer", None))
+    return [optimizer for optimizer in optimizers if optimizer is not None]
 
 
 def _gradients(strategy: Strategy, model: nn.Module) -> Iterator[torch.Tensor]:
-    updated = [
-        one
+    optimized = [
+        param
         for optimizer in _optimizers(strategy)
         for group in optimizer.param_groups
-        for one in group.get("params", ())
+        for param in group.get("params", ())
     ]
-    for one in (*model.parameters(), *updated):
-        if one.grad is not None:
-            yield one.grad
-    zero = getattr(strategy, "zero", None)  # DeepSpeed has places of its own for them
+    for param in (*model.parameters(), *optimized):
+        if param.grad is not None:
+            yield param.grad
+    zero = getattr(strategy, "zero", None)  # DeepSpeed stores gradients elsewhere
     if zero is not None:
         yield from gradient_tensors(zero, model)
 
 
 def _storages(tensors: Iterable[Any]) -> set[tuple[torch.device, int]]:
-    return {_storage(one) for one in tensors}
+    return {_storage(tensor) for tensor in tensors}
 
 
 def _storage(tensor: Any) -> tuple[torch.device, int]:

@@ -1,4 +1,4 @@
-"""What a run says of itself when it begins: the ``run_start`` event, and what is known by then."""
+"""The ``run_start`` event: what is known about a run when it begins."""
 
 import logging
 import os
@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from paceline.config.derive import ResolvedValues
@@ -28,23 +27,24 @@ from paceline.parallel.base import Strategy
 from paceline.parallel.cost import Workload
 from paceline.parallel.parameter_server.cost import distinct_ids
 from paceline.parallel.registry import ParallelLayout, estimate_cost, get_spec
+from paceline.version import __version__
 
 logger = logging.getLogger(__name__)
 
-#: Steps whose micro-batches are counted to estimate how many distinct ids one has.
+#: Steps whose micro-batches are counted to estimate the distinct ids of a micro-batch.
 _COUNTED_STEPS = 8
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run as rank 0 describes it.
+    """A run as its events and its report describe it.
 
     Args:
-        data_counts: the accounting of the training data.
+        data_counts: how many rows of the training data were read, kept and dropped.
         started_at: when the command began, in seconds since the epoch.
-        model: as the strategy placed it.
-        shape: of the model as the task built it.
-        predicts_activations: the model is a language model, whose widths give the size of its
+        model: the model as the strategy has set it up.
+        shape: the shape of the model as the task has built it.
+        predicts_activations: the model is a language model, whose dimensions give the size of its
             activations.
     """
 
@@ -62,7 +62,7 @@ class RunInfo:
     predicts_activations: bool
 
     def workload(self, step: int) -> Workload:
-        """Return the mean work of a replica in a step, as far as it is known at ``step``."""
+        """Return the mean work of a replica per step, as far as it is known at ``step``."""
         derived = self.derived
         lengths = getattr(self.train_dataset, "lengths", None)
         mean_length = 1.0 if lengths is None else float(np.mean(lengths))
@@ -73,7 +73,7 @@ class RunInfo:
         )
 
     def _distinct_ids(self, step: int) -> tuple[tuple[float, ...], ...]:
-        """Return how many ids a micro-batch asks of each table and server, counted in some
+        """Return the number of distinct ids of a micro-batch by table and server, counted in some
         micro-batches of the run; empty if the data have no ids."""
         count_ids = getattr(self.train_dataset, "distinct_ids", None)
         if count_ids is None or self.strategy.name != "parameter_server" or step == 0:
@@ -81,9 +81,9 @@ class RunInfo:
         num_parts = self.derived.replicas * self.derived.gradient_accumulation_steps
         steps = sorted({step * number // _COUNTED_STEPS for number in range(_COUNTED_STEPS)})
         micro_batches = (
-            part for counted in steps for part in self.order.micro_batches(counted, num_parts)
+            batch for step in steps for batch in self.order.micro_batches(step, num_parts)
         )
-        counts = [count_ids(part) for part in micro_batches if len(part)]
+        counts = [count_ids(batch) for batch in micro_batches if len(batch)]
         num_servers = self.config.parameter_server.num_servers
         return distinct_ids(counts, self.train_dataset.tables, num_servers)
 
@@ -98,13 +98,16 @@ def emit_run_start(
     launcher_notices: Sequence[tuple[str, str]],
     notices: Sequence[tuple[str, str]],
 ) -> None:
-    """Emit ``run_start`` and what follows it; a collective.
+    """Emit ``run_start`` and the events that follow it. A collective.
 
     Args:
-        resumed: the checkpoint that the run continues from, and its step.
-        failure: the fields of the ``fault`` event, if a failure ended the attempt before this one.
-        launcher_notices: (level, text) of each message that the launcher has printed.
-        notices: (level, text) of each message that is not printed yet.
+        info: the run.
+        events: the event log.
+        resumed: the checkpoint from which the run is resumed, and its step.
+        failure: the fields of the ``fault`` event, if a failure ended the previous attempt.
+        launcher_pid: the process of the launcher.
+        launcher_notices: (level, text) of the messages that the launcher has printed.
+        notices: (level, text) of the messages that are not printed yet.
     """
     mesh = _mesh(info)
     if not info.strategy.world.is_rank_zero:
@@ -147,9 +150,11 @@ def emit_run_start(
 
 
 def _mesh(info: RunInfo) -> Mesh:
-    """``{axes: {name: size}, ranks: [{rank, host, device, coordinates: {axis: n}}]}``. A rank that
-    has no share of the model's mesh has no coordinates, and a ``role``; one process that drives
-    several devices names them all."""
+    """Return ``{axes: {name: size}, ranks: [{rank, host, device, coordinates: {axis: n}}]}``.
+
+    A rank outside the model's mesh has a ``role`` and no coordinates. A process that uses several
+    devices lists all of them.
+    """
     strategy, axes = info.strategy, info.layout.axes
     comm = strategy.world
     devices = getattr(strategy, "devices", [comm.device])
@@ -172,21 +177,21 @@ def _mesh(info: RunInfo) -> Mesh:
 
 
 def _predicted(info: RunInfo, step: int) -> Prediction:
-    """What the strategy declares: bytes on the fullest rank, and bytes that the busiest rank sends
-    in a step."""
-    work, kept = info.workload(step), _activations(info)
-    if kept is not None:
-        blocks = kept.blocks if len(info.shape.blocks) == kept.layers else ()
-        work = replace(work, activation_bytes=kept.total, block_activation_bytes=blocks)
+    """Return what the strategy declares: the maximum memory of a rank, and the maximum that a rank
+    sends in a step."""
+    work, activations = info.workload(step), _activations(info)
+    if activations is not None:
+        blocks = activations.blocks if len(info.shape.blocks) == activations.layers else ()
+        work = replace(work, activation_bytes=activations.total, block_activation_bytes=blocks)
     cost = estimate_cost(info.layout.strategy, info.shape, info.layout.axes, work, info.config)
-    activations = None if kept is None else cost.activations
+    activation_bytes = None if activations is None else cost.activations
     return {
         "memory_bytes": {
             "parameters": cost.parameters,
             "gradients": cost.gradients,
             "optimizer": cost.optimizer,
-            "activations": activations,
-            "total": cost.state + (activations or 0),
+            "activations": activation_bytes,
+            "total": cost.state + (activation_bytes or 0),
         },
         "traffic_bytes_per_step": cost.traffic_per_step,
         "traffic_bytes": {name: size for name, size in cost.traffic.items() if size},
@@ -195,25 +200,20 @@ def _predicted(info: RunInfo, step: int) -> Prediction:
 
 
 def _activations(info: RunInfo) -> Activations | None:
-    """Of the fullest micro-batch; None where the model's widths do not tell, as with all that are
-    no language models."""
+    """Return the activations of the largest micro-batch; None if they do not follow from the
+    model's dimensions, as for all but language models."""
     model: Any = info.model
-    base = base_model(model)
-    lengths, labels = (
-        getattr(info.train_dataset, name, None) for name in ("lengths", "label_counts")
-    )
-    dims = (
-        dims_of(base.config.to_dict())
-        if info.predicts_activations and hasattr(base, "config")
-        else None
-    )
+    base, dataset, train_args = base_model(model), info.train_dataset, info.config.train_args
+    lengths, labels = getattr(dataset, "lengths", None), getattr(dataset, "label_counts", None)
+    dims = None
+    if info.predicts_activations and hasattr(base, "config"):
+        dims = dims_of(base.config.to_dict())
     if dims is None or lengths is None or labels is None or not len(lengths):
         return None
-    many = min(len(lengths), max(1, round(info.derived.samples_per_micro_batch)))
-    longest = np.partition(lengths, len(lengths) - many)[-many:]
-    tokens = float(
-        longest.sum() if info.config.train_args.packing is not False else many * longest.max()
-    )
+    num_samples = min(len(lengths), max(1, round(info.derived.samples_per_micro_batch)))
+    longest = np.partition(lengths, len(lengths) - num_samples)[-num_samples:]
+    is_packed = train_args.packing is not False
+    tokens = float(longest.sum() if is_packed else num_samples * longest.max())
     return language_activations(
         dims,
         info.config,
@@ -221,20 +221,14 @@ def _activations(info: RunInfo) -> Activations | None:
         tokens * float(labels.sum() / lengths.sum()),
         mask_bytes=4 if info.strategy.world.device.type == "cpu" else 1,
         fused_attention=attention_of(base) != "eager",
-        longest=min(tokens, info.config.train_args.max_length),
+        longest=min(tokens, train_args.max_length),
     )
 
 
 def _versions() -> dict[str, str]:
-    from paceline.version import __version__
-
-    found = {
-        "paceline": __version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    for name in ("transformers", "peft"):
+    packages = {"paceline": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "peft"):
         module = sys.modules.get(name)
         if module is not None:
-            found[name] = str(module.__version__)
-    return found
+            packages[name] = str(module.__version__)
+    return packages

@@ -1,4 +1,4 @@
-"""TensorBoard event files beside the run's own event log (``report_to: [tensorboard]``)."""
+"""TensorBoard logging (``report_to: [tensorboard]``)."""
 
 import importlib.util
 from pathlib import Path
@@ -10,19 +10,21 @@ from paceline.core.events import EvalEvent, Event, StepEvent
 
 
 def check_tensorboard() -> None:
-    """Raise ConfigError where the tensorboard package is not installed. Imports nothing heavy: for
-    the start of a run."""
+    """Raise ConfigError if the tensorboard package is not installed. It is not imported, which
+    would delay the start of a run."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
-            "`report_to` names tensorboard, but the tensorboard package is not installed",
-            fix="`pip install 'paceline[tensorboard]'`, or leave tensorboard out of `report_to`",
+            "`report_to: [tensorboard]` requires the tensorboard package, which is not installed",
+            fix="`pip install 'paceline[tensorboard]'`, or remove tensorboard from `report_to`",
         )
 
 
 class TensorBoardListener:
-    """Writes the run's figures to ``<output_dir>/tensorboard``. As every listener it never raises.
+    """Writes the figures of a run to ``<output_dir>/tensorboard``. Like every listener, it never
+    raises: a full disk ends the TensorBoard files, not the training.
 
-    A disk that fills up ends the TensorBoard files, not the training; ``error`` then says why.
+    Attributes:
+        error: the exception that ended logging; None if there was none.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -42,7 +44,7 @@ class TensorBoardListener:
             self.error = error
 
     def close(self) -> None:
-        """Write out what is pending. May be called twice."""
+        """Write pending data. Can be called twice."""
         writer, self._writer = self._writer, None
         if writer is not None and self.error is None:
             try:
@@ -70,8 +72,7 @@ class TensorBoardListener:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # After a resume, what an earlier attempt wrote for later steps no longer counts:
-            # purge_step hides it.
+            # After a resume, purge_step hides what an earlier attempt wrote for later steps.
             purge = None if self._resumed_from is None else int(self._resumed_from) + 1
             self._writer = SummaryWriter(str(self.folder), purge_step=purge)
         for name, value in scalars.items():

@@ -141,7 +141,7 @@ class Trainer:
         reported_loss = loss if reports_loss(strategy) else torch.zeros_like(loss)
         if self.roll_back_on_spike(reported_loss, counts.local_count):
             stop = self.counts.settle(now=True)
-            self.metrics.forget()
+            self.metrics.reset()
             return StepResult("rolled_back", stop)
         unscale_grads(strategy)
         grad_norm = strategy.clip_grad_norm(self.spec.config.train_args.max_grad_norm)

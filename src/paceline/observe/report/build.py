@@ -1,4 +1,5 @@
-"""The figures of ``report.json``, from a run and its events. What was not measured is None."""
+"""Compute the figures of ``report.json`` from a run and its events. A figure that was not measured
+is None."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -31,16 +32,21 @@ def build_report(
     skipped_batches: Collection[int],
     shares: tuple[int, ...] | None,
 ) -> Report:
-    """Return the report; rank 0's result is the one to write. A collective.
+    """Return the report. A collective; the result of rank 0 is complete.
 
     Args:
-        step: the step reached.
-        skipped_batches: steps whose batch was skipped after a loss spike, counted from 0.
-        shares: micro-batches of each rank; None with ``parallel.balance: equal``.
+        info: the run.
+        metrics: the figures of its steps.
+        advisor: the figures of its communication, if the strategy has any.
+        status: ``done``, ``stopped`` or ``failed``.
+        step: the step that was reached.
+        resumed_from_step: the step of the checkpoint from which the run was resumed.
+        skipped_batches: the steps whose batch was skipped after a loss spike, counted from 0.
+        shares: the micro-batches of each rank; None with ``parallel.balance: equal``.
     """
     strategy, config, order = info.strategy, info.config, info.order
     comm = strategy.world
-    # unknown (0) for a rank that was lost
+    # A rank that was lost reports 0.
     peaks = [int(peak) or None for peak in comm.gather_numbers(memory_peak(comm.device))]
     state_bytes = [int(size) for size in comm.gather_numbers(memory_bytes(strategy))]
     traffic = sent_in_a_step(strategy, metrics.usual_traffic)
@@ -109,7 +115,7 @@ def build_report(
 
 
 def samples_seen(order: SampleOrder, step: int) -> int:
-    """Return the samples up to ``step``, over all attempts of the run."""
+    """Return the number of samples up to ``step``, over all attempts of the run."""
     epochs, position = divmod(step, order.steps_per_epoch)
     in_epoch = min(position * order.batch_size, order.num_samples)
     return epochs * order.num_samples + in_epoch
@@ -134,8 +140,8 @@ def workers_lost(events: Sequence[Event], step: int) -> list[WorkerLostEvent]:
 def _tokens_seen(
     info: RunInfo, step: int, skipped_batches: Collection[int]
 ) -> tuple[int | None, int | None]:
-    """Return (tokens, label tokens) up to ``step``, over all attempts; None if samples have
-    none."""
+    """Return the tokens and the label tokens up to ``step``, over all attempts; None if samples do
+    not have them."""
     dataset, order = info.train_dataset, info.order
     lengths, labels = getattr(dataset, "lengths", None), getattr(dataset, "label_counts", None)
     if lengths is None:

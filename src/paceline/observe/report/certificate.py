@@ -1,4 +1,4 @@
-"""What a certificate of ``paceline verify`` shows: its table, its summary and its page."""
+"""The certificate of ``paceline verify``: its content, table, summary and page."""
 
 import time
 from typing import Any, TypedDict
@@ -7,15 +7,15 @@ from paceline.core.files import human_bytes
 
 
 class ByteCounts(TypedDict):
-    """Bytes that were declared, and that were measured; None where a mode did not run."""
+    """Declared and measured bytes; None if the mode did not run."""
 
     predicted: int | None
     measured: int | None
 
 
 class LeftOut(TypedDict):
-    """A weight of which ``elements`` of ``of`` are not compared, because their gradient is at most
-    ``gradient_ratio`` of the largest tensor's."""
+    """A weight of which ``elements`` of ``of`` elements are not compared, because their gradient is
+    at most ``gradient_ratio`` of that of the largest tensor."""
 
     name: str
     gradient_ratio: float
@@ -34,8 +34,7 @@ class BoundsReport(TypedDict):
 
 
 class ModeReport(TypedDict):
-    """One mode of a certificate; as :func:`paceline.verify.certificate.judge`
-    makes it."""
+    """The result of one mode."""
 
     mode: str
     ok: bool | None
@@ -73,7 +72,7 @@ class Certificate(TypedDict):
 
 
 def rows(certificate: Certificate) -> list[dict[str, str]]:
-    """The modes as text, for a table. ``verdict``: ok, not ok, or refused."""
+    """Return the modes as text for a table. ``verdict``: ok, not ok, or refused."""
     return [
         {
             "mode": str(mode["mode"]),
@@ -97,7 +96,7 @@ def _difference(value: float | None) -> str:
 
 
 def _power(value: float) -> str:
-    """``1e-5``, not ``1e-05``."""
+    """Return ``1e-5``, not ``1e-05``."""
     return f"{value:.0e}".replace("e-0", "e-")
 
 
@@ -105,20 +104,17 @@ def _both(value: ByteCounts) -> str:
     if value["measured"] is None or value["predicted"] is None:
         return "–"
     predicted, measured = human_bytes(value["predicted"]), human_bytes(value["measured"])
-    unit = predicted.rpartition(" ")[2]
-    return (
-        f"{predicted.removesuffix(' ' + unit) if measured.endswith(unit) else predicted} →"
-        f" {measured}"
-    )
+    number, _, unit = predicted.rpartition(" ")
+    return f"{number if measured.endswith(unit) else predicted} → {measured}"
 
 
 def summary(certificate: Certificate) -> str:
-    """What was done and by what it was judged, in two sentences."""
+    """Return the result, the settings and the bounds as text."""
     bounds, modes = certificate["bounds"], certificate["modes"]
     passed = sum(1 for mode in modes if mode["ok"])
     tried = sum(1 for mode in modes if mode["ok"] is not None)
     family = (
-        f" (ddp and zero1, 2, 3 among each other: {_power(bounds['family'])})"
+        f" (between ddp, zero1, zero2 and zero3: {_power(bounds['family'])})"
         if bounds["family"] is not None
         else ""
     )
@@ -128,12 +124,12 @@ def summary(certificate: Certificate) -> str:
         f" {get('optim')} in precision {get('precision')} on {get('world_size')} × {get('device')},"
         f" global batch {get('global_batch_size')}, dropout off. Relative bounds: losses"
         f" {_power(bounds['loss'])}{family}, final weights {_power(bounds['weights'])}, memory and"
-        f" traffic {bounds['cost']:.0%} of what was predicted.{excluded_text(certificate)}"
+        f" traffic {bounds['cost']:.0%} of the prediction.{excluded_text(certificate)}"
     )
 
 
 def excluded_text(certificate: Certificate, limit: int = 6) -> str:
-    """Which weights were not compared, and why; empty if all were. Begins with a space."""
+    """Return which weights were not compared, and why; empty if all were. Begins with a space."""
     excluded = certificate.get("excluded", [])
     if not excluded:
         return ""
@@ -145,15 +141,16 @@ def excluded_text(certificate: Certificate, limit: int = 6) -> str:
         )
         for weight in excluded[:limit]
     ]
-    more = f", and {len(excluded) - limit} more (see --json)" if len(excluded) > limit else ""
+    rest = f", and {len(excluded) - limit} more (see --json)" if len(excluded) > limit else ""
     return (
-        " Not compared are the weights whose gradient stayed below 1e-6 of the largest tensor's in"
-        f" every step of {certificate['reference']}, which is rounding: {', '.join(shown)}{more}."
+        " Weights whose gradient stayed below 1e-6 of that of the largest tensor in every step of"
+        f" {certificate['reference']}, which is rounding error, are not compared:"
+        f" {', '.join(shown)}{rest}."
     )
 
 
 def certificate_page(certificate: Certificate) -> dict[str, Any]:
-    """What the page and the section of the report show of a certificate."""
+    """Return the values for the page of a certificate and for its section of the report."""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(certificate["time"]))
     return {
         "model": str(certificate["model"]),

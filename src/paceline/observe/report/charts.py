@@ -1,27 +1,27 @@
-"""The report's plots: series of figures to scaled SVG paths, ticks and the data of the read-out.
+"""The plots of the report: series of figures as scaled SVG paths, ticks and data for the tooltip.
 
-The drawing area is a stretched SVG (lines keep their width), the labels beside it are HTML, so that
-text has the same size on a phone as on a large screen. Everything is visible without JavaScript.
+The plot area is a stretched SVG (lines keep their width). Labels are HTML, so that text has the
+same size on a phone and on a large screen. Everything is visible without JavaScript.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple, TypedDict
 
 from paceline.core import formatting
 from paceline.core.events import EvalEvent, RunStartEvent, StepEvent
 
 MAX_POINTS = 1500  # of all series of a plot together
-WIDTH, HEIGHT = 1000.0, 400.0  # of the SVG's own coordinates
+WIDTH, HEIGHT = 1000.0, 400.0  # of the SVG's coordinates
 
 Point = tuple[float, float | None]
 
 
 @dataclass
 class Series:
-    """One line (or row of dots, or layer of a stack): ``points`` are (step, value); None is a
+    """A line, row of dots or layer of a stack. ``points``: (step, value); a value of None is a
     gap."""
 
     name: str
@@ -32,8 +32,7 @@ class Series:
 
 @dataclass
 class Plot:
-    """What is drawn in one figure. ``unit`` stands at the axis and in the read-out; ``log_labels``
-    writes 1e-4."""
+    """A figure. ``unit`` is shown at the axis and in the tooltip."""
 
     title: str
     unit: str
@@ -44,43 +43,40 @@ class Plot:
 
 
 def downsample(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most ``limit`` (≥ 5) of the points: of each bucket of steps the lowest and the highest,
-    and whether it has a gap.
-
-    The first and the last point stay.
-    """
+    """Return at most ``limit`` (≥ 5) of the points: the first and the last, and of each bucket of
+    steps in between the minimum, the maximum and a gap if there is one."""
     if len(points) <= limit:
         return list(points)
-    buckets = max(1, (limit - 2) // 3)
-    inner = points[1:-1]
-    kept = [points[0]]
-    for index in range(buckets):
-        bucket = inner[index * len(inner) // buckets : (index + 1) * len(inner) // buckets]
-        values = [(y, place) for place, (_, y) in enumerate(bucket) if y is not None]
-        places = {min(values)[1], max(values)[1]} if values else set()
-        gap = next((place for place, (_, y) in enumerate(bucket) if y is None), None)
-        kept += [bucket[place] for place in sorted(places | ({gap} if gap is not None else set()))]
-    return [*kept, points[-1]]
+    selected = [points[0]]
+    for bucket in _split(points[1:-1], max(1, (limit - 2) // 3)):
+        values = [(y, index) for index, (_, y) in enumerate(bucket) if y is not None]
+        gaps = [index for index, (_, y) in enumerate(bucket) if y is None]
+        extremes = {min(values)[1], max(values)[1]} if values else set()
+        selected += [bucket[index] for index in sorted(extremes.union(gaps[:1]))]
+    return [*selected, points[-1]]
 
 
 def bucket_means(points: Sequence[Point], limit: int) -> list[Point]:
-    """At most ``limit`` points, each the mean of its bucket: for layers of a stack, which must add
-    up."""
+    """Return at most ``limit`` points, each the mean of a bucket. Used for the layers of a stack,
+    which must add up."""
     if len(points) <= limit:
         return list(points)
     means: list[Point] = []
-    for index in range(limit):
-        bucket = points[index * len(points) // limit : (index + 1) * len(points) // limit]
+    for bucket in _split(points, limit):
         values = [y for _, y in bucket if y is not None]
         means.append((bucket[-1][0], sum(values) / len(values) if values else None))
     return means
 
 
-def smooth(points: Sequence[Point]) -> list[Point]:
-    """Centred moving average over about a thirtieth of the run; it does not lag behind. Gaps stay
-    gaps.
+def _split(points: Sequence[Point], count: int) -> list[Sequence[Point]]:
+    edges = [index * len(points) // count for index in range(count + 1)]
+    return [points[begin:end] for begin, end in pairwise(edges)]
 
-    Towards the ends the window shrinks on both sides alike, so that a falling curve keeps its ends.
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Return a centered moving average over about a thirtieth of the run. Gaps stay gaps.
+
+    Towards the ends the window shrinks on both sides, so that a falling curve keeps its ends.
     """
     reach = max(1, len(points) // 60)
     sums, counts = [0.0], [0]
@@ -89,17 +85,17 @@ def smooth(points: Sequence[Point]) -> list[Point]:
         counts.append(counts[-1] + (y is not None))
     smoothed: list[Point] = []
     for index, (x, y) in enumerate(points):
-        near = max(min(reach, index, len(points) - 1 - index), reach // 5)
-        low, high = max(0, index - near), min(len(points), index + near + 1)
-        smoothed.append(
-            (x, (sums[high] - sums[low]) / (counts[high] - counts[low]) if y is not None else None)
-        )
+        half = max(min(reach, index, len(points) - 1 - index), reach // 5)
+        low, high = max(0, index - half), min(len(points), index + half + 1)
+        mean = None if y is None else (sums[high] - sums[low]) / (counts[high] - counts[low])
+        smoothed.append((x, mean))
     return smoothed
 
 
-def raw_and_smooth(name: str, points: list[Point], colour: str, from_count: int) -> list[Series]:
-    """One line; from ``from_count`` points on, each step faintly and a smoothed line over it."""
-    if len(points) < from_count:
+def raw_and_smooth(name: str, points: list[Point], colour: str, min_points: int) -> list[Series]:
+    """Return one line; with at least ``min_points`` points, a faint line of each step and a
+    smoothed line over it."""
+    if len(points) < min_points:
         return [Series(name, points, colour)]
     return [
         Series("each step", points, colour, "faint"),
@@ -107,22 +103,22 @@ def raw_and_smooth(name: str, points: list[Point], colour: str, from_count: int)
     ]
 
 
-def ticks(low: float, high: float, about: int = 5, whole: bool = False) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten) between ``low`` and ``high``."""
+def ticks(low: float, high: float, about: int = 5, integers: bool = False) -> list[float]:
+    """Return round numbers (1, 2 or 5 times a power of ten) between ``low`` and ``high``."""
     span = high - low
     if span <= 0 or not math.isfinite(span):
         return [low]
     raw = span / max(1, about)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
-    if whole:
+    if integers:
         step = max(1.0, round(step))
     first = math.ceil(low / step - 1e-9)
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def tick_label(value: float, step: float) -> str:
-    """``0``, ``0.25``, ``12k``, ``1e-4``."""
+    """Return a label such as ``0``, ``0.25``, ``12k`` or ``1e-4``."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -138,7 +134,7 @@ def tick_label(value: float, step: float) -> str:
 
 
 class Mark(NamedTuple):
-    """A tick or marker: ``svg`` in the SVG's coordinates, ``at`` in per cent of the area."""
+    """A tick or a marker. ``svg``: its coordinate in the SVG; ``at``: in percent of the area."""
 
     svg: str
     at: str
@@ -146,7 +142,7 @@ class Mark(NamedTuple):
 
 
 class ReadOut(TypedDict):
-    """The figures of a series, for the script that shows them."""
+    """The figures of a series for the tooltip."""
 
     name: str
     colour: str
@@ -164,7 +160,7 @@ class Shape(NamedTuple):
 
 
 class DrawnPlot(TypedDict):
-    """What the template shows of a plot."""
+    """A plot for the template."""
 
     title: str
     unit: str
@@ -181,47 +177,46 @@ class DrawnPlot(TypedDict):
 def draw(
     plot: Plot, x_range: tuple[float, float], markers: Sequence[tuple[float, str]]
 ) -> DrawnPlot:
-    """All that the template needs of a plot: paths, ticks in per cent of the area, and the
-    read-out's data."""
+    """Draw a plot.
+
+    Args:
+        plot: the plot.
+        x_range: the first and the last step shown.
+        markers: (step, text) of each vertical line.
+    """
     x_low, x_high = x_range if x_range[1] > x_range[0] else (x_range[0] - 1, x_range[0] + 1)
-    # a noisy line needs the most points
-    weights = [3 if one.kind == "faint" else 1 for one in plot.series]
-    stacked = any(one.kind == "area" for one in plot.series)
-    reduce = bucket_means if stacked else downsample
-    series = [
+    # A noisy line needs the most points.
+    weights = [3 if series.kind == "faint" else 1 for series in plot.series]
+    is_stacked = any(series.kind == "area" for series in plot.series)
+    reduce = bucket_means if is_stacked else downsample
+    reduced = [
         Series(
-            one.name,
-            reduce(one.points, max(5, MAX_POINTS * weight // sum(weights))),
-            one.colour,
-            one.kind,
+            series.name,
+            reduce(series.points, max(5, MAX_POINTS * weight // sum(weights))),
+            series.colour,
+            series.kind,
         )
-        for one, weight in zip(plot.series, weights, strict=True)
+        for series, weight in zip(plot.series, weights, strict=True)
     ]
-    tops = _stack(series) if stacked else [one.points for one in series]
+    tops = _stack(reduced) if is_stacked else [series.points for series in reduced]
     y_low, y_high = _y_range(
-        [y for points in tops for _, y in points if y is not None], plot.from_zero or stacked
+        [y for points in tops for _, y in points if y is not None], plot.from_zero or is_stacked
     )
 
     def place(x: float, y: float) -> tuple[float, float]:
         return (x - x_low) / (x_high - x_low) * WIDTH, (1 - (y - y_low) / (y_high - y_low)) * HEIGHT
 
-    y_ticks, x_ticks = ticks(y_low, y_high), ticks(x_low, x_high, whole=True)
+    y_ticks, x_ticks = ticks(y_low, y_high), ticks(x_low, x_high, integers=True)
     y_step = y_ticks[1] - y_ticks[0] if len(y_ticks) > 1 else abs(y_ticks[0] if y_ticks else 1.0)
     x_step = x_ticks[1] - x_ticks[0] if len(x_ticks) > 1 else 1.0
-    bottoms = (
-        [[(x, 0.0 if y is not None else None) for x, y in tops[0]], *tops[:-1]]
-        if stacked and tops
-        else []
-    )
     shapes = []
-    for index, one in enumerate(series):
-        d = (
-            _area(bottoms[index], tops[index], place)
-            if one.kind == "area"
-            else _path(one.points, place, one.kind == "dots")
-        )
-        shapes.append(Shape(one.name, one.colour, one.kind, d))
-    x_marks = [(x, text) for x, text in markers if x_low <= x <= x_high]
+    bottom: list[Point] = [(x, 0.0) for x, _ in tops[0]] if tops else []
+    for series, top in zip(reduced, tops, strict=True):
+        if series.kind == "area":
+            path, bottom = _area(bottom, top, place), top
+        else:
+            path = _path(series.points, place, series.kind == "dots")
+        shapes.append(Shape(series.name, series.colour, series.kind, path))
     return {
         "title": plot.title,
         "unit": plot.unit,
@@ -230,19 +225,24 @@ def draw(
         "shapes": shapes,
         "y_ticks": [_mark(place(x_low, y)[1], HEIGHT, tick_label(y, y_step)) for y in y_ticks],
         "x_ticks": [_mark(place(x, y_low)[0], WIDTH, tick_label(x, x_step)) for x in x_ticks],
-        "markers": [_mark(place(x, y_low)[0], WIDTH, text) for x, text in x_marks],
+        "markers": [
+            _mark(place(x, y_low)[0], WIDTH, text) for x, text in markers if x_low <= x <= x_high
+        ],
         "x_range": (x_low, x_high),
-        "series": [_read_out(one) for one in series],
+        "series": [
+            {
+                "name": series.name,
+                "colour": series.colour,
+                "x": [x for x, _ in series.points],
+                "y": [None if y is None else float(f"{y:.6g}") for _, y in series.points],
+            }
+            for series in reduced
+        ],
     }
 
 
-def _mark(at: float, whole: float, text: str) -> Mark:
-    return Mark(f"{at:.1f}", f"{100 * at / whole:.2f}", text)
-
-
-def _read_out(one: Series) -> ReadOut:
-    values = [None if y is None else float(f"{y:.6g}") for _, y in one.points]
-    return {"name": one.name, "colour": one.colour, "x": [x for x, _ in one.points], "y": values}
+def _mark(position: float, length: float, text: str) -> Mark:
+    return Mark(f"{position:.1f}", f"{100 * position / length:.2f}", text)
 
 
 def _y_range(values: list[float], from_zero: bool) -> tuple[float, float]:
@@ -258,34 +258,34 @@ def _y_range(values: list[float], from_zero: bool) -> tuple[float, float]:
     return (low if from_zero else low - pad), high + pad
 
 
-def _stack(series: list[Series]) -> list[list[Point]]:
-    """The upper edge of each layer; a gap in one layer is a gap in all above it."""
+def _stack(layers: list[Series]) -> list[list[Point]]:
+    """Return the upper edge of each layer. A gap in a layer is a gap in all layers above it."""
     edges: list[list[Point]] = []
-    for one in series:
-        below = edges[-1] if edges else [(x, 0.0) for x, _ in one.points]
+    for layer in layers:
+        below = edges[-1] if edges else [(x, 0.0) for x, _ in layer.points]
         edges.append(
-            [(x, y + under if y is not None and under is not None else None)
-             for (x, y), (_, under) in zip(one.points, below, strict=True)]
+            [(x, y + base if y is not None and base is not None else None)
+             for (x, y), (_, base) in zip(layer.points, below, strict=True)]
         )  # fmt: skip
     return edges
 
 
-def _runs(points: Sequence[Point]) -> list[list[tuple[float, float]]]:
-    """The stretches between gaps."""
-    runs: list[list[tuple[float, float]]] = [[]]
+def _segments(points: Sequence[Point]) -> list[list[tuple[float, float]]]:
+    """Return the stretches between gaps."""
+    segments: list[list[tuple[float, float]]] = [[]]
     for x, y in points:
         if y is not None:
-            runs[-1].append((x, y))
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
+            segments[-1].append((x, y))
+        elif segments[-1]:
+            segments.append([])
+    return [segment for segment in segments if segment]
 
 
 def _path(points: Sequence[Point], place: Any, dots: bool) -> str:
     parts = []
-    for run in _runs(points):
-        placed = [place(x, y) for x, y in run]
-        if dots or len(placed) == 1:  # a stroke of no length with round ends is a dot
+    for segment in _segments(points):
+        placed = [place(x, y) for x, y in segment]
+        if dots or len(placed) == 1:  # a stroke without length and with round ends is a dot
             parts += [f"M{x:.1f} {y:.1f}h0" for x, y in placed]
         else:
             parts.append("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in placed))
@@ -293,12 +293,12 @@ def _path(points: Sequence[Point], place: Any, dots: bool) -> str:
 
 
 def _area(bottom: Sequence[Point], top: Sequence[Point], place: Any) -> str:
-    under = dict(bottom)
+    base = dict(bottom)
     parts = []
-    for run in _runs(top):
-        edge = [place(x, y) for x, y in run]
-        back = [place(x, under.get(x) or 0.0) for x, _ in reversed(run)]
-        if len(edge) == 1:  # a single step: a narrow bar
+    for segment in _segments(top):
+        edge = [place(x, y) for x, y in segment]
+        back = [place(x, base.get(x) or 0.0) for x, _ in reversed(segment)]
+        if len(edge) == 1:  # a single step is a narrow bar
             (x, y), (_, foot) = edge[0], back[0]
             edge, back = [(x - 6, y), (x + 6, y)], [(x + 6, foot), (x - 6, foot)]
         parts.append("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in [*edge, *back]) + "Z")
@@ -314,128 +314,102 @@ def draw_plots(
     start: RunStartEvent,
     resumed_from: Sequence[int],
 ) -> list[DrawnPlot]:
-    """The plots of a run. ``resumed_from``: steps from which it was resumed."""
+    """Draw the plots of a run.
+
+    Args:
+        steps: the steps.
+        evals: the evaluations.
+        start: the last start of the run.
+        resumed_from: the steps from which the run was resumed.
+    """
     if not steps:
         return []
-    batch = (start.get("derived") or {}).get("global_batch_size")
-    made = [
+    grad_norm = raw_and_smooth("gradient norm", _points(steps, "grad_norm"), "c4", 100)
+    norm_notes = _gap_notes(steps, "grad_norm", "gradient norm")
+    rate = Series("learning rate", _points(steps, "learning_rate"), "c3")
+    plots = [
         _loss_plot(steps, evals),
-        _rate_plot(steps),
-        _throughput_plot(steps, batch),
+        Plot("Learning rate", "", [rate], from_zero=True),
+        _throughput_plot(steps, (start.get("derived") or {}).get("global_batch_size")),
         _time_plot(steps),
         _memory_plot(steps),
-        _norm_plot(steps),
+        Plot("Gradient norm", "", grad_norm, from_zero=True, notes=norm_notes),
     ]
     markers = [(step, f"resumed at step {step:,}") for step in resumed_from]
-    x_all = [event["step"] for event in (*steps, *evals)]
-    x_range = (min(x_all), max(x_all))
-    return [draw(plot, x_range, markers) for plot in made if plot.notes or _has_figures(plot)]
+    all_steps = [event["step"] for event in (*steps, *evals)]
+    x_range = (min(all_steps), max(all_steps))
+    return [draw(plot, x_range, markers) for plot in plots if plot.notes or _has_values(plot)]
 
 
-def _has_figures(plot: Plot) -> bool:
-    return any(y is not None for one in plot.series for _, y in one.points)
+def _has_values(plot: Plot) -> bool:
+    return any(y is not None for series in plot.series for _, y in series.points)
 
 
-def _points(events: Sequence[StepEvent | EvalEvent], key: str, scale: float = 1.0) -> list[Point]:
-    return [
-        (event["step"], None if (y := formatting.finite(event.get(key))) is None else y / scale)
-        for event in events
-    ]
+def _points(events: Sequence[StepEvent | EvalEvent], key: str) -> list[Point]:
+    return [(event["step"], formatting.finite(event.get(key))) for event in events]
 
 
-def _broken(events: list[StepEvent], key: str, what: str) -> list[str]:
-    many = sum(
-        1
-        for one in events
-        if formatting.number(one.get(key)) is not None and formatting.finite(one.get(key)) is None
-    )
-    return (
-        [
-            f"{many:,} of {len(events):,} logged steps have a {what} that is not a finite number:"
-            " the gaps."
-        ]
-        if many
-        else []
-    )
+def _gap_notes(events: list[StepEvent], key: str, name: str) -> list[str]:
+    """Return why a plot has gaps: numbers that are not finite."""
+    numbers = [formatting.number(event.get(key)) for event in events]
+    count = sum(number is not None and not math.isfinite(number) for number in numbers)
+    if not count:
+        return []
+    return [f"Gaps: the {name} of {count:,} of {len(events):,} logged steps is not finite."]
 
 
 def _loss_plot(steps: list[StepEvent], evals: list[EvalEvent]) -> Plot:
-    raw = _points(steps, "loss")
-    series = raw_and_smooth("loss", raw, "c1", 10)
+    series = raw_and_smooth("loss", _points(steps, "loss"), "c1", 10)
     if evals:
         series.append(Series("evaluation", _points(evals, "loss"), "c2", "dots"))
-    return Plot("Training loss", "", series, wide=True, notes=_broken(steps, "loss", "loss"))
+    return Plot("Training loss", "", series, wide=True, notes=_gap_notes(steps, "loss", "loss"))
 
 
-def _rate_plot(steps: list[StepEvent]) -> Plot:
-    return Plot(
-        "Learning rate",
-        "",
-        [Series("learning rate", _points(steps, "learning_rate"), "c3")],
-        from_zero=True,
-    )
-
-
-def _norm_plot(steps: list[StepEvent]) -> Plot:
-    notes = _broken(steps, "grad_norm", "gradient norm")
-    series = raw_and_smooth("gradient norm", _points(steps, "grad_norm"), "c4", 100)
-    return Plot("Gradient norm", "", series, from_zero=True, notes=notes)
-
-
-def _throughput_plot(steps: list[StepEvent], batch: Any) -> Plot:
-    found = [formatting.throughput(step, batch) for step in steps]
-    unit = found[-1][1]
+def _throughput_plot(steps: list[StepEvent], batch_size: Any) -> Plot:
+    rates = [formatting.throughput(step, batch_size) for step in steps]
+    last_unit = rates[-1][1]
     points: list[Point] = [
-        (step["step"], y if u == unit else None) for step, (y, u) in zip(steps, found, strict=True)
+        (step["step"], rate if unit == last_unit else None)
+        for step, (rate, unit) in zip(steps, rates, strict=True)
     ]
-    return Plot("Throughput", unit, raw_and_smooth("throughput", points, "c5", 100), from_zero=True)
+    series = raw_and_smooth("throughput", points, "c5", 100)
+    return Plot("Throughput", last_unit, series, from_zero=True)
 
 
 def _memory_plot(steps: list[StepEvent]) -> Plot:
-    rows = [(step["step"], _as_list(step.get("memory_bytes"))) for step in steps]
-    world = max((len(values) for _, values in rows), default=0)
-    top = max(
-        (
-            figure
-            for _, values in rows
-            for value in values
-            if (figure := formatting.finite(value)) is not None
-        ),
-        default=0.0,
-    )
-    scale, unit = next(
-        ((s, u) for s, u in ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB")) if top >= s),
-        (1.0, "B"),
-    )
+    rows = [
+        (step["step"], [formatting.finite(size) for size in _as_list(step.get("memory_bytes"))])
+        for step in steps
+    ]
+    known = [[size for size in sizes if size is not None] for _, sizes in rows]
+    world_size = max((len(sizes) for _, sizes in rows), default=0)
+    top = max((size for sizes in known for size in sizes), default=0.0)
+    scale, unit = 1.0, "B"
+    for power, name in ((10, "KiB"), (20, "MiB"), (30, "GiB")):
+        if top >= 2.0**power:
+            scale, unit = 2.0**power, name
 
-    def of(pick: Any) -> list[Point]:
+    def points(values: Sequence[float | None]) -> list[Point]:
         return [
-            (x, None if (y := formatting.finite(pick(values))) is None else y / scale)
-            for x, values in rows
+            (step, None if value is None else value / scale)
+            for (step, _), value in zip(rows, values, strict=True)
         ]
 
-    if world <= len(_RANK_COLOURS):
+    if world_size <= len(_RANK_COLOURS):
         series = [
-            Series(f"rank {rank}", of(partial(_at_rank, rank)), _RANK_COLOURS[rank])
-            for rank in range(world)
+            Series(
+                f"rank {rank}",
+                points([sizes[rank] if rank < len(sizes) else None for _, sizes in rows]),
+                _RANK_COLOURS[rank],
+            )
+            for rank in range(world_size)
         ]
         return Plot("Memory of each rank", unit, series, from_zero=True)
     series = [
-        Series("fullest rank", of(formatting.fullest)),
-        Series("emptiest rank", of(_emptiest), "c2"),
+        Series("maximum", points([max(sizes, default=None) for sizes in known])),
+        Series("minimum", points([min(sizes, default=None) for sizes in known]), "c2"),
     ]
-    return Plot(f"Memory, {world} ranks", unit, series, from_zero=True)
-
-
-def _at_rank(rank: int, values: list[Any]) -> Any:
-    return values[rank] if rank < len(values) else None
-
-
-def _emptiest(values: list[Any]) -> float | None:
-    return min(
-        (figure for value in values if (figure := formatting.finite(value)) is not None),
-        default=None,
-    )
+    return Plot(f"Memory, {world_size} ranks", unit, series, from_zero=True)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -443,35 +417,30 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _time_plot(steps: list[StepEvent]) -> Plot:
-    """Where a step's time goes. What is not measured stays in the first layer, which is named after
-    it."""
-    total = [formatting.finite(step.get("step_time_s")) for step in steps]
-    top = max((seconds for seconds in total if seconds is not None), default=0.0)
+    """Plot the parts of a step. The first layer is named after what it includes, because parts that
+    are not measured are in it."""
+    step_s = [formatting.finite(step.get("step_time_s")) for step in steps]
+    top = max((seconds for seconds in step_s if seconds is not None), default=0.0)
     scale, unit = (1.0, "s") if top >= 1 else (1e-3, "ms")
     waits = [(key, name, colour) for key, name, colour in
              (("data_wait_s", "data wait", "c2"), ("comm_wait_s", "communication wait", "c4"))
              if any(formatting.finite(step.get(key)) is not None for step in steps)]  # fmt: skip
     rest: list[Point] = []
     layers: dict[str, list[Point]] = {key: [] for key, *_ in waits}
-    for step, seconds in zip(steps, total, strict=True):
-        spent = {key: formatting.finite(step.get(key)) or 0.0 for key in layers}
-        rest.append(
-            (
-                step["step"],
-                None if seconds is None else max(0.0, seconds - sum(spent.values())) / scale,
-            )
-        )
-        for key, value in spent.items():
+    for step, seconds in zip(steps, step_s, strict=True):
+        waited = {key: formatting.finite(step.get(key)) or 0.0 for key in layers}
+        for key, value in waited.items():
             layers[key].append((step["step"], None if seconds is None else value / scale))
-    alone = (
-        len({rank for step in steps for rank in range(len(_as_list(step.get("memory_bytes"))))})
-        == 1
-    )
+        computed = None
+        if seconds is not None:
+            computed = max(0.0, seconds - sum(waited.values())) / scale
+        rest.append((step["step"], computed))
+    world_size = max(len(_as_list(step.get("memory_bytes"))) for step in steps)
     rest_name = "compute"
     if "data_wait_s" not in layers:
         rest_name += " and data wait"
-    if "comm_wait_s" not in layers and not alone:
+    if "comm_wait_s" not in layers and world_size != 1:
         rest_name += " and communication"
     stack = [Series(rest_name, rest, "c1", "area")]
-    stack += [Series(text, layers[key], colour, "area") for key, text, colour in waits]
-    return Plot("Time of a step", unit, stack, from_zero=True)
+    stack += [Series(name, layers[key], colour, "area") for key, name, colour in waits]
+    return Plot("Time per step", unit, stack, from_zero=True)

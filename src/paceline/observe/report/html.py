@@ -1,4 +1,4 @@
-"""A run's result: ``report.json`` for programs, ``report.html`` for people, which opens offline."""
+"""Write the result of a run: ``report.json``, and ``report.html``, which opens offline."""
 
 import json
 import math
@@ -31,40 +31,39 @@ def render_report(
     config_yaml: str,
     certificate: Certificate | None = None,
 ) -> str:
-    """The whole page. Every value is escaped: configs and data sets are not trusted.
+    """Return the page. All values are escaped, because configs and datasets are not trusted.
 
     Args:
-        report: as :func:`write_reports` takes it; missing keys show
-            as unknown.
-        events: all events of the run, of every life.
+        report: as for :func:`write_reports`. Missing keys are shown as unknown.
+        events: all events of the run, of all attempts.
         config_yaml: the text of ``config.yaml``.
-        certificate: of ``paceline verify``, where one was made for this model and task; it becomes
-            a section.
+        certificate: of ``paceline verify``, if there is one for this model and task.
     """
     starts = [event for event in events if event["type"] == "run_start"]
     start: RunStartEvent = starts[-1] if starts else {}
+    config = start.get("config") or {}
     steps = effective_steps(events)
     evals = [event for event in effective_events(events) if event["type"] == "eval"]
-    lives = _lives(events, str(report.get("status")))
+    attempts = _attempts(events, str(report.get("status")))
+    resumed_from = [attempt.first_step for attempt in attempts if attempt.first_step]
     data = report.get("data") or {}
+    output_dir = start.get("output_dir") or config.get("output_dir") or "run"
     page = {
-        "name": (
-            Path(
-                str(
-                    start.get("output_dir")
-                    or (start.get("config") or {}).get("output_dir")
-                    or "run"
-                )
-            ).name
-            or "run"
-        ),
+        "name": Path(str(output_dir)).name or "run",
         "status": str(report.get("status") or "unknown"),
         "reason": _reason(events, report),
-        "subtitle": _subtitle(start),
-        "cards": _cards(report, start),
-        "plots": draw_plots(
-            steps, evals, start, [life.first_step for life in lives if life.first_step]
+        "subtitle": " · ".join(
+            str(part)
+            for part in (
+                (start.get("model") or {}).get("name"),
+                config.get("task"),
+                start.get("strategy"),
+                _utc("%Y-%m-%d %H:%M UTC", start),
+            )
+            if part
         ),
+        "cards": _cards(report, start),
+        "plots": draw_plots(steps, evals, start, resumed_from),
         "data": _data_rows(data or start.get("data") or {}, data.get("skipped_batches")),
         "predictions": _predictions(report),
         "communication": communication_rows(report),
@@ -76,7 +75,7 @@ def render_report(
             for event in events
             if event["type"] == "notice" or (event["type"] == "checkpoint" and event.get("error"))
         ],
-        "lives": lives if len(lives) > 1 else [],
+        "attempts": attempts if len(attempts) > 1 else [],
         "config": config_yaml,
         "config_open": config_yaml.count("\n") <= 40,
         "versions": start.get("versions") or {},
@@ -85,13 +84,13 @@ def render_report(
 
 
 def render_certificate(certificate: Certificate) -> str:
-    """Return ``verify.html``: one page that opens offline. Every value is escaped."""
+    """Return ``verify.html``, a page that opens offline. All values are escaped."""
     return str(template("certificate.html.jinja").render(certificate=certificate_page(certificate)))
 
 
 @cache
 def template(name: str, folder: Path = Path(__file__).parent / "templates") -> Any:
-    """A template of a folder; all that it is given is escaped."""
+    """Load a template of a folder. It escapes all values."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -106,145 +105,97 @@ def template(name: str, folder: Path = Path(__file__).parent / "templates") -> A
 
 
 def _script_json(value: Any) -> Any:
-    """JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot end the script element that contains it."""
     from markupsafe import Markup
 
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-def _subtitle(start: RunStartEvent) -> str:
-    config, model = start.get("config") or {}, start.get("model") or {}
-    begun = formatting.finite(start.get("time"))
-    when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(begun)) if begun is not None else None
-    return " · ".join(
-        str(part)
-        for part in (model.get("name"), config.get("task"), start.get("strategy"), when)
-        if part
-    )
+def _utc(pattern: str, event: Event) -> str | None:
+    """Return the time of an event; None if it has none."""
+    seconds = formatting.finite(event.get("time"))
+    return None if seconds is None else time.strftime(pattern, time.gmtime(seconds))
 
 
 def _reason(events: list[Event], report: Report) -> str:
     ends = [event for event in events if event["type"] == "run_end"]
-    is_known = bool(ends) and report.get("status") != "done"
-    return str(ends[-1].get("reason") or "") if is_known else ""
+    return str(ends[-1].get("reason") or "") if ends and report.get("status") != "done" else ""
 
 
 def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
-    get, model = report.get, start.get("model") or {}
-    epochs, resumed, words = (
-        formatting.finite(get("epochs")),
-        get("resumed_from_step"),
-        formatting.short_count,
-    )
-    figures = report.get("final_eval_metrics") or {}
-    metrics = ", ".join(f"{name} {formatting.loss(value)}" for name, value in figures.items())
-    speed, unit = get("tokens_per_second"), "tokens/s"
-    if speed is None and get("samples_per_second") is not None:
-        speed, unit = get("samples_per_second"), "samples/s"
-    return [
-        _card(
-            "Training loss",
-            formatting.loss(get("final_train_loss")),
-            f"from {formatting.loss(get('first_train_loss'))}",
-        ),
-        _card(
-            "Evaluation loss",
-            formatting.loss(get("final_eval_loss")),
-            metrics or "at the last evaluation",
-        ),
-        _card("Throughput", formatting.short_count(speed), unit),
-        _card(
-            "First step",
-            formatting.duration(get("time_to_first_step_s")),
-            "after the newest start" if get("restarts") else "after the command",
-        ),
-        _card("Wall time", formatting.duration(get("wall_s"))),
-        _card(
-            "Peak memory",
-            formatting.size(formatting.fullest(get("peak_memory_bytes"))),
-            "of the fullest rank",
-        ),
-        _card(
-            "Steps",
-            formatting.count(get("steps")),
-            f"{epochs:.3g} epochs" if epochs is not None else "",
-        ),
-        _card("Samples seen", formatting.count(get("samples_seen"))),
-        _card(
-            "Label tokens", words(get("label_tokens")), f"of {words(get('train_tokens'))} tokens"
-        ),
-        _card(
-            "Strategy",
-            _text(get("strategy")),
-            f"{formatting.ranks(get('world_size'))} on {_text(get('device'))}",
-        ),
-        _card("Precision", _text(get("precision"))),
-        _card(
-            "Parameters",
-            words(model.get("parameters")),
-            f"{words(model.get('trainable_parameters'))} trained",
-        ),
-        _card(
-            "Resumed at",
-            f"step {formatting.count(resumed)}" if resumed is not None else formatting.UNKNOWN,
-            f"restarts: {formatting.count(get('restarts'))}",
-        ),
-    ]
+    """Return {label, value, note} of each card."""
+    get, model, fmt = report.get, start.get("model") or {}, formatting
+    eval_metrics = report.get("final_eval_metrics") or {}
+    metrics = ", ".join(f"{name} {fmt.loss(value)}" for name, value in eval_metrics.items())
+    epochs, resumed = fmt.finite(get("epochs")), get("resumed_from_step")
+    rate, unit = get("tokens_per_second"), "tokens/s"
+    if rate is None and get("samples_per_second") is not None:
+        rate, unit = get("samples_per_second"), "samples/s"
+    peak = fmt.fullest(get("peak_memory_bytes"))
+    cards = [
+        ("Training loss", fmt.loss(get("final_train_loss")),
+         f"from {fmt.loss(get('first_train_loss'))}"),
+        ("Evaluation loss", fmt.loss(get("final_eval_loss")), metrics or "at the last evaluation"),
+        ("Throughput", fmt.short_count(rate), unit),
+        ("First step", fmt.duration(get("time_to_first_step_s")),
+         "after the last restart" if get("restarts") else "after the command"),
+        ("Wall time", fmt.duration(get("wall_s")), ""),
+        ("Peak memory", fmt.size(peak), "maximum over the ranks"),
+        ("Steps", fmt.count(get("steps")), f"{epochs:.3g} epochs" if epochs is not None else ""),
+        ("Samples seen", fmt.count(get("samples_seen")), ""),
+        ("Label tokens", fmt.short_count(get("label_tokens")),
+         f"of {fmt.short_count(get('train_tokens'))} tokens"),
+        ("Strategy", _text(get("strategy")),
+         f"{fmt.ranks(get('world_size'))} on {_text(get('device'))}"),
+        ("Precision", _text(get("precision")), ""),
+        ("Parameters", fmt.short_count(model.get("parameters")),
+         f"{fmt.short_count(model.get('trainable_parameters'))} trained"),
+        ("Resumed at", fmt.UNKNOWN if resumed is None else f"step {fmt.count(resumed)}",
+         f"restarts: {fmt.count(get('restarts'))}"),
+    ]  # fmt: skip
+    return [{"label": label, "value": value, "note": note} for label, value, note in cards]
 
 
 def _text(value: Any) -> str:
     return formatting.UNKNOWN if value is None else str(value)
 
 
-def _card(label: str, value: str, note: str = "") -> dict[str, str]:
-    return {"label": label, "value": value, "note": note}
-
-
 def _data_rows(data: DataFigures, skipped: SkippedBatches | None) -> list[dict[str, str]]:
-    """Rows (what, how many, share of those read)."""
+    """Return {name, count, share of the rows read} of each row."""
     dropped = data.get("dropped") or {}
-    if not isinstance(dropped, dict):  # of a report without reasons
+    if not isinstance(dropped, dict):  # a report without reasons
         dropped = {"dropped": dropped}
-    turns = data.get("excluded_turns")
     counts = [(name, data.get(name)) for name in ("read", "kept", "truncated")]
     counts += [(f"dropped: {reason}", num_rows) for reason, num_rows in dropped.items()]
-    counts.append(("left out: the loss jumped", skipped["samples"] if skipped else None))
+    counts.append(("skipped after a loss spike", skipped["samples"] if skipped else None))
+    # Turns are not rows, so they are not a share of the rows read.
+    counts.append(("turns without loss", data.get("excluded_turns") or None))
     read = formatting.finite(data.get("read"))
     rows = []
-    for name, num_rows in counts:
-        if num_rows is None:
+    for name, count in counts:
+        if count is None:
             continue
-        number = formatting.finite(num_rows)
-        share = (
-            f"{100 * number / read:.1f} %" if number is not None and read else formatting.UNKNOWN
-        )
-        rows.append({"name": name, "count": formatting.count(num_rows), "share": share})
-    if turns:  # these are turns, not rows, so they have no share of the rows read
-        rows.append(
-            {
-                "name": "turns without loss",
-                "count": formatting.count(turns),
-                "share": formatting.UNKNOWN,
-            }
-        )
+        number = formatting.finite(count)
+        share = formatting.UNKNOWN
+        if number is not None and read and name != "turns without loss":
+            share = f"{100 * number / read:.1f} %"
+        rows.append({"name": name, "count": formatting.count(count), "share": share})
     return rows
 
 
 def _predictions(report: Report) -> list[dict[str, str]]:
     rows = []
     memory, traffic = report.get("state_memory_bytes"), report.get("traffic_bytes_per_step")
-    traffic_name = "Traffic a step, busiest rank"
+    traffic_name = "Traffic per step, busiest rank"
     if traffic and traffic.get("bound"):
-        traffic_name += " (the prediction is an upper bound: no id twice in a batch)"
-    for name, pair in (("State memory, fullest rank", memory), (traffic_name, traffic)):
+        traffic_name += " (predicted: an upper bound, for a batch without repeated ids)"
+    for name, pair in (("State memory, maximum over the ranks", memory), (traffic_name, traffic)):
         predicted = formatting.fullest(pair and pair["predicted"])
         measured = formatting.fullest(pair and pair["measured"])
-        ratio = (
-            f"{measured / predicted:.3f}"
-            if predicted and measured is not None
-            else formatting.UNKNOWN
-        )
+        ratio = formatting.UNKNOWN
+        if predicted and measured is not None:
+            ratio = f"{measured / predicted:.3f}"
         rows.append(
             {
                 "name": name,
@@ -257,27 +208,17 @@ def _predictions(report: Report) -> list[dict[str, str]]:
 
 
 def _notice(event: NoticeEvent | CheckpointEvent) -> dict[str, str]:
+    level, text = "warning", ""
     if event["type"] == "notice":
-        return {
-            "level": str(event.get("level") or "info"),
-            "text": str(event.get("text", "")),
-            "time": _at(event),
-        }
-    step = formatting.count(event.get("step"))
-    return {
-        "level": "warning",
-        "text": f"{event['type']} at step {step}: {event['error']}",
-        "time": _at(event),
-    }
-
-
-def _at(event: Event) -> str:
-    seconds = formatting.finite(event.get("time"))
-    return time.strftime("%H:%M:%S", time.gmtime(seconds)) if seconds is not None else ""
+        level, text = str(event.get("level") or "info"), str(event.get("text", ""))
+    else:
+        step = formatting.count(event.get("step"))
+        text = f"checkpoint at step {step} failed: {event['error']}"
+    return {"level": level, "text": text, "time": _utc("%H:%M:%S", event) or ""}
 
 
 @dataclass
-class _Life:
+class _Attempt:
     """One start of the run."""
 
     start: str
@@ -286,70 +227,61 @@ class _Life:
     end: str = ""
 
 
-def _lives(events: list[Event], status: str) -> list[_Life]:
-    """Each time that the run was started: from which step, to which, and how it ended.
+def _attempts(events: list[Event], status: str) -> list[_Attempt]:
+    """Return each start of the run, with its steps and its end.
 
-    ``status`` is the last one's: the report is written before the log's ``run_end``.
+    ``status`` is the end of the last one, because the report is written before ``run_end``.
     """
-    lives: list[_Life] = []
+    attempts: list[_Attempt] = []
     for event in events:
         if event["type"] == "run_start":
-            begun = formatting.finite(event.get("time"))
-            when = (
-                time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(begun))
-                if begun is not None
-                else formatting.UNKNOWN
-            )
-            lives.append(_Life(when, event.get("resumed_from_step") or 0))
-        elif event["type"] == "resume" and lives:
-            lives[-1].first_step = event.get("step") or 0
-        elif event["type"] == "step" and lives:
-            lives[-1].last_step = event["step"]
-        elif event["type"] == "run_end" and lives:
-            lives[-1].end = str(event.get("status"))
-    for life in lives:
-        life.last_step = life.first_step if life.last_step is None else life.last_step
-        life.end = life.end or (status if life is lives[-1] else "ended without a report")
-    return lives
+            started = _utc("%Y-%m-%d %H:%M:%S UTC", event) or formatting.UNKNOWN
+            attempts.append(_Attempt(started, event.get("resumed_from_step") or 0))
+        elif not attempts:
+            continue
+        elif event["type"] == "resume":
+            attempts[-1].first_step = event.get("step") or 0
+        elif event["type"] == "step":
+            attempts[-1].last_step = event["step"]
+        elif event["type"] == "run_end":
+            attempts[-1].end = str(event.get("status"))
+    for attempt in attempts:
+        if attempt.last_step is None:
+            attempt.last_step = attempt.first_step
+        attempt.end = attempt.end or (status if attempt is attempts[-1] else "no report")
+    return attempts
 
 
 def write_reports(run_dir: RunDir, report: Report) -> None:
-    """Write ``report.json`` and, from it and the run's events and config, ``report.html``; each
-    whole or not at all.
+    """Write ``report.json`` and ``report.html``, each atomically.
 
-    NaN and the infinities, which JSON has not, become the strings "nan", "inf", "-inf".
+    NaN and the infinities, which JSON does not have, become the strings "nan", "inf" and "-inf".
 
     Raises:
-        KeyError: a key of :class:`Report` is missing, or one is not known.
+        KeyError: a key of :class:`Report` is missing or unknown.
         OSError: a file cannot be written.
     """
     check_report(report)
     write_json_atomic(run_dir.report, _for_json(report))
-    config_yaml = (
-        run_dir.config.read_text(encoding="utf-8", errors="replace")
-        if run_dir.config.is_file()
-        else ""
-    )
+    config_yaml = ""
+    if run_dir.config.is_file():
+        config_yaml = run_dir.config.read_text(encoding="utf-8", errors="replace")
     events = read_events(run_dir.events)
-    write_atomic(
-        run_dir.report_html,
-        render_report(report, events, config_yaml, _certificate(run_dir, events)),
-    )
+    page = render_report(report, events, config_yaml, _certificate(run_dir, events))
+    write_atomic(run_dir.report_html, page)
 
 
 def _certificate(run_dir: RunDir, events: list[Event]) -> Certificate | None:
-    """That of ``paceline verify --output RUN``, where it is of the run's model and task."""
+    """Return the certificate of ``paceline verify --output RUN`` if it is for the run's model and
+    task."""
     configs = [event["config"] for event in events if event["type"] == "run_start"]
     config = configs[-1] if configs else {}
     try:
         certificate: Certificate = json.loads((run_dir.root / "verify.json").read_text())
-        same = (certificate["model"], certificate["task"]) == (
-            config.get("model"),
-            config.get("task"),
-        )
-        return certificate if same and certificate_page(certificate) else None
+        is_same = all(certificate[key] == config.get(key) for key in ("model", "task"))
+        return certificate if is_same and certificate_page(certificate) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # none there, or not one of ours
+        return None  # the file does not exist, or Paceline has not written it
 
 
 def _for_json(value: Any) -> Any:

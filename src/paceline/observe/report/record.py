@@ -9,7 +9,7 @@ from paceline.core.events import DataFigures, WorkerLostEvent
 
 
 class Predicted(TypedDict):
-    """Bytes that the strategy declares, and that were measured."""
+    """Bytes as the strategy declares them, and as they were measured."""
 
     predicted: float
     measured: int | None
@@ -29,7 +29,7 @@ class SkippedBatches(TypedDict):
 
 
 class DataReport(DataFigures, total=False):
-    """The accounting of the training data. ``skipped_batches``: after loss spikes."""
+    """The numbers of rows of the training data. ``skipped_batches``: after loss spikes."""
 
     skipped_batches: SkippedBatches
 
@@ -59,8 +59,8 @@ class _AlwaysReported(TypedDict):
 
 
 class Report(_AlwaysReported, total=False):
-    """What was not measured is None. ``communication``, ``link`` and ``staleness`` depend on the
-    strategy; ``balance``: the shares of the ranks."""
+    """The content of report.json. A figure that was not measured is None. ``communication``,
+    ``link`` and ``staleness`` depend on the strategy; ``balance`` has the shares of the ranks."""
 
     samples_per_second: float | None
     final_eval_metrics: dict[str, float] | None
@@ -75,7 +75,7 @@ class Report(_AlwaysReported, total=False):
 
 REPORT_KEYS = tuple(_AlwaysReported.__annotations__)
 _PREDICTED_KEYS = tuple(Predicted.__annotations__)
-#: key → (keys of its value that must be there, keys that may be there)
+#: key → (required keys of its value, allowed keys)
 _INNER_KEYS = {
     "state_memory_bytes": (_PREDICTED_KEYS, _PREDICTED_KEYS),
     "traffic_bytes_per_step": (_PREDICTED_KEYS, tuple(PredictedTraffic.__annotations__)),
@@ -84,8 +84,8 @@ _INNER_KEYS = {
 
 
 def check_report(report: Report) -> None:
-    """Raise KeyError, naming every missing and every unknown key, where ``report`` is not of the
-    fixed shape."""
+    """Raise KeyError with all missing and all unknown keys if ``report`` does not have the expected
+    keys."""
     wrong = _wrong_keys(report, REPORT_KEYS, tuple(Report.__annotations__), "")
     for key, (required, known) in _INNER_KEYS.items():
         inner = report.get(key)

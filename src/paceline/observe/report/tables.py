@@ -1,4 +1,4 @@
-"""The report's tables by rank: where its step went, and what its memory is filled with."""
+"""The tables of the report: time and memory by rank, and communication."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,8 +10,7 @@ from paceline.core.event_log import effective_events
 from paceline.core.events import Event, RunStartEvent, StepEvent
 from paceline.observe.report.record import Report
 
-#: Of a step line's ``ranks``: what the parts of a step have taken the place of, and how these are
-#: named for a person.
+#: Keys of a step's ``ranks`` that are redundant if the parts of the step are known; and labels.
 _OLDER = ("data_wait_s", "comm_wait_s")
 _NAMES = {
     "data_s": "data",
@@ -26,7 +25,7 @@ _KINDS = ("parameters", "gradients", "optimizer", "activations", "total")
 
 
 class Table(NamedTuple):
-    """``step``: at which the figures were taken."""
+    """A table. ``step``: the step of its figures."""
 
     columns: list[str]
     rows: list[list[str]]
@@ -34,7 +33,7 @@ class Table(NamedTuple):
 
 
 class Row(NamedTuple):
-    """``is_text``: the value is a sentence, no figure."""
+    """A row of the communication table. ``is_text``: the value is a sentence, not a figure."""
 
     name: str
     value: str
@@ -42,7 +41,7 @@ class Row(NamedTuple):
 
 
 def rank_table(steps: Sequence[StepEvent]) -> Table:
-    """What each rank said of itself at the last step that has it: {columns, rows, step}."""
+    """Return the figures of each rank in the last step that has them."""
     last = next((step for step in reversed(steps) if step.get("ranks")), StepEvent())
     rows = last.get("ranks") or []
     keys = list(dict.fromkeys(key for row in rows for key in row))
@@ -53,12 +52,17 @@ def rank_table(steps: Sequence[StepEvent]) -> Table:
 
 
 def memory_table(events: Sequence[Event], start: RunStartEvent) -> Table:
-    """What was measured of each rank's memory, and above it what was predicted for the fullest.
-    ``start``: the last ``run_start``. No rows where nothing was measured."""
+    """Return the memory of each rank as measured, below the predicted maximum. Empty if nothing was
+    measured.
+
+    Args:
+        events: the events of the run.
+        start: the last ``run_start``.
+    """
     measured = [event for event in effective_events(events) if event["type"] == "memory"]
     ranks = measured[-1].get("ranks") or [] if measured else []
     predicted = (start.get("predicted") or {}).get("memory_bytes")
-    rows = [("predicted, fullest rank", predicted)] if ranks and isinstance(predicted, dict) else []
+    rows = [("predicted maximum", predicted)] if ranks and isinstance(predicted, dict) else []
     rows += [(f"rank {rank}", row) for rank, row in enumerate(ranks)]
     cells = [
         [name, *(formatting.size(formatting.finite(row.get(kind))) for kind in _KINDS)]
@@ -70,26 +74,19 @@ def memory_table(events: Sequence[Event], start: RunStartEvent) -> Table:
 def _cell(key: str, value: Any) -> str:
     if key.endswith("_bytes"):
         return formatting.size(formatting.fullest(value))
+    seconds = formatting.finite(value)
+    if key.endswith("_s") and seconds is not None and abs(seconds) < 1:
+        return f"{seconds * 1e3:.1f} ms"
     if key.endswith("_s"):
-        seconds = formatting.finite(value)
-        return (
-            f"{seconds * 1e3:.1f} ms"
-            if seconds is not None and abs(seconds) < 1
-            else formatting.duration(value)
-        )
+        return formatting.duration(value)
     figure = formatting.number(value)
-    return (
-        formatting.UNKNOWN
-        if value is None
-        else f"{figure:,.6g}"
-        if figure is not None
-        else str(value)
-    )
+    if figure is not None:
+        return f"{figure:,.6g}"
+    return formatting.UNKNOWN if value is None else str(value)
 
 
 def communication_rows(report: Report) -> list[Row]:
-    """The rows. Empty where the report says
-    nothing of it."""
+    """Return the rows; empty if the report has no ``communication``."""
     figures, link = report.get("communication") or {}, report.get("link") or {}
     if not figures:
         return []
@@ -98,25 +95,26 @@ def communication_rows(report: Report) -> list[Row]:
     if "ratio_sent" in figures:
         ratio = formatting.finite(figures["ratio_sent"])
         rows.append(
-            ("Sent, of what plain ddp sends", f"1/{ratio:.4g}" if ratio else formatting.UNKNOWN)
+            ("Sent, relative to plain ddp", f"1/{ratio:.4g}" if ratio else formatting.UNKNOWN)
         )
     if "residual_norm" in figures:
         norm = formatting.finite(figures["residual_norm"])
         rows.append(
-            ("Norm of what waits to be sent", "nothing waits" if norm is None else f"{norm:.4g}")
+            ("Norm of what is still to be sent", "none" if norm is None else f"{norm:.4g}")
         )
     if "synchronisations" in figures:
         each = formatting.size(figures.get("bytes_per_synchronisation"))
         rows.append(
-            ("Synchronisations", f"{formatting.count(figures['synchronisations'])}, {each} each")
+            ("Synchronizations", f"{formatting.count(figures['synchronisations'])}, {each} each")
         )
     if link:
-        rows.append(("Link, measured", f"{formatting.bit_rate(link.get('bandwidth_bytes_s'))}, "
-                     f"{formatting.short_duration(link.get('latency_s'))} a message"))  # fmt: skip
+        latency = formatting.short_duration(link.get("latency_s"))
+        bandwidth = formatting.bit_rate(link.get("bandwidth_bytes_s"))
+        rows.append(("Link, measured", f"{bandwidth}, {latency} per message"))
     rows += _times(figures)
     sentences = []
     if method != "none" and "pays" in figures:
-        verdict = "not known"
+        verdict = "unknown"
         if figures["pays"] is not None:
             verdict = "yes" if figures["pays"] else "no"
         sentences.append(("Pays on this link", verdict))
@@ -132,18 +130,18 @@ def _times(figures: dict[str, JsonValue]) -> list[tuple[str, str]]:
     share = formatting.finite(figures.get("wait_share"))
     rows = []
     if figures.get("step_s") is not None:
-        rows.append(("A step", short(figures["step_s"])))
+        rows.append(("Time per step", short(figures["step_s"])))
     if share is not None:
         rows.append(
             (
-                "Of it waiting for communication",
+                "of which waiting for communication",
                 f"{short(figures.get('wait_s'))} ({100 * share:.0f} %)",
             )
         )
     if figures.get("method_s") is not None:
-        rows.append(("The method's own computing, a step", short(figures["method_s"])))
+        rows.append(("Computation of the method, per step", short(figures["method_s"])))
     if isinstance(ddp, dict):
         rows.append(("All-reduce of plain ddp, predicted", short(ddp.get("all_reduce_s"))))
-        rows.append(("Waiting of plain ddp for it, predicted", short(ddp.get("wait_s"))))
-        rows.append(("A step of plain ddp, predicted", short(ddp.get("step_s"))))
+        rows.append(("Waiting time of plain ddp, predicted", short(ddp.get("wait_s"))))
+        rows.append(("Time per step of plain ddp, predicted", short(ddp.get("step_s"))))
     return rows
