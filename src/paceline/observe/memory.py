@@ -79,9 +79,7 @@ def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> d
     """
     storages = {
         "optimizer": _storages(
-            tensor
-            for optimizer in _optimizers(strategy)
-            for tensor in optimizer_tensors(optimizer)
+            tensor for optimizer in _optimizers(strategy) for tensor in optimizer_tensors(optimizer)
         ),
         "gradients": _storages(_gradients(strategy, model)),
         "parameters": _storages(_weights(model)),

@@ -165,9 +165,7 @@ class StepMetrics:
             "data_wait_s": max(row[1] for row in table) / steps,
             "comm_wait_s": max(row[2] for row in table) / steps if self.world.size > 1 else None,
             "memory_bytes": [int(row[3]) for row in table],
-            "ranks": [
-                _rank_step(rank, row[0], row[1], steps) for rank, row in enumerate(by_rank)
-            ],
+            "ranks": [_rank_step(rank, row[0], row[1], steps) for rank, row in enumerate(by_rank)],
             "traffic": _max_traffic([row[2] for row in by_rank]),
         }
         devices = device_figures([row[3] for row in by_rank])

@@ -99,9 +99,7 @@ def communication_rows(report: Report) -> list[Row]:
         )
     if "residual_norm" in figures:
         norm = formatting.finite(figures["residual_norm"])
-        rows.append(
-            ("Norm of what is still to be sent", "none" if norm is None else f"{norm:.4g}")
-        )
+        rows.append(("Norm of what is still to be sent", "none" if norm is None else f"{norm:.4g}"))
     if "synchronisations" in figures:
         each = formatting.size(figures.get("bytes_per_synchronisation"))
         rows.append(
