@@ -72,9 +72,8 @@ def run(loaded: Loaded, options: TrainOptions, started_at: float) -> TrainResult
     Raises:
         PacelineError: with its exit code and one paragraph of text.
     """
-    from paceline.core.launch_lock import LaunchLock
     from paceline.core.log import configure_logging, recorded_notices
-    from paceline.core.run_dir import RunDir
+    from paceline.core.run_dir import LaunchLock, RunDir
     from paceline.distributed.environment import outer_launcher, scheduled_host, with_scheduler
     from paceline.launch.preflight import log_and_check
     from paceline.models.positions import fit_length

@@ -1,4 +1,4 @@
-"""What events say to a person."""
+"""The text of events."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ from paceline.core.event_text import event_text
         (
             {"type": "rollback", "step": 9, "to_step": 5, "loss": 80.0, "median": 2.0},
             "warning",
-            "step 9: the loss jumped to 80.00 (median 2.0000); back to step 5",
+            "step 9: the loss spiked to 80.00 (median 2.0000); rolled back to step 5",
         ),
         ({"type": "notice", "level": "warning", "text": "a\x1b[2J"}, "warning", "a\ufffd[2J"),
         ({"type": "straggler", "text": "rank 1 is slow"}, "warning", "rank 1 is slow"),

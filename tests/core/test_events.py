@@ -16,8 +16,8 @@ def types(path: Path) -> list[str]:
 
 
 def test_each_event_is_a_line_of_json(tmp_path: Path) -> None:
-    heard: list[dict[str, Any]] = []
-    log = EventLog(tmp_path / "events.jsonl", [heard.append])
+    received: list[dict[str, Any]] = []
+    log = EventLog(tmp_path / "events.jsonl", [received.append])
     log.emit(
         {
             "type": "step",
@@ -34,15 +34,15 @@ def test_each_event_is_a_line_of_json(tmp_path: Path) -> None:
         json.loads(line)
         for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()
     ]
-    assert [one["type"] for one in lines] == ["step", "notice", "notice"]
+    assert [event["type"] for event in lines] == ["step", "notice", "notice"]
     assert (lines[0]["loss"], lines[0]["ranks"], lines[0]["text"]) == (
         "nan",
         [{"wait_s": "inf"}],
         "süß",
     )
     assert lines[2]["level"] == "warning"
-    assert all(abs(one["time"] - time.time()) < 600 for one in lines)
-    assert [one.get("text") for one in heard] == ["süß", "careful"]
+    assert all(abs(event["time"] - time.time()) < 600 for event in lines)
+    assert [event.get("text") for event in received] == ["süß", "careful"]
 
 
 def test_a_line_cut_by_a_kill_is_passed_over_and_not_glued_to(tmp_path: Path) -> None:
@@ -67,16 +67,16 @@ def test_a_full_disk_loses_events_and_says_so_once(tmp_path: Path) -> None:
     with disk(tmp_path / "small", "size=64k") as mounted:
         if not mounted:
             return
-        heard: list[dict[str, Any]] = []
+        received: list[dict[str, Any]] = []
         ballast = tmp_path / "small" / "ballast"
         path = tmp_path / "small" / "events.jsonl"
-        log = EventLog(path, [heard.append])
+        log = EventLog(path, [received.append])
         log.emit({"type": "a"})
         ballast.write_bytes(b"x" * (64 * 1024 - 2 * 4096))
         for _ in range(3):
             log.emit({"type": "b", "text": "y" * 3000})
         assert log.lost > 0
-        warnings = [one["text"] for one in heard if one["type"] == "notice"]
+        warnings = [event["text"] for event in received if event["type"] == "notice"]
         assert len(warnings) == 1
         assert "No space left on device" in warnings[0]
         assert str(path) in warnings[0]
@@ -121,11 +121,11 @@ def test_steps_that_were_done_again_count_once() -> None:
         {"type": "resume", "step": 2},
         step(3, 1.5),
     ]
-    assert [(one["step"], one["loss"]) for one in effective_steps([*first, *resumed])] == [
+    assert [(event["step"], event["loss"]) for event in effective_steps([*first, *resumed])] == [
         (1, 3.0),
         (2, 2.0),
         (3, 1.5),
     ]
     assert [
-        one["step"] for one in effective_steps([*first, {"type": "run_start"}, step(1, 9.0)])
+        event["step"] for event in effective_steps([*first, {"type": "run_start"}, step(1, 9.0)])
     ] == [1]

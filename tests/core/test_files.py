@@ -20,7 +20,7 @@ from paceline.core.files import (
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(one.name for one in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
@@ -57,13 +57,13 @@ def test_a_full_disk_leaves_the_old_file_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", [False, True])
 def test_a_folder_takes_the_place_of_another(tmp_path: Path, there: bool) -> None:
-    aside, final = tmp_path / "aside", tmp_path / "final"
-    (aside / "deep").mkdir(parents=True)
-    (aside / "deep" / "new").write_text("n")
+    staging_dir, final = tmp_path / "staging", tmp_path / "final"
+    (staging_dir / "deep").mkdir(parents=True)
+    (staging_dir / "deep" / "new").write_text("n")
     if there:
         final.mkdir()
         (final / "old").write_text("o")
-    replace_dir(aside, final)
+    replace_dir(staging_dir, final)
     assert names(tmp_path) == ["final"]
     assert names(final) == ["deep"]
     sync_tree(final)

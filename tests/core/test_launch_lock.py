@@ -12,12 +12,11 @@ import pytest
 
 from paceline.core.errors import ConfigError
 from paceline.core.event_log import EventLog
-from paceline.core.launch_lock import LaunchLock, is_launching
 from paceline.core.log import recorded_notices
-from paceline.core.run_dir import RunDir
+from paceline.core.run_dir import LaunchLock, RunDir, is_launching
 
 HOLD = (
-    "import sys; from pathlib import Path\nfrom paceline.core.launch_lock import LaunchLock; from"
+    "import sys; from pathlib import Path\nfrom paceline.core.run_dir import LaunchLock; from"
     " paceline.core.run_dir import RunDir\nwith LaunchLock(RunDir(Path(sys.argv[1]))):\n   "
     " print('held', flush=True); sys.stdin.read()"
 )
@@ -48,15 +47,15 @@ def test_the_second_launcher_is_refused_and_the_first_is_named(tmp_path: Path) -
 def test_nothing_is_left_in_a_folder_that_was_not_used(tmp_path: Path) -> None:
     root = tmp_path / "a" / "b" / "run"
     with LaunchLock(RunDir(root)):
-        assert [one.name for one in root.iterdir()] == [".launch.lock"]
+        assert [path.name for path in root.iterdir()] == [".launch.lock"]
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "mine").mkdir()
     with LaunchLock(RunDir(tmp_path / "mine")):
         pass
-    assert [one.name for one in tmp_path.iterdir()] == ["mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     with LaunchLock(RunDir(root)):
         (root / "config.yaml").write_text("x")
-    assert [one.name for one in root.iterdir()] == ["config.yaml"]
+    assert [path.name for path in root.iterdir()] == ["config.yaml"]
 
 
 def test_a_refused_launcher_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
@@ -105,17 +104,17 @@ def test_an_older_end_does_not_make_a_launcher_wait(tmp_path: Path) -> None:
 def test_of_many_launchers_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     """While launchers take, release and remove the lock in turn, no two hold it at the same
     time."""
-    root, holding, most, refused = tmp_path / "run", 0, 0, 0
+    root, holding, max_holding, refused = tmp_path / "run", 0, 0, 0
     guard = threading.Lock()
 
     def contend() -> None:
-        nonlocal holding, most, refused
+        nonlocal holding, max_holding, refused
         for _ in range(20):
             try:
                 with LaunchLock(RunDir(root)):
                     with guard:
                         holding += 1
-                        most = max(most, holding)
+                        max_holding = max(max_holding, holding)
                     time.sleep(0.001)
                     with guard:
                         holding -= 1
@@ -124,10 +123,10 @@ def test_of_many_launchers_at_once_one_gets_the_folder(tmp_path: Path) -> None:
                     refused += 1
 
     threads = [threading.Thread(target=contend) for _ in range(6)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    assert (holding, most) == (0, 1)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (holding, max_holding) == (0, 1)
     assert refused < 120
-    assert [one for one in tmp_path.rglob("*") if one != root] == []
+    assert [path for path in tmp_path.rglob("*") if path != root] == []

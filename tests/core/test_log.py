@@ -42,8 +42,8 @@ def test_a_notice_is_printed_once_and_is_one_event(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log.configure_logging()
-    heard: list[dict[str, Any]] = []
-    events = EventLog(tmp_path / "events.jsonl", [heard.append])
+    received: list[dict[str, Any]] = []
+    events = EventLog(tmp_path / "events.jsonl", [received.append])
     with log.log_to_events(events):
         logger.warning("a warning")
         logger.info("only for a person", extra=log.CONSOLE_ONLY)
@@ -52,7 +52,7 @@ def test_a_notice_is_printed_once_and_is_one_event(
     events.close()
     written = read_events(tmp_path / "events.jsonl")
     assert [(event["level"], event["text"]) for event in written] == [("warning", "a warning")]
-    assert heard == written
+    assert received == written
     assert capsys.readouterr().err == "only for a person\nlater\n"
 
 

@@ -1,4 +1,4 @@
-"""The names in a run's folder, and one run a folder."""
+"""The names in the folder of a run, and one run per folder."""
 
 import os
 import subprocess
@@ -13,11 +13,18 @@ from paceline.core.run_dir import RunDir, clear_debris, lock_run
 
 def test_naming_a_run_touches_nothing(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
-    found = {
-        one.name
-        for one in (run.config, run.events, run.report, run.report_html, run.checkpoints, run.model)
+    names = {
+        path.name
+        for path in (
+            run.config,
+            run.events,
+            run.report,
+            run.report_html,
+            run.checkpoints,
+            run.model,
+        )
     }
-    assert found == {
+    assert names == {
         "config.yaml",
         "events.jsonl",
         "report.json",
@@ -43,7 +50,7 @@ def test_what_a_killed_process_left(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights").write_text("x")
     clear_debris(RunDir(tmp_path))
-    assert sorted(one.name for one in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
         ".env",
         ".git",
         ".lock",
@@ -64,12 +71,12 @@ def test_a_run_has_begun(tmp_path: Path, name: str) -> None:
 
 def test_the_lock(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    held = lock_run(run, wait_s=0.0)
+    lock = lock_run(run, wait_s=0.0)
     with pytest.raises(
-        RunError, match=rf"another run is going on in .*process {os.getpid()} on .*`output_dir`"
+        RunError, match=rf"is in use by another run \(process {os.getpid()} on .*`output_dir`"
     ):
         lock_run(run, wait_s=0.0)
-    held.close()
+    lock.close()
     run.lock.write_text("who held it")
     lock_run(run, wait_s=0.0, sign=False).close()
     assert run.lock.read_text() == "who held it"
@@ -79,7 +86,7 @@ def test_the_lock(tmp_path: Path) -> None:
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     script = (
         "import os, sys; from pathlib import Path; from paceline.core.run_dir import RunDir,"
-        " lock_run\nheld = lock_run(RunDir(Path(sys.argv[1])), 0.0); print('held', flush=True);"
+        " lock_run\nlock = lock_run(RunDir(Path(sys.argv[1])), 0.0); print('held', flush=True);"
         " sys.stdin.read()"
     )
     command = [sys.executable, "-c", script, str(tmp_path)]

@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.core.processes import holder_alive, pid_alive
-from paceline.core.run_dir import RunDir, lock_run
+from paceline.core.processes import pid_alive
+from paceline.core.run_dir import RunDir, holder_alive, lock_run
 
 
 def ended() -> int:

@@ -1,4 +1,4 @@
-"""Temporary folders of a process that was killed go with the next one; those in use stay."""
+"""Temporary folders of a killed process are removed by the next one; those in use stay."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ def temporary(tmp_path, monkeypatch):
 
 
 def killed(prefix):
-    """A process that is killed while it has one."""
+    """A process that is killed while it has a folder."""
     child = os.fork()
     if child == 0:
         scratch = Scratch(prefix)
@@ -33,12 +33,12 @@ def test_it_goes_with_its_with(temporary):
 
 
 def test_what_a_killed_process_left_goes_and_what_is_in_use_stays(temporary):
-    used = Scratch("mine-")
-    (temporary / "mine-of-somebody-else").mkdir()
-    killed("mine-")
+    used = Scratch("used-")
+    (temporary / "used-of-somebody-else").mkdir()
+    killed("used-")
     assert len(list(temporary.iterdir())) == 3
     with Scratch("other-"):
         assert len(list(temporary.iterdir())) == 4
-    with Scratch("mine-") as path:
-        assert set(temporary.iterdir()) == {used.path, path, temporary / "mine-of-somebody-else"}
+    with Scratch("used-") as path:
+        assert set(temporary.iterdir()) == {used.path, path, temporary / "used-of-somebody-else"}
     used.close()

@@ -129,7 +129,7 @@ def test_without_two_workers_the_run_is_that_of_ddp_without_their_samples(tmp_pa
             said.count(f"rank {rank}, a worker (process {pids[rank]}), was killed by SIGKILL") == 1
         )
     assert (
-        "from step 7 on each global batch is shared among 2 workers; 16 samples of step 6 were not"
+        "from step 7 each global batch is shared among 2 workers; 16 samples of step 6 were not"
         " trained on" in said
     )
     assert "tensorpipe" not in said

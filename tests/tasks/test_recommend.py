@@ -14,6 +14,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.data.loader import LoaderOptions
 from paceline.distributed.communicator import Communicator
+from paceline.distributed.progress import PROGRESS
 from paceline.models.recommend import (
     ClickModel,
     Table,
@@ -125,12 +126,13 @@ def on_rank(world: Communicator, where: str) -> tuple[EvalResult, list[float], l
     strategy.setup(model)
     rows = task.build_datasets()[1]
     precision = Precision(config.train_args, world)
-    found = evaluate(task, model, strategy, rows, config, world, precision, LoaderOptions())
-    batch = task.collate([rows[one] for one in range(len(rows))])
+    options = LoaderOptions()
+    result = evaluate(task, model, strategy, rows, config, precision, options, PROGRESS)
+    batch = task.collate([rows[row] for row in range(len(rows))])
     with torch.no_grad():
         scores = model(batch["dense"], batch["ids"], batch["starts"])
     world.barrier()
-    return found, batch["label"].tolist(), scores.tolist()
+    return result, batch["label"].tolist(), scores.tolist()
 
 
 @pytest.mark.soak

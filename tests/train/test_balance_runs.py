@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 TASK = Path(__file__).resolve().parents[1] / "balance_task.py"
 SAMPLES, STEPS_PER_EPOCH = 96, 6
-WORDS = (
+ARGS = (
     f"task={TASK}:Noted",
     "model=noted",
     "dataset=made-by-the-task",
@@ -32,17 +32,17 @@ WORDS = (
 
 
 def train(
-    folder: Path, steps: int, *words: str, slow: dict[str, float] | None = None, ranks: int = 2
+    folder: Path, steps: int, *args: str, slow: dict[str, float] | None = None, ranks: int = 2
 ) -> str:
     task_args = json.dumps({"notes": str(folder / "notes"), "slow": slow or {}})
     folder.mkdir(exist_ok=True)
-    more = (
+    run_args = (
         f"parallel.num_gpus={ranks}",
         f"train_args.max_steps={steps}",
         f"task_args={task_args}",
         "--allow-config-change",
     )
-    return run(*WORDS, f"output_dir={folder / 'run'}", *more, *words).stderr
+    return run(*ARGS, f"output_dir={folder / 'run'}", *run_args, *args).stderr
 
 
 def noted(folder: Path) -> list[list[list[int]]]:
@@ -93,21 +93,19 @@ def test_weights_give_the_losses_of_equal_shares_and_each_sample_once(
     assert report(weighted / "run")["balance"] == {"shares": [6, 2]}
     assert "balance" not in report(equal / "run")
     assert events(equal / "run", "balance") == []
-    event = events(weighted / "run", "balance")
-    assert [(one["step"], one["shares"], one["reason"]) for one in event] == [
-        (0, [6, 2], "weights")
-    ]
+    (event,) = events(weighted / "run", "balance")
+    assert (event["step"], event["shares"], event["reason"]) == (0, [6, 2], "weights")
 
 
 @pytest.mark.soak
 def test_a_resumed_run_keeps_the_shares_bit_for_bit(weighted: Path, tmp_path: Path) -> None:
-    """`speed` takes over what the checkpoint has, instead of measuring anew; so the bits are those
-    of an undisturbed run."""
+    """`speed` keeps the checkpoint's shares instead of measuring again, so the bits are those of an
+    undisturbed run."""
     train(tmp_path, STEPS_PER_EPOCH, "parallel.balance=[3,1]")
     first = tmp_path / "run" / "checkpoints" / "step-00000006"
     assert shares_of(first)["shares"] == [6, 2]
-    said = train(tmp_path, 2 * STEPS_PER_EPOCH, "parallel.balance=speed")
-    assert "balance: micro-batches per step as in the checkpoint: 6+2" in said
+    stderr = train(tmp_path, 2 * STEPS_PER_EPOCH, "parallel.balance=speed")
+    assert "balance: micro-batches per step as in the checkpoint: 6+2" in stderr
     last = events(tmp_path / "run", "balance")[-1]
     assert (last["step"], last["shares"], last["reason"]) == (6, [6, 2], "checkpoint")
     assert digest(tmp_path / "run") == digest(weighted / "run")
@@ -115,7 +113,7 @@ def test_a_resumed_run_keeps_the_shares_bit_for_bit(weighted: Path, tmp_path: Pa
 
 @pytest.mark.soak
 def test_speeds_are_measured_and_the_slow_rank_gets_less(equal: Path, tmp_path: Path) -> None:
-    said = train(
+    stderr = train(
         tmp_path, 2 * STEPS_PER_EPOCH, "parallel.balance=speed", slow={"0": 0.02, "1": 0.12}
     )
     event = events(tmp_path / "run", "balance")[0]
@@ -124,7 +122,7 @@ def test_speeds_are_measured_and_the_slow_rank_gets_less(equal: Path, tmp_path: 
     assert sum(event["shares"]) == 8
     assert event["seconds"][1] > event["seconds"][0] > 0
     assert event["gain"] > 1.1
-    assert event["text"] in said
+    assert event["text"] in stderr
     assert event_text(event) == ("info", event["text"])
     assert losses(tmp_path / "run") == pytest.approx(losses(equal / "run"), rel=1e-6)
     seen = [number for rank in noted(tmp_path) for numbers in rank for number in numbers]

@@ -1,5 +1,5 @@
-"""Evaluation over ranks gives the loss of one process over the whole set, also where the rows do
-not divide."""
+"""Evaluation over ranks gives the loss of one process over the full set, also if the rows do not
+divide evenly."""
 
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from paceline.config.schema import Config
 from paceline.data.loader import LoaderOptions
 from paceline.distributed.communicator import Communicator
+from paceline.distributed.progress import PROGRESS
 from paceline.parallel.ddp.strategy import DDPStrategy
 from paceline.tasks.base import Task
 from paceline.train.evaluation import EvalResult, evaluate
@@ -39,7 +40,7 @@ class Rows(Dataset):  # type: ignore[type-arg]
         return x, torch.randint(0, 2, (1 + row % 4,), generator=generator)
 
 
-class Words(Task):
+class TokenTask(Task):
     def collate(self, samples: Any) -> Any:
         return torch.cat([x for x, _ in samples]), torch.cat([y for _, y in samples])
 
@@ -72,10 +73,9 @@ def on_rank(
     options = LoaderOptions()
     strategy = DDPStrategy(config, world)
     strategy.setup(model)
-    found = evaluate(
-        Words(config), model, strategy, Rows(num_rows, ragged), config, world, precision, options
-    )
-    return found, model.training
+    rows, task = Rows(num_rows, ragged), TokenTask(config)
+    result = evaluate(task, model, strategy, rows, config, precision, options, PROGRESS)
+    return result, model.training
 
 
 def plain(num_rows: int) -> tuple[float, float, int]:
@@ -109,8 +109,8 @@ def test_equal_to_one_process_over_the_whole_set(
 ) -> None:
     for ragged in (False, True):
         loss, accuracy, count = plain(num_rows)
-        for found, was_training in run_ranks(on_rank, world_size, num_rows, ragged, where):
-            assert found.count == count
-            assert found.loss == pytest.approx(loss, rel=1e-12)
-            assert found.metrics == {"accuracy": pytest.approx(accuracy, rel=1e-12)}
-            assert was_training  # put back as it was
+        for result, was_training in run_ranks(on_rank, world_size, num_rows, ragged, where):
+            assert result.count == count
+            assert result.loss == pytest.approx(loss, rel=1e-12)
+            assert result.metrics == {"accuracy": pytest.approx(accuracy, rel=1e-12)}
+            assert was_training  # restored

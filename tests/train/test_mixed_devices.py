@@ -1,5 +1,5 @@
-"""Hosts with devices of different types: what is refused, how ranks learn of it, and replicas that
-stay equal."""
+"""Hosts with devices of different types: what is refused, how the types are exchanged, and replicas
+that stay equal."""
 
 from datetime import timedelta
 from typing import Any
@@ -48,7 +48,7 @@ def test_other_modes_are_refused(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("types", "mode", "more", "reason"),
+    ("types", "mode", "settings", "reason"),
     [
         (("cpu", "mps"), "ddp", {}, "Gloo cannot send tensors of mps"),
         (
@@ -67,21 +67,23 @@ def test_other_modes_are_refused(mode: str) -> None:
     ],
 )
 def test_settings_that_need_one_type_are_refused(
-    types: tuple[str, ...], mode: str, more: dict[str, Any], reason: str
+    types: tuple[str, ...], mode: str, settings: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_mixed_devices(world_of(*types), Config(model="m", dataset="d", **more), mode)
+        check_mixed_devices(world_of(*types), Config(model="m", dataset="d", **settings), mode)
     assert reason in refused.value.paragraph()
 
 
 def two_hosts(env: RankEnv) -> tuple[list[str], float, str, bool, list[list[float]]]:
-    """Each rank stands for a host of its own. The types are told through the store that the process
-    group is made with."""
+    """Each rank stands for one host. The types are exchanged through the store of the process
+    group."""
     host = RankEnv(env.rank, env.world_size, 0, 1)
     store, _, _ = next(
         dist.rendezvous("env://", env.rank, env.world_size, timeout=timedelta(seconds=60))
     )
-    told = _exchange_device_types(dist.PrefixStore("test", store), 2, "cuda" if env.rank else "cpu")
+    types = _exchange_device_types(
+        dist.PrefixStore("test", store), 2, "cuda" if env.rank else "cpu"
+    )
     world = init_communicator(host, "cpu", 60.0)
     total = world.sum(env.rank + 1.0)[0]
     mixed = world.mixes_devices
@@ -89,27 +91,27 @@ def two_hosts(env: RankEnv) -> tuple[list[str], float, str, bool, list[list[floa
     strategy = make_strategy("ddp", Config(model="m", dataset="d"), world)
     model = strategy.setup(torch.nn.Linear(4, 3))
     optimizer = strategy.setup_optimizer(
-        lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2)
+        lambda named: torch.optim.AdamW([param for _, param in named], lr=1e-2)
     )
     strategy.forward_backward(lambda _, module: module(torch.ones(2, 4)).sum(), 1)
     optimizer.step()
     with torch.no_grad():
-        model.weight.mul_(1 + 1e-6 * env.rank)  # as a device that rounds otherwise
+        model.weight.mul_(1 + 1e-6 * env.rank)  # as a device that rounds differently
         optimizer.state[model.weight]["exp_avg"].mul_(1 + 1e-6 * env.rank)
     before = model.weight.clone()
     align_replicas(strategy)
-    kept = [before, model.weight, optimizer.state[model.weight]["exp_avg"]]
+    tensors = [before, model.weight, optimizer.state[model.weight]["exp_avg"]]
     return (
-        sorted(told),
+        sorted(types),
         total,
         str(dist.get_backend()),
         mixed,
-        [one.flatten().tolist() for one in kept],
+        [tensor.flatten().tolist() for tensor in tensors],
     )
 
 
 @pytest.mark.slow
-def test_ranks_of_two_hosts_learn_of_the_types_and_replicas_are_aligned() -> None:
+def test_ranks_of_two_hosts_exchange_the_types_and_replicas_are_aligned() -> None:
     first, second = run_ranks(two_hosts, 2, joins=False)
     assert first[:4] == second[:4] == (["cpu", "cuda"], 3.0, "gloo", False)
     assert first[4][0] != second[4][0]

@@ -1,5 +1,5 @@
-"""Schedules are transformers' own, as functions of the step; weight decay falls on matrices
-alone."""
+"""Schedules are those of transformers, as functions of the step; weight decay applies to matrices
+only."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def schedule(kind: str, kwargs: dict[str, Any], steps: int = 20) -> Schedule:
 @pytest.mark.parametrize(("kind", "kwargs"), SCHEDULES)
 def test_every_step_has_the_rate_that_transformers_gives(kind: str, kwargs: dict[str, Any]) -> None:
     _, optimizer = make(TrainArgs())
-    theirs = get_scheduler(
+    reference = get_scheduler(
         kind,
         optimizer,
         num_warmup_steps=4,
@@ -65,20 +65,20 @@ def test_every_step_has_the_rate_that_transformers_gives(kind: str, kwargs: dict
     for _ in range(20):
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        theirs.step()
-    mine = schedule(kind, kwargs)
-    assert [mine.set_step(step) for step in range(20)] == pytest.approx(
+        reference.step()
+    actual = schedule(kind, kwargs)
+    assert [actual.set_step(step) for step in range(20)] == pytest.approx(
         expected, rel=1e-12, abs=1e-18
     )
-    for step in (17, 3, 11):  # in any order: there is nothing to replay
-        assert mine.set_step(step) == pytest.approx(expected[step], rel=1e-12, abs=1e-18)
-        assert {group["lr"] for group in mine.optimizer.param_groups} == {mine.set_step(step)}
+    for step in (17, 3, 11):  # in any order, without a replay
+        assert actual.set_step(step) == pytest.approx(expected[step], rel=1e-12, abs=1e-18)
+        assert {group["lr"] for group in actual.optimizer.param_groups} == {actual.set_step(step)}
 
 
 @pytest.mark.parametrize("kind", ["cosine_with_min_lr", "warmup_stable_decay"])
 def test_schedules_that_need_an_argument_have_a_default(kind: str) -> None:
-    mine = schedule(kind, {})
-    rates = [mine.set_step(step) for step in range(20)]
+    actual = schedule(kind, {})
+    rates = [actual.set_step(step) for step in range(20)]
     assert max(rates) == pytest.approx(1e-3)
     assert 0 <= rates[-1] < 1e-3
 
@@ -92,22 +92,21 @@ def test_arguments_a_schedule_does_not_take() -> None:
     problem = check_schedule(
         TrainArgs(lr_scheduler_type="cosine", lr_scheduler_kwargs={"min_lr": 1})
     )
-    assert problem == "min_lr: `cosine` takes num_cycles"
+    assert problem == "unknown keys min_lr: `cosine` accepts num_cycles"
     assert "no arguments" in str(
         check_schedule(TrainArgs(lr_scheduler_type="linear", lr_scheduler_kwargs={"power": 1}))
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weight_decay_falls_on_matrices_alone(kind: str) -> None:
+def test_weight_decay_applies_to_matrices_only(kind: str) -> None:
     net, optimizer = make(TrainArgs(optim=kind, weight_decay=0.1))
     decay = {
-        id(one): group["weight_decay"]
+        id(param): group["weight_decay"]
         for group in optimizer.param_groups
-        for one in group["params"]
+        for param in group["params"]
     }
-    found = {name: decay[id(one)] for name, one in net.named_parameters()}
-    assert found == {
+    assert {name: decay[id(param)] for name, param in net.named_parameters()} == {
         "embed.weight": 0.1, "linear.weight": 0.1, "linear.bias": 0.0, "norm.weight": 0.0,
         "norm.bias": 0.0, "conv.weight": 0.1, "conv.bias": 0.0,
     }  # fmt: skip
@@ -118,9 +117,9 @@ def test_weight_decay_is_decoupled(kind: str) -> None:
     # With gradients of zero a decoupled decay shrinks the weights by rate × decay; a penalty in the
     # gradient would not.
     net, optimizer = make(TrainArgs(optim=kind, weight_decay=0.1), rate=0.5)
-    before = {name: one.detach().clone() for name, one in net.named_parameters()}
-    for one in net.parameters():
-        one.grad = torch.zeros_like(one)
+    before = {name: param.detach().clone() for name, param in net.named_parameters()}
+    for param in net.parameters():
+        param.grad = torch.zeros_like(param)
     optimizer.step()
     torch.testing.assert_close(net.linear.weight, before["linear.weight"] * (1 - 0.5 * 0.1))
     torch.testing.assert_close(net.norm.weight, before["norm.weight"])
@@ -154,12 +153,12 @@ def test_bytes_of_state(kind: str) -> None:
     net.linear(torch.ones(2, 4)).sum().backward()
     optimizer.step()
     state = optimizer.state[net.linear.weight]
-    held = sum(
-        one.numel() * one.element_size()
-        for one in state.values()
-        if torch.is_tensor(one) and one.dim()
+    state_bytes = sum(
+        value.numel() * value.element_size()
+        for value in state.values()
+        if torch.is_tensor(value) and value.dim()
     )
-    assert held == optimizer_bytes_per_element(args) * net.linear.weight.numel()
+    assert state_bytes == optimizer_bytes_per_element(args) * net.linear.weight.numel()
 
 
 def test_only_one_kind_of_parameter() -> None:

@@ -1,5 +1,5 @@
-"""Answers at evaluations: what they are, that the training is the same with and without, and which
-runs have none."""
+"""Samples at evaluations: their text, that training is the same with and without, and which runs
+have none."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ STEPS = (
     "split_dataset_ratio=0.1",
     "evaluation.max_new_tokens=12",
 )
-# Dropout, so that a random number taken by the way would show; and adapters, whose forward is
+# Dropout, so that a random number drawn by the samples would show; and adapters, whose forward is
 # peft's.
 LORA = ("lora.enable=true", "lora.dropout=0.2", "train_args.learning_rate=0.02")
 
@@ -25,7 +25,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         ("parallel.mode=ddp", "parallel.num_gpus=2", *LORA),
         pytest.param(
@@ -38,24 +38,27 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     ],
     ids=["ddp", "zero3", "diloco"],
 )
-def test_the_training_is_the_same_with_samples(tmp_path: Path, words: tuple[str, ...]) -> None:
-    for many in (0, 3):
-        train(tmp_path / str(many), *STEPS, *words, f"evaluation.num_samples={many}")
+def test_the_training_is_the_same_with_samples(tmp_path: Path, args: tuple[str, ...]) -> None:
+    for count in (0, 3):
+        train(tmp_path / str(count), *STEPS, *args, f"evaluation.num_samples={count}")
     assert digest(tmp_path / "3") == digest(tmp_path / "0")
-    assert [one["loss"] for one in events(tmp_path / "3", "eval")] == [
-        one["loss"] for one in events(tmp_path / "0", "eval")
-    ]
+    with_samples, without = (events(tmp_path / count, "eval") for count in ("3", "0"))
+    assert [event["loss"] for event in with_samples] == [event["loss"] for event in without]
     assert samples(tmp_path / "0") == []
-    found = samples(tmp_path / "3")
+    sample_events = samples(tmp_path / "3")
     assert (
-        [one["step"] for one in found]
-        == [one["step"] for one in events(tmp_path / "3", "eval")]
+        [event["step"] for event in sample_events]
+        == [event["step"] for event in with_samples]
         == [3, 6]
     )
-    prompts = [[one["prompt"] for one in event["samples"]] for event in found]
-    assert prompts[0] == prompts[1]  # so that one sees it learn
+    prompts = [[sample["prompt"] for sample in event["samples"]] for event in sample_events]
+    assert prompts[0] == prompts[1]  # so that progress shows
     assert len(set(prompts[0])) == 3
-    assert all(one["text"] and one["reference"] for event in found for one in event["samples"])
+    assert all(
+        sample["text"] and sample["reference"]
+        for event in sample_events
+        for sample in event["samples"]
+    )
 
 
 @pytest.mark.soak
@@ -74,18 +77,18 @@ def test_answers_are_those_of_transformers_own_decoding(tmp_path: Path) -> None:
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    told = samples(folder)[-1]["samples"]
-    assert len(told) == 4
-    for one in told:
+    generated = samples(folder)[-1]["samples"]
+    assert len(generated) == 4
+    for sample in generated:
         # as the model sees it, up to its answer
-        assert one["prompt"].endswith("<|im_start|>assistant\n")
-        assert "<|" not in one["reference"] + one["text"]
-        inputs = tokenizer(one["prompt"], return_tensors="pt", add_special_tokens=False)
+        assert sample["prompt"].endswith("<|im_start|>assistant\n")
+        assert "<|" not in sample["reference"] + sample["text"]
+        inputs = tokenizer(sample["prompt"], return_tensors="pt", add_special_tokens=False)
         with torch.no_grad():
             output = model.generate(
                 **inputs, max_new_tokens=12, do_sample=False, pad_token_id=tokenizer.pad_token_id
             )
-        assert one["text"] == tokenizer.decode(
+        assert sample["text"] == tokenizer.decode(
             output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True
         )
 
@@ -99,21 +102,21 @@ def test_text_without_answers_is_continued(tmp_path: Path) -> None:
             for number in range(60)
         )
     )
-    words = ("task=pretrain", f"dataset={text}", "evaluation.num_samples=2", "parallel.num_gpus=1")
+    args = ("task=pretrain", f"dataset={text}", "evaluation.num_samples=2", "parallel.num_gpus=1")
     run(
-        *(one for one in MICRO if not one.startswith("dataset=")),
+        *(arg for arg in MICRO if not arg.startswith("dataset=")),
         f"output_dir={tmp_path / 'run'}",
         *STEPS,
-        *words,
+        *args,
     )
-    for one in samples(tmp_path / "run")[-1]["samples"]:
-        assert one["prompt"].startswith("In the beginning was line")
-        assert "for a while." in f"{one['prompt']}{one['reference']}"
-        assert one["text"]
+    for sample in samples(tmp_path / "run")[-1]["samples"]:
+        assert sample["prompt"].startswith("In the beginning was line")
+        assert "for a while." in f"{sample['prompt']}{sample['reference']}"
+        assert sample["text"]
 
 
 @pytest.mark.soak
-def test_a_pipeline_says_once_why_it_shows_none(tmp_path: Path) -> None:
+def test_a_pipeline_reports_once_why_it_has_none(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(
         folder,
@@ -123,16 +126,14 @@ def test_a_pipeline_says_once_why_it_shows_none(tmp_path: Path) -> None:
         "train_args.gradient_accumulation_steps=2",
     )
     assert samples(folder) == []
-    said = [
-        one["text"] for one in events(folder, "notice") if "no samples are shown" in one["text"]
-    ]
-    assert len(said) == 1
-    assert "stages of the pipeline" in said[0]
+    texts = [event["text"] for event in events(folder, "notice")]
+    (reason,) = (text for text in texts if "no samples are generated" in text)
+    assert "stages of the pipeline" in reason
     assert len(events(folder, "eval")) == 2
 
 
 @pytest.mark.soak
-def test_what_a_run_says_of_itself(tmp_path: Path) -> None:
+def test_what_a_run_reports_of_itself(tmp_path: Path) -> None:
     """`run_start` and `memory` of a run whose ranks hold different parts; the figures are the
     report's."""
     folder = tmp_path / "run"
@@ -146,32 +147,32 @@ def test_what_a_run_says_of_itself(tmp_path: Path) -> None:
     (start,), (memory,) = events(folder, "run_start"), events(folder, "memory")
     assert start["mesh"]["axes"] == {"data": 1, "shard": 2, "tensor": 2, "pipeline": 1}
     ranks = start["mesh"]["ranks"]
-    assert [one["rank"] for one in ranks] == [0, 1, 2, 3]
-    assert [(one["coordinates"]["shard"], one["coordinates"]["tensor"]) for one in ranks] == [
+    assert [rank["rank"] for rank in ranks] == [0, 1, 2, 3]
+    assert [(rank["coordinates"]["shard"], rank["coordinates"]["tensor"]) for rank in ranks] == [
         (0, 0),
         (0, 1),
         (1, 0),
         (1, 1),
     ]
-    assert {(one["host"], one["device"]) for one in ranks} == {(start["host"], "cpu")}
-    predicted, told = start["predicted"], report(folder)
+    assert {(rank["host"], rank["device"]) for rank in ranks} == {(start["host"], "cpu")}
+    predicted, final = start["predicted"], report(folder)
     state = ("parameters", "gradients", "optimizer")
     assert (
         sum(predicted["memory_bytes"][kind] for kind in state)
-        == told["state_memory_bytes"]["predicted"]
+        == final["state_memory_bytes"]["predicted"]
     )
     assert predicted["memory_bytes"]["activations"] > 0
-    assert predicted["traffic_bytes_per_step"] == told["traffic_bytes_per_step"]["predicted"]
+    assert predicted["traffic_bytes_per_step"] == final["traffic_bytes_per_step"]["predicted"]
     assert predicted["traffic_bytes_per_step"] == sum(predicted["traffic_bytes"].values())
     assert memory["step"] == 2
     assert len(memory["ranks"]) == 4
-    assert all(one["activations"] is None for one in memory["ranks"])  # a CPU does not tell
-    assert max(one["total"] for one in memory["ranks"]) == told["state_memory_bytes"]["measured"]
+    assert all(rank["activations"] is None for rank in memory["ranks"])  # not known on a CPU
+    assert max(rank["total"] for rank in memory["ranks"]) == final["state_memory_bytes"]["measured"]
     for kind in state:
-        fullest = max(one[kind] for one in memory["ranks"])
-        assert fullest == pytest.approx(predicted["memory_bytes"][kind], rel=0.01)
+        max_bytes = max(rank[kind] for rank in memory["ranks"])
+        assert max_bytes == pytest.approx(predicted["memory_bytes"][kind], rel=0.01)
     for step in events(folder, "step"):
         assert len(step["ranks"]) == 4
         assert sum(step["traffic"].values()) == pytest.approx(
-            told["traffic_bytes_per_step"]["measured"], rel=0.3
+            final["traffic_bytes_per_step"]["measured"], rel=0.3
         )

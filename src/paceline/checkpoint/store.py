@@ -31,7 +31,7 @@ from paceline.checkpoint.writer import (
     write_shards,
 )
 from paceline.core.errors import ConfigError
-from paceline.core.files import fsync_dir
+from paceline.core.files import fsync_path
 
 if TYPE_CHECKING:
     import torch
@@ -77,7 +77,7 @@ def prune(folder: Path, keep: int | None, superseded: Collection[int] = ()) -> l
         # Renamed first: if the removal is interrupted, no incomplete checkpoint has a valid name,
         # not even after a power cut.
         os.replace(path, hidden)
-        fsync_dir(folder)
+        fsync_path(folder)
         remove(hidden)
     return removed
 

@@ -37,7 +37,7 @@ from paceline.checkpoint.format import (
     state_file,
 )
 from paceline.core.errors import SaveError
-from paceline.core.files import fsync_dir, human_bytes
+from paceline.core.files import fsync_path, human_bytes
 from paceline.core.processes import pid_alive
 
 if TYPE_CHECKING:
@@ -361,7 +361,7 @@ def commit(
     _write_synced(staging_dir / MANIFEST, f"{manifest}\n".encode())
     for rank in range(len(records)):
         _marker(staging_dir, rank, "json").unlink()
-    fsync_dir(staging_dir)
+    fsync_path(staging_dir)
     old = folder / f".{final.name}.{os.getpid()}.old"
     # left by an earlier attempt that was rolled back; the new checkpoint has the same content
     if final.exists():
@@ -372,7 +372,7 @@ def commit(
         if old.exists():
             os.replace(old, final)
         raise
-    fsync_dir(folder)
+    fsync_path(folder)
     shutil.rmtree(old, ignore_errors=True)
     return SavedCheckpoint(final, sum(file["size_bytes"] for file in files.values()))
 

@@ -16,10 +16,9 @@ from paceline.cluster.elastic_worker import Target, WorkerTask, worker_main
 from paceline.cluster.endpoint import Endpoint, EndpointStore, EndpointWatch, check_endpoint
 from paceline.cluster.failures import AgentFolder
 from paceline.config.schema import Config
-from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, RunError
+from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, Outcome, RunError
 from paceline.core.files import Scratch, write_atomic
 from paceline.core.log import CONSOLE_ONLY
-from paceline.core.outcome import Outcome
 from paceline.core.processes import hidden_main, pid_alive
 from paceline.distributed.environment import scheduled_host
 from paceline.launch.local import SignalForwarder, stop_code

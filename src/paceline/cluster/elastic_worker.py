@@ -13,9 +13,8 @@ from typing import Any
 
 from paceline.cluster.failures import AgentFolder
 from paceline.cluster.rounds import Membership, join_round
-from paceline.core.errors import EXIT_FAILED, RunError
+from paceline.core.errors import EXIT_FAILED, Outcome, RunError
 from paceline.core.log import configure_logging
-from paceline.core.outcome import Outcome
 from paceline.core.processes import end_with_launcher
 from paceline.core.stop import StopFlag
 from paceline.launch.worker import STOP_FILE, describe, failed_outcome

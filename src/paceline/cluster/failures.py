@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, cast
 
-from paceline.core.errors import EXIT_FAILED
+from paceline.core.errors import EXIT_FAILED, Outcome
 from paceline.core.files import write_json_atomic
-from paceline.core.outcome import Outcome
 from paceline.core.processes import pid_alive
 from paceline.launch.restart import PolicyState
 

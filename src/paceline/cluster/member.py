@@ -32,9 +32,8 @@ from paceline.cluster.rounds import (
 )
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
-from paceline.core.errors import PacelineError
+from paceline.core.errors import Outcome, PacelineError
 from paceline.core.files import Scratch
-from paceline.core.launch_lock import LaunchLock
 from paceline.core.log import (
     configure_logging,
     hide_on_console,
@@ -42,8 +41,7 @@ from paceline.core.log import (
     mute_console,
     recorded_notices,
 )
-from paceline.core.outcome import Outcome
-from paceline.core.run_dir import RunDir
+from paceline.core.run_dir import LaunchLock, RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed.environment import from_environment
 from paceline.distributed.mesh import ParallelDims

@@ -22,10 +22,9 @@ from paceline.cluster.failures import (
 )
 from paceline.cluster.ranks import HostEntry, Round, enter_round
 from paceline.config.schema import Config
-from paceline.core.errors import EXIT_FAILED, EXIT_USAGE
+from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, Outcome
 from paceline.core.events import Fault
 from paceline.core.log import CONSOLE_ONLY
-from paceline.core.outcome import Outcome
 from paceline.core.processes import host_name
 from paceline.launch.restart import PolicyState, RestartPolicy
 

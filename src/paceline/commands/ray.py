@@ -22,8 +22,7 @@ from paceline.commands.options import (
     config_and_overrides,
 )
 from paceline.config.load import load_config
-from paceline.core.errors import EXIT_DONE, ConfigError, StoppedError
-from paceline.core.outcome import Outcome
+from paceline.core.errors import EXIT_DONE, ConfigError, Outcome, StoppedError
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,13 @@
-"""Errors that say what was given, what is allowed, and how to fix it."""
+"""Errors, which name the offending value, what is accepted and the fix; and how a run ended."""
+
+from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -11,12 +17,12 @@ EXIT_SIGTERM = 143
 
 
 class PacelineError(Exception):
-    """A failure that a person reads as one paragraph.
+    """A failure that is printed as one paragraph.
 
     Args:
-        what: what happened or what was given, with its value and place.
-        allowed: what would have been accepted.
-        fix: what to type or change to go on.
+        what: what failed, with the offending key and value.
+        allowed: what is accepted.
+        fix: what to do.
     """
 
     exit_code = EXIT_FAILED
@@ -28,7 +34,7 @@ class PacelineError(Exception):
         super().__init__(self.paragraph())
 
     def paragraph(self) -> str:
-        """The whole message as one paragraph: what, what is allowed, how to fix it."""
+        """Return the message as one paragraph."""
         parts = [_sentence(self.what)]
         if self.allowed:
             parts.append(_sentence(f"Allowed: {self.allowed}"))
@@ -41,7 +47,7 @@ class PacelineError(Exception):
 
 
 class ConfigError(PacelineError):
-    """The config, the input or the usage is wrong: nothing was started or written (exit code 2)."""
+    """The config, the input or the usage is invalid; nothing was started (exit code 2)."""
 
     exit_code = EXIT_USAGE
 
@@ -51,17 +57,17 @@ class RunError(PacelineError):
 
 
 class SaveError(RunError):
-    """A checkpoint that must be written could not be. Every rank raises it; the text names the rank
-    whose part failed."""
+    """A required checkpoint could not be written. Every rank raises it; the text names the rank
+    that failed."""
 
 
 class FaultError(RunError):
-    """A rank, a device, a link or a number went wrong in a way that going back to the newest
-    checkpoint may mend. The launcher starts the ranks again, up to ``recovery.max_restarts`` times.
-    Any other :class:`PacelineError` would only come again.
+    """A failure of a rank, a device, a link or a number that may not happen again from the latest
+    checkpoint. The launcher restarts the ranks, up to ``recovery.max_restarts`` times. Any other
+    :class:`PacelineError` would happen again.
 
     Args:
-        ranks: those to blame, where it is not the one that raises it.
+        ranks: the ranks to blame, if it is not the one that raises it.
     """
 
     def __init__(
@@ -84,9 +90,9 @@ class ReportedError(RunError):
     process.
 
     Args:
-        text: the whole paragraph.
-        exit_code: what the command exits with.
-        would_repeat: a restart from the newest checkpoint would end in the same failure.
+        text: the paragraph.
+        exit_code: of the command.
+        would_repeat: a restart from the latest checkpoint would end in the same failure.
     """
 
     def __init__(self, text: str, exit_code: int = EXIT_FAILED, would_repeat: bool = False) -> None:
@@ -113,8 +119,8 @@ class StoppedError(RunError):
 
 
 class MismatchError(RunError):
-    """The ranks have issued different collectives. It may be why other ranks are gone without a
-    word, and would only come again."""
+    """The ranks have issued different collectives, which may be why other ranks ended without a
+    message. It would happen again."""
 
 
 def _rebuild(
@@ -130,12 +136,12 @@ def _sentence(text: str) -> str:
 def unknown_name(
     kind: str, name: str, known: Iterable[str], *, allowed: str | None = None, fix: str = ""
 ) -> ConfigError:
-    """The error for a name that is not one of ``known``.
+    """Return the error for a name that is not one of ``known``.
 
     Args:
-        kind: what the name is one of, such as "series".
-        allowed: the known names in words; default: as they are.
-        fix: what to do where no known name is near.
+        kind: of the name, such as "series".
+        allowed: description of the known names; default: the names.
+        fix: what to do if no known name is similar.
     """
     names = list(known)
     return ConfigError(
@@ -148,20 +154,54 @@ def unknown_name(
 def did_you_mean(
     name: str, known: Iterable[str], otherwise: str = "", form: str = "`{}`", cutoff: float = 0.6
 ) -> str:
-    """Ask for the known name nearest to ``name``, shown in ``form``; ``otherwise`` where none is
-    near."""
+    """Return a question for the known name most similar to ``name``, shown in ``form``;
+    ``otherwise`` if none is similar."""
     close = nearest(name, known, cutoff)
     return f"did you mean {form.replace('{}', close)}?" if close else otherwise
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known word closest to ``word``, or None where nothing comes near (a likeness of
-    ``cutoff``, 1 is equal)."""
-    matches = get_close_matches(word, list(known), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known name most similar to ``name``; None if none has a similarity of ``cutoff``
+    (1: equal)."""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, to be part of a message."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300].rstrip(".")
+
+
+class Outcome(TypedDict, total=False):
+    """The outcome of a rank or of a run.
+
+    ``report`` is the result of the ranks that have one. The other fields belong to failures:
+
+    - ``fault``: resuming from a checkpoint may succeed; None if that is not known.
+    - ``repeats``: the same exception would be raised again.
+    - ``every_rank``: every rank reports the same. ``of_all``: the error describes other ranks too;
+      ``blamed``: which of them.
+    - ``ranks``, ``hosts``, ``reason``: for the ``fault`` event.
+    - ``gone``: the process sent no message. ``secondary``: another failure caused it.
+    - ``is_final``: no restart follows.
+    - ``time``: seconds since the epoch.
+    """
+
+    status: str  # done, stopped, failed or finished
+    exit_code: int
+    report: dict[str, JsonValue] | None
+    text: str
+    traceback: str
+    rank: int
+    time: float
+    fault: bool | None
+    repeats: bool
+    every_rank: bool
+    of_all: bool
+    blamed: list[int] | None
+    ranks: list[int]
+    hosts: list[str]
+    reason: str
+    gone: bool
+    secondary: bool
+    is_final: bool

@@ -1,4 +1,4 @@
-"""The event log: rank 0 appends one JSON line for each event; everything else only reads them."""
+"""The event log. Rank 0 appends one JSON line per event; everything else only reads them."""
 
 import errno
 import json
@@ -14,11 +14,11 @@ from paceline.core.events import Event, StepEvent
 
 
 class EventLog:
-    """Appends events to a file and hands each to the listeners (the console). A listener must not
-    raise. Threads may emit.
+    """Appends events to a file and passes each to the listeners, such as the console. A listener
+    must not raise. Threads may emit.
 
-    A write that fails (full disk) never stops the training: it is counted in ``lost`` and said once
-    by the listeners.
+    A failed write (full disk) never stops the training: it is counted in ``lost`` and reported once
+    to the listeners.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class EventLog:
             self.open(path, self.listeners)
 
     def open(self, path: Path, listeners: list[Callable[[Event], None]]) -> None:
-        """Begin to write; also where another process wrote before."""
+        """Begin to write, perhaps after another process."""
         self.path, self.listeners = path, listeners
         _end_cut_line(path)
         self._handle = open(path, "ab", buffering=0)  # noqa: SIM115  (kept open until the end of the run)
 
     def emit(self, event: Event, file_only: bool = False) -> None:
-        """Append an event, with the time. ``file_only``: the listeners do not get it, because the
-        console has shown it already."""
+        """Append an event, with the time. ``file_only``: without the listeners, because the console
+        has already printed it."""
         logged = cast(Event, {"time": time.time(), **event})
         with self._lock:
             if not file_only:
@@ -55,7 +55,7 @@ class EventLog:
                 if self.lost == 1:
                     text = (
                         f"{self.path} cannot be written ({error.strerror}); training continues,"
-                        " events are lost."
+                        " but events are lost"
                     )
                     self._inform(
                         {"time": time.time(), "type": "notice", "level": "warning", "text": text}
@@ -66,12 +66,12 @@ class EventLog:
             listener(event)
 
     def _append(self, line: bytes) -> None:
-        # A disk that fills takes a part of a line; the next one that fits must not be glued to it.
+        # A full disk may accept a part of a line; the next line must not be appended to it.
         assert self._handle is not None
-        whole = b"\n" + line if self._cut else line
-        written = self._handle.write(whole)
-        self._cut = (written or 0) < len(whole) and (self._cut or bool(written))
-        if (written or 0) < len(whole):
+        data = b"\n" + line if self._cut else line
+        written = self._handle.write(data) or 0
+        self._cut = written < len(data) and (self._cut or written > 0)
+        if written < len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def notice(self, text: str, level: str = "info", file_only: bool = False) -> None:
@@ -84,8 +84,8 @@ class EventLog:
 
 
 def _end_cut_line(path: Path) -> None:
-    # A run killed in the middle of a write leaves half a line; the next line must not be glued to
-    # it.
+    # A run that was killed during a write leaves a partial line; the next line must not be appended
+    # to it.
     if not path.exists() or path.stat().st_size == 0:
         return
     with open(path, "rb+") as handle:
@@ -95,7 +95,7 @@ def _end_cut_line(path: Path) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become the strings "nan", "inf", "-inf"."""
+    """Replace NaN and infinities, which JSON does not have, by "nan", "inf" and "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -106,7 +106,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_events(path: Path) -> list[Event]:
-    """All whole lines of an event log, in order. A line cut off by a crash is passed over."""
+    """Return the events of a log, in order. Skips a line that a crash cut off."""
     if not path.exists():
         return []
     with open(path, "rb") as handle:
@@ -114,7 +114,7 @@ def read_events(path: Path) -> list[Event]:
 
 
 def tail_events(path: Path, size_bytes: int = 1 << 18) -> list[Event]:
-    """The last whole lines of an event log, of so many bytes."""
+    """Return the events in the last ``size_bytes`` of a log."""
     if not path.exists():
         return []
     with open(path, "rb") as handle:
@@ -128,7 +128,7 @@ def tail_events(path: Path, size_bytes: int = 1 << 18) -> list[Event]:
 def follow_events(
     path: Path, poll_s: float = 0.3, stop: Callable[[], bool] | None = None
 ) -> Iterator[Event]:
-    """Yield the events that are there, then each new one, until ``stop()`` is true."""
+    """Yield the existing events, then each new one, until ``stop()`` is true."""
     while not path.exists():
         if stop is not None and stop():
             return
@@ -150,7 +150,7 @@ def follow_events(
 
 
 def parse_event(line: bytes) -> Event | None:
-    """The event of a line; None where it is cut off, or no event."""
+    """Return the event of a line; None if it is cut off or not an event."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear completely or not at all."""
 
 import fcntl
 import hashlib
@@ -8,15 +8,12 @@ import shutil
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-_CHUNK_BYTES = 1 << 20
 
-
-def fsync_dir(folder: Path) -> None:
-    """Make a rename inside ``folder`` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def fsync_path(path: Path) -> None:
+    """Sync a file, or a folder so that a rename inside it survives a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -24,59 +21,53 @@ def fsync_dir(folder: Path) -> None:
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write ``data`` aside, sync it, and rename it over ``path``: a reader sees the old file or the
-    new one."""
+    """Write ``data`` to a temporary file, sync it, and rename it to ``path``: a reader sees the old
+    file or the new one."""
     raw = data.encode() if isinstance(data, str) else data
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(aside, "wb") as handle:
+        with open(temporary, "wb") as handle:
             handle.write(raw)
             handle.flush()
             os.fsync(handle.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-    fsync_dir(path.parent)
+    fsync_path(path.parent)
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """As :func:`write_atomic`, for a JSON value (two-space indent, keys in the order given)."""
+    """Write a JSON value as :func:`write_atomic` does (two-space indent, keys in the given
+    order)."""
     write_atomic(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def sync_tree(folder: Path) -> None:
-    """fsync every file below ``folder`` and the folders themselves, deepest first."""
+    """Sync every file below ``folder`` and the folders themselves, deepest first."""
     for root, _, names in os.walk(folder, topdown=False):
         for name in names:
-            handle = os.open(Path(root) / name, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-        fsync_dir(Path(root))
+            fsync_path(Path(root) / name)
+        fsync_path(Path(root))
 
 
-def replace_dir(aside: Path, final: Path) -> None:
-    """Put the finished folder ``aside`` in the place of ``final``. ``aside`` must be on the same
-    file system."""
-    sync_tree(aside)
+def replace_dir(staging_dir: Path, final: Path) -> None:
+    """Replace ``final`` by the finished folder ``staging_dir``, which must be on the same file
+    system."""
+    sync_tree(staging_dir)
     old = final.with_name(f".{final.name}.{os.getpid()}.old")
     if final.exists():
         os.replace(final, old)
-    os.replace(aside, final)
-    fsync_dir(final.parent)
+    os.replace(staging_dir, final)
+    fsync_path(final.parent)
     if old.exists():
         shutil.rmtree(old, ignore_errors=True)
 
 
 def sha256_file(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file's bytes."""
-    digest = hashlib.sha256()
+    """Return the hexadecimal SHA-256 of a file."""
     with open(path, "rb") as handle:
-        while chunk := handle.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def human_bytes(size_bytes: float) -> str:
@@ -90,7 +81,7 @@ def human_bytes(size_bytes: float) -> str:
 
 
 def cache_dir() -> Path:
-    """Where tokenised data and the built-in models are kept: ``$XDG_CACHE_HOME/paceline`` or
+    """Return the folder of tokenized data and built-in models: ``$XDG_CACHE_HOME/paceline`` or
     ``~/.cache/paceline``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "paceline"
@@ -100,22 +91,25 @@ _LOCK = "lock"
 
 
 class Scratch:
-    """A folder ``path`` in the system's folder for temporary files, which :meth:`close` removes. It
-    is locked: the lock of a process that was killed is free, and so the next one sees that its
-    folder can go.
+    """A temporary folder ``path``, which :meth:`close` removes. It is locked. The lock of a process
+    that was killed is released, so the next process removes its folder.
 
     Args:
-        above: instead of the system's folder for temporary files.
+        parent: where to create it, instead of the system's folder for temporary files.
     """
 
-    def __init__(self, prefix: str = "paceline-run-", above: str | None = None) -> None:
-        above = above or tempfile.gettempdir()
-        _clear(prefix, above)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=above))
-        aside = self.path / f"{_LOCK}.new"
-        self._lock = open(aside, "w")  # noqa: SIM115  (the lock lives as long as the handle)
+    def __init__(self, prefix: str = "paceline-run-", parent: str | None = None) -> None:
+        parent = parent or tempfile.gettempdir()
+        for lock in Path(parent).glob(f"{prefix}*/{_LOCK}"):
+            # OSError: another user's, in use, or just removed by another process
+            with suppress(OSError), open(lock, "r+") as handle:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        new_lock = self.path / f"{_LOCK}.new"
+        self._lock = open(new_lock, "w")  # noqa: SIM115  (the lock lives as long as the handle)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        os.replace(aside, self.path / _LOCK)  # nobody sees it before it is locked
+        os.replace(new_lock, self.path / _LOCK)  # never visible without its lock
 
     def close(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -124,18 +118,5 @@ class Scratch:
     def __enter__(self) -> Path:
         return self.path
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _clear(prefix: str, above: str) -> None:
-    for lock in Path(above).glob(f"{prefix}*/{_LOCK}"):
-        # another user's, or another process has just removed it
-        with suppress(OSError), open(lock, "r+") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)

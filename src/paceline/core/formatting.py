@@ -1,8 +1,8 @@
-"""A whole number of things shared among so many: as evenly as it can be, in one fixed order."""
+"""Numbers, sizes and durations as text; and integers split into shares, in a fixed order."""
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 from paceline.core.events import DataFigures, StepEvent
@@ -10,27 +10,24 @@ from paceline.core.files import human_bytes
 
 
 def edges(total: int, parts: int) -> list[int]:
-    """Where each of ``parts`` consecutive shares of ``range(total)`` begins, and the end: ``8, 3``
-    → ``[0, 3, 6, 8]``.
+    """Return where each of ``parts`` consecutive shares of ``range(total)`` begins, and the end:
+    ``8, 3`` → ``[0, 3, 6, 8]``.
 
-    Sizes differ by at most one, and the larger ones are spread: any ``k`` shares in a row that
-    begin at a multiple of ``k`` come, where ``k`` divides ``parts``, to what ``edges(total, parts
-    // k)`` says.
+    Sizes differ by at most one, and the larger ones are spread: if ``k`` divides ``parts``, every
+    ``k`` shares in a row that begin at a multiple of ``k`` together have the sizes of
+    ``edges(total, parts // k)``.
     """
     return [-(-total * part // parts) for part in range(parts + 1)]
 
 
 def shares(total: int, parts: int) -> list[int]:
-    """The sizes: ``8, 3`` → ``[3, 3, 2]``."""
+    """Return the sizes of the shares: ``8, 3`` → ``[3, 3, 2]``."""
     return [end - start for start, end in pairwise(edges(total, parts))]
 
 
 def shares_text(total: int, parts: int) -> str:
-    """For a person: ``3+3+2``; of many parts ``2 × 3 + 62 × 2``."""
-    sizes = sorted(shares(total, parts), reverse=True)
-    if parts <= 8:
-        return "+".join(map(str, sizes))
-    return " + ".join(f"{sizes.count(size)} × {size}" for size in sorted(set(sizes), reverse=True))
+    """Return the sizes as ``3+3+2``; of many parts as ``2 × 3 + 62 × 2``."""
+    return counts_text(sorted(shares(total, parts), reverse=True))
 
 
 def weighted_shares(total: int, weights: Sequence[float]) -> list[int]:
@@ -63,21 +60,15 @@ def counts_text(counts: Sequence[int]) -> str:
     more than eight: ``8 × 3 + 8 × 1``."""
     if len(counts) <= 8:
         return "+".join(map(str, counts))
-    runs: list[list[int]] = []
-    for count in counts:
-        if runs and runs[-1][1] == count:
-            runs[-1][0] += 1
-        else:
-            runs.append([1, count])
-    return " + ".join(f"{length} × {count}" for length, count in runs)
+    return " + ".join(f"{len(list(run))} × {count}" for count, run in groupby(counts))
 
 
 UNKNOWN = "–"
 
 
 def number(value: Any) -> float | None:
-    """A figure of an event as a float; None where it is unknown. The strings "nan", "inf", "-inf"
-    become those floats."""
+    """Return a value of an event as a float; None if it is unknown. The strings "nan", "inf" and
+    "-inf" become those floats."""
     if value is None or isinstance(value, bool | dict | list):
         return None
     try:
@@ -87,7 +78,7 @@ def number(value: Any) -> float | None:
 
 
 def finite(value: Any) -> float | None:
-    """As :func:`number`, but None for NaN and the infinities too."""
+    """Return a value of an event as a finite float, else None."""
     figure = number(value)
     return figure if figure is not None and math.isfinite(figure) else None
 
@@ -106,7 +97,7 @@ def loss(value: Any) -> str:
 
 
 def rate(value: Any) -> str:
-    """A learning rate, short: ``1e-4``, ``2.5e-05`` → ``2.5e-5``."""
+    """Return a learning rate as ``1e-4``, ``2.5e-5``."""
     figure = number(value)
     if figure is None:
         return UNKNOWN
@@ -117,7 +108,7 @@ def rate(value: Any) -> str:
 
 
 def count(value: Any) -> str:
-    """``12,345``."""
+    """Return ``12,345``."""
     figure = finite(value)
     if figure is None:
         return UNKNOWN
@@ -125,7 +116,7 @@ def count(value: Any) -> str:
 
 
 def short_count(value: Any) -> str:
-    """``950``, ``12.3k``, ``4.57M``: for a live line."""
+    """Return ``950``, ``12.3k``, ``4.57M``: for a progress line."""
     figure = finite(value)
     if figure is None:
         return UNKNOWN
@@ -137,23 +128,24 @@ def short_count(value: Any) -> str:
 
 
 def duration(value: Any) -> str:
-    """Seconds as ``0.42 s``, ``12.3 s``, ``2 min 05 s``, ``3 h 07 min``, ``2 d 4 h``."""
+    """Return seconds as ``0.42 s``, ``12.3 s``, ``2 min 05 s``, ``3 h 07 min``, ``2 d 4 h``."""
     seconds = finite(value)
     if seconds is None:
         return UNKNOWN
     if seconds < 59.95:
         return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes:02d} min"
+    return f"{hours // 24} d {hours % 24} h"
 
 
 def short_duration(value: Any) -> str:
-    """Seconds of a step or a message: ``0.12 ms``, ``12 ms``, ``2.8 s``; from a minute on as
-    :func:`duration`."""
+    """Return the seconds of a step or a message as ``0.12 ms``, ``12 ms``, ``2.8 s``; from a minute
+    on as :func:`duration`."""
     seconds = finite(value)
     if seconds is None:
         return UNKNOWN
@@ -163,39 +155,36 @@ def short_duration(value: Any) -> str:
     return f"{figure:.0f} {unit}" if abs(figure) >= 9.95 else f"{figure:.2g} {unit}"
 
 
-def bit_rate(bytes_a_second: Any) -> str:
-    """``94 Mbit/s``."""
-    figure = finite(bytes_a_second)
+def bit_rate(bytes_per_s: Any) -> str:
+    """Return ``94 Mbit/s``."""
+    figure = finite(bytes_per_s)
     if figure is None:
         return UNKNOWN
-    bits = 8 * figure
-    if bits >= 1e9:
-        scaled, unit = bits / 1e9, "Gbit/s"
-    elif bits >= 1e6:
-        scaled, unit = bits / 1e6, "Mbit/s"
-    else:
-        scaled, unit = bits / 1e3, "kbit/s"
-    return f"{scaled:.0f} {unit}" if scaled >= 9.95 else f"{scaled:.2g} {unit}"
+    rate, unit = 8 * figure / 1e3, "kbit/s"
+    for larger_unit in ("Mbit/s", "Gbit/s"):
+        if rate >= 1e3:
+            rate, unit = rate / 1e3, larger_unit
+    return f"{rate:.0f} {unit}" if rate >= 9.95 else f"{rate:.2g} {unit}"
 
 
 def clock(value: Any) -> str:
-    """Seconds as ``1:05`` or ``3:07:09``: for a live line."""
+    """Return seconds as ``1:05`` or ``3:07:09``: for a progress line."""
     seconds = finite(value)
     if seconds is None:
         return "--:--"
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole % 3600 // 60
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest_s:02d}" if hours else f"{minutes}:{rest_s:02d}"
 
 
 def size(value: Any) -> str:
-    """Bytes as ``1.5 GiB``."""
+    """Return bytes as ``1.5 GiB``."""
     figure = finite(value)
     return UNKNOWN if figure is None else human_bytes(figure)
 
 
 def ranks(world_size: Any) -> str:
-    """``1 rank``, ``4 ranks``."""
+    """Return ``1 rank``, ``4 ranks``."""
     figure = finite(world_size)
     if figure is None:
         return UNKNOWN
@@ -203,43 +192,42 @@ def ranks(world_size: Any) -> str:
 
 
 def rank_names(ranks: Sequence[int]) -> str:
-    """``rank 1``, ``ranks 0, 2``."""
+    """Return ``rank 1``, ``ranks 0, 2``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def clean(text: Any) -> str:
-    """``text`` without control characters: what a config or a data set holds must not steer a
-    terminal."""
+    """Return ``text`` without control characters, because the contents of a config or a dataset
+    must not control a terminal."""
     return "".join(
         char if char.isprintable() or char == "\n" else " " if char == "\t" else "\ufffd"
         for char in str(text)
     )
 
 
-def fullest(memory_bytes: Any) -> float | None:
-    """Memory of the fullest rank, of a ``memory_bytes`` list (or a single figure)."""
+def max_over_ranks(memory_bytes: Any) -> float | None:
+    """Return the maximum of a ``memory_bytes`` list, which has a value per rank; or a single
+    value."""
     values = memory_bytes if isinstance(memory_bytes, list | tuple) else [memory_bytes]
     known = [figure for value in values if (figure := finite(value)) is not None]
     return max(known, default=None)
 
 
 def throughput(step: StepEvent, global_batch_size: Any = None) -> tuple[float | None, str]:
-    """Of a ``step`` event: tokens a second, or samples a second where samples have no tokens. With
-    the unit."""
-    seconds, tokens, samples = (
-        finite(step.get("step_time_s")),
-        finite(step.get("tokens")),
-        finite(step.get("samples")),
-    )
-    if samples is None:
-        samples = finite(global_batch_size)
-    what, unit = (tokens, "tokens/s") if tokens is not None else (samples, "samples/s")
-    return (what / seconds if what is not None and seconds else None), unit
+    """Return the tokens per second of a ``step`` event, or the samples per second if samples have
+    no tokens; with the unit."""
+    count, unit = finite(step.get("tokens")), "tokens/s"
+    if count is None:
+        count, unit = finite(step.get("samples")), "samples/s"
+    if count is None:
+        count = finite(global_batch_size)
+    seconds = finite(step.get("step_time_s"))
+    return (count / seconds if count is not None and seconds else None), unit
 
 
 def data_line(data: DataFigures) -> str:
-    """The counts of ``data``: ``90 read, 85 kept, 4 truncated, 5 dropped (3 empty, 2 too long), 7
-    turns without loss``."""
+    """Return ``90 read, 85 kept, 4 truncated, 5 dropped (3 empty, 2 too long), 7 turns without
+    loss``."""
     dropped = data.get("dropped") or {}
     reasons = dropped if isinstance(dropped, dict) else {}
     total = sum(reasons.values()) if isinstance(dropped, dict) else dropped
@@ -256,13 +244,12 @@ def data_line(data: DataFigures) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """``1, "sample"`` → ``1 sample``; ``2000, "sample"`` → ``2,000 samples``."""
+    """Return ``1 sample``, ``2,000 samples``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def printable(text: str, max_chars: int = 60) -> str:
-    """``text`` so that it does nothing to the terminal: characters that do not print are escaped,
-    and a long text is cut."""
+    """Return ``text`` with characters that do not print escaped, and cut if it is long."""
     shown = "".join(
         char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
         for char in text[:max_chars]

@@ -1,6 +1,6 @@
-"""Whether the Hugging Face hub can be reached, found out once and within two seconds.
+"""A check whether the Hugging Face hub can be reached, made once and within two seconds.
 
-The hub's own client retries every request for half a minute, which is too long to learn that a
+The client of the hub retries every request for half a minute, which is too long to find out that a
 machine has no network.
 """
 
@@ -14,39 +14,27 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-#: Variables of huggingface_hub, transformers and datasets that turn every request off.
+#: Variables of huggingface_hub, transformers and datasets that turn all requests off.
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 FIX = (
     "connect to a network; or set HF_ENDPOINT to a mirror that this machine can reach; or download"
     " it on another machine and give its folder"
 )
 _TIMEOUT_S = 1.5
-
-
-_FILE_SUFFIXES = {
-    ".json",
-    ".jsonl",
-    ".csv",
-    ".tsv",
-    ".parquet",
-    ".arrow",
-    ".txt",
-    ".gz",
-    ".bz2",
-    ".xz",
-    ".zst",
-    ".py",
-}
+_FILE_SUFFIXES = (
+    *(".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow"),
+    *(".txt", ".gz", ".bz2", ".xz", ".zst", ".py"),
+)
 
 
 def endpoint() -> str:
-    """The address of the hub: ``HF_ENDPOINT``, or the public one."""
+    """Return the address of the hub: ``HF_ENDPOINT``, or the public one."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a name of a model or a dataset means one on the hub: not a built-in one, not
-    one of ModelScope, and not a path."""
+    """Return whether the name of a model or a dataset refers to the hub: not to a built-in one, to
+    ModelScope or to a path."""
     if name.startswith((".", "/", "~", "builtin:", "modelscope:")) or name.count("/") > 1:
         return False
     return not Path(name).expanduser().exists()
@@ -70,15 +58,12 @@ def unreachable() -> str | None:
             return f"offline mode is on ({name}={os.environ[name]})"
     parts = urlsplit(endpoint())
     if parts.hostname is None:
-        return (
-            f"HF_ENDPOINT={os.environ.get('HF_ENDPOINT')} is not an address such as"
-            " https://hf-mirror.com"
-        )
-    through = getproxies().get(parts.scheme) or getproxies().get("all")
-    if through and not proxy_bypass(parts.hostname):
-        proxy = urlsplit(through if "://" in through else f"http://{through}")
+        return f"expected HF_ENDPOINT to be a URL such as https://hf-mirror.com, not {endpoint()}"
+    proxy_url = getproxies().get(parts.scheme) or getproxies().get("all")
+    if proxy_url and not proxy_bypass(parts.hostname):
+        proxy = urlsplit(proxy_url if "://" in proxy_url else f"http://{proxy_url}")
         if proxy.hostname is None:
-            return None  # not understood here; the client decides
+            return None  # unknown form; the client decides
         return _problem(proxy.hostname, proxy.port or 80, f"the proxy {proxy.hostname}")
     return _problem(
         parts.hostname, parts.port or (80 if parts.scheme == "http" else 443), endpoint()
@@ -86,8 +71,8 @@ def unreachable() -> str | None:
 
 
 def _problem(host: str, port: int, name: str) -> str | None:
-    """Why no connection to ``host`` can be opened. Resolving a name has no time limit of its own,
-    so a thread does it."""
+    """Return why no connection to ``host`` can be opened, or None. A thread does it, because
+    resolving a name has no timeout."""
     outcome: list[str | None] = []
 
     def connect() -> None:
@@ -105,8 +90,7 @@ def _problem(host: str, port: int, name: str) -> str | None:
 
 
 def go_offline() -> None:
-    """Make the hub's libraries use what was downloaded before, without requests, in this
-    process."""
+    """Make the libraries of the hub use earlier downloads, without requests, in this process."""
     constants = importlib.import_module("huggingface_hub.constants")
     constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     if "datasets.config" in sys.modules:
@@ -114,7 +98,7 @@ def go_offline() -> None:
 
 
 def go_offline_if_unreachable(name: str) -> None:
-    """Before a library looks up ``name``: without a network, keep it from retrying. A name that is
-    not on the hub passes."""
+    """Go offline if ``name`` is on the hub and the hub cannot be reached, so that libraries do not
+    retry."""
     if is_hub_id(name) and unreachable() is not None:
         go_offline()

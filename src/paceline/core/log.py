@@ -1,5 +1,5 @@
-"""Logging: the loggers ``paceline.*``, what a person reads on standard error, and the ``notice``
-events of a run.
+"""Logging: the loggers ``paceline.*``, the messages on standard error, and the ``notice`` events of
+a run.
 
 Every module logs to ``logging.getLogger(__name__)``. A record of level info or above is a notice:
 it is printed, and it becomes a ``notice`` event of the run. A record with ``extra=CONSOLE_ONLY`` is
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 #: Values of ``--log-level``.
 LEVELS = ("debug", "info", "warning", "error", "critical")
-#: ``extra`` of a record that is no notice.
+#: ``extra`` of a record that is not a notice.
 CONSOLE_ONLY = {"is_notice": False}
-#: As :data:`CONSOLE_ONLY`, and printed by every rank, also where another rank prints the rest.
+#: As :data:`CONSOLE_ONLY`, but printed by every rank.
 ON_EVERY_RANK = {"is_notice": False, "is_of_this_rank": True}
 
 #: Carries the level to the processes that this one starts.
@@ -66,11 +66,11 @@ def configure_logging(level: str | None = None, quiet: bool = False) -> None:
 
 @contextmanager
 def discarding_unread(stream: TextIO | None) -> Iterator[None]:
-    """Send what is written to ``stream`` to nowhere from the moment it turns out that nobody reads
-    it any more (closed pipe or terminal). Raises the error of the write all the same.
+    """Discard what is written to ``stream`` once its pipe or terminal is closed. The error of the
+    write is still raised.
 
-    What a stream could not write stays in its buffer. multiprocessing flushes the streams before it
-    starts a process, so no rank could be started after that.
+    What a stream could not write stays in its buffer, and multiprocessing flushes the streams
+    before it starts a process, so no rank could be started after that.
     """
     try:
         yield
@@ -83,7 +83,7 @@ def discarding_unread(stream: TextIO | None) -> Iterator[None]:
 
 
 def mute_console() -> None:
-    """Print errors, and what only this rank knows: another rank prints the rest."""
+    """Print only errors and messages of this rank; another rank prints the others."""
     configure_logging()
     console = _console_handler()
     if console is not None:
@@ -91,7 +91,7 @@ def mute_console() -> None:
 
 
 def hide_on_console(messages: Iterable[str]) -> None:
-    """Do not print these messages: another process of this host has printed them."""
+    """Do not print these messages, because another process of this host has printed them."""
     console = _console_handler()
     if console is not None:
         console.hidden = frozenset(messages)
@@ -103,7 +103,7 @@ def is_shown(level: str = "info") -> bool:
 
 
 def log_notices(logger: logging.Logger, notices: Iterable[tuple[str, str]]) -> None:
-    """Log (level, message) pairs, as a config, a data set or another process hands them over."""
+    """Log (level, message) pairs of a config, a dataset or another process."""
     for level, message in notices:
         logger.log(_number_of(level), "%s", message)
 
@@ -134,7 +134,9 @@ class ConsoleHandler(logging.Handler):
         line = clean(f"{prefix}{message}")
         # Standard error may be closed, or a signal may interrupt another write: the run continues.
         with suppress(OSError, ValueError, AttributeError, RuntimeError):
-            if prefix and _has_colors():
+            is_dumb = os.environ.get("TERM", "") in ("", "dumb", "unknown")
+            is_plain = is_dumb or os.environ.get("NO_COLOR") or not sys.stderr.isatty()
+            if prefix and not is_plain:
                 line = f"{_RED if record.levelno >= logging.ERROR else _YELLOW}{line}{_RESET}"
             with discarding_unread(sys.stderr):
                 sys.stderr.write(f"{line}\n")
@@ -146,7 +148,7 @@ class NoticeRecorder(logging.Handler):
 
     Attributes:
         notices: in the order in which they were logged.
-        messages: of all records, also of those that are no notices.
+        messages: of all records, those that are not notices included.
     """
 
     def __init__(self) -> None:
@@ -179,14 +181,14 @@ class EventLogHandler(logging.Handler):
 
 @contextmanager
 def recorded_notices() -> Iterator[NoticeRecorder]:
-    """Within the block, keep the notices that are logged."""
+    """Record the notices that are logged within the block."""
     with _attached(NoticeRecorder()) as recorder:
         yield recorder
 
 
 @contextmanager
 def log_to_events(events: EventLog) -> Iterator[None]:
-    """Within the block, write notices to ``events``, whose listeners print them."""
+    """Write notices to ``events``, whose listeners print them, within the block."""
     console = _console_handler()
     with _attached(EventLogHandler(events)):
         if console is not None:
@@ -224,8 +226,3 @@ def _as_notice(record: logging.LogRecord) -> Notice:
 
 def _number_of(level: str) -> int:
     return logging.getLevelNamesMapping()[level.upper()]
-
-
-def _has_colors() -> bool:
-    is_dumb = os.environ.get("TERM", "") in ("", "dumb", "unknown")
-    return sys.stderr.isatty() and not is_dumb and not os.environ.get("NO_COLOR")

@@ -2,12 +2,10 @@
 
 import ipaddress
 import socket
-import struct
 from collections.abc import Iterator
 
-_SIOCGIFADDR = 0x8915
 #: A documentation address (RFC 5737): any route that leaves this host.
-_ANYWHERE = "192.0.2.1"
+_OTHER_HOST = "192.0.2.1"
 
 
 def source_address(towards: str | None = None, port: int = 9) -> str:
@@ -17,10 +15,10 @@ def source_address(towards: str | None = None, port: int = 9) -> str:
     Raises:
         OSError: the name does not resolve, or there is no route.
     """
-    address = (towards or _ANYWHERE, port)
-    family, _, _, _, where = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
+    host = towards or _OTHER_HOST
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(where)
+        probe.connect(address)
         return str(probe.getsockname()[0])
 
 
@@ -42,14 +40,11 @@ def interface_of(address: str) -> str | None:
 
 def interfaces() -> Iterator[tuple[str, str | None]]:
     """Yield the name and the IPv4 address (None: it has none) of each interface."""
-    import fcntl
+    import psutil
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                yield name, None
-            else:
-                yield name, socket.inet_ntoa(answer[20:24])
+    addresses = psutil.net_if_addrs()
+    for _, name in socket.if_nameindex():
+        ipv4 = [
+            entry.address for entry in addresses.get(name, []) if entry.family == socket.AF_INET
+        ]
+        yield name, ipv4[0] if ipv4 else None

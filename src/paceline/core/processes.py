@@ -1,8 +1,7 @@
-"""Processes that do not outlive those they work for."""
+"""Processes: ending with their parent, whether they live; and the memory and name of this host."""
 
 import ctypes
 import os
-import re
 import signal
 import socket
 import sys
@@ -14,20 +13,19 @@ from typing import Any
 
 from paceline.core.events import RunStartEvent
 from paceline.core.formatting import finite
-from paceline.core.run_dir import RunDir
 
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however it ends (Linux; elsewhere
-    nothing is done)."""
+    """Have the kernel kill this process when its parent ends, however it ends. Linux only; does
+    nothing elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_with_launcher() -> None:
-    """End this process as soon as the launcher or the fork server is gone, however they went."""
+    """End this process as soon as the launcher or the fork server ends, however it ends."""
     import multiprocessing.connection
 
     end_with_parent()  # the fork server, which itself ends with the launcher
@@ -44,9 +42,9 @@ def end_with_launcher() -> None:
 
 
 def end_by_parent_alone(number: int) -> None:
-    """Have a signal end this process only where its parent has sent it. One that goes to a whole
-    group of processes is for the parent to answer, which still needs this one. (Where the sender
-    cannot be known, on macOS, any ends it.)"""
+    """Have a signal end this process only if its parent sent it. The parent answers a signal to a
+    group of processes, and still needs this one. On macOS, where the sender is not known, any
+    signal ends it."""
     if not hasattr(signal, "sigwaitinfo"):
         signal.signal(number, signal.SIG_DFL)
         return
@@ -61,14 +59,14 @@ def end_by_parent_alone(number: int) -> None:
 
 
 _hiding = threading.Lock()
-_hidden: list[dict[str, Any]] = []  # what was hidden, once for each block under way
+_hidden: list[dict[str, Any]] = []  # the hidden names of each active block
 
 
 @contextmanager
 def hidden_main() -> Iterator[None]:
-    """Keep multiprocessing from running the caller's script again in every process it starts: a
-    script that calls paceline.train() needs no ``if __name__ == "__main__"``. Blocks of several
-    threads may overlap."""
+    """Keep multiprocessing from running the caller's script again in every process it starts, so
+    that a script that calls paceline.train() needs no ``if __name__ == "__main__"``. Blocks of
+    several threads may overlap."""
     names = vars(sys.modules["__main__"])
     with _hiding:
         _hidden.append(
@@ -104,7 +102,8 @@ def temporary_environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def host_name() -> str:
-    """Of this rank's host; ``PACELINE_HOST`` in its stead, where hosts share one."""
+    """Return the name of this host: ``PACELINE_HOST`` if it is set, because hosts may share a
+    name."""
     return os.environ.get("PACELINE_HOST") or socket.gethostname()
 
 
@@ -127,64 +126,37 @@ def run_alive(start: RunStartEvent) -> bool | None:
     return process_alive(pid, start.get("host"), start.get("time"))
 
 
-def holder_alive(run_dir: RunDir) -> bool | None:
-    """Whether the process that signed a run's lock last is there; None where nobody did, or on
-    another host. The lock itself is not touched."""
-    try:
-        handle = os.open(run_dir.lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(handle, encoding="utf-8", errors="replace") as lock:
-            signed = re.fullmatch(r"(\d{1,9}) on (.+)", lock.read(1000))
-            signed_at = os.fstat(lock.fileno()).st_mtime
-    except OSError:
-        return None
-    if signed is None or signed[2] != socket.gethostname():
-        return None
-    return pid_alive(int(signed[1]), signed_at)
-
-
 def pid_alive(pid: int, began_before: float | None = None) -> bool:
-    """Whether a process of this host is there. ``began_before`` (seconds since the epoch): one that
-    got the same number after that is another (Linux; elsewhere not seen). A zombie is gone."""
+    """Return whether a process of this host is alive. A zombie is not.
+
+    Args:
+        began_before: in seconds since the epoch; a process that got the same number after that is
+            another one.
+    """
+    import psutil
+
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        return began_before is None or bool(process.create_time() < began_before + 2.0)
+    except psutil.AccessDenied:
+        return True  # another user's
+    except (psutil.NoSuchProcess, ValueError):
         return False
-    except OverflowError:
-        return False
-    except OSError:
-        return True  # another user's, but there
-    try:
-        fields = (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()
-        )
-        with open("/proc/stat", encoding="utf-8") as handle:
-            booted = next(float(line.split()[1]) for line in handle if line.startswith("btime"))
-        born = booted + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, StopIteration, ValueError, IndexError):
-        return True
-    return fields[0] != "Z" and (began_before is None or born < began_before + 2.0)
 
 
 def available_memory() -> int:
-    """Bytes that a new process could take on this host without swapping; the control group's limit
-    counts too."""
-    limits = []
-    try:
-        with open("/proc/meminfo") as handle:
-            limits += [
-                int(line.split()[1]) * 1024 for line in handle if line.startswith("MemAvailable")
-            ]
-    except (OSError, ValueError):
-        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+    """Return the bytes that a new process could use on this host without swapping, within the limit
+    of the control group."""
+    import psutil
+
+    available_bytes: int = psutil.virtual_memory().available
     try:
         group = Path("/sys/fs/cgroup")
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # files' pages give way
-        limits.append(max(0, limit - used + int(stat.get("inactive_file", 0))))
     except (OSError, ValueError):
-        pass  # no control group, or one without a limit
-    return min(limits)
+        return available_bytes  # no control group, or one without a limit
+    # the kernel drops pages of files when memory is needed
+    return min(available_bytes, max(0, limit - used + int(stat.get("inactive_file", 0))))

@@ -1,22 +1,45 @@
-"""The names of the files in a run's folder (`output_dir`)."""
+"""The files in the folder of a run (`output_dir`), and its two locks.
+
+The launcher locks the folder from before it reads anything until it ends, and the rank that writes
+locks it while it trains. Both locks are files that are locked with ``flock``, so the kernel
+releases them when their process ends, however it ends. A launcher that ends normally also removes
+its file, and the folders that it created if they are still empty.
+"""
+
+from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
+import shlex
 import shutil
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from paceline.core.errors import RunError
+from paceline.core.errors import ConfigError, RunError
+from paceline.core.event_log import tail_events
+from paceline.core.log import CONSOLE_ONLY
+from paceline.core.processes import pid_alive
+
+logger = logging.getLogger(__name__)
+
+#: How long to wait for a run that has written its end and whose process is still exiting.
+_ENDING_S = 15.0
+#: How long a lock may belong to a process that has not signed it: one that is about to, or one that
+#: only checks the lock.
+_UNSIGNED_S = 2.0
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths inside one run's folder. Making one touches nothing on disk."""
+    """Paths inside the folder of a run. Creates nothing on disk."""
 
     root: Path
 
@@ -54,21 +77,21 @@ class RunDir:
 
     @property
     def launch_lock(self) -> Path:
-        """Held by the launcher (core/launch_lock.py); ``lock`` is held by the rank that writes."""
+        """Locked by the launcher; ``lock`` is locked by the rank that writes."""
         return self.root / ".launch.lock"
 
     def is_run(self) -> bool:
-        """True where a run has already begun here."""
+        """Return whether a run has already begun in this folder."""
         return self.config.is_file() or self.events.is_file() or self.checkpoints.is_dir()
 
 
-#: What is written aside before it gets its name (core/files.py, train/final_model.py).
+#: Temporary names (core/files.py, train/final_model.py).
 _DEBRIS = re.compile(r"\.(config\.yaml|report\.json|report\.html|model)\.\d+\.(tmp|old)")
 
 
 def clear_debris(run_dir: RunDir) -> None:
-    """Remove what a process that was killed has left of files and of ``model/``, for whoever holds
-    the run's folder. Checkpoints are not looked at."""
+    """Remove the temporary files and model folders of a process that was killed. The caller must
+    hold the lock. Ignores checkpoints."""
     for path in run_dir.root.iterdir():
         if _DEBRIS.fullmatch(path.name):
             if path.is_dir() and not path.is_symlink():
@@ -77,9 +100,16 @@ def clear_debris(run_dir: RunDir) -> None:
                 path.unlink(missing_ok=True)
 
 
+def is_unsupported(error: OSError) -> bool:
+    """Return whether ``flock`` failed for another reason than a lock that another process holds."""
+    return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EINTR)
+
+
 def lock_run(run_dir: RunDir, wait_s: float, *, sign: bool = True) -> IO[str]:
-    """An exclusive lock on a run's folder. ``sign``: leave in it who holds it; without, no file is
-    changed.
+    """Return an exclusive lock on the folder of a run.
+
+    Args:
+        sign: write this process into the file.
 
     Raises:
         RunError: another process holds it for longer than ``wait_s``.
@@ -91,15 +121,15 @@ def lock_run(run_dir: RunDir, wait_s: float, *, sign: bool = True) -> IO[str]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             break
         except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EINTR):
+            if is_unsupported(error):
                 break  # this file system has no locks; the launcher reports it
             if time.monotonic() >= deadline:
                 handle.seek(0)
-                who = handle.read().strip() or "not known"
+                holder = handle.read().strip() or "unknown"
                 handle.close()
                 raise RunError(
-                    f"another run is going on in {run_dir.root} (process {who})",
-                    fix="wait for it, stop it, or set another `output_dir`",
+                    f"`output_dir: {run_dir.root}` is in use by another run (process {holder})",
+                    fix="wait until it ends, stop it, or set another `output_dir`",
                 ) from error
             time.sleep(0.1)
     if sign:
@@ -107,3 +137,178 @@ def lock_run(run_dir: RunDir, wait_s: float, *, sign: bool = True) -> IO[str]:
         handle.write(f"{os.getpid()} on {socket.gethostname()}")
         handle.flush()
     return handle
+
+
+def holder_alive(run_dir: RunDir) -> bool | None:
+    """Return whether the process that last signed a run's lock is alive; None if there is none, or
+    if it is on another host. Does not touch the lock."""
+    try:
+        handle = os.open(run_dir.lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(handle, encoding="utf-8", errors="replace") as lock:
+            signed = re.fullmatch(r"(\d{1,9}) on (.+)", lock.read(1000))
+            signed_at = os.fstat(lock.fileno()).st_mtime
+    except OSError:
+        return None
+    if signed is None or signed[2] != socket.gethostname():
+        return None
+    return pid_alive(int(signed[1]), signed_at)
+
+
+class LaunchLock:
+    """Exclusive use of a run's folder, as a context manager.
+
+    Args:
+        run_dir: its folder is created if it does not exist.
+
+    Raises:
+        ConfigError: another process holds the lock (the message names it), or the folder cannot be
+            written.
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self.run_dir = run_dir
+        self._handle: IO[str] | None = None
+        self._created: list[Path] = []
+
+    def __enter__(self) -> LaunchLock:
+        try:
+            self._handle = self._acquire()
+            _sign(self._handle)
+        except OSError as error:
+            self._remove_created()
+            raise ConfigError(
+                f"`output_dir: {self.run_dir.root}` cannot be written: {error.strerror or error}",
+                fix="free some space there, or set another `output_dir`",
+            ) from error
+        except BaseException:
+            self._remove_created()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handle is None:
+            return
+        if _is_at(self._handle, self.run_dir.launch_lock):
+            self.run_dir.launch_lock.unlink(missing_ok=True)
+        self._handle.close()
+        self._remove_created()
+
+    def _acquire(self) -> IO[str]:
+        begun = time.monotonic()
+        waiting = False
+        while True:
+            self._create_folders()
+            try:
+                handle = open(self.run_dir.launch_lock, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
+            except FileNotFoundError:  # a launcher that has just ended removed the folder
+                if time.monotonic() - begun > _UNSIGNED_S:
+                    raise
+                time.sleep(_POLL_S)
+                continue
+            if self._lock(handle):
+                if _is_at(handle, self.run_dir.launch_lock):
+                    return handle
+                handle.close()  # the file was removed between opening and locking it
+                continue
+            holder, since = _read_holder(handle)
+            handle.close()
+            waited = time.monotonic() - begun
+            ending = since is not None and has_ended(self.run_dir, since)
+            if waited > (_ENDING_S if ending else _UNSIGNED_S if holder is None else 0.0):
+                raise ConfigError(
+                    f"`output_dir: {self.run_dir.root}` is in use by another run:"
+                    f" {holder or 'an unknown process'}",
+                    fix="wait until it ends, stop it, or set another `output_dir`",
+                )
+            if ending and not waiting:
+                waiting = True
+                logger.info(
+                    "waiting for the run in %s to exit…", self.run_dir.root, extra=CONSOLE_ONLY
+                )
+            time.sleep(_POLL_S)
+
+    def _lock(self, handle: IO[str]) -> bool:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if not is_unsupported(error):
+                return False
+            logger.warning(
+                "the file system of %s does not support locks (%s): Paceline cannot prevent a"
+                " second run in this folder",
+                self.run_dir.root,
+                error.strerror,
+            )
+        return True
+
+    def _create_folders(self) -> None:
+        missing, folder = [], self.run_dir.root
+        while not folder.exists():
+            missing.append(folder)
+            folder = folder.parent
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            if folder not in self._created:
+                self._created.append(folder)
+
+    def _remove_created(self) -> None:
+        for folder in reversed(self._created):
+            try:
+                folder.rmdir()
+            except OSError:  # it is not empty, or was removed
+                return
+
+
+def is_launching(run_dir: RunDir) -> bool:
+    """Return whether a launcher holds the folder and has not written the end of its run. Changes
+    nothing on disk."""
+    try:
+        with open(run_dir.launch_lock, encoding="utf-8", errors="replace") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                if is_unsupported(error):
+                    return False
+                _, since = _read_holder(handle)
+                return since is None or not has_ended(run_dir, since)
+    except OSError:
+        return False
+    return False
+
+
+def has_ended(run_dir: RunDir, since: float) -> bool:
+    """Return whether the newest event of the run is its end, written after ``since`` (seconds since
+    the epoch)."""
+    events = tail_events(run_dir.events, 1 << 14)
+    return bool(events) and events[-1]["type"] == "run_end" and events[-1]["time"] >= since
+
+
+def _is_at(handle: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(handle.fileno()))
+    except OSError:
+        return False
+
+
+def _sign(handle: IO[str]) -> None:
+    program = Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"
+    if program == "__main__.py":
+        program = "paceline"
+    command = shlex.join([program, *sys.argv[1:]])[:500].replace("\n", " ")
+    handle.truncate(0)
+    handle.write(f"{os.getpid()} on {socket.gethostname()}\n{time.time()}\n{command}\n")
+    handle.flush()
+
+
+def _read_holder(handle: IO[str]) -> tuple[str | None, float | None]:
+    """Return (process and command of the holder, when it took the lock) as it signed them; None if
+    that process has ended."""
+    handle.seek(0)
+    signed = re.fullmatch(r"(\d{1,9}) on (.+)\n([\d.]+)\n(.*)\n", handle.read(2000))
+    if signed is None:
+        return None, None
+    pid, host, since, command = signed.groups()
+    if host == socket.gethostname() and not pid_alive(int(pid), float(since)):
+        return None, None
+    began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(since)))
+    return f"process {pid} on {host}, started {began} (`{command}`)", float(since)

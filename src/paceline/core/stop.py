@@ -1,4 +1,4 @@
-"""Being asked to stop: the step under way is finished, all ranks agree, a checkpoint is written."""
+"""Requests to stop: the current step is finished, all ranks agree, and a checkpoint is written."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ _FLAGS: weakref.WeakSet[StopFlag] = weakref.WeakSet()
 
 
 def request_stop(number: int) -> None:
-    """Act as if the runs of this process had received the signal ``number``: for a thread, which
-    gets no signals. A run that is not prepared yet does not see it, so repeat the call."""
+    """Act as if the runs of this process had received the signal ``number``. For threads, which
+    receive no signals. Repeat the call, because a run that is not prepared yet misses it."""
     for flag in list(_FLAGS):
         flag.signal = flag.signal or number
 
 
 class StopFlag:
-    """Set by SIGTERM, and by SIGINT where no launcher of ours answers it; there a second one ends
-    the process at once."""
+    """Set by SIGTERM, and by SIGINT if no launcher of Paceline answers it; then a second SIGINT
+    ends the process at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._first_at = 0.0
         self._alone = True
         _FLAGS.add(self)
-        #: Ends this process at once with a fault, from any thread, where the main one stands still:
-        #: (text, ranks to blame).
+        #: Ends this process at once with a fault, from any thread, because the main one is blocked.
+        #: Takes (text, ranks to blame).
         self.fail: Callable[[str, Sequence[int]], None] = _end_by_fault
-        #: Told of a second signal, just before the end.
+        #: Called with a second signal, just before the end.
         self.on_second_signal: Callable[[int], None] = lambda number: None
 
     @property
@@ -80,7 +80,7 @@ class StopFlag:
         if self.signal is None:
             self.signal, self._first_at = number, now
         elif self._alone and now - self._first_at > _SAME_SIGNAL_S:
-            with contextlib.suppress(Exception):  # nothing holds up who is in haste
+            with contextlib.suppress(Exception):  # best effort: the user asked to quit at once
                 self.on_second_signal(number)
             os._exit(128 + number)
 
@@ -119,6 +119,6 @@ def polling(call: Callable[[], None]) -> Iterator[None]:
 
 
 def poll() -> None:
-    """Called by a long computation between its parts."""
+    """Call the functions of :func:`polling`. For long computations, between their parts."""
     for call in tuple(_CALLS):
         call()

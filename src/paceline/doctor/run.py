@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from paceline.config.load import Loaded
 from paceline.config.schema import Config
-from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, PacelineError
+from paceline.core.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Outcome, PacelineError
 from paceline.core.files import cache_dir
 from paceline.core.formatting import counted
 from paceline.core.log import configure_logging, log_notices
-from paceline.core.outcome import Outcome
 from paceline.doctor.checks import (
     check_clock,
     check_disk,

@@ -83,7 +83,7 @@ def keep_server_files() -> None:
         return  # whoever calls this has used it before
     # The path of the server's socket may have 107 bytes, of which 55 are names below this folder.
     scratch, before = (
-        Scratch(above="/tmp" if len(os.fsencode(tempfile.gettempdir())) > 50 else None),
+        Scratch(parent="/tmp" if len(os.fsencode(tempfile.gettempdir())) > 50 else None),
         tempfile.tempdir,
     )
     try:

@@ -11,9 +11,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from paceline.core.errors import EXIT_SIGINT, EXIT_SIGTERM
+from paceline.core.errors import EXIT_SIGINT, EXIT_SIGTERM, Outcome
 from paceline.core.log import CONSOLE_ONLY
-from paceline.core.outcome import Outcome
 from paceline.core.processes import hidden_main
 from paceline.launch.rank_processes import RankProcesses, open_store
 from paceline.launch.worker import RunRank, failed_outcome

@@ -22,11 +22,11 @@ from paceline.core.errors import (
     EXIT_SIGTERM,
     EXIT_USAGE,
     ConfigError,
+    Outcome,
     ReportedError,
 )
 from paceline.core.events import Fault
 from paceline.core.log import CONSOLE_ONLY, log_notices
-from paceline.core.outcome import Outcome
 from paceline.core.run_dir import RunDir
 from paceline.distributed.devices import (
     choose_devices,
@@ -252,7 +252,7 @@ def _check_schedule(config: Config) -> None:
 
         problem = check_schedule(config.train_args)
         if problem:
-            raise ConfigError(f"`train_args.lr_scheduler_kwargs` has {problem}")
+            raise ConfigError(f"`train_args.lr_scheduler_kwargs`: {problem}")
 
 
 _STOP_CODES = (EXIT_SIGINT, EXIT_SIGTERM)

@@ -19,8 +19,8 @@ import socket
 import time
 from typing import Any, TypedDict
 
+from paceline.core.errors import Outcome
 from paceline.core.files import Scratch, write_atomic
-from paceline.core.outcome import Outcome
 from paceline.distributed.environment import LOST_KEY, MEETING_KEY
 from paceline.launch.worker import STOP_FILE, RunRank, outcome_file, pid_file, worker_main
 

@@ -10,11 +10,11 @@ from typing import TypedDict
 from paceline.checkpoint import store
 from paceline.checkpoint.format import step_of
 from paceline.config.schema import Config
+from paceline.core.errors import Outcome
 from paceline.core.event_log import EventLog, tail_events
 from paceline.core.events import Event, Fault
 from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, recorded_notices
-from paceline.core.outcome import Outcome
 from paceline.core.run_dir import RunDir
 from paceline.train.run_spec import RunSpec
 

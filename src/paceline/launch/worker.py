@@ -19,12 +19,12 @@ from paceline.core.errors import (
     EXIT_SIGTERM,
     FaultError,
     MismatchError,
+    Outcome,
     PacelineError,
     SaveError,
 )
 from paceline.core.files import write_atomic
 from paceline.core.log import configure_logging, mute_console
-from paceline.core.outcome import Outcome
 from paceline.core.processes import end_with_launcher
 from paceline.core.stop import StopFlag
 from paceline.distributed.environment import RankEnv, from_environment

@@ -69,7 +69,7 @@ class Progress:
         step = self.step or {}
         rate, unit = formatting.throughput(step, self.derived.get("global_batch_size"))
         epoch = formatting.finite(step.get("epoch"))
-        loss, memory = step.get("loss"), formatting.fullest(step.get("memory_bytes"))
+        loss, memory = step.get("loss"), formatting.max_over_ranks(step.get("memory_bytes"))
         total = f"/{self.total:,}" if self.total else ""
         fields = [("bold", f"step {self.done:,}{total}", 0)]
         if epoch is not None:

@@ -22,20 +22,18 @@ import torch
 from paceline.checkpoint.format import BalanceRecord
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.config.schema import Config
-from paceline.core import formatting
-from paceline.core.event_log import EventLog
 from paceline.core.events import BalanceEvent
-from paceline.core.formatting import counts_text, weighted_shares
+from paceline.core.formatting import counts_text, short_duration, weighted_shares
 from paceline.data.loader import MicroBatch
 from paceline.data.pipeline import DataPipeline
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.progress import ProgressTracker
 from paceline.distributed.traffic import uncounted
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.balance import is_divisible, rank_weights, shares_by_speed, step_seconds
 from paceline.parallel.base import Strategy
 from paceline.tasks.base import num_positions
 from paceline.train.callbacks import Callback
-from paceline.train.state import StepResult, TrainState
+from paceline.train.state import RankContext, StepResult, TrainState
 
 #: Steps that are not measured after the start and after a change, and steps of a measurement.
 _WARMUP_STEPS, _MEASURED_STEPS = 2, 5
@@ -67,8 +65,9 @@ class ComputeTimer:
     """Times forward and backward of a step, without the waits for other ranks. On an accelerator by
     events on its stream."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, progress: ProgressTracker) -> None:
         self.device = device
+        self.progress = progress
         self._marks: list[Any] = []
 
     def begin(self) -> None:
@@ -78,7 +77,7 @@ class ComputeTimer:
     def waiting(self) -> Iterator[None]:
         """Leave out a wait for other ranks that is queued on an accelerator's stream. On a CPU all
         waits are left out."""
-        # the first micro-batch; later ones find the result there
+        # only the first micro-batch waits
         if self.device.type != "cpu" and len(self._marks) == 1:
             self._marks.append(self._mark())
             yield
@@ -104,7 +103,7 @@ class ComputeTimer:
 
     def _mark(self) -> Any:
         if self.device.type == "cpu":
-            return time.perf_counter(), PROGRESS.waited_s
+            return time.perf_counter(), self.progress.waited_s
         event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
@@ -124,9 +123,9 @@ class Balancer(Callback):
     """Decides on the shares of the replicas, which :attr:`DataPipeline.shares` holds."""
 
     config: Config
+    ctx: RankContext
     strategy: Strategy
     data: DataPipeline
-    events: EventLog
     metrics: StepMetrics
     checkpoints: CheckpointManager
     phase: Phase = "fixed"
@@ -173,53 +172,36 @@ class Balancer(Callback):
                     if balance == "equal"
                     else "this run has too few micro-batches"
                 )
-                self._note(
-                    step,
-                    "reset",
-                    f"balance: the checkpoint's shares {counts_text(stored)} are not used:"
-                    f" {reason}",
-                )
+                text = f"the checkpoint's shares {counts_text(stored)} are not used: {reason}"
+                self._note(step, "reset", text)
             return
+        total = self._num_micro_batches
         if isinstance(balance, list):
             comm = self.strategy.world
-            local_ranks: list[Any] = comm.gather_objects(comm.env.local_rank)
-            self._set(
-                tuple(
-                    weighted_shares(self._num_micro_batches, rank_weights(self.config, local_ranks))
-                )
-            )
-            self._note(
-                step,
-                "weights",
-                f"balance: micro-batches per step by weight: {counts_text(self.counts)}",
-            )
-        elif stored is None:
+            weights = rank_weights(self.config, comm.gather_objects(comm.env.local_rank))
+            self._set(tuple(weighted_shares(total, weights)))
+            text = f"micro-batches per step by weight: {counts_text(self.counts)}"
+            self._note(step, "weights", text)
+        elif record is None or stored is None:
             self.phase = "first"
-        elif (
-            record is not None
-            and len(stored) == self.data.num_replicas
-            and sum(stored) == self._num_micro_batches
-        ):
+        elif len(stored) == self.data.num_replicas and sum(stored) == total:
             self._set(stored)
             self.phase = "fixed" if record["fixed"] else "watch"
-            self._note(
-                step,
-                "checkpoint",
-                f"balance: micro-batches per step as in the checkpoint: {counts_text(stored)}",
-            )
+            text = f"micro-batches per step as in the checkpoint: {counts_text(stored)}"
+            self._note(step, "checkpoint", text)
         else:
             self.phase = "first"
             text = (
-                f"balance: the checkpoint's shares {counts_text(stored)} do not fit"
-                f" {self.data.num_replicas} ranks with {self._num_micro_batches} micro-batches per"
-                " step: equal shares, and speeds are measured again"
+                f"the checkpoint's shares {counts_text(stored)} do not fit"
+                f" {self.data.num_replicas} ranks with {total} micro-batches per step; shares are"
+                " equal until speeds have been measured"
             )
             self._note(step, "reset", text)
 
     def announce(self) -> None:
         """Emit the event of :meth:`begin`, after ``run_start``."""
         if self._unsent is not None:
-            self.events.emit(self._unsent)
+            self.ctx.events.emit(self._unsent)
             self._unsent = None
 
     def _set(self, shares: tuple[int, ...]) -> None:
@@ -231,7 +213,7 @@ class Balancer(Callback):
             "step": step,
             "shares": list(self.counts),
             "reason": reason,
-            "text": text,
+            "text": f"balance: {text}",
         }
 
     # -- a step
@@ -241,8 +223,8 @@ class Balancer(Callback):
         self._timer = strategy.on_computed = None
         if self.phase == "fixed" or self._wait_steps > 0:
             return None
-        self._timer = ComputeTimer(strategy.world.device)
-        self._positions = sum(_size(batch) for batch in micro_batches)
+        self._timer = ComputeTimer(strategy.world.device, self.ctx.progress)
+        self._positions = sum(_num_positions(batch) for batch in micro_batches)
         strategy.on_computed = self._timer.end
         self._timer.begin()
         return self._timer
@@ -307,9 +289,7 @@ class Balancer(Callback):
             proposed, measured.seconds
         )
         if self.phase == "first" and gain < _MIN_GAIN:
-            self._emit(
-                step, "measured", f"{_times(measured.seconds)}: equal shares are kept", measured
-            )
+            self._emit(step, "measured", f"{_times(measured.seconds)}; shares stay equal", measured)
             self.phase, self._wait_steps = "watch", _INTERVAL_STEPS
         elif self.phase == "watch" and gain >= _MIN_LATER_GAIN:
             self.phase = "confirm"
@@ -317,7 +297,7 @@ class Balancer(Callback):
             before, self._previous = self.counts, (self.counts, measured.step_s)
             self._set(proposed)
             text = (
-                f"{_times(measured.seconds)}: {_change_text(before, proposed)}; predicted speedup"
+                f"{_times(measured.seconds)}; {_change_text(before, proposed)}, predicted speedup"
                 f" {gain:.2f}×"
             )
             self._emit(step, "measured", text, measured, gain)
@@ -336,28 +316,28 @@ class Balancer(Callback):
             self._set(previous)
             self.phase = "fixed"
             text = (
-                f"a step takes {formatting.short_duration(measured.step_s)} instead of"
-                f" {formatting.short_duration(step_s)}: {_change_text(before, previous)} again, and"
-                " no more changes until the next start"
+                f"a step takes {short_duration(measured.step_s)} instead of"
+                f" {short_duration(step_s)}; {_change_text(before, previous)} again, and stay so"
+                " until the next start"
             )
             self._emit(step, "withdrawn", text, measured)
 
     def _emit(
         self, step: int, reason: str, text: str, measured: Measured, gain: float | None = None
     ) -> None:
-        self.events.emit(
+        self.ctx.events.emit(
             {
                 "type": "balance",
                 "step": step,
                 "shares": list(self.counts),
                 "reason": reason,
-                "seconds": [round(one, 7) for one in measured.seconds],
+                "seconds": [round(seconds, 7) for seconds in measured.seconds],
                 "gain": gain,
                 "text": f"balance: {text}",
             }
         )
 
-    # -- kept with a checkpoint, and reported
+    # -- checkpoints
     def record(self) -> BalanceRecord | None:
         """Return what goes into a checkpoint's ``meta.json``; None before the shares are
         decided."""
@@ -370,25 +350,19 @@ class Balancer(Callback):
         return {"shares": list(self.counts), "fixed": self.phase == "fixed"}
 
 
-def _size(batch: MicroBatch) -> int:
+def _num_positions(batch: MicroBatch) -> int:
     try:
         return num_positions(batch.data)
-    except TypeError:  # a task of the user's own whose batches hold no tensor
+    except TypeError:  # a user's task whose batches hold no tensor
         return max(1, batch.samples)
 
 
 def _times(seconds: Sequence[float]) -> str:
-    if len(seconds) <= 8:
-        each = ", ".join(
-            f"rank {rank} {formatting.short_duration(one)}" for rank, one in enumerate(seconds)
-        )
-    else:
-        fastest, slowest = min(seconds), max(seconds)
-        each = (
-            f"{formatting.short_duration(fastest)} (rank {seconds.index(fastest)}) to"
-            f" {formatting.short_duration(slowest)} (rank {seconds.index(slowest)})"
-        )
-    return f"a micro-batch takes {each}"
+    texts = [f"rank {rank} {short_duration(value)}" for rank, value in enumerate(seconds)]
+    if len(texts) <= 8:
+        return f"a micro-batch takes {', '.join(texts)}"
+    fastest, slowest = seconds.index(min(seconds)), seconds.index(max(seconds))
+    return f"a micro-batch takes between {texts[fastest]} and {texts[slowest]}"
 
 
 def _change_text(before: Sequence[int], after: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What observes a training at fixed points of the loop."""
+"""Callbacks, which observe the training at fixed points of the loop."""
 
 import logging
 import math
@@ -9,7 +9,6 @@ from torch import nn
 from paceline.core.event_log import EventLog
 from paceline.core.log import log_notices
 from paceline.data.order import SampleOrder
-from paceline.distributed.progress import PROGRESS
 from paceline.health.anomalies import AnomalyDetector
 from paceline.health.replicas import check_replicas
 from paceline.observe.comm_advisor import CommAdvisor
@@ -17,7 +16,7 @@ from paceline.observe.memory import STEPS_BEFORE, emit_memory
 from paceline.observe.metrics import StepMetrics, restart_peak
 from paceline.parallel.base import Strategy
 from paceline.train.evaluation import EvalResult
-from paceline.train.state import StepResult, TrainState
+from paceline.train.state import RankContext, StepResult, TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -43,23 +42,23 @@ class StepLogger(Callback):
     """Gathers the figures since the last logged step and emits a ``step`` event."""
 
     def __init__(
-        self, metrics: StepMetrics, anomalies: AnomalyDetector, order: SampleOrder, events: EventLog
+        self, metrics: StepMetrics, anomalies: AnomalyDetector, order: SampleOrder, ctx: RankContext
     ) -> None:
         self.metrics = metrics
         self.anomalies = anomalies
         self.order = order
-        self.events = events
+        self.ctx = ctx
         self._has_reported_nan = False
 
     def on_step_end(self, result: StepResult, state: TrainState) -> None:
         if not result.is_logged:
             return
         assert result.grad_norm is not None
-        with PROGRESS.waiting("the device"):
+        with self.ctx.progress.waiting("the device"):
             grad_norm = float(result.grad_norm)
         figures = self.metrics.gather(grad_norm, self.anomalies.local_counts())
         self.anomalies.report_local_skips(state.step, self.metrics.extra_by_rank)
-        self.events.emit(
+        self.ctx.events.emit(
             {
                 "type": "step",
                 "step": state.step,
@@ -71,7 +70,7 @@ class StepLogger(Callback):
         if math.isnan(figures["loss"]) and not self._has_reported_nan:
             self._has_reported_nan = True
             logger.warning(
-                f"step {state.step}: the loss is not a number; lower the learning rate or set"
+                f"step {state.step}: the loss is NaN; lower `learning_rate` or set"
                 " `precision: bf16-mixed`"
             )
 
@@ -97,11 +96,11 @@ class MemoryReport(Callback):
 
 
 class ReplicaCheck(Callback):
-    """Compares replicas every so many steps and before each checkpoint, so that no state is saved
-    of replicas that diverged.
+    """Compares replicas regularly and before each checkpoint, so that no state is saved of replicas
+    that diverged.
 
     Args:
-        every_steps: 0: never.
+        every_steps: interval; 0: never.
     """
 
     def __init__(self, strategy: Strategy, events: EventLog, every_steps: int) -> None:
@@ -124,7 +123,7 @@ class ReplicaCheck(Callback):
 
 
 class CommAdvice(Callback):
-    """Reports once whether the method that saves traffic pays on this link."""
+    """Reports once whether the method that reduces traffic pays off on this link."""
 
     def __init__(self, advisor: CommAdvisor) -> None:
         self.advisor = advisor

@@ -1,8 +1,9 @@
-"""Evaluation over all ranks, exact to the last row: sums and counts are added up, then divided
+"""Evaluation over all ranks, exact to the last row: sums and counts are added up, and divided
 once."""
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from paceline.config.schema import Config
 from paceline.core.events import EvalEvent
 from paceline.data.loader import LoaderOptions, eval_batches
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PROGRESS
+from paceline.distributed.progress import ProgressTracker
 from paceline.parallel.base import Strategy
 from paceline.parallel.protocols import evaluate as run_evaluation
 from paceline.parallel.protocols import has_data, replica_of
@@ -21,7 +22,7 @@ from paceline.train.precision import Precision
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Means over the whole set; ``count`` is what they are over (label tokens, images)."""
+    """Means over the full set. ``count``: of label tokens or images, by which they are divided."""
 
     loss: float
     metrics: dict[str, float]
@@ -43,27 +44,25 @@ def evaluate(
     task: Task,
     model: nn.Module,
     strategy: Strategy,
-    dataset: object,
+    dataset: Any,
     config: Config,
-    world: Communicator,
     precision: Precision,
     options: LoaderOptions,
+    progress: ProgressTracker,
 ) -> EvalResult:
-    """Loss and metrics over ``dataset``. The result is that of one rank over the whole set.
-
-    With ``evaluation.mode: rank0`` rank 0 runs all rows and the others wait.
-    """
+    """Return the loss and the metrics over ``dataset``: those of one rank over the full set. With
+    ``evaluation.mode: rank0`` rank 0 evaluates all rows and the others wait. A collective."""
     start = time.perf_counter()
-    args = config.train_args
-    alone = config.evaluation.mode == "rank0"
+    comm, args = strategy.world, config.train_args
+    on_rank_zero = config.evaluation.mode == "rank0"
     sums: dict[str, torch.Tensor] = {}
-    each: dict[str, list[torch.Tensor]] = {name: [] for name in task.gathers}
+    rows: dict[str, list[torch.Tensor]] = {name: [] for name in task.gathers}
     count = 0
     was_training = model.training
     model.eval()
     try:
-        if has_data(strategy) and (world.is_rank_zero or not alone):
-            rank, num_replicas = (0, 1) if alone else replica_of(strategy)
+        if has_data(strategy) and (comm.is_rank_zero or not on_rank_zero):
+            rank, num_replicas = (0, 1) if on_rank_zero else replica_of(strategy)
             batches = eval_batches(
                 dataset,
                 task.collate,
@@ -74,50 +73,45 @@ def evaluate(
                 options=options,
             )
             for batch in batches:
-                batch = batch.to(world.device)
-                PROGRESS.tick()
+                batch = batch.to(comm.device)
+                progress.tick()
 
                 def run(module: nn.Module, data: object = batch.data) -> dict[str, torch.Tensor]:
                     with torch.no_grad(), precision.autocast():
                         return task.evaluate(module, data)
 
-                found = run(model) if alone else run_evaluation(strategy, run, model)
-                if batch.weight == 0 or found is None:
+                results = run(model) if on_rank_zero else run_evaluation(strategy, run, model)
+                if batch.weight == 0 or results is None:
                     continue
                 count += task.count(batch.data)
-                for name, value in found.items():
-                    if name in each:
-                        each[name].append(value.detach().reshape(-1).to(world.wide_dtype))
-                        continue
-                    sums[name] = (
-                        sums.get(name, torch.zeros((), device=world.device, dtype=world.wide_dtype))
-                        + value
-                    )
+                for name, value in results.items():
+                    if name in rows:
+                        rows[name].append(value.detach().reshape(-1).to(comm.wide_dtype))
+                    else:
+                        zero = torch.zeros((), device=comm.device, dtype=comm.wide_dtype)
+                        sums[name] = sums.get(name, zero) + value
     finally:
         model.train(was_training)
-    names = sorted({name for found in world.gather_objects(sorted(sums)) for name in found or ()})
-    total, *values = world.sum(
-        float(count), *(float(sums[name]) if name in sums else 0.0 for name in names)
-    )
+    names_by_rank = comm.gather_objects(sorted(sums))
+    names = sorted({name for rank_names in names_by_rank for name in rank_names or ()})
+    total, *values = comm.sum(float(count), *(float(sums.get(name, 0.0)) for name in names))
     means = {name: value / max(total, 1.0) for name, value in zip(names, values, strict=True)}
     loss = means.pop("loss")
-    if each:
-        means |= task.metrics({name: _gather(values, world) for name, values in each.items()})
+    if rows:
+        means |= task.metrics({name: _gather(values, comm) for name, values in rows.items()})
     return EvalResult(loss, means, int(total), time.perf_counter() - start)
 
 
-def _gather(values: list[torch.Tensor], world: Communicator) -> torch.Tensor:
-    """Every rank's values, one after the other, on the CPU; each rank may have another number of
-    them."""
-    mine = (
-        torch.cat(values) if values else torch.zeros(0, dtype=world.wide_dtype, device=world.device)
-    )
-    sizes = [int(one) for one in world.gather_numbers(float(len(mine)))]
+def _gather(values: list[torch.Tensor], comm: Communicator) -> torch.Tensor:
+    """Return the values of all ranks, in order of rank, on the CPU. Their number may differ between
+    ranks."""
+    local = torch.cat([torch.zeros(0, dtype=comm.wide_dtype, device=comm.device), *values])
+    sizes = [int(size) for size in comm.gather_numbers(float(len(local)))]
     if max(sizes) == 0:
-        return mine.cpu()
-    padded = torch.zeros(max(sizes), dtype=mine.dtype, device=world.device)
-    padded[: len(mine)] = mine
-    output = torch.empty(world.size * max(sizes), dtype=mine.dtype, device=world.device)
-    world.wait(world.all_gather(output, padded))
-    rows = output.view(world.size, -1).cpu()
+        return local.cpu()
+    padded = local.new_zeros(max(sizes))
+    padded[: len(local)] = local
+    gathered = local.new_empty(comm.size * max(sizes))
+    comm.wait(comm.all_gather(gathered, padded))
+    rows = gathered.view(comm.size, -1).cpu()
     return torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])

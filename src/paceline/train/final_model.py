@@ -1,10 +1,9 @@
-"""The trained model's folder, ``model/``, at the end of a run."""
+"""The folder of the trained model, ``model/``, at the end of a run."""
 
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from safetensors import SafetensorError
 from torch import nn
@@ -27,10 +26,10 @@ def save_model_folder(
     step: int,
     handle_rank_loss: Callable[[], object],
 ) -> None:
-    """Write ``model/``, which appears whole, on rank 0. A collective.
+    """Write ``model/`` atomically, on rank 0. A collective.
 
     Args:
-        build: makes the model as the task does.
+        build: returns a new model of the task.
         step: of the last checkpoint, which holds the model.
         handle_rank_loss: called on every rank after the model was written.
 
@@ -50,62 +49,50 @@ def save_model_folder(
 def _write_model(
     run_dir: RunDir, components: TrainComponents, build: Callable[[], nn.Module], step: int
 ) -> None:
-    path = run_dir.checkpoints / name_of(step)
+    task, model = components.task, components.model
     final = run_dir.model
-    aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-    for old in final.parent.glob(f".{final.name}.*.tmp"):
-        shutil.rmtree(old, ignore_errors=True)
+    staging_dir = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    for leftover in final.parent.glob(f".{final.name}.*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
     try:
-        aside.mkdir()
-        if not _save_from_checkpoint(components, path, aside):
-            model = _whole_model(components, build, path)
-            with _own_memory(model):
-                components.task.save_model(model, aside)
-        replace_dir(aside, final)
+        staging_dir.mkdir()
+        is_saved = False
+        if not components.strategy.rank0_has_full_model:
+            # If the task can, it writes the shards of the checkpoint, so that no process holds the
+            # full model; otherwise a new model is filled from it in the memory of the host.
+            with CheckpointReader(run_dir.checkpoints / name_of(step)) as reader:
+                is_saved = task.save_from(reader, staging_dir)
+                if not is_saved:
+                    model = build()
+                    load_whole(model, reader)
+        if not is_saved:
+            with _separate_storage(model):
+                task.save_model(model, staging_dir)
+        replace_dir(staging_dir, final)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging_dir, ignore_errors=True)
+        free_bytes = shutil.disk_usage(final.parent).free
         raise RunError(
-            f"the trained model could not be written to {final}: {reason_of(error)} (free: "
-            f"{human_bytes(shutil.disk_usage(final.parent).free)})",
-            fix="free some space; the same command goes on from the last checkpoint and writes it",
+            f"the trained model could not be written to {final}: {reason_of(error)}"
+            f" ({human_bytes(free_bytes)} free)",
+            fix="free some space; the same command then resumes from the last checkpoint and writes"
+            " the model",
         ) from error
 
 
 @contextmanager
-def _own_memory(model: nn.Module) -> Iterator[None]:
-    """For the while, each parameter has memory of its own. Where it lies in a bucket with others,
-    safetensors refuses it."""
+def _separate_storage(model: nn.Module) -> Iterator[None]:
+    """Give each parameter a storage of its own within the block, because safetensors refuses
+    parameters that share a bucket."""
     views = {
-        one: one.data
-        for one in model.parameters()
-        if one.untyped_storage().nbytes() > one.numel() * one.element_size()
+        param: param.data
+        for param in model.parameters()
+        if param.untyped_storage().nbytes() > param.numel() * param.element_size()
     }
-    for one, values in views.items():
-        one.data = values.clone()
+    for param, values in views.items():
+        param.data = values.clone()
     try:
         yield
     finally:
-        for one, values in views.items():
-            one.data = values
-
-
-def _save_from_checkpoint(components: TrainComponents, path: Path, folder: Path) -> bool:
-    """Write the model from the shards of the last checkpoint, if the task can, so that no process
-    holds the whole model."""
-    if components.strategy.rank0_has_full_model:
-        return False
-    with CheckpointReader(path) as reader:
-        return components.task.save_from(reader, folder)
-
-
-def _whole_model(
-    components: TrainComponents, build: Callable[[], nn.Module], path: Path
-) -> nn.Module:
-    """Return the trained model as the task built it: the one at hand, or, if it is spread over
-    ranks, a new one in the host's memory, filled from the last checkpoint."""
-    if components.strategy.rank0_has_full_model:
-        return components.model
-    model = build()
-    with CheckpointReader(path) as reader:
-        load_whole(model, reader)
-    return model
+        for param, values in views.items():
+            param.data = values

@@ -1,10 +1,9 @@
-"""Runs whose hosts have devices of different types, such as a CPU host and a GPU host: what is
-supported, and equal replicas.
+"""Checks of runs whose hosts have devices of different types, such as a CPU host and a GPU host.
 
-All ranks use Gloo then, see :func:`paceline.distributed.communicator.init_communicator`. Every
-replica makes its own update from the same gradient. Devices of different types round it
-differently, so replicas are not compared by their bits: rank 0's weights and optimizer state are
-broadcast instead, as often as they would be compared.
+All ranks then use Gloo, see :func:`paceline.distributed.communicator.init_communicator`. Every
+replica makes its own update from the same gradient. Devices of different types round differently,
+so the bits of replicas are not compared: rank 0's weights and optimizer state are broadcast
+instead, as often as they would be compared.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.config.schema import Config
     from paceline.distributed.communicator import Communicator
 
-#: Gloo sends tensors of these.
+#: Devices whose tensors Gloo can send.
 _SUPPORTED_TYPES = frozenset({"cpu", "cuda"})
 
 
@@ -28,18 +27,18 @@ def check_mixed_devices(world: Communicator, config: Config, strategy: str) -> N
     if not world.mixes_devices:
         return
     types = ", ".join(sorted(world.device_types))
-    what = f"hosts with devices of different types ({types})"
+    hosts = f"hosts with devices of different types ({types})"
     same_type = "or set `parallel.device: cpu` on all hosts"
     unsupported = sorted(world.device_types - _SUPPORTED_TYPES)
     if unsupported:
         raise ConfigError(
-            f"{what} are not supported: Gloo cannot send tensors of {', '.join(unsupported)}",
+            f"{hosts} are not supported: Gloo cannot send tensors of {', '.join(unsupported)}",
             allowed="cpu and cuda together",
             fix=f"use hosts with the same device type, {same_type}",
         )
     if not get_spec(strategy).capabilities.mixed_devices:
         raise ConfigError(
-            f"{what} are not supported with `parallel.mode: {strategy}`",
+            f"{hosts} are not supported with `parallel.mode: {strategy}`",
             allowed="`parallel.mode: ddp` and `local_sgd`",
             fix=f"set `parallel.mode: ddp`, {same_type}",
         )
@@ -56,7 +55,7 @@ def check_mixed_devices(world: Communicator, config: Config, strategy: str) -> N
     ):
         if is_set:
             raise ConfigError(
-                f"{what} are not supported with `{setting}`",
+                f"{hosts} are not supported with `{setting}`",
                 allowed="plain `ddp`, and `local_sgd` with its default workers",
                 fix=f"leave `{setting.partition(':')[0]}` out, {same_type}",
             )
@@ -68,7 +67,7 @@ def mixed_devices_notices(world: Communicator) -> list[tuple[str, str]]:
         return []
     types = " and ".join(sorted(world.device_types))
     text = (
-        f"devices: {types} ranks in one run, over Gloo; with `ddp` rank 0's weights and optimizer"
+        f"devices: {types} ranks in one run, over Gloo; with `ddp`, rank 0's weights and optimizer"
         " state are broadcast instead of compared (`recovery.replica_check_steps`), because"
         " devices of different types round differently"
     )

@@ -1,4 +1,4 @@
-"""The optimizer and the learning rate's schedule, by torch and transformers."""
+"""The optimizer and the schedule of the learning rate, of torch and transformers."""
 
 import inspect
 from typing import Any
@@ -9,12 +9,25 @@ from torch import nn
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema.train_args import TrainArgs
 
+#: ``train_args.lr_scheduler_type`` → function of transformers.
+_SCHEDULES = {
+    "linear": "get_linear_schedule_with_warmup",
+    "cosine": "get_cosine_schedule_with_warmup",
+    "cosine_with_restarts": "get_cosine_with_hard_restarts_schedule_with_warmup",
+    "cosine_with_min_lr": "get_cosine_with_min_lr_schedule_with_warmup",
+    "polynomial": "get_polynomial_decay_schedule_with_warmup",
+    "constant": "get_constant_schedule",
+    "constant_with_warmup": "get_constant_schedule_with_warmup",
+    "inverse_sqrt": "get_inverse_sqrt_schedule",
+    "warmup_stable_decay": "get_wsd_schedule",
+}
+
 
 def matrices_of(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters that weight decay falls on: matrices, not biases and norms."""
-    return frozenset(
-        name for name, one in model.named_parameters(remove_duplicate=False) if one.dim() >= 2
-    )
+    """Return the names of the parameters that weight decay applies to: matrices, not biases and
+    norms."""
+    named = model.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, param in named if param.dim() >= 2)
 
 
 def build_optimizer(
@@ -23,21 +36,24 @@ def build_optimizer(
     named: list[tuple[str, nn.Parameter]],
     matrices: frozenset[str],
 ) -> torch.optim.Optimizer:
-    """The optimizer over (name, parameter) pairs. Weight decay falls on those in ``matrices`` (see
-    :func:`matrices_of`): a part of a matrix, as sharding strategies hand over, has no shape to tell
-    it by."""
-    decayed = [one for name, one in named if name in matrices]
-    plain = [one for name, one in named if name not in matrices]
+    """Return the optimizer of (name, parameter) pairs. Weight decay applies to those in
+    ``matrices`` (see :func:`matrices_of`), because a shard of a matrix may have another shape."""
+    decayed = [param for name, param in named if name in matrices]
+    not_decayed = [param for name, param in named if name not in matrices]
     groups: list[dict[str, Any]] = [
-        {"params": group, "weight_decay": decay}
-        for group, decay in ((decayed, args.weight_decay), (plain, 0.0))
-        if group
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((decayed, args.weight_decay), (not_decayed, 0.0))
+        if params
     ]
     betas = (args.adam_beta1, args.adam_beta2)
     if args.optim in ("adamw", "adam"):
-        kind = torch.optim.AdamW if args.optim == "adamw" else torch.optim.Adam
-        return kind(
-            groups, lr=learning_rate, betas=betas, eps=args.adam_epsilon, fused=_can_fuse(named)
+        optimizer_class = torch.optim.AdamW if args.optim == "adamw" else torch.optim.Adam
+        can_fuse = all(
+            param.device.type in ("cpu", "cuda", "xpu", "mps") and param.is_floating_point()
+            for _, param in named
+        )
+        return optimizer_class(
+            groups, lr=learning_rate, betas=betas, eps=args.adam_epsilon, fused=can_fuse
         )
     if args.optim == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate, momentum=args.momentum)
@@ -50,18 +66,10 @@ def build_optimizer(
     return Adafactor(groups, lr=learning_rate, scale_parameter=False, relative_step=False)
 
 
-def _can_fuse(named: list[tuple[str, nn.Parameter]]) -> bool:
-    kinds = {one.device.type for _, one in named}
-    return kinds <= {"cpu", "cuda", "xpu", "mps"} and all(
-        one.is_floating_point() for _, one in named
-    )
-
-
 class Schedule:
-    """Learning rate as a function of the step alone, so that there is nothing to replay after a
-    resume.
+    """The learning rate as a function of the step, so that a resume replays nothing.
 
-    Wraps transformers' schedules (all of them multiply the base rate by a function of the step).
+    Wraps transformers' schedules, all of which multiply the base rate by a function of the step.
     """
 
     def __init__(
@@ -100,19 +108,14 @@ def _schedule_arguments(args: TrainArgs, derived: ResolvedValues) -> dict[str, f
 
 
 def check_schedule(args: TrainArgs) -> str | None:
-    """What is wrong with ``lr_scheduler_kwargs``, or None."""
-    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, SchedulerType
+    """Return the problem with ``lr_scheduler_kwargs``, or None."""
+    from transformers import optimization
 
-    accepted = set(
-        inspect.signature(
-            TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(args.lr_scheduler_type)]  # type: ignore[arg-type]
-        ).parameters
-    )
+    schedule = getattr(optimization, _SCHEDULES[args.lr_scheduler_type])
+    accepted = set(inspect.signature(schedule).parameters)
     accepted -= {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
     unknown = [key for key in args.lr_scheduler_kwargs if key not in accepted]
     if not unknown:
         return None
-    return (
-        f"{', '.join(unknown)}: `{args.lr_scheduler_type}` takes"
-        f" {', '.join(sorted(accepted)) or 'no arguments'}"
-    )
+    names = ", ".join(sorted(accepted)) or "no arguments"
+    return f"unknown keys {', '.join(unknown)}: `{args.lr_scheduler_type}` accepts {names}"

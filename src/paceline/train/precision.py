@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.config.schema.train_args import TrainArgs
 from paceline.core.errors import ConfigError
+from paceline.core.formatting import rank_names
 from paceline.distributed.communicator import Communicator
 from paceline.health.anomalies import UpdateDecision
 from paceline.models.blocks import wrap_forward
@@ -18,10 +19,7 @@ from paceline.parallel.loss_scale import LossScaler
 
 class Precision:
     """Autocast around forward and, for float16, dynamic loss scaling. The scale is part of the
-    checkpoint.
-
-    float32 runs through here unchanged.
-    """
+    checkpoint. float32 is left unchanged."""
 
     def __init__(self, args: TrainArgs, world: Communicator) -> None:
         assert args.precision != "auto" or world.device.type == "cpu", (
@@ -41,15 +39,21 @@ class Precision:
 
     def step(self, optimizer: torch.optim.Optimizer, decision: UpdateDecision) -> bool:
         """Make the optimizer's step and adapt the loss scale. Returns False if the step was skipped
-        because the gradient is not finite, True if the device decides. A strategy that decides by
-        itself calls :meth:`update_scale` afterwards."""
+        because the gradient is not finite, and True if the device decides. A strategy that decides
+        by itself calls :meth:`update_scale` afterwards."""
         if decision.grad_norm is None:
             optimizer.step()
             return True
         is_finite = decision.grad_norm.isfinite()
         updates = decision.on_device or bool(is_finite)
         if decision.on_device:
-            _step_where(optimizer, is_finite)
+            # As torch's GradScaler does: parameters, moments and step counts stay as they are.
+            fused: Any = optimizer
+            fused.found_inf = (~is_finite).float()
+            try:
+                optimizer.step()
+            finally:
+                del fused.found_inf
         elif updates:
             optimizer.step()
         self.update_scale(is_finite)
@@ -66,32 +70,22 @@ def check_same_precision(world: Communicator, args: TrainArgs) -> None:
     collective."""
     precisions = world.gather_objects(args.precision)
     if len(set(precisions)) > 1:
-        by_rank = "; ".join(
-            f"{one} on "
-            + ", ".join(f"rank {rank}" for rank, other in enumerate(precisions) if other == one)
-            for one in dict.fromkeys(map(str, precisions))
-        )
+        ranks: dict[str, list[int]] = {precision: [] for precision in precisions}
+        for rank, precision in enumerate(precisions):
+            ranks[precision].append(rank)
+        by_precision = "; ".join(f"{name} on {rank_names(ranks[name])}" for name in ranks)
         raise ConfigError(
-            f"`precision: auto` is not the same on all ranks: {by_rank}",
-            fix="set `train_args.precision`: `fp16-mixed` or `32` runs on all of them",
+            f"`precision: auto` is not the same on all ranks: {by_precision}",
+            fix="set `train_args.precision`: `fp16-mixed` and `32` are supported on all of them",
         )
-
-
-def _step_where(optimizer: Any, finite: torch.Tensor) -> None:
-    # As torch's own GradScaler hands it over: parameters, moments and step counts stay as they are.
-    optimizer.found_inf = (~finite).float()
-    try:
-        optimizer.step()
-    finally:
-        del optimizer.found_inf
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Recompute activations in backward, block by block: by the model's own switch where it has
-    one, else for each child of every ModuleList and Sequential.
+    """Recompute activations in backward, block by block: with the model's own method if it has one,
+    else for each child of every ModuleList and Sequential.
 
     Raises:
-        ConfigError: the model has no blocks to do it for.
+        ConfigError: the model has no such blocks.
     """
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if callable(enable):
@@ -107,8 +101,8 @@ def checkpoint_activations(model: nn.Module) -> None:
     ]
     if not blocks:
         raise ConfigError(
-            f"`gradient_checkpointing: true`, and {type(model).__name__} has no ModuleList or"
-            " Sequential to recompute",
+            f"`gradient_checkpointing: true` is not supported with {type(model).__name__}: it has"
+            " no ModuleList or Sequential to recompute",
             fix=(
                 "turn it off, or give the model a method"
                 " gradient_checkpointing_enable(gradient_checkpointing_kwargs)"

@@ -1,5 +1,5 @@
-"""What follows when the process of a rank has ended and the others continue: the report of the lost
-rank and of the samples that were not trained on, and the hand-over of the event log."""
+"""Continuing after the loss of a rank: the report of the rank and of the samples that were not
+trained on, and the hand-over of the event log."""
 
 import logging
 from collections.abc import Callable
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def event_listeners(config: Config, run_dir: RunDir) -> list[Callable[[Event], None]]:
-    """Return what gets each event on the rank that writes the event log."""
+    """Return the receivers of each event on the rank that writes the event log."""
     listeners: list[Callable[[Event], None]] = [Console()]
     if "tensorboard" in config.report_to:
         from paceline.observe.tensorboard import TensorBoardListener
@@ -57,20 +57,26 @@ def report_rank_loss(
         accumulation: micro-batches of a replica in a step.
         num_left: replicas that continue.
     """
-    unseen = _samples_unseen(loss, state, order, accumulation)
+    num_shares = loss.replicas * accumulation
+    share = slice(loss.replica * accumulation, (loss.replica + 1) * accumulation)
+    missed_steps = range(max(state.first_step, state.step - loss.steps_missed), state.step)
+    samples_unseen = sum(
+        len(samples)
+        for step in missed_steps
+        for samples in order.micro_batches(step, num_shares)[share]
+    )
+    missed = "all samples were trained on"
+    if samples_unseen:
+        last_steps = (
+            f"step {state.step}"
+            if loss.steps_missed == 1
+            else f"its last {loss.steps_missed} steps"
+        )
+        missed = f"{counted(samples_unseen, 'sample')} of {last_steps} were not trained on"
     text = (
-        f"rank {loss.rank}, a worker (process {loss.pid}), {loss.reason}. The others go on: from"
-        f" step {state.step + 1} on each global batch is shared among {counted(num_left, 'worker')}"
-    )
-    last = (
-        f"of step {state.step}"
-        if loss.steps_missed == 1
-        else f"of its last {loss.steps_missed} steps"
-    )
-    text += (
-        f"; {counted(unseen, 'sample')} {last} were not trained on"
-        if unseen
-        else "; no sample is left out for it"
+        f"rank {loss.rank}, a worker (process {loss.pid}), {loss.reason}. The other ranks continue:"
+        f" from step {state.step + 1} each global batch is shared among"
+        f" {counted(num_left, 'worker')}; {missed}"
     )
     events.emit(
         {
@@ -79,18 +85,8 @@ def report_rank_loss(
             "rank": loss.rank,
             "pid": loss.pid,
             "reason": loss.reason,
-            "samples_unseen": unseen,
+            "samples_unseen": samples_unseen,
         },
         file_only=True,
     )
     logger.warning(text)
-
-
-def _samples_unseen(
-    loss: RankLoss, state: TrainState, order: SampleOrder, accumulation: int
-) -> int:
-    """Return the samples of its share of the steps that it missed."""
-    num_parts = loss.replicas * accumulation
-    share = slice(loss.replica * accumulation, (loss.replica + 1) * accumulation)
-    steps = range(max(state.first_step, state.step - loss.steps_missed), state.step)
-    return sum(len(part) for step in steps for part in order.micro_batches(step, num_parts)[share])

@@ -21,12 +21,11 @@ from paceline.checkpoint.train_state import check_same_model, frozen_digest
 from paceline.checkpoint.transfer import open_checkpoint, transfer_notices
 from paceline.config.load import to_yaml
 from paceline.config.schema import Config
-from paceline.core.errors import PacelineError, RunError
+from paceline.core.errors import Outcome, PacelineError, RunError
 from paceline.core.event_log import EventLog
 from paceline.core.events import RunEndEvent
 from paceline.core.files import write_atomic
 from paceline.core.log import log_to_events
-from paceline.core.outcome import Outcome
 from paceline.core.run_dir import RunDir, clear_debris, lock_run
 from paceline.core.stop import StopFlag
 from paceline.data.loader import LoaderOptions
@@ -199,15 +198,8 @@ def _train(trainer: Trainer) -> str:
 def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]:
     """Return the callbacks of a run, beside the logging of steps."""
     spec, parts, events = trainer.spec, trainer.components, trainer.ctx.events
-    samples = SampleGenerator(
-        spec.config,
-        parts.task,
-        parts.model,
-        parts.strategy,
-        parts.precision,
-        trainer.data.eval_dataset,
-        events,
-    )
+    eval_dataset, progress = trainer.data.eval_dataset, trainer.ctx.progress
+    samples = SampleGenerator(spec.config, parts, eval_dataset, events, progress)
     callbacks: list[Callback] = [
         MemoryReport(parts.strategy, parts.model, events),
         ReplicaCheck(parts.strategy, events, spec.config.recovery.replica_check_steps),
@@ -389,7 +381,7 @@ def build_trainer(
     # what the checkpoint did not hold, or what it holds in vain
     resume_notices = strategy.notices[num_notices:]
     resume_notices += transfer_notices(strategy, side, components.shape.optimizer_bytes_per_element)
-    balancer = Balancer(spec.config, strategy, data, events, metrics, checkpoints)
+    balancer = Balancer(spec.config, ctx, strategy, data, metrics, checkpoints)
     balancer.begin(state.step, meta.get("balance"))
     emit_run_start(
         _run_info(spec, ctx, components, data),
@@ -414,7 +406,7 @@ def build_trainer(
         LossSpikeDetector(settings),
         balancer,
         resumed_from=path,
-        callbacks=[StepLogger(metrics, anomalies, data.order, events)],
+        callbacks=[StepLogger(metrics, anomalies, data.order, ctx)],
     )
 
 

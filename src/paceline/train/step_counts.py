@@ -1,5 +1,5 @@
-"""The global counts of a step, which are summed over all ranks while its first forward runs, and
-the sum of its losses."""
+"""The global counts of a step, summed over all ranks while its first forward runs, and the sum of
+its losses."""
 
 import threading
 from collections import deque
@@ -9,32 +9,32 @@ import torch
 
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.core.errors import RunError
-from paceline.core.stop import StopFlag
 from paceline.data.loader import MicroBatch
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.progress import PROGRESS
 from paceline.observe.metrics import StepMetrics
 from paceline.parallel.base import Strategy
 from paceline.parallel.protocols import count_group, max_count_lag, reports_loss
 from paceline.tasks.base import Task
+from paceline.train.state import RankContext
 
 
 class StepCounts:
-    """Global sums over one step: the loss's count, tokens, samples, how many ranks were asked to
-    stop, and rank 0's request to save.
+    """Global sums over one step: the count of the loss, tokens, samples, the number of ranks that
+    were requested to stop, and rank 0's request to save.
 
-    If the strategy's replicas train on their own, the loss is divided by the count of their group
+    If the strategy's replicas train independently, the loss is divided by the count of their group
     (``group_count``), and no rank waits for the global ones.
 
     Args:
         local: the sums of this rank, in this order.
-        num_saves: saves begun so far, which a request to save refers to.
+        num_saves: number of saves begun so far, which a request to save refers to.
     """
 
     def __init__(
-        self, local: list[float], comm: Communicator, group: Communicator, num_saves: int
+        self, local: list[float], ctx: RankContext, group: Communicator, num_saves: int
     ) -> None:
-        self.comm = comm
+        self.comm = comm = ctx.comm
+        self.progress = ctx.progress
         self.num_saves = num_saves
         self.local_count = local[0]
         self.tensor = torch.tensor(local, dtype=comm.wide_dtype, device=comm.device)
@@ -48,29 +48,27 @@ class StepCounts:
         self._on_host: tuple[torch.Tensor, torch.Event] | None = None
 
     def denominator(self) -> torch.Tensor:
-        """Return what the loss is divided by: the global count, or its estimate from that of this
+        """Return the denominator of the loss: the global count, or its estimate from that of this
         rank's group; a float32 scalar on the device, at least 1."""
         count = self.wait()[0] if self.group_count is None else self.group_count
         return count.clamp(min=1.0).float()
 
     def wait(self) -> torch.Tensor:
-        """Return the global sums when they have arrived."""
+        """Wait for the global sums and return them."""
         with self._lock:
-            if self.work is not None:
-                self.comm.wait(self.work)
-                self.work = None
-                self._copy_to_host()
+            if self.work is None:
+                return self.tensor
+            self.comm.wait(self.work)
+            self.work = None
+            # On an accelerator the host must not wait for the entire step to read the stop request:
+            # copy now, read later.
+            if self.tensor.device.type != "cpu":
+                host = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
+                host.copy_(self.tensor, non_blocking=True)
+                event = torch.Event(self.tensor.device)
+                event.record()
+                self._on_host = (host, event)
         return self.tensor
-
-    def _copy_to_host(self) -> None:
-        # On an accelerator the host must not wait for the whole step to read the stop request: copy
-        # now, read later.
-        if self.tensor.device.type != "cpu":
-            host = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
-            host.copy_(self.tensor, non_blocking=True)
-            event = torch.Event(self.tensor.device)
-            event.record()
-            self._on_host = (host, event)
 
     @property
     def stop_requested(self) -> bool:
@@ -85,7 +83,7 @@ class StepCounts:
         tensor = self.wait()
         if self._on_host is not None:
             tensor, event = self._on_host
-            with PROGRESS.waiting("the device"):
+            with self.progress.waiting("the device"):
                 event.synchronize()
         return float(tensor[index])
 
@@ -98,34 +96,32 @@ class CountQueue:
         self,
         task: Task,
         strategy: Strategy,
-        comm: Communicator,
-        stop: StopFlag,
+        ctx: RankContext,
         checkpoints: CheckpointManager,
         metrics: StepMetrics,
     ) -> None:
         self.task = task
         self.strategy = strategy
-        self.comm = comm
-        self.stop = stop
+        self.ctx = ctx
         self.checkpoints = checkpoints
         self.metrics = metrics
         self._pending: deque[StepCounts] = deque()
         self._current: StepCounts | None = None
 
     def start(self, micro_batches: list[MicroBatch]) -> StepCounts:
-        """Start to sum the counts of a step, and wait for those of the steps that are as far back
-        as the strategy lets a rank be ahead."""
+        """Start to sum the counts of a step, and wait for those of the steps that the strategy does
+        not let a rank run ahead of."""
         task, strategy = self.task, self.strategy
         counted = [batch for batch in micro_batches if batch.weight and reports_loss(strategy)]
         local = [
             float(sum(task.count(batch.data) for batch in counted)),
             float(sum(task.num_tokens(batch.data) or 0 for batch in counted)),
             float(sum(batch.samples for batch in counted)),
-            float(self.stop.wanted),
+            float(self.ctx.stop.wanted),
             self.checkpoints.next_request(),
         ]
         group, num_saves = count_group(strategy), self.checkpoints.num_begun
-        self._current = StepCounts(local, self.comm, group, num_saves)
+        self._current = StepCounts(local, self.ctx, group, num_saves)
         num_due = max(0, len(self._pending) - max_count_lag(strategy) + 1)
         for counts in list(self._pending)[:num_due]:
             counts.wait()
@@ -133,7 +129,7 @@ class CountQueue:
 
     def settle(self, now: bool) -> bool:
         """Add the counts that are due to the metrics: all of them with ``now``. Returns True if
-        some rank was asked to stop by then."""
+        some rank was requested to stop by then."""
         assert self._current is not None
         counts, self._current = self._current, None
         self._pending.append(counts)
@@ -167,8 +163,7 @@ class LossAccumulator:
 
 
 def check_task_loss(loss: Any) -> None:
-    """Raise RunError if a task's loss is not a scalar with gradient. The first loss of a run shows
-    whether the task keeps its contract."""
+    """Raise RunError if a task's loss is not a scalar with gradient."""
     if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
         return
     if not isinstance(loss, torch.Tensor):
@@ -178,7 +173,7 @@ def check_task_loss(loss: Any) -> None:
     else:
         actual = f"a tensor of shape {tuple(loss.shape)}"
     raise RunError(
-        f"the task's loss(model, batch) gave {actual}",
+        f"the task's loss(model, batch) returned {actual}",
         allowed="a scalar tensor with gradient: the sum of the loss over the batch",
         fix='return e.g. F.cross_entropy(model(x), y, reduction="sum")',
     )

@@ -78,9 +78,7 @@ class Trainer:
     def __post_init__(self) -> None:
         parts, ctx = self.components, self.ctx
         self.strategy = parts.strategy
-        self.counts = CountQueue(
-            parts.task, parts.strategy, ctx.comm, ctx.stop, self.checkpoints, self.metrics
-        )
+        self.counts = CountQueue(parts.task, parts.strategy, ctx, self.checkpoints, self.metrics)
         self._has_reported_no_rollback = False
 
     def train(self) -> Literal["done", "stopped"]:
@@ -279,9 +277,9 @@ class Trainer:
                     parts.strategy,
                     self.data.eval_dataset,
                     self.spec.config,
-                    self.ctx.comm,
                     parts.precision,
                     self.data.options,
+                    self.ctx.progress,
                 )
                 for callback in self.callbacks:
                     callback.on_evaluation_end(result, state)

@@ -20,12 +20,11 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError, RunError
+from paceline.core.errors import ConfigError, Outcome, RunError
 from paceline.core.event_log import EventLog
 from paceline.core.events import Event
 from paceline.core.files import write_atomic
 from paceline.core.log import log_to_events
-from paceline.core.outcome import Outcome
 from paceline.core.run_dir import RunDir
 from paceline.core.stop import StopFlag
 from paceline.distributed.communicator import Communicator, init_communicator

@@ -26,13 +26,13 @@ from paceline.core.errors import (
     EXIT_DONE,
     EXIT_USAGE,
     ConfigError,
+    Outcome,
     PacelineError,
     ReportedError,
     RunError,
     StoppedError,
 )
 from paceline.core.events import Fault
-from paceline.core.outcome import Outcome
 from paceline.core.processes import temporary_environment
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ how they ended, and whether the run can be retried at all.
 import time
 from dataclasses import dataclass, replace
 
+from paceline.core.errors import Outcome
 from paceline.core.events import Fault
-from paceline.core.outcome import Outcome
 
 
 @dataclass(frozen=True)

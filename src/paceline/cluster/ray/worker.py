@@ -15,10 +15,9 @@ from typing import Any
 from paceline.cluster.member import run_under_agent
 from paceline.cluster.ray.record import Attempt, FinalFailure, WorkerPlace
 from paceline.config.load import Loaded
-from paceline.core.errors import EXIT_USAGE, ConfigError, PacelineError
+from paceline.core.errors import EXIT_USAGE, ConfigError, Outcome, PacelineError
 from paceline.core.event_log import tail_events
 from paceline.core.log import CONSOLE_ONLY, configure_logging
-from paceline.core.outcome import Outcome
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
 from paceline.launch.preflight import TrainOptions

@@ -132,7 +132,7 @@ def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
     rate, unit = get("tokens_per_second"), "tokens/s"
     if rate is None and get("samples_per_second") is not None:
         rate, unit = get("samples_per_second"), "samples/s"
-    peak = fmt.fullest(get("peak_memory_bytes"))
+    peak = fmt.max_over_ranks(get("peak_memory_bytes"))
     cards = [
         ("Training loss", fmt.loss(get("final_train_loss")),
          f"from {fmt.loss(get('first_train_loss'))}"),
@@ -191,8 +191,8 @@ def _predictions(report: Report) -> list[dict[str, str]]:
     if traffic and traffic.get("bound"):
         traffic_name += " (predicted: an upper bound, for a batch without repeated ids)"
     for name, pair in (("State memory, maximum over the ranks", memory), (traffic_name, traffic)):
-        predicted = formatting.fullest(pair and pair["predicted"])
-        measured = formatting.fullest(pair and pair["measured"])
+        predicted = formatting.max_over_ranks(pair and pair["predicted"])
+        measured = formatting.max_over_ranks(pair and pair["measured"])
         ratio = formatting.UNKNOWN
         if predicted and measured is not None:
             ratio = f"{measured / predicted:.3f}"

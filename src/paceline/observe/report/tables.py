@@ -73,7 +73,7 @@ def memory_table(events: Sequence[Event], start: RunStartEvent) -> Table:
 
 def _cell(key: str, value: Any) -> str:
     if key.endswith("_bytes"):
-        return formatting.size(formatting.fullest(value))
+        return formatting.size(formatting.max_over_ranks(value))
     seconds = formatting.finite(value)
     if key.endswith("_s") and seconds is not None and abs(seconds) < 1:
         return f"{seconds * 1e3:.1f} ms"

@@ -18,9 +18,8 @@ from paceline.core.event_log import parse_event, tail_events
 from paceline.core.events import RunStartEvent
 from paceline.core.files import write_atomic, write_json_atomic
 from paceline.core.formatting import finite
-from paceline.core.launch_lock import is_launching
 from paceline.core.processes import host_name, pid_alive
-from paceline.core.run_dir import RunDir, lock_run
+from paceline.core.run_dir import RunDir, is_launching, lock_run
 from paceline.web.files import JSONObject, json_inside, read_inside, stat_inside
 from paceline.web.jobs.commands import error_of
 from paceline.web.responses import Conflict

@@ -6,7 +6,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from paceline.core.events import Event
-from paceline.core.formatting import fullest, number
+from paceline.core.formatting import max_over_ranks, number
 
 #: The series of a run, and their units.
 SERIES = {
@@ -165,14 +165,14 @@ def _figure(value: Any) -> Any:
 
 
 def _max_memory(values: Any) -> float:
-    # Nearly always a list of integers, which does not need the checks of fullest().
+    # Nearly always a list of integers, which does not need the checks of max_over_ranks().
     try:
         size = max(values) if type(values) is list else None
     except (TypeError, ValueError):
         size = None
     if type(size) is int and size < _MAX_FLOAT:
         return size
-    known_size = fullest(values)
+    known_size = max_over_ranks(values)
     return np.nan if known_size is None else known_size
 
 

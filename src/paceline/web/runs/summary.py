@@ -8,8 +8,8 @@ from typing import Any, TypedDict, cast
 
 from paceline.core.events import EvalEvent, Event, RunEndEvent, RunStartEvent, StepEvent
 from paceline.core.formatting import clean, finite, throughput
-from paceline.core.processes import holder_alive, process_alive, run_alive
-from paceline.core.run_dir import RunDir
+from paceline.core.processes import process_alive, run_alive
+from paceline.core.run_dir import RunDir, holder_alive
 from paceline.web.files import (
     JSONObject,
     as_object,
