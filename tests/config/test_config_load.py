@@ -224,7 +224,7 @@ def test_free_mappings_and_sources_are_merged(load: Load) -> None:
         ),
         (BASE + "optim: lion\n", ["line 3", "lion", "`adamw`"]),
         (BASE + "optimizer: muon\n", ["line 3", "muon", "`adamw`"]),
-        (BASE + "adapters: [a, b]\n", ["line 3", "2 adapters"]),
+        (BASE + "adapters: [a, b]\n", ["line 3", "one adapter", "got 2"]),
         (BASE + "nnodes: 4:2\n", ["line 3", "expected MIN:MAX"]),
         (BASE + "max_samples: 0\n", ["line 3", "at least 1"]),
         ("model: m\ndatasets: [{pth: x}]\n", ["line 2", "`pth`", "did you mean `path`?"]),

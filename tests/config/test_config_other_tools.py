@@ -109,7 +109,7 @@ def test_each_key_of_a_foreign_config_is_read_or_named(path: Path) -> None:
         ("env: {A: 1, B: 2}", "warning", "A, B"),
         ("ENV: {A: 1}", "warning", "shell"),
         ("save_strategy: epoch\nmax_steps: 9", "warning", "save_steps"),
-        ("save_strategy: epoch\nsave_steps: 50", "info", "no effect beside it"),
+        ("save_strategy: epoch\nsave_steps: 50", "info", "`save_steps: 50` has no effect"),
         ("sample_packing: true", "warning", "counting samples"),
         ("report_to: wandb", "warning", "wandb"),
         ("wandb_project: x", "info", "report.html"),

@@ -1,43 +1,51 @@
-"""What can only be decided once all keys are known: keys of other tools that act on another key,
-and keys that exclude each other when they come from the file and from an override."""
+"""Resolve what depends on several keys: keys of other tools that act on another key, and keys that
+exclude each other when one comes from the file and one from an override."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.config.compat.conversion import UnsupportedValue
+from paceline.config.compat.conversion import Notice, UnsupportedValue
 from paceline.config.compat.datasets import limit, with_fields
 from paceline.config.compat.llamafactory import FILE, in_folder
 from paceline.config.compat.merge import RESET, Assignment, Merge
 from paceline.config.compat.precision import resolve_precision
 from paceline.config.compat.values import split_beside_all
-from paceline.config.entries import OVERRIDE, Problem, short
+from paceline.config.entries import OVERRIDE, Problem, quoted_names, short
 from paceline.config.schema.lora import ALL_LINEAR
 from paceline.config.schema.train_args import TrainArgs
 from paceline.config.yaml_read import YamlValue
 
-Notices = list[tuple[str, str]]
-_T = "train_args."
+_Action = Callable[[Merge, Assignment], Notice]
+#: The keys whose value on the command line overrides an action of the file.
+_TARGETS = {
+    "_target_linear": "lora.target_modules",
+    "_target_regex": "lora.target_modules",
+    "_save_in_full": "lora.target_modules",
+    "_saves_per_epoch": "train_args.save_steps",
+    "_evals_per_epoch": "train_args.eval_steps",
+}
+_OVERRIDDEN: Notice = ("info", "is overridden by the command line")
+_OTHER_DATA: Notice = (
+    "info",
+    "is ignored: it belongs to the dataset that an override has replaced",
+)
 
 
-def resolve_conflicts(merge: Merge) -> Notices:
-    """Apply the ``_`` targets and the exclusions to ``merge.winners``. Returns notices beyond those
-    of single keys."""
-    notices: Notices = []
+def resolve_conflicts(merge: Merge) -> list[Notice]:
+    """Apply the ``_`` targets and the exclusions to ``merge.winners``. Returns the notices that do
+    not belong to a single key."""
+    notices: list[Notice] = []
     _default_dataset_dir(merge, notices)
-    for name, act in _ACTS.items():
+    for name, act in _ACTIONS.items():
         winner = merge.winners.pop(name, None)
-        if winner is not None and winner.value is not RESET:
-            try:
-                level, words = act(merge, winner)
-            except UnsupportedValue as error:
-                merge.problems.append(
-                    Problem(f"{winner.entry.shown()}: {error.why}", winner.entry, fix=error.fix)
-                )
-                continue
-            for line in merge.lines:
-                if any(one is winner for one in line.assigned):
-                    line.resolved.append((level, words))
+        if winner is None or winner.value is RESET:
+            continue
+        notice = _run(merge, winner, act)
+        for line in merge.lines:
+            if notice and any(assigned is winner for assigned in line.assigned):
+                line.resolved.append(notice)
     resolve_precision(merge)
     _exclusive(merge, notices)
     _warmup(merge, notices)
@@ -45,11 +53,24 @@ def resolve_conflicts(merge: Merge) -> Notices:
     return notices
 
 
+def _run(merge: Merge, by: Assignment, act: _Action) -> Notice | None:
+    """Run an action. An unsupported value becomes a problem."""
+    target = _TARGETS.get(by.target)
+    if target and _is_overridden(merge, target, by):
+        return _OVERRIDDEN
+    try:
+        return act(merge, by)
+    except UnsupportedValue as error:
+        what = f"{by.entry.shown()}: {error.why}"
+        merge.problems.append(Problem(what, by.entry, fix=error.fix))
+        return None
+
+
 def _set(merge: Merge, target: str, value: Any, by: Assignment) -> None:
     merge.winners[target] = Assignment(target, value, by.entry)
 
 
-def _higher(merge: Merge, target: str, by: Assignment) -> bool:
+def _is_overridden(merge: Merge, target: str, by: Assignment) -> bool:
     layer = merge.layer_of(target)
     return layer is not None and layer > by.entry.layer
 
@@ -57,288 +78,257 @@ def _higher(merge: Merge, target: str, by: Assignment) -> bool:
 # -- keys that act on another
 
 
-def _target_linear(merge: Merge, by: Assignment) -> tuple[str, str]:
-    if _higher(merge, "lora.target_modules", by):
-        return "info", "is overridden by the command line"
+def _target_linear(merge: Merge, by: Assignment) -> Notice:
     named = merge.value_of("lora.target_modules")
     ends, _ = split_beside_all(named) if isinstance(named, list) else ([], [])
     _set(merge, "lora.target_modules", ALL_LINEAR, by)
-    words = f"is read as `lora.target_modules: {ALL_LINEAR}`"
-    return "info", "; ".join([words, _save_names(merge, ends, by)] if ends else [words])
+    text = f"is read as `lora.target_modules: {ALL_LINEAR}`"
+    return "info", f"{text}; {_save_names(merge, ends, by)}" if ends else text
 
 
-def _target_regex(merge: Merge, by: Assignment) -> tuple[str, str]:
-    if _higher(merge, "lora.target_modules", by):
-        return "info", "is overridden by the command line"
+def _target_regex(merge: Merge, by: Assignment) -> Notice:
     _set(merge, "lora.target_modules", by.value, by)
     return "info", f"is read as `lora.target_modules: {by.value}`"
 
 
-def _save_in_full(merge: Merge, by: Assignment) -> tuple[str, str]:
-    if _higher(merge, "lora.target_modules", by):
-        return "info", "is overridden by the command line"
-    return "info", _save_names(merge, by.value, by)
-
-
-def _jinja(merge: Merge, by: Assignment) -> tuple[str, str]:
-    """axolotl's `chat_template: jinja`, whose template another key holds."""
+def _jinja(merge: Merge, by: Assignment) -> Notice:
+    """Check axolotl's `chat_template: jinja`, whose template is in another key."""
     if merge.value_of("chat_template") is None:
         raise UnsupportedValue(
             "`chat_template_jinja` is missing", "add it, with the template or the path of its file"
         )
-    return "info", "is the template that `chat_template_jinja` holds"
+    return "info", "is the template in `chat_template_jinja`"
 
 
 def _save_names(merge: Merge, names: list[str], by: Assignment) -> str:
-    """Add modules to those trained in full: embeddings and heads that are named beside all linear
-    layers."""
+    """Add embeddings and heads that are named in addition to all linear layers to the modules
+    trained in full."""
     before = merge.value_of("lora.modules_to_save") or []
     saved = [*before, *(name for name in names if name not in before)]
     if before:
-        # the key that names the others counts too
+        # Keep the entry of the key that names the others.
         merge.winners["lora.modules_to_save"].value = saved
     else:
         _set(merge, "lora.modules_to_save", saved, by)
     return (
-        f"{', '.join(f'`{name}`' for name in names)} beside all linear layers:"
+        f"{quoted_names(names)} in addition to all linear layers:"
         f" `lora.modules_to_save: {short(saved)}`"
     )
 
 
-def _save_strategy(merge: Merge, by: Assignment) -> tuple[str, str]:
+def _save_strategy(merge: Merge, by: Assignment) -> Notice:
     if by.value == "no":
-        if _higher(merge, "train_args.save_steps", by):
-            return "info", "is overridden by the command line"
+        if _is_overridden(merge, "train_args.save_steps", by):
+            return _OVERRIDDEN
         _set(merge, "train_args.save_steps", 0, by)
         return "info", "is read as `train_args.save_steps: 0`: one checkpoint, at the end"
     if by.value == "steps":
-        return "info", "is how it is here: a checkpoint every `save_steps`"
-    if by.value == "epoch" and not merge.value_of(f"{_T}max_steps"):
-        given = (
-            merge.winners.pop(f"{_T}save_steps")
-            if merge.layer_of(f"{_T}save_steps") == by.entry.layer
-            else None
-        )
-        level, words = _per_epoch(merge, by, f"{_T}save_steps", 1)
-        return level, words + (
-            f"; {given.entry.shown()} has no effect beside it" if given is not None else ""
-        )
+        return "info", "is the default: a checkpoint every `save_steps`"
+    if by.value == "epoch" and not merge.value_of("train_args.max_steps"):
+        save_steps = None
+        if merge.layer_of("train_args.save_steps") == by.entry.layer:
+            save_steps = merge.winners.pop("train_args.save_steps")
+        if _is_overridden(merge, "train_args.save_steps", by):
+            return _OVERRIDDEN
+        level, text = _per_epoch(merge, by, "train_args.save_steps", 1)
+        unused = f"; {save_steps.entry.shown()} has no effect" if save_steps else ""
+        return level, text + unused
     return "warning", "checkpoints are written every `save_steps` steps, and at the end"
 
 
-def _per_epoch(merge: Merge, by: Assignment, target: str, count: float) -> tuple[str, str]:
-    """A number of times per epoch, as a share of all steps."""
+def _per_epoch(merge: Merge, by: Assignment, target: str, count: float | None = None) -> Notice:
+    """Convert a number of times per epoch (default: the key's value) to a fraction of all steps."""
     name = target.rpartition(".")[2]
-    if _higher(merge, target, by):
-        return "info", "is overridden by the command line"
+    count = by.value if count is None else count
     if merge.value_of(target) is not None:
         raise UnsupportedValue(
-            f"`{name}` is given too, and both tell how often",
+            f"`{name}` is set too, and both choose the interval",
             f"keep one of `{by.entry.name}` and `{name}`",
         )
-    epochs = merge.value_of(f"{_T}num_train_epochs")
+    epochs = merge.value_of("train_args.num_train_epochs")
     if not isinstance(epochs, int | float) or epochs <= 0:
-        # where a number of steps ends the run, the other tool counts one epoch
-        epochs = (
-            1
-            if merge.value_of(f"{_T}max_steps")
-            else TrainArgs.model_fields["num_train_epochs"].default
-        )
+        # If the run ends after a number of steps, the other tool counts one epoch.
+        has_max_steps = merge.value_of("train_args.max_steps")
+        epochs = 1 if has_max_steps else TrainArgs.model_fields["num_train_epochs"].default
     times = count * epochs
     if times <= 1 or (name == "eval_steps" and count == 1):
         _set(merge, target, 0, by)
-        return "info", f"is read as `{target}: 0`: at the end" + (
-            " of each epoch" if name == "eval_steps" else " of the run"
-        )
+        place = "each epoch" if name == "eval_steps" else "the run"
+        return "info", f"is read as `{target}: 0`: at the end of {place}"
     _set(merge, target, 1 / times, by)
-    share = f"`{target}: {short(round(1 / times, 6))}`, a share of all steps"
-    return "info", f"is read as {share}: {short(count)} in each of {short(epochs)} epochs"
+    fraction = f"`{target}: {short(round(1 / times, 6))}`, a fraction of all steps"
+    return "info", f"is read as {fraction}: {short(count)} in each of {short(epochs)} epochs"
 
 
-def _eval_strategy(merge: Merge, by: Assignment) -> tuple[str, str]:
+def _eval_strategy(merge: Merge, by: Assignment) -> Notice:
     if by.value == "steps":
-        return (
-            "info",
-            "is how it is here: evaluation every `eval_steps`, where there is validation data",
-        )
+        return "info", "is the default: evaluation every `eval_steps`, with validation data"
     if by.value == "epoch":
-        if _higher(merge, "train_args.eval_steps", by):
-            return "info", "is overridden by the command line"
+        if _is_overridden(merge, "train_args.eval_steps", by):
+            return _OVERRIDDEN
         _set(merge, "train_args.eval_steps", 0, by)
         return "info", "is read as `train_args.eval_steps: 0`: at the end of each epoch"
-    given = merge.value_of("val_dataset") is not None or bool(merge.value_of("split_dataset_ratio"))
-    if given:
-        return "warning", "validation data is given, so it is run; leave it out to save the time"
-    return "info", "is how it is here without validation data"
+    if _has_validation_data(merge):
+        return "warning", "evaluation runs on the validation data; remove the data to skip it"
+    return "info", "is the default without validation data"
 
 
-def _each_source(
+def _has_validation_data(merge: Merge) -> bool:
+    return merge.value_of("val_dataset") is not None or bool(merge.value_of("split_dataset_ratio"))
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _change_sources(
     merge: Merge,
     by: Assignment,
     change: Callable[[list[Any]], list[Any]],
-    same_layer: bool = True,
+    any_layer: bool = False,
     key: str = "dataset",
 ) -> bool:
-    """Change the sources of the training data; False where they come from another layer than the
-    key."""
+    """Change the data sources; return False if they come from another layer than the key."""
     data = merge.winners.get(key)
     if (
         data is None
         or data.value in (RESET, None)
-        or (same_layer and data.entry.layer != by.entry.layer)
+        or (data.entry.layer != by.entry.layer and not any_layer)
     ):
         return False
-    listed = data.value if isinstance(data.value, list) else [data.value]
-    new = change(listed)
-    value = new if isinstance(data.value, list) else new[0]
+    sources = change(_as_list(data.value))
+    value = sources if isinstance(data.value, list) else sources[0]
     merge.winners[key] = Assignment(key, value, data.entry)
     return True
 
 
-_OTHER_DATA = "is left out: it belongs to the dataset that an override has replaced"
-
-
-def _dataset_dir(merge: Merge, by: Assignment) -> tuple[str, str]:
+def _dataset_dir(merge: Merge, by: Assignment) -> Notice:
     before = merge.value_of("dataset")
     notes: list[str] = []
 
-    def change(listed: list[Any]) -> list[Any]:
-        return in_folder(listed, str(by.value), merge.value_of("task") == "pretrain", notes)
+    def change(sources: list[Any]) -> list[Any]:
+        return in_folder(sources, str(by.value), merge.value_of("task") == "pretrain", notes)
 
-    if not _each_source(merge, by, change):
-        return "info", _OTHER_DATA
-    _each_source(merge, by, change, key="val_dataset")
+    if not _change_sources(merge, by, change):
+        return _OTHER_DATA
+    _change_sources(merge, by, change, key="val_dataset")
     after = merge.value_of("dataset")
     if by.value == "ONLINE":
         return "info", "the datasets are hub ids"
     if after == before:
-        return "info", "holds no file of these datasets' names; they are taken as paths or hub ids"
-    return "warning" if notes else "info", "; ".join(
-        [f"gives `dataset: {short(after)}`", *dict.fromkeys(notes)]
-    )
+        return "info", "has no files with these names; the datasets are read as paths or hub ids"
+    text = "; ".join([f"gives `dataset: {short(after)}`", *dict.fromkeys(notes)])
+    return "warning" if notes else "info", text
 
 
-def _default_dataset_dir(merge: Merge, notices: Notices) -> None:
-    """LLaMA-Factory looks for its datasets in `data/` if a file does not name the folder."""
+def _default_dataset_dir(merge: Merge, notices: list[Notice]) -> None:
+    """Use `data/` as LLaMA-Factory does if its config does not set `dataset_dir`."""
     data = merge.winners.get("dataset")
     table = Path("data") / FILE
-    is_theirs = merge.scores["l"] > 0 and merge.scores["l"] == max(merge.scores.values())
-    if "_dataset_dir" in merge.winners or data is None or not is_theirs or not table.is_file():
+    is_llama_factory = 0 < merge.scores["l"] == max(merge.scores.values())
+    if "_dataset_dir" in merge.winners or not is_llama_factory:
         return
-    try:
-        level, words = _dataset_dir(merge, Assignment("_dataset_dir", "data", data.entry))
-    except UnsupportedValue as error:
-        merge.problems.append(
-            Problem(f"{data.entry.shown()}: {error.why}", data.entry, fix=error.fix)
-        )
-    else:
-        notices.append((level, f"{table}, LLaMA-Factory's default, {words}"))
+    if data is not None and table.is_file():
+        notice = _run(merge, Assignment("_dataset_dir", "data", data.entry), _dataset_dir)
+        if notice:
+            notices.append((notice[0], f"{table}, LLaMA-Factory's default, {notice[1]}"))
 
 
-def _max_samples(merge: Merge, by: Assignment) -> tuple[str, str]:
+def _max_samples(merge: Merge, by: Assignment) -> Notice:
     number = by.value
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise UnsupportedValue(
-            f"{short(number)} is not a number of samples", "give a whole number of at least 1"
+            f"{short(number)} is not a number of samples", "set a whole number of at least 1"
         )
-    _each_source(merge, by, lambda listed: limit(listed, number), same_layer=False)
-    _each_source(merge, by, lambda listed: limit(listed, number), key="val_dataset")
+    change = partial(limit, number=number)
+    _change_sources(merge, by, change, any_layer=True)
+    _change_sources(merge, by, change, key="val_dataset")
     return "info", f"is read as `path#{number}` for each source: {short(merge.value_of('dataset'))}"
 
 
-def _field(name: str) -> Callable[[Merge, Assignment], tuple[str, str]]:
-    def act(merge: Merge, by: Assignment) -> tuple[str, str]:
-        if name == "text":
-            if by.value == "text":
-                return "info", "is the usual name here too"
-            fields: dict[str, YamlValue] = {"columns": {"text": by.value}, "format": "text"}
-        else:
-            fields = {name: by.value}
-        if not _each_source(merge, by, lambda listed: with_fields(listed, fields)):
-            return "info", _OTHER_DATA
-        return "info", f"is read as {short(fields)} of each source"
-
-    return act
+def _set_field(merge: Merge, by: Assignment, name: str) -> Notice:
+    fields: dict[str, YamlValue] = {name: by.value}
+    if name == "text":
+        if by.value == "text":
+            return "info", "is the default"
+        fields = {"columns": {"text": by.value}, "format": "text"}
+    if not _change_sources(merge, by, partial(with_fields, fields=fields)):
+        return _OTHER_DATA
+    return "info", f"is read as {short(fields)} of each source"
 
 
-def _test_split(merge: Merge, by: Assignment) -> tuple[str, str]:
+def _test_split(merge: Merge, by: Assignment) -> Notice:
     data = merge.winners.get("dataset")
     if data is None or data.entry.layer != by.entry.layer:
-        return "info", _OTHER_DATA
-    if merge.value_of("val_dataset") is not None or merge.value_of("split_dataset_ratio"):
-        return "info", "is overridden by the validation data given beside it"
-    listed = data.value if isinstance(data.value, list) else [data.value]
-    split = [
-        {**({"path": one} if isinstance(one, str) else one), "split": by.value} for one in listed
-    ]
-    _set(merge, "val_dataset", split, by)
-    return "info", f"is read as `val_dataset: {short(split)}`"
+        return _OTHER_DATA
+    if _has_validation_data(merge):
+        return "info", "is overridden by the validation data of the config"
+    sources = [{**source, "split": by.value} for source in with_fields(_as_list(data.value), {})]
+    _set(merge, "val_dataset", sources, by)
+    return "info", f"is read as `val_dataset: {short(sources)}`"
 
 
-def _listed_splits(merge: Merge, by: Assignment) -> tuple[str, str]:
-    """alignment-handbook's `dataset_splits`: of each source, the splits with `train` in their name
-    train, those with `test` evaluate."""
-    named = [str(one) for one in (by.value if isinstance(by.value, list) else [by.value])]
-    train = [one for one in named if "train" in one]
-    test = [one for one in named if "test" in one]
-    if not train or len(train) + len(test) < len(named):
+def _listed_splits(merge: Merge, by: Assignment) -> Notice:
+    """Apply alignment-handbook's `dataset_splits` to each source: splits with `train` in their name
+    are for training, those with `test` for evaluation."""
+    splits = [str(split) for split in _as_list(by.value)]
+    train = [split for split in splits if "train" in split]
+    test = [split for split in splits if "test" in split]
+    if not train or len(train) + len(test) < len(splits):
         raise UnsupportedValue(
-            f"{short(named)}: a split is for training if its name has `train`, and for evaluation"
-            " if it has `test`",
-            "name the split of each source: `dataset: [{path: ..., split: ...}]`",
+            f"{short(splits)}: a split is for training if its name contains `train`, and for"
+            " evaluation if it contains `test`",
+            "set the split of each source: `dataset: [{path: ..., split: ...}]`",
         )
-    before = merge.winners.get("dataset")
+    data = merge.winners.get("dataset")
 
-    def change(splits: list[str]) -> Callable[[list[Any]], list[Any]]:
-        return lambda listed: [
-            one for split in splits for one in with_fields(listed, {"split": split})
-        ]
+    def with_splits(sources: list[Any], names: list[str]) -> list[Any]:
+        return [source for name in names for source in with_fields(sources, {"split": name})]
 
-    if before is None or not _each_source(merge, by, change(train)):
-        return "info", _OTHER_DATA
-    words = f"is read as the split of each source: {short(merge.value_of('dataset'))}"
-    if test and merge.value_of("val_dataset") is None and not merge.value_of("split_dataset_ratio"):
-        listed = before.value if isinstance(before.value, list) else [before.value]
-        _set(merge, "val_dataset", change(test)(listed), by)
-        words += f", and `val_dataset: {short(merge.value_of('val_dataset'))}`"
-    return "info", words
+    if data is None or not _change_sources(merge, by, partial(with_splits, names=train)):
+        return _OTHER_DATA
+    text = f"is read as the split of each source: {short(merge.value_of('dataset'))}"
+    if test and not _has_validation_data(merge):
+        _set(merge, "val_dataset", with_splits(_as_list(data.value), test), by)
+        text += f", and `val_dataset: {short(merge.value_of('val_dataset'))}`"
+    return "info", text
 
 
-def _listed_configs(merge: Merge, by: Assignment) -> tuple[str, str]:
-    """alignment-handbook's `dataset_configs`: one name for each source, in order."""
-    names = by.value if isinstance(by.value, list) else [by.value]
-    data = merge.value_of("dataset")
-    count = len(data) if isinstance(data, list) else 1
+def _listed_configs(merge: Merge, by: Assignment) -> Notice:
+    """Apply alignment-handbook's `dataset_configs`: one name for each source, in order."""
+    names = _as_list(by.value)
+    count = len(_as_list(merge.value_of("dataset")))
     if len(names) != count:
         raise UnsupportedValue(
-            f"{len(names)} names for {count} sources", "give one name for each source"
+            f"expected one name for each of {count} sources, got {len(names)}",
+            "set one name for each source",
         )
 
-    def change(listed: list[Any]) -> list[Any]:
-        return [
-            with_fields([one], {"name": name})[0] for one, name in zip(listed, names, strict=True)
-        ]
+    def change(sources: list[Any]) -> list[Any]:
+        pairs = zip(with_fields(sources, {}), names, strict=True)
+        return [{"name": name, **source} for source, name in pairs]
 
-    if not _each_source(merge, by, change):
-        return "info", _OTHER_DATA
+    if not _change_sources(merge, by, change):
+        return _OTHER_DATA
     return "info", f"is read as the `name` of each source: {short(merge.value_of('dataset'))}"
 
 
-_ACTS: dict[str, Callable[[Merge, Assignment], tuple[str, str]]] = {
+#: In this order, as some read what others set.
+_ACTIONS: dict[str, _Action] = {
     "_target_linear": _target_linear,
     "_target_regex": _target_regex,
-    "_save_in_full": _save_in_full,
+    "_save_in_full": lambda merge, by: ("info", _save_names(merge, by.value, by)),
     "_jinja": _jinja,
     "_save_strategy": _save_strategy,
-    "_saves_per_epoch": lambda merge, by: _per_epoch(merge, by, f"{_T}save_steps", by.value),
-    "_evals_per_epoch": lambda merge, by: _per_epoch(merge, by, f"{_T}eval_steps", by.value),
+    "_saves_per_epoch": partial(_per_epoch, target="train_args.save_steps"),
+    "_evals_per_epoch": partial(_per_epoch, target="train_args.eval_steps"),
     "_dataset_dir": _dataset_dir,
     "_listed_configs": _listed_configs,
     "_listed_splits": _listed_splits,
-    "_name": _field("name"),
+    "_name": partial(_set_field, name="name"),
     "_test_split": _test_split,
-    "_split": _field("split"),
-    "_text_field": _field("text"),
+    "_split": partial(_set_field, name="split"),
+    "_text_field": partial(_set_field, name="text"),
     "_max_samples": _max_samples,
     "_eval_strategy": _eval_strategy,
 }
@@ -346,79 +336,59 @@ _ACTS: dict[str, Callable[[Merge, Assignment], tuple[str, str]]] = {
 
 # -- keys that exclude each other
 
-#: (key given by an override, key of the file that would beat or contradict it, when)
-_EXCLUSIVE: list[tuple[str, str, Callable[[Any], bool]]] = [
-    (f"{_T}warmup_ratio", f"{_T}warmup_steps", lambda value: True),
-    (f"{_T}num_train_epochs", f"{_T}max_steps", lambda value: True),
-    ("val_dataset", "split_dataset_ratio", lambda value: value is not None),
-    ("split_dataset_ratio", "val_dataset", bool),
+#: (key set by an override, key of the file that it excludes, values that do not exclude it)
+_EXCLUSIVE: list[tuple[str, str, tuple[YamlValue, ...]]] = [
+    ("train_args.warmup_ratio", "train_args.warmup_steps", ()),
+    ("train_args.num_train_epochs", "train_args.max_steps", ()),
+    ("val_dataset", "split_dataset_ratio", (None,)),
+    ("split_dataset_ratio", "val_dataset", (None, 0)),
 ]
 
 
-def _exclusive(merge: Merge, notices: Notices) -> None:
-    for key, other, when in _EXCLUSIVE:
-        winner, beaten = merge.winners.get(key), merge.winners.get(other)
-        if (
-            winner is None
-            or beaten is None
-            or winner.value is RESET
-            or beaten.value is RESET
-            or not when(winner.value)
-        ):
+def _exclusive(merge: Merge, notices: list[Notice]) -> None:
+    for key, other, inert in _EXCLUSIVE:
+        winner, excluded = merge.winners.get(key), merge.winners.get(other)
+        if winner is None or winner.value in (RESET, *inert):
             continue
-        if winner.entry.layer == OVERRIDE > beaten.entry.layer and beaten.value not in (
-            None,
-            False,
-            0,
-            -1,
-        ):
-            if not any(line.binding.entry is beaten.entry for line in merge.lines):
-                words = (
-                    f"{beaten.entry.shown()} ({beaten.entry.place()}) is overridden by"
-                    f" {winner.entry.shown()}"
-                )
-                notices.append(("info", words))
-            merge.winners[other] = Assignment(other, RESET, winner.entry)
+        if excluded is None or excluded.value in (RESET, None, False, 0, -1):
+            continue
+        if not winner.entry.layer == OVERRIDE > excluded.entry.layer:
+            continue
+        if not any(line.binding.entry is excluded.entry for line in merge.lines):
+            place = f"{excluded.entry.shown()} ({excluded.entry.place()})"
+            notices.append(("info", f"{place} is overridden by {winner.entry.shown()}"))
+        _set(merge, other, RESET, winner)
 
 
-def _warmup(merge: Merge, notices: Notices) -> None:
-    steps, share = merge.winners.get(f"{_T}warmup_steps"), merge.value_of(f"{_T}warmup_ratio")
-    if steps is not None and steps.value == 0 and steps.value is not False and share:
-        # transformers' rule, under whose names both stand: a number of steps counts where it is
-        # more than 0
-        notices.append(
-            ("info", f"`warmup_steps: 0` is overridden by `warmup_ratio: {short(share)}`")
-        )
-        merge.winners[f"{_T}warmup_steps"] = Assignment(f"{_T}warmup_steps", RESET, steps.entry)
+def _warmup(merge: Merge, notices: list[Notice]) -> None:
+    """Apply transformers' rule for its two keys: `warmup_steps` counts if it is more than 0."""
+    steps = merge.winners.get("train_args.warmup_steps")
+    ratio = merge.value_of("train_args.warmup_ratio")
+    if steps is not None and steps.value == 0 and steps.value is not False and ratio:
+        text = f"`warmup_steps: 0` is overridden by `warmup_ratio: {short(ratio)}`"
+        notices.append(("info", text))
+        _set(merge, "train_args.warmup_steps", RESET, steps)
 
 
-def _lora(merge: Merge, notices: Notices) -> None:
-    """Say, or settle, what keys of LoRA mean in a config that does not say whether it trains
-    LoRA."""
-    given = [
-        one
-        for target, one in merge.winners.items()
-        if target.startswith("lora.") and one.value is not RESET
+def _lora(merge: Merge, notices: list[Notice]) -> None:
+    """Enable LoRA, or warn, if a config has keys of LoRA but does not set `lora.enable`."""
+    settings = [
+        winner
+        for target, winner in merge.winners.items()
+        if target.startswith("lora.") and winner.value is not RESET
     ]
-    if "lora.enable" in merge.winners or not given:
+    if "lora.enable" in merge.winners or not settings:
         return
-    first = given[0].entry
-    name = first.name.split(".")[-1]
-    if (
-        merge.foreign
-        and name.startswith(("lora_", "target_modules"))
-        and max(merge.scores["s"], merge.scores["l"]) > max(merge.scores["a"], merge.scores["t"])
-    ):
-        _set(merge, "lora.enable", True, given[0])
+    entry, scores = settings[0].entry, merge.scores
+    trains_lora = max(scores["s"], scores["l"]) > max(scores["a"], scores["t"])
+    is_foreign_key = entry.name.split(".")[-1].startswith(("lora_", "target_modules"))
+    if merge.foreign and is_foreign_key and trains_lora:
+        _set(merge, "lora.enable", True, settings[0])
         text = (
-            f"{first.shown()} is given and no method: `lora.enable: true`, which is what the tool"
-            " it comes from does"
+            f"{entry.shown()} is set without a method: `lora.enable: true`, as in the tool that the"
+            " config was written for"
         )
         notices.append(("info", text))
     else:
-        notices.append(
-            (
-                "warning",
-                f"{first.shown()} is given but `lora.enable` is not true: all weights are trained",
-            )
-        )
+        text = f"{entry.shown()} is set but `lora.enable` is not true: all weights are trained"
+        notices.append(("warning", text))

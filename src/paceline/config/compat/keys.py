@@ -1,17 +1,18 @@
-"""Keys of other tools: which there are, what each is read as, why some mean nothing here, and which
-ask for a training method that Paceline does not have.
+"""Keys of other tools: how each is read, why some have no effect, and which belong to an
+unsupported training method.
 
-The tables are data: ``aliases.yaml`` (keys that are read as a key of ours), ``ignored.yaml`` and
+The tables are data: ``aliases.yaml`` (keys that are read as native keys), ``ignored.yaml`` and
 ``methods.yaml``.
 
 A config for preference optimization, reinforcement learning, reward modeling or distillation must
 not train supervised fine-tuning instead. Most such configs do not name their method: TRL's trainers
-are chosen by the script that reads the file. So a method is recognized by the keys that only the
-trainers of that method read.
+are chosen by the script that reads the file. A method is therefore recognized by the keys that only
+its trainers read.
 """
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,7 +20,7 @@ from paceline.config.compat import conversion, datasets, llamafactory, values
 from paceline.config.compat.conversion import Convert, by_case, read_table
 from paceline.config.compat.parallel import values as parallel_values
 
-#: modules with the functions that ``convert`` names in ``aliases.yaml``
+#: Modules with the functions that ``convert`` names in ``aliases.yaml``.
 _CONVERTERS = {
     "": conversion,
     "datasets": datasets,
@@ -33,15 +34,15 @@ TOOLS = {"s": "ms-swift", "l": "LLaMA-Factory", "a": "axolotl", "t": "TRL", "c":
 
 @dataclass(frozen=True)
 class Alias:
-    """A key that is read as a key of ours.
+    """A key that is read as a native key.
 
     Args:
-        target: the native key, dotted; the first one where a value sets several; empty where none
-            is ever set.
-        tools: letters of :data:`TOOLS`; empty where the key is Paceline's own and only some values
-            are foreign.
-        convert: from their value to ours.
-        meaning: for the documentation, where it is more than a new name.
+        target: the native key, dotted; the first one if a value sets several; empty if none is
+            ever set.
+        tools: letters of :data:`TOOLS`; empty if the key is native and only some of its values
+            belong to other tools.
+        convert: converts the value.
+        meaning: for the documentation, if the conversion is more than a rename.
     """
 
     target: str
@@ -52,8 +53,8 @@ class Alias:
 
 @dataclass(frozen=True)
 class Ignored:
-    """A key of other tools that means nothing here. ``level`` is ``warning`` where it would change
-    what is trained."""
+    """A key of other tools that has no effect. ``level`` is ``warning`` if the key would change
+    the training."""
 
     tools: str
     level: str
@@ -62,7 +63,7 @@ class Ignored:
 
 @dataclass(frozen=True)
 class AliasTables:
-    """The sections of ``aliases.yaml``, each by key; see the comments there."""
+    """The sections of ``aliases.yaml``, which its comments describe, each by key."""
 
     aliases: dict[str, Alias]
     sections: dict[str, Alias]
@@ -72,20 +73,19 @@ class AliasTables:
 
 @dataclass(frozen=True)
 class IgnoredTables:
-    """``ignored.yaml``: entries by key, and by the beginning of a key."""
+    """The entries of ``ignored.yaml`` by key, and by key prefix."""
 
-    keys: dict[str, Ignored] = field(default_factory=dict)
-    prefixes: dict[str, Ignored] = field(default_factory=dict)
+    keys: dict[str, Ignored]
+    prefixes: dict[str, Ignored]
 
 
 @cache
 def alias_tables() -> AliasTables:
-    """Read ``aliases.yaml``, once."""
-    sections = read_table("aliases.yaml")
+    """Read ``aliases.yaml``."""
     return AliasTables(
         **{
-            name: {key: _alias(**entry) for key, entry in entries.items()}
-            for name, entries in sections.items()
+            section: {key: _alias(**entry) for key, entry in entries.items()}
+            for section, entries in read_table("aliases.yaml").items()
         }
     )
 
@@ -101,39 +101,30 @@ def _alias(tools: str = "", target: str = "", convert: str = "to()", meaning: st
 
 @cache
 def ignored_tables() -> IgnoredTables:
-    """Read ``ignored.yaml``, once."""
-    tables = IgnoredTables()
+    """Read ``ignored.yaml``."""
+    tables: dict[str, dict[str, Ignored]] = {"keys": {}, "prefixes": {}}
     for group in read_table("ignored.yaml"):
-        for table, by_tools in (
-            (tables.keys, group.get("keys", {})),
-            (tables.prefixes, group.get("prefixes", {})),
-        ):
-            for tools, keys in by_tools.items():
+        for name, table in tables.items():
+            for tools, keys in group.get(name, {}).items():
                 ignored = Ignored(tools, group["level"], group["reason"])
                 table.update(dict.fromkeys(keys.split(), ignored))
-    return tables
+    return IgnoredTables(**tables)
 
 
 def alias_of(section: str, key: str) -> Alias | None:
-    """The alias that ``key`` is in ``section`` (empty for the top level), or None.
+    """Return the alias for ``key`` in ``section`` (empty for the top level), or None.
 
-    Aliases stand at the top level, under ``train_args``, or in the section they belong to.
+    Aliases are read at the top level, under ``train_args``, and in the section of their target.
     """
     tables = alias_tables()
-    in_section = tables.sections.get(f"{section}.{key}")
-    if in_section is not None:
-        return in_section
-    alias = tables.aliases.get(key)
-    if alias is None:
-        return None
-    fits = (
-        section in ("", "train_args") or not alias.target or alias.target.startswith(f"{section}.")
-    )
-    return alias if fits else None
+    alias = tables.sections.get(f"{section}.{key}") or tables.aliases.get(key)
+    if alias is None or section in ("", "train_args") or not alias.target:
+        return alias
+    return alias if alias.target.startswith(f"{section}.") else None
 
 
 def ignored_of(key: str) -> Ignored | None:
-    """The entry of a key that means nothing here, or None."""
+    """Return the entry of a key that has no effect, or None."""
     tables = ignored_tables()
     return tables.keys.get(key) or next(
         (entry for prefix, entry in tables.prefixes.items() if key.startswith(prefix)), None
@@ -141,22 +132,18 @@ def ignored_of(key: str) -> Ignored | None:
 
 
 def all_foreign() -> set[str]:
-    """Every key of other tools that is known."""
+    """Return every known key of other tools."""
     return set(alias_tables().aliases) | set(ignored_tables().keys)
 
 
 def tool_scores(letters: Iterable[str]) -> dict[str, int]:
-    """How many of the keys each tool knows; ``letters`` are the keys' tools."""
-    scores = dict.fromkeys(TOOLS, 0)
-    for known_by in letters:
-        for letter in known_by:
-            scores[letter] += 1
-    return scores
+    """Return the number of keys that each tool knows; ``letters`` are the tools of each key."""
+    counts = Counter("".join(letters))
+    return {letter: counts[letter] for letter in TOOLS}
 
 
 def tool_names(letters: str, scores: dict[str, int]) -> str:
-    """The tools a key may come from, likeliest first, two at most; one where the other keys decide
-    it."""
+    """Return the likeliest tools of a key: at most two, or one if the other keys decide."""
     ranked = sorted(letters, key=lambda letter: -scores.get(letter, 0))
     best = max(scores.values(), default=0)
     leaders = [letter for letter in TOOLS if scores.get(letter) == best]
@@ -166,7 +153,7 @@ def tool_names(letters: str, scores: dict[str, int]) -> str:
 
 
 _NAMED_BY = ("task", "stage", "rl", "rlhf_type")
-#: keys that hold the data; their columns may ask for a method, and they are read all the same
+#: Keys with data sources, which are read even if their columns belong to an unsupported method.
 DATA_KEYS = (
     "dataset",
     "datasets",
@@ -175,7 +162,7 @@ DATA_KEYS = (
     "eval_dataset",
     "test_datasets",
 )
-#: keys of TRL's that only control what is logged: false asks for nothing
+#: Keys of TRL that only control logging, so that false does not request a method.
 _LOGGING_KEYS = ("log_completions", "wandb_log_unique_prompts")
 _SPELLINGS = {
     "reward": "rm",
@@ -192,11 +179,11 @@ class MethodTables:
     """The tables of ``methods.yaml``.
 
     Args:
-        methods: what each method is, by its name.
+        methods: name of a method → its description.
         keys: key → (letters of the tools, the methods that read it).
         losses: values of TRL's and ms-swift's `loss_type` → methods.
-        supervised_losses: values of `loss_type` with which supervised fine-tuning is trained.
-        data_types: beginnings of axolotl's `type` of a source → methods.
+        supervised_losses: values of `loss_type` for supervised fine-tuning.
+        data_types: prefixes of axolotl's `type` of a source → methods.
         data_columns: (columns of preference data that a source lists, methods).
     """
 
@@ -210,7 +197,7 @@ class MethodTables:
 
 @cache
 def method_tables() -> MethodTables:
-    """Read ``methods.yaml``, once."""
+    """Read ``methods.yaml``."""
     table = read_table("methods.yaml")
     return MethodTables(
         methods=table["methods"],
@@ -235,8 +222,8 @@ def method_tables() -> MethodTables:
 
 
 def named_method(key: str, value: Any) -> str | None:
-    """The method that a value names: `stage: dpo`, `rl: kto`, `reward_model: true`; None if it
-    names none."""
+    """Return the method that a value names (`stage: dpo`, `rl: kto`, `reward_model: true`), or
+    None."""
     if key in ("reward_model", "process_reward_model") and str(value).lower() == "true":
         return "rm" if key == "reward_model" else "prm"
     if key not in _NAMED_BY or not isinstance(value, str):
@@ -247,8 +234,8 @@ def named_method(key: str, value: Any) -> str | None:
 
 
 def methods_of(key: str, value: Any) -> tuple[str, ...]:
-    """The methods of which ``key: value`` is a setting; empty if it is not a setting of such a
-    method, or turns one off."""
+    """Return the unsupported methods that have the setting ``key: value``; empty for other keys and
+    for values that turn a method off."""
     named = named_method(key, value)
     if named is not None:
         return (named,)
@@ -262,8 +249,8 @@ def methods_of(key: str, value: Any) -> tuple[str, ...]:
     if entry is None or value in (None, "", [], {}):
         return ()
     tools, methods = entry
-    # TRL refuses a key that its trainer does not have, so the key alone tells the trainer;
-    # elsewhere false turns it off.
+    # TRL rejects keys that its trainer does not have, so the key alone identifies the trainer;
+    # elsewhere false turns the method off.
     is_off = ("t" not in tools or key in _LOGGING_KEYS) and (
         value is False or str(value).lower() in ("false", "none", "no")
     )
@@ -279,8 +266,8 @@ def _methods_of_loss(value: Any) -> tuple[str, ...]:
 
 
 def _methods_of_data(value: Any) -> tuple[str, ...]:
-    """By the columns that a source lists, as alignment-handbook's `dataset_mixture` does, or by
-    axolotl's `type`."""
+    """Return the methods by the columns that a source lists (alignment-handbook's
+    `dataset_mixture`), or by axolotl's `type`."""
     tables = method_tables()
     sources = value.get("datasets") if isinstance(value, dict) and "datasets" in value else value
     for source in sources if isinstance(sources, list) else [sources]:
@@ -301,11 +288,10 @@ def _methods_of_data(value: Any) -> tuple[str, ...]:
 
 
 def method_setting(key: str) -> Ignored | None:
-    """The entry of a key that belongs to such a method, for a config in which it asks for nothing;
-    None for other keys."""
+    """Return the entry of an unsupported method's key that is turned off; None for other keys."""
     if key not in method_tables().keys:
         return None
     tools, methods = method_tables().keys[key]
     return Ignored(
-        tools, "info", f"it is a setting of {', '.join(methods)}, which this config does not train"
+        tools, "info", f"it is a setting of {', '.join(methods)}, which this config does not use"
     )

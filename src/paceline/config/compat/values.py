@@ -1,4 +1,5 @@
-"""Values of other tools' keys that ``values.yaml`` cannot express. Read beside ``aliases.yaml``."""
+"""Converters of other tools' values that ``values.yaml`` cannot express; ``aliases.yaml`` names
+them."""
 
 import json
 import re
@@ -25,10 +26,12 @@ from paceline.config.compat.conversion import (
 )
 from paceline.config.entries import quoted_names
 from paceline.config.schema.lora import ALL_LINEAR, is_regex
+from paceline.config.yaml_read import YamlValue
 
 
 def adapter(value: Any) -> Conversion:
-    """axolotl's `adapter` names the method; a path is an adapter to go on from."""
+    """Convert axolotl's `adapter`: the name of the method, or the path of an adapter to continue
+    training."""
     if isinstance(value, str) and (re.search(r"[/\\]", value) or value.startswith(".")):
         return adapter_path(value)
     return by_case("tuner")(value)
@@ -40,8 +43,8 @@ def adapter_path(value: Any) -> Conversion:
         return Conversion()
     if len(paths) > 1:
         raise UnsupportedValue(
-            f"{len(paths)} adapters are given; training goes on from one",
-            "keep one of them, and merge the others before",
+            f"expected one adapter to continue training, got {len(paths)}",
+            "keep one of them, and merge the others first",
         )
     return Conversion({"lora.adapter": paths[0]}, weak={"lora.enable": True})
 
@@ -51,26 +54,25 @@ def scheduler_args(value: Any) -> Conversion:
         try:
             value = json.loads(value)
         except ValueError:
-            raise UnsupportedValue(
-                f"`{value}` is not a mapping", "write it as {min_lr: 1e-6}"
-            ) from None
+            raise UnsupportedValue("expected a mapping", "write it as {min_lr: 1e-6}") from None
     return Conversion({"train_args.lr_scheduler_kwargs": value})
 
 
 def warmup_steps(value: Any) -> Conversion:
     if isinstance(value, float) and 0 < value < 1:
-        return info("below 1 it is a share of the steps", {"train_args.warmup_ratio": value})
+        return info("below 1 it is a fraction of the steps", {"train_args.warmup_ratio": value})
     return Conversion({"train_args.warmup_steps": value})
 
 
 def ratio(value: Any) -> Conversion:
-    """A share of the rows below 1, a number of rows from 1 on."""
+    """Convert a fraction of the rows (below 1) or a number of rows."""
     is_count = isinstance(value, float) and value >= 1 and value == int(value)
     return Conversion({"split_dataset_ratio": int(value) if is_count else value})
 
 
 def per_epoch(target: str) -> Convert:
-    """axolotl's `saves_per_epoch` and `evals_per_epoch`; settled against the number of epochs."""
+    """Return a converter for axolotl's `saves_per_epoch` and `evals_per_epoch`, which are resolved
+    with the number of epochs."""
 
     def convert(value: Any) -> Conversion:
         if is_off(value):
@@ -85,14 +87,13 @@ def per_epoch(target: str) -> Convert:
 
 
 def roles_to_train(value: Any) -> Conversion:
-    """axolotl's list of roles whose turns carry the loss; here it is the assistant, under any of
-    its names."""
+    """Accept axolotl's list of roles that carry the loss if it names only the assistant."""
     names = [name.lower() for name in as_names(value or [])]
     if value is None or (names and all(ROLES.get(name) == "assistant" for name in names)):
         return Conversion()
     raise UnsupportedValue(
-        "the loss is on the turns of the assistant, not on those of"
-        f" {', '.join(names) or 'no role at all'}",
+        "Paceline computes the loss on the assistant's turns, not on those of"
+        f" {', '.join(names) or 'an empty list of roles'}",
         "use roles_to_train: [assistant], or train_on_inputs: true for a loss on every token",
     )
 
@@ -102,20 +103,19 @@ def report_to(value: Any) -> Conversion:
         return Conversion({"report_to": []})
     names = [name.lower() for name in as_names(value)]
     if "all" in names:
-        return info("of all the places, TensorBoard is there", {"report_to": ["tensorboard"]})
-    kept = [name for name in names if name == "tensorboard"]
-    lost = [name for name in names if name not in ("tensorboard", "none")]
-    if not lost:
-        return Conversion({"report_to": kept})
+        return info("only TensorBoard is available", {"report_to": ["tensorboard"]})
+    sets: dict[str, YamlValue] = {"report_to": [name for name in names if name == "tensorboard"]}
+    unsupported = [name for name in names if name not in ("tensorboard", "none")]
+    if not unsupported:
+        return Conversion(sets)
     return warning(
-        f"{', '.join(lost)} cannot be reported to; report.html, events.jsonl and TensorBoard are"
-        " there",
-        {"report_to": kept},
+        f"{', '.join(unsupported)} is not supported; use report.html, events.jsonl or TensorBoard",
+        sets,
     )
 
 
 def chat_template(value: Any) -> Conversion:
-    """A name, a file, or a template written out."""
+    """Convert a name, a file, or the text of a template."""
     if is_off(value):
         return Conversion()
     text = str(value)
@@ -127,16 +127,16 @@ def chat_template(value: Any) -> Conversion:
     name = canonical_name(text.removeprefix(FALLBACK))
     if name is None:
         return warning(
-            "there is no template of this name, so the tokenizer's own is used; named:"
+            "unknown template, so the tokenizer's own is used; known templates:"
             f" {', '.join(TEMPLATE_NAMES)}"
         )
     return Conversion({"chat_template": prefix + name})
 
 
 def template_name(value: Any) -> Conversion:
-    """LLaMA-Factory's and ms-swift's `template`, which is overridden by `chat_template`."""
-    out = chat_template(value)
-    return Conversion(weak=out.sets, notices=out.notices)
+    """Convert LLaMA-Factory's and ms-swift's `template`, which `chat_template` overrides."""
+    result = chat_template(value)
+    return Conversion(weak=result.sets, notices=result.notices)
 
 
 def variables(value: Any) -> Conversion:
@@ -146,17 +146,17 @@ def variables(value: Any) -> Conversion:
     )
 
 
-# -- the modules that get adapters
+# -- modules with adapters
 
 _ALL_SPELLINGS = ("all", "all-linear", "all_linear", "alllinear")
 _GROUPS = ("all-embedding", "all_embedding", "all-router", "all_router", "all-norm", "all_norm")
-#: Embeddings and output heads, which "all linear layers" leaves out.
+#: Embeddings and output heads, which "all linear layers" does not include.
 _ENDS = re.compile(r"embed|wte$|wpe$|lm_head$|output_layer$|(^|\.)(head|score|output)$")
 
 
 def targets(value: Any) -> Conversion:
-    """`all`, names in a list or with commas, or a regular expression, which peft matches with the
-    whole name of a module."""
+    """Convert `all`, names as a list or comma-separated, or a regular expression, which peft
+    matches with full module names."""
     if isinstance(value, str) and is_regex(value):
         return _regex("lora.target_modules", value)
     names = as_names(value)
@@ -166,16 +166,16 @@ def targets(value: Any) -> Conversion:
         _refuse_groups(names)
         return Conversion({"lora.target_modules": names})
     ends, covered = split_beside_all(names)
-    says = (("info", f"{quoted_names(covered)}: among all linear layers"),) if covered else ()
+    text = f"{quoted_names(covered)}: included in all linear layers"
     return Conversion(
         {"lora.target_modules": ALL_LINEAR},
         weak={"_save_in_full": ends} if ends else {},
-        notices=says,
+        notices=(("info", text),) if covered else (),
     )
 
 
 def split_beside_all(names: list[str]) -> tuple[list[str], list[str]]:
-    """Names given beside "all linear layers": embeddings and heads, and those that are among the
+    """Split the names listed together with "all linear layers" into embeddings and heads, and
     linear layers."""
     rest = [name for name in names if name.lower() not in _ALL_SPELLINGS]
     _refuse_groups(rest)
@@ -187,15 +187,15 @@ def _refuse_groups(names: list[str]) -> None:
     groups = [name for name in names if name.lower() in _GROUPS]
     if groups:
         raise UnsupportedValue(
-            f"`{groups[0]}` is not available; `all-linear` is",
-            "name these modules in `lora.modules_to_save` to train them in full, or leave them out",
+            f"`{groups[0]}` is not supported; only `all-linear` is",
+            "list these modules in `lora.modules_to_save` to train them in full, or remove them",
         )
 
 
 def target_regex(value: Any) -> Conversion:
-    """ms-swift's regular expression, which comes before a list of names."""
+    """Convert ms-swift's regular expression, which overrides a list of names."""
     if not isinstance(value, str):
-        raise UnsupportedValue("it is not a regular expression", "write it as text")
+        raise UnsupportedValue("expected a regular expression", "write it as text")
     return _regex("_target_regex", value)
 
 
@@ -204,6 +204,6 @@ def _regex(target: str, text: str) -> Conversion:
         re.compile(text)
     except re.error as error:
         raise UnsupportedValue(
-            f"it is not a valid regular expression: {error}", "repair it, or give a list of names"
+            f"invalid regular expression: {error}", "fix it, or list the names"
         ) from None
     return Conversion({target: text})
