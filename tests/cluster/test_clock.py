@@ -1,6 +1,7 @@
 """Clocks of hosts, compared between real processes through a TCPStore. Each process names its host
 by ``PACELINE_HOST``."""
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -42,7 +43,7 @@ def store() -> Iterator[TCPStore]:
         wait_for_workers=False,
         timeout=timedelta(seconds=30),
     )
-    with pytest.MonkeyPatch.context() as patch, ClockServer(store):
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(ClockServer(store)):
         patch.setenv("PACELINE_HOST", "a")
         yield store
 
@@ -91,7 +92,7 @@ def test_a_store_without_a_clock_server_is_an_error() -> None:
 
 def test_messages_of_others_do_not_stop_the_server() -> None:
     store = HashStore()
-    with ClockServer(store, clock=lambda: 0.0):
+    with contextlib.closing(ClockServer(store, clock=lambda: 0.0)):
         for message in (
             "not JSON",
             "[]",

@@ -128,14 +128,14 @@ def judged(
         if step is not None:
             log.emit({"type": "step", "step": step})
         log.close()
-        fault, told = policy.judge(outcome)
+        fault, told = policy.evaluate(outcome)
         found.append((fault is not None, told["text"]))
     return found
 
 
 def test_what_follows_an_error(tmp_path: Path) -> None:
     advice, again = (
-        "give the same command again",
+        "run the same command again",
         "Repeating the command would fail in the same way",
     )
     ((retried, text),) = judged(tmp_path / "wrong", [outcome_of(WRONG[0])], step=3)
@@ -162,7 +162,7 @@ def test_an_index_beyond_a_table_ends_the_run_at_once(tmp_path: Path) -> None:
     said = run(*words, f"output_dir={tmp_path / 'run'}", expect=1).stderr
     assert "IndexError" in said
     assert "Repeating the command would fail in the same way" in said
-    assert "give the same command again" not in said
+    assert "run the same command again" not in said
     assert (tmp_path / "raised").read_text() == "x"
     assert events(tmp_path / "run", "fault") == []
     assert (

@@ -4,7 +4,7 @@ import pytest
 
 from paceline.config.schema import Config
 from paceline.distributed.mesh import ParallelDims
-from paceline.launch.preflight import _warn_about_offload
+from paceline.launch.preflight import _warn_about_idle_settings
 from paceline.parallel.registry import ParallelLayout
 
 
@@ -15,5 +15,5 @@ def test_offload_without_effect_is_reported(
     config = Config.model_validate(
         {"model": "m", "dataset": "d", "parallel": {"mode": mode, "cpu_offload": "all"}}
     )
-    _warn_about_offload(config, ParallelLayout(mode, ParallelDims(data=2), 2))
+    _warn_about_idle_settings(config, ParallelLayout(mode, ParallelDims(data=2), 2), None)
     assert ("has no effect" in caplog.text) == warns

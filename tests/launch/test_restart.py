@@ -89,7 +89,7 @@ def test_killed_ranks_are_replaced_and_the_run_ends_with_the_same_bits(undisturb
     for fault in faults:
         assert f"rank {fault['ranks'][0]} (process" in said
         assert "was killed by SIGKILL" in fault["reason"]
-    assert said.count("All ranks go back to the checkpoint of step") == 2
+    assert said.count("Restarting all ranks from the checkpoint of step") == 2
 
 
 @pytest.mark.soak

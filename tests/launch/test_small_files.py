@@ -63,7 +63,7 @@ def test_replicas_without_samples_are_reported() -> None:
 
 
 def test_no_sample_at_all() -> None:
-    with pytest.raises(ConfigError, match="no sample to train on"):
+    with pytest.raises(ConfigError, match="no training sample"):
         sizes(0, 2)
 
 

@@ -204,7 +204,7 @@ def test_without_a_server_or_without_any_worker_the_run_ends(
     assert done.returncode == 1, done.stderr
     pid = (tmp_path / "pids" / named.split()[1].rstrip(",")).read_text()
     assert f"{named} (process {pid}) was killed" in said
-    assert "To go on: give the same command again" in said
+    assert "To resume: run the same command again" in said
     for rank in ("0", "1") if len(kills) > 1 else ():
         assert (
             f"rank {rank}, a worker (process {(tmp_path / 'pids' / rank).read_text()}), was killed"
@@ -227,7 +227,7 @@ def test_by_default_a_rank_that_is_killed_ends_the_run_and_is_named(
     pid = (tmp_path / "pids" / str(victim)).read_text()
     said = done.stderr.replace("\n", " ")
     assert f"rank {victim}, {role} (process {pid}) was killed" in said
-    assert "To go on: give the same command again" in said
+    assert "To resume: run the same command again" in said
     # the log of the second may be on its way when the rank dies
     assert max(losses(tmp_path / "run"), default=0) in (1, 2)
 

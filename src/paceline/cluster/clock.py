@@ -1,13 +1,12 @@
-"""The difference between the clocks of the hosts, measured through the rendezvous store before the
-rendezvous.
+"""Measure the difference between the clocks of the hosts, through the rendezvous store and before
+the rendezvous.
 
 torch elastic compares the heartbeat times of other hosts with the local wall clock, and removes a
 host whose last heartbeat seems too old. With clocks that differ by more than a few seconds it
 removes healthy hosts.
 
 The endpoint host runs a :class:`ClockServer`; every other host calls :func:`check_clock`. Messages
-are JSON in queues of the store (TCPStore and HashStore have queues, FileStore does not); nothing is
-unpickled.
+are JSON in queues of the store (TCPStore and HashStore have queues, FileStore does not).
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
@@ -33,14 +31,14 @@ from paceline.core.processes import host_name
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: With keep_alive_interval × keep_alive_max_attempt above this, elastic does not mistake skew for a
+#: Below keep_alive_interval × keep_alive_max_attempt, so that elastic does not mistake skew for a
 #: lost host.
 MAX_SKEW_S = 5.0
 _NUM_ROUND_TRIPS = 5
 _REQUESTS = "paceline/clock/requests"
 _ANSWERS = "paceline/clock/answers/"
-#: A queue read that times out makes torch log warnings; the server waits for a request or for its
-#: own stop message.
+#: The server waits for a request or for its own stop message. (A queue read that times out makes
+#: torch log warnings.)
 _FOREVER = timedelta(days=365)
 
 Clock = Callable[[], float]
@@ -48,11 +46,13 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class ClockSkew:
-    """Args:
-    host: name of the host that measured.
-    endpoint_host: name of the host that answered.
-    skew_s: how far the clock of ``host`` is ahead of that of ``endpoint_host``.
-    round_trip_s: the shortest round trip; the skew is known to within half of it.
+    """The measured difference of two clocks.
+
+    Args:
+        host: name of the host that measured.
+        endpoint_host: name of the host that answered.
+        skew_s: how far the clock of ``host`` is ahead of that of ``endpoint_host``.
+        round_trip_s: the shortest round trip; the error of the skew is at most half of it.
     """
 
     host: str
@@ -62,7 +62,7 @@ class ClockSkew:
 
 
 class ClockServer:
-    """A thread on the endpoint host that answers requests for its wall time. A context manager.
+    """A thread on the endpoint host that answers requests for its wall time.
 
     Args:
         store: the rendezvous store; the thread uses a clone of it.
@@ -82,28 +82,16 @@ class ClockServer:
         self._store.set_timeout(_FOREVER)
         self._thread = threading.Thread(target=self._serve, name="clock server", daemon=True)
         self._thread.start()
-        # A daemon thread that is inside a C++ call while the interpreter ends can abort the
-        # process.
+        # A daemon thread inside a C++ call can abort the process when the interpreter ends.
         atexit.register(self.close)
 
     def close(self) -> None:
         """Stop the thread. Closing twice is allowed."""
         atexit.unregister(self.close)
         if self._thread.is_alive():
-            with suppress(RuntimeError):  # the store is gone, and so the thread ends
+            with suppress(RuntimeError):  # the store was closed, so the thread ends by itself
                 self._control.queue_push(_REQUESTS, json.dumps({"stop": self._stop_token}))
                 self._thread.join(timeout=5.0)
-
-    def __enter__(self) -> ClockServer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _serve(self) -> None:
         while True:
@@ -120,13 +108,9 @@ class ClockServer:
                 return
 
     def _compare(self, request: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        """Accept a host's measured skew, or name a host that was accepted before and is too far
-        from it."""
-        host, skew_s, round_trip_s = (
-            request.get("host"),
-            finite(request.get("skew_s")),
-            finite(request.get("round_trip_s")),
-        )
+        """Accept the measured skew of a host, or return an accepted host that conflicts with it."""
+        host, skew_s = request.get("host"), finite(request.get("skew_s"))
+        round_trip_s = finite(request.get("round_trip_s"))
         if not isinstance(host, str) or skew_s is None or round_trip_s is None:
             return {}
         for other in self._accepted.values():
@@ -141,8 +125,8 @@ class ClockServer:
 def check_clock(
     store: Store, limit_s: float = MAX_SKEW_S, *, timeout_s: float = 60.0, clock: Clock = time.time
 ) -> ClockSkew:
-    """Compare this host's clock with the endpoint host's, and with those of the hosts that were
-    checked before.
+    """Compare the clock of this host with that of the endpoint host, and with those of the hosts
+    that were checked before.
 
     Args:
         store: a client of the rendezvous store; a clone of it is used.
@@ -175,8 +159,8 @@ def check_clock(
 
 
 def _round_trip(store: Store, clock: Clock, timeout_s: float) -> ClockSkew:
-    """As in NTP (RFC 5905, section 8): the other clock against the midpoint of the request and the
-    answer."""
+    """Measure the skew once: as in NTP (RFC 5905, section 8), the other clock is compared with the
+    midpoint between request and answer."""
     sent_at, start = clock(), time.monotonic()
     answer = _ask(store, {}, timeout_s)
     round_trip_s = time.monotonic() - start
@@ -220,8 +204,8 @@ def _parse(message: bytes) -> dict[str, JsonValue]:
 
 
 def _exceeds(skew_s: float, round_trip_s: float, limit_s: float) -> bool:
-    """Whether the clocks differ by more than the limit even if the measurement is wrong by as much
-    as it can be."""
+    """Return whether the clocks differ by more than the limit even with the largest possible error
+    of the measurement."""
     return abs(skew_s) - round_trip_s / 2 > limit_s
 
 

@@ -1,4 +1,4 @@
-"""A run over several hosts on torch.distributed.elastic: this host's agent."""
+"""This host's agent in a run over several hosts, based on torch.distributed.elastic."""
 
 from __future__ import annotations
 
@@ -16,13 +16,20 @@ from paceline.cluster.elastic_worker import Target, WorkerTask, worker_main
 from paceline.cluster.endpoint import Endpoint, EndpointStore, EndpointWatch, check_endpoint
 from paceline.cluster.failures import AgentFolder
 from paceline.config.schema import Config
-from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, Outcome, RunError
+from paceline.core.errors import (
+    EXIT_FAILED,
+    EXIT_USAGE,
+    Outcome,
+    RunError,
+    failed_outcome,
+    first_line,
+)
 from paceline.core.files import Scratch, write_atomic
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import hidden_main, pid_alive
 from paceline.distributed.environment import scheduled_host
 from paceline.launch.local import SignalForwarder, stop_code
-from paceline.launch.worker import STOP_FILE, failed_outcome
+from paceline.launch.worker import STOP_FILE
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -32,18 +39,18 @@ logger = logging.getLogger(__name__)
 
 RUN_ID = "paceline"
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
-#: Hosts that arrive so long after the minimum is reached still take part in the round; later ones
-#: cost a checkpoint and a new round. Elastic's default is 30 s.
+#: Hosts that arrive within this time after the minimum is reached take part in the round; later
+#: ones cause a checkpoint and a new round. Elastic's default is 30 s.
 _LAST_CALL_S = 1
-#: An agent that sends no heartbeat for their product is taken out of the rendezvous. Elastic's
-#: defaults are 5 s and 3. Every heartbeat rewrites the state that a joining host rewrites too, so
-#: that a short interval can delay it on a busy machine.
+#: An agent that sends no heartbeat for the product of these is removed from the rendezvous.
+#: Elastic's defaults are 5 s and 3. Each heartbeat rewrites the state that a joining host rewrites
+#: too, so a short interval can delay a join on a busy machine.
 _KEEP_ALIVE_S, _KEEP_ALIVE_ATTEMPTS = 3, 3
-#: The restart policy is Paceline's own (cluster/rounds.py): the agent starts the workers again
-#: after every failure.
+#: The restart policy is Paceline's own (cluster/rounds.py): the agent restarts the workers after
+#: every failure.
 _MAX_RESTARTS = 100_000
-#: For a rank that is asked to end because another one has failed, or because a host has joined and
-#: a checkpoint is written.
+#: Time limit for a rank to end after another one failed, or after a host joined and a checkpoint is
+#: being written.
 _SHUTDOWN_S = 30
 
 
@@ -66,10 +73,9 @@ class HostAgent:
         check_endpoint(config.parallel)
 
     def run(self) -> Outcome:
-        """Returns {"status", "exit_code", "report", and for a failure "text", "traceback"}. Leaves
-        no process and no file."""
-        # After a restart, the survivors' store would never be published again to a host that joins
-        # (torch 2.13).
+        """Run until the run ends, on all hosts. Leaves no process and no file."""
+        # Otherwise the store of the remaining hosts is not published again to a host that joins
+        # after a restart (torch 2.13).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
         with Scratch() as folder, hidden_main(), self.signals:
@@ -78,7 +84,7 @@ class HostAgent:
     def _run_until_stopped(self, folder: Path) -> Outcome:
         workers = WorkerProcesses(folder)
         with self.signals.to(workers):
-            watching = ExitWatch(AgentFolder(folder))
+            watch = ExitWatch(AgentFolder(folder))
             try:
                 return self._run(folder)
             except StoppedWithoutWorkers:
@@ -90,12 +96,12 @@ class HostAgent:
                 }
             finally:
                 self._store.close()
-                watching.close()
+                watch.close()
                 workers.kill(wait_s=2.0)
 
     def _run(self, folder: Path) -> Outcome:
-        """Enter the rendezvous, and again when its store was lost, until the run ends or nobody
-        answers for too long."""
+        """Enter the rendezvous, and enter it again when its store was lost, until the run ends or a
+        time limit is reached."""
         from torch.distributed import DistError
         from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -110,33 +116,32 @@ class HostAgent:
             )
             left_s = started_at + limit_s - time.monotonic()
             if left_s <= 0:
-                return self._nobody_came(limit_s, is_first, last_error)
+                return self._timed_out(limit_s, is_first, last_error)
             entered_at = time.monotonic()
             try:
                 endpoint = self._store.find(left_s, limit_s)
                 if endpoint is None:
-                    return self._nobody_came(limit_s, is_first, "it does not answer")
+                    return self._timed_out(limit_s, is_first, "it does not answer")
                 self._store.check_clock(endpoint)
                 entered_at = time.monotonic()
                 return self._launch(endpoint, folder, max(1, int(left_s)))
-            except RunError as error:  # nothing answers at the endpoint's store yet
+            except RunError as error:  # the store of the endpoint does not answer yet
                 last_error = error.what
             except (RendezvousError, DistError, ConnectionError) as error:
-                last_error = str(error).splitlines()[0] if str(error) else type(error).__name__
+                last_error = first_line(error)
                 if type(error).__name__ == "RendezvousClosedError":
-                    text = (
-                        f"the run at {endpoint} has ended already: a host cannot join it any more"
+                    return failed_outcome(
+                        f"the run at {endpoint} has already ended: hosts can no longer join it"
                     )
-                    return failed_outcome(text)
                 if type(error).__name__ == "RendezvousTimeoutError":
                     if has_run(AgentFolder(folder)):
-                        return self._nobody_came(
+                        return self._timed_out(
                             self.config.recovery.rejoin_timeout_s, False, last_error
                         )
                 else:
                     logger.warning(
-                        "the connection to the rendezvous at %s was lost (%s). The ranks of this"
-                        " host were ended; this host tries to join again",
+                        "lost the connection to the rendezvous at %s (%s). The ranks of this host"
+                        " were stopped; it tries to join again",
                         endpoint,
                         last_error,
                         extra=CONSOLE_ONLY,
@@ -147,7 +152,7 @@ class HostAgent:
             attempt += 1
 
     def _launch(self, endpoint: Endpoint, folder: Path, join_timeout_s: int) -> Outcome:
-        """Run the ranks of this host until the run ends. Enters the rendezvous once."""
+        """Enter the rendezvous once, and run the ranks of this host until the run ends."""
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import elastic_launch
 
@@ -179,11 +184,11 @@ class HostAgent:
         from paceline.cluster import rendezvous
 
         rendezvous.register()
-        smallest, largest = self.config.parallel.hosts
+        min_hosts, max_hosts = self.config.parallel.hosts
         host = f"[{endpoint.address}]" if ":" in endpoint.address else endpoint.address
         return LaunchConfig(
-            min_nodes=smallest,
-            max_nodes=largest,
+            min_nodes=min_hosts,
+            max_nodes=max_hosts,
             nproc_per_node=self.num_ranks,
             run_id=RUN_ID,
             rdzv_backend=rendezvous.BACKEND,
@@ -203,29 +208,27 @@ class HostAgent:
             start_method="forkserver",
             local_addr=endpoint.local_address,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-            # This process handles its signals itself: elastic would end the workers without a
+            # This process handles signals itself: elastic would kill the workers without a
             # checkpoint.
             signals_to_handle="SIGUSR2",
             shutdown_timeout=_SHUTDOWN_S,
         )
 
-    def _nobody_came(self, limit_s: float, is_first: bool, problem: str) -> Outcome:
-        smallest, largest = self.config.parallel.hosts
-        wanted = f"{smallest}" if smallest == largest else f"{smallest} to {largest}"
-        where = self.config.parallel.rdzv_endpoint
-        text = (
-            f"the rendezvous at {where} did not bring {wanted} hosts together within {limit_s:.0f}"
-            f" s ({problem}). To fix: start the same command on every host; check"
-            " `parallel.rdzv_endpoint`, and that no firewall blocks its port; or lower"
-            " `parallel.nnodes`"
-        )
-        # Hosts that a scheduler starts may be late, which no change of the config would mend: not
-        # EXIT_USAGE, after which the job would not be tried again.
+    def _timed_out(self, limit_s: float, is_first: bool, problem: str) -> Outcome:
+        min_hosts, max_hosts = self.config.parallel.hosts
+        count = f"{min_hosts}" if min_hosts == max_hosts else f"{min_hosts} to {max_hosts}"
+        # Hosts that a scheduler starts may be late, which no change of the config can solve. Then
+        # the exit code is not EXIT_USAGE, after which the job would not be repeated.
         return failed_outcome(
-            text, EXIT_USAGE if is_first and scheduled_host() is None else EXIT_FAILED
+            f"{count} hosts did not join the rendezvous at"
+            f" {self.config.parallel.rdzv_endpoint} within {limit_s:.0f} s ({problem}). To fix:"
+            " start the same command on every host; check `parallel.rdzv_endpoint`, and that no"
+            " firewall blocks its port; or lower `parallel.nnodes`",
+            EXIT_USAGE if is_first and scheduled_host() is None else EXIT_FAILED,
         )
 
 
+#: Delay before the exit code of a worker is read, so that elastic reads it first.
 _EXIT_CODE_AFTER_S = 0.5
 
 
@@ -234,24 +237,25 @@ class StoppedWithoutWorkers(BaseException):
 
 
 class WorkerProcesses:
-    """The workers of this host, to which a signal forwarder passes on what it gets."""
+    """The workers of this host, as a signal forwarder needs them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def forward(self, number: int) -> None:
-        """Ask the ranks to stop; where none runs, leave the rendezvous."""
+        """Request the ranks to stop; leave the rendezvous if none is running."""
         write_atomic(self.folder / STOP_FILE, str(number))
         if not self._send(signal.SIGTERM):
             raise StoppedWithoutWorkers
 
     def kill(self, wait_s: float = 0.0) -> None:
+        """Kill all ranks, and wait up to ``wait_s`` seconds for them to end."""
         deadline = time.monotonic() + wait_s
         while self._send(signal.SIGKILL) and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def _send(self, number: int) -> bool:
-        """Whether some rank was there to get it."""
+        """Send a signal to all ranks. Return whether there was one."""
         has_any = False
         for process in multiprocessing.active_children():
             if process.pid is not None and process.is_alive():
@@ -262,13 +266,13 @@ class WorkerProcesses:
 
 
 class ExitWatch:
-    """Records when each worker ended and with which exit code, for the ranks of the next round. A
-    killed rank cannot."""
+    """Records when each worker ended and with which exit code, for the next round, because a killed
+    rank cannot do that itself."""
 
     def __init__(self, folder: AgentFolder) -> None:
         self.folder = folder
-        self._known: dict[int, Any] = {}  # process by pid
-        self._gone_at: dict[int, float] = {}
+        self._processes: dict[int, Any] = {}  # by process ID
+        self._ended_at: dict[int, float] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="exit-watch", daemon=True)
         self._thread.start()
@@ -277,20 +281,20 @@ class ExitWatch:
         while not self._ended.wait(0.05):
             for local_rank, pid in self.folder.pids().items():
                 if pid_alive(pid):
-                    if pid not in self._known:
-                        self._known.update(
+                    if pid not in self._processes:
+                        self._processes.update(
                             {child.pid or 0: child for child in multiprocessing.active_children()}
                         )
                     continue
-                gone_at = self._gone_at.setdefault(pid, time.time())
-                process = self._known.get(pid)
-                # Elastic polls its workers in the main thread. The exit code is read from a pipe
-                # once, so it is asked for here only after elastic has read it.
-                if process is not None and time.time() > gone_at + _EXIT_CODE_AFTER_S:
+                ended_at = self._ended_at.setdefault(pid, time.time())
+                process = self._processes.get(pid)
+                # The exit code can be read from its pipe only once. Elastic, which polls its
+                # workers in the main thread, must be the one that reads it.
+                if process is not None and time.time() > ended_at + _EXIT_CODE_AFTER_S:
                     self.folder.write(
-                        local_rank, "exit", {"code": process.exitcode, "time": gone_at, "pid": pid}
+                        local_rank, "exit", {"code": process.exitcode, "time": ended_at, "pid": pid}
                     )
-                    del self._known[pid]
+                    del self._processes[pid]
 
     def close(self) -> None:
         self._ended.set()

@@ -1,5 +1,5 @@
-"""The entry of a rank that elastic starts: it joins the round of all ranks, runs, and decides
-whether the agents of all hosts start another round."""
+"""The entry point of a rank that elastic starts: it joins the round, runs, and decides whether the
+agents of all hosts start another round."""
 
 import logging
 import multiprocessing
@@ -13,11 +13,11 @@ from typing import Any
 
 from paceline.cluster.failures import AgentFolder
 from paceline.cluster.rounds import Membership, join_round
-from paceline.core.errors import EXIT_FAILED, Outcome, RunError
+from paceline.core.errors import EXIT_FAILED, Outcome, RunError, failed_outcome
 from paceline.core.log import configure_logging
 from paceline.core.processes import end_with_launcher
 from paceline.core.stop import StopFlag
-from paceline.launch.worker import STOP_FILE, describe, failed_outcome
+from paceline.launch.worker import STOP_FILE, describe
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _JOIN_ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """What the agent sends to its workers. It must be picklable."""
+    """What the agent sends to its workers (picklable)."""
 
     target: Target
     payload: Any
@@ -40,25 +40,25 @@ class WorkerTask:
 
 
 def worker_main(task: WorkerTask) -> Outcome:
-    """Entry of a worker. A failure that a restart may mend ends the process, so that the agents of
-    all hosts start a new round; every other outcome is returned, since the agent would retry it."""
+    """Run a worker. After a failure that a restart may solve, the process ends with an error, so
+    that the agents of all hosts start a new round. Any other outcome is returned."""
     configure_logging()
     end_with_launcher()
-    os.setpgid(0, 0)  # a Ctrl-C in the terminal reaches the agent alone, which passes it on once
+    os.setpgid(0, 0)  # Ctrl-C in the terminal reaches only the agent, which forwards it once
     os.environ.update(task.environment)
     try:
         outcome = _run(task)
-    except Exception as error:  # a mistake in Paceline, which the agent would retry for ever
+    except Exception as error:  # a bug in Paceline, which the agent would retry forever
         outcome = _not_joined(AgentFolder(Path(task.folder)), error)
     sys.stdout.flush()
     sys.stderr.flush()
     if outcome is None:
-        os._exit(EXIT_FAILED)  # at once: the other ranks wait for this one and must see it gone
+        os._exit(EXIT_FAILED)  # immediately, because the other ranks wait until this one ends
     return outcome
 
 
 def _run(task: WorkerTask) -> Outcome | None:
-    """The outcome to return to the agent; None where a new round shall follow."""
+    """Return the outcome for the agent, or None if a new round follows."""
     from torch.distributed import DistError
 
     agent, folder = multiprocessing.parent_process(), AgentFolder(Path(task.folder))
@@ -79,22 +79,24 @@ def _run(task: WorkerTask) -> Outcome | None:
     try:
         outcome = task.target(task.payload, member, stop)
         if outcome["status"] == "stopped":
-            # A person stops the run on one host, and all hosts end. Where nobody did, a host joins:
-            # a new round follows.
-            is_asked = any(member.round.gather("stopped", (folder.path / STOP_FILE).exists()))
+            # If the user stopped the run on one host, all hosts end. Otherwise a host has joined,
+            # and a new round follows.
+            stopped_by_user = any(
+                member.round.gather("stopped", (folder.path / STOP_FILE).exists())
+            )
         member.round.leave()
     except (DistError, ConnectionError) as error:
-        # A rank has gone before there was a process group.
+        # a rank ended before the process group existed
         outcome = {
             **failed_outcome(describe(error)),
             "fault": True,
             "traceback": traceback.format_exc(),
         }
-    except Exception as error:  # a mistake in Paceline: all ranks end with it in the next round
+    except Exception as error:  # a bug in Paceline: all ranks end with it in the next round
         outcome = {**failed_outcome(describe(error)), "traceback": traceback.format_exc()}
         member.end({**outcome, "is_final": True})
         return None
-    if (outcome["status"] == "stopped" and not is_asked) or (
+    if (outcome["status"] == "stopped" and not stopped_by_user) or (
         outcome["status"] == "failed" and not outcome.get("is_final")
     ):
         member.end(outcome)
@@ -103,12 +105,14 @@ def _run(task: WorkerTask) -> Outcome | None:
 
 
 def _not_joined(folder: AgentFolder, error: Exception) -> Outcome | None:
-    """The ranks of a round could not reach each other; after several such rounds in a row it is not
-    tried again."""
+    """Handle that the ranks of a round could not reach each other. Return None to retry; after
+    several such rounds in a row, return the outcome."""
     failures = int(folder.read_state().get("not_joined", 0)) + 1
     folder.write_state({"not_joined": failures})
     text = error.paragraph() if isinstance(error, RunError) else describe(error)
     if failures < _JOIN_ATTEMPTS:
-        logger.warning("%s. A new round follows (%d of %d)", text, failures, _JOIN_ATTEMPTS)
+        logger.warning(
+            "%s. Starting a new round (attempt %d of %d)", text, failures, _JOIN_ATTEMPTS
+        )
         return None
     return failed_outcome(text)

@@ -1,10 +1,10 @@
-"""The rendezvous endpoint of a run over several hosts: its address, the interface that leads to it,
-whether other networks can reach it, its store, and the connections to it."""
+"""The rendezvous endpoint of a run over several hosts: its address and interface, warnings if it is
+public, its store, and a watch over the connection to it."""
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
+import itertools
 import logging
 import os
 import socket
@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from types import TracebackType
 from typing import Any
+
+import psutil
 
 from paceline.cluster.clock import ClockServer, check_clock
 from paceline.config.schema import Config
@@ -36,7 +37,7 @@ class Endpoint:
     Args:
         name, port: as in `parallel.rdzv_endpoint`.
         address: what ``name`` resolves to.
-        local_address: of this host, on the way to the endpoint.
+        local_address: the address of this host from which it reaches the endpoint.
         interface: the network interface that has ``local_address``.
         is_local: ``address`` is an address of this host.
     """
@@ -54,15 +55,15 @@ class Endpoint:
 
 
 def check_endpoint(parallel: Parallel) -> None:
-    """Check what can be known without a network.
+    """Check the settings of the rendezvous without using the network.
 
     Raises:
-        ConfigError: no endpoint, a port that is not a number, a `node_rank` that does not exist, an
-            unknown interface.
+        ConfigError: no endpoint, an invalid port, a `node_rank` that does not exist, or an unknown
+            interface.
     """
     if parallel.rdzv_endpoint is None:
         raise ConfigError(
-            f"`parallel.nnodes: {parallel.nnodes}` needs the address at which the hosts meet",
+            f"`parallel.nnodes: {parallel.nnodes}` requires `parallel.rdzv_endpoint`",
             fix=(
                 "set `parallel.rdzv_endpoint` to an address of one of the hosts, the same on every"
                 " host, e.g. `parallel.rdzv_endpoint=10.0.0.1`"
@@ -79,14 +80,13 @@ def check_endpoint(parallel: Parallel) -> None:
     names = [name for _, name in socket.if_nameindex()]
     if parallel.network_interface is not None and parallel.network_interface not in names:
         raise ConfigError(
-            f"this host has no network interface `{parallel.network_interface}`"
-            " (`parallel.network_interface`)",
+            f"`parallel.network_interface: {parallel.network_interface}`: this host has no such network interface",
             allowed=", ".join(names),
         )
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """``HOST`` or ``HOST:PORT`` as (host, port). IPv6 addresses with a port are in brackets.
+    """Parse ``HOST`` or ``HOST:PORT``. IPv6 addresses with a port are in brackets.
 
     Raises:
         ConfigError: the port is not a number from 1 to 65535.
@@ -96,39 +96,37 @@ def parse_endpoint(text: str) -> tuple[str, int]:
         return text.strip("[]"), DEFAULT_PORT
     if not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(
-            f"`parallel.rdzv_endpoint: {text}` has no valid port: {port!r}",
-            allowed="HOST or HOST:PORT, with 1 to 65535",
+            f"`parallel.rdzv_endpoint: {text}`: invalid port {port!r}",
+            allowed="HOST or HOST:PORT, with a port from 1 to 65535",
         )
     return name.strip("[]"), int(port)
 
 
 def resolve_endpoint(config: Config) -> Endpoint:
-    """Resolve the endpoint's name now. Names may change their address during a run, so it is
-    resolved before each rendezvous.
+    """Resolve the name of the endpoint. Its address may change during a run, so it is resolved
+    before each rendezvous.
 
     Raises:
         OSError: the name does not resolve (yet), or there is no route to its address; or this host
-            is node 0, and the name has another host's address (still).
-        ConfigError: this host is node 0, and the address in the config is another host's.
+            is node 0, but the name (still) has the address of another host.
+        ConfigError: this host is node 0, but the configured address is that of another host.
     """
     parallel = config.parallel
     name, port = parse_endpoint(str(parallel.rdzv_endpoint))
     address = str(socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0][4][0])
     is_local = is_local_address(address)
     local_address = address if is_local else source_address(address, port)
-    if parallel.node_rank == 0 and not is_local and not _is_literal(name):
-        # A host or a pod that came back has another address, and its name may still have the old
-        # one for a while.
-        raise OSError(
-            f"{name} is {address}, which is not an address of this host, although it is node 0"
-        )
     if parallel.node_rank == 0 and not is_local:
+        if _parse_address(name) is None:
+            # A host or a pod that came back has another address, and its name may have the old one
+            # for a while.
+            raise OSError(f"{name} is {address}, not an address of this host, which is node 0")
         raise ConfigError(
             "this host is `parallel.node_rank: 0`, but `parallel.rdzv_endpoint:"
             f" {parallel.rdzv_endpoint}` is the address of another host",
             fix=(
-                "set `parallel.rdzv_endpoint` to an address of node 0, or leave"
-                " `parallel.node_rank` out"
+                "set `parallel.rdzv_endpoint` to an address of node 0, or remove"
+                " `parallel.node_rank`"
             ),
         )
     interface = parallel.network_interface or interface_of(local_address)
@@ -137,12 +135,12 @@ def resolve_endpoint(config: Config) -> Endpoint:
     return Endpoint(name, port, address, local_address, interface, is_local)
 
 
-def _is_literal(name: str) -> bool:
+def _parse_address(text: str) -> IPv4Address | IPv6Address | None:
+    """Parse an IP address; None for a host name."""
     try:
-        ipaddress.ip_address(name.split("%")[0])
+        return ip_address(text.partition("%")[0].strip("[]"))
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def is_listening(address: str, port: int, timeout_s: float) -> bool:
@@ -161,15 +159,11 @@ _CONSEQUENCE = (
 
 
 def is_public(address: str) -> bool:
-    """Whether this is a global unicast address of IPv4 or IPv6. False for a host name: resolve it
-    first."""
-    try:
-        parsed: IPv4Address | IPv6Address = ip_address(address.partition("%")[0].strip("[]"))
-    except ValueError:
-        return False
+    """Return whether this is a global unicast address; False for a host name."""
+    parsed = _parse_address(address)
     if isinstance(parsed, IPv6Address) and parsed.ipv4_mapped is not None:
         parsed = parsed.ipv4_mapped
-    return parsed.is_global and not parsed.is_multicast
+    return parsed is not None and parsed.is_global and not parsed.is_multicast
 
 
 def public_address_warning(address: str) -> str | None:
@@ -185,13 +179,15 @@ def public_address_warning(address: str) -> str | None:
 def public_listener_warning(port: int, local_addresses: list[str] | None = None) -> str | None:
     """Return a warning if the rendezvous store of this host also listens on a public address.
 
-    torch's TCPStore listens on all addresses of its host, also where the endpoint is a private one.
+    torch's TCPStore listens on all addresses of its host, even if the endpoint is a private one.
 
     Args:
-        local_addresses: those of this host; by default those of its interfaces.
+        local_addresses: of this host; default: those of its interfaces.
     """
-    addresses = _local_addresses() if local_addresses is None else local_addresses
-    public = [address for address in addresses if is_public(address)]
+    if local_addresses is None:
+        entries = itertools.chain.from_iterable(psutil.net_if_addrs().values())
+        local_addresses = [entry.address for entry in entries]
+    public = [address for address in local_addresses if is_public(address)]
     if not public:
         return None
     return (
@@ -200,26 +196,17 @@ def public_listener_warning(port: int, local_addresses: list[str] | None = None)
     )
 
 
-def _local_addresses() -> list[str]:
-    import psutil
-
-    return [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
-
-
-_EVERY_S = 2.0
-
-_CONNECT_S = 3.0
-
-#: The endpoint is given up after so long without an answer. A cut that is shorter ends nothing. The
-#: kernel of a host whose processes are paused still accepts connections, so a pause of any length
-#: does not count.
+_CHECK_INTERVAL_S = 2.0
+_CONNECT_TIMEOUT_S = 3.0
+#: The endpoint counts as lost after this time without an answer. (The kernel of a host whose
+#: processes are paused still accepts connections.)
 _LOST_AFTER_S = 30.0
 
 
 class EndpointWatch:
     """A context in which this process's connections to the endpoint are closed once it cannot be
-    reached any more, or once its name leads to another address that answers. Does nothing on the
-    endpoint's own host."""
+    reached any longer, or once its name resolves to another address that answers. Does nothing on
+    the endpoint's own host."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -232,27 +219,22 @@ class EndpointWatch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(1.0)
 
     def _run(self) -> None:
         answered_at = time.monotonic()
-        while not self._ended.wait(_EVERY_S):
-            if is_listening(self.endpoint.address, self.endpoint.port, _CONNECT_S):
+        while not self._ended.wait(_CHECK_INTERVAL_S):
+            if is_listening(self.endpoint.address, self.endpoint.port, _CONNECT_TIMEOUT_S):
                 answered_at = time.monotonic()
             elif time.monotonic() - answered_at > _LOST_AFTER_S or self._has_moved():
                 close_connections(self.endpoint.address, self.endpoint.port)
                 answered_at = time.monotonic()
 
     def _has_moved(self) -> bool:
-        """Whether the endpoint answers at another address of its name."""
+        """Return whether the endpoint answers at another address of its name."""
         try:
             resolved = socket.getaddrinfo(
                 self.endpoint.name, self.endpoint.port, type=socket.SOCK_STREAM
@@ -260,28 +242,30 @@ class EndpointWatch:
         except OSError:
             return False
         addresses = {str(entry[4][0]) for entry in resolved} - {self.endpoint.address}
-        return any(is_listening(address, self.endpoint.port, _CONNECT_S) for address in addresses)
+        return any(
+            is_listening(address, self.endpoint.port, _CONNECT_TIMEOUT_S) for address in addresses
+        )
 
 
 def close_connections(address: str, port: int) -> None:
-    """Shut down every TCP connection of this process to this address: whoever waits for an answer
-    there gets an error now."""
-    for descriptor in _own_sockets():
-        with contextlib.suppress(OSError):  # not connected, or closed meanwhile
-            there = descriptor.getpeername()
-            if (str(there[0]).removeprefix("::ffff:"), there[1]) == (address, port):
+    """Shut down every TCP connection of this process to this address, so that code that waits for
+    an answer gets an error."""
+    for descriptor in _tcp_sockets():
+        with contextlib.suppress(OSError):  # not connected, or closed in the meantime
+            peer = descriptor.getpeername()
+            if (str(peer[0]).removeprefix("::ffff:"), peer[1]) == (address, port):
                 descriptor.shutdown(socket.SHUT_RDWR)
 
 
-def _own_sockets() -> Iterator[socket.socket]:
-    """A duplicate of each TCP socket of this process, closed after its turn."""
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """Yield a duplicate of each TCP socket of this process, and close it afterwards."""
     try:
         numbers = os.listdir("/dev/fd")
     except OSError:
         return
     for number in numbers:
         with contextlib.suppress(OSError):
-            # Asked before it is duplicated: a duplicate that cannot become a socket object would
+            # Checked before it is duplicated: a duplicate that cannot become a socket object would
             # stay open, with its locks.
             if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
                 continue
@@ -295,13 +279,12 @@ def _own_sockets() -> Iterator[socket.socket]:
 
 logger = logging.getLogger(__name__)
 
-_LOG_EVERY_S = 15.0
-
-_STORE_WITHIN_S = 20.0
+_LOG_INTERVAL_S = 15.0
+_STORE_TIMEOUT_S = 20.0
 
 
 class EndpointStore:
-    """The store at which the hosts meet.
+    """The rendezvous store of the hosts.
 
     Attributes:
         is_host: whether this process serves it; None until that is known.
@@ -319,9 +302,9 @@ class EndpointStore:
             self._clock.close()
 
     def find(self, left_s: float, limit_s: float) -> Endpoint | None:
-        """The endpoint once it answers, or once this host serves it; None where that takes too
-        long. Its name is resolved anew each time: it may not be known yet, and it may get another
-        address."""
+        """Wait until the endpoint answers, or until this host serves it. Return None if that takes
+        longer than ``left_s``. Its name is resolved each time, because it may not resolve yet, or
+        may get another address."""
         deadline, logged_at, problem = time.monotonic() + left_s, time.monotonic(), ""
         while True:
             try:
@@ -337,7 +320,7 @@ class EndpointStore:
             now = time.monotonic()
             if now > deadline:
                 return None
-            if now - logged_at > _LOG_EVERY_S:
+            if now - logged_at > _LOG_INTERVAL_S:
                 logged_at = now
                 waited_s = limit_s - (deadline - now)
                 logger.info(
@@ -351,10 +334,9 @@ class EndpointStore:
             time.sleep(0.3)
 
     def _opens_store(self, endpoint: Endpoint) -> bool:
-        """Whether this process serves the rendezvous store; opens it the first time. Of two
-        processes on one host the first one serves, or the one with `node_rank: 0`. That this host
-        does not serve may change while the name of a host that came back still has the address that
-        the host had before."""
+        """Return whether this process serves the rendezvous store, and open it the first time. Of
+        two processes on one host, the first one serves, or the one with `node_rank: 0`. A negative
+        result is not final: the name of a host that came back may still have its old address."""
         from torch.distributed import DistError, TCPStore
 
         if self.is_host is not None:
@@ -367,7 +349,7 @@ class EndpointStore:
                 raise _in_use(endpoint)
             return False
         try:
-            # Shared with elastic's own, which is opened at the same port in this process.
+            # elastic opens its own store in this process at the same port and shares this one
             self._store = TCPStore(
                 endpoint.address, endpoint.port, is_master=True, wait_for_workers=False,
                 multi_tenant=True, timeout=timedelta(seconds=60),
@@ -377,11 +359,10 @@ class EndpointStore:
         return True
 
     def _announce(self, endpoint: Endpoint, is_host: bool) -> None:
-        """Log once which part this host has."""
-        where = f"{endpoint.local_address} on {endpoint.interface}"
+        """Log the role of this host once."""
         role = (
-            f"{'endpoint' if is_host else 'host'} {host_name()}: {where}; the rendezvous is at"
-            f" {endpoint}"
+            f"{'endpoint' if is_host else 'host'} {host_name()}: {endpoint.local_address} on"
+            f" {endpoint.interface}; the rendezvous is at {endpoint}"
         )
         if role == self._announced:
             return
@@ -395,8 +376,12 @@ class EndpointStore:
                 logger.warning(warning, extra=CONSOLE_ONLY)
 
     def check_clock(self, endpoint: Endpoint) -> None:
-        """Raise ConfigError where this host's clock differs from another's: elastic compares
-        heartbeats with wall clocks."""
+        """Check that the clocks of the hosts agree, because elastic compares heartbeats with wall
+        clocks.
+
+        Raises:
+            ConfigError: the clock of this host differs from that of another one.
+        """
         from torch.distributed import TCPStore
 
         if self.is_host:
@@ -407,15 +392,14 @@ class EndpointStore:
             endpoint.port,
             is_master=False,
             wait_for_workers=False,
-            timeout=timedelta(seconds=_STORE_WITHIN_S),
+            timeout=timedelta(seconds=_STORE_TIMEOUT_S),
         )
-        check_clock(store, timeout_s=_STORE_WITHIN_S)
+        check_clock(store, timeout_s=_STORE_TIMEOUT_S)
 
 
 def _in_use(endpoint: Endpoint) -> ConfigError:
     return ConfigError(
-        f"port {endpoint.port} of {endpoint.address} is in use: another run, or another program,"
-        " listens there",
+        f"port {endpoint.port} of {endpoint.address} is already in use by another run or program",
         fix=(
             "set another port, the same on every host:"
             f" `parallel.rdzv_endpoint={endpoint.name}:{endpoint.port + 1}`"

@@ -1,10 +1,9 @@
-"""What became of the ranks of the round before, and which failure was the first.
+"""Find out why the previous round ended.
 
-Each rank leaves records in a folder of its host's agent, which outlives the rank: that it runs, how
-it ended, that it was asked to end. The agent adds the exit code of its workers where it can see it.
-At the next rendezvous the ranks exchange the records, and the earliest failure that is not a
-consequence of another one is named. A rank without a record of its end was killed. A host that is
-missing was lost.
+Each rank leaves records in a folder of its host's agent, which outlives the rank: that it started,
+how it ended, that it was terminated. The agent adds the exit code of its workers if it can read it.
+At the next rendezvous the ranks exchange the records and report the earliest failure that is not a
+consequence of another one. A rank without a record of its end was killed. A missing host was lost.
 """
 
 import contextlib
@@ -21,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, cast
 
-from paceline.core.errors import EXIT_FAILED, Outcome
+from paceline.core.errors import Outcome, failed_outcome
 from paceline.core.files import write_json_atomic
 from paceline.core.processes import pid_alive
+from paceline.launch.rank_processes import exit_text
 from paceline.launch.restart import PolicyState
 
-#: How Gloo, NCCL and torch's stores report that a peer has gone.
+#: How Gloo, NCCL and torch's stores report that a peer has ended.
 _PEER_GONE = re.compile(
     r"connection (closed|reset|refused|was likely closed)|broken pipe|timed? ?out|remote process"
     r" exited|DistNetworkError|"
@@ -46,7 +46,7 @@ class StartRecord(TypedDict):
 
 
 class ExitRecord(TypedDict):
-    """Written by the agent. ``code``: None if it could not be seen."""
+    """Written by the agent. ``code``: None if it could not be read."""
 
     pid: int
     code: int | None
@@ -54,11 +54,13 @@ class ExitRecord(TypedDict):
 
 
 class TerminatedRecord(TypedDict):
+    """Written when SIGTERM arrives."""
+
     time: float
 
 
 class Record(TypedDict, total=False):
-    """What a rank of the round before has left."""
+    """The records of a rank in the previous round."""
 
     start: StartRecord
     end: Outcome
@@ -67,7 +69,7 @@ class Record(TypedDict, total=False):
 
 
 class AgentState(TypedDict, total=False):
-    """What an agent knows of the round before."""
+    """What an agent knows about the previous round."""
 
     node_rank: int
     hosts: list[str]
@@ -89,8 +91,7 @@ class AgentFolder:
         path.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def take(self, local_rank: int) -> Record:
-        """What the rank before this one in the same place has left, and remove it. Empty:
-        nothing."""
+        """Return and remove the records of the rank with this local rank in the previous round."""
         record = {}
         for name in ("start", "end", "terminated", "exit"):
             file = self._file(local_rank, name)
@@ -100,28 +101,28 @@ class AgentFolder:
         return cast(Record, record)
 
     def write(self, local_rank: int, name: str, content: RecordPart) -> None:
-        """``name``: start, end, terminated or exit. A full disk does not end the rank."""
+        """Write the record ``name``: start, end, terminated or exit. A full disk is ignored."""
         with contextlib.suppress(OSError):
             write_json_atomic(self._file(local_rank, name), content)
 
     def pids(self) -> dict[int, int]:
-        """The process of each local rank that runs, or has run last."""
+        """Return the latest process ID of each local rank."""
         pids = {}
         for file in self.path.glob("rank-*.start.json"):
             with contextlib.suppress(OSError, ValueError, KeyError):
-                pids[int(file.name.split("-")[1].partition(".")[0])] = int(
-                    json.loads(file.read_text())["pid"]
-                )
+                local_rank = int(file.name.split("-")[1].partition(".")[0])
+                pids[local_rank] = int(json.loads(file.read_text())["pid"])
         return pids
 
     def read_state(self) -> AgentState:
-        """What :meth:`write_state` has written in an earlier round, or an empty mapping."""
+        """Return what :meth:`write_state` has written in earlier rounds."""
         try:
             return cast(AgentState, dict(json.loads((self.path / "state.json").read_text())))
         except (OSError, ValueError, TypeError):
             return {}
 
     def write_state(self, entries: AgentState) -> None:
+        """Add ``entries`` to the state."""
         with contextlib.suppress(OSError):
             write_json_atomic(self.path / "state.json", {**self.read_state(), **entries})
 
@@ -130,31 +131,33 @@ class AgentFolder:
 
 
 def folder_of_agent(call: int = 0) -> AgentFolder:
-    """The folder for the agent of torchrun that has started this process, of this user alone.
+    """Return the folder for the torchrun agent that started this process, readable only by this
+    user. Remove the folders of agents that have ended.
 
     Args:
-        call: which call of ``paceline.train()`` in this process it is for.
+        call: the number of the call of ``paceline.train()`` in this process.
     """
     agent = os.getppid()
     try:
-        born = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
+        started_at = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
-        born = "0"
+        started_at = "0"
     root = Path(tempfile.gettempdir()) / f"paceline-agents-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
-    if root.stat().st_uid != os.getuid():  # another user's: then without records
+    if root.stat().st_uid != os.getuid():  # created by another user: continue without records
         root = Path(tempfile.mkdtemp(prefix="paceline-agent-"))
-    for folder in root.iterdir():  # agents that have ended
+    for folder in root.iterdir():
         pid = folder.name.partition("-")[0]
         if pid.isdigit() and not pid_alive(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
-    return AgentFolder(root / (f"{agent}-{born}-{call}" if call else f"{agent}-{born}"))
+    name = f"{agent}-{started_at}"
+    return AgentFolder(root / (f"{name}-{call}" if call else name))
 
 
 def watch_termination(folder: AgentFolder, local_rank: int) -> None:
-    """Record SIGTERM at the moment it arrives, also while the main thread waits inside a
-    collective: an agent that ends the others after a failure sends it, and such a rank has not
-    failed by itself."""
+    """Record the time at which SIGTERM arrives, even while the main thread waits inside a
+    collective. After a failure, an agent sends it to the other ranks, which have not failed
+    themselves."""
     if threading.current_thread() is not threading.main_thread():
         return
     reading, writing = os.pipe()
@@ -170,7 +173,7 @@ def watch_termination(folder: AgentFolder, local_rank: int) -> None:
 
 
 def is_secondary(outcome: Outcome) -> bool:
-    """Return whether an outcome only reports that a peer has gone."""
+    """Return whether an outcome only reports that a peer has ended."""
     return outcome.get("of_all") is not True and bool(
         _PEER_GONE.search(str(outcome.get("text", "")))
     )
@@ -178,8 +181,8 @@ def is_secondary(outcome: Outcome) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure of the round before. ``outcome``: as of :func:`paceline.launch.local.outcome_of`,
-    for the restart policy."""
+    """A failure in the previous round. ``outcome``: for the restart policy, as of
+    :func:`paceline.launch.local.outcome_of`."""
 
     ranks: list[int]
     host: str
@@ -190,13 +193,13 @@ class Failure:
 def first_failure(
     records: Sequence[Record], hosts: Sequence[str], previous_hosts: Sequence[str]
 ) -> Failure | None:
-    """The failure that ended the round before; None where there was none (a host joined, or this is
-    the first round).
+    """Return the failure that ended the previous round; None if a host joined, or if this is the
+    first round.
 
     Args:
-        records: what each rank of this round has taken from its agent's folder.
+        records: the records that each rank of this round has found in its agent's folder.
         hosts: the hosts of this round.
-        previous_hosts: name of each rank's host in the round before, as rank 0 recorded it.
+        previous_hosts: name of each rank's host in the previous round, as rank 0 recorded it.
     """
     recorded = [record for record in records if "start" in record]
     failures = [failure for record in recorded if (failure := _failure_of(record)) is not None]
@@ -207,13 +210,17 @@ def first_failure(
         if not known_ranks.intersection(ranks):
             primary.append(_lost_host(host, ranks, came_back=host in hosts))
     candidates = primary or failures
-    return min(candidates, key=_precedence) if candidates else None
-
-
-def _precedence(failure: Failure) -> tuple[bool, bool, float]:
-    # What a rank reports about all of them first; then by time, and those whose time is not known
-    # before the others: a killed process cannot write when it ended.
-    return not failure.outcome.get("of_all"), failure.time is not None, failure.time or 0.0
+    # First what a rank reports about all ranks; then failures of unknown time, because a killed
+    # process cannot record it; then by time.
+    return min(
+        candidates,
+        key=lambda failure: (
+            not failure.outcome.get("of_all"),
+            failure.time is not None,
+            failure.time or 0.0,
+        ),
+        default=None,
+    )
 
 
 def _failure_of(record: Record) -> Failure | None:
@@ -224,49 +231,39 @@ def _failure_of(record: Record) -> Failure | None:
     if end is not None:
         if end["status"] != "failed":
             return None
-        named = end.get("blamed") or [rank]
-        says_all = end["exit_code"] == 2 or end.get("of_all") or end.get("every_rank")
-        text = end["text"] if says_all else f"rank {rank} on host {host} failed. {end['text']}"
+        ranks = end.get("blamed") or [rank]
+        is_of_run = end["exit_code"] == 2 or end.get("of_all") or end.get("every_rank")
+        text = end["text"] if is_of_run else f"rank {rank} on host {host} failed. {end['text']}"
         outcome: Outcome = {
             **end,
             "text": text,
-            "ranks": named,
+            "ranks": ranks,
             "hosts": [host],
             "secondary": is_secondary(end),
         }
-        return Failure(named, host, float(end["time"]), outcome)
+        return Failure(ranks, host, float(end["time"]), outcome)
     ended_at = None if exit_ is None else float(exit_["time"])
     terminated = record.get("terminated")
     if terminated is not None and (ended_at is None or ended_at > float(terminated["time"])):
-        return None  # its agent ended it, after another failure
-    return _killed(start, None if exit_ is None else exit_["code"], ended_at)
-
-
-def _killed(start: StartRecord, code: int | None, ended_at: float | None) -> Failure:
-    rank, host = int(start["rank"]), str(start["host"])
-    if code is not None and code < 0:
-        often = " (often: out of memory; see `dmesg`)" if code == -signal.SIGKILL else ""
-        how = f"was killed by {signal.Signals(-code).name}{often}"
-    elif code:
-        how = f"ended without a message, with exit code {code}"
-    else:
-        how = "was killed: it left no message"
-    reason = f"rank {rank} on host {host} (process {start['pid']}) {how}"
+        return None  # its agent terminated it after another failure
+    code = None if exit_ is None else exit_["code"]
+    text = exit_text(code) if code else "was killed: it left no message"
+    reason = f"rank {rank} on host {host} (process {start['pid']}) {text}"
     return Failure([rank], host, ended_at, _fault(reason, [rank], host))
 
 
 def _lost_host(host: str, ranks: list[int], came_back: bool) -> Failure:
-    plural = "s" if len(ranks) > 1 else ""
-    span = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
-    what = "was lost and has come back" if came_back else "was lost"
-    return Failure(
-        ranks, host, None, _fault(f"host {host} with rank{plural} {span} {what}", ranks, host)
-    )
+    name = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    reason = f"host {host} with {name} was lost{' and has come back' if came_back else ''}"
+    return Failure(ranks, host, None, _fault(reason, ranks, host))
 
 
 def _fault(reason: str, ranks: list[int], host: str) -> Outcome:
     return {
-        "status": "failed", "exit_code": EXIT_FAILED,
-        "text": f"{reason}. The other ranks were stopped.", "traceback": "", "report": None,
-        "fault": True, "ranks": ranks, "hosts": [host], "reason": reason, "gone": True,
-    }  # fmt: skip
+        **failed_outcome(f"{reason}. The other ranks were stopped."),
+        "fault": True,
+        "ranks": ranks,
+        "hosts": [host],
+        "reason": reason,
+        "gone": True,
+    }

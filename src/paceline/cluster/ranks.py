@@ -1,10 +1,10 @@
-"""One round of a run that an elastic agent starts: the ranks' numbers, and what the ranks tell each
-other before they train.
+"""Number the ranks of a round that an elastic agent starts, and let them exchange values before
+they train.
 
-torch elastic numbers the hosts by (address, process id) at every rendezvous, so that rank 0 may
-move to another host after a restart. That would change the order in which gradients are summed, and
-the host that writes the run's folder. The ranks therefore number themselves: the endpoint host
-first, then the others in the order of the round before.
+torch elastic numbers the hosts by (address, process ID) at every rendezvous, so rank 0 may move to
+another host after a restart. That would change the order in which gradients are summed, and the
+host that writes the run's folder. The ranks therefore number themselves: the endpoint host first,
+then the others in the order of the previous round.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from paceline.core.errors import RunError
+from paceline.core.errors import RunError, first_line
 from paceline.distributed.environment import RankEnv, from_environment
 
 _POLL_S = 0.02
@@ -30,11 +30,11 @@ class HostEntry:
 
     Args:
         host: its name.
-        group_rank: its number as elastic gave it.
+        group_rank: its number from elastic.
         num_ranks: of this host.
-        is_endpoint: whether the rendezvous endpoint is this host; None where that is not known.
+        is_endpoint: whether this host is the rendezvous endpoint; None if that is not known.
         node_rank: `parallel.node_rank`, or None for `auto`.
-        previous: its number in the round before, or None.
+        previous: its number in the previous round, or None.
     """
 
     host: str
@@ -46,30 +46,25 @@ class HostEntry:
 
 
 def ordered(hosts: Sequence[HostEntry]) -> list[HostEntry]:
-    """The hosts in the order of their ranks: the endpoint host first, then each at its `node_rank`
-    or its previous number where that is free; the others fill the gaps in elastic's order."""
+    """Return the hosts in the order of their ranks: the endpoint host first, then each at its
+    `node_rank` or its previous number if that is free; the others fill the gaps in elastic's
+    order."""
     by_group = sorted(hosts, key=lambda host: host.group_rank)
     first = next((host for host in by_group if host.is_endpoint), None)
     rest = [host for host in by_group if host is not first]
-    wanted: dict[int, HostEntry] = {} if first is None else {0: first}
+    placed: dict[int, HostEntry] = {} if first is None else {0: first}
     unplaced = []
     for host in rest:
         number = host.node_rank if host.node_rank is not None else host.previous
-        if number is None or number in wanted:
+        if number is None or number in placed:
             unplaced.append(host)
         else:
-            wanted[number] = host
-    result: list[HostEntry] = []
-    number = 0
-    while len(result) < len(hosts):
-        if number in wanted:
-            result.append(wanted.pop(number))
-        elif unplaced:
-            result.append(unplaced.pop(0))
-        else:  # a host is missing: those after it move up
-            result.append(wanted.pop(min(wanted)))
-        number += 1
-    return result
+            placed[number] = host
+    for number in range(len(hosts)):
+        if number not in placed and unplaced:
+            placed[number] = unplaced.pop(0)
+    # If a host is missing, those after it move up.
+    return [placed[number] for number in sorted(placed)]
 
 
 @dataclass
@@ -92,21 +87,20 @@ class Round:
         return self.env.rank == 0
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """Each rank's value (JSON), in the order of the ranks. Every rank calls this, once for each
-        ``name``."""
+        """Return each rank's value (JSON) by rank. Every rank calls this once per ``name``."""
         self.store.set(f"{name}/{self.env.rank}", json.dumps(value))
         return [self._get(f"{name}/{rank}") for rank in range(self.env.world_size)]
 
     def broadcast(self, name: str, value: Any) -> Any:
-        """Rank 0's value (JSON), on every rank."""
+        """Return the value (JSON) of rank 0 on every rank."""
         if self.is_first:
             self.store.set(name, json.dumps(value))
             return value
         return self._get(name)
 
     def leave(self) -> None:
-        """Called last, by every rank that can: the rank that serves the store waits until the
-        others have read from it."""
+        """Leave the round. The rank that serves the store waits until the others have read from
+        it."""
         from torch.distributed import DistError
 
         with contextlib.suppress(DistError, RuntimeError):
@@ -119,24 +113,22 @@ class Round:
                 time.sleep(_POLL_S)
 
     def _get(self, key: str) -> Any:
-        # Not `wait`, which holds the interpreter: a signal would not be seen, and a rank may
-        # tokenize for long.
+        # `wait` would block signal handlers, and another rank may tokenize for a long time.
         while not self.store.check([key]):
             time.sleep(_POLL_S)
         return json.loads(self.store.get(key))
 
 
-# the store of this round, where this process serves it; it lives as long as the process
+# the store of this round, if this process serves it; kept until the process ends
 _server: Any = None
 
 
 def enter_round(entry: HostEntry, call: int = 0) -> Round:
-    """Number the ranks of this round, put the numbers into the environment, and return what the
-    ranks share.
+    """Number the ranks of this round, and set the numbers in the environment.
 
     Args:
         entry: of this process's host.
-        call: how often this process has entered one before in the same round of its agent.
+        call: see :func:`~paceline.cluster.rounds.next_call`.
 
     Raises:
         RunError: the store of the round cannot be reached.
@@ -144,38 +136,30 @@ def enter_round(entry: HostEntry, call: int = 0) -> Round:
     env, store = from_environment(), _open_store(call)
     store.set(f"numbering/{env.rank}", json.dumps({**asdict(entry), "local_rank": env.local_rank}))
     unnumbered = Round(env, [], 0, store)
-    posted = [unnumbered._get(f"numbering/{rank}") for rank in range(env.world_size)]
-    hosts = [
-        HostEntry(**{key: value for key, value in entry_fields.items() if key != "local_rank"})
-        for entry_fields in posted
-    ]
-    distinct = list(
-        {
-            host.group_rank: host
-            for host, entry_fields in zip(hosts, posted, strict=True)
-            if entry_fields["local_rank"] == 0
-        }.values()
-    )
-    order = ordered(distinct)
+    hosts = {}
+    for rank in range(env.world_size):
+        fields = unnumbered._get(f"numbering/{rank}")
+        if fields.pop("local_rank") == 0:
+            hosts[fields["group_rank"]] = HostEntry(**fields)
+    order = ordered(list(hosts.values()))
     names = [host.host for host in order for _ in range(host.num_ranks)]
     number = next(index for index, host in enumerate(order) if host.group_rank == entry.group_rank)
     first_rank = sum(host.num_ranks for host in order[:number])
     env = replace(env, rank=first_rank + env.local_rank)
-    # From here on everything reads these: torch's own rendezvous (env://), DeepSpeed, the parameter
-    # server.
+    # Read by torch's own rendezvous (env://), DeepSpeed and the parameter server.
     os.environ.update(RANK=str(env.rank), GROUP_RANK=str(number))
     return Round(env, names, number, store)
 
 
 def _open_store(call: int) -> Any:
-    """The store of this round, at MASTER_ADDR. All ranks are its clients from here on, whichever
+    """Return a client of the store of this round, at MASTER_ADDR. All ranks are clients, whichever
     process serves it."""
     global _server
     from torch.distributed import DistError, PrefixStore, TCPStore, is_initialized
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=_STORE_TIMEOUT_S)
-    # An agent serves it, or the process group that exists already was formed at it.
+    # An agent serves it, or a process group was already formed with it.
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or is_initialized()
     try:
         if not is_served and int(os.environ["RANK"]) == 0:
@@ -186,13 +170,13 @@ def _open_store(call: int) -> Any:
     except (DistError, OSError, RuntimeError) as error:
         raise RunError(
             f"the ranks cannot reach the store of this round at {address}:{port}:"
-            f" {str(error).splitlines()[0]}",
-            fix="see `paceline doctor` for what blocks the ports between the hosts",
+            f" {first_line(error)}",
+            fix="check the ports between the hosts with `paceline doctor`",
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if not is_served:
-        # A host that has joined later counts its restarts from 0. The store is of this round alone,
-        # so one prefix does.
+        # A host that joined later counts its restarts from 0. The store is used by this round only,
+        # so one prefix suffices.
         os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
         attempt = "0"
     return PrefixStore(f"paceline/{attempt}/{call}", client)

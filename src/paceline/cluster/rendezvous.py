@@ -1,5 +1,5 @@
-"""Elastic's c10d rendezvous with two time limits: one for the first round, one for a host that must
-come back later."""
+"""Elastic's c10d rendezvous with two time limits: one for the first round, and one for hosts that
+rejoin later."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,13 +18,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from paceline.cluster.failures import AgentFolder
 
-#: To give as ``rdzv_backend``. Needs ``join_timeout``, ``rejoin_timeout``, ``last_call_timeout``,
+#: The ``rdzv_backend``. It requires ``join_timeout``, ``rejoin_timeout``, ``last_call_timeout``,
 #: ``keep_alive_interval``, ``keep_alive_max_attempt`` and ``agent_folder`` in ``rdzv_configs``.
 BACKEND = "paceline-c10d"
 
 
 class TwoLimits(RendezvousTimeout):
-    """As elastic's timeouts; ``rejoin`` takes the place of ``join`` once ``has_run()`` is true."""
+    """Elastic's timeouts, with ``rejoin`` instead of ``join`` once ``has_run()`` is true."""
 
     def __init__(
         self, join: timedelta, rejoin: timedelta, last_call: timedelta, has_run: Callable[[], bool]
@@ -40,7 +40,7 @@ class TwoLimits(RendezvousTimeout):
 
 class _Handler(DynamicRendezvousHandler):
     def get_backend(self) -> str:
-        """The registry demands the name under which the handler was asked for."""
+        """Return the name under which the handler is registered, as the registry requires."""
         return BACKEND
 
 
@@ -50,7 +50,7 @@ def has_run(folder: AgentFolder) -> bool:
 
 
 def register() -> None:
-    """Make :data:`BACKEND` known to elastic."""
+    """Register :data:`BACKEND` with elastic."""
     rendezvous_handler_registry.register(BACKEND, _create_handler)
 
 

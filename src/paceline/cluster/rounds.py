@@ -1,5 +1,5 @@
-"""A rank of a run that an agent starts: what it does with the round before, and how its end is
-recorded for the next one.
+"""A round of a run as a rank sees it: join it, decide how it follows from the previous round, and
+record how the rank ends for the next one.
 
 The same code runs under Paceline's own agent (:mod:`paceline.cluster.elastic`), torchrun and
 `accelerate launch`.
@@ -22,7 +22,7 @@ from paceline.cluster.failures import (
 )
 from paceline.cluster.ranks import HostEntry, Round, enter_round
 from paceline.config.schema import Config
-from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, Outcome
+from paceline.core.errors import EXIT_FAILED, EXIT_USAGE, Outcome, failed_outcome
 from paceline.core.events import Fault
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import host_name
@@ -36,9 +36,9 @@ class Membership:
     """This rank in its round.
 
     Args:
-        record: what the rank before it in the same place has left.
-        can_restart: the agent starts the ranks again when one of them fails.
-        agent_pid: the process that does.
+        record: of the rank with the same local rank in the previous round.
+        can_restart: the agent restarts the ranks when one of them fails.
+        agent_pid: process ID of the agent.
     """
 
     round: Round
@@ -54,16 +54,13 @@ class Membership:
         self.folder.write(self.round.env.local_rank, "end", record)
 
     def policy_state(self) -> PolicyState | None:
-        """What the restart policy has counted so far."""
+        """Return what the restart policy has counted so far."""
         return self.folder.read_state().get("recovery")
 
     def fail(self, text: str, blamed: Sequence[int]) -> None:
-        """End this process and record a fault of the run. Any thread may call this while the main
+        """Record a fault of the run and end this process. Any thread may call this while the main
         thread is blocked."""
-        self.end({
-            "status": "failed", "exit_code": EXIT_FAILED, "text": text, "fault": True,
-            "traceback": "", "of_all": True, "blamed": list(blamed),
-        })  # fmt: skip
+        self.end({**failed_outcome(text), "fault": True, "of_all": True, "blamed": list(blamed)})
         os._exit(EXIT_FAILED)
 
 
@@ -71,9 +68,8 @@ _num_calls = 0
 
 
 def next_call() -> int:
-    """The number of this call of ``paceline.train()`` in this process. Later calls have nothing to
-    do with the records and the keys of earlier ones, which the agent's folder and store still hold.
-    """
+    """Return the number of this call of ``paceline.train()`` in this process. It keeps calls apart
+    from the records and keys of earlier ones, which remain in the agent's folder and store."""
     global _num_calls
     _num_calls += 1
     return _num_calls - 1
@@ -88,11 +84,11 @@ def join_round(
     can_restart: bool,
     call: int = 0,
 ) -> Membership:
-    """Number the ranks of the round that the environment describes, and leave a record that this
-    rank runs.
+    """Number the ranks of the round that the environment describes, and record that this rank has
+    started.
 
     Args:
-        call: of :func:`next_call`.
+        call: from :func:`next_call`.
 
     Raises:
         RunError: the store of the round cannot be reached.
@@ -121,15 +117,13 @@ def join_round(
 
 
 class Restart(TypedDict):
-    """How this round follows from the one before.
+    """How this round follows from the previous one.
 
     Args:
-        is_first: there was none.
-        fault: what is recorded of the failure that ended it (the `fault` event); None where there
-            was none.
-        failed: the outcome with which all ranks end now: a failure after which nothing is started
-            again.
-        global_batch_size: of the round before.
+        is_first: there was no previous round.
+        fault: the `fault` event of the failure that ended it, if any.
+        failed: the outcome with which all ranks end now, if no restart follows the failure.
+        global_batch_size: of the previous round.
     """
 
     is_first: bool
@@ -139,16 +133,18 @@ class Restart(TypedDict):
 
 
 def follow(member: Membership, config: Config) -> Restart:
-    """Decide on rank 0, from the records of all ranks, whether the run continues after the round
-    before. A collective."""
+    """Decide on rank 0, from the records of all ranks, whether the run continues after the previous
+    round. A collective."""
     round_ = member.round
     records = round_.gather("records", member.record)
-    states = round_.gather("states", member.folder.read_state())
-    decision = _decide(member, records, _latest(states), config) if round_.is_first else None
+    states: list[AgentState] = round_.gather("states", member.folder.read_state())
+    state = states[0]
+    if "hosts" not in state:  # the agent of rank 0 is new: use what the latest other one knows
+        state = max(states, key=lambda known: known.get("entered_at", 0.0))
+    decision = _decide(member, records, state, config) if round_.is_first else None
     policy, restart = round_.broadcast("restart", decision)
     if round_.env.local_rank == 0:
-        # On every host: where the one of rank 0 is lost with its agent, the others still know what
-        # was before.
+        # written on every host, because the host of rank 0 may be lost together with its agent
         member.folder.write_state(
             {
                 "node_rank": round_.node_rank,
@@ -158,16 +154,6 @@ def follow(member: Membership, config: Config) -> Restart:
             }
         )
     return cast(Restart, restart)
-
-
-def _latest(states: list[AgentState]) -> AgentState:
-    """What rank 0's agent knows of the round before or, where that agent is new, what the agent
-    knows that was in one last."""
-    return (
-        states[0]
-        if "hosts" in states[0]
-        else max(states, key=lambda state: state.get("entered_at", 0.0))
-    )
 
 
 def _decide(
@@ -182,13 +168,13 @@ def _decide(
     if failure is not None and failure.outcome.get("is_final"):
         failed = failure.outcome
     elif failure is not None:
-        fault, outcome = policy.judge(failure.outcome)
+        fault, outcome = policy.evaluate(failure.outcome)
         if fault is not None and failure.time is not None:
             fault["seen_at"] = failure.time
         failed = {**outcome, "is_final": True} if fault is None else None
     elif previous_hosts and len(previous_hosts) != len(round_.hosts):
         logger.info(
-            "the run continues on %d ranks; there were %d",
+            "the run continues on %d ranks (before: %d)",
             len(round_.hosts),
             len(previous_hosts),
             extra=CONSOLE_ONLY,
@@ -200,29 +186,21 @@ def _decide(
         "failed": failed,
         "global_batch_size": state.get("global_batch_size"),
     }
-    return policy.state(), restart
+    return policy.state, restart
 
 
 def agree(member: Membership, name: str, problem: Outcome | None) -> Outcome | None:
-    """The first problem of any rank, in the order of the ranks, on all of them: then all end with
-    it. A collective."""
-    problems = member.round.gather(name, problem)
+    """Return on all ranks the first problem of any rank, with which all of them end. A
+    collective."""
+    hosts, problems = member.round.hosts, member.round.gather(name, problem)
     for rank, outcome in enumerate(problems):
         if outcome is not None:
-            where = (
-                "" if len(set(member.round.hosts)) == 1 else f"on host {member.round.hosts[rank]}: "
-            )
-            return cast(Outcome, {**outcome, "text": f"{where}{outcome['text']}", "is_final": True})
+            prefix = "" if len(set(hosts)) == 1 else f"on host {hosts[rank]}: "
+            text = f"{prefix}{outcome['text']}"
+            return cast(Outcome, {**outcome, "text": text, "is_final": True})
     return None
 
 
 def config_problem(text: str, exit_code: int = EXIT_USAGE) -> Outcome:
-    """The outcome of a rank that has found a mistake before anything was started."""
-    return {
-        "status": "failed",
-        "exit_code": exit_code,
-        "text": text,
-        "traceback": "",
-        "fault": False,
-        "report": None,
-    }
+    """Return the outcome of a rank that found a mistake before anything was started."""
+    return {**failed_outcome(text, exit_code), "fault": False}

@@ -205,3 +205,14 @@ class Outcome(TypedDict, total=False):
     gone: bool
     secondary: bool
     is_final: bool
+
+
+def failed_outcome(text: str, exit_code: int = EXIT_FAILED) -> Outcome:
+    """Return the outcome of a run or a rank that failed."""
+    return {
+        "status": "failed",
+        "exit_code": exit_code,
+        "text": text,
+        "traceback": "",
+        "report": None,
+    }

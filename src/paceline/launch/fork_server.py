@@ -1,7 +1,8 @@
-"""A fork server that imports torch and the rest while the launcher reads the config and the data.
+"""A fork server that imports torch and other modules while the launcher reads config and data.
 
-The ranks are then forked from it, so the imports are paid once a host and beside other work. It is
-started before torch is imported here, and never after an accelerator was touched.
+The ranks are forked from it, so each host pays for the imports once, and in parallel with other
+work. It is started before torch is imported in the launcher, and never after an accelerator was
+used.
 """
 
 import multiprocessing
@@ -11,21 +12,17 @@ import os
 import signal
 import tempfile
 import threading
+from collections.abc import Mapping, Sequence
 
 from paceline.config.schema import Config
 from paceline.core.files import Scratch
+from paceline.core.processes import temporary_environment
 
 
 def start_fork_server(config: Config) -> None:
-    """Start it for this config; returns at once."""
-    # Every torch optimizer imports torch._dynamo when it is made: a second that is better spent
-    # here.
+    """Start the fork server for the ranks of a run. Returns immediately."""
+    # Every torch optimizer imports torch._dynamo when it is created, which takes about a second.
     modules = ["paceline.launch.worker", "torch._dynamo"]
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main:
-        # First of all: whatever ends the launcher ends the server with it. (The kernel ties this to
-        # the thread that starts it.)
-        modules.insert(0, "paceline.launch.parent_death")
     if config.parallel.mode in ("zero2", "zero3", "fsdp") or config.parallel.shard:
         modules.append("torch.distributed.fsdp")
     if config.task in ("sft", "pretrain"):
@@ -39,57 +36,59 @@ def start_fork_server(config: Config) -> None:
             modules.append("peft")
     elif config.task == "classify":
         modules.append("paceline.tasks.classify")
-    multiprocessing.set_forkserver_preload(modules)
-    keep_server_files()
-    # A Ctrl-C or a closed terminal reaches the whole process group, and Slurm's SIGTERM every
-    # process of a step. The server inherits "ignore": it prints no traceback, lets the ranks save
-    # their checkpoint, and ends with the launcher.
-    numbers = (
-        [signal.SIGINT, signal.SIGTERM] + ([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])
-        if in_main
-        else []
+    # Keep the resource tracker quiet about what is left when a run is killed.
+    warnings = filter(
+        None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]
     )
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    warnings_before = os.environ.get("PYTHONWARNINGS")
-    # Where a run is ended at once, what clears up behind it need not speak of it.
-    os.environ["PYTHONWARNINGS"] = ",".join(
-        filter(None, [warnings_before, "ignore:resource_tracker:UserWarning"])
-    )
-    level_before = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    environment = {"PYTHONWARNINGS": ",".join(warnings)}
     if config.parameter_server.on_worker_failure == "continue":
-        # rpc warns of each connection to a rank that is gone
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ["PACELINE_FORK_SERVER_PARENT"] = str(os.getpid())  # see launch/parent_death.py
+        # torch.distributed.rpc warns about each connection to a lost rank
+        environment["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    start_server(modules, environment)
+
+
+def start_server(modules: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Start a fork server that imports ``modules`` with these environment variables set, and ends
+    with this process. Returns immediately."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if in_main:
+        # Imported first: from then on the kernel ends the server together with the thread that
+        # starts it, which must therefore be the main thread.
+        modules = ["paceline.launch.parent_death", *modules]
+    multiprocessing.set_forkserver_preload(list(modules))
+    _set_temp_dir()
+    # Ctrl-C and a closed terminal reach the whole process group, and Slurm's SIGTERM every process
+    # of a step. The server inherits that these are ignored: it prints no traceback, lets the ranks
+    # save their checkpoint, and ends with the launcher.
+    numbers = []
+    if in_main:
+        numbers = [
+            getattr(signal, name)
+            for name in ("SIGINT", "SIGTERM", "SIGHUP")
+            if hasattr(signal, name)
+        ]
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    parent = {"PACELINE_FORK_SERVER_PARENT": str(os.getpid())}  # see launch/parent_death.py
     try:
-        multiprocessing.forkserver.ensure_running()
+        with temporary_environment({**environment, **parent}):
+            multiprocessing.forkserver.ensure_running()
     finally:
-        del os.environ["PACELINE_FORK_SERVER_PARENT"]
-        for name, value in (
-            ("PYTHONWARNINGS", warnings_before),
-            ("TORCH_CPP_LOG_LEVEL", level_before),
-        ):
-            if value is not None:
-                os.environ[name] = value
-            else:
-                os.environ.pop(name, None)
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def keep_server_files() -> None:
-    """To be called before the fork server is started. Its socket lies in a folder that goes even
-    where this process is killed: with the next run."""
+def _set_temp_dir() -> None:
+    """Put the server's socket into a folder that is removed even if this process is killed (then by
+    the next run)."""
     if multiprocessing.current_process()._config.get("tempdir") is not None:  # type: ignore[attr-defined]
-        return  # whoever calls this has used it before
-    # The path of the server's socket may have 107 bytes, of which 55 are names below this folder.
-    scratch, before = (
-        Scratch(parent="/tmp" if len(os.fsencode(tempfile.gettempdir())) > 50 else None),
-        tempfile.tempdir,
-    )
+        return  # the caller's program has used multiprocessing before
+    # The path of a socket may have 107 bytes; the names below this folder take 55 of them.
+    is_long = len(os.fsencode(tempfile.gettempdir())) > 50
+    scratch, before = Scratch(parent="/tmp" if is_long else None), tempfile.tempdir
     try:
         tempfile.tempdir = str(scratch.path)
         multiprocessing.util.get_temp_dir()
     finally:
         tempfile.tempdir = before
-    # after what is in it: that has -100
+    # after the finalizer of the folder's content, which has the priority -100
     multiprocessing.util.Finalize(None, scratch.close, exitpriority=-200)

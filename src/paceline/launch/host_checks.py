@@ -1,7 +1,7 @@
-"""The result of a check, and the checks of this host that are cheap enough for every start of a
-run."""
+"""The result of a check, and the checks of this host that are fast enough to run at each start."""
 
 import os
+import resource
 import shutil
 import socket
 from dataclasses import dataclass
@@ -14,11 +14,10 @@ from paceline.core.formatting import counted
 from paceline.distributed.devices import cpu_cores
 
 _SHARED = Path("/dev/shm")
-#: Below this loader processes and NCCL run out of it: a container gets 64 MB where nobody asks for
-#: more.
-_SHARED_BYTES = 1 << 30
-#: Ranks, loader processes, their pipes, and the files of a checkpoint.
-_OPEN_FILES = 1024
+#: With less, loader processes and NCCL run out of it. (By default a container has 64 MB.)
+_MIN_SHARED_BYTES = 1 << 30
+#: Limit on open files below which ranks, loader processes and checkpoints may exceed it.
+_MIN_OPEN_FILES = 1024
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ class CheckResult:
 
 
 def quick_checks(config: Config, device_type: str, num_ranks: int) -> list[CheckResult]:
-    """Return what is not as it should be on this host, of what can be checked within a millisecond
-    and without torch."""
+    """Return the problems of this host that can be found within a millisecond and without torch."""
     checks = [
         check_open_files(),
         check_shared_memory(
@@ -71,7 +69,7 @@ def quick_checks(config: Config, device_type: str, num_ranks: int) -> list[Check
 
 
 def check_threads(num_ranks: int) -> CheckResult:
-    """Threads and cores: too many threads a rank is the commonest way to make a CPU slow."""
+    """Check that the threads of all ranks do not outnumber the cores, which slows training down."""
     cores = cpu_cores()
     limits = {
         name: os.environ[name]
@@ -81,11 +79,11 @@ def check_threads(num_ranks: int) -> CheckResult:
     value = f"{counted(cores, 'core')}, " + (
         ", ".join(f"{name}={count}" for name, count in limits.items()) or "shared by the ranks"
     )
-    each = max((int(count) for count in limits.values() if count.isdecimal()), default=0)
-    if each * num_ranks > cores:
+    threads = max((int(count) for count in limits.values() if count.isdecimal()), default=0)
+    if threads * num_ranks > cores:
         return CheckResult.warning(
             "threads",
-            f"{value}: {counted(num_ranks, 'rank')} × {counted(each, 'thread')} on"
+            f"{value}: {counted(num_ranks, 'rank')} × {counted(threads, 'thread')} on"
             f" {counted(cores, 'core')}",
             f"unset {' and '.join(limits)}, or set OMP_NUM_THREADS={max(1, cores // num_ranks)}",
         )
@@ -93,12 +91,13 @@ def check_threads(num_ranks: int) -> CheckResult:
 
 
 def check_shared_memory(num_ranks: int, loader_workers: int, accelerator: bool) -> CheckResult:
-    """/dev/shm, through which loader processes hand over batches and the GPUs of a host speak."""
+    """Check the size of /dev/shm, which loader processes and the GPUs of a host use to exchange
+    data."""
     if not _SHARED.is_dir():
         return CheckResult.passed("shared_memory", "no /dev/shm on this system")
-    total = shutil.disk_usage(_SHARED)
-    value = f"{human_bytes(total.free)} of {human_bytes(total.total)} free"
-    if total.free < _SHARED_BYTES and (loader_workers > 0 or (accelerator and num_ranks > 1)):
+    usage = shutil.disk_usage(_SHARED)
+    value = f"{human_bytes(usage.free)} of {human_bytes(usage.total)} free"
+    if usage.free < _MIN_SHARED_BYTES and (loader_workers > 0 or (accelerator and num_ranks > 1)):
         advice = "start the container with `--shm-size=8g` (or `--ipc=host`)"
         return CheckResult.warning(
             "shared_memory",
@@ -109,21 +108,20 @@ def check_shared_memory(num_ranks: int, loader_workers: int, accelerator: bool) 
 
 
 def check_open_files() -> CheckResult:
-    import resource
-
+    """Check the limit on open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     value = f"{soft:,} at once" + (f", up to {hard:,} by `ulimit -n`" if hard != soft else "")
-    if 0 <= soft < _OPEN_FILES:
+    if 0 <= soft < _MIN_OPEN_FILES:
         return CheckResult.warning(
             "open_files",
             value,
-            f"type `ulimit -n {min(hard, 4096) if hard > 0 else 4096}` before the run",
+            f"run `ulimit -n {min(hard, 4096) if hard > 0 else 4096}` before the run",
         )
     return CheckResult.passed("open_files", value)
 
 
 def check_port() -> CheckResult:
-    """Ranks of this host can meet: a port of the loopback can be had."""
+    """Check that ranks of this host can connect to each other through the loopback interface."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]

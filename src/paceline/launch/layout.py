@@ -1,5 +1,5 @@
-"""Which strategy a run takes, on which mesh, and how the global batch is shared among the replicas:
-decided before a rank exists."""
+"""Choose strategy and mesh of a run, and how the replicas share the global batch, before the ranks
+exist."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ logger = logging.getLogger(__name__)
 def choose_layout(
     config: Config, num_devices: int, device_type: str, outer: RankEnv | None
 ) -> ParallelLayout:
-    """The layout for ``num_devices`` devices: as the config says, or, with ``mode: auto``, the
-    fastest that fits in memory.
+    """Return the layout for ``num_devices`` devices: the configured one, or, with ``mode: auto``,
+    the fastest that fits in memory.
 
     Args:
-        outer: the rank that an outer launcher gave this process.
+        outer: the rank that an outer launcher assigned to this process.
 
     Raises:
-        ConfigError: the axes do not make that number of ranks; or the strategy cannot run this
-            config, with what would fit.
+        ConfigError: the product of the axes is not the number of ranks, or the strategy does not
+            support this config.
     """
     name = mode_of(config.parallel)
     if name == "auto":
@@ -49,98 +49,95 @@ def choose_layout(
         chosen, why = pick(config, num_devices, device_type=device_type)
         text = f"strategy: {chosen.text()}, chosen by `mode: auto`: {why}"
     else:
-        if outer is not None:  # it has started the serving ranks too
+        if outer is not None:  # its ranks include the servers
             num_devices -= get_spec(name).extra_ranks(config)
         if num_devices < 1:
             raise ConfigError(
-                f"`parallel.mode: {name}` has no worker: all ranks that were started are servers",
+                f"`parallel.mode: {name}` has no worker: all ranks are servers",
                 fix="start more ranks, or lower `parameter_server.num_servers`",
             )
         chosen = layout(config.parallel, num_devices, name)
         text = f"strategy: {chosen.text()}"
-    # The `run_start` event holds it.
+    # the event log has a `run_start` event
     logger.info(text, extra=CONSOLE_ONLY)
     if chosen.num_processes == 1 and outer is not None and outer.world_size > 1:
         raise ConfigError(
-            f"`parallel.mode: {name}` runs in one process, and the outer launcher started"
-            f" {counted(outer.world_size, 'rank')}",
+            f"`parallel.mode: {name}` is not supported with {counted(outer.world_size, 'rank')} of"
+            " an outer launcher: it runs in one process",
             fix="start it without torchrun (`paceline sft …`), or set `parallel.mode: ddp`",
         )
     if chosen.num_processes == 1 and outer is None and config.parallel.hosts != (1, 1):
         raise ConfigError(
-            f"`parallel.mode: {name}` runs in one process, and `parallel.nnodes` is"
-            f" {config.parallel.nnodes}",
+            f"`parallel.mode: {name}` is not supported with `parallel.nnodes:"
+            f" {config.parallel.nnodes}`: it runs in one process",
             fix="set `parallel.mode: ddp`, or `parallel.nnodes: 1`",
         )
     check_strategy(chosen.strategy, config, chosen.axes)
-    serving = get_spec(chosen.strategy).extra_ranks(config)
-    if serving and device_type != "cpu":
+    spec = get_spec(chosen.strategy)
+    num_servers = spec.extra_ranks(config)
+    if num_servers and device_type != "cpu":
         raise ConfigError(
-            f"`parallel.mode: {chosen.strategy}` runs on CPU ranks alone so far, and these are"
-            f" {device_type} devices",
+            f"`parallel.mode: {chosen.strategy}` is not supported with {device_type} devices: it"
+            " runs on CPU ranks only",
             fix="set `parallel.device: cpu`, or `parallel.mode: ddp`",
         )
-    if outer is not None and get_spec(chosen.strategy).expendable_ranks(config, chosen.axes):
+    can_lose_ranks = bool(spec.expendable_ranks(config, chosen.axes))
+    if outer is not None and can_lose_ranks:
         raise ConfigError(
-            "`parameter_server.on_worker_failure: continue` needs Paceline's own launcher: an"
-            " outer one"
+            "`parameter_server.on_worker_failure: continue` is not supported with an outer launcher: it"
             " ends all ranks when one ends",
             fix="start it without torchrun (`paceline sft …`), or set `on_worker_failure: restart`",
         )
-    if config.parallel.hosts != (1, 1) and get_spec(chosen.strategy).expendable_ranks(
-        config, chosen.axes
-    ):
+    if config.parallel.hosts != (1, 1) and can_lose_ranks:
         raise ConfigError(
-            "`parameter_server.on_worker_failure: continue` works on one host, and"
-            " `parallel.nnodes` is"
-            f" {config.parallel.nnodes}",
-            fix="set `on_worker_failure: restart`: all ranks then go back to the newest checkpoint",
+            "`parameter_server.on_worker_failure: continue` is not supported with `parallel.nnodes:"
+            f" {config.parallel.nnodes}`: it requires that all ranks are on one host",
+            fix="set `on_worker_failure: restart`, which restarts all ranks from the latest checkpoint",
         )
-    return replace(chosen, num_processes=chosen.num_processes + serving)
+    return replace(chosen, num_processes=chosen.num_processes + num_servers)
 
 
 def check_row_state(config: Config, stored: Config, path: Path) -> None:
-    """What servers keep beside the rows must be what the optimizer wants that gets them."""
-    there, here = stored.parameter_server.optimizer, config.train_args.optim
-    served = stored.parallel.mode == "parameter_server" != config.parallel.mode
-    if served and there != here:
+    """Check that the optimizer can use the state that parameter servers have stored for the rows.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    stored_optimizer, optimizer = stored.parameter_server.optimizer, config.train_args.optim
+    was_served = stored.parallel.mode == "parameter_server" != config.parallel.mode
+    if was_served and stored_optimizer != optimizer:
         raise ConfigError(
-            f"{path} was written by servers with `parameter_server.optimizer: {there}`, and"
-            f" `parallel.mode: {config.parallel.mode}` would go on with `optim: {here}` from its"
-            " state",
+            f"{path} was written with `parameter_server.optimizer: {stored_optimizer}`, whose state"
+            f" `optim: {optimizer}` (`parallel.mode: {config.parallel.mode}`) cannot use",
             fix="set `parallel.mode: parameter_server`, or another `output_dir` for a new run",
         )
 
 
 def sharing_text(config: Config, derived: ResolvedValues) -> str | None:
-    """For a run that goes on on another number of replicas, or with other micro-batches: how its
-    global batch is shared now. None where it is as the config says."""
-    configured, accumulation = (
-        config.train_args.gradient_accumulation_steps,
-        derived.gradient_accumulation_steps,
-    )
-    batch, replicas = (
-        counted(derived.global_batch_size, "sample"),
-        counted(derived.replicas, "replica"),
-    )
-    each = derived.shares if derived.global_batch_size % derived.replicas else None
+    """Describe how the replicas share the global batch of a run that resumes with another number of
+    replicas or other micro-batches. None if it is as configured."""
+    configured = config.train_args.gradient_accumulation_steps
+    accumulation = derived.gradient_accumulation_steps
+    batch = counted(derived.global_batch_size, "sample")
+    replicas = counted(derived.replicas, "replica")
+    shares = derived.shares if derived.global_batch_size % derived.replicas else None
     if accumulation != configured:
         text = (
             f"gradient_accumulation_steps: {configured} → {accumulation}, which keeps the run's"
             f" global batch of {batch} on {replicas}"
         )
-        return f"{text}, as {each}" if each else text
-    return f"{replicas}: {batch} of the global batch as {each}" if each else None
+        return f"{text}, as {shares}" if shares else text
+    return f"{replicas}: {batch} of the global batch as {shares}" if shares else None
 
 
 def check_sizes(derived: ResolvedValues, samples: int, mode: str) -> list[Notice]:
-    """Check that every replica can get part of the run's global batch.
+    """Check that every replica gets part of the run's global batch.
 
     Args:
         mode: the strategy's name.
-        samples: training samples. Fewer than a global batch, or than replicas, are enough: the
-            missing rows are padded with zero weight, so the loss and the gradient are those of the
-            samples alone.
+        samples: number of training samples. It may be smaller than the global batch or the number
+            of replicas: missing rows are padded with zero weight, which changes neither loss nor
+            gradient.
 
     Returns:
         The notices to log.
@@ -151,35 +148,38 @@ def check_sizes(derived: ResolvedValues, samples: int, mode: str) -> list[Notice
     """
     if samples == 0:
         raise ConfigError(
-            "the dataset holds no sample to train on", fix="check `dataset` and `max_length`"
+            "the dataset contains no training sample", fix="check `dataset` and `max_length`"
         )
     if derived.replicas > samples and mode in OTHER_TRAINING:
         raise ConfigError(
-            f"`parallel.mode: {mode}` trains each worker on its own samples, and {derived.replicas}"
-            f" workers are more than the {counted(samples, 'training sample')}",
+            f"`parallel.mode: {mode}` trains each worker on separate samples, but there are"
+            f" {derived.replicas} workers and only {counted(samples, 'training sample')}",
             fix=(
                 f"set `parallel.num_gpus` to at most {samples}, use `parallel.mode: ddp`, or add"
                 " data"
             ),
         )
     if derived.replicas > derived.global_batch_size:
-        most = derived.global_batch_size * (derived.world_size // derived.replicas)
+        max_ranks = derived.global_batch_size * (derived.world_size // derived.replicas)
         raise ConfigError(
             f"the run's global batch of {counted(derived.global_batch_size, 'sample')} cannot be"
             f" shared among {derived.replicas} replicas: some would have nothing to train on",
             fix=(
-                f"set `parallel.num_gpus` to at most {most}, or split the model over the ranks"
+                f"set `parallel.num_gpus` to at most {max_ranks}, or split the model over the ranks"
                 " (`parallel.tensor`, `parallel.pipeline`), or set another `output_dir` for a"
                 " new run"
             ),
         )
     if derived.global_batch_size <= samples:
         return []
+    all_samples = (
+        "the only training sample" if samples == 1 else f"all {samples:,} training samples"
+    )
     text = (
         f"the global batch of {counted(derived.global_batch_size, 'sample')}"
         f" ({derived.micro_batch_size} per micro-batch × {derived.gradient_accumulation_steps}"
         f" accumulation × {counted(derived.replicas, 'replica')}) is larger than the dataset: each"
-        f" step trains on {_all_of(samples)}, and the missing rows are padded with zero weight"
+        f" step trains on {all_samples}, and the missing rows are padded with zero weight"
     )
     if derived.replicas > samples:
         idle = derived.replicas - samples
@@ -188,7 +188,3 @@ def check_sizes(derived: ResolvedValues, samples: int, mode: str) -> list[Notice
             f" padding only; {counted(samples, 'replica')} would train on the same samples"
         )
     return [Notice("warning", text)]
-
-
-def _all_of(samples: int) -> str:
-    return "the only training sample" if samples == 1 else f"all {samples:,} training samples"

@@ -1,5 +1,4 @@
-"""A run on this host: its ranks, the signals of the person who started it, and the next attempt
-where a fault ends one."""
+"""Run a job on this host: its ranks, the signals to the launcher, and restarts after faults."""
 
 from __future__ import annotations
 
@@ -9,23 +8,32 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from paceline.core.errors import EXIT_SIGINT, EXIT_SIGTERM, Outcome
+from paceline.core.errors import EXIT_SIGINT, EXIT_SIGTERM, Outcome, failed_outcome
 from paceline.core.log import CONSOLE_ONLY
 from paceline.core.processes import hidden_main
 from paceline.launch.rank_processes import RankProcesses, open_store
-from paceline.launch.worker import RunRank, failed_outcome
+from paceline.launch.worker import RunRank
+
+if TYPE_CHECKING:
+    from paceline.parallel.registry import StrategySpec
 
 logger = logging.getLogger(__name__)
 
-#: What follows an attempt that a fault has ended: the spec of the next one; None where there is
-#: none, with the outcome as it shall be reported.
+#: Decides what follows an attempt that a fault has ended: (spec of the next attempt, outcome). The
+#: spec is None if there is no further attempt; then the outcome is the one to report.
 Follow = Callable[[Any, Outcome], tuple[Any, Outcome]]
 
 
 class LocalLauncher:
-    """Runs a spec on ``num_ranks`` ranks of this host and says what became of them."""
+    """Runs a spec on the ranks of this host.
+
+    Args:
+        run_rank: what a rank does with the spec; default: the training of a
+            :class:`~paceline.train.run_spec.RunSpec`.
+        follow: default: no further attempt.
+    """
 
     def __init__(
         self,
@@ -34,18 +42,15 @@ class LocalLauncher:
         run_rank: RunRank | None = None,
         follow: Follow | None = None,
     ) -> None:
-        """``run_rank``: what a rank does with the spec; default: the training of a
-        :class:`~paceline.train.run_spec.RunSpec`. ``follow``: default: no further attempt."""
         self.spec = spec
         self.run_rank = run_rank
         self.num_ranks = num_ranks
         self.follow = follow
-        self.on_stop = "finishing this step and saving a checkpoint"  # what a person is told then
+        self.on_stop = "finishing this step and saving a checkpoint"  # logged at the first signal
         self.signals = SignalForwarder(lambda: self.on_stop)
 
     def run(self) -> Outcome:
-        """Returns {"status", "exit_code", "report", and for a failure "text", "traceback"}. Leaves
-        no process and no file."""
+        """Run until the last attempt has ended. Leaves no process and no file."""
         with self.signals, hidden_main():
             while True:
                 outcome = self._run_attempt()
@@ -62,30 +67,24 @@ class LocalLauncher:
 
     def _run_attempt(self) -> Outcome:
         try:
-            store = open_store()
             ranks = RankProcesses(
-                self.spec, self.num_ranks, store, self.run_rank, expendable(self.spec)
+                self.spec, self.num_ranks, open_store(), self.run_rank, expendable(self.spec)
             )
             with ranks:
-                return _run_ranks(ranks, self.spec, self.signals)
+                with self.signals.to(ranks):
+                    try:
+                        ranks.start()
+                    except (EOFError, ConnectionError):
+                        return _failed_start(self.signals.number)
+                    while not ranks.wait(0.1):
+                        pass
+                return outcome_of(ranks, self.spec, self.signals.number)
         except (OSError, RuntimeError) as error:
             return failed_outcome(f"the ranks could not be started: {error}")
 
 
-def _run_ranks(ranks: RankProcesses, spec: Any, signals: SignalForwarder) -> Outcome:
-    """Start the ranks, wait until the last has ended, and return what became of them."""
-    with signals.to(ranks):
-        try:
-            ranks.start()
-        except (EOFError, ConnectionError):
-            return _cut_start(signals.number)
-        while not ranks.wait(0.1):
-            pass
-    return outcome_of(ranks, spec, signals.number)
-
-
 class ForwardsSignals(Protocol):
-    """Processes of ranks to which a signal can be sent."""
+    """Rank processes to which a signal can be sent."""
 
     def forward(self, number: int) -> None: ...
 
@@ -93,15 +92,14 @@ class ForwardsSignals(Protocol):
 
 
 class SignalForwarder:
-    """SIGINT, SIGTERM and SIGHUP to the launcher: the first asks all ranks to stop, a second ends
-    everything at once."""
+    """Handles SIGINT, SIGTERM and SIGHUP to the launcher: the first requests all ranks to stop, the
+    second kills them."""
 
     def __init__(self, on_stop: Callable[[], str]) -> None:
         self.number: int | None = None
         self.on_stop = on_stop
-        self.on_second_signal: Callable[[int], None] = lambda number: (
-            None
-        )  # called once the ranks are gone
+        # called after the ranks were killed
+        self.on_second_signal: Callable[[int], None] = lambda number: None
         self._ranks: ForwardsSignals | None = None
         self._before: dict[int, Any] = {}
 
@@ -119,9 +117,9 @@ class SignalForwarder:
 
     @contextlib.contextmanager
     def to(self, ranks: ForwardsSignals) -> Iterator[None]:
-        """For the while, these ranks are asked to stop."""
+        """Forward signals to these ranks within the block."""
         self._ranks = ranks
-        if self.number is not None:  # it came between two attempts
+        if self.number is not None:  # received between two attempts
             ranks.forward(self.number)
         try:
             yield
@@ -131,48 +129,48 @@ class SignalForwarder:
     def _on_signal(self, number: int, _frame: Any) -> None:
         if self.number is not None:
             if number == getattr(signal, "SIGHUP", None):
-                # a closed terminal sends it twice, by the kernel and by the shell; nobody asks for
-                # haste
+                # When a terminal is closed, both the kernel and the shell send it: the second one
+                # does not mean that the user is in a hurry.
                 return
             if self._ranks is not None:
                 self._ranks.kill(wait_s=2.0)
-            with contextlib.suppress(Exception):  # nothing holds up who is in haste
+            with contextlib.suppress(Exception):  # best effort: the user wants to quit immediately
                 self.on_second_signal(number)
             os._exit(stop_code(self.number))
         self.number = number
         name = signal.Signals(number).name
-        logger.info("\n%s: %s; once more ends at once", name, self.on_stop(), extra=CONSOLE_ONLY)
+        logger.info(
+            f"\n{name}: {self.on_stop()}; send it again to quit immediately", extra=CONSOLE_ONLY
+        )
         if self._ranks is not None:
             self._ranks.forward(number)
 
 
+def _strategy_of(spec: Any) -> StrategySpec | None:
+    layout = getattr(spec, "layout", None)
+    if layout is None:
+        return None
+    from paceline.parallel.registry import get_spec
+
+    return get_spec(layout.strategy)
+
+
 def expendable(spec: Any) -> frozenset[int]:
-    """Ranks of a spec that may end without ending the run."""
-    layout = getattr(spec, "layout", None)
-    if layout is None:
+    """Return the ranks of a spec that may end without ending the run."""
+    strategy = _strategy_of(spec)
+    if strategy is None:
         return frozenset()
-    from paceline.parallel.registry import get_spec
-
-    return get_spec(layout.strategy).expendable_ranks(spec.config, layout.axes)
-
-
-def _role(spec: Any, rank: int) -> str:
-    """What a rank was, where ranks differ: ``, a server of the tables``."""
-    layout = getattr(spec, "layout", None)
-    if layout is None:
-        return ""
-    from paceline.parallel.registry import get_spec
-
-    role = get_spec(layout.strategy).rank_role(spec.config, layout.axes, rank)
-    return f", {role}" if role else ""
+    return strategy.expendable_ranks(spec.config, spec.layout.axes)
 
 
 def outcome_of(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> Outcome:
-    """What became of the ranks of this host. For a failure ``fault`` says whether going back to a
-    checkpoint may mend it: True, False, or None where it is not known."""
-    outcomes = {rank: o for rank, o in ranks.outcomes().items() if rank not in ranks.lost_ranks}
+    """Return the outcome of an attempt. If it failed, ``fault`` tells whether resuming from a
+    checkpoint may succeed: True, False, or None if that is not known."""
+    outcomes = {
+        rank: outcome for rank, outcome in ranks.outcomes().items() if rank not in ranks.lost_ranks
+    }
     failures = [outcome for outcome in outcomes.values() if outcome["status"] == "failed"]
-    # What tells of more than the rank that reports it comes first.
+    # A failure that describes several ranks comes first.
     failures.sort(key=lambda outcome: (not outcome.get("of_all"), outcome["time"]))
     lost = ranks.lost()
     if lost and not (failures and failures[0].get("of_all")):
@@ -181,8 +179,8 @@ def outcome_of(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> Outco
         return _failed_with(failures[0], ranks, spec)
     if len(outcomes) + len(ranks.lost_ranks) < ranks.num_ranks:
         if stopped_by is not None:
-            return {"status": "stopped", "exit_code": stop_code(stopped_by), "report": None}
-        return failed_outcome("the ranks were ended")
+            return _stopped(stopped_by)
+        return failed_outcome("the ranks were killed")
     reported = [outcome for _, outcome in sorted(outcomes.items()) if outcome["report"] is not None]
     outcome = reported[0] if reported else outcomes[min(outcomes)]
     if outcome["status"] == "stopped" and stopped_by is not None:
@@ -190,8 +188,12 @@ def outcome_of(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> Outco
     return outcome
 
 
+def _stopped(number: int) -> Outcome:
+    return {"status": "stopped", "exit_code": stop_code(number), "report": None}
+
+
 def _failed_with(failure: Outcome, ranks: RankProcesses, spec: Any) -> Outcome:
-    """The outcome of an attempt that ended because a rank reported this failure."""
+    """Return the outcome of an attempt in which a rank reported this failure."""
     is_of_run = failure["exit_code"] == 2 or failure.get("of_all") or failure.get("every_rank")
     text = failure["text"] if is_of_run else f"rank {failure['rank']} failed. {failure['text']}"
     return {
@@ -202,41 +204,41 @@ def _failed_with(failure: Outcome, ranks: RankProcesses, spec: Any) -> Outcome:
     }
 
 
-def _cut_start(stopped_by: int | None) -> Outcome:
-    """The outcome of an attempt that ended before all its ranks were there: multiprocessing starts
-    the fork server anew."""
+def _failed_start(stopped_by: int | None) -> Outcome:
+    """Return the outcome of an attempt whose ranks could not all be started, because the fork
+    server has ended (multiprocessing starts a new one)."""
     if stopped_by is not None:
-        return {"status": "stopped", "exit_code": stop_code(stopped_by), "report": None}
-    text = "the process from which the ranks are forked ended while it started them"
+        return _stopped(stopped_by)
+    text = "the fork server ended while it started the ranks"
     return {**failed_outcome(text), "fault": True, "ranks": [], "reason": text}
 
 
 def _failed_by(lost: list[int], ranks: RankProcesses, spec: Any) -> Outcome:
-    """The outcome of an attempt that ended because these ranks were gone without a message."""
-    names = "; ".join(
-        f"rank {rank}{_role(spec, rank)} (process {ranks.processes[rank].pid})"
-        f" {ranks.how_it_ended(rank)}"
+    """Return the outcome of an attempt in which these ranks ended without a message."""
+    reason = "; ".join(
+        f"{_rank_text(rank, ranks.processes[rank].pid, spec)} {ranks.exit_text(rank)}"
         for rank in lost
     )
-    text = f"{names}. The other ranks were stopped.{_lost_earlier(ranks, spec)}"
-    return {
-        **failed_outcome(text),
-        "fault": True,
-        "ranks": lost,
-        "reason": names,
-        "gone": True,
-    }
+    text = f"{reason}. The other ranks were stopped.{_lost_earlier(ranks, spec)}"
+    return {**failed_outcome(text), "fault": True, "ranks": lost, "reason": reason, "gone": True}
 
 
 def _lost_earlier(ranks: RankProcesses, spec: Any) -> str:
-    """The ranks that the run had gone on without, for a person."""
+    """Describe the lost ranks without which the run had continued."""
     texts = [
-        f"rank {rank}{_role(spec, rank)} (process {lost['pid']}), {lost['reason']}"
+        f"{_rank_text(rank, lost['pid'], spec)}, {lost['reason']}"
         for rank, lost in ranks.lost_ranks.items()
     ]
     return f" Lost earlier: {'; '.join(texts)}." if texts else ""
 
 
+def _rank_text(rank: int, pid: int | None, spec: Any) -> str:
+    """Name a rank, with its role if ranks have different roles, and its process."""
+    strategy = _strategy_of(spec)
+    role = "" if strategy is None else strategy.rank_role(spec.config, spec.layout.axes, rank)
+    return f"rank {rank}{f', {role}' if role else ''} (process {pid})"
+
+
 def stop_code(number: int) -> int:
-    """The exit code of a run that this signal stopped."""
+    """Return the exit code of a run that this signal stopped."""
     return EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM

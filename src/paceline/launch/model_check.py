@@ -1,9 +1,9 @@
-"""Refuse what a rank would refuse about a model, without its weights: built on torch's meta device,
-adapters included.
+"""Check before the ranks exist whether they can train a model, by building it with its adapters on
+torch's meta device.
 
 A dry run does this before the data is read. A run does it while the data is tokenized, in a process
-forked from the warm fork server: a model that cannot be trained ends the tokenization. Short
-tokenization does not wait for the check; the ranks then refuse the model themselves.
+forked from the fork server: a model that cannot be trained ends the tokenization. If tokenization
+ends first, it does not wait for the check; the ranks then reject the model themselves.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.files import Scratch, cache_dir, write_json_atomic
 from paceline.core.log import Notice
+from paceline.core.processes import end_with_parent, hidden_main
 from paceline.core.stop import polling
 from paceline.data.cache import key_of
 from paceline.models.builtin import config_numbers
@@ -28,29 +29,28 @@ from paceline.models.builtin import config_numbers
 if TYPE_CHECKING:
     from paceline.parallel.registry import ParallelLayout
 
-#: By then the fork server has imported what a model needs.
+#: After this time the fork server has imported the modules that a model needs.
 _START_AFTER_S = 6.0
 
 
 def check_model(config: Config, layout: ParallelLayout) -> list[Notice]:
-    """Build the model as the ranks will, without weights; returns what they would report about it.
-    A model that passed is remembered in the cache. Does nothing for tasks other than language
-    models.
+    """Build a language model as the ranks will, without weights. Return the notices that they would
+    log. The result of a model that passes is cached.
 
     Raises:
-        ConfigError: the ranks would refuse the model, its adapters, or the way it is spread.
+        ConfigError: the ranks would reject the model, its adapters, or its layout.
     """
     if config.task not in ("sft", "pretrain"):
         return []
-    remembered = _remembered(config, layout)
-    if remembered is not None:
+    cached = _cache_file(config, layout)
+    if cached is not None:
         with contextlib.suppress(OSError, ValueError, TypeError):
-            return [Notice(*entry) for entry in json.loads(remembered.read_text())]
+            return [Notice(*entry) for entry in json.loads(cached.read_text())]
     notices = _build_and_check(config, layout)
-    if remembered is not None:
+    if cached is not None:
         with contextlib.suppress(OSError):
-            remembered.parent.mkdir(parents=True, exist_ok=True)
-            write_json_atomic(remembered, notices)
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            write_json_atomic(cached, notices)
     return notices
 
 
@@ -80,9 +80,9 @@ def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
         )
     if layout.axes.pipeline > 1:
         check_stages(model, config, layout.axes.pipeline)
-    return (
-        [Notice(*entry) for entry in adapter_notices(model, config)] if config.lora.enable else []
-    )
+    if not config.lora.enable:
+        return []
+    return [Notice(*entry) for entry in adapter_notices(model, config)]
 
 
 def check_stages(model: Any, config: Config, num_ranks: int) -> None:
@@ -99,15 +99,15 @@ def check_stages(model: Any, config: Config, num_ranks: int) -> None:
 
     trace = trace_model(model)
     if trace is not None and trace.error is not None:
-        return  # without values the forward of some models cannot run: the ranks check these
+        return  # some models cannot run forward on the meta device: the ranks check these
     blocks = find_blocks(model)
     check_trace(model, blocks, trace)
     chunks = num_chunks(config.parallel.pipeline_schedule, config.parallel.stages_per_rank)
     divide_model(model, blocks, num_ranks * chunks, trace)
 
 
-def _remembered(config: Config, layout: ParallelLayout) -> Path | None:
-    """The file in the cache that says that this model was checked; None if nothing tells that the
+def _cache_file(config: Config, layout: ParallelLayout) -> Path | None:
+    """Return the file in the cache for the check of this model; None if it is unknown whether the
     model is still the same."""
     if config.trust_remote_code or config.lora.adapter is not None:
         return None
@@ -132,13 +132,13 @@ def _remembered(config: Config, layout: ParallelLayout) -> Path | None:
 
 
 @contextlib.contextmanager
-def checking_beside(config: Config, layout: ParallelLayout) -> Iterator[None]:
-    """Within the block, computations that poll are ended by the error of a model that cannot be
-    trained. To be used where the fork server was started for this config."""
+def checking_in_background(config: Config, layout: ParallelLayout) -> Iterator[None]:
+    """Check the model in another process within the block; if it cannot be trained, functions that
+    poll raise the error. The fork server must have been started for this config."""
     if config.task not in ("sft", "pretrain"):
         yield
         return
-    check = _CheckBeside(config, layout)
+    check = _BackgroundCheck(config, layout)
     try:
         with polling(check.poll):
             yield
@@ -146,7 +146,7 @@ def checking_beside(config: Config, layout: ParallelLayout) -> Iterator[None]:
         check.close()
 
 
-class _CheckBeside:
+class _BackgroundCheck:
     def __init__(self, config: Config, layout: ParallelLayout) -> None:
         self._arguments = (config, layout)
         self._start_at = time.monotonic() + _START_AFTER_S
@@ -154,7 +154,7 @@ class _CheckBeside:
         self._scratch: Scratch | None = None
 
     def poll(self) -> None:
-        """Start the check when it is time; raise what it found.
+        """Start the check when it is time, and raise its error.
 
         Raises:
             ConfigError: see :func:`check_model`.
@@ -170,8 +170,6 @@ class _CheckBeside:
             raise ConfigError(what, allowed=allowed, fix=fix)
 
     def _start(self) -> None:
-        from paceline.core.processes import hidden_main
-
         self._scratch = Scratch()
         context = multiprocessing.get_context("forkserver")
         self._process = context.Process(
@@ -191,8 +189,6 @@ class _CheckBeside:
 
 
 def _check_in_process(config: Config, layout: ParallelLayout, outcome: str) -> None:
-    from paceline.core.processes import end_with_parent
-
     end_with_parent()
     try:
         check_model(config, layout)

@@ -1,5 +1,7 @@
-"""Everything that is decided before a rank exists: the options, this host's devices, the data. A
-mistake is reported here, with nothing started and nothing written."""
+"""Check and prepare a run before its ranks exist: options, devices of this host, data, checkpoint.
+
+Mistakes are reported here, before anything is started or written.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from paceline.distributed.devices import (
 from paceline.distributed.environment import outer_launcher
 from paceline.launch.host_checks import quick_checks
 from paceline.launch.layout import check_sizes, sharing_text
-from paceline.launch.model_check import check_model, checking_beside
+from paceline.launch.model_check import check_model, checking_in_background
 from paceline.launch.resume import (
     check_checkpoint_dir,
     check_output_dir,
@@ -72,17 +74,17 @@ class PreparedRun:
 
     Args:
         spec: for its ranks.
-        finished: the report of the run in the same folder, if it is complete already.
+        finished: the report of the run in the same folder, if it is already complete.
     """
 
-    spec: Any  # a RunSpec; None on a rank that only learns that the run is complete
+    spec: Any  # a RunSpec; None on a rank that is only notified that the run is complete
     devices: Devices | None
     finished: dict[str, JsonValue] | None = None
 
 
 @dataclass(frozen=True)
 class LeaderPlan:
-    """What rank 0 has found in the run's folder, for the ranks that do not read it.
+    """The state of the run's folder as rank 0 sees it, for the ranks that do not read it.
 
     Args:
         resume_from: the checkpoint, as a path on rank 0's host.
@@ -93,11 +95,10 @@ class LeaderPlan:
 
 
 def check_early(config: Config) -> None:
-    """Check what costs next to nothing: the mode, the output folder, whether what the config needs
-    is installed.
+    """Check what takes no time: the mode, the output folder, required packages.
 
     Raises:
-        ConfigError: something is wrong.
+        ConfigError: the config cannot run.
     """
     mode_of(config.parallel)
     check_output_dir(Path(config.output_dir))
@@ -108,11 +109,8 @@ def check_early(config: Config) -> None:
     elif config.resume not in ("auto", "never") and not Path(config.resume).exists():
         raise ConfigError(
             f"`resume: {config.resume}` does not exist",
-            allowed=(f"auto, never, or a checkpoint such as RUN/checkpoints/{name_of(40)}"),
-            fix=(
-                "check the path, or leave `resume` out: a run goes on from its newest checkpoint by"
-                " itself"
-            ),
+            allowed=f"auto, never, or a checkpoint such as RUN/checkpoints/{name_of(40)}",
+            fix="check the path, or remove `resume`: the default resumes the latest checkpoint",
         )
     if "tensorboard" in config.report_to:
         from paceline.observe.tensorboard import check_tensorboard
@@ -133,18 +131,16 @@ def prepare_run(
     leader: LeaderPlan | None = None,
     dry_run: bool = False,
 ) -> PreparedRun:
-    """Read and tokenize the data, work out batch and steps, and see whether a run is to be resumed.
-    What a person should know is logged as it comes up.
+    """Read and tokenize the data, derive batch size and steps, and find the checkpoint to resume.
 
     Args:
         started_at: when the command began, in seconds since the epoch.
-        global_batch_size: of the attempt before, which may have reached no checkpoint; else that of
-            the checkpoint is used.
-        attempt: from the second on, the run's newest checkpoint is resumed, whatever ``resume``
-            says.
-        leader: on ranks other than 0 of a run over several hosts; nothing in the folder here
-            counts.
-        dry_run: check the model too, which else the ranks do.
+        global_batch_size: of the previous attempt, which may not have reached a checkpoint;
+            otherwise that of the checkpoint is used.
+        attempt: from the second on, the latest checkpoint of the run is resumed regardless of
+            ``resume``.
+        leader: on ranks other than 0 of a run over several hosts, which ignore their own folder.
+        dry_run: check the model too; otherwise the ranks do that.
 
     Raises:
         ConfigError: the run cannot start, or cannot be resumed exactly.
@@ -155,10 +151,7 @@ def prepare_run(
         check_run_folder(loaded, run_dir, is_first_attempt)
     task = load_task(config)
     data = _prepare_data(task, config, layout, dry_run)
-    _warn_about_loaders(config, layout, devices)
-    _warn_about_offload(config, layout)
-    wasted = compression_notice(config, layout.axes.data)
-    log_notices(logger, [] if wasted is None else [wasted])
+    _warn_about_idle_settings(config, layout, devices)
     path: Path | None = None
     if leader is None:
         if config.checkpoint_dir is not None:
@@ -184,9 +177,9 @@ def prepare_run(
 def _prepare_data(task: Task, config: Config, layout: ParallelLayout, dry_run: bool) -> Prepared:
     if dry_run:
         log_notices(logger, check_model(config, layout))
-    # Under an outer launcher there is no fork server, and the ranks build the model themselves.
-    has_check = not dry_run and not outer_launcher()
-    with checking_beside(config, layout) if has_check else contextlib.nullcontext():
+    # Under an outer launcher there is no fork server, and the ranks check the model themselves.
+    can_check = not dry_run and not outer_launcher()
+    with checking_in_background(config, layout) if can_check else contextlib.nullcontext():
         data = task.prepare()
     log_notices(logger, data.notices)
     return data
@@ -199,7 +192,7 @@ def _resolve_sizes(
     data: Prepared,
     global_batch_size: int | None,
 ) -> ResolvedValues:
-    """Batch, steps and learning rate, which are checked against the data and the strategy."""
+    """Derive batch size, steps and learning rate, and check them against data and strategy."""
     derived = derive(
         config,
         world_size=layout.world_size,
@@ -217,11 +210,19 @@ def _resolve_sizes(
     unbalanced = equal_notice(config, derived)
     log_notices(logger, [] if unbalanced is None else [unbalanced])
     check_steps(layout.strategy, config, derived.steps)
-    _check_schedule(config)
+    if config.train_args.lr_scheduler_kwargs:
+        from paceline.train.optimizer import check_schedule
+
+        problem = check_schedule(config.train_args)
+        if problem:
+            raise ConfigError(f"`train_args.lr_scheduler_kwargs`: {problem}")
     return derived
 
 
-def _warn_about_loaders(config: Config, layout: ParallelLayout, devices: Devices | None) -> None:
+def _warn_about_idle_settings(
+    config: Config, layout: ParallelLayout, devices: Devices | None
+) -> None:
+    """Warn about settings that have no effect, or slow the run down."""
     num_ranks = layout.num_processes
     if devices is not None:
         num_ranks = min(devices.count, num_ranks)
@@ -232,27 +233,16 @@ def _warn_about_loaders(config: Config, layout: ParallelLayout, devices: Devices
             loaders,
             cores,
         )
-
-
-def _warn_about_offload(config: Config, layout: ParallelLayout) -> None:
+    wasted = compression_notice(config, layout.axes.data)
+    log_notices(logger, [] if wasted is None else [wasted])
     offload = config.parallel.cpu_offload
     if offload != "none" and get_spec(layout.strategy).capabilities.ignores_offload:
         logger.warning(
-            "`parallel.cpu_offload: %s` has no effect with `parallel.mode: %s`; strategies"
-            " that shard"
+            "`parallel.cpu_offload: %s` has no effect with `parallel.mode: %s`; strategies that shard"
             " the state use it: zero2, zero3, deepspeed",
             offload,
             layout.strategy,
         )
-
-
-def _check_schedule(config: Config) -> None:
-    if config.train_args.lr_scheduler_kwargs:
-        from paceline.train.optimizer import check_schedule
-
-        problem = check_schedule(config.train_args)
-        if problem:
-            raise ConfigError(f"`train_args.lr_scheduler_kwargs`: {problem}")
 
 
 _STOP_CODES = (EXIT_SIGINT, EXIT_SIGTERM)
@@ -260,11 +250,11 @@ _STOP_CODES = (EXIT_SIGINT, EXIT_SIGTERM)
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What the command line may set beside the config.
+    """Options of the command line that are not part of the config.
 
     Args:
-        fault: content of the `fault` event, if an outer launcher has started the ranks again after
-            a failure.
+        fault: content of the `fault` event, if an outer launcher has restarted the ranks after a
+            failure.
     """
 
     dry_run: bool = False
@@ -276,7 +266,7 @@ class TrainOptions:
 @dataclass(frozen=True)
 class TrainResult:
     """How a run ended: the exit code of the process, and the report. Under an outer launcher such
-    as torchrun every rank has it."""
+    as torchrun every rank receives it."""
 
     exit_code: int
     report: dict[str, JsonValue] | None = None
@@ -285,14 +275,14 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class PreparedHost:
-    """This host's devices, and the config with what follows from them."""
+    """This host's devices, and the config adapted to them."""
 
     loaded: Loaded
     devices: Devices
 
 
 def log_and_check(loaded: Loaded) -> None:
-    """Log the notices of a config, and check what can be checked at once.
+    """Log the notices of a config, and run the checks that take no time.
 
     Raises:
         ConfigError: the config cannot run.
@@ -302,11 +292,10 @@ def log_and_check(loaded: Loaded) -> None:
 
 
 def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
-    """Choose this host's devices and the precision, and check what would make a run fail here.
+    """Choose this host's devices and the precision, and check whether this host can run the config.
 
     Raises:
-        ConfigError: the devices that the config asks for do not exist, or this machine cannot run
-            it.
+        ConfigError: the requested devices do not exist, or this host cannot run the config.
     """
     config = loaded.config
     devices = choose_devices(
@@ -319,7 +308,7 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
     for check in quick_checks(config, devices.type, devices.count):
         if check.fatal:
             raise ConfigError(
-                f"this machine cannot run it: {check.name}: {check.value}", fix=check.advice
+                f"this host cannot run the config: {check.name}: {check.value}", fix=check.advice
             )
         logger.warning("%s: %s; %s", check.name, check.value, check.advice)
     config, precision = with_precision(config, devices.type, devices.names[: devices.count])
@@ -328,10 +317,10 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
 
 
 def result_of(outcome: Outcome, options: TrainOptions, config: Config) -> TrainResult:
-    """The result of a run, from what its launcher or this rank returned.
+    """Convert the outcome of a launcher or of this rank into the result of the run.
 
     Raises:
-        ConfigError: a rank refused the config.
+        ConfigError: a rank rejected the config.
         ReportedError: the run failed.
     """
     if outcome["status"] == "finished":
@@ -348,7 +337,7 @@ def result_of(outcome: Outcome, options: TrainOptions, config: Config) -> TrainR
         )
     has_report = outcome.get("report") is not None
     if outcome["status"] == "stopped" and not has_report and outcome["exit_code"] in _STOP_CODES:
-        logger.info("stopped before the training began", extra=CONSOLE_ONLY)
+        logger.info("stopped before training began", extra=CONSOLE_ONLY)
         return TrainResult(outcome["exit_code"])
     return TrainResult(outcome["exit_code"], outcome["report"])
 
@@ -364,6 +353,6 @@ def log_finished(config: Config, steps: JsonValue) -> None:
 
 
 def log_dry_run(derived: ResolvedValues) -> None:
-    """Log what follows from the numbers of a config."""
+    """Log the values derived from a config."""
     for label, text in derived_lines(derived.as_dict()):
         logger.info("%-14s %s", label, text, extra=CONSOLE_ONLY)

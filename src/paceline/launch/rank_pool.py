@@ -1,12 +1,11 @@
-"""Ranks of this host for a short piece of work: started from a warm server, ended with the command,
-whatever becomes of it."""
+"""Run a function on CPU ranks of this host, which are forked from a fork server and end with the
+command."""
 
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -14,33 +13,17 @@ from typing import Any
 
 from paceline.core.errors import PacelineError, RunError
 from paceline.core.processes import end_with_launcher, hidden_main
-from paceline.launch.fork_server import keep_server_files
+from paceline.launch.fork_server import start_server
 from paceline.launch.rank_processes import open_store
 
-#: how long a collective may wait for another rank before the work has failed
+#: How long a collective may wait for another rank before the function has failed.
 _TIMEOUT_S = 60.0
 
 
 def warm_up(modules: Sequence[str] = ()) -> None:
-    """Start the server that the ranks are forked from; it imports torch (and ``modules``) beside
-    what the caller does next."""
-    import multiprocessing.forkserver
-
-    in_main = threading.current_thread() is threading.main_thread()
-    # it ends with the thread that starts it
-    bound = ["paceline.launch.parent_death"] if in_main else []
-    keep_server_files()
-    multiprocessing.set_forkserver_preload(
-        [*bound, "paceline.launch.rank_pool", "torch.distributed", *modules]
-    )
-    # A Ctrl-C in the terminal reaches every process: the command alone answers it, and ends the
-    # ranks.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if in_main else None
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        if in_main:
-            signal.signal(signal.SIGINT, before)
+    """Start the server that the ranks are forked from. It imports torch and ``modules`` in parallel
+    with what the caller does next."""
+    start_server(["paceline.launch.rank_pool", "torch.distributed", *modules], {})
 
 
 def run_on_ranks(
@@ -50,45 +33,38 @@ def run_on_ranks(
     timeout_s: float = 300.0,
     collective_timeout_s: float = _TIMEOUT_S,
 ) -> list[Any]:
-    """``function(world, *args)`` on each of ``num_ranks`` CPU ranks, gloo between them. Returns
-    what each returned (picklable), in order of rank.
+    """Call ``function(world, *args)`` on ``num_ranks`` CPU ranks with Gloo between them, and return
+    the results (picklable) by rank.
 
     Args:
         function: at the top level of a module.
-        timeout_s: for all of it.
+        timeout_s: limit for the whole call.
         collective_timeout_s: how long a rank may wait for another in a collective.
 
     Raises:
         RunError: a rank failed, died, or took too long.
     """
-    # The store lives here: no port is chosen before it is bound, and no rank takes it away by
-    # ending early.
-    store = open_store()  # on the loopback interface alone
+    # This process serves the store, so its port is bound before the ranks learn it, and no rank
+    # takes it away by ending early.
+    store = open_store()
     context = multiprocessing.get_context("forkserver")
     processes: list[Any] = []
     pipes = []
     try:
         with hidden_main():
             for rank in range(num_ranks):
-                mine, theirs = context.Pipe(duplex=False)
+                receiver, sender = context.Pipe(duplex=False)
+                rank_args = (function, rank, num_ranks, store.port, sender, args)
                 process = context.Process(
                     target=_rank,
-                    args=(
-                        function,
-                        rank,
-                        num_ranks,
-                        store.port,
-                        theirs,
-                        args,
-                        collective_timeout_s,
-                    ),
+                    args=(*rank_args, collective_timeout_s),
                     daemon=True,
                     name=f"rank-{rank}",
                 )
                 process.start()
-                theirs.close()
+                sender.close()
                 processes.append(process)
-                pipes.append(mine)
+                pipes.append(receiver)
         return _collect(pipes, timeout_s)
     finally:
         for process in processes:
@@ -109,28 +85,27 @@ def _collect(pipes: list[Any], timeout_s: float) -> list[Any]:
             list(waiting), max(0.0, deadline - time.monotonic())
         )
         if not ready:
-            named = ", ".join(str(rank) for rank in waiting.values())
+            ranks = ", ".join(str(rank) for rank in waiting.values())
             raise RunError(
-                f"no result from rank {named} within {timeout_s:.0f} s",
-                fix="ask for fewer ranks or less work",
+                f"no result from rank {ranks} within {timeout_s:.0f} s",
+                fix="request fewer ranks or less work",
             )
         for pipe in ready:
             assert isinstance(pipe, multiprocessing.connection.Connection)
             rank = waiting[pipe]
             try:
-                ok, value = pipe.recv()
+                succeeded, value = pipe.recv()
             except (EOFError, OSError):
                 raise RunError(
                     f"rank {rank} ended without a message (often: out of memory)",
-                    fix="ask for fewer ranks",
+                    fix="request fewer ranks",
                 ) from None
-            if not ok:
-                raise (
-                    value
-                    if isinstance(value, PacelineError)
-                    else RunError(f"rank {rank} failed: {value}")
-                )
-            results[rank] = value
+            if succeeded:
+                results[rank] = value
+            elif isinstance(value, PacelineError):
+                raise value
+            else:
+                raise RunError(f"rank {rank} failed: {value}")
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -145,6 +120,7 @@ def _rank(
 ) -> None:
     end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ignored by the fork server
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True"
     )

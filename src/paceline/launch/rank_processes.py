@@ -1,10 +1,9 @@
-"""The ranks of this host in one attempt of a run: from their start until the last of them has
-ended.
+"""The rank processes of this host in one attempt of a run.
 
-They are plain processes of the fork server and meet at a store that belongs to the launcher, not to
-a rank. On one host this launcher is used instead of torch's elastic agent, because it restarts the
-ranks in about 3 s and because some ranks may be lost without ending the others. Several hosts run
-on elastic: :mod:`paceline.cluster.elastic`.
+They are forked from the fork server and rendezvous at a store that the launcher serves, not a rank.
+On one host this launcher replaces torch's elastic agent, because it restarts the ranks in about 3 s
+and because some ranks may be lost without ending the others. Runs on several hosts use elastic:
+:mod:`paceline.cluster.elastic`.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from paceline.core.files import Scratch, write_atomic
 from paceline.distributed.environment import LOST_KEY, MEETING_KEY
 from paceline.launch.worker import STOP_FILE, RunRank, outcome_file, pid_file, worker_main
 
-# How long the other ranks may take to end by themselves after one has failed: they leave a message,
-# and end what they are saving.
+#: How long the other ranks may take to end by themselves after one has failed, to leave a message
+#: and to finish a save.
 _GRACE_S = 4.0
 
 
@@ -37,14 +36,13 @@ class LostRank(TypedDict):
 
 
 class RankProcesses:
-    """Starts the ranks, watches them, and reports what became of them. Use it in a ``with``: it
-    leaves no process and no file.
+    """Starts the ranks, watches them, and reports how they ended. Use it in a ``with`` statement,
+    which leaves no process and no file.
 
     Args:
         spec: sent to each rank.
-        store: where the ranks meet; served by this process.
-        run_rank: what a rank does with ``spec``; default: see
-            :func:`~paceline.launch.worker.worker_main`.
+        store: for the rendezvous of the ranks; served by this process.
+        run_rank: what a rank does with ``spec``; default: the training.
         expendable: ranks that may end without ending the others.
     """
 
@@ -61,10 +59,10 @@ class RankProcesses:
         self.store = store
         self._scratch = Scratch()
         self.folder = self._scratch.path
-        # rank that the others go on without → pid, reason
+        # ranks without which the others continue
         self.lost_ranks: dict[int, LostRank] = {}
         self._failed_at: float | None = None
-        self._gone: list[int] = []  # without a message, when the first failure was seen
+        self._lost: list[int] = []  # ended without a message when the first failure was seen
         self._killed: set[int] = set()  # by this launcher
         context = multiprocessing.get_context("forkserver")
         self.processes: dict[int, Any] = {
@@ -89,37 +87,36 @@ class RankProcesses:
             process.start()
 
     def wait(self, seconds: float) -> bool:
-        """Look after the ranks for so long, or until the last has ended. True where it has."""
-        living = [process.sentinel for process in self.processes.values() if process.is_alive()]
-        if living:
-            multiprocessing.connection.wait(living, timeout=seconds)
+        """Wait for a rank to end, and end ranks that are stuck. Return whether all have ended."""
+        sentinels = [process.sentinel for process in self.processes.values() if process.is_alive()]
+        if sentinels:
+            multiprocessing.connection.wait(sentinels, timeout=seconds)
         self._end_stuck_ranks()
         return not any(process.is_alive() for process in self.processes.values())
 
     def forward(self, number: int) -> None:
-        """Ask all ranks to stop, also those that are only starting."""
+        """Request all ranks to stop, including those that are still starting."""
         write_atomic(self.folder / STOP_FILE, str(number))
         for pid in self.pids().values():
             _send(pid, signal.SIGTERM)
 
     def kill(self, wait_s: float = 0.0) -> None:
-        """``wait_s``: for so long at most, until they are gone."""
-        living = {
+        """Kill all ranks, and wait up to ``wait_s`` seconds for them to end."""
+        alive = {
             rank: process
             for rank, process in self.processes.items()
             if process.pid is not None and process.is_alive()
         }
-        for rank, process in living.items():
+        for rank, process in alive.items():
             self._killed.add(rank)
             _send(process.pid, signal.SIGKILL)
         deadline = time.monotonic() + wait_s
-        left = [process.sentinel for process in living.values()]
-        while left and (seconds := deadline - time.monotonic()) > 0:
-            gone = multiprocessing.connection.wait(left, timeout=seconds)
-            left = [sentinel for sentinel in left if sentinel not in gone]
+        sentinels = {process.sentinel for process in alive.values()}
+        while sentinels and (left_s := deadline - time.monotonic()) > 0:
+            sentinels -= set(multiprocessing.connection.wait(sentinels, timeout=left_s))
 
     def pids(self) -> dict[int, int]:
-        """Process of each rank that has recorded it."""
+        """Return the process ID of each rank that has recorded it."""
         pids = {}
         for rank in range(self.num_ranks):
             with contextlib.suppress(OSError, ValueError):
@@ -127,7 +124,7 @@ class RankProcesses:
         return pids
 
     def outcomes(self) -> dict[int, Outcome]:
-        """What each rank that has ended left behind."""
+        """Return the outcome of each rank that has recorded one."""
         outcomes = {}
         for rank in range(self.num_ranks):
             with contextlib.suppress(OSError, ValueError):
@@ -135,10 +132,9 @@ class RankProcesses:
         return outcomes
 
     def lost(self) -> list[int]:
-        """Ranks whose process is gone without a message, and that this launcher has not killed."""
-        if self._failed_at is not None:  # who was gone then, not those that were ended after them
-            return self._gone
-        return self._lost_by_now()
+        """Return the ranks that ended without a message and were not killed by this launcher; after
+        a failure, only those that had ended when it was seen."""
+        return self._lost if self._failed_at is not None else self._lost_by_now()
 
     def _lost_by_now(self) -> list[int]:
         ended = [
@@ -146,60 +142,64 @@ class RankProcesses:
             for rank, process in self.processes.items()
             if process.exitcode is not None and rank not in self._killed
         ]
-        outcomes = self.outcomes()  # read now: a rank leaves its word before it ends
+        outcomes = self.outcomes()  # read now, because a rank writes its outcome before it ends
         return [rank for rank in ended if rank not in outcomes and rank not in self.lost_ranks]
 
-    def how_it_ended(self, rank: int) -> str:
-        """For a person, of a process that left no word: ``was killed by SIGKILL``."""
-        code = self.processes[rank].exitcode
-        if code is None or code >= 0:
-            return (
-                "ended without a message"
-                if not code
-                else f"ended without a message, with exit code {code}"
-            )
-        why = " (often: out of memory; see `dmesg`)" if -code == signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{why}"
+    def exit_text(self, rank: int) -> str:
+        """Describe how a rank that left no message ended, such as ``was killed by SIGKILL``."""
+        return exit_text(self.processes[rank].exitcode)
 
     def _end_stuck_ranks(self) -> None:
-        # A rank may wait for a dead one inside a collective that never ends.
+        """Kill ranks that may be waiting for a dead rank inside a collective."""
         if self._failed_at is None:
             lost, outcomes = self._lost_by_now(), self.outcomes()
-            ended = {
-                *lost,
-                *(rank for rank, outcome in outcomes.items() if outcome["status"] == "failed"),
-            } - self.lost_ranks.keys()
-            if ended and not self._do_without(sorted(ended), outcomes):
+            failed = [rank for rank, outcome in outcomes.items() if outcome["status"] == "failed"]
+            ended = {*lost, *failed} - self.lost_ranks.keys()
+            if ended and not self._continue_without(sorted(ended), outcomes):
                 self._failed_at = time.monotonic()
-                self._gone = lost
+                self._lost = lost
         elif time.monotonic() - self._failed_at > _GRACE_S:
             self.kill()
 
-    def _do_without(self, ended: list[int], outcomes: dict[int, Outcome]) -> bool:
-        """Tell the other ranks to go on without these. False where they cannot."""
-        gone = {*ended, *self.lost_ranks}
-        if not (
-            gone <= self.expendable and gone != self.expendable and self.store.check([MEETING_KEY])
-        ):
+    def _continue_without(self, ended: list[int], outcomes: dict[int, Outcome]) -> bool:
+        """Let the other ranks continue without these. Return False if they cannot."""
+        lost = {*ended, *self.lost_ranks}
+        if not lost < self.expendable or not self.store.check([MEETING_KEY]):
             return False
         for rank in ended:
-            outcome = outcomes.get(rank)
-            failed = None if outcome is None else outcome["text"].split(" To fix:")[0].rstrip(".")
-            reason = self.how_it_ended(rank) if failed is None else f"failed: {failed}"
+            reason = self.exit_text(rank)
+            if rank in outcomes:
+                text = outcomes[rank]["text"].split(" To fix:")[0].rstrip(".")
+                reason = f"failed: {text}"
             self.lost_ranks[rank] = {"pid": self.processes[rank].pid, "reason": reason}
         self.store.set(LOST_KEY, json.dumps(self.lost_ranks))
         return True
 
 
+def exit_text(code: int | None) -> str:
+    """Describe how a process that left no message ended.
+
+    Args:
+        code: its exit code, negative for a signal; None if it is not known.
+    """
+    if not code:
+        return "ended without a message"
+    if code > 0:
+        return f"ended without a message, with exit code {code}"
+    hint = " (often: out of memory; see `dmesg`)" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"
+
+
 def open_store() -> Any:
-    """Serve a store for ranks of this host to meet at, on a free port of the loopback interface."""
+    """Serve a store for the rendezvous of this host's ranks, on a free port of the loopback
+    interface."""
     from torch.distributed import TCPStore
 
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen(1024)
         port = listening.getsockname()[1]
-        # Left to itself, the store would listen on every address of this host.
+        # By default the store would listen on every address of this host.
         return TCPStore(
             "127.0.0.1",
             port,
@@ -220,12 +220,9 @@ def _rank(
         "MASTER_PORT": port,
     }
     os.environ.update({name: str(value) for name, value in numbers.items()})
-    # The launcher serves the store: no rank opens one.
+    # The launcher serves the store, so no rank opens one.
     os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
-    if run_rank is None:
-        worker_main(spec, folder)
-    else:
-        worker_main(spec, folder, run_rank)
+    worker_main(spec, folder, run_rank)
 
 
 def _send(pid: int, number: int) -> None:
