@@ -145,7 +145,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
     assert process.returncode == 130
     assert all_gone(everyone) == []
     assert events(folder, "run_end")[-1]["status"] == "stopped"
-    assert "at once" in events(folder, "run_end")[-1]["reason"]
+    assert "a second SIGINT killed the ranks" in events(folder, "run_end")[-1]["reason"]
     assert not (folder / "heartbeats.json").exists()
 
 
