@@ -60,8 +60,8 @@ def test_shared_memory_matters_to_loader_processes_alone(tmp_path: Path) -> None
     assert check_shared_memory(2, 0, accelerator=False).ok
     script = (
         "from paceline.launch import host_checks as checks; import pathlib; checks._SHARED ="
-        " pathlib.Path('/')\nchecks._MIN_SHARED_BYTES = 1 << 60\nprint(checks.check_shared_memory(2,"
-        " 2, False).ok, checks.check_shared_memory(2, 0, False).ok)"
+        " pathlib.Path('/')\nchecks._MIN_SHARED_BYTES = 1 << 60\nprint("
+        "checks.check_shared_memory(2, 2, False).ok, checks.check_shared_memory(2, 0, False).ok)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

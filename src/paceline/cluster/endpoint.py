@@ -80,7 +80,8 @@ def check_endpoint(parallel: Parallel) -> None:
     names = [name for _, name in socket.if_nameindex()]
     if parallel.network_interface is not None and parallel.network_interface not in names:
         raise ConfigError(
-            f"`parallel.network_interface: {parallel.network_interface}`: this host has no such network interface",
+            f"`parallel.network_interface: {parallel.network_interface}`: this host has no such"
+            " network interface",
             allowed=", ".join(names),
         )
 

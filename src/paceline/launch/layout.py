@@ -84,15 +84,15 @@ def choose_layout(
     can_lose_ranks = bool(spec.expendable_ranks(config, chosen.axes))
     if outer is not None and can_lose_ranks:
         raise ConfigError(
-            "`parameter_server.on_worker_failure: continue` is not supported with an outer launcher: it"
-            " ends all ranks when one ends",
+            "`parameter_server.on_worker_failure: continue` is not supported with an outer"
+            " launcher: it ends all ranks when one ends",
             fix="start it without torchrun (`paceline sft …`), or set `on_worker_failure: restart`",
         )
     if config.parallel.hosts != (1, 1) and can_lose_ranks:
         raise ConfigError(
-            "`parameter_server.on_worker_failure: continue` is not supported with `parallel.nnodes:"
-            f" {config.parallel.nnodes}`: it requires that all ranks are on one host",
-            fix="set `on_worker_failure: restart`, which restarts all ranks from the latest checkpoint",
+            "`parameter_server.on_worker_failure: continue` is not supported with"
+            f" `parallel.nnodes: {config.parallel.nnodes}`: all ranks must be on one host",
+            fix="set `on_worker_failure: restart`: all ranks restart from the latest checkpoint",
         )
     return replace(chosen, num_processes=chosen.num_processes + num_servers)
 

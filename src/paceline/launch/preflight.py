@@ -238,8 +238,8 @@ def _warn_about_idle_settings(
     offload = config.parallel.cpu_offload
     if offload != "none" and get_spec(layout.strategy).capabilities.ignores_offload:
         logger.warning(
-            "`parallel.cpu_offload: %s` has no effect with `parallel.mode: %s`; strategies that shard"
-            " the state use it: zero2, zero3, deepspeed",
+            "`parallel.cpu_offload: %s` has no effect with `parallel.mode: %s`; strategies that"
+            " shard the state use it: zero2, zero3, deepspeed",
             offload,
             layout.strategy,
         )
