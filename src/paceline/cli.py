@@ -1,4 +1,4 @@
-"""The command line: the parser, error messages and exit codes. Each verb is a module of
+"""The command line: parser, error messages and exit codes. Each command is a module of
 :mod:`paceline.commands`."""
 
 import atexit
@@ -19,7 +19,7 @@ from paceline.core.errors import (
 from paceline.core.log import configure_logging
 from paceline.version import __version__
 
-#: Every verb: its name, and what it does.
+#: Name and summary of every command.
 VERBS = {
     "sft": "train a model from a config",
     "plan": "estimate memory, traffic and time of each parallel mode",
@@ -42,8 +42,8 @@ ALIASES = {"train": "sft"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb. Returns the exit code: 0 done, 1 failed, 2 wrong usage or config, 130 or 143
-    stopped by a signal."""
+    """Run one command. Return the exit code: 0 done, 1 failed, 2 invalid usage or config, 130 or
+    143 stopped by a signal."""
     tokens = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in tokens
     try:
@@ -54,10 +54,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return error.exit_code
     except KeyboardInterrupt:
-        print(
-            "\nstopped before the training began; nothing was written to output_dir",
-            file=sys.stderr,
-        )
+        print("\nstopped by Ctrl-C; all processes have ended", file=sys.stderr)
         return EXIT_SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -66,18 +63,18 @@ def main(argv: list[str] | None = None) -> int:
         if debug:
             raise
         _print_error(
-            f"{type(error).__name__}: {error}. This was not expected; run again with --debug for"
-            " the whole traceback."
+            f"{type(error).__name__}: {error}. This is unexpected. Run again with --debug for the"
+            " full traceback."
         )
         return EXIT_FAILED
 
 
 def entry() -> None:
-    """The console script: as :func:`main`, but without finalizing the interpreter."""
+    """Run the console script: :func:`main`, but without finalizing the interpreter."""
     code = main()
-    # With torch loaded, finalization frees every module and takes about a second, in which nothing
-    # useful happens. multiprocessing still has to remove its semaphores, which it does in an exit
-    # function; `atexit` has no public way to call those.
+    # With torch loaded, finalization frees every module, which takes about a second for nothing.
+    # multiprocessing still has to remove its semaphores in an exit function, and `atexit` has no
+    # public way to call exit functions.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -86,8 +83,8 @@ def entry() -> None:
 
 
 def build_parser(names: Collection[str]) -> OptionParser:
-    """The parser of the command line, with the options of the verbs in ``names``: the modules of
-    the others are not imported."""
+    """Build the parser of the command line, with the options of the commands in ``names``: the
+    modules of other commands are not imported."""
     parser = OptionParser("paceline", "Train PyTorch models on all of your devices.")
     parser.add_argument(
         "--version", action="version", version=__version__, help="print the version"
@@ -99,7 +96,7 @@ def build_parser(names: Collection[str]) -> OptionParser:
         if name in names or any(alias in names for alias in aliases):
             module = import_module(f"paceline.commands.{name}")
             module.add_arguments(verb)
-            if not verb.commands:  # else the commands below it have theirs
+            if not verb.commands:  # else its subcommands have their own
                 verb.set_defaults(run=module.run)
                 add_common(verb)
     return parser
@@ -124,9 +121,10 @@ def _dispatch(tokens: list[str]) -> int:
 
 
 def _print_error(text: str) -> None:
-    colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    has_color = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    label = "\033[1;31merror:\033[0m" if has_color else "error:"
     with contextlib.suppress(OSError, ValueError):
-        print(f"\033[1;31merror:\033[0m {text}" if colour else f"error: {text}", file=sys.stderr)
+        print(f"{label} {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -246,7 +246,7 @@ def test_an_elastic_config_keeps_its_range(written: Write) -> None:
 def test_a_file_and_json(here: Path, written: Write) -> None:
     found = json.loads(written("mine.yaml", *OPTIONS, "--output", "job.sh", "--json"))
     assert found == {"script": (here / "job.sh").read_text(), "path": "job.sh", "job_id": None}
-    assert written("mine.yaml", *OPTIONS, "--output", "job.sh") == "written: job.sh\n"
+    assert written("mine.yaml", *OPTIONS, "--output", "job.sh") == ""
     assert written("mine.yaml", *OPTIONS) == found["script"]
 
 
@@ -255,7 +255,7 @@ def test_a_file_and_json(here: Path, written: Write) -> None:
     [
         (["--nodes", "2", "--time", "4"], ["needs `--gpus-per-node`", "--gpus-per-node 8"]),
         (["--nodes", "0", *OPTIONS[2:]], ["`--nodes 0`", "Allowed: 1 to"]),
-        (["--nodes", "two", *OPTIONS[2:]], ["`--nodes two`", "whole number"]),
+        (["--nodes", "two", *OPTIONS[2:]], ["`--nodes two`", "is not an integer"]),
         ([*OPTIONS[:2], "--gpus-per-node", "-1", *OPTIONS[4:]], ["`--gpus-per-node -1`"]),
         ([*OPTIONS[:4], "--time", "4h"], ["`--time 4h`", "hours:minutes:seconds"]),
         ([*OPTIONS[:4], "--time", "0"], ["`--time 0`"]),
@@ -265,7 +265,7 @@ def test_a_file_and_json(here: Path, written: Write) -> None:
         ([*OPTIONS, "--partiton", "long"], ["`--partiton`", "`--partition`"]),
         ([*OPTIONS, "--gres", "gpu:8"], ["`--gres`", "paceline slurm"]),
         ([*OPTIONS, "--partition", "a b"], ["`--partition a b`"]),
-        ([*OPTIONS, "--partition", "--json"], ["`--partition` has no value"]),
+        ([*OPTIONS, "--partition", "--json"], ["`--partition` needs a value"]),
         ([*OPTIONS, "--job-name", "x\n#SBATCH --evil"], ["--job-name"]),
         ([*OPTIONS, "--output", "no/such/folder.sh"], ["no/such/folder.sh"]),
         ([*OPTIONS, "modle=x"], ["`modle`", "`model`"]),

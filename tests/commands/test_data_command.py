@@ -1,4 +1,4 @@
-"""`paceline data` as a person types it: real ranks, real Ray, and nothing left behind."""
+"""`paceline data` on the command line: real ranks, real Ray, and nothing left behind."""
 
 import json
 import os
@@ -17,19 +17,20 @@ from paceline.core.errors import ConfigError
 from paceline.core.formatting import printable
 
 
-def top(words: Counter[str], number: int) -> list[list[Any]]:
-    return [list(one) for one in sorted(words.items(), key=lambda one: (-one[1], one[0]))[:number]]
+def top(counts: Counter[str], number: int) -> list[list[Any]]:
+    by_frequency = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
+    return [list(entry) for entry in by_frequency[:number]]
 
 
 def test_count_over_ranks(tmp_path: Path) -> None:
     files = [Path(json.__file__), Path(json.decoder.__file__)]
-    words = Counter(word for one in files for word in one.read_text(encoding="utf-8").split())
+    counts = Counter(text for path in files for text in path.read_text(encoding="utf-8").split())
     output, temporary = tmp_path / "words.tsv", tmp_path / "tmp"
     temporary.mkdir()
-    left = temporary / "paceline-count-killed"  # as a count that was killed leaves it
+    left = temporary / "paceline-count-killed"  # left behind by a killed count
     left.mkdir()
     (left / "lock").touch()
-    given = [
+    args = [
         *map(str, files),
         "--ranks",
         "2",
@@ -40,17 +41,17 @@ def test_count_over_ranks(tmp_path: Path) -> None:
         "--output",
         str(output),
     ]
-    done = run("count", *given, verb="data", env={**os.environ, "TMPDIR": str(temporary)})
+    done = run("count", *args, verb="data", env={**os.environ, "TMPDIR": str(temporary)})
     result = json.loads(done.stdout)
     assert (result["total"], result["distinct"], result["top"]) == (
-        words.total(),
-        len(words),
-        top(words, 7),
+        counts.total(),
+        len(counts),
+        top(counts, 7),
     )
     table = dict(line.split("\t") for line in output.read_text(encoding="utf-8").split("\n")[:-1])
-    assert {word: int(number) for word, number in table.items()} == words
+    assert {text: int(number) for text, number in table.items()} == counts
     assert list(temporary.iterdir()) == []
-    assert f"written: {output}" in done.stderr
+    assert f"wrote {output}" in done.stderr
 
 
 @pytest.mark.soak
@@ -61,7 +62,7 @@ def test_ray_counts_the_same(tmp_path: Path) -> None:
     )
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode() + b" x\xff")
-    words = Counter([*text.split(), "x\ufffd"])
+    counts = Counter([*text.split(), "x\ufffd"])
     before = set(Path("/tmp").glob("pl-ray-*"))
     done = run(
         "count",
@@ -79,9 +80,9 @@ def test_ray_counts_the_same(tmp_path: Path) -> None:
     )
     result = json.loads(done.stdout)
     assert (result["total"], result["distinct"], result["top"]) == (
-        words.total(),
-        len(words),
-        top(words, 1000),
+        counts.total(),
+        len(counts),
+        top(counts, 1000),
     )
     assert result["replaced"] == 1
     assert result["engine"] == "ray"
@@ -102,10 +103,10 @@ def test_without_ray_the_command_to_install_it_is_named(
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        ([], "no file is given"),
-        (["missing.txt"], "there is no file"),
+        ([], "needs a file"),
+        (["missing.txt"], "file not found"),
         (["."], "is a folder"),
-        (["/dev/null"], "no plain file"),
+        (["/dev/null"], "not a regular file"),
         (["a.txt", "--rank"], "did you mean `--ranks`?"),
         (["a.txt", "--ranks", "0"], "1 to 64"),
         (["a.txt", "--ranks", "-1"], "1 to 64"),
@@ -119,7 +120,7 @@ def test_without_ray_the_command_to_install_it_is_named(
         (["a.txt", "--engine", "spark"], "local, ray"),
         (["a.txt", "--decode-errors", "ignore"], "strict, replace"),
         (["a.txt", "--field", ""], "`--field` is empty"),
-        (["a.txt", "--output", "nowhere/x.tsv"], "a folder that exists"),
+        (["a.txt", "--output", "nowhere/x.tsv"], "an existing folder"),
         (["--output", "a.txt", "a.txt"], "one of the files to count"),
     ],
 )
@@ -141,7 +142,7 @@ def test_wrong_input_ends_with_2(tmp_path: Path) -> None:
     done = run("count", str(path), "--ranks", "2", "--output", str(output), verb="data", expect=2)
     assert f"`{path}` is not UTF-8 text: byte 0xff at offset 11" in done.stderr
     assert not output.exists()
-    with pytest.raises(ConfigError, match="type `paceline data count`"):
+    with pytest.raises(ConfigError, match="run `paceline data count`"):
         parse("data", "cont")
     with pytest.raises(ConfigError, match="`paceline data` needs a command"):
         parse("data")
@@ -149,27 +150,29 @@ def test_wrong_input_ends_with_2(tmp_path: Path) -> None:
 
 def test_stats_of_a_dataset_alone(tmp_path: Path) -> None:
     page = tmp_path / "stats.html"
-    words = [
+    args = [
         "dataset=builtin:python-docs#40",
         "model=builtin:qwen2-micro",
         "--json",
         "--output",
         str(page),
     ]
-    result = json.loads(run("stats", *words, verb="data").stdout)
+    result = json.loads(run("stats", *args, verb="data").stdout)
     assert result["samples"] == 40
     assert {"histogram", "duplicates", "vocabulary", "limits", "max_length"} <= set(result)
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
-def test_a_word_does_nothing_to_the_terminal() -> None:
+def test_control_characters_are_escaped() -> None:
     assert printable("a\x1b[31m\x00\ud800é") == "a\\x1b[31m\\x00\\ud800é"
     assert printable("x" * 100) == "x" * 60 + "…"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process table")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_every_rank_and_clears_away(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_ends_every_rank_and_removes_temporary_files(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     path, temporary, output = tmp_path / "a.txt", tmp_path / "tmp", tmp_path / "out.tsv"
     temporary.mkdir()
     with open(path, "wb") as handle:  # far more than is counted in the time

@@ -25,9 +25,9 @@ def test_help_imports_nothing_heavy(verb: str) -> None:
         f"print(sorted(set({_HEAVY}) & set(sys.modules)), file=sys.stderr)\n"
         "print(time.process_time() - started, file=sys.stderr)"
     )
-    words = [verb, "--help"] if verb else ["--help"]
+    args = [verb, "--help"] if verb else ["--help"]
     done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, check=True
     )
     modules, seconds = done.stderr.splitlines()
     assert modules == "[]"
@@ -39,13 +39,16 @@ def test_help_imports_nothing_heavy(verb: str) -> None:
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
-        (["plann"], "`paceline plann` is not a command"),
-        (["plan", "--world-size", "two"], "`--world-size two` is not a whole number"),
-        (["plan", "--world-size"], "`--world-size` has no value"),
-        (["plan", "--json=1"], "`--json` takes no value"),
+        (["plann"], "`paceline plann`: unknown command"),
+        (["plan", "--world-size", "two"], "`--world-size two` is not an integer"),
+        (["plan", "--world-size"], "`--world-size` needs a value"),
+        (["plan", "--json=1"], "`--json` accepts no value"),
         (["plan", "--world-siz", "2"], "did you mean `--world-size`?"),
-        (["watch"], "`paceline watch` was given nothing. Allowed: paceline watch RUN"),
-        (["watch", "a", "b"], "`paceline watch` was given a b"),
+        (
+            ["watch"],
+            "`paceline watch` has missing or unexpected arguments. Allowed: paceline watch RUN",
+        ),
+        (["watch", "a", "b"], "`paceline watch a b` has missing or unexpected arguments"),
         (["watch", "a", "--onc"], "did you mean `--once`?"),
         (["generate", "a"], "needs a question"),
         (["generate", "a", "--serve", "--seed", "1"], "`--seed` is not supported with `--serve`"),
@@ -95,7 +98,7 @@ def test_errors_of_overrides_are_those_of_the_config(
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("args", "expected"),
     [
         (["pl"], ["plan"]),
         (["plan", "--wo"], ["--world-size"]),
@@ -106,10 +109,10 @@ def test_errors_of_overrides_are_those_of_the_config(
         (["train", "--dry"], ["--dry-run"]),
     ],
 )
-def test_bash_completion(words: list[str], expected: list[str], bash_script: str) -> None:
-    line = " ".join(repr(word) for word in ["paceline", *words])
+def test_bash_completion(args: list[str], expected: list[str], bash_script: str) -> None:
+    line = " ".join(repr(arg) for arg in ["paceline", *args])
     code = (
-        f"{bash_script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words)}; _paceline\n"
+        f"{bash_script}\nCOMP_WORDS=({line}); COMP_CWORD={len(args)}; _paceline\n"
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
     done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)

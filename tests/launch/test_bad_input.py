@@ -107,7 +107,7 @@ def one_line(text: str, *parts: str) -> None:
         (["sft", "no-such.yaml"], ["no-such.yaml", "there is no config file"]),
         (["sft"], ["`model` is missing"]),
         (["sft", "--config"], ["--config"]),
-        (["inspect"], ["`paceline inspect` was given nothing", "CHECKPOINT"]),
+        (["inspect"], ["`paceline inspect` has missing or unexpected arguments", "CHECKPOINT"]),
         (["inspect", "nowhere"], ["nowhere does not exist"]),
         (["watch", "nowhere", "--once"], ["nowhere"]),
         (["generate", "nowhere", "Why?"], ["nowhere"]),

@@ -57,7 +57,7 @@ def test_it_serves_until_ctrl_c_and_then_ends_well(tmp_path):
             assert open_stream.status_code == 200
             _, err = stop(process)
     assert process.returncode == 0
-    assert "runs go on" in err
+    assert "runs continue" in err
     assert "Traceback" not in err
 
 
@@ -70,7 +70,7 @@ def test_json_is_one_line_with_link_token_and_folder(tmp_path):
         assert answer["folder"] == str(tmp_path / "output")
         out, err = stop(process)
     assert out == ""
-    assert "made the folder output" in err
+    assert "created the folder output" in err
 
 
 def test_a_port_in_use_gives_the_next_one_and_says_so(tmp_path):
@@ -83,7 +83,7 @@ def test_a_port_in_use_gives_the_next_one_and_says_so(tmp_path):
             _, err = stop(process)
     own = int(re.search(r":(\d+)/", url)[1])
     assert port < own <= port + 50
-    assert f"port {port} is in use; this is {own}" in err
+    assert f"port {port} is in use; using port {own}" in err
 
 
 def test_an_open_address_says_what_that_means(tmp_path):
@@ -102,8 +102,8 @@ def test_an_open_address_says_what_that_means(tmp_path):
     ("words", "said"),
     [
         (["missing"], "mkdir -p missing"),
-        (["file.txt"], "is no folder"),
-        ([".", "--port", "70000"], "0 (any that is free) to 65535"),
+        (["file.txt"], "is not a folder"),
+        ([".", "--port", "70000"], "0 (any free port) to 65535"),
         ([".", "--port", "many"], "--port many"),
         ([".", "--host", "no.such.host.invalid"], "no.such.host.invalid"),
         ([".", "--host", "192.0.2.1"], "not an address of this machine"),

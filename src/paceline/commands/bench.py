@@ -1,4 +1,4 @@
-"""`paceline bench`: latency and bandwidth of the collectives on this machine."""
+"""`paceline bench`: measure latency and bandwidth of the collectives on this machine."""
 
 import json
 import re
@@ -11,13 +11,13 @@ from paceline.bench.page import render
 from paceline.commands.options import (
     Choice,
     CommaList,
+    Integer,
     InvalidValue,
     OptionParser,
     OutputFile,
-    WholeNumber,
+    write_output,
 )
-from paceline.core.errors import EXIT_DONE, EXIT_SIGINT
-from paceline.core.files import write_atomic
+from paceline.core.errors import EXIT_DONE
 from paceline.distributed.collectives.schedules import ALGORITHMS
 
 _MAX_RANKS = 16
@@ -36,7 +36,7 @@ _UNITS = {
 
 @dataclass(frozen=True)
 class MessageSize:
-    """A size in bytes, rounded down to whole float32 elements; units are powers of 1024."""
+    """A size in bytes, rounded down to a multiple of 4 (float32). Units are powers of 1024."""
 
     allowed: str = f"4B to {_MAX_BYTES >> 30}GB, with a unit of B, KB, MB or GB"
 
@@ -44,7 +44,7 @@ class MessageSize:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text)
         unit = _UNITS.get(match[2].upper().replace("IB", "B")) if match else None
         if match is None or unit is None:
-            raise InvalidValue("is not a size", allowed=self.allowed, fix="write e.g. 64KB")
+            raise InvalidValue("is not a size", allowed=self.allowed, fix="use e.g. 64KB")
         size = int(float(match[1]) * unit) // 4 * 4
         if not 4 <= size <= _MAX_BYTES:
             raise InvalidValue("is out of range", allowed=self.allowed)
@@ -53,11 +53,11 @@ class MessageSize:
 
 def add_arguments(parser: OptionParser) -> None:
     parser.add_argument(
-        "benchmark", type=Choice(("collectives",)), metavar="BENCHMARK", help="what is measured"
+        "benchmark", type=Choice(("collectives",)), metavar="BENCHMARK", help="what to measure"
     )
     parser.add_argument(
         "--ranks",
-        type=CommaList(WholeNumber(2, _MAX_RANKS)),
+        type=CommaList(Integer(2, _MAX_RANKS)),
         default="2,4",
         metavar="N,...",
         help="numbers of ranks",
@@ -67,7 +67,7 @@ def add_arguments(parser: OptionParser) -> None:
         type=CommaList(MessageSize()),
         default="1KB,64KB,1MB,25MB",
         metavar="SIZE,...",
-        help="message sizes",
+        help="sizes of the messages",
     )
     names = (NATIVE, *ALGORITHMS["all-reduce"])
     parser.add_argument(
@@ -75,10 +75,13 @@ def add_arguments(parser: OptionParser) -> None:
         type=CommaList(Choice(names)),
         default=",".join(names),
         metavar="NAME,...",
-        help="algorithms",
+        help="algorithms to compare",
     )
     parser.add_argument(
-        "--output", type=OutputFile("an HTML file"), metavar="FILE", help="page with charts"
+        "--output",
+        type=OutputFile("an HTML file"),
+        metavar="FILE",
+        help="HTML page with charts to write",
     )
     parser.example = "paceline bench collectives --ranks 2,4 --sizes 1KB,25MB --output bench.html"
 
@@ -87,16 +90,11 @@ def run(args: Namespace) -> int:
     """Measure, print the results, and write the page."""
     options = make_options(args)
     results = []
-    try:
-        for world_size in options.ranks:
-            print(f"measuring {world_size} ranks …", file=sys.stderr, flush=True)
-            results += measure(options, world_size)
-    except KeyboardInterrupt:
-        print("\nstopped; the ranks are ended", file=sys.stderr)
-        return EXIT_SIGINT
+    for world_size in options.ranks:
+        print(f"measuring {world_size} ranks …", file=sys.stderr, flush=True)
+        results += measure(options, world_size)
     if args.output is not None:
-        write_atomic(args.output, render(results, fits(results)))
-        print(f"written: {args.output}", file=sys.stderr)
+        write_output(args.output, render(results, fits(results)))
     print(json.dumps(results, indent=2) if args.json else table(results))
     return EXIT_DONE
 

@@ -1,7 +1,6 @@
-"""`paceline completion`: a completion script for a shell, generated from the parser.
+"""`paceline completion`: print a completion script for a shell, generated from the parser.
 
-The script completes verbs, options and the words that an option accepts; elsewhere it completes
-file names.
+The script completes commands, options, the values that an option accepts, and file names.
 """
 
 import json
@@ -14,7 +13,9 @@ from paceline.core.errors import EXIT_DONE
 
 
 def add_arguments(parser: OptionParser) -> None:
-    parser.add_argument("shell", type=Choice(tuple(_SCRIPTS)), metavar="SHELL", help="shell")
+    parser.add_argument(
+        "shell", type=Choice(tuple(_SCRIPTS)), metavar="SHELL", help="shell to write for"
+    )
     parser.example = 'eval "$(paceline completion bash)"   # in ~/.bashrc'
 
 
@@ -26,15 +27,15 @@ def run(args: Namespace) -> int:
 
 
 def _commands(parser: OptionParser, path: str = "") -> Iterator[tuple[str, OptionParser]]:
-    """Every command below ``parser``, by its path such as ``data count``."""
+    """Yield every command of ``parser`` with its path, such as ``data count``."""
     for name, command in parser.commands.items():
         yield f"{path}{name}", command
         yield from _commands(command, f"{path}{name} ")
 
 
-def _words(command: OptionParser) -> list[str]:
-    """What may follow a command: the commands below it, choices of its arguments, its options."""
-    arguments = [word for action in command.positionals for word in _choices(action.type)]
+def _candidates(command: OptionParser) -> list[str]:
+    """Return what may follow a command: subcommands, choices of its arguments, and options."""
+    arguments = [value for action in command.positionals for value in _choices(action.type)]
     return [*command.commands, *arguments, *command.options]
 
 
@@ -46,15 +47,15 @@ def _choices(argument_type: object) -> tuple[str, ...]:
 
 
 def _value_cases(command: OptionParser) -> dict[str, tuple[str, ...]]:
-    """The options of a command that take a value, with the words that they accept (empty: a file
-    name or anything)."""
+    """Return the options of a command that take a value, with the accepted values (empty: file
+    names or anything)."""
     return {
         name: _choices(action.type) for name, action in command.options.items() if action.nargs != 0
     }
 
 
 def _case_table(parser: OptionParser) -> str:
-    """Lines of a `case` statement over the command and the previous word, which set
+    """Return the lines of a `case` statement over the command and the previous argument, which set
     `candidates`."""
     lines = []
     for path, command in _commands(parser):
@@ -62,7 +63,9 @@ def _case_table(parser: OptionParser) -> str:
             lines.append(
                 f"    {shlex.quote(f'{path}:{option}')}) candidates='{' '.join(choices)}' ;;"
             )
-        lines.append(f"    {shlex.quote(f'{path}:')}*) candidates='{' '.join(_words(command))}' ;;")
+        lines.append(
+            f"    {shlex.quote(f'{path}:')}*) candidates='{' '.join(_candidates(command))}' ;;"
+        )
     lines.append(f"    *) candidates='{' '.join([*parser.commands, '--help', '--version'])}' ;;")
     return "\n".join(lines)
 
@@ -114,7 +117,7 @@ def _fish(parser: OptionParser) -> str:
     for path, command in _commands(parser):
         condition = " && ".join(f"__fish_seen_subcommand_from {name}" for name in path.split())
         prefix = f"complete -c paceline -n '{condition}'"
-        arguments = [word for word in _words(command) if not word.startswith("-")]
+        arguments = [value for value in _candidates(command) if not value.startswith("-")]
         if arguments:
             lines.append(f"{prefix} -a '{' '.join(arguments)}'")
         for name, choices in _value_cases(command).items():

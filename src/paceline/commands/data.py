@@ -5,8 +5,8 @@ from paceline.commands.options import OptionParser, add_common
 
 _COMMANDS = {
     "count": (data_count, "count the words or tokens of files"),
-    "stats": (data_stats, "lengths, duplicates, and what each max_length would cut"),
-    "preview": (data_preview, "the first rows as the model will see them"),
+    "stats": (data_stats, "show lengths, duplicates, and what each max_length would truncate"),
+    "preview": (data_preview, "show the first rows as the model sees them"),
 }
 
 

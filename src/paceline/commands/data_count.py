@@ -15,16 +15,17 @@ from typing import Any
 
 from paceline.commands.options import (
     Choice,
+    Integer,
     InvalidValue,
     OptionParser,
     OutputFile,
     Text,
-    WholeNumber,
 )
 from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigError, did_you_mean
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, printable
 from paceline.data.count.job import LEAST_MEMORY_BYTES, CountResult, CountSpec, count_locally
+from paceline.distributed.devices import cpu_cores
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ _ENGINES, _UNITS, _ERROR_HANDLERS = ("local", "ray"), ("words", "tokens"), ("str
 
 @dataclass(frozen=True)
 class CountOptions:
-    """A count. ``output``: where the whole table is written, if it is."""
+    """What to count, and how. ``output``: the file for the full table; None for none."""
 
     spec: CountSpec
     ranks: int
@@ -46,7 +47,7 @@ class CountOptions:
 
 @dataclass(frozen=True)
 class MemorySize:
-    """Memory for each rank, in bytes."""
+    """Memory of each rank, in bytes."""
 
     allowed: str = (
         f"a size of {human_bytes(LEAST_MEMORY_BYTES)} or more for each rank, as 256MB or 1GiB"
@@ -59,13 +60,13 @@ class MemorySize:
             return parse_size(text, "--memory-per-rank")
         except ConfigError as error:
             raise ConfigError(
-                error.what, allowed=self.allowed, fix="write e.g. `--memory-per-rank 256MB`"
+                error.what, allowed=self.allowed, fix="use e.g. `--memory-per-rank 256MB`"
             ) from error
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A readable file on a disk: its path and its size in bytes."""
+    """A readable regular file: its path and its size in bytes."""
 
     allowed: str = "a text file, or JSON lines with --field"
 
@@ -73,74 +74,81 @@ class InputFile:
         path = Path(text).expanduser()
         if path.is_dir():
             raise InvalidValue(
-                "is a folder", allowed="files", fix=f"name the files in it, as {path}/*.txt"
+                "is a folder", allowed="files", fix=f"name the files in it, e.g. {path}/*.txt"
             )
         if not path.exists():
             siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
             raise ConfigError(
-                f"there is no file `{path}`",
+                f"file not found: `{path}`",
                 fix=did_you_mean(path.name, siblings, "check the path", f"`{path.parent / '{}'}`"),
             )
         if not path.is_file():
             raise InvalidValue(
-                "is no plain file", allowed="files on a disk, which several ranks can read at once"
+                "is not a regular file", allowed="files on a disk, which several ranks can read"
             )
         if not os.access(path, os.R_OK):
-            raise InvalidValue("cannot be read", fix="give yourself the right to read it")
+            raise InvalidValue("cannot be read: permission denied", fix=f"run `chmod u+r {path}`")
         return path, path.stat().st_size
 
 
 def add_arguments(parser: OptionParser) -> None:
     parser.add_argument(
-        "files", nargs="*", type=InputFile(), metavar="FILE", help="files whose text is counted"
+        "files", nargs="*", type=InputFile(), metavar="FILE", help="files to count in"
     )
     parser.add_argument(
         "--ranks",
-        type=WholeNumber(1, _MAX_RANKS),
-        default=_num_cores(),
+        type=Integer(1, _MAX_RANKS),
+        default=min(cpu_cores(), _MAX_DEFAULT_RANKS),
         metavar="N",
-        help="number of processes, or of CPUs with Ray",
+        help="number of processes; with Ray, of CPUs",
     )
     parser.add_argument(
-        "--unit", type=Choice(_UNITS), default="words", metavar="UNIT", help="what is counted"
+        "--unit", type=Choice(_UNITS), default="words", metavar="UNIT", help="what to count"
     )
     parser.add_argument(
         "--tokenizer",
         type=Text("a folder, a hub id, or builtin:qwen2-tiny"),
         metavar="DIR",
-        help="tokenizer, with --unit tokens",
+        help="tokenizer for --unit tokens",
     )
     parser.add_argument(
-        "--output", type=OutputFile("a TSV file"), metavar="FILE", help="table of all counts"
+        "--output",
+        type=OutputFile("a TSV file"),
+        metavar="FILE",
+        help="TSV file with all counts to write",
     )
     parser.add_argument(
         "--top",
-        type=WholeNumber(0, _MAX_TOP),
+        type=Integer(0, _MAX_TOP),
         default=10,
         metavar="N",
-        help="most frequent words that are printed",
+        help="how many of the most frequent words to print",
     )
     parser.add_argument(
         "--memory-per-rank",
         type=MemorySize(),
         metavar="SIZE",
-        help=f"memory of a rank; default: {CountSpec.memory_bytes // 10**6}MB",
+        help=f"memory of each rank (default: {CountSpec.memory_bytes // 10**6}MB)",
     )
     parser.add_argument(
-        "--engine", type=Choice(_ENGINES), default="local", metavar="NAME", help="what runs it"
+        "--engine",
+        type=Choice(_ENGINES),
+        default="local",
+        metavar="NAME",
+        help="engine that counts",
     )
     parser.add_argument(
         "--decode-errors",
         type=Choice(_ERROR_HANDLERS),
         default="strict",
         metavar="HOW",
-        help="bytes that are not UTF-8 are an error, or are replaced",
+        help="whether invalid UTF-8 is an error or is replaced",
     )
     parser.add_argument(
         "--field",
         type=Text("a key", may_be_empty=False),
         metavar="KEY",
-        help="the files are JSON lines, and this key of each line holds the text",
+        help="key of the text in files of JSON lines",
     )
     parser.example = "paceline data count corpus/*.txt --ranks 4 --output words.tsv"
 
@@ -150,24 +158,22 @@ def run(args: Namespace) -> int:
     options = make_options(args)
     spec = options.spec
     size_bytes = sum(size for _, size in spec.files)
-    where = (
-        counted(options.ranks, "rank")
-        if options.engine == "local"
-        else f"Ray, {options.ranks} CPUs"
-    )
     logger.info(
-        f"counting {spec.by}: {human_bytes(size_bytes)} in {counted(len(spec.files), 'file')},"
-        f" {where}"
+        "counting %s: %s in %s, %s",
+        spec.by,
+        human_bytes(size_bytes),
+        counted(len(spec.files), "file"),
+        counted(options.ranks, "rank" if options.engine == "local" else "Ray CPU"),
     )
     started = time.perf_counter()
     try:
         with _sigterm_as_exception():
             result = _count(options)
     except KeyboardInterrupt:
-        print("\nstopped; every process is ended, nothing was written", file=sys.stderr)
+        print("\nstopped; all processes have ended, nothing was written", file=sys.stderr)
         return EXIT_SIGINT
     except _Terminated:
-        print("stopped; every process is ended, nothing was written", file=sys.stderr)
+        print("stopped; all processes have ended, nothing was written", file=sys.stderr)
         return EXIT_SIGTERM
     summary = _summary(options, result, size_bytes, time.perf_counter() - started)
     _print_notices(summary)
@@ -181,15 +187,17 @@ def run(args: Namespace) -> int:
 
 
 def make_options(args: Namespace) -> CountOptions:
-    """Check the options together.
+    """Check the options against each other.
 
     Raises:
-        ConfigError: no file, an option without the other that it needs, a table in place of a file
-            that is counted, or no Ray.
+        ConfigError: there is no file, an option lacks another one, the output is one of the files,
+            or Ray is not installed.
     """
     if not args.files:
         raise ConfigError(
-            "no file is given", allowed="paceline data count FILE…", fix="name the files to count"
+            "`paceline data count` needs a file",
+            allowed="paceline data count FILE…",
+            fix="name the files to count",
         )
     output = args.output
     if output is not None and output.exists():
@@ -208,34 +216,25 @@ def make_options(args: Namespace) -> CountOptions:
         tokenizer=_tokenizer_folder(args.unit, args.tokenizer),
         field=args.field,
         errors=args.decode_errors,
-        memory_bytes=CountSpec.memory_bytes
-        if args.memory_per_rank is None
-        else args.memory_per_rank,
+        memory_bytes=args.memory_per_rank or CountSpec.memory_bytes,
         top=args.top,
     )
     return CountOptions(spec, args.ranks, args.engine, output)
 
 
-def _num_cores() -> int:
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return min(cores, _MAX_DEFAULT_RANKS)
-
-
-def _tokenizer_folder(by: str, tokenizer: str | None) -> Path | None:
-    if by == "words":
+def _tokenizer_folder(unit: str, tokenizer: str | None) -> Path | None:
+    if unit == "words":
         if tokenizer is not None:
             raise ConfigError(
-                "`--tokenizer` is not used to count words",
-                fix="add `--unit tokens`, or leave it out",
+                "`--tokenizer` is not supported with `--unit words`",
+                fix="add `--unit tokens`, or omit it",
             )
         return None
     if not tokenizer:
         raise ConfigError(
             "`--unit tokens` needs a tokenizer",
             allowed="a folder, a hub id, or builtin:qwen2-tiny",
-            fix="give one as `--tokenizer DIR`",
+            fix="set `--tokenizer DIR`",
         )
     from paceline.data.text.tokenizer import find_tokenizer, load_tokenizer
     from paceline.models.builtin import resolve_model
@@ -256,7 +255,7 @@ def _count(options: CountOptions) -> CountResult:
 def _summary(
     options: CountOptions, result: CountResult, size_bytes: int, wall_s: float
 ) -> dict[str, Any]:
-    """What `--json` prints."""
+    """Return what `--json` prints."""
     return {
         "total": result.total,
         "distinct": result.distinct,
@@ -278,23 +277,23 @@ def _summary(
 
 
 def _print_notices(summary: dict[str, Any]) -> None:
-    """Print what the user should know beside the counts."""
+    """Log what the user should know besides the counts."""
     if summary["spills"]:
-        memory, size = human_bytes(summary["memory_bytes"]), human_bytes(summary["spilled_bytes"])
         logger.info(
-            f"{summary['spills']:,} full tables were spilled to disk, {size} in all ({memory} a"
-            " rank)"
+            f"{summary['spills']:,} full tables were spilled to disk,"
+            f" {human_bytes(summary['spilled_bytes'])} in total"
+            f" (memory per rank: {human_bytes(summary['memory_bytes'])})"
         )
     if summary["replaced"]:
         logger.warning(
-            f"{summary['replaced']:,} stretches of bytes that are not UTF-8 counted as U+FFFD"
+            f"{summary['replaced']:,} sequences of invalid UTF-8 were replaced by U+FFFD"
         )
     if summary["output"]:
-        logger.info(f"written: {summary['output']}")
+        logger.info("wrote %s", summary["output"])
 
 
 class _Terminated(BaseException):
-    """SIGTERM, as an exception, so that temporary files are removed."""
+    """SIGTERM as an exception, so that temporary files are removed."""
 
 
 @contextmanager
@@ -304,7 +303,7 @@ def _sigterm_as_exception() -> Iterator[None]:
 
     try:
         previous = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread: signals are the caller's business
+    except ValueError:  # not in the main thread, so the caller handles signals
         yield
         return
     try:
@@ -314,7 +313,7 @@ def _sigterm_as_exception() -> Iterator[None]:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The most frequent words with their shares."""
+    """Return the most frequent words with their shares."""
     noun = summary["by"].removesuffix("s")
     lines = [
         f"{counted(summary['total'], noun)}, {summary['distinct']:,} distinct, in"

@@ -11,7 +11,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from paceline.commands.options import OptionParser, WholeNumber, add_config, config_and_overrides
+from paceline.commands.options import Integer, OptionParser, add_config, config_and_overrides
 from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, short_duration
@@ -31,7 +31,7 @@ def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
     parser.add_argument(
         "--ranks",
-        type=WholeNumber(1, _MAX_RANKS),
+        type=Integer(1, _MAX_RANKS),
         metavar="N",
         help="number of ranks (default: as many as a run with this config has)",
     )

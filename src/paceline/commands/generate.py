@@ -5,7 +5,7 @@ import json
 import sys
 from argparse import Namespace
 
-from paceline.commands.options import AnyPath, Number, OptionParser, Text, WholeNumber
+from paceline.commands.options import AnyPath, Integer, Number, OptionParser, Text
 from paceline.core.errors import EXIT_DONE, ConfigError
 
 _SAMPLING = ("max_new_tokens", "temperature", "system", "seed")
@@ -14,32 +14,38 @@ _SAMPLING = ("max_new_tokens", "temperature", "system", "seed")
 def add_arguments(parser: OptionParser) -> None:
     parser.add_argument("run_dir", type=AnyPath("its output_dir"), metavar="RUN", help="run")
     parser.add_argument(
-        "question", nargs="?", type=Text(), metavar="QUESTION", help="question; not with --serve"
+        "question",
+        nargs="?",
+        type=Text(),
+        metavar="QUESTION",
+        help="question to answer; not with --serve",
     )
     parser.add_argument(
         "--max-new-tokens",
-        type=WholeNumber(),
+        type=Integer(),
         metavar="N",
-        help="length of the answer; default: 128",
+        help="maximum length of the answer in tokens (default: 128)",
     )
     parser.add_argument(
         "--temperature",
         type=Number(),
         metavar="T",
-        help="0, the default: the most likely token each time",
+        help="sampling temperature; 0, the default, selects the most likely token",
     )
     parser.add_argument("--system", type=Text(), metavar="TEXT", help="system message")
     parser.add_argument(
-        "--seed", type=WholeNumber(), metavar="N", help="seed of the sampling; default: 0"
+        "--seed", type=Integer(), metavar="N", help="seed for sampling (default: 0)"
     )
     parser.add_argument(
-        "--serve", action="store_true", help="answer requests on standard input, one JSON a line"
+        "--serve",
+        action="store_true",
+        help="answer requests from standard input, one JSON per line",
     )
     parser.add_argument(
         "--device",
         type=Text("auto or cpu"),
         metavar="NAME",
-        help="device, with --serve; default: auto",
+        help="device, with --serve (default: auto)",
     )
     parser.example = 'paceline generate output/demo "What is a tuple?" --max-new-tokens 100'
 
@@ -54,7 +60,7 @@ def run(args: Namespace) -> int:
     from paceline.inference.generate import generate
 
     settings = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
-    # What libraries print while they are imported is not part of the answer.
+    # The output of libraries during import is not part of the answer.
     with contextlib.redirect_stdout(sys.stderr):
         answer = generate(args.run_dir, args.question, **settings)
     result = {"question": args.question, "answer": answer}
@@ -76,4 +82,4 @@ def _check_combination(args: Namespace) -> None:
     if excluded:
         name = "QUESTION" if excluded[0] == "question" else f"--{excluded[0].replace('_', '-')}"
         state = "with" if args.serve else "without"
-        raise ConfigError(f"`{name}` is not supported {state} `--serve`", fix="leave it out")
+        raise ConfigError(f"`{name}` is not supported {state} `--serve`", fix="omit it")

@@ -1,4 +1,4 @@
-"""`paceline inspect`: what a checkpoint holds, and its digest."""
+"""`paceline inspect`: show the tensors and the digest of a checkpoint."""
 
 import contextlib
 import json

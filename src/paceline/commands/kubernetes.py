@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.commands.options import (
+    Choice,
+    Integer,
     InvalidValue,
     OptionParser,
     OutputFile,
     Pattern,
     TimeLimit,
-    WholeNumber,
     add_config,
     add_hosts,
     check_required,
@@ -31,7 +32,7 @@ _VARIANTS = ("kubeflow", "jobset")
 _SUBDOMAIN_REGEX = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"  # RFC 1123
 #: RFC 1035, which the API requires of a TrainJob's name.
 _LABEL = Pattern(
-    r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", "lower-case letters, digits and -, a letter first"
+    r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", "lower-case letters, digits and -, starting with a letter"
 )
 _SUBDOMAIN = Pattern(_SUBDOMAIN_REGEX, "lower-case letters, digits, - and .")
 _QUANTITY = Pattern(r"[1-9][0-9]*([KMGT]i|[kMGT])?", "a Kubernetes quantity, such as 64Gi")
@@ -39,25 +40,13 @@ _IMAGE = Pattern(r"[\w./:@-]+", "an image, such as registry.example.org/paceline
 _SCHEDULER = Pattern(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", "the name of a scheduler")
 _SECRET_ENV = Pattern(
     rf"[A-Za-z_]\w*=({_SUBDOMAIN_REGEX})/([-\w.]+)",
-    "VARIABLE=SECRET/KEY, several with commas, as HF_TOKEN=hub/token",
+    "comma-separated VARIABLE=SECRET/KEY, e.g. HF_TOKEN=hub/token",
 )
 
 
 @dataclass(frozen=True)
-class Variant:
-    """Which API the manifest is for."""
-
-    allowed: str = " or ".join(_VARIANTS)
-
-    def __call__(self, text: str) -> str:
-        if text not in _VARIANTS:
-            raise InvalidValue("is unknown", allowed=self.allowed)
-        return text
-
-
-@dataclass(frozen=True)
 class JobName:
-    """The name of a job, from which those of its pods follow."""
+    """The name of a job, which is a prefix of the names of its pods."""
 
     allowed: str = _LABEL.allowed
 
@@ -72,7 +61,7 @@ class JobName:
 
 @dataclass(frozen=True)
 class SecretVariables:
-    """Environment variables from secrets: (variable, secret, key of the secret)."""
+    """Environment variables from secrets, as tuples (variable, secret, key of the secret)."""
 
     allowed: str = _SECRET_ENV.allowed
 
@@ -93,47 +82,76 @@ def add_arguments(parser: OptionParser) -> None:
     add("--image", type=_IMAGE, metavar="IMAGE", help="image with Paceline; required")
     add(
         "--variant",
-        type=Variant(),
+        type=Choice(_VARIANTS),
         metavar="NAME",
-        help="TrainJob of Kubeflow Trainer, or JobSet; default: kubeflow",
+        help="TrainJob of Kubeflow Trainer, or JobSet (default: kubeflow)",
     )
-    add("--name", type=JobName(), metavar="NAME", help="default: the name of the config file")
+    add(
+        "--name",
+        type=JobName(),
+        metavar="NAME",
+        help="name of the job (default: name of the config file)",
+    )
     add("--namespace", type=_LABEL, metavar="NAME", help="namespace of the objects")
-    add("--runtime", type=_SUBDOMAIN, metavar="NAME", help="runtime of Kubeflow; default: paceline")
+    add(
+        "--runtime",
+        type=_SUBDOMAIN,
+        metavar="NAME",
+        help="runtime of Kubeflow Trainer (default: paceline)",
+    )
     add("--queue", type=_LABEL, metavar="NAME", help="queue of Kueue")
-    add("--time", type=TimeLimit(), metavar="LIMIT", help="the job ends then, with a checkpoint")
+    add(
+        "--time",
+        type=TimeLimit(),
+        metavar="LIMIT",
+        help="time limit of the job, which then ends with a checkpoint",
+    )
     add(
         "--ttl",
-        type=WholeNumber(0, 31_536_000),
+        type=Integer(0, 31_536_000),
         metavar="SECONDS",
-        help="the job is deleted so long after its end; JobSet only",
+        help="delete the job this long after its end; JobSet only",
     )
-    add("--pvc", type=_SUBDOMAIN, metavar="NAME", help="volume that all pods work in")
+    add("--pvc", type=_SUBDOMAIN, metavar="NAME", help="volume with the working folder of all pods")
     add(
         "--endpoint-pvc",
         type=_SUBDOMAIN,
         metavar="NAME",
-        help="volume that the first pod alone works in; JobSet only",
+        help="volume with the working folder of the first pod; JobSet only",
     )
     add("--data-pvc", type=_SUBDOMAIN, metavar="NAME", help="volume with data, at /data")
     add("--cache-pvc", type=_SUBDOMAIN, metavar="NAME", help="volume for caches, at /cache")
-    add("--cpus-per-node", type=WholeNumber(1, 4096), metavar="N", help="cores of a pod")
-    add("--memory-per-node", type=_QUANTITY, metavar="SIZE", help="memory of a pod")
+    add("--cpus-per-node", type=Integer(1, 4096), metavar="N", help="CPU cores of each pod")
+    add("--memory-per-node", type=_QUANTITY, metavar="SIZE", help="memory of each pod")
     add("--shm-size", type=_QUANTITY, metavar="SIZE", help="size of /dev/shm")
     add(
         "--grace-period",
-        type=WholeNumber(1, 86_400),
+        type=Integer(1, 86_400),
         metavar="SECONDS",
         help="time for a checkpoint before the pods are killed",
     )
-    add("--user", type=WholeNumber(0, 65_535), metavar="UID", help="user of the pods")
-    add("--secret-env", type=SecretVariables(), metavar="NAME=...", help="secret variables")
+    add("--user", type=Integer(0, 65_535), metavar="UID", help="user of the pods")
+    add(
+        "--secret-env",
+        type=SecretVariables(),
+        metavar="NAME=...",
+        help="environment variables from secrets",
+    )
     add("--image-pull-secret", type=_SUBDOMAIN, metavar="NAME", help="secret of the registry")
     add("--service-account", type=_SUBDOMAIN, metavar="NAME", help="service account of the pods")
-    add("--scheduler", type=_SCHEDULER, metavar="NAME", help="scheduler, of the runtime")
-    add("--output", type=OutputFile(), metavar="FILE", help="default: standard output")
+    add("--scheduler", type=_SCHEDULER, metavar="NAME", help="scheduler of the runtime")
+    add(
+        "--output",
+        type=OutputFile(),
+        metavar="FILE",
+        help="manifest to write (default: standard output)",
+    )
     add("--coscheduling", action="store_true", help="start all pods together; Kubeflow only")
-    add("--no-network-policy", action="store_true", help="let other pods reach those of the job")
+    add(
+        "--no-network-policy",
+        action="store_true",
+        help="allow other pods to connect to those of the job",
+    )
     add("--runtime-manifest", action="store_true", help="write the runtime that TrainJobs need")
     parser.example = (
         "paceline kubernetes CONFIG.yaml --nodes 2 --gpus-per-node 8"
@@ -157,18 +175,18 @@ def run(args: Namespace) -> int:
         path = None if args.output is None else str(args.output)
         print(json.dumps({"manifest": text, "path": path}, indent=2))
     elif args.output is not None:
-        print(f"written: {args.output}\nstart it with: kubectl apply -f {args.output}")
+        print(f"start the job with: kubectl apply -f {args.output}")
     else:
         print(text, end="")
     return EXIT_DONE
 
 
 def make_options(args: Namespace) -> KubernetesOptions:
-    """Check the options together, and fit the config to the hosts.
+    """Check the options against each other, and fit the config to the hosts.
 
     Raises:
-        ConfigError: an option is missing or excludes another, or the config does not load or does
-            not fit the pods.
+        ConfigError: an option is missing or excludes another, or the config is invalid or does not
+            fit the pods.
     """
     from paceline.cluster.jobs import kubernetes_options as defaults
     from paceline.cluster.jobs.hosts import fit_to_hosts
@@ -185,7 +203,6 @@ def make_options(args: Namespace) -> KubernetesOptions:
     memory = args.memory_per_node or defaults.estimate_memory(
         hosts, upper_bound(config), counts_shm=args.shm_size is None
     )
-    grace_s = args.grace_period or defaults.default_grace_s(config)
     return defaults.KubernetesOptions(
         hosts=hosts,
         variant=args.variant or _VARIANTS[0],
@@ -205,7 +222,7 @@ def make_options(args: Namespace) -> KubernetesOptions:
         memory=memory,
         memory_is_limit=args.memory_per_node is not None,
         shm=args.shm_size or defaults.default_shm(hosts),
-        grace_s=grace_s,
+        grace_s=args.grace_period or defaults.default_grace_s(config),
         user=defaults.RUNTIME_USER if args.user is None else args.user,
         secret_env=args.secret_env or (),
         image_pull_secret=args.image_pull_secret,
@@ -215,10 +232,10 @@ def make_options(args: Namespace) -> KubernetesOptions:
 
 
 def _runtime_text(args: Namespace) -> str:
-    """The ClusterTrainingRuntime, which is the same for all configs.
+    """Return the ClusterTrainingRuntime, which is the same for all configs.
 
     Raises:
-        ConfigError: an option that belongs to a job.
+        ConfigError: an option belongs to a job.
     """
     from paceline.cluster.jobs.kubernetes import runtime_manifest
 
@@ -231,13 +248,14 @@ def _runtime_text(args: Namespace) -> str:
     ] + [f"`{token}`" for token in args.config_tokens]
     if excluded:
         raise ConfigError(
-            "`--runtime-manifest` is independent of the config and the job, and"
-            f" {', '.join(excluded)} was given with it",
+            f"{', '.join(excluded)} is not supported with `--runtime-manifest`: the runtime does"
+            " not depend on the config or the job",
             allowed="--coscheduling, --scheduler NAME, --output FILE, --json",
         )
     if args.scheduler is not None and not args.coscheduling:
         raise ConfigError(
-            "`--scheduler` sets the scheduler of the coscheduling plugin",
+            "`--scheduler` is not supported without `--coscheduling`: it sets the scheduler of the"
+            " coscheduling plugin",
             fix="add `--coscheduling`",
         )
     return runtime_manifest(args.coscheduling, args.scheduler)
@@ -250,34 +268,37 @@ def _check_variant(args: Namespace) -> None:
         raise ConfigError(
             f"`{name}` is not supported with `--variant jobset`: it belongs to a runtime of"
             " Kubeflow Trainer",
-            fix="leave it out; to start all pods together, use Kueue: `--queue NAME`",
+            fix="omit it; to start all pods together, use Kueue: `--queue NAME`",
         )
     if args.variant != "jobset" and (args.endpoint_pvc or args.ttl is not None):
         name = "--endpoint-pvc" if args.endpoint_pvc else "--ttl"
         raise ConfigError(
             f"`{name}` is not supported with `--variant kubeflow`: a TrainJob cannot set it",
-            fix="leave it out, or give `--variant jobset`",
+            fix="omit it, or set `--variant jobset`",
         )
     if args.scheduler is not None:
         raise ConfigError(
-            "`--scheduler` belongs to the runtime",
-            fix="give it with `--runtime-manifest --coscheduling`",
+            "`--scheduler` is not supported without `--runtime-manifest`: it belongs to the"
+            " runtime",
+            fix="use it with `--runtime-manifest --coscheduling`",
         )
     if args.coscheduling and args.runtime:
         raise ConfigError(
-            "`--coscheduling` and `--runtime` name two runtimes", fix="give one of them"
+            "`--coscheduling` is not supported with `--runtime`: both select a runtime",
+            fix="set one of them",
         )
 
 
 def _check_shared_storage(hosts: Hosts, args: Namespace) -> None:
     if args.pvc and args.endpoint_pvc:
         raise ConfigError(
-            "`--pvc` and `--endpoint-pvc` both mount the working folder", fix="give one of them"
+            "`--pvc` is not supported with `--endpoint-pvc`: both mount the working folder",
+            fix="set one of them",
         )
     is_remote = "://" in str(hosts.config.checkpoint_dir or "")
     if hosts.nodes > 1 and not (is_remote or args.pvc or args.endpoint_pvc):
         raise ConfigError(
-            f"`--nodes {hosts.nodes}` needs storage for the checkpoints that outlives the pods",
+            f"`--nodes {hosts.nodes}` needs persistent storage for the checkpoints",
             fix=(
                 "name a PersistentVolumeClaim that all pods can mount (ReadWriteMany) with `--pvc"
                 " NAME`, or with `--variant jobset` one for the first pod alone (ReadWriteOnce)"

@@ -1,5 +1,5 @@
-"""The parser of the verbs, and what their options share: argument types, the config and its
-overrides."""
+"""The argument parser of all commands, and what their options share: argument types, and the config
+with its overrides."""
 
 from __future__ import annotations
 
@@ -7,29 +7,33 @@ import argparse
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from paceline.core.errors import ConfigError, did_you_mean, nearest
 from paceline.core.files import write_atomic
 from paceline.core.formatting import printable
 from paceline.core.log import LEVELS, log_notices
 
+if TYPE_CHECKING:
+    from paceline.config.load import Loaded
+
 _CONFIG_USAGE = "[CONFIG.yaml] [key=value ...]"
 _CONFIG_HELP = (
-    "Overrides of the config follow as key=value, --key value or --key=value, with dotted names for"
-    " nested keys.\nKeys: docs/config.md."
+    "Override config keys with key=value, --key value or --key=value; nested keys have dotted"
+    " names.\nAll keys: docs/config.md."
 )
 
 
 class InvalidValue(Exception):
-    """A value that an option does not accept; the parser adds the option and the value.
+    """A value that an option does not accept.
 
     Args:
-        reason: the rest of the sentence that begins with the option and its value.
+        reason: the rest of the sentence; the parser puts the option and its value before it.
     """
 
     def __init__(self, reason: str, *, allowed: str | None = None, fix: str | None = None) -> None:
@@ -40,7 +44,7 @@ class InvalidValue(Exception):
 
 
 class ArgumentType(Protocol):
-    """Reads the text of an option. ``allowed``: what it accepts, for the help."""
+    """Convert the text of an option. ``allowed``: the accepted values, for the help."""
 
     @property
     def allowed(self) -> str: ...
@@ -50,7 +54,7 @@ class ArgumentType(Protocol):
 
 @dataclass(frozen=True)
 class Text:
-    """Any text; the empty one only if ``may_be_empty``."""
+    """Any text; an empty one only if ``may_be_empty``."""
 
     allowed: str = "text"
     may_be_empty: bool = True
@@ -62,9 +66,9 @@ class Text:
 
 
 @dataclass(frozen=True)
-class WholeNumber:
-    """An integer of a range; ``maximum`` None: without an upper limit. ``range_text``: how the help
-    describes the range, if not by its ends."""
+class Integer:
+    """An integer in a range, which has no upper limit if ``maximum`` is None. ``range_text``: how
+    the help describes the range, if not by its limits."""
 
     minimum: int | None = None
     maximum: int | None = None
@@ -75,7 +79,7 @@ class WholeNumber:
         if self.range_text is not None:
             return self.range_text
         if self.minimum is None:
-            return "a whole number"
+            return "an integer"
         if self.maximum is None:
             return f"{self.minimum} or more"
         return f"{self.minimum:,} to {self.maximum:,}"
@@ -85,7 +89,7 @@ class WholeNumber:
             number = int(text)
         except ValueError as error:
             allowed = None if self.minimum is None else self.allowed
-            raise InvalidValue("is not a whole number", allowed=allowed) from error
+            raise InvalidValue("is not an integer", allowed=allowed) from error
         too_low = self.minimum is not None and number < self.minimum
         if too_low or (self.maximum is not None and number > self.maximum):
             raise InvalidValue("is out of range", allowed=self.allowed)
@@ -107,7 +111,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a few words."""
+    """One of a few values."""
 
     values: tuple[str, ...]
 
@@ -118,22 +122,22 @@ class Choice:
     def __call__(self, text: str) -> str:
         if text not in self.values:
             raise InvalidValue(
-                "is not known",
+                "is unknown",
                 allowed=self.allowed,
-                fix=did_you_mean(text, self.values, f"write `{self.values[0]}`"),
+                fix=did_you_mean(text, self.values, f"use `{self.values[0]}`"),
             )
         return text
 
 
 @dataclass(frozen=True)
 class CommaList:
-    """Values of one type, separated by commas, each once and in the order given."""
+    """Values of one type, separated by commas, without duplicates and in the same order."""
 
     element: ArgumentType
 
     @property
     def allowed(self) -> str:
-        return f"{self.element.allowed}; several with commas"
+        return f"{self.element.allowed}; comma-separated"
 
     def __call__(self, text: str) -> tuple[Any, ...]:
         values = [self.element(part.strip()) for part in text.split(",") if part.strip()]
@@ -144,13 +148,13 @@ class CommaList:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A file that will be written. ``kind``: such as ``an HTML file``."""
+    """A file to write. ``kind``: such as ``an HTML file``."""
 
     kind: str = "a file"
 
     @property
     def allowed(self) -> str:
-        return f"{self.kind} in a folder that exists"
+        return f"{self.kind} in an existing folder"
 
     def __call__(self, text: str) -> Path:
         path = Path(text).expanduser()
@@ -162,7 +166,7 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Text of which the whole matches a regular expression."""
+    """Text that matches a regular expression completely."""
 
     regex: str
     allowed: str
@@ -210,14 +214,14 @@ class TimeLimit:
             raise InvalidValue(
                 "is not a time limit",
                 allowed=self.allowed,
-                fix="write e.g. 4:00:00 for four hours",
+                fix="use e.g. 4:00:00 for four hours",
             )
         return Duration(text, seconds)
 
 
 @dataclass(frozen=True)
 class AnyPath:
-    """A path of which the command itself checks the rest."""
+    """A path that the command checks itself."""
 
     allowed: str = "a path"
 
@@ -228,8 +232,8 @@ class AnyPath:
 class OptionParser(argparse.ArgumentParser):
     """An :class:`argparse.ArgumentParser` that raises ConfigError.
 
-    It accepts ``--world_size`` for ``--world-size`` but no abbreviations, and writes what an option
-    accepts and its default into the help.
+    It accepts ``--world_size`` for ``--world-size`` but no abbreviations, and adds the accepted
+    values and the default of each option to the help.
     """
 
     #: Shown at the end of the help.
@@ -246,7 +250,7 @@ class OptionParser(argparse.ArgumentParser):
         #: Every option by its longest name, such as ``--world-size``.
         self.options: dict[str, argparse.Action] = {}
         self.positionals: list[argparse.Action] = []
-        #: Which words a command takes beside its own options, see :func:`add_config`.
+        #: Whether the command accepts a config and overrides, see :func:`add_config`.
         self.takes_config = False
         self.takes_only_known_keys = False
         self._command_list: Any = None
@@ -260,13 +264,13 @@ class OptionParser(argparse.ArgumentParser):
         )
 
     def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
-        """As argparse's; an error of ``type`` names the option and the value."""
+        """Extend argparse's method: an error of ``type`` names the option and the value."""
         reader = settings.get("type")
         if reader is not None:
             settings["type"] = _NamedType(names[0] if names[0].startswith("-") else "", reader)
-            settings["help"] = _described(
-                settings.get("help", ""), reader.allowed, settings.get("default") is not None
-            )
+            default = "; default: %(default)s" if settings.get("default") is not None else ""
+            allowed = reader.allowed.replace("%", "%%")
+            settings["help"] = f"{settings.get('help', '')} [{allowed}{default}]"
         action = super().add_argument(*names, **settings)
         if action.option_strings:
             self.options[action.option_strings[-1]] = action
@@ -275,7 +279,7 @@ class OptionParser(argparse.ArgumentParser):
         return action
 
     def add_command(self, name: str, summary: str, aliases: Sequence[str] = ()) -> OptionParser:
-        """Add a command below this one, such as `count` below `data`."""
+        """Add a subcommand, such as `count` of `data`."""
         if self._command_list is None:
             self._command_list = self.add_subparsers(
                 title="commands", metavar="COMMAND", parser_class=OptionParser
@@ -291,7 +295,7 @@ class OptionParser(argparse.ArgumentParser):
         return command
 
     def resolve(self, tokens: Sequence[str]) -> tuple[OptionParser, list[str]]:
-        """The parser of the command that ``tokens`` name, and the tokens that are left for it.
+        """Return the parser of the command that ``tokens`` name, and its remaining tokens.
 
         Raises:
             ConfigError: there is no such command.
@@ -302,22 +306,24 @@ class OptionParser(argparse.ArgumentParser):
         if name not in self.commands:
             suggestion = nearest(name or "", self.commands)
             raise ConfigError(
-                f"`{self.prog} {name}` is not a command"
-                if name
-                else f"`{self.prog}` needs a command",
+                (
+                    f"`{self.prog} {name}`: unknown command"
+                    if name
+                    else f"`{self.prog}` needs a command"
+                ),
                 allowed=", ".join(self.commands),
-                fix=f"type `{self.prog} {suggestion or '--help'}`",
+                fix=f"run `{self.prog} {suggestion or '--help'}`",
             )
         rest = list(tokens)
         rest.remove(name)
         return self.commands[name].resolve(rest)
 
     def parse(self, tokens: Sequence[str]) -> argparse.Namespace:
-        """Parse the options of a command. The result has also ``command``, this parser, and
-        ``config_tokens``, what is left for the config.
+        """Parse the options of a command. The result also has ``command``, which is this parser,
+        and ``config_tokens``, which are the remaining tokens.
 
         Raises:
-            ConfigError: an option or an argument is unknown, missing or wrong.
+            ConfigError: an option or an argument is unknown, missing or invalid.
         """
         self._tokens = list(tokens)
         read = self.parse_known_intermixed_args if self.positionals else self.parse_known_args
@@ -327,7 +333,7 @@ class OptionParser(argparse.ArgumentParser):
             if error.argument_name is None:
                 self.error(error.message)
             name = str(error.argument_name).rpartition("/")[2]
-            reason = "has no value" if "expected" in error.message else "takes no value"
+            reason = "needs a value" if "expected" in error.message else "accepts no value"
             raise ConfigError(f"`{name}` {reason}", fix=f"see `{self.prog} --help`") from error
         self._check_unknown(rest)
         args.command = self
@@ -335,15 +341,15 @@ class OptionParser(argparse.ArgumentParser):
         return args
 
     def error(self, message: str) -> Any:
-        """Raise ConfigError for arguments that are missing."""
+        """Raise ConfigError for missing or unexpected arguments."""
         raise ConfigError(
-            f"`{self.prog}` was given {' '.join(self._tokens) or 'nothing'}",
+            f"`{' '.join([self.prog, *self._tokens])}` has missing or unexpected arguments",
             allowed=self.usage_line(),
             fix=f"see `{self.prog} --help`",
         )
 
     def usage_line(self) -> str:
-        """The command with its arguments."""
+        """Return the command with its arguments."""
         names = [_CONFIG_USAGE] if self.takes_config else []
         names += [str(action.metavar) for action in self.positionals if action.metavar]
         return " ".join([self.prog, *names])
@@ -362,7 +368,7 @@ class OptionParser(argparse.ArgumentParser):
         return f"{dashed}{equals}{value}" if dashed in self.options else token
 
     def _check_unknown(self, tokens: Sequence[str]) -> None:
-        """Raise ConfigError for a token that is meant as an option but is none."""
+        """Raise ConfigError for a token that looks like an option but is not one."""
         names = [name.removeprefix("--") for name in self.options]
         for token in tokens:
             key = token[2:].partition("=")[0]
@@ -376,14 +382,14 @@ class OptionParser(argparse.ArgumentParser):
                 raise ConfigError(
                     f"`{self.prog}` has no option `--{key}`",
                     allowed=None if loose else ", ".join(sorted(self.options)),
-                    fix=question or "leave it out",
+                    fix=question or "omit it",
                 )
         if tokens and not self.takes_config:
             self.error("")
 
 
 class _NamedType:
-    """An argument type whose errors name the option, if it is one, and the value."""
+    """An argument type whose errors name the option (unless it is positional) and the value."""
 
     def __init__(self, name: str, reader: ArgumentType) -> None:
         self.name = name
@@ -397,11 +403,6 @@ class _NamedType:
             raise ConfigError(
                 f"`{argument}` {error.reason}", allowed=error.allowed, fix=error.fix
             ) from error
-
-
-def _described(help_text: str, allowed: str, has_default: bool) -> str:
-    suffix = "; default: %(default)s" if has_default else ""
-    return f"{help_text} [{allowed.replace('%', '%%')}{suffix}]"
 
 
 def _is_config_key(key: str) -> bool:
@@ -419,10 +420,10 @@ def _is_config_key(key: str) -> bool:
 
 
 def add_common(parser: OptionParser) -> None:
-    """Options of every command."""
-    parser.add_argument("--json", action="store_true", help="print the result alone, as JSON")
+    """Add the options of every command."""
+    parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument("--quiet", action="store_true", help="print warnings and errors only")
+    parser.add_argument("--quiet", action="store_true", help="print only warnings and errors")
     parser.add_argument(
         "--log-level",
         type=Choice(LEVELS),
@@ -432,27 +433,27 @@ def add_common(parser: OptionParser) -> None:
 
 
 def add_config(parser: OptionParser, *, only_known_keys: bool = False) -> None:
-    """Accept a config file and overrides. ``only_known_keys``: refuse any other `--name` here
-    instead of when the config is loaded."""
+    """Accept a config file and overrides. ``only_known_keys``: report an unknown `--name` while
+    parsing instead of when the config is loaded."""
     parser.takes_config = True
     parser.takes_only_known_keys = only_known_keys
 
 
 def add_hosts(parser: OptionParser) -> None:
-    """The size of a job on several hosts."""
+    """Add the options for the size of a job on several hosts."""
     parser.add_argument(
-        "--nodes", type=WholeNumber(1, 10_000), metavar="N", help="number of hosts; required"
+        "--nodes", type=Integer(1, 10_000), metavar="N", help="number of hosts; required"
     )
     parser.add_argument(
         "--gpus-per-node",
-        type=WholeNumber(0, 64, "0 (ranks on the CPU) to 64"),
+        type=Integer(0, 64, "0 (ranks on the CPU) to 64"),
         metavar="N",
-        help="GPUs of each host; required",
+        help="number of GPUs of each host; required",
     )
 
 
 def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[str]]:
-    """The config file, if one is named, and the overrides.
+    """Return the config file (None if none is named) and the overrides.
 
     Raises:
         ConfigError: see :func:`paceline.config.overrides.split_cli`.
@@ -462,18 +463,30 @@ def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[st
     return split_cli(args.config_tokens)
 
 
+def load_fitted_config(args: argparse.Namespace) -> Loaded:
+    """Load the config, with `max_length` fitted to the model's positions.
+
+    Raises:
+        ConfigError: the config is invalid.
+    """
+    from paceline.config.load import load_config
+    from paceline.models.positions import fit_length
+
+    return fit_length(load_config(*config_and_overrides(args)))
+
+
 def check_required(args: argparse.Namespace, *names: str) -> None:
     """Raise ConfigError if one of these options is missing."""
     missing = [f"`--{name}`" for name in names if getattr(args, name.replace("-", "_")) is None]
     if missing:
         raise ConfigError(
             f"`{args.command.prog}` needs {', '.join(missing)}",
-            fix=f"write e.g. `{args.command.example}`",
+            fix=f"run e.g. `{args.command.example}`",
         )
 
 
 def write_output(path: Path, text: str) -> None:
-    """Write the file of ``--output``.
+    """Write the file of ``--output``, and print its path on standard error.
 
     Raises:
         ConfigError: it cannot be written.
@@ -484,6 +497,7 @@ def write_output(path: Path, text: str) -> None:
         raise ConfigError(
             f"`--output {path}` cannot be written: {error.strerror or error}"
         ) from error
+    print(f"wrote {path}", file=sys.stderr)
 
 
 def print_notices(notices: Iterable[tuple[str, str]]) -> None:

@@ -5,11 +5,11 @@ import sys
 from argparse import Namespace
 
 from paceline.commands.options import (
+    Integer,
     OptionParser,
     Text,
-    WholeNumber,
     add_config,
-    config_and_overrides,
+    load_fitted_config,
     print_notices,
 )
 from paceline.core.errors import EXIT_DONE
@@ -21,32 +21,30 @@ def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
     parser.add_argument(
         "--world-size",
-        type=WholeNumber(),
+        type=Integer(),
         metavar="N",
-        help="number of ranks; default: the devices of this machine",
+        help="number of ranks (default: number of devices of this machine)",
     )
     parser.add_argument(
         "--device-memory",
         type=Text("a size, such as 80GB or 24GiB"),
         metavar="SIZE",
-        help="memory of a device; default: what the devices of this machine have",
+        help="memory of each device (default: that of this machine's devices)",
     )
     parser.add_argument(
         "--device",
         type=Text("a name of the device table, such as H100"),
         metavar="NAME",
-        help="device that need not be here",
+        help="device to plan for (default: this machine's devices)",
     )
     parser.example = "paceline plan examples/demo.yaml --world-size 8 --device-memory 80GB"
 
 
 def run(args: Namespace) -> int:
     """Print the plan."""
-    from paceline.config.load import load_config
-    from paceline.models.positions import fit_length
     from paceline.planner.api import make_plan
 
-    loaded = fit_length(load_config(*config_and_overrides(args)))
+    loaded = load_fitted_config(args)
     print_notices(loaded.notices)
     plan = make_plan(loaded.config, args.world_size, args.device_memory, args.device)
     if args.json:

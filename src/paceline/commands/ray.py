@@ -15,44 +15,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.commands.options import (
+    Integer,
     InvalidValue,
     OptionParser,
-    WholeNumber,
     add_config,
     config_and_overrides,
 )
 from paceline.config.load import load_config
 from paceline.core.errors import EXIT_DONE, ConfigError, Outcome, StoppedError
 
-logger = logging.getLogger(__name__)
-
 if TYPE_CHECKING:
     from paceline.cluster.ray.driver import Connection, TorchTrainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ExistingFolder:
-    """A folder that exists."""
+    """An existing folder."""
 
     allowed: str = "a folder"
 
     def __call__(self, text: str) -> Path:
         path = Path(text)
         if not path.is_dir():
-            raise InvalidValue("is not a folder", fix="give a folder, such as `.`")
+            raise InvalidValue("is not a folder", fix="set a folder, such as `.`")
         return path
 
 
 @dataclass(frozen=True)
 class RayAddress:
-    """The address of a cluster."""
+    """The address of a Ray cluster."""
 
     allowed: str = "HOST:PORT of the head node (`ray start --head` prints it), auto, or local"
 
     def __call__(self, text: str) -> str:
         if not text or text.startswith("ray://"):
             raise InvalidValue(
-                "is not supported: Ray Train does not run through the Ray Client",
+                "is not supported: Ray Train does not support the Ray Client",
                 allowed=self.allowed,
                 fix=(
                     "run the command on a node of the cluster, or submit it: `ray job submit --"
@@ -62,66 +62,48 @@ class RayAddress:
         return text
 
 
-@dataclass(frozen=True)
-class RayOptions:
-    """What the command line requests."""
-
-    config: Path | None
-    overrides: list[str]
-    num_workers: int
-    address: str | None
-    use_gpu: bool
-    cpus_per_worker: int
-    max_failures: int | None
-    working_dir: Path | None
-    allow_config_change: bool
-
-
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
     parser.add_argument(
         "--num-workers",
-        type=WholeNumber(1),
+        type=Integer(1),
         metavar="N",
-        help="workers, one rank each; required",
+        help="number of workers, with one rank each; required",
     )
     parser.add_argument(
         "--address",
         type=RayAddress(),
         metavar="HOST:PORT",
         help=(
-            "cluster to use; default: RAY_ADDRESS, the cluster that runs on this machine, or one"
-            " that is started for this run and ended with it"
+            "cluster to use (default: RAY_ADDRESS, the cluster that runs on this machine, or a new"
+            " one for this run)"
         ),
     )
     parser.add_argument(
         "--use-gpu",
         action="store_true",
-        help="one GPU for each worker; default: if `parallel.device` or the cluster has GPUs",
+        help="use one GPU per worker (default: if `parallel.device` or the cluster has GPUs)",
     )
     parser.add_argument(
         "--cpus-per-worker",
-        type=WholeNumber(1),
+        type=Integer(1),
         default=1,
         metavar="N",
-        help="CPU cores that Ray reserves for each worker; also the threads of a CPU worker",
+        help="CPU cores that Ray reserves per worker; also the threads of a CPU worker",
     )
     parser.add_argument(
         "--max-failures",
-        type=WholeNumber(-1, range_text="-1 (without a limit) or more"),
+        type=Integer(-1, range_text="-1 (unlimited) or more"),
         metavar="N",
-        help=(
-            "how often Ray starts all workers again after a failure; default:"
-            " `recovery.max_restarts`"
-        ),
+        help="restarts of all workers after a failure (default: `recovery.max_restarts`)",
     )
     parser.add_argument(
         "--working-dir",
         type=ExistingFolder(),
         metavar="DIR",
         help=(
-            "folder that Ray copies to the nodes, for relative paths of the config; default: the"
-            " workers use this folder, which all nodes must see"
+            "folder that Ray copies to the nodes, for relative paths of the config (default: the"
+            " workers use the current folder, which all nodes must be able to read)"
         ),
     )
     parser.add_argument(
@@ -130,50 +112,34 @@ def add_arguments(parser: OptionParser) -> None:
     parser.example = "paceline ray CONFIG.yaml --num-workers 4 --address auto"
 
 
-def make_options(args: Namespace) -> RayOptions:
-    """Raises ConfigError if an option is missing."""
-    path, overrides = config_and_overrides(args)
-    if args.num_workers is None:
-        raise ConfigError(
-            "`paceline ray` needs the number of workers",
-            fix="add `--num-workers N`: with GPUs, one worker for each of them",
-        )
-    return RayOptions(
-        config=path,
-        overrides=overrides,
-        num_workers=args.num_workers,
-        address=args.address,
-        use_gpu=args.use_gpu,
-        cpus_per_worker=args.cpus_per_worker,
-        max_failures=args.max_failures,
-        working_dir=args.working_dir,
-        allow_config_change=args.allow_config_change,
-    )
-
-
 def run(args: Namespace) -> int:
     """Connect to the cluster, train, and print the report.
 
     Raises:
-        ConfigError: the config, an option or the address is wrong.
+        ConfigError: the config, an option or the address is invalid.
         RunError: the run failed.
     """
     from paceline.cluster.ray.driver import check_ray, connected
 
-    options = make_options(args)
+    config_and_overrides(args)  # report errors in the arguments first
+    if args.num_workers is None:
+        raise ConfigError(
+            "`paceline ray` needs the number of workers",
+            fix="add `--num-workers N`; with GPUs, one worker per GPU",
+        )
     check_ray()
-    load_config(options.config, options.overrides)  # before a cluster is started
+    load_config(*config_and_overrides(args))  # report errors before a cluster is started
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    needed_cpus = options.num_workers * options.cpus_per_worker
-    # Ray prints what workers write to standard output to the driver's; with --json that is the
-    # report's alone.
+    needed_cpus = args.num_workers * args.cpus_per_worker
+    # Ray prints the workers' output on the driver's standard output, which with --json is only for
+    # the report.
     with (
         contextlib.redirect_stdout(sys.stderr),
-        connected(options.address, needed_cpus, options.working_dir) as connection,
+        connected(args.address, needed_cpus, args.working_dir) as connection,
     ):
-        trainer = _trainer(options, connection)
-        results = _until_done(trainer)
+        trainer = _trainer(args, connection)
+        results = _wait_until_done(trainer)
     result = results[0]
     if args.json:
         print(json.dumps(result["report"], indent=2))
@@ -182,55 +148,54 @@ def run(args: Namespace) -> int:
     return int(result["exit_code"])
 
 
-def _trainer(options: RayOptions, connection: Connection) -> TorchTrainer:
+def _trainer(args: Namespace, connection: Connection) -> TorchTrainer:
     from ray.train import ScalingConfig
 
     from paceline.cluster.ray.driver import TorchTrainer
 
-    device = load_config(options.config, options.overrides).config.parallel.device
-    use_gpu = _uses_gpus(options, device, connection)
-    resources = {"CPU": options.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
+    path, overrides = config_and_overrides(args)
+    device = load_config(path, overrides).config.parallel.device
+    use_gpu = _uses_gpus(args, device, connection)
+    resources = {"CPU": args.cpus_per_worker, **({"GPU": 1} if use_gpu else {})}
     trainer = TorchTrainer(
-        options.config,
-        overrides=options.overrides,
+        path,
+        overrides=overrides,
         scaling_config=ScalingConfig(
-            num_workers=options.num_workers, use_gpu=use_gpu, resources_per_worker=resources
+            num_workers=args.num_workers, use_gpu=use_gpu, resources_per_worker=resources
         ),
-        max_failures=options.max_failures,
-        allow_config_change=options.allow_config_change,
+        max_failures=args.max_failures,
+        allow_config_change=args.allow_config_change,
     )
-    where = (
-        f"the cluster at {connection.address}"
-        if connection.address
-        else "a cluster on this machine, started for this run"
-    )
-    kind = "GPU" if use_gpu else "CPU"
-    logger.info(f"Ray: {options.num_workers} {kind} workers on {where}")
+    cluster = "a new cluster on this machine"
+    if connection.address:
+        cluster = f"the cluster at {connection.address}"
+    device_kind = "GPU" if use_gpu else "CPU"
+    logger.info("Ray: %d %s workers on %s", args.num_workers, device_kind, cluster)
     for name, per_worker in resources.items():
-        available = connection.resources.get(name, 0.0)
-        if per_worker * options.num_workers > available:
+        needed, available = per_worker * args.num_workers, connection.resources.get(name, 0.0)
+        if needed > available:
             logger.warning(
-                f"the workers need {per_worker * options.num_workers} {name}s and the cluster has"
-                f" {available:g}: Ray waits until nodes join. Press Ctrl-C to end"
+                f"the workers need {needed} {name}s and the cluster has {available:g}: Ray waits"
+                " until nodes join. Press Ctrl-C to stop"
             )
     return trainer
 
 
-def _uses_gpus(options: RayOptions, device: str, connection: Connection) -> bool:
-    """One GPU for each worker: if requested, if the config does, or if the cluster has enough of
-    them."""
-    if options.use_gpu and device == "cpu":
+def _uses_gpus(args: Namespace, device: str, connection: Connection) -> bool:
+    """Return whether each worker gets a GPU: if `--use-gpu` or the config requires it, or if the
+    cluster has enough GPUs."""
+    if args.use_gpu and device == "cpu":
         raise ConfigError(
-            "`--use-gpu` contradicts `parallel.device: cpu`", fix="leave one of them out"
+            "`--use-gpu` contradicts `parallel.device: cpu`", fix="remove one of them"
         )
     num_gpus = int(connection.resources.get("GPU", 0))
-    if options.use_gpu or device not in ("auto", "cpu"):
+    if args.use_gpu or device not in ("auto", "cpu"):
         return True
     if device == "cpu" or num_gpus == 0:
         return False
-    if num_gpus < options.num_workers:
+    if num_gpus < args.num_workers:
         raise ConfigError(
-            f"`--num-workers {options.num_workers}`: the cluster has {num_gpus} GPUs",
+            f"`--num-workers {args.num_workers}`: the cluster has only {num_gpus} GPUs",
             fix=(
                 f"set `--num-workers {num_gpus}`; train on CPU workers with `parallel.device=cpu`;"
                 " or, if the cluster grows on demand, add `--use-gpu`"
@@ -239,12 +204,12 @@ def _uses_gpus(options: RayOptions, device: str, connection: Connection) -> bool
     return True
 
 
-def _until_done(trainer: TorchTrainer) -> list[Outcome]:
-    """Run the trainer in a thread, so that this one answers signals: the first one asks the ranks
-    to write a checkpoint and stop, a second one disconnects from Ray, which ends the workers.
+def _wait_until_done(trainer: TorchTrainer) -> list[Outcome]:
+    """Run the trainer in a thread, so that this one can handle signals: on the first one the ranks
+    write a checkpoint and stop; the second one disconnects from Ray, which ends the workers.
 
     Raises:
-        StoppedError: by a second signal.
+        StoppedError: on a second signal.
     """
     results: list[Outcome] = []
     errors: list[BaseException] = []
@@ -261,16 +226,17 @@ def _until_done(trainer: TorchTrainer) -> list[Outcome]:
     def on_signal(number: int, _frame: Any) -> None:
         name = signal.Signals(number).name
         if received and number == signal.SIGHUP:
-            return  # a terminal that is closed sends it twice
+            return  # closing a terminal sends it twice
         received.append(number)
         if len(received) == 2:
             raise StoppedError(
-                f"a second {name} ended the run at once, without a checkpoint", 128 + received[0]
+                f"a second {name} stopped the run without a checkpoint", 128 + received[0]
             )
         if len(received) > 2:
             os._exit(128 + received[0])
         logger.info(
-            f"{name}: finishing this step and saving a checkpoint; once more ends the run at once"
+            f"{name}: finishing this step and saving a checkpoint; a second signal stops the run"
+            " immediately"
         )
         trainer.request_stop(number)
 

@@ -11,7 +11,7 @@ from paceline.commands.options import OptionParser, add_config, config_and_overr
 def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the config with all defaults, and stop"
+        "--dry-run", action="store_true", help="check and print the full config without training"
     )
     parser.add_argument(
         "--allow-config-change",
@@ -40,8 +40,8 @@ def run(args: Namespace) -> int:
 
 
 def _process_start_time() -> float:
-    """The time at which this process started, in seconds since the epoch: the time to the first
-    step includes the start of Python."""
+    """Return when this process started, in seconds since the epoch: the time to the first step
+    includes the start of Python."""
     try:
         with open("/proc/self/stat") as file:
             ticks = int(file.read().rpartition(")")[2].split()[19])

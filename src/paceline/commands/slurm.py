@@ -8,11 +8,11 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from paceline.commands.options import (
+    Integer,
     OptionParser,
     OutputFile,
     Pattern,
     TimeLimit,
-    WholeNumber,
     add_config,
     add_hosts,
     check_required,
@@ -25,10 +25,10 @@ from paceline.core.errors import EXIT_DONE, ConfigError
 if TYPE_CHECKING:
     from paceline.cluster.jobs.slurm import SlurmOptions
 
-#: Options of sbatch that are passed on as they are.
+#: Options that are passed to sbatch unchanged.
 _SBATCH_OPTIONS = ("partition", "account", "qos", "constraint", "reservation", "mem")
-_SBATCH_VALUE = Pattern(r"[\w.,:@%+/=&|*()\[\]-]+", "one word, as sbatch takes it")
-_MAX_SIGNAL_LEAD_S = 65535  # Slurm keeps it in 16 bits
+_SBATCH_VALUE = Pattern(r"[\w.,:@%+/=&|*()\[\]-]+", "a value of sbatch without spaces")
+_MAX_GRACE_PERIOD_S = 65535  # Slurm stores it in 16 bits
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -41,37 +41,40 @@ def add_arguments(parser: OptionParser) -> None:
         "--job-name",
         type=Pattern(r"[\w.+-]+", "letters, digits and . _ + -"),
         metavar="NAME",
-        help="default: the name of the config file",
+        help="name of the job (default: name of the config file)",
     )
     parser.add_argument(
         "--cpus-per-node",
-        type=WholeNumber(1, 4096),
+        type=Integer(1, 4096),
         metavar="N",
-        help="default: one for each rank and each of its loader processes",
+        help="CPU cores per host (default: one per rank and loader process)",
     )
     parser.add_argument(
         "--grace-period",
-        type=WholeNumber(),
+        type=Integer(),
         default=120,
         metavar="SECONDS",
-        help="Slurm sends SIGTERM so long before the end; a checkpoint is written then",
+        help="time before the end at which Slurm sends SIGTERM, so that a checkpoint is written",
     )
     for name in _SBATCH_OPTIONS:
         parser.add_argument(
-            f"--{name}", type=_SBATCH_VALUE, metavar="VALUE", help=f"sbatch --{name}"
+            f"--{name}", type=_SBATCH_VALUE, metavar="VALUE", help=f"--{name} of sbatch"
         )
     parser.add_argument(
-        "--output", type=OutputFile(), metavar="FILE", help="default: standard output"
+        "--output",
+        type=OutputFile(),
+        metavar="FILE",
+        help="script to write (default: standard output)",
     )
     parser.add_argument("--submit", action="store_true", help="submit the job with sbatch")
     parser.example = "paceline slurm CONFIG.yaml --nodes 2 --gpus-per-node 8 --time 4:00:00"
 
 
 def run(args: Namespace) -> int:
-    """Write the script, or print it, and submit it if requested.
+    """Write or print the script, and submit it if requested.
 
     Raises:
-        ConfigError: an option is wrong, or sbatch is not here; nothing was written.
+        ConfigError: an option is invalid, or sbatch is not installed; nothing was written.
         RunError: Slurm refused the job.
     """
     from paceline.cluster.jobs.slurm import check_sbatch, script, submit
@@ -88,34 +91,29 @@ def run(args: Namespace) -> int:
         path = None if args.output is None else str(args.output)
         print(json.dumps({"script": text, "path": path, "job_id": job_id}, indent=2))
         return EXIT_DONE
-    if args.output is not None:
-        print(f"written: {args.output}")
-    elif not args.submit:
+    if args.output is None and not args.submit:
         print(text, end="")
     if job_id is not None:
-        print(f"submitted: job {job_id}, its log: {options.name}-{job_id}.log")
+        print(f"submitted job {job_id}; log: {options.name}-{job_id}.log")
     return EXIT_DONE
 
 
 def make_options(args: Namespace) -> SlurmOptions:
-    """Check the options together, and fit the config to the hosts.
+    """Check the options against each other, and fit the config to the hosts.
 
     Raises:
-        ConfigError: an option is missing, or the config does not load or does not fit the hosts.
+        ConfigError: an option is missing, or the config is invalid or does not fit the hosts.
     """
     from paceline.cluster.jobs.hosts import fit_to_hosts
     from paceline.cluster.jobs.slurm import SlurmOptions
 
     path, overrides = config_and_overrides(args)
     check_required(args, "nodes", "gpus-per-node", "time")
-    limit_s = args.time.seconds
-    max_lead_s = min(limit_s - 1, _MAX_SIGNAL_LEAD_S)
-    if not 1 <= args.grace_period <= max_lead_s:
+    max_grace_s = min(args.time.seconds - 1, _MAX_GRACE_PERIOD_S)
+    if not 1 <= args.grace_period <= max_grace_s:
         raise ConfigError(
             f"`--grace-period {args.grace_period}` does not fit `--time {args.time.text}`",
-            allowed=(
-                f"1 to {max_lead_s} seconds before the end, time enough to write a checkpoint"
-            ),
+            allowed=f"1 to {max_grace_s} seconds, enough to write a checkpoint",
         )
     default_name = "paceline" if path is None else re.sub(r"[^\w.+-]+", "-", path.stem)
     hosts = fit_to_hosts(path, overrides, args.nodes, args.gpus_per_node)

@@ -1,4 +1,4 @@
-"""`paceline ui`: see and start runs in a browser."""
+"""`paceline ui`: view and start runs in the browser."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.commands.options import AnyPath, OptionParser, Text, WholeNumber
+from paceline.commands.options import AnyPath, Integer, OptionParser, Text
 from paceline.core.errors import EXIT_DONE, ConfigError
 from paceline.web.binding import PORT, bind, is_loopback, shown_host
 from paceline.web.files import shown
 
-logger = logging.getLogger(__name__)
-
 if TYPE_CHECKING:
     from paceline.web.server import PanelServer
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_FOLDER = Path("output")
 
@@ -32,30 +32,30 @@ def add_arguments(parser: OptionParser) -> None:
     parser.add_argument(
         "folder",
         nargs="?",
-        type=AnyPath("a folder below which runs are, or will be"),
+        type=AnyPath("a folder for runs"),
         metavar="FOLDER",
-        help="default: ./output, which is created",
+        help="folder with the runs (default: ./output, which is created)",
     )
     parser.add_argument(
         "--port",
-        type=WholeNumber(0, 65535, "0 (any that is free) to 65535"),
+        type=Integer(0, 65535, "0 (any free port) to 65535"),
         default=PORT,
         metavar="P",
-        help="port, or the next one that is free",
+        help="port, or the next free one",
     )
     parser.add_argument(
         "--host",
         type=Text("an address of this machine"),
         default="127.0.0.1",
         metavar="H",
-        help="address to listen at",
+        help="address to listen on",
     )
     parser.add_argument("--no-browser", action="store_true", help="do not open a browser")
     parser.example = "paceline ui output --port 8080"
 
 
 def run(args: Namespace) -> int:
-    """Serve the runs below the folder until Ctrl-C.
+    """Serve the runs in the folder until Ctrl-C.
 
     Raises:
         ConfigError: there is no such folder, or ``--host`` is not an address of this machine.
@@ -67,31 +67,30 @@ def run(args: Namespace) -> int:
     folder_text = shown(os.path.realpath(folder))
     url = f"http://{shown_host(args.host)}:{port}/?token={token}"
     if args.port not in (0, port):
-        logger.info(f"port {args.port} is in use; this is {port}.")
+        logger.info("port %d is in use; using port %d", args.port, port)
     if not is_loopback(args.host):
         logger.warning(
-            f"bound to {args.host}: everyone in this network who has the link can see the"
-            f" runs of {folder_text}, start and stop them. The link holds the token, and nothing is"
-            " encrypted: who listens in the network reads it. To keep the panel to this machine:"
-            " leave out --host."
+            f"listening on {args.host}: everyone in this network who has the link can view, start"
+            f" and stop the runs in {folder_text}. The link contains the token, and the connection"
+            " is not encrypted. To restrict the panel to this machine, omit --host."
         )
     if args.json:
         print(json.dumps({"url": url, "token": token, "folder": folder_text}), flush=True)
     else:
         print(f"The panel for {folder_text}: {url}", flush=True)
-        print("Ctrl-C ends it; runs go on.", flush=True)
+        print("Press Ctrl-C to stop the panel. Runs continue without it.", flush=True)
     if not args.no_browser and not args.json:
         _open(url)
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn passes the signal on once it has ended
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it ends
         _server(folder, port, args.host, token).run(sockets=[listener])
-    logger.info("the panel has ended; runs go on.")
+    logger.info("the panel has stopped; runs continue")
     return EXIT_DONE
 
 
 def _server(folder: Path, port: int, host: str, token: str) -> PanelServer:
-    """Loads what a server is made of, while the browser starts; who connects meanwhile waits in the
-    socket's queue."""
-    gc.disable()  # nothing of it is garbage; to look for some takes a tenth of the time
+    """Import and create the server while the browser starts. Connections wait in the socket's queue
+    until then."""
+    gc.disable()  # collecting during these imports takes a tenth of their time and frees nothing
     from paceline.web.server import PanelServer
     from paceline.web.state import AppState
 
@@ -106,26 +105,24 @@ def _existing_folder(requested: Path | None) -> Path:
     if folder.is_dir():
         return folder
     if requested is not None:
-        what = "is no folder" if folder.exists() else "is not there"
+        problem = "is not a folder" if folder.exists() else "does not exist"
         raise ConfigError(
-            f"`{folder}` {what}",
-            allowed="a folder below which runs are, or will be",
-            fix=f"mkdir -p {folder}",
+            f"`{folder}` {problem}", allowed="a folder for runs", fix=f"run `mkdir -p {folder}`"
         )
     folder.mkdir()
-    logger.info(f"made the folder {folder}: runs that are started from the panel go there.")
+    logger.info("created the folder %s for runs that are started in the panel", folder)
     return folder
 
 
 def _open(url: str) -> None:
-    """Show it, where there is a screen; a browser in the terminal would take it over."""
-    screen = sys.platform in ("darwin", "win32") or any(
+    """Open the browser if there is a display: a text browser would take over the terminal."""
+    has_display = sys.platform in ("darwin", "win32") or any(
         os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
     )
-    if screen:
+    if has_display:
         threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
     else:
         logger.info(
-            "there is no screen here: open the link in a browser (from another machine through `ssh"
-            " -L`, with the same port)."
+            "no display found: open the link in a browser (on another machine through `ssh -L`,"
+            " with the same port)"
         )

@@ -5,11 +5,11 @@ from argparse import Namespace
 
 from paceline.commands.options import (
     AnyPath,
+    Integer,
     OptionParser,
     Text,
-    WholeNumber,
     add_config,
-    config_and_overrides,
+    load_fitted_config,
 )
 
 _WIDTH = 100
@@ -19,37 +19,35 @@ def add_arguments(parser: OptionParser) -> None:
     add_config(parser)
     parser.add_argument(
         "--modes",
-        type=Text("names with commas, all, or hybrid"),
+        type=Text("comma-separated names, all, or hybrid"),
         metavar="NAME,...",
-        help="parallel modes; default: all that this config supports",
+        help="parallel modes (default: all that this config supports)",
     )
     parser.add_argument(
         "--world-size",
-        type=WholeNumber(2),
+        type=Integer(2),
         metavar="N",
-        help="number of ranks; default: the GPUs of this machine, else 4 on the CPU",
+        help="number of ranks (default: number of GPUs, or 4 on the CPU)",
     )
     parser.add_argument(
-        "--steps", type=WholeNumber(1), default=20, metavar="N", help="steps of each mode"
+        "--steps", type=Integer(1), default=20, metavar="N", help="number of steps of each mode"
     )
     parser.add_argument(
         "--output",
-        type=AnyPath("a folder, which may be that of a finished run"),
+        type=AnyPath("a folder, also of a finished run"),
         metavar="DIR",
-        help="folder for verify.json and verify.html",
+        help="folder to write verify.json and verify.html to",
     )
     parser.example = "paceline verify examples/demo.yaml --modes ddp,zero3 --world-size 2"
 
 
 def run(args: Namespace) -> int:
-    """Print the certificate. Exit code 1: a mode exceeded a bound, or failed; 2: a mode that was
-    requested was refused."""
-    from paceline.config.load import load_config
-    from paceline.models.positions import fit_length
+    """Print the certificate. Exit code 1: a mode exceeded a bound or failed; 2: a requested mode is
+    not supported."""
     from paceline.verify.run import VerifyOptions, verify
 
-    loaded = fit_length(load_config(*config_and_overrides(args)))
-    result = verify(loaded, VerifyOptions(args.modes, args.world_size, args.steps, args.output))
+    options = VerifyOptions(args.modes, args.world_size, args.steps, args.output)
+    result = verify(load_fitted_config(args), options)
     if result.certificate is not None and args.json:
         print(json.dumps(result.certificate, indent=2))
     elif result.certificate is not None:

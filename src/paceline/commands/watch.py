@@ -8,12 +8,12 @@ from paceline.commands.options import AnyPath, OptionParser
 
 def add_arguments(parser: OptionParser) -> None:
     parser.add_argument("run_dir", type=AnyPath("its output_dir"), metavar="RUN", help="run")
-    parser.add_argument("--once", action="store_true", help="print the present state, and stop")
+    parser.add_argument("--once", action="store_true", help="print the current state, and exit")
     parser.example = "paceline watch output/demo"
 
 
 def run(args: Namespace) -> int:
-    """Print what the run reports until it ends."""
+    """Print the events of the run until it ends."""
     from paceline.observe.watch import watch
 
     return watch(args.run_dir, sys.stderr if args.json else sys.stdout, once=args.once)
