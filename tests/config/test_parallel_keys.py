@@ -281,7 +281,7 @@ def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None
         ("fsdp_config: {fsdp_shardng_strategy: FULL_SHARD}", "did you mean `sharding_strategy`"),
         ("fsdp_config: {xla: true}", "TPUs"),
         ("fsdp: full_shard\ntensor_parallel_size: 2", "number of shards"),
-        ("num_processes: 5\nnum_machines: 2", "do not divide into 2 hosts"),
+        ("num_processes: 5\nnum_machines: 2", "cannot be divided evenly over 2 hosts"),
     ],
 )
 def test_what_paceline_does_not_have_is_refused(

@@ -93,10 +93,13 @@ class EntryCollector:
             entry = ConfigEntry((name,), value, self.layer, self.lines.get(source), token)
             first = next(iter(SECTIONS[name].model_fields))
             got = f"expected a mapping, got {kind_of(value)}"
-            what = f"{entry.shown()}: `{name}` is a section; {got}"
-            fix = f"write {name}: {{{first}: ...}}, or {name}.{first}=... on the command line"
             self.problems.append(
-                Problem(what, entry, quoted_names(SECTIONS[name].model_fields), fix)
+                Problem(
+                    f"{entry.shown()}: `{name}` is a section; {got}",
+                    entry,
+                    quoted_names(SECTIONS[name].model_fields),
+                    f"write {name}: {{{first}: ...}}, or {name}.{first}=... on the command line",
+                )
             )
 
 

@@ -60,8 +60,11 @@ def in_folder(sources: list[Any], folder: str, pretrain: bool, notes: list[str])
         )
     root = Path(folder)
     has_table = (root / FILE).is_file()
-    fix = "repair it, or give the files themselves"
-    table = read_json_object(root / FILE, fix) if has_table else {}
+    table = (
+        read_json_object(root / FILE, "repair it, or give the files themselves")
+        if has_table
+        else {}
+    )
     return [
         _source(one, root, table, pretrain, notes) if isinstance(one, str) else one
         for one in sources

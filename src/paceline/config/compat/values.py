@@ -166,11 +166,12 @@ def targets(value: Any) -> Conversion:
         _refuse_groups(names)
         return Conversion({"lora.target_modules": names})
     ends, covered = split_beside_all(names)
-    text = f"{quoted_names(covered)}: included in all linear layers"
     return Conversion(
         {"lora.target_modules": ALL_LINEAR},
         weak={"_save_in_full": ends} if ends else {},
-        notices=(("info", text),) if covered else (),
+        notices=(("info", f"{quoted_names(covered)}: included in all linear layers"),)
+        if covered
+        else (),
     )
 
 

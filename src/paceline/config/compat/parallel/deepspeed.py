@@ -1,13 +1,12 @@
-"""The strategy and the settings that DeepSpeed's keys ask for, of other tools and Paceline's
-own."""
+"""Apply the keys of DeepSpeed, those of other tools and Paceline's own: the strategy and the
+settings."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.config.compat.binding import KeyBinding
-from paceline.config.compat.conversion import UnsupportedValue
+from paceline.config.compat.conversion import Notice, UnsupportedValue
 from paceline.config.compat.merge import RESET, Assignment, Merge, SourceLine
 from paceline.config.compat.parallel.deepspeed_json import (
     DeepSpeedJson,
@@ -15,20 +14,16 @@ from paceline.config.compat.parallel.deepspeed_json import (
     interpret,
     read_json,
 )
-from paceline.config.compat.parallel.keys import BELOW_FILE, StrategyKeys
-from paceline.config.compat.precision import BF16, DTYPE, FP16, MIXED
+from paceline.config.compat.parallel.keys import BELOW_FILE, StrategyKeys, nested_entry
+from paceline.config.compat.precision import BF16, DTYPE, FP16, MIXED, TARGETS
 from paceline.config.compat.precision import TARGET as PRECISION
-from paceline.config.entries import FILE, ConfigEntry, Problem, short
+from paceline.config.entries import FILE, ConfigEntry, Problem, quoted_names, short
 from paceline.config.modes import read_mode, stage_settings
 from paceline.config.yaml_read import YamlValue
 from paceline.core.errors import ConfigError
 
 _PRECISION = {"train_args.bf16": BF16, "train_args.fp16": FP16}
-
-
-_PRECISION_TARGETS = (BF16, FP16, DTYPE, MIXED, PRECISION)
-
-
+#: Accelerate's keys that have no effect here.
 _ACCELERATE_DEEPSPEED = (
     "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
     "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names", "offload_optimizer_nvme_path",
@@ -38,6 +33,7 @@ _ACCELERATE_DEEPSPEED = (
 
 
 def use_deepspeed(keys: StrategyKeys, names: list[str]) -> None:
+    """Apply the keys that choose DeepSpeed; the first of ``names`` decides."""
     by = keys.by_name[names[0]].entry
     value = True if names[0] == "_distributed_type" else keys.value(names[0])
     settings: Mapping[str, YamlValue] = {"mode": "deepspeed"}
@@ -52,39 +48,28 @@ def use_deepspeed(keys: StrategyKeys, names: list[str]) -> None:
         elif value is not True:
             settings, parsed = _deepspeed_value(keys, by, value)
     except UnsupportedValue as error:
-        keys.refuse(by, error.why, error.fix)
+        keys.add_problem(by, error.why, error.fix)
         return
     except ConfigError as error:
         keys.merge.problems.append(Problem(error.what, by, fix=error.fix, target="parallel.mode"))
         return
-    for name in names:
-        entry = keys.by_name[name].entry
-        if name == names[0]:
-            keys.set_strategy(entry, settings)
-        else:
-            keys.set_strategy(entry, {"mode": settings["mode"]})
+    keys.set_strategy(by, settings)
+    for name in names[1:]:
+        keys.set_strategy(keys.by_name[name].entry, {"mode": settings["mode"]})
     if settings["mode"] == "ddp":
-        keys.say(by, "ZeRO stage 0 shards nothing, as `ddp`")
-    _apply_json(
-        keys,
-        by,
-        parsed,
-        "" if isinstance(value, Mapping) else Path(str(value)).name,
-        str(settings["mode"]),
-    )
+        keys.add_notice(by, "ZeRO stage 0 shards nothing, like `ddp`")
+    file_name = "" if isinstance(value, Mapping) else Path(str(value)).name
+    _apply_json(keys, by, parsed, file_name or by.key, str(settings["mode"]))
 
 
 def _deepspeed_value(
     keys: StrategyKeys, by: ConfigEntry, value: Any
 ) -> tuple[Mapping[str, YamlValue], DeepSpeedJson]:
-    """The settings of `parallel` and the JSON of a value of `deepspeed`: the name of a stage, a
-    file, or a mapping."""
-    if (
-        isinstance(value, str)
-        and not value.lstrip().startswith("{")
-        and "." not in value
-        and not Path(value).is_file()
-    ):
+    """Return the settings of `parallel` and the JSON for a value of `deepspeed`: the name of a
+    stage, a file, or a mapping."""
+    is_json = isinstance(value, str) and value.lstrip().startswith("{")
+    is_name = isinstance(value, str) and not is_json
+    if is_name and "." not in value and not Path(value).is_file():
         named = read_mode(f"deepspeed_{value.removeprefix('default-')}")
         if "deepspeed_stage" in named or named["mode"] == "ddp":
             return named, DeepSpeedJson()
@@ -94,9 +79,9 @@ def _deepspeed_value(
                 "write zero1, zero2, zero3, zero2_offload or zero3_offload, or the path of a"
                 " DeepSpeed JSON",
             )
-    if isinstance(value, str) and value.lstrip().startswith("{"):
+    if is_json:
         value = read_json(value, by.key)
-    elif isinstance(value, str):
+    elif is_name:
         value = _find(keys, by, value)
     parsed = interpret(read_json(value, by.key))
     stage = parsed.stage or 0
@@ -105,18 +90,17 @@ def _deepspeed_value(
 
 
 def _find(keys: StrategyKeys, by: ConfigEntry, path: str) -> str:
-    """The path itself, or that of a file of the name beside the config."""
-    beside = None if keys.base is None else keys.base / path
-    if not Path(path).expanduser().exists() and beside is not None and beside.is_file():
-        keys.say(by, f"found beside the config: {beside}")
-        return str(beside)
-    return path
+    """Return the path, or that of a file with this name in the config's folder."""
+    if keys.base is None or Path(path).expanduser().exists() or not (keys.base / path).is_file():
+        return path
+    keys.add_notice(by, f"found in the folder of the config: {keys.base / path}")
+    return str(keys.base / path)
 
 
 def _accelerate_deepspeed(
     keys: StrategyKeys, by: ConfigEntry, value: Mapping[str, YamlValue]
 ) -> tuple[Mapping[str, YamlValue], DeepSpeedJson]:
-    """Accelerate's own settings of DeepSpeed, or the file that it names."""
+    """Convert Accelerate's own settings of DeepSpeed, or the file that it names."""
     rest = dict(value)
     file = rest.pop("deepspeed_config_file", None)
     ignored = [
@@ -128,157 +112,122 @@ def _accelerate_deepspeed(
         zero = {"stage": rest.pop("zero_stage", 2)}
         for key in ("offload_optimizer", "offload_param"):
             zero[key] = {"device": rest.pop(f"{key}_device", None) or "none"}
-        found: dict[str, YamlValue] = {
+        steps_and_clipping: dict[str, YamlValue] = {
             key: rest.pop(key)
             for key in ("gradient_accumulation_steps", "gradient_clipping")
             if key in rest
         }
-        parsed = interpret({"zero_optimization": zero, **found})
+        parsed = interpret({"zero_optimization": zero, **steps_and_clipping})
         settings = stage_settings(parsed.stage or 0, deepspeed=True)
     if rest:
-        raise UnsupportedValue(f"there is no key `{next(iter(rest))}` in it", "remove it")
+        raise UnsupportedValue(f"unknown key `{next(iter(rest))}` in it", "remove it")
     if ignored:
-        keys.say(
-            by,
-            f"without effect in it: {', '.join(f'`{key}`' for key in ignored)} (Paceline starts the"
-            " ranks itself)",
+        keys.add_notice(
+            by, f"no effect: {quoted_names(ignored)} (Paceline starts the ranks itself)"
         )
     return settings, parsed
 
 
 def _apply_json(
-    keys: StrategyKeys, by: ConfigEntry, parsed: DeepSpeedJson, name: str, mode: str
+    keys: StrategyKeys, by: ConfigEntry, parsed: DeepSpeedJson, source: str, mode: str
 ) -> None:
-    """Let the values of a JSON set what the config leaves out, and report what is ignored and what
-    cannot be honored."""
-    overridden = keys.overridden(by, mode)
-    if parsed.problems and not overridden:
-        text = "settings that cannot be honored:\n  " + "\n  ".join(parsed.problems)
-        keys.refuse(by, text, "remove these settings, or set them as the lines above say")
+    """Let the values of a JSON set what the config does not, and report settings that are ignored
+    or not supported. ``source``: the name of the JSON for messages."""
+    is_overridden = keys.overriding_mode(by, mode) is not None
+    if parsed.problems and not is_overridden:
+        text = "unsupported settings:\n  " + "\n  ".join(parsed.problems)
+        keys.add_problem(by, text, "remove these settings, or set them as the lines above say")
     for setting in parsed.settings:
-        if setting.target.startswith("parallel.") and (overridden or mode != "deepspeed"):
-            continue
         if setting.target in _PRECISION:
-            _precision(keys, by, setting, name or by.key)
-            continue
-        source = replace(
-            by,
-            path=(setting.name,),
-            value=setting.value,
-            layer=BELOW_FILE,
-            source=name or by.key,
-            token="",
-        )
-        keys.assign(by, setting.target, setting.sets, entry=source)
-        keys.merge.below_file.append(Assignment(setting.target, setting.sets, source))
-    if not overridden:
-        keys.say(by, parsed.ignored_text())
+            _precision(keys, by, setting, source)
+        elif not setting.target.startswith("parallel.") or (
+            mode == "deepspeed" and not is_overridden
+        ):
+            entry = nested_entry(by, setting.name, setting.value, source)
+            keys.assign(by, setting.target, setting.sets, entry)
+    if not is_overridden:
+        keys.add_notice(by, parsed.ignored_text())
 
 
-def _precision(keys: StrategyKeys, by: ConfigEntry, setting: Setting, name: str) -> None:
-    """`bf16.enabled` and `fp16.enabled`, which decide unless the config names a precision."""
-    in_file = [
-        one
-        for one in keys.merge.assigned
-        if one.target in _PRECISION_TARGETS and one.entry.layer == FILE
-    ]
-    is_open = [
-        one.value == "auto" or (one.target in (DTYPE, MIXED) and one.value == "32")
-        for one in in_file
-    ]
+def _precision(keys: StrategyKeys, by: ConfigEntry, setting: Setting, source: str) -> None:
+    """Apply `bf16.enabled` or `fp16.enabled`, which decide unless the config names a precision."""
     target, value, layer = _PRECISION[setting.target], setting.sets, BELOW_FILE
+    precision = f"{setting.target.removeprefix('train_args.')}-mixed"
     if setting.sets is True:
-        keys.say(
+        keys.add_notice(
             by, f"`{setting.name}: true` in it sets `train_args.precision` unless the config does"
         )
-        if in_file and all(is_open):
-            for one in in_file:
-                one.weak = True
-            target, value, layer = (
-                PRECISION,
-                f"{setting.target.removeprefix('train_args.')}-mixed",
-                FILE,
-            )
-    source = replace(
-        by, path=(setting.name,), value=setting.value, layer=layer, source=name, token=""
-    )
-    keys.merge.assigned.append(Assignment(target, value, source))
+        in_file = [
+            assigned
+            for assigned in keys.merge.assigned
+            if assigned.target in TARGETS and assigned.entry.layer == FILE
+        ]
+        if in_file and all(_leaves_precision_open(assigned) for assigned in in_file):
+            for assigned in in_file:
+                assigned.weak = True
+            target, value, layer = PRECISION, precision, FILE
+    entry = nested_entry(by, setting.name, setting.value, source, layer)
+    keys.merge.assigned.append(Assignment(target, value, entry))
     if setting.sets is True:
-        keys.merge.below_file.append(
-            Assignment(PRECISION, f"{setting.target.removeprefix('train_args.')}-mixed", source)
-        )
+        keys.merge.below_file.append(Assignment(PRECISION, precision, entry))
+
+
+def _leaves_precision_open(assigned: Assignment) -> bool:
+    is_load_type = assigned.target in (DTYPE, MIXED) and assigned.value == "32"
+    return is_load_type or bool(assigned.value == "auto")
 
 
 def read_native_json(keys: StrategyKeys) -> None:
-    """A DeepSpeed JSON that is given as Paceline's own `parallel.deepspeed_config`."""
-    given = keys.native("parallel.deepspeed_config")
-    if (
-        given is None
-        or given.value is None
-        or given.entry.path[-1] != "deepspeed_config"
-        or not given.entry.section
-    ):
+    """Apply a DeepSpeed JSON that is given as Paceline's own `parallel.deepspeed_config`."""
+    config = keys.native("parallel.deepspeed_config")
+    if config is None or not isinstance(config.value, str | Mapping):
+        return  # The schema rejects other types.
+    by, native = config.entry, keys.native("parallel.mode")
+    if by.path[-1] != "deepspeed_config" or not by.section:
         return
-    if not isinstance(given.value, str | Mapping):
-        return  # the schema refuses it
-    by, native = given.entry, keys.native("parallel.mode")
     if keys.line(by) is None:
-        keys.merge.lines.append(
-            SourceLine(KeyBinding(by, target="parallel.deepspeed_config"), [], ())
-        )
+        binding = KeyBinding(by, target="parallel.deepspeed_config")
+        keys.merge.lines.append(SourceLine(binding, []))
     mode = "deepspeed" if native is None or native.weak else native.value
     if mode != "deepspeed":
-        keys.say(by, f"it belongs to `parallel.mode: deepspeed`, and the mode is {mode}", "warning")
+        keys.add_notice(
+            by, f"it belongs to `parallel.mode: deepspeed`, and the mode is {mode}", "warning"
+        )
         return
     try:
-        if isinstance(given.value, str) and not given.value.lstrip().startswith("{"):
-            given.value = _find(keys, by, given.value)
-        parsed = interpret(read_json(given.value, by.key))
+        if isinstance(config.value, str) and not config.value.lstrip().startswith("{"):
+            config.value = _find(keys, by, config.value)
+        parsed = interpret(read_json(config.value, by.key))
     except ConfigError as error:
         keys.merge.problems.append(
             Problem(error.what, by, fix=error.fix, target="parallel.deepspeed_config")
         )
         return
+    source = "parallel.deepspeed_config"
+    if isinstance(config.value, str):
+        source = Path(config.value).name
+    mode = "ddp" if parsed.stage == 0 else "deepspeed"
     if native is None or native.weak:
-        keys.assign(by, "parallel.mode", "ddp" if parsed.stage == 0 else "deepspeed")
-    elif parsed.stage == 0:
-        native.value = "ddp"
+        keys.assign(by, "parallel.mode", mode)
+    else:
+        native.value = mode
     if parsed.stage == 0:
-        given.value = None
-        keys.say(by, "ZeRO stage 0 shards nothing: `parallel.mode: ddp`")
+        config.value = None
+        keys.add_notice(by, "ZeRO stage 0 shards nothing: `parallel.mode: ddp`")
     elif parsed.stage:
-        source = replace(
-            by,
-            path=("stage",),
-            value=parsed.stage,
-            layer=BELOW_FILE,
-            source=_name(given.value),
-            token="",
-        )
-        keys.assign(by, "parallel.deepspeed_stage", parsed.stage, entry=source)
-        keys.merge.below_file.append(Assignment("parallel.deepspeed_stage", parsed.stage, source))
-    _apply_json(keys, by, parsed, _name(given.value), "ddp" if parsed.stage == 0 else "deepspeed")
+        entry = nested_entry(by, "stage", parsed.stage, source)
+        keys.assign(by, "parallel.deepspeed_stage", parsed.stage, entry)
+    _apply_json(keys, by, parsed, source, mode)
 
 
-def _name(given: Any) -> str:
-    return Path(given).name if isinstance(given, str) else "parallel.deepspeed_config"
-
-
-def json_notices(merge: Merge) -> list[tuple[str, str]]:
-    """Values of a DeepSpeed JSON that the config's own take the place of."""
-    out = []
-    for one in merge.below_file:
-        winner = merge.winners.get(one.target)
-        if (
-            winner is None
-            or winner.value is RESET
-            or winner.entry.layer == BELOW_FILE
-            or winner.value == one.value
-        ):
+def json_notices(merge: Merge) -> list[Notice]:
+    """Return a warning for each value of a DeepSpeed JSON that the config overrides."""
+    notices = []
+    for assigned in merge.below_file:
+        winner, entry = merge.winners.get(assigned.target), assigned.entry
+        if winner is None or winner.value in (RESET, assigned.value):
             continue
-        text = (
-            f"`{one.entry.key}: {short(one.entry.value)}` ({one.entry.source}) is overridden by"
-            f" {winner.entry.shown()}"
-        )
-        out.append(("warning", text))
-    return out
+        if winner.entry.layer != BELOW_FILE:
+            value = f"`{entry.key}: {short(entry.value)}` ({entry.source})"
+            notices.append(("warning", f"{value} is overridden by {winner.entry.shown()}"))
+    return notices

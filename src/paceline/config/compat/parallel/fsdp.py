@@ -1,9 +1,9 @@
-"""Settings of torch's FSDP as transformers, Accelerate and axolotl write them, read as a strategy
-of Paceline."""
+"""Convert settings of torch's FSDP, as in transformers, Accelerate and axolotl, to a strategy of
+Paceline."""
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from paceline.config.compat.conversion import (
     read_json_object,
 )
 from paceline.config.compat.merge import Assignment
-from paceline.config.compat.parallel.keys import BELOW_FILE, StrategyKeys, num_ranks
+from paceline.config.compat.parallel.keys import StrategyKeys, nested_entry, num_ranks
 from paceline.config.compat.precision import BF16, FP16
 from paceline.config.entries import ConfigEntry
 from paceline.config.yaml_read import YamlValue
@@ -29,10 +29,10 @@ _STRATEGIES = {
     "hybrid_shard_zero2": "zero2",
     "_hybrid_shard_zero2": "zero2",
 }
-# from 1 on
+#: FSDP's strategies by number, counted from 1.
 _BY_NUMBER = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
-_OTHER_WORDS = ("auto_wrap", "offload")
-#: Settings that change neither the results nor what a rank holds, or that Paceline's own FSDP
+_OTHER_FLAGS = ("auto_wrap", "offload")
+#: Settings that change neither the results nor the memory of a rank, or that Paceline's own FSDP
 #: always has.
 _WITHOUT_EFFECT = (
     "auto_wrap_policy", "backward_prefetch", "backward_prefetch_policy", "cpu_offload_pin_memory",
@@ -50,10 +50,10 @@ _NAME = re.compile(r"^fsdp2?(?:_(zero[23]))?(_offload)?$")
 
 @dataclass
 class FsdpPlan:
-    """What settings of FSDP come to.
+    """The result of reading settings of FSDP.
 
     Args:
-        mode: `zero3`, `zero2` (weights stay whole after forward) or `ddp` (nothing is sharded).
+        mode: `zero3`, `zero2` (weights stay gathered after forward) or `ddp` (nothing is sharded).
         hybrid: shards within a host, replicas across hosts.
         precision: `bf16` or `fp16`, if the settings name one.
     """
@@ -67,22 +67,21 @@ class FsdpPlan:
 
 
 def fsdp_plan(flags: list[str], config: Mapping[str, YamlValue]) -> FsdpPlan:
-    """Read the words of `fsdp` and the settings of `fsdp_config` (with or without ``fsdp_`` in
-    front).
+    """Read the flags of `fsdp` and the settings of `fsdp_config` (with or without the prefix
+    ``fsdp_``).
 
     Raises:
-        Refused: a word or a setting that Paceline does not know, or cannot honor.
+        UnsupportedValue: a flag or a setting is unknown or not supported.
     """
     plan = FsdpPlan()
-    for word in flags:
-        if word in _STRATEGIES:
-            _set_strategy(plan, word)
-        elif word not in _OTHER_WORDS:
+    for flag in flags:
+        if flag in _STRATEGIES:
+            _set_strategy(plan, flag)
+        elif flag not in _OTHER_FLAGS:
             raise UnsupportedValue(
-                f"`{word}` is not a setting of FSDP",
-                did_you_mean(word, [*_STRATEGIES, *_OTHER_WORDS], f"use {', '.join(_BY_NUMBER)}"),
+                f"unknown FSDP flag `{flag}`",
+                did_you_mean(flag, [*_STRATEGIES, *_OTHER_FLAGS], f"use {', '.join(_BY_NUMBER)}"),
             )
-    plan.offload = "offload" in flags
     settings = {
         key.lower().removeprefix("fsdp_"): value
         for key, value in config.items()
@@ -90,10 +89,10 @@ def fsdp_plan(flags: list[str], config: Mapping[str, YamlValue]) -> FsdpPlan:
     }
     _check_names(settings)
     _sharding(plan, settings)
-    plan.offload |= any(
-        _on(settings.get(key)) for key in ("offload_params", "cpu_offload", "offload")
+    plan.offload = "offload" in flags or any(
+        _is_on(settings.get(key)) for key in ("offload_params", "cpu_offload", "offload")
     )
-    plan.checkpointing = _on(settings.get("activation_checkpointing"))
+    plan.checkpointing = _is_on(settings.get("activation_checkpointing"))
     plan.precision = _precision(settings)
     inert = [
         key
@@ -102,77 +101,75 @@ def fsdp_plan(flags: list[str], config: Mapping[str, YamlValue]) -> FsdpPlan:
     ]
     if inert:
         plan.notes.append(
-            f"without effect in it: {', '.join(inert)} (Paceline shards block by block and saves by"
+            f"no effect: {', '.join(inert)} (Paceline shards block by block and saves checkpoints"
             " itself)"
         )
     if plan.mode == "ddp" and plan.offload:
         plan.offload = False
-        plan.notes.append("nothing is sharded, so nothing is offloaded")
+        plan.notes.append("nothing is offloaded because nothing is sharded")
     return plan
 
 
 def read_fsdp_name(value: str) -> list[str] | None:
-    """The words for one of ms-swift's names of FSDP configs (`fsdp2`, `fsdp_zero2_offload`); None
-    if it is not one."""
+    """Return the flags for one of ms-swift's names of FSDP configs (`fsdp2`,
+    `fsdp_zero2_offload`), or None for other text."""
     match = _NAME.match(value.strip().lower())
     if match is None:
         return None
-    return [
-        "shard_grad_op" if match[1] == "zero2" else "full_shard",
-        *(["offload"] if match[2] else []),
-    ]
+    flags = ["shard_grad_op" if match[1] == "zero2" else "full_shard"]
+    return [*flags, "offload"] if match[2] else flags
 
 
-def _on(value: Any) -> bool:
+def _is_on(value: Any) -> bool:
     if isinstance(value, Mapping):  # `cpu_offload: {offload_params: true}`
-        return any(_on(one) for one in value.values())
+        return any(_is_on(item) for item in value.values())
     return as_bool(value) is True
 
 
-def _set_strategy(plan: FsdpPlan, word: str) -> None:
-    plan.mode, plan.hybrid = _STRATEGIES[word], "hybrid" in word
+def _set_strategy(plan: FsdpPlan, name: str) -> None:
+    plan.mode, plan.hybrid = _STRATEGIES[name], "hybrid" in name
 
 
 def _check_names(settings: Mapping[str, YamlValue]) -> None:
     for key, value in settings.items():
         if key not in _WITHOUT_EFFECT and key not in _READ:
             raise UnsupportedValue(
-                f"`fsdp_config` has no setting `{key}`",
+                f"`fsdp_config`: unknown setting `{key}`",
                 did_you_mean(key, [*_READ, *_WITHOUT_EFFECT], "remove it"),
             )
-        if key in ("xla", "xla_fsdp_v2") and _on(value):
+        if key in ("xla", "xla_fsdp_v2") and _is_on(value):
             raise UnsupportedValue(
-                f"`fsdp_config` asks for `{key}`, and TPUs are not supported", "remove it"
+                f"`fsdp_config`: `{key}` is not supported, as TPUs are not", "remove it"
             )
 
 
 def _sharding(plan: FsdpPlan, settings: Mapping[str, YamlValue]) -> None:
-    """`sharding_strategy` of FSDP1, by name or number, and `reshard_after_forward` of FSDP2."""
+    """Read `sharding_strategy` of FSDP1, by name or number, and `reshard_after_forward` of
+    FSDP2."""
     for key in ("sharding_strategy", "reshard_after_forward"):
-        value = settings.get(key)
+        value = as_bool(settings.get(key))
         if value is None:
             continue
-        value = as_bool(value)
         if isinstance(value, bool) and key == "reshard_after_forward":
-            word = "full_shard" if value else "shard_grad_op"
+            name = "full_shard" if value else "shard_grad_op"
             if plan.hybrid:
-                word = "hybrid_shard" if value else "hybrid_shard_zero2"
+                name = "hybrid_shard" if value else "hybrid_shard_zero2"
         elif isinstance(value, int) and key == "reshard_after_forward":
-            word = "full_shard"
+            name = "full_shard"
             plan.notes.append(
                 f"reshard_after_forward: {value} (a number of ranks): the weights are sharded over"
                 " all ranks"
             )
         elif str(value).isdigit() and 1 <= int(value) <= len(_BY_NUMBER):
-            word = _BY_NUMBER[int(value) - 1]
+            name = _BY_NUMBER[int(value) - 1]
         else:
-            word = str(value).split(".")[-1].lower()
-        if word not in _STRATEGIES:
+            name = str(value).split(".")[-1].lower()
+        if name not in _STRATEGIES:
             raise UnsupportedValue(
-                f"`fsdp_config` has `{key}: {value}`",
-                f"use {', '.join(name.upper() for name in _BY_NUMBER)}",
+                f"`fsdp_config`: unsupported setting `{key}: {value}`",
+                f"use {', '.join(known.upper() for known in _BY_NUMBER)}",
             )
-        _set_strategy(plan, word)
+        _set_strategy(plan, name)
 
 
 def _precision(settings: Mapping[str, YamlValue]) -> str | None:
@@ -186,101 +183,88 @@ def _precision(settings: Mapping[str, YamlValue]) -> str | None:
 
 
 def use_fsdp(keys: StrategyKeys, names: list[str]) -> None:
-    by = keys.by_name[names[0]].entry
+    """Apply the keys that choose FSDP; the first of ``names`` decides."""
+    first = keys.by_name[names[0]]
+    by = first.entry
     try:
-        flags, config = _fsdp_inputs(keys)
-        plan = fsdp_plan(flags, config)
+        plan = fsdp_plan(*_fsdp_inputs(keys))
     except UnsupportedValue as error:
-        at = keys.by_name.get(
-            "_fsdp_config" if error.why.startswith("`fsdp_config") else names[0],
-            keys.by_name[names[0]],
-        )
-        keys.refuse(at.entry, error.why, error.fix)
+        if error.why.startswith("`fsdp_config"):
+            first = keys.by_name.get("_fsdp_config", first)
+        keys.add_problem(first.entry, error.why, error.fix)
         return
     settings = _fsdp_settings(keys, by, plan)
-    entries = list(dict.fromkeys(keys.by_name[name].entry for name in names))
-    entries += [one.entry for one in keys.settings if one.entry not in entries]
     if settings is None:
         return
-    for entry in entries:
+    entries = [keys.by_name[name].entry for name in names]
+    entries += [assigned.entry for assigned in keys.settings]
+    for entry in dict.fromkeys(entries):
         keys.set_strategy(entry, settings if entry is by else {"mode": settings["mode"]})
     for text in plan.notes:
-        keys.say(by, text)
+        keys.add_notice(by, text)
     if plan.checkpointing:
-        for one in keys.merge.assigned:
-            if (
-                one.target == "train_args.gradient_checkpointing"
-                and one.value is False
-                and one.entry.layer == by.layer
-            ):
-                one.weak = True  # "use activation_checkpointing instead of gradient_checkpointing"
+        for assigned in keys.merge.assigned:
+            is_same_layer = assigned.entry.layer == by.layer
+            if assigned.target == "train_args.gradient_checkpointing" and is_same_layer:
+                # With FSDP, activation_checkpointing takes the place of gradient_checkpointing.
+                assigned.weak |= assigned.value is False
         keys.assign(by, "train_args.gradient_checkpointing", True)
     if plan.precision is not None:
-        source = replace(
-            by,
-            path=("mixed_precision",),
-            value=plan.precision,
-            layer=BELOW_FILE,
-            source=by.key,
-            token="",
-        )
-        keys.merge.assigned.append(
-            Assignment(BF16 if plan.precision == "bf16" else FP16, True, source)
-        )
+        entry = nested_entry(by, "mixed_precision", plan.precision, by.key)
+        target = BF16 if plan.precision == "bf16" else FP16
+        keys.merge.assigned.append(Assignment(target, True, entry))
 
 
 def _fsdp_inputs(keys: StrategyKeys) -> tuple[list[str], dict[str, YamlValue]]:
-    """The words of `fsdp`, and the settings of `fsdp_config` and of keys of its own."""
+    """Return the flags of `fsdp`, and the settings of `fsdp_config` and of separate keys."""
     value = keys.value("_fsdp")
     config: dict[str, YamlValue] = {}
-    flags: list[str] = []
     if isinstance(value, str) and value.endswith(".json"):
-        inside = _fsdp_file(value, "fsdp")
-        flags, value = words_of(inside.get("fsdp")), None
-        nested = inside.get("fsdp_config")
+        content = _fsdp_file(value, "fsdp")
+        nested = content.get("fsdp_config")
         config |= nested if isinstance(nested, dict) else {}
-    elif isinstance(value, str) and (named := read_fsdp_name(value)) is not None:
-        flags, value = named, None
-    flags += words_of(value)
-    given = keys.value("_fsdp_config")
-    config |= _fsdp_file(given, "fsdp_config") if isinstance(given, str) else dict(given or {})
-    for one in keys.settings:
-        config |= one.value
+        flags = split_flags(content.get("fsdp"))
+    else:
+        named = read_fsdp_name(value) if isinstance(value, str) else None
+        flags = split_flags(value) if named is None else named
+    fsdp_config = keys.value("_fsdp_config")
+    if isinstance(fsdp_config, str):
+        fsdp_config = _fsdp_file(fsdp_config, "fsdp_config")
+    config |= fsdp_config or {}
+    for assigned in keys.settings:
+        config |= assigned.value
     return flags, config
 
 
-def words_of(value: Any) -> list[str]:
-    """`full_shard auto_wrap`, or the list of these; true is `full_shard`."""
+def split_flags(value: Any) -> list[str]:
+    """Split `full_shard auto_wrap`, or a list of such text, into flags; true means `full_shard`."""
     if is_off(value):
         return []
     if as_bool(value) is True:
         return ["full_shard"]
     parts = value if isinstance(value, list) else [value]
-    return [word.lower() for part in parts for word in as_names(str(part).replace(" ", ","))]
+    return [flag.lower() for part in parts for flag in as_names(str(part).replace(" ", ","))]
 
 
 def _fsdp_file(path: str, key: str) -> dict[str, YamlValue]:
-    fix = f"correct the path, or write the settings into `{key}`"
-    return read_json_object(Path(path).expanduser(), fix)
+    return read_json_object(
+        Path(path).expanduser(), f"correct the path, or write the settings into `{key}`"
+    )
 
 
 def _fsdp_settings(
     keys: StrategyKeys, by: ConfigEntry, plan: FsdpPlan
 ) -> dict[str, YamlValue] | None:
-    """The settings of `parallel` for FSDP with the sizes of axes that the config gives; None where
-    they do not suffice."""
+    """Return the settings of `parallel` for FSDP with the axis sizes of the config, or None if
+    these are not sufficient."""
     settings: dict[str, YamlValue] = {"mode": plan.mode}
     if plan.offload:
         settings["cpu_offload"] = "all"
     hosts, ranks = keys.number("parallel.nnodes"), num_ranks(keys)
-    if (
-        plan.hybrid
-        and keys.native("parallel.data") is None
-        and keys.native("parallel.shard") is None
-    ):
+    if plan.hybrid and not keys.has_axis_sizes():
         settings["data"] = hosts
         if hosts == 1:
-            keys.say(by, "on one host all its ranks form one group of shards")
+            keys.add_notice(by, "on a single host all ranks form one shard group")
         if ranks is not None and ranks % hosts == 0:
             settings["shard"] = ranks // hosts
     sizes = {axis: keys.number(f"parallel.{axis}") for axis in ("data", "tensor", "pipeline")}
@@ -290,34 +274,37 @@ def _fsdp_settings(
     if keys.native("parallel.shard") is None and "shard" not in settings:
         others = sizes["data"] * sizes["tensor"] * sizes["pipeline"]
         if ranks is None or ranks % others:
-            cut = " and ".join(
+            axes = " and ".join(
                 f"`parallel.{axis}: {size}`" for axis, size in sizes.items() if size > 1
             )
-            keys.refuse(
+            why = f"FSDP with {axes} requires the number of shards"
+            keys.add_problem(
                 by,
-                f"FSDP with {cut} needs the number of shards",
-                "set `parallel.shard` (dp_shard_size): the number of ranks divided by the other"
-                " sizes",
+                why,
+                (
+                    "set `parallel.shard` (dp_shard_size): the number of ranks divided by the other"
+                    " sizes"
+                ),
                 target="parallel.shard",
             )
             return None
         settings["shard"] = ranks // others
     if plan.mode == "zero2":
-        keys.say(by, "in a hybrid the weights are sharded after forward too (FULL_SHARD)")
+        keys.add_notice(
+            by, "with hybrid parallelism the weights are also resharded after forward (FULL_SHARD)"
+        )
     return settings
 
 
 def use_hsdp(keys: StrategyKeys) -> None:
-    """`parallel.mode: hsdp`: shards within a host, replicas across hosts."""
-    given = keys.by_name.get("_hsdp")
-    if given is None:
+    """Apply `parallel.mode: hsdp`: shards within a host, replicas across hosts."""
+    key = keys.by_name.get("_hsdp")
+    if key is None or keys.has_axis_sizes():
         return
     hosts = keys.number("parallel.nnodes")
-    if keys.native("parallel.data") is None and keys.native("parallel.shard") is None:
-        keys.assign(given.entry, "parallel.data", hosts)
-        if hosts == 1:
-            keys.say(
-                given.entry,
-                "on one host all its ranks form one group of shards; for replicas set"
-                " `parallel.data`",
-            )
+    keys.assign(key.entry, "parallel.data", hosts)
+    if hosts == 1:
+        keys.add_notice(
+            key.entry,
+            "on a single host all ranks form one shard group; for replicas set `parallel.data`",
+        )

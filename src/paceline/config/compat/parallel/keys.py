@@ -1,7 +1,7 @@
 """The keys of other tools that choose a strategy, taken out of the merge to be read together."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,24 +9,31 @@ from paceline.config.compat.merge import Assignment, Merge, SourceLine
 from paceline.config.entries import FILE, ConfigEntry, Problem
 from paceline.config.yaml_read import YamlValue
 
-#: A DeepSpeed JSON is overridden by the config: defaults < JSON < config file < overrides.
+#: The config overrides a DeepSpeed JSON: defaults < JSON < config file < overrides.
 BELOW_FILE = FILE - 1
-
-
 _NAMES = (
     "_deepspeed", "_deepspeed_config", "_fsdp", "_fsdp_config", "_fsdp_version", "_fsdp_setting",
     "_distributed_type", "_num_processes", "_hsdp",
 )  # fmt: skip
 
 
+def nested_entry(
+    by: ConfigEntry, name: str, value: Any, source: str, layer: int = BELOW_FILE
+) -> ConfigEntry:
+    """Return the entry of a value in ``source``, the file or mapping that the key ``by`` gives."""
+    return replace(by, path=(name,), value=value, layer=layer, source=source, token="")
+
+
 @dataclass
 class StrategyKeys:
-    """The winning value of each ``_`` name, and the lines of the keys they come from."""
+    """The winning value of each ``_`` name, and the lines of the keys they come from.
+
+    ``settings``: all values of ``_fsdp_setting`` in the winning layer.
+    """
 
     merge: Merge
     base: Path | None
     by_name: dict[str, Assignment] = field(default_factory=dict)
-    # of `_fsdp_setting`, all of the winning layer
     settings: list[Assignment] = field(default_factory=list)
 
     def value(self, name: str) -> Any:
@@ -37,101 +44,91 @@ class StrategyKeys:
         return next((line for line in self.merge.lines if line.binding.entry is entry), None)
 
     def assign(
-        self,
-        by: ConfigEntry,
-        target: str,
-        value: Any,
-        weak: bool = False,
-        entry: ConfigEntry | None = None,
+        self, by: ConfigEntry, target: str, value: Any, entry: ConfigEntry | None = None
     ) -> None:
-        """Let the key ``by`` set ``target``. ``entry``: where the value lies, if not in the key
+        """Let the key ``by`` set ``target``. ``entry``: where the value is, if not in the key
         itself."""
-        assigned = Assignment(target, value, entry or by, weak)
+        assigned = Assignment(target, value, entry or by)
         self.merge.assigned.append(assigned)
         line = self.line(by)
         if line is not None:
             line.assigned.append(assigned)
+        if entry is not None:
+            self.merge.below_file.append(Assignment(target, value, entry))
 
-    def say(self, by: ConfigEntry, text: str, level: str = "info") -> None:
+    def add_notice(self, by: ConfigEntry, text: str, level: str = "info") -> None:
+        """Add a notice to the line of the key ``by``, unless the text is empty."""
         line = self.line(by)
         if line is not None and text:
             line.notices = (*line.notices, (level, text))
 
-    def refuse(
-        self,
-        by: ConfigEntry,
-        why: str,
-        fix: str | None = None,
-        target: str | None = "parallel.mode",
+    def add_problem(
+        self, by: ConfigEntry, why: str, fix: str | None, target: str = "parallel.mode"
     ) -> None:
         self.merge.problems.append(Problem(f"{by.shown()}: {why}", by, fix=fix, target=target))
 
     def native(self, target: str) -> Assignment | None:
-        """What sets a key of Paceline so far: an override before the file."""
-        found = [one for one in self.merge.assigned if one.target == target]
-        strong = [one for one in found if not one.weak] or found
-        return max(strong, key=lambda one: one.entry.layer, default=None)
+        """Return what sets a native key so far: an override before the file."""
+        assigned = [item for item in self.merge.assigned if item.target == target]
+        strong = [item for item in assigned if not item.weak] or assigned
+        return max(strong, key=lambda item: item.entry.layer, default=None)
 
     def number(self, target: str, default: int = 1) -> int:
+        """Return the value of a native key if it is a positive integer, else the default."""
         assigned = self.native(target)
         value = None if assigned is None else assigned.value
-        return (
-            value
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0
-            else default
-        )
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        return default
 
-    def overridden(self, by: ConfigEntry, mode: str) -> bool:
-        """Whether an override of `parallel.mode` takes the strategy from the key ``by``."""
+    def has_axis_sizes(self) -> bool:
+        """Return whether the config sets the number of replicas or of shards."""
+        axes = ("parallel.data", "parallel.shard")
+        return any(self.native(target) is not None for target in axes)
+
+    def overriding_mode(self, by: ConfigEntry, mode: object) -> Assignment | None:
+        """Return the override of `parallel.mode` that replaces the strategy of the key ``by``."""
         native = self.native("parallel.mode")
-        return (
-            native is not None
-            and native.entry.layer > by.layer
-            and not native.weak
-            and native.value != mode
-        )
+        if native is None or native.entry.layer <= by.layer or native.weak:
+            return None
+        return native if native.value != mode else None
 
     def set_strategy(self, by: ConfigEntry, settings: Mapping[str, YamlValue]) -> None:
-        """Let ``by`` set `parallel.mode` and what belongs to it, or the mode alone where an
-        override takes its place."""
+        """Let ``by`` set `parallel.mode` and its settings, or only the mode if an override replaces
+        it."""
         for key, value in settings.items():
-            if key == "mode" or not self.overridden(by, str(settings["mode"])):
+            if key == "mode" or not self.overriding_mode(by, settings["mode"]):
                 self.assign(by, f"parallel.{key}", value)
-        native = self.native("parallel.mode")
-        if self.overridden(by, str(settings["mode"])) and native is not None:
-            self.say(by, f"its strategy is overridden by {native.entry.shown()}")
+        override = self.overriding_mode(by, settings["mode"])
+        if override is not None:
+            self.add_notice(by, f"its strategy is overridden by {override.entry.shown()}")
 
 
 def take_keys(merge: Merge, base: Path | None) -> StrategyKeys:
     """Take the ``_`` names out of the merge."""
     keys = StrategyKeys(merge, base)
     for name in _NAMES:
-        found = [one for one in merge.assigned if one.target == name]
-        if not found:
+        assigned = [item for item in merge.assigned if item.target == name]
+        if not assigned:
             continue
-        layer = max(one.entry.layer for one in found)
-        top = [one for one in found if one.entry.layer == layer]
+        layer = max(item.entry.layer for item in assigned)
+        top = [item for item in assigned if item.entry.layer == layer]
         keys.by_name[name] = top[0]
+        others = [item for item in top if item.value != top[0].value]
         if name == "_fsdp_setting":
             keys.settings = top
-        elif any(one.value != top[0].value for one in top):
-            a, b = top[0].entry, next(one for one in top if one.value != top[0].value).entry
-            what = f"{a.shown()} ({a.place()}) and {b.shown()} ({b.place()}) disagree"
-            merge.problems.append(Problem(what, b, fix="keep one of the two"))
+        elif others:
+            merge.add_disagreement(top[0].entry, others[0].entry, "")
         for line in merge.lines:
-            taken = [one for one in line.assigned if one in found]
-            if taken:
-                line.assigned = [one for one in line.assigned if one not in found]
-                if taken[0] not in top:
-                    line.notices = (
-                        *line.notices,
-                        ("info", f"is overridden by {top[0].entry.shown()}"),
-                    )
-        merge.assigned = [one for one in merge.assigned if one not in found]
+            taken = [item for item in line.assigned if item in assigned]
+            line.assigned = [item for item in line.assigned if item not in assigned]
+            if taken and taken[0] not in top:
+                line.notices = (*line.notices, ("info", f"is overridden by {top[0].entry.shown()}"))
+        merge.assigned = [item for item in merge.assigned if item not in assigned]
     return keys
 
 
 def num_ranks(keys: StrategyKeys) -> int | None:
-    """The number of ranks on all hosts, if the config gives it."""
+    """Return the number of ranks on all hosts, if the config sets it."""
     per_host = keys.number("parallel.num_gpus", 0)
     return per_host * keys.number("parallel.nnodes") if per_host else None

@@ -1,10 +1,11 @@
-"""Parallelism strategies of other tools, put together from all their keys before the precedence of
-keys is settled.
+"""Combine all keys of other tools that choose a parallelism strategy, before the precedence of keys
+is resolved.
 
-`deepspeed`, `fsdp`, `fsdp_config`, `distributed_type` and their like only mean something together,
-so :mod:`paceline.config.compat.parallel.values` keeps them under names with ``_`` in front.
+`deepspeed`, `fsdp`, `fsdp_config`, `distributed_type` and similar keys only have a meaning
+together, so :mod:`paceline.config.compat.parallel.values` keeps them under names with ``_`` in
+front.
 :func:`expand` replaces these by what they set: `parallel.mode`, its stage, its file, the offload,
-the sizes of axes, and values that a DeepSpeed JSON has.
+the sizes of axes, and the values of a DeepSpeed JSON.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ def expand(merge: Merge, base: Path | None) -> None:
     """Replace the ``_`` names of parallelism in ``merge.assigned`` by what they set.
 
     Args:
-        base: the config file's folder, where a DeepSpeed JSON is looked for too.
+        base: the config file's folder, which is also searched for a DeepSpeed JSON.
     """
     keys = take_keys(merge, base)
     for act in (_num_processes, _strategy, use_hsdp, read_native_json):
@@ -29,111 +30,88 @@ def expand(merge: Merge, base: Path | None) -> None:
 
 
 def _num_processes(keys: StrategyKeys) -> None:
-    """Accelerate counts the processes of all hosts, `parallel.num_gpus` those of one."""
-    given = keys.by_name.get("_num_processes")
-    if given is None:
+    """Divide Accelerate's number of processes on all hosts by the hosts, for
+    `parallel.num_gpus`."""
+    key = keys.by_name.get("_num_processes")
+    if key is None:
         return
-    hosts, count = keys.number("parallel.nnodes"), given.value
+    hosts, count = keys.number("parallel.nnodes"), key.value
     if hosts == 1 or not isinstance(count, int) or isinstance(count, bool):
-        keys.assign(given.entry, "parallel.num_gpus", count)
+        keys.assign(key.entry, "parallel.num_gpus", count)
     elif count % hosts:
-        keys.refuse(
-            given.entry,
-            f"{count} processes do not divide into {hosts} hosts",
-            "correct it",
-            target="parallel.num_gpus",
-        )
+        why = f"{count} processes cannot be divided evenly over {hosts} hosts"
+        keys.add_problem(key.entry, why, f"set a multiple of {hosts}", target="parallel.num_gpus")
     else:
-        keys.assign(given.entry, "parallel.num_gpus", count // hosts)
-        keys.say(given.entry, f"{count} processes on {hosts} hosts")
+        keys.assign(key.entry, "parallel.num_gpus", count // hosts)
+        keys.add_notice(key.entry, f"{count} processes on {hosts} hosts")
 
 
-def _drop_lower(keys: StrategyKeys) -> None:
-    """Drop the file's DeepSpeed or FSDP where an override asks for the other."""
+def _drop_overridden(keys: StrategyKeys) -> None:
+    """Drop the file's DeepSpeed or FSDP if an override chooses the other."""
     chosen = [
         keys.by_name[name] for name in ("_deepspeed", "_fsdp") if not is_off(keys.value(name))
     ]
-    if len({one.entry.layer for one in chosen}) != 2:
+    if len({assigned.entry.layer for assigned in chosen}) != 2:
         return
-    low, high = sorted(chosen, key=lambda one: one.entry.layer)
+    low, high = sorted(chosen, key=lambda assigned: assigned.entry.layer)
     family = "_fsdp" if low.target.startswith("_fsdp") else "_deepspeed"
     for name in [name for name in keys.by_name if name.startswith(family)]:
         if keys.by_name[name].entry.layer == low.entry.layer:
-            keys.say(keys.by_name.pop(name).entry, f"is overridden by {high.entry.shown()}")
+            keys.add_notice(keys.by_name.pop(name).entry, f"is overridden by {high.entry.shown()}")
 
 
 def _strategy(keys: StrategyKeys) -> None:
-    _drop_lower(keys)
+    _drop_overridden(keys)
     kind = keys.value("_distributed_type")
+    type_names = ["_distributed_type"] if kind in ("DEEPSPEED", "FSDP") else []
     wants_fsdp = "_fsdp" in keys.by_name and not is_off(keys.value("_fsdp"))
     fsdp_off = "_fsdp" in keys.by_name and not wants_fsdp
-    others = [
+    fsdp_settings = [
         name for name in ("_fsdp_config", "_fsdp_version", "_fsdp_setting") if name in keys.by_name
     ]
     deepspeed = [name for name in ("_deepspeed", "_deepspeed_config") if name in keys.by_name]
     if kind not in (None, "DEEPSPEED") and "_deepspeed" not in deepspeed:
-        _inert(
-            keys, deepspeed, f"it belongs to `distributed_type: DEEPSPEED`, and the type is {kind}"
-        )
+        why = f"it belongs to `distributed_type: DEEPSPEED`, and the type is {kind}"
+        _add_notices(keys, deepspeed, why)
         deepspeed = []
-    if (
-        fsdp_off
-        or (kind not in (None, "FSDP") and not wants_fsdp)
-        or (deepspeed and not wants_fsdp)
-    ):
-        why = (
-            "`fsdp` is off"
-            if fsdp_off
-            else f"the type is {kind}"
-            if kind not in (None, "FSDP")
-            else "DeepSpeed is used"
-        )
-        _inert(keys, others, f"it belongs to FSDP, and {why}")
-        others = []
+    why_unused = ""
+    if fsdp_off:
+        why_unused = "`fsdp` is off"
+    elif kind not in (None, "FSDP") and not wants_fsdp:
+        why_unused = f"the type is {kind}"
+    elif deepspeed and not wants_fsdp:
+        why_unused = "DeepSpeed is used"
+    if why_unused:
+        _add_notices(keys, fsdp_settings, f"it belongs to FSDP, and {why_unused}")
+        fsdp_settings = []
     if (deepspeed or kind == "DEEPSPEED") and (wants_fsdp or kind == "FSDP"):
         first = keys.by_name[deepspeed[0] if deepspeed else "_distributed_type"].entry
         second = keys.by_name["_fsdp" if wants_fsdp else "_distributed_type"].entry
-        keys.refuse(
-            first,
-            f"{second.shown()} ({second.place()}) asks for another strategy",
-            "keep one of the two",
-        )
+        why = f"{second.shown()} ({second.place()}) chooses another strategy"
+        keys.add_problem(first, why, "keep one of the two")
     elif deepspeed or kind == "DEEPSPEED":
-        use_deepspeed(keys, [*deepspeed, *(["_distributed_type"] if kind == "DEEPSPEED" else [])])
-    elif wants_fsdp or others or kind == "FSDP":
-        use_fsdp(
-            keys,
-            [
-                *(["_fsdp"] if wants_fsdp else []),
-                *others,
-                *(["_distributed_type"] if kind == "FSDP" else []),
-            ],
-        )
+        use_deepspeed(keys, [*deepspeed, *type_names])
+    elif wants_fsdp or fsdp_settings or kind == "FSDP":
+        use_fsdp(keys, [*(["_fsdp"] if wants_fsdp else []), *fsdp_settings, *type_names])
     elif kind is not None:
-        _plain(keys, kind)
-    if kind is not None and kind not in ("DEEPSPEED", "FSDP") and (deepspeed or wants_fsdp):
-        keys.say(keys.by_name["_distributed_type"].entry, "the strategy is chosen by another key")
+        _type_only(keys, kind)
+    if kind is not None and not type_names and (deepspeed or wants_fsdp):
+        by = keys.by_name["_distributed_type"].entry
+        keys.add_notice(by, "another key chooses the strategy")
 
 
-def _inert(keys: StrategyKeys, names: Sequence[str], why: str) -> None:
+def _add_notices(keys: StrategyKeys, names: Sequence[str], text: str) -> None:
     for name in names:
-        keys.say(keys.by_name[name].entry, why)
+        keys.add_notice(keys.by_name[name].entry, text)
 
 
-def _plain(keys: StrategyKeys, kind: str) -> None:
-    """`distributed_type` alone."""
-    by = keys.by_name["_distributed_type"].entry
-    sizes = [
-        target
-        for target in ("shard", "tensor", "pipeline")
-        if keys.number(f"parallel.{target}") > 1
-    ]
-    if sizes:
-        keys.say(by, f"the sizes of the axes ({', '.join(sizes)}) choose the strategy")
-        return
-    modes = {"NO": "single", "TP": "tensor"}
-    native = keys.native("parallel.mode")
-    if native is None or native.weak or native.entry.layer != by.layer:
-        keys.set_strategy(by, {"mode": modes.get(kind, "ddp")})
+def _type_only(keys: StrategyKeys, kind: str) -> None:
+    """Apply `distributed_type` if no other key chooses the strategy."""
+    by, native = keys.by_name["_distributed_type"].entry, keys.native("parallel.mode")
+    axes = [axis for axis in ("shard", "tensor", "pipeline") if keys.number(f"parallel.{axis}") > 1]
+    if axes:
+        keys.add_notice(by, f"the sizes of the axes ({', '.join(axes)}) choose the strategy")
+    elif native is None or native.weak or native.entry.layer != by.layer:
+        keys.set_strategy(by, {"mode": {"NO": "single", "TP": "tensor"}.get(kind, "ddp")})
     else:
-        keys.say(by, f"is overridden by {native.entry.shown()}")
+        keys.add_notice(by, f"is overridden by {native.entry.shown()}")
