@@ -3,7 +3,7 @@
 from paceline.config.schema import Config
 
 
-def make_config(mode, optimizer, servers, rhythm="sync", dense="auto"):
+def make_config(mode, optimizer, servers, consistency="sync", dense="auto"):
     other = {"adagrad": "adagrad", "sgd": "sgd"}.get(optimizer, "adamw")
     return Config(
         model="m",
@@ -13,7 +13,7 @@ def make_config(mode, optimizer, servers, rhythm="sync", dense="auto"):
         parameter_server={
             "num_servers": servers,
             "optimizer": optimizer,
-            "consistency": rhythm,
+            "consistency": consistency,
             "max_staleness": 2,
             "dense_placement": dense,
         },

@@ -67,9 +67,9 @@ def test_dp_is_one_process() -> None:
         (
             {"mode": "ddp", "tensor": 2},
             4,
-            ["`parallel.mode: ddp` has no axis", "`parallel.data`", "hybrid"],
+            ["`parallel.mode: ddp`: it has no such dimension", "`parallel.data`", "hybrid"],
         ),
-        ({"mode": "zero2", "pipeline": 2}, 4, ["has no axis", "`parallel.shard`"]),
+        ({"mode": "zero2", "pipeline": 2}, 4, ["has no such dimension", "`parallel.shard`"]),
         ({"mode": "ddp", "data": 2}, 4, ["`parallel.data: 2`", "4 ranks"]),
     ],
 )

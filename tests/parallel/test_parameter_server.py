@@ -1,5 +1,5 @@
-"""`parameter_server`: the steps of ddp, tables in parts, checkpoints for any layout, and losses of
-ranks that are named."""
+"""`parameter_server`: the steps of ddp, tables divided among servers, checkpoints for any layout,
+and bounded staleness."""
 
 import json
 from pathlib import Path
@@ -39,8 +39,7 @@ TABLES, DIM, ROWS = (5000, 7, 2), 4, 24
 
 
 def batch_of(step):
-    """A global batch: ids from a power law, so that ranks share rows; the last table's ids come in
-    bags, some empty."""
+    """Return a global batch with ids from a power law, so that ranks share rows."""
     generator = torch.Generator().manual_seed(step)
     ids = [((torch.rand(ROWS, generator=generator) ** 6) * size).long() for size in TABLES]
     return (
@@ -53,7 +52,7 @@ def batch_of(step):
 def share_of(batch, rows):
     dense, ids, labels = batch
     starts = [torch.arange(len(rows) + 1) for _ in ids]
-    return dense[rows], [one[rows] for one in ids], starts, labels[rows]
+    return dense[rows], [column[rows] for column in ids], starts, labels[rows]
 
 
 def train(
@@ -66,12 +65,13 @@ def train(
     source=None,
     first=0,
     watch=(),
-    rhythm="sync",
+    consistency="sync",
     dense="auto",
 ):
-    """Losses of the global batch, and what this rank writes after each step of ``watch``."""
+    """Train. Returns losses of the global batch, what this rank writes into a checkpoint after each
+    step of ``watch``, and more."""
     world = Communicator(world.env, world.device, ParallelDims(data=workers))
-    config = make_config(mode, optimizer, servers, rhythm, dense)
+    config = make_config(mode, optimizer, servers, consistency, dense)
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(0)
     with model_init_context(strategy):
@@ -89,9 +89,9 @@ def train(
         seen = []
 
         def micro_step(number, module, batch=batch, seen=seen):
-            each = ROWS // (2 * workers)
-            begin = (replica_of(strategy)[0] * 2 + number) * each
-            dense, ids, starts, labels = share_of(batch, torch.arange(begin, begin + each))
+            size = ROWS // (2 * workers)
+            start = (replica_of(strategy)[0] * 2 + number) * size
+            dense, ids, starts, labels = share_of(batch, torch.arange(start, start + size))
             loss = (
                 functional.binary_cross_entropy_with_logits(
                     module(dense, ids, starts), labels, reduction="sum"
@@ -99,12 +99,12 @@ def train(
                 / ROWS
             )
             seen.append(float(loss.detach()))
-            # as the engine does where replicas count alone
-            return loss if rhythm == "sync" else loss / world.size
+            # as the trainer does if each replica divides by its local count
+            return loss if consistency == "sync" else loss / world.size
 
         strategy.forward_backward(micro_step, 2 if has_data(strategy) else 0)
         norms.append(float(strategy.clip_grad_norm(0.2)))
-        assert strategy.optimizer_step(lambda one: (one.step(), True)[1])
+        assert strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
         losses.append(world.sum(sum(seen))[0])
         if step in watch:
             parts[step] = copied(state_shards(strategy))
@@ -116,9 +116,9 @@ def train(
         "cost": estimate_cost(strategy.name, shape, world.axes, Workload(), config).state,
         "serves": not has_data(strategy),
         "table_elements": sum(
-            one.numel()
-            for name, one in model.named_parameters()
-            if name.startswith("tables.") and not one.is_meta
+            parameter.numel()
+            for name, parameter in model.named_parameters()
+            if name.startswith("tables.") and not parameter.is_meta
         ),
     }
     world.barrier()
@@ -126,27 +126,27 @@ def train(
     return result
 
 
-def alone(optimizer, **more):
-    return train(
-        Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu")),
-        "single",
-        optimizer,
-        workers=1,
-        **more,
-    )
+def alone(optimizer, **options):
+    world = Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
+    return train(world, "single", optimizer, workers=1, **options)
 
 
 def close(ours, theirs, tolerance=1e-6):
     return all(
-        abs(one - other) <= tolerance * abs(other) for one, other in zip(ours, theirs, strict=True)
+        abs(our - their) <= tolerance * abs(their) for our, their in zip(ours, theirs, strict=True)
     )
+
+
+def merged(results, step):
+    """Return the checkpoint of all ranks after a step."""
+    return assemble([result["parts"][step] for result in results])
 
 
 def same_weights(ours, theirs):
     assert set(ours.whole) == set(theirs.whole)
     return all(
-        torch.allclose(one, theirs.whole[name], rtol=1e-5, atol=1e-6)
-        for name, one in ours.whole.items()
+        torch.allclose(tensor, theirs.whole[name], rtol=1e-5, atol=1e-6)
+        for name, tensor in ours.whole.items()
     )
 
 
@@ -160,48 +160,51 @@ def same_weights(ours, theirs):
     ],
 )
 def test_each_step_is_that_of_ddp(optimizer, workers, servers, dense):
-    more = (6, None, 0, (2, 5), "sync", dense)
-    found = run_ranks(
-        train, workers + servers, "parameter_server", optimizer, workers, servers, *more
+    options = (6, None, 0, (2, 5), "sync", dense)
+    results = run_ranks(
+        train, workers + servers, "parameter_server", optimizer, workers, servers, *options
     )
     reference = alone(optimizer, watch=(2, 5))
-    assert all(close(one["losses"], reference["losses"]) for one in found)
-    assert all(close(one["norms"], reference["norms"], 1e-5) for one in found)
-    # The state has the names, shapes and values that ddp's has; each row is written by one server.
-    end = assemble([one["parts"][5] for one in found])
+    assert all(close(result["losses"], reference["losses"]) for result in results)
+    assert all(close(result["norms"], reference["norms"], 1e-5) for result in results)
+    # The state has the names, shapes and values of ddp's; each row is written by one server.
+    end = merged(results, 5)
     assert same_weights(end, assemble([reference["parts"][5]]))
-    # No table is on a worker, and no server has a whole one where there are two.
-    assert all(one["table_elements"] == 0 for one in found)
-    held = [
+    # No table is on a worker, and with two servers none has a full one.
+    assert all(result["table_elements"] == 0 for result in results)
+    elements = [
         sum(
-            part.tensor.numel() for part in one["parts"][5] if part.name.startswith("model/tables.")
+            part.tensor.numel()
+            for part in result["parts"][5]
+            if part.name.startswith("model/tables.")
         )
-        for one in found
+        for result in results
     ]
-    assert held[:workers] == [0] * workers
-    assert sum(held[workers:]) == sum(TABLES) * DIM
-    assert max(held[workers:]) <= sum(-(-rows // servers) for rows in TABLES) * DIM
-    most = max(one["state"] for one in found)
-    assert abs(most - found[0]["cost"]) <= 0.02 * most
-    # nothing but buffers, of which there are none, is a worker's to write; both servers have a
-    # share
+    assert elements[:workers] == [0] * workers
+    assert sum(elements[workers:]) == sum(TABLES) * DIM
+    assert max(elements[workers:]) <= sum(-(-rows // servers) for rows in TABLES) * DIM
+    max_state = max(result["state"] for result in results)
+    assert abs(max_state - results[0]["cost"]) <= 0.02 * max_state
+    # A worker writes only buffers, and this model has none; both servers have a share.
     if dense == "server":
-        assert [len(one["parts"][5]) for one in found[:workers]] == [0] * workers
-        assert all(any("top" in part.name for part in one["parts"][5]) for one in found[workers:])
+        assert not any(result["parts"][5] for result in results[:workers])
+        for result in results[workers:]:
+            assert any("top" in part.name for part in result["parts"][5])
     if optimizer == "adagrad":
-        _goes_on_from(assemble([one["parts"][2] for one in found]), found, end, reference, dense)
+        check_resumed_runs(merged(results, 2), end, reference, dense)
 
 
-def _goes_on_from(middle, found, end, reference, dense):
-    """The same layout to the bit, any other to rounding; and without servers."""
+def check_resumed_runs(middle, end, reference, dense):
+    """In the same layout they are equal to the bit, in another one and without servers up to
+    rounding."""
     again = run_ranks(
         train, 4, "parameter_server", "adagrad", 2, 2, 3, middle, 3, (5,), "sync", dense
     )
-    whole = assemble([one["parts"][5] for one in again])
-    assert all(torch.equal(one, end.whole[name]) for name, one in whole.whole.items())
+    resumed = merged(again, 5)
+    assert all(torch.equal(tensor, end.whole[name]) for name, tensor in resumed.whole.items())
     fewer = run_ranks(train, 2, "parameter_server", "adagrad", 1, 1, 3, middle, 3, (5,))
     assert close(fewer[0]["losses"], reference["losses"][3:])
-    assert same_weights(assemble([one["parts"][5] for one in fewer]), end)
+    assert same_weights(merged(fewer, 5), end)
     assert close(
         alone("adagrad", steps=3, source=middle, first=3)["losses"], reference["losses"][3:]
     )
@@ -209,25 +212,27 @@ def _goes_on_from(middle, found, end, reference, dense):
 
 @pytest.mark.soak
 def test_one_worker_alone_makes_the_same_steps_without_waiting():
-    found = run_ranks(train, 3, "parameter_server", "adagrad", 1, 2, 6, None, 0, (2, 5), "bounded")
+    results = run_ranks(
+        train, 3, "parameter_server", "adagrad", 1, 2, 6, None, 0, (2, 5), "bounded"
+    )
     reference = alone("adagrad", watch=(5,))
-    assert all(close(one["losses"], reference["losses"]) for one in found)
-    end = assemble([one["parts"][5] for one in found])
-    assert same_weights(end, assemble([reference["parts"][5]]))
-    assert sum(part.tensor.numel() for part in found[0]["parts"][5]) == 0  # all is on the servers
-    most = max(one["state"] for one in found)
-    assert abs(most - found[0]["cost"]) <= 0.02 * most
-    middle = assemble([one["parts"][2] for one in found])
+    assert all(close(result["losses"], reference["losses"]) for result in results)
+    assert same_weights(merged(results, 5), assemble([reference["parts"][5]]))
+    # All parameters are on the servers.
+    assert sum(part.tensor.numel() for part in results[0]["parts"][5]) == 0
+    max_state = max(result["state"] for result in results)
+    assert abs(max_state - results[0]["cost"]) <= 0.02 * max_state
+    middle = merged(results, 2)
     again = run_ranks(train, 2, "parameter_server", "adagrad", 1, 1, 3, middle, 3, (5,), "async")
     assert close(again[0]["losses"], reference["losses"][3:])
 
 
-def drift(world, rhythm, steps, far):
-    """Two workers and a server. Worker 1 makes no third step before worker 0 has got ``far`` steps
+def drift(world, consistency, steps, lead):
+    """Two workers and a server. Worker 1 makes its third step only when worker 0 is ``lead`` steps
     ahead."""
     world = Communicator(world.env, world.device, ParallelDims(data=2))
     strategy = make_strategy(
-        "parameter_server", make_config("parameter_server", "sgd", 1, rhythm), world
+        "parameter_server", make_config("parameter_server", "sgd", 1, consistency), world
     )
     torch.manual_seed(0)
     with model_init_context(strategy):
@@ -239,8 +244,8 @@ def drift(world, rhythm, steps, far):
     )
     for step in range(steps):
         if step == 2 and world.rank == 1:
-            # ends: worker 0 goes on until it is held or done
-            while rpc.rpc_sync("rank2", lead) < far:
+            # This ends: worker 0 continues until it must wait or is done.
+            while rpc.rpc_sync("rank2", measure_lead) < lead:
                 pass
 
         def micro_step(number, module, step=step):
@@ -252,62 +257,52 @@ def drift(world, rhythm, steps, far):
 
         strategy.forward_backward(micro_step, 1)
         strategy.clip_grad_norm(1.0)
-        strategy.optimizer_step(lambda one: True)
+        strategy.optimizer_step(lambda optimizer: True)
     figures = report_metrics(strategy, None)
     world.barrier()
     close_servers(strategy)
     return figures["staleness"]
 
 
-def lead():
+def measure_lead():
     with _STORE.lock:
-        return max(_STORE.clocks.values()) - min(_STORE.clocks.values()) if _STORE.furthest else 0
+        return max(_STORE.clocks.values()) - min(_STORE.clocks.values()) if _STORE.max_lead else 0
 
 
 @pytest.mark.parametrize(
-    ("rhythm", "far", "expected"), [("bounded", 3, {"bound": 2, "seen": 2}), ("async", 7, None)]
+    ("consistency", "lead", "expected"),
+    [("bounded", 3, {"bound": 2, "seen": 2}), ("async", 7, None)],
 )
-def test_staleness_is_bounded_and_measured(rhythm, far, expected):
-    for found in run_ranks(drift, 3, rhythm, 12, far):
+def test_staleness_is_bounded_and_measured(consistency, lead, expected):
+    for staleness in run_ranks(drift, 3, consistency, 12, lead):
         if expected is not None:
-            assert found == expected
+            assert staleness == expected
         else:
-            assert found["bound"] is None
-            assert found["seen"] >= far
+            assert staleness["bound"] is None
+            assert staleness["seen"] >= lead
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("optimizer", ["adam", "row_wise_adagrad"])
 def test_row_state_is_in_the_checkpoint(optimizer):
-    found = run_ranks(train, 3, "parameter_server", optimizer, 1, 2, 4, None, 0, (1, 3))
-    again = run_ranks(
-        train,
-        2,
-        "parameter_server",
-        optimizer,
-        1,
-        1,
-        2,
-        assemble([one["parts"][1] for one in found]),
-        2,
-        (3,),
-    )
-    # one worker: not even the rounding knows how many servers there are
-    assert found[0]["losses"][2:] == again[0]["losses"]
-    ours, theirs = (
-        assemble([one["parts"][3] for one in again]),
-        assemble([one["parts"][3] for one in found]),
-    )
+    results = run_ranks(train, 3, "parameter_server", optimizer, 1, 2, 4, None, 0, (1, 3))
+    middle = merged(results, 1)
+    again = run_ranks(train, 2, "parameter_server", optimizer, 1, 1, 2, middle, 2, (3,))
+    # With one worker not even rounding depends on the number of servers.
+    assert results[0]["losses"][2:] == again[0]["losses"]
+    ours, theirs = merged(again, 3), merged(results, 3)
     assert set(ours.whole) == set(theirs.whole)
     assert all(
-        torch.equal(one, theirs.whole[name]) for name, one in ours.whole.items() if "tables" in name
+        torch.equal(tensor, theirs.whole[name])
+        for name, tensor in ours.whole.items()
+        if "tables" in name
     )
     keys = {name.rpartition("/")[2] for name in ours.whole if name.startswith("optimizer/tables.0")}
     assert keys == ({"step", "exp_avg", "exp_avg_sq"} if optimizer == "adam" else {"row_sum"})
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("keys", "message"),
     [
         ({"train_args": {"weight_decay": 0.1}}, "weight_decay"),
         ({"train_args": {"precision": "fp16-mixed"}}, "train_args.precision: fp16-mixed"),
@@ -323,23 +318,23 @@ def test_row_state_is_in_the_checkpoint(optimizer):
         ),
     ],
 )
-def test_what_cannot_be_served_is_refused(keys, words):
+def test_unsupported_settings_are_rejected(keys, message):
     config = Config.model_validate({"model": "m", "dataset": "d", "task": "recommend", **keys})
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         check_strategy("parameter_server", config, ParallelDims(data=2))
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_a_run_without_waiting_ends_with_a_whole_model(tmp_path: Path):
-    words = [
+def test_an_asynchronous_run_ends_with_a_full_model(tmp_path: Path):
+    args = [
         "model=builtin:dlrm", "task=recommend", "dataset=builtin:clicks#2000",
         "split_dataset_ratio=0.2", f"output_dir={tmp_path}/run", "parallel.mode=parameter_server",
         "parallel.device=cpu", "parallel.num_gpus=2", "parameter_server.consistency=bounded",
         "parameter_server.num_servers=2", "train_args.per_device_train_batch_size=16",
         "train_args.max_steps=12", "train_args.logging_steps=4",
     ]  # fmt: skip
-    run(*words)
+    run(*args)
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert (report["status"], report["strategy"], report["steps"]) == (
         "done",
@@ -357,5 +352,6 @@ def test_a_run_without_waiting_ends_with_a_whole_model(tmp_path: Path):
     assert "bound" not in traffic
     model, _ = load_recommender(tmp_path / "run" / "model")
     with CheckpointReader(tmp_path / "run" / "checkpoints" / "step-00000012") as reader:
-        for name, one in model.named_parameters():
-            assert torch.equal(reader.read(f"model/{name}", (0,) * one.dim(), one.shape), one)
+        for name, parameter in model.named_parameters():
+            stored = reader.read(f"model/{name}", (0,) * parameter.dim(), parameter.shape)
+            assert torch.equal(stored, parameter)

@@ -1,5 +1,5 @@
-"""`parameter_server` when the process of a rank ends: the run names it, and stops or goes on as the
-config says."""
+"""`parameter_server` when the process of a rank ends: the run reports it, and stops or continues as
+configured."""
 
 import json
 import os
@@ -29,10 +29,11 @@ class Killer(RecommendTask):
         return super().build_datasets()
 
     def due(self, now):
-        for words in (one.split() for one in self.config.task_args["kills"]):
-            killer = words[2] if "by" in words else words[0]
-            if killer == os.environ["RANK"] and words[-1] == str(now):
-                pid = (Path(self.config.task_args["pids"]) / words[0]).read_text()
+        for kill in self.config.task_args["kills"]:
+            parts = kill.split()
+            killer = parts[2] if "by" in parts else parts[0]
+            if killer == os.environ["RANK"] and parts[-1] == str(now):
+                pid = (Path(self.config.task_args["pids"]) / parts[0]).read_text()
                 os.kill(int(pid), signal.SIGKILL)
 
     def loss(self, model, batch):
@@ -46,7 +47,7 @@ class Killer(RecommendTask):
         return super().evaluate(model, batch)
 
 class LeavesOut(RecommendTask):
-    '''In the step of the settings the rank of the settings trains on nothing.'''
+    '''Rank 0 trains on nothing in step `task_args.step`.'''
     losses = 0
 
     def count(self, batch):
@@ -71,7 +72,7 @@ STEPS = 16
 
 
 def command(
-    tmp_path: Path, name: str, task: str, *more: str, steps: int = STEPS, logging: int = 1
+    tmp_path: Path, name: str, task: str, *args: str, steps: int = STEPS, logging: int = 1
 ) -> list[str]:
     (tmp_path / "tasks.py").write_text(TASK)
     (tmp_path / "pids").mkdir(exist_ok=True)
@@ -82,12 +83,12 @@ def command(
         "parallel.num_gpus=3", "train_args.per_device_train_batch_size=16",
         f"train_args.max_steps={steps}", f"train_args.logging_steps={logging}",
         "train_args.optim=adagrad", "train_args.learning_rate=0.05", "recovery.max_restarts=0",
-        *more,
+        *args,
     ]  # fmt: skip
 
 
-def run(tmp_path: Path, name: str, task: str, *more: str) -> subprocess.CompletedProcess[str]:
-    process = start(*command(tmp_path, name, task, *more))
+def run(tmp_path: Path, name: str, task: str, *args: str) -> subprocess.CompletedProcess[str]:
+    process = start(*command(tmp_path, name, task, *args))
     out, err = process.communicate(timeout=240)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -102,17 +103,17 @@ def served(tmp_path: Path, *kills: str) -> list[str]:
 
 def losses(run_dir: Path) -> dict[int, float]:
     return {
-        one["step"]: one["loss"]
-        for one in read_events(run_dir / "events.jsonl")
-        if one["type"] == "step"
+        event["step"]: event["loss"]
+        for event in read_events(run_dir / "events.jsonl")
+        if event["type"] == "step"
     }
 
 
 @pytest.mark.slow
 @pytest.mark.soak
 def test_without_two_workers_the_run_is_that_of_ddp_without_their_samples(tmp_path: Path) -> None:
-    """Rank 0, which writes the log and leads the checkpoints, dies in step 6; rank 2 in the middle
-    of the last evaluation."""
+    """Rank 0, which writes the log and coordinates the checkpoints, dies in step 6; rank 2 in the
+    middle of the last evaluation."""
     done = run(
         tmp_path,
         "served",
@@ -121,27 +122,29 @@ def test_without_two_workers_the_run_is_that_of_ddp_without_their_samples(tmp_pa
         "train_args.save_steps=5",
         "train_args.save_total_limit=9",
     )
-    said = done.stderr.replace("\n", " ")
+    output = done.stderr.replace("\n", " ")
     assert done.returncode == 0, done.stderr
     pids = {rank: int((tmp_path / "pids" / str(rank)).read_text()) for rank in range(5)}
     for rank in (0, 2):
         assert (
-            said.count(f"rank {rank}, a worker (process {pids[rank]}), was killed by SIGKILL") == 1
+            output.count(f"rank {rank}, a worker (process {pids[rank]}), was killed by SIGKILL")
+            == 1
         )
     assert (
         "from step 7 each global batch is shared among 2 workers; 16 samples of step 6 were not"
-        " trained on" in said
+        " trained on" in output
     )
-    assert "tensorpipe" not in said
+    assert "tensorpipe" not in output
     report = json.loads((tmp_path / "served" / "report.json").read_text())
-    lost = [(one["rank"], one["step"], one["samples_unseen"]) for one in report["workers_lost"]]
+    lost = [(loss["rank"], loss["step"], loss["samples_unseen"]) for loss in report["workers_lost"]]
     assert (report["status"], lost) == ("done", [(0, 6, 16), (2, STEPS, 0)])
     assert report["samples_seen"] == STEPS * 48 - 16
-    assert [one is None for one in report["peak_memory_bytes"]] == [True, False, True, False, False]
-    saved = {one.name for one in (tmp_path / "served" / "checkpoints").iterdir()}
+    peaks = report["peak_memory_bytes"]
+    assert [rank for rank in range(5) if peaks[rank] is None] == [0, 2]
+    saved = {path.name for path in (tmp_path / "served" / "checkpoints").iterdir()}
     assert saved - {"step-00000005"} == {"step-00000010", "step-00000015", "step-00000016"}
-    if "step-00000005" not in saved:  # it was being written beside step 6, and who led it is gone
-        assert "no checkpoint at step 5" in said
+    if "step-00000005" not in saved:  # rank 0 ended while it was being written
+        assert "no checkpoint at step 5" in output
     # The same training without a server, in which rank 0 sees nothing of its share in step 6.
     done = run(tmp_path, "ddp", "LeavesOut", "parallel.mode=ddp", "task_args.step=6")
     assert done.returncode == 0, done.stderr
@@ -157,27 +160,27 @@ def test_without_two_workers_the_run_is_that_of_ddp_without_their_samples(tmp_pa
 @pytest.mark.slow
 @pytest.mark.soak
 def test_a_worker_killed_from_outside_leaves_a_bounded_run_going(tmp_path: Path) -> None:
-    """Nobody waits for the dead one's clock, and the run ends with a whole model."""
-    more = ["parameter_server.consistency=bounded", "parameter_server.max_staleness=1"]
-    words = command(tmp_path, "run", "Killer", *served(tmp_path), *more, steps=400, logging=10)
-    process = start(*words)
-    said: list[str] = []
+    """No rank waits for the dead worker's clock, and the run ends with a full model."""
+    bounded = ["parameter_server.consistency=bounded", "parameter_server.max_staleness=1"]
+    args = command(tmp_path, "run", "Killer", *served(tmp_path), *bounded, steps=400, logging=10)
+    process = start(*args)
+    output: list[str] = []
     assert process.stderr is not None
-    reader = threading.Thread(target=lambda: said.extend(process.stderr or []))
+    reader = threading.Thread(target=lambda: output.extend(process.stderr or []))
     reader.start()
     events = tmp_path / "run" / "events.jsonl"
     deadline = time.monotonic() + 120
     while not events.exists() or not any(
-        one["type"] == "step" and one["step"] >= 10 for one in read_events(events)
+        event["type"] == "step" and event["step"] >= 10 for event in read_events(events)
     ):
-        assert process.poll() is None, said
-        assert time.monotonic() < deadline, said
+        assert process.poll() is None, output
+        assert time.monotonic() < deadline, output
         time.sleep(0.05)
     pid = int((tmp_path / "pids" / "1").read_text())
     os.kill(pid, signal.SIGKILL)
-    assert process.wait(timeout=200) == 0, said
+    assert process.wait(timeout=200) == 0, output
     reader.join()
-    assert f"rank 1, a worker (process {pid}), was killed by SIGKILL" in " ".join(said)
+    assert f"rank 1, a worker (process {pid}), was killed by SIGKILL" in " ".join(output)
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     (lost,) = report["workers_lost"]
     assert (report["steps"], lost["rank"], lost["pid"]) == (400, 1, pid)
@@ -200,15 +203,15 @@ def test_without_a_server_or_without_any_worker_the_run_ends(
     tmp_path: Path, kills: tuple[str, ...], named: str
 ) -> None:
     done = run(tmp_path, "run", "Killer", *served(tmp_path, *kills))
-    said = done.stderr.replace("\n", " ")
+    output = done.stderr.replace("\n", " ")
     assert done.returncode == 1, done.stderr
     pid = (tmp_path / "pids" / named.split()[1].rstrip(",")).read_text()
-    assert f"{named} (process {pid}) was killed" in said
-    assert "To resume: run the same command again" in said
+    assert f"{named} (process {pid}) was killed" in output
+    assert "To resume: run the same command again" in output
     for rank in ("0", "1") if len(kills) > 1 else ():
         assert (
             f"rank {rank}, a worker (process {(tmp_path / 'pids' / rank).read_text()}), was killed"
-            " by SIGKILL" in said
+            " by SIGKILL" in output
         )
 
 
@@ -217,31 +220,32 @@ def test_without_a_server_or_without_any_worker_the_run_ends(
     ("victim", "role"),
     [pytest.param(1, "a worker", marks=pytest.mark.soak), (3, "a server of the tables")],
 )
-def test_by_default_a_rank_that_is_killed_ends_the_run_and_is_named(
+def test_by_default_a_killed_rank_ends_the_run_and_is_reported(
     tmp_path: Path, victim: int, role: str
 ) -> None:
-    more = ["parallel.mode=parameter_server", f"task_args.pids={tmp_path}/pids"]
+    args = ["parallel.mode=parameter_server", f"task_args.pids={tmp_path}/pids"]
     kills = f'task_args.kills=["{victim} by 1 at 3"]'
-    done = run(tmp_path, "run", "Killer", *more, kills)
+    done = run(tmp_path, "run", "Killer", *args, kills)
     assert done.returncode == 1, done.stderr
     pid = (tmp_path / "pids" / str(victim)).read_text()
-    said = done.stderr.replace("\n", " ")
-    assert f"rank {victim}, {role} (process {pid}) was killed" in said
-    assert "To resume: run the same command again" in said
+    output = done.stderr.replace("\n", " ")
+    assert f"rank {victim}, {role} (process {pid}) was killed" in output
+    assert "To resume: run the same command again" in output
     # the log of the second may be on its way when the rank dies
     assert max(losses(tmp_path / "run"), default=0) in (1, 2)
 
 
-def test_a_collective_ends_without_the_dead_and_says_who_they_are() -> None:
+def test_a_collective_completes_without_dead_ranks_and_names_them() -> None:
     server = CollectiveServer(3)
     first = [server.join(rank, 1, rank * 10) for rank in (0, 2)]
-    assert not any(one.done() for one in first)
+    assert not any(answer.done() for answer in first)
     second = server.join(0, 2, "early")
     server.lose(WorkerExit(1, 7, "ended"))
-    assert [one.value() for one in first] == [({0: 0, 2: 20}, {1: WorkerExit(1, 7, "ended")})] * 2
+    assert [answer.value() for answer in first] == [
+        ({0: 0, 2: 20}, {1: WorkerExit(1, 7, "ended")})
+    ] * 2
     assert not second.done()
-    server.lose(
-        WorkerExit(2, 8, "ended")
-    )  # what it had said where others still wait no longer counts
+    # Its values in incomplete collectives no longer count.
+    server.lose(WorkerExit(2, 8, "ended"))
     assert second.value()[0] == {0: "early"}
     assert server.join(0, 3, None).value()[0] == {0: None}

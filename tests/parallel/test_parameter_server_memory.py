@@ -1,4 +1,4 @@
-"""`parameter_server` with a table that no process may hold whole."""
+"""`parameter_server` with a table that is too large for one process."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from paceline.train.optimizer import build_optimizer, matrices_of
 
 
 def large(world, rows, dim, spare_bytes):
-    """Steps of SGD on a table that no process may hold whole: whether it was out of reach, losses,
-    bytes of the part."""
+    """Train on a table that is too large for one process. Returns whether it was, the losses, and
+    the bytes of this rank's part."""
     import resource
 
     with open("/proc/self/status") as handle:
@@ -51,16 +51,16 @@ def large(world, rows, dim, spare_bytes):
 
         strategy.forward_backward(micro_step, 1 if has_data(strategy) else 0)
         strategy.clip_grad_norm(0.0)
-        strategy.optimizer_step(lambda one: (one.step(), True)[1])
-    held = sum(
-        part.tensor.numel() * 4
-        for part in state_shards(strategy)
-        if part.name == "model/tables.0.weight"
+        strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
+    table_bytes = sum(
+        shard.tensor.nbytes
+        for shard in state_shards(strategy)
+        if shard.name == "model/tables.0.weight"
     )
     assert optimizer is strategy.optimizer
     world.barrier()
     strategy.close()
-    return out_of_reach, losses, held
+    return out_of_reach, losses, table_bytes
 
 
 @pytest.mark.parametrize(
@@ -68,12 +68,11 @@ def large(world, rows, dim, spare_bytes):
     [(8_000_000, 400 << 20), pytest.param(24_000_000, 800 << 20, marks=pytest.mark.soak)],
 )
 def test_a_table_larger_than_a_process_may_have(rows: int, spare_bytes: int) -> None:
-    """0.5 GB (1.5 GB), on four servers that may have 0.4 GB (0.8 GB) more than they begin with; the
-    kernel sees to it."""
+    """0.5 GB (1.5 GB), on four servers with a limit of 0.4 GB (0.8 GB) more than at the start."""
     dim = 16
-    found = run_ranks(large, 5, rows, dim, spare_bytes, timeout_s=400.0)
-    assert all(out_of_reach for out_of_reach, _, _ in found)
+    results = run_ranks(large, 5, rows, dim, spare_bytes, timeout_s=400.0)
+    assert all(out_of_reach for out_of_reach, _, _ in results)
     # bytes: a quarter of the elements, four bytes each
-    assert [held for _, _, held in found] == [0] + [rows * dim] * 4
-    losses = found[0][1]
+    assert [table_bytes for _, _, table_bytes in results] == [0] + [rows * dim] * 4
+    losses = results[0][1]
     assert losses[0] > losses[1] > losses[2]

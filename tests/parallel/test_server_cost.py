@@ -1,5 +1,5 @@
-"""What a parameter server is said to send: counted in the data where they are known, else a bound
-that says so."""
+"""Predicted traffic of a parameter server: from distinct ids counted in the data, else an upper
+bound."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from paceline.models.recommend import ClickModel
 from paceline.models.shape.outline import outline
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Workload
-from paceline.parallel.parameter_server.cost import deal, distinct_ids
+from paceline.parallel.parameter_server.cost import assign_servers, distinct_ids
 from paceline.parallel.registry import estimate_cost
 
 TABLES, DIM = (10, 6), 4
@@ -36,27 +36,32 @@ def test_traffic_without_counts_is_a_bound_and_with_them_is_not(dense: str) -> N
     assert bound.traffic_is_bound
     assert not counted.traffic_is_bound
     assert counted.traffic_per_step < bound.traffic_per_step
-    dense_bytes = sum(4 * one.numel for one in shape.trained if not one.name.startswith("tables."))
-    ids, bound_ids = 3 * 4.5, 3 * (10 + 6)  # a batch of 100 has every row of tables so small
-    for cost, many in ((counted, ids), (bound, bound_ids)):
-        rows = {"pull": 8 * many, "push": (8 + 4 * DIM) * many}
+    dense_bytes = sum(_dense_sizes(shape))
+    ids, bound_ids = 3 * 4.5, 3 * (10 + 6)  # a batch of 100 can have every row
+    for cost, count in ((counted, ids), (bound, bound_ids)):
+        rows = {"pull": 8 * count, "push": (8 + 4 * DIM) * count}
         if dense == "ddp":
             assert cost.traffic == {"all_reduce": dense_bytes, **rows}
         elif cost is bound:  # no server sends as much as a worker
             assert cost.traffic == {"pull": rows["pull"], "push": rows["push"] + dense_bytes}
         else:
-            # Both workers ask the first server for 3 rows of every micro-batch, and for its half of
+            # Both workers pull 3 rows of every micro-batch from the first server, and its half of
             # the other parameters.
             assert cost.traffic == {"pull": 2 * 3 * 4 * DIM * (2 + 1) + 2 * _larger_half(shape)}
 
 
 def _larger_half(shape: ModelShape) -> int:
-    sizes = [4 * one.numel for one in shape.trained if not one.name.startswith("tables.")]
-    first = sum(size for size, owner in zip(sizes, deal(sizes, 2), strict=True) if owner == 0)
+    sizes = _dense_sizes(shape)
+    owners = assign_servers(sizes, 2)
+    first = sum(size for size, owner in zip(sizes, owners, strict=True) if owner == 0)
     return max(first, sum(sizes) - first)
 
 
-def test_parameters_are_dealt_by_size() -> None:
+def _dense_sizes(shape: ModelShape) -> list[int]:
+    return [4 * each.numel for each in shape.trained if not each.name.startswith("tables.")]
+
+
+def test_parameters_are_assigned_by_size() -> None:
     # 9 to the first, 5 and 4 to the second, 4 to the first, 1 to the second
-    assert deal([5, 1, 9, 4, 4], 2) == [1, 1, 0, 1, 0]
-    assert deal([3], 4) == [0]
+    assert assign_servers([5, 1, 9, 4, 4], 2) == [1, 1, 0, 1, 0]
+    assert assign_servers([3], 4) == [0]

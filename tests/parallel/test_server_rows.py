@@ -25,15 +25,15 @@ def batches():
         yield rows, torch.randn(4, DIM, generator=generator)
 
 
-def trained(kind, start=0, end=ROWS, rates=(0.1,) * STEPS, **more):
+def trained(kind, start=0, end=ROWS, rates=(0.1,) * STEPS):
     values = torch.linspace(-1, 1, ROWS * DIM).view(ROWS, DIM)[start:end].clone()
     shard = TableShard("table", ROWS, start, nn.Parameter(values))
-    optimizer = RowOptimizer([shard], kind, rates[0], **more)
+    optimizer = RowOptimizer([shard], kind, rates[0])
     for (rows, gradient), rate in zip(batches(), rates, strict=True):
         optimizer.param_groups[0]["lr"] = rate
-        mine = (rows >= start) & (rows < end)
-        if mine.any():
-            shard.pushed[(0, 0)] = (rows[mine] - start, gradient[mine])
+        local = (rows >= start) & (rows < end)
+        if local.any():
+            shard.pushed[(0, 0)] = (rows[local] - start, gradient[local])
         shard.merge()
         optimizer.step()
     return shard.values.detach()
@@ -44,8 +44,10 @@ def by_torch(make, sparse=False, rates=(0.1,) * STEPS):
     optimizer = make([weight])
     for (rows, gradient), rate in zip(batches(), rates, strict=True):
         optimizer.param_groups[0]["lr"] = rate
-        whole = torch.sparse_coo_tensor(rows[None], gradient, (ROWS, DIM), check_invariants=True)
-        weight.grad = whole.coalesce() if sparse else whole.to_dense()
+        sparse_gradient = torch.sparse_coo_tensor(
+            rows[None], gradient, (ROWS, DIM), check_invariants=True
+        )
+        weight.grad = sparse_gradient.coalesce() if sparse else sparse_gradient.to_dense()
         optimizer.step()
     return weight.detach()
 
@@ -65,16 +67,17 @@ def test_rows_move_as_torchs_optimizer_moves_them(kind, make, sparse):
     cut = torch.cat(
         [trained(kind, 0, 5, rates), trained(kind, 5, 6, rates), trained(kind, 6, ROWS, rates)]
     )
-    assert torch.equal(cut, trained(kind, rates=rates))  # the rows do not know how the table is cut
+    # The result does not depend on how the table is divided.
+    assert torch.equal(cut, trained(kind, rates=rates))
 
 
-def test_row_wise_adagrad_keeps_the_mean_of_squares_a_row():
+def test_row_wise_adagrad_keeps_the_mean_of_squares_per_row():
     weight = torch.linspace(-1, 1, ROWS * DIM, dtype=torch.float64).view(ROWS, DIM).clone()
     sums = torch.zeros(ROWS, dtype=torch.float64)
     for rows, gradient in batches():
-        for row, one in zip(rows.tolist(), gradient.double(), strict=True):
-            sums[row] += (one * one).sum() / DIM
-            weight[row] -= 0.1 * one / (sums[row].sqrt() + 1e-10)
+        for row, values in zip(rows.tolist(), gradient.double(), strict=True):
+            sums[row] += (values * values).sum() / DIM
+            weight[row] -= 0.1 * values / (sums[row].sqrt() + 1e-10)
     assert torch.allclose(trained("row_wise_adagrad").double(), weight, rtol=1e-5, atol=1e-6)
     assert torch.equal(
         trained("row_wise_adagrad")[[0, 7]],
@@ -82,7 +85,7 @@ def test_row_wise_adagrad_keeps_the_mean_of_squares_a_row():
     )
 
 
-def test_pushes_are_summed_in_one_order_whatever_order_they_come_in():
+def test_pushes_are_summed_in_the_same_order_whatever_order_they_arrive_in():
     generator = torch.Generator().manual_seed(1)
     pushes = {
         (worker, number): (
@@ -99,9 +102,9 @@ def test_pushes_are_summed_in_one_order_whatever_order_they_come_in():
             shard.pushed[key] = pushes[key]
         shard.merge()
         assert shard.pushed == {}
-        whole = torch.zeros(ROWS, DIM)
-        whole[shard.gradient[0]] = shard.gradient[1]
-        sums.append(whole)
+        total = torch.zeros(ROWS, DIM)
+        total[shard.gradient[0]] = shard.gradient[1]
+        sums.append(total)
     assert torch.equal(*sums)
     expected = torch.zeros(ROWS, DIM).double()
     for rows, gradient in pushes.values():
@@ -111,8 +114,8 @@ def test_pushes_are_summed_in_one_order_whatever_order_they_come_in():
 
 @pytest.mark.parametrize(("rows", "servers"), [(10, 3), (3, 3), (2, 4), (1000, 1)])
 def test_ranges_are_even_and_leave_no_row_out(rows, servers):
-    found = row_ranges(rows, servers)
-    assert len(found) == servers
-    assert [row for start, end in found for row in range(start, end)] == list(range(rows))
-    sizes = [end - start for start, end in found]
+    ranges = row_ranges(rows, servers)
+    assert len(ranges) == servers
+    assert [row for start, end in ranges for row in range(start, end)] == list(range(rows))
+    sizes = [end - start for start, end in ranges]
     assert max(sizes) - min(sizes) <= 1

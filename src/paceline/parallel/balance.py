@@ -3,7 +3,7 @@ and the arithmetic.
 
 The global batch is cut into the same micro-batches as with equal shares; only the rank that
 computes a micro-batch changes. The loss is divided by the global count, so the gradient is the same
-up to the order in which it is summed. No torch here.
+up to the order in which it is summed. Imports no torch.
 """
 
 from collections.abc import Sequence
@@ -52,12 +52,6 @@ def check_balance(
             allowed=SUPPORTED,
             fix="set `parallel.mode: ddp` or `zero1`, or `parallel.balance: equal`",
         )
-    _check_compression(config, setting)
-    if isinstance(balance, list):
-        _check_number_of_weights(config, setting, len(balance), axes.size)
-
-
-def _check_compression(config: Config, setting: str) -> None:
     if config.compression.chain[:1] == ("signsgd",):
         raise ConfigError(
             f"{setting} is not supported with `compression.method: signsgd`: every rank has one"
@@ -75,16 +69,18 @@ def _check_compression(config: Config, setting: str) -> None:
             allowed="`compression.local_moments: false`",
             fix="set `compression.local_moments: false`, or `parallel.balance: equal`",
         )
+    if isinstance(balance, list):
+        _check_number_of_weights(config, setting, len(balance), axes.size)
 
 
 def _check_number_of_weights(
     config: Config, setting: str, num_weights: int, num_ranks: int
 ) -> None:
-    fewest, most = config.parallel.hosts
-    if fewest != most:
+    min_hosts, max_hosts = config.parallel.hosts
+    if min_hosts != max_hosts:
         raise ConfigError(
-            f"{setting} has fixed weights, and the number of hosts may change (`parallel.nnodes:"
-            f" {config.parallel.nnodes}`)",
+            f"{setting} is not supported with `parallel.nnodes: {config.parallel.nnodes}`: its"
+            " weights are fixed, and the number of hosts may change",
             allowed="`parallel.balance: speed`, or a fixed `parallel.nnodes`",
             fix="set `parallel.balance: speed`",
         )
@@ -92,8 +88,8 @@ def _check_number_of_weights(
 
     # Under an outer launcher the number of hosts is known once the ranks are connected, see
     # `rank_weights`.
-    if num_weights not in (num_ranks, most) and outer_launcher() is None:
-        raise _wrong_number(setting, num_weights, num_ranks, most)
+    if num_weights not in (num_ranks, max_hosts) and outer_launcher() is None:
+        raise _wrong_number(setting, num_weights, num_ranks, max_hosts)
 
 
 def _wrong_number(setting: str, num_weights: int, num_ranks: int, num_hosts: int) -> ConfigError:
@@ -127,11 +123,11 @@ def rank_weights(config: Config, local_ranks: Sequence[int]) -> list[float]:
         raise _wrong_number(
             f"`parallel.balance: {text_of(config)}`", len(weights), len(local_ranks), num_hosts
         )
-    found, host = [], -1
+    by_rank, host = [], -1
     for local_rank in local_ranks:
         host += local_rank == 0
-        found.append(weights[host])
-    return found
+        by_rank.append(weights[host])
+    return by_rank
 
 
 def is_divisible(replicas: int, micro_batches: int) -> bool:
@@ -168,9 +164,9 @@ def shares_by_speed(micro_batches: int, seconds: Sequence[float]) -> list[int]:
     Args:
         seconds: per micro-batch, by rank.
     """
-    return weighted_shares(micro_batches, [1 / one for one in seconds])
+    return weighted_shares(micro_batches, [1 / duration for duration in seconds])
 
 
 def step_seconds(shares: Sequence[int], seconds: Sequence[float]) -> float:
     """Return the forward and backward time of a step: that of the rank that takes longest."""
-    return max(count * one for count, one in zip(shares, seconds, strict=True))
+    return max(count * duration for count, duration in zip(shares, seconds, strict=True))

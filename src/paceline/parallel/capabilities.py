@@ -10,7 +10,8 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.balance import check_balance
 from paceline.parallel.compression.settings import check_compression
 
-#: What a limit depends on, as a message names it; None where the limit does not apply.
+#: The setting or mesh that a limit depends on, as text for a message; None if the limit does not
+#: apply.
 Subject = Callable[[Config, ParallelDims], str | None]
 
 
@@ -20,13 +21,13 @@ class Limit:
 
     Args:
         setting: its key in the config, such as ``train_args.optim``.
-        reason: why not.
+        reason: why they are not supported.
         fix: what to change.
-        unsupported: the values; or
-        supported: the only values that are supported.
+        unsupported: the values that are not supported; or
+        supported: the only values that are.
         allowed: what can be set instead, for the message.
-        subject: what the setting does not go with; by default the mode.
-        value_of: the attribute that is compared, where it is not the setting itself.
+        subject: what the setting is not supported with; by default the mode.
+        value_of: the attribute that is compared, if it is not the setting itself.
     """
 
     setting: str
@@ -39,8 +40,8 @@ class Limit:
     value_of: str | None = None
 
     def applies(self, config: Config) -> bool:
-        """Whether the config has a value that is not supported."""
-        value = setting_of(config, self.value_of or self.setting)
+        """Return whether the config has a value that is not supported."""
+        value = get_setting(config, self.value_of or self.setting)
         return value in self.unsupported if self.supported is None else value not in self.supported
 
 
@@ -51,7 +52,7 @@ class Capabilities:
     Args:
         limits: settings that it does not support, in the order in which they are checked.
         reduces_in_buckets: gradients of replicas are summed in buckets, so they can be compressed
-            and summed by an algorithm of our own.
+            or summed by one of Paceline's all-reduce algorithms.
         unequal_shares: ranks may run different numbers of micro-batches (``parallel.balance``).
         equal_shares_reason: why they may not.
         mixed_devices: ranks may be on devices of different types, over Gloo.
@@ -68,7 +69,7 @@ class Capabilities:
     chosen_by_auto: bool = True
 
 
-def setting_of(config: Config, key: str) -> object:
+def get_setting(config: Config, key: str) -> object:
     """Return the value of a setting by its key."""
     return reduce(getattr, key.split("."), config)
 
@@ -79,7 +80,7 @@ def check_limits(mode: str, capabilities: Capabilities, config: Config, dims: Pa
         subject = limit.subject(config, dims) if limit.subject else f"`parallel.mode: {mode}`"
         if subject is None or not limit.applies(config):
             continue
-        value = setting_of(config, limit.setting)
+        value = get_setting(config, limit.setting)
         text = str(value).lower() if isinstance(value, bool) else value
         raise ConfigError(
             f"`{limit.setting}: {text}` is not supported with {subject}: {limit.reason}",
@@ -91,7 +92,7 @@ def check_limits(mode: str, capabilities: Capabilities, config: Config, dims: Pa
 def check_features(
     mode: str, capabilities: Capabilities, config: Config, dims: ParallelDims
 ) -> None:
-    """Raise ConfigError where the strategy does not support the config's compression, all-reduce
-    or unequal shares."""
+    """Raise ConfigError if the strategy does not support the config's compression, all-reduce
+    algorithm or unequal shares."""
     check_compression(config, mode, capabilities.reduces_in_buckets, dims)
     check_balance(config, mode, capabilities.unequal_shares, capabilities.equal_shares_reason, dims)

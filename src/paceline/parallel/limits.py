@@ -3,12 +3,13 @@
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import LocalSgd
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.capabilities import Limit, Subject
+from paceline.parallel.capabilities import Limit, Subject, get_setting
 from paceline.parallel.deepspeed.config import stage_of
 
 
 def with_dims(*names: str, every: bool = False) -> Subject:
-    """The sizes of a mesh, where one of these dimensions (or ``every`` one) is larger than 1."""
+    """Return a subject for meshes in which one of these dimensions (or ``every`` one) is larger
+    than 1."""
 
     def subject(config: Config, dims: ParallelDims) -> str | None:
         larger = [getattr(dims, name) > 1 for name in names]
@@ -35,27 +36,24 @@ def _overlap(config: Config, dims: ParallelDims) -> str | None:
     return f"`local_sgd.fragment_sync_delay: {steps}`" if steps else None
 
 
-def _adafactor(config: Config, dims: ParallelDims) -> str | None:
-    return "`train_args.optim: adafactor`" if config.train_args.optim == "adafactor" else None
+def _with_setting(key: str, *values: str) -> Subject:
+    """Return a subject for configs in which a setting has one of these values."""
 
+    def subject(config: Config, dims: ParallelDims) -> str | None:
+        value = get_setting(config, key)
+        return f"`{key}: {value}`" if value in values else None
 
-def _server_mode(config: Config, dims: ParallelDims) -> str | None:
-    mode = config.parameter_server.consistency
-    return None if mode == "sync" else f"`parameter_server.consistency: {mode}`"
-
-
-def _continues_without_worker(config: Config, dims: ParallelDims) -> str | None:
-    continues = config.parameter_server.on_worker_failure == "continue"
-    return "`parameter_server.on_worker_failure: continue`" if continues else None
+    return subject
 
 
 def _no_tensor_dim(config: Config, dims: ParallelDims) -> str | None:
     return "`parallel.tensor: 1`" if dims.tensor == 1 else None
 
 
+_ASYNC = _with_setting("parameter_server.consistency", "async", "bounded")
 _SHARDED_MATRICES = Limit(
     "train_args.optim",
-    "its state has sums over the rows and columns of whole matrices, and ranks hold parts of them",
+    "its state has sums over rows and columns of matrices, which are sharded over the ranks",
     "set `train_args.optim: adamw`, or `parallel.mode: ddp`",
     unsupported=("adafactor",),
     allowed="adamw, adam, sgd, rmsprop, adagrad",
@@ -73,12 +71,11 @@ _STATE_ON_DEVICE = Limit(
 def _no_rollback(subject: Subject | None = None) -> Limit:
     return Limit(
         "recovery.rollback_on_loss_spike",
-        "it needs the loss of all ranks at each step, and here they do not wait for each other",
-        "leave `recovery.rollback_on_loss_spike` out: an update without a finite gradient is"
-        " skipped all"
-        " the same",
+        "it needs the loss of all ranks at each step, and the ranks do not wait for each other",
+        "leave `recovery.rollback_on_loss_spike` out; updates with non-finite gradients are skipped"
+        " in any case",
         unsupported=(True,),
-        allowed="strategies that meet at each step, such as `parallel.mode: ddp` or zero3",
+        allowed="strategies that synchronize at each step, such as `parallel.mode: ddp` or `zero3`",
         subject=subject,
     )
 
@@ -88,17 +85,16 @@ FSDP = (
     _SHARDED_MATRICES,
     Limit(
         "evaluation.mode",
-        "rank 0 holds a part of the model",
+        "rank 0 has only its shard of the model",
         "set `evaluation.mode: distributed`, or `parallel.mode: zero1`",
         unsupported=("rank0",),
         allowed="`evaluation.mode: distributed`",
     ),
     Limit(
         "parallel.cpu_offload",
-        "optimizer state lies where the shards of the weights lie",
-        "set `parallel.cpu_offload: all`, or `parallel.mode: deepspeed`, which moves the"
-        " optimizer's"
-        " state alone",
+        "the optimizer state is on the same device as the shards of the weights",
+        "set `parallel.cpu_offload: all`, or `parallel.mode: deepspeed`, which can offload only the"
+        " optimizer state",
         unsupported=("optimizer",),
         allowed="none, all",
     ),
@@ -106,15 +102,15 @@ FSDP = (
 DEEPSPEED = (
     Limit(
         "train_args.optim",
-        "DeepSpeed hands the optimizer flat parts of several parameters, and it does not train the"
-        " same on these",
+        "DeepSpeed passes flat parts of several parameters to the optimizer, and with these it"
+        " computes different updates",
         "set `train_args.optim: adamw`, or `parallel.mode: ddp`",
         unsupported=("adagrad", "adafactor"),
         allowed="adamw, adam, sgd, rmsprop",
     ),
     Limit(
         "evaluation.mode",
-        "no rank holds the whole model",
+        "no rank has the full model",
         "leave `evaluation.mode` out",
         unsupported=("rank0",),
         allowed="`evaluation.mode: distributed`",
@@ -122,7 +118,7 @@ DEEPSPEED = (
     ),
     Limit(
         "parallel.cpu_offload",
-        "parameters leave the device at stage 3 alone",
+        "only stage 3 can offload parameters",
         "set `parallel.deepspeed_stage: 3`",
         unsupported=("all",),
         allowed="`parallel.cpu_offload: optimizer`, or stage 3",
@@ -132,15 +128,15 @@ DEEPSPEED = (
 HYBRID = (
     Limit(
         "parallel.sequence_parallel",
-        "it splits what lies between tensor-parallel layers, and there are none",
+        "it shards activations between tensor-parallel layers, and there are none",
         "set `parallel.tensor: 2`, or leave `parallel.sequence_parallel` out",
         unsupported=(True,),
         subject=_no_tensor_dim,
     ),
     Limit(
         "evaluation.mode",
-        "no rank holds the whole model",
-        "set `evaluation.mode: distributed`: the same figures, computed by all ranks",
+        "no rank has the full model",
+        "set `evaluation.mode: distributed`, which computes the same metrics on all ranks",
         unsupported=("rank0",),
         subject=with_dims("shard", "tensor", "pipeline"),
     ),
@@ -169,7 +165,7 @@ HYBRID = (
     ),
     Limit(
         "parallel.sequence_parallel",
-        "stages hand over whole rows",
+        "pipeline stages exchange full sequences",
         "set `parallel.sequence_parallel: false`, or `parallel.pipeline: 1`",
         unsupported=(True,),
         subject=with_dims("pipeline"),
@@ -182,8 +178,8 @@ def _local_only(mode: str, *keys: str) -> tuple[Limit, ...]:
     return tuple(
         Limit(
             f"local_sgd.{key}",
-            f"`parallel.mode: {other}` alone has it",
-            f"leave it out, or set `parallel.mode: {other}`",
+            f"it is a setting of `parallel.mode: {other}`",
+            f"leave `local_sgd.{key}` out, or set `parallel.mode: {other}`",
             supported=(LocalSgd.model_fields[key].default,),
         )
         for key in keys
@@ -194,8 +190,8 @@ _WORKERS = (
     Limit(
         "parallel.cpu_offload",
         "its state stays on the device",
-        "leave it out; `local_sgd.workers` with several ranks each cuts the outer state of"
-        " `diloco` into shares",
+        "leave `parallel.cpu_offload` out; with several ranks per worker (`local_sgd.workers`) the"
+        " outer state of `diloco` is divided among them",
         unsupported=("optimizer", "all"),
     ),
     _no_rollback(),
@@ -207,66 +203,64 @@ LOCAL_SGD = (
     ),
     Limit(
         "local_sgd.average_optimizer_state",
-        "corrected late, a second moment could become negative",
-        "turn one of them off",
+        "a delayed correction could make a second moment negative",
+        "set one of the two to its default",
         unsupported=(True,),
         subject=_overlap,
     ),
     Limit(
         "local_sgd.average_optimizer_state",
-        "its moments are factored, and the mean of factors is not the factors of a mean",
-        "leave `local_sgd.average_optimizer_state` out, or set `optim: adamw`",
+        "its moments are factored, and averaging the factors does not average the moments",
+        "leave `local_sgd.average_optimizer_state` out, or set `train_args.optim: adamw`",
         unsupported=(True,),
-        subject=_adafactor,
+        subject=_with_setting("train_args.optim", "adafactor"),
     ),
 )
 DILOCO = (*_WORKERS, *_local_only("diloco", "average_optimizer_state"))
 PARAMETER_SERVER = (
     Limit(
         "train_args.weight_decay",
-        "rows that no batch has are not touched",
-        "take it out",
+        "only the rows of a batch are updated",
+        "leave `train_args.weight_decay` out",
         supported=(0,),
     ),
     Limit(
         "train_args.gradient_checkpointing",
         "rows would be pulled twice",
-        "take it out",
+        "leave `train_args.gradient_checkpointing` out",
         unsupported=(True,),
     ),
     Limit(
         "train_args.precision",
-        "there is no loss scale on the servers",
+        "the servers do not support loss scaling",
         "set `train_args.precision: 32`",
         unsupported=("float16",),
         value_of="train_args.mixed_dtype",
     ),
     Limit(
         "parameter_server.dense_placement",
-        "in an all-reduce each worker waits for the slowest, at every step",
+        "in the all-reduce of every step each worker waits for the slowest",
         "leave `parameter_server.dense_placement` out",
         unsupported=("ddp",),
-        allowed="`dense: server`, or `mode: sync`",
-        subject=_server_mode,
+        allowed="`dense_placement: server`, or `consistency: sync`",
+        subject=_ASYNC,
     ),
     Limit(
         "parameter_server.dense_placement",
-        "the workers' process group, by which they all-reduce, breaks with the first of them that"
-        " dies",
-        "leave `parameter_server.dense_placement` out: the servers then have these parameters too",
+        "the workers' process group, which the all-reduce uses, breaks when a worker exits",
+        "leave `parameter_server.dense_placement` out; then the servers also have these parameters",
         unsupported=("ddp",),
         allowed="`dense_placement: server`, or `on_worker_failure: restart`",
-        subject=_continues_without_worker,
+        subject=_with_setting("parameter_server.on_worker_failure", "continue"),
     ),
-    _no_rollback(_server_mode),
+    _no_rollback(_ASYNC),
     Limit(
         "task",
         "a parameter server keeps embedding tables on servers, and this task has none",
-        "set `parallel.mode: ddp`, or zero3 where memory is short",
+        "set `parallel.mode: ddp`, or `zero3` if memory is short",
         unsupported=("sft", "pretrain", "classify"),
         allowed=(
-            "`task: recommend`, or a task of your own whose model has"
-            " paceline.models.recommend.Table"
+            "`task: recommend`, or a custom task whose model has paceline.models.recommend.Table"
         ),
     ),
 )

@@ -1,7 +1,8 @@
-"""The strategies and what is known of each without importing it. Imports no torch."""
+"""The registry of strategies: what is known of each without importing it. Imports no torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -23,49 +24,46 @@ if TYPE_CHECKING:
     from paceline.config.schema import Config
     from paceline.config.schema.parallel import Parallel
 
-ExtraRanks = Callable[["Config"], int]
-RankRole = Callable[["Config", ParallelDims, int], str | None]
-ExpendableRanks = Callable[["Config", ParallelDims], frozenset[int]]
-
 
 def no_extra_ranks(config: Config) -> int:
-    """Every rank trains."""
+    """Return 0: every rank trains."""
     return 0
 
 
 def no_role(config: Config, dims: ParallelDims, rank: int) -> str | None:
-    """All ranks are alike."""
+    """Return None: all ranks have the same role."""
     return None
 
 
 def no_ranks(config: Config, dims: ParallelDims) -> frozenset[int]:
-    """The run ends with any of its ranks."""
+    """Return no ranks: the run ends when any rank exits."""
     return frozenset()
 
 
 @dataclass(frozen=True)
 class StrategySpec:
-    """What is known of a strategy without importing it. Objects are named as ``module:attribute``.
+    """What is known of a strategy without importing it. Objects are named ``module:attribute``.
 
     Args:
         name: the mode.
         implementation: the class, called with the config and the communicator.
         cost_model: a function of (shape, dims, workload, config) that returns a
             :class:`~paceline.parallel.cost.Cost`.
-        main_dim: the dimension of the mesh that takes the ranks which no size accounts for.
-        extra_dims: dimensions that the mode may have beside it.
+        main_dim: the dimension of the mesh that gets the ranks not used by a configured size.
+        extra_dims: other dimensions that the mode supports.
         capabilities: what it supports.
-        options: more keyword arguments of the implementation.
+        options: keyword arguments of the implementation.
         single_process: one process drives all devices.
         check_sizes: a function of (config, dims) that raises ConfigError for numbers that do not
-            fit, such as layers that the stages do not divide.
+            fit, such as a number of layers that is not divisible by the number of stages.
         check_steps: a function of (config, steps), called when the number of steps is known.
-        check_installation: a function of the config that raises ConfigError where a package is
+        check_installation: a function of the config that raises ConfigError if a package is
             missing.
-        select: the implementation for a config, where a mode has several.
-        extra_ranks: processes without a share of the batch, the last ranks of the world.
-        rank_role: what a rank is, where ranks differ.
-        expendable_ranks: ranks whose processes may end without ending the run.
+        select: returns the implementation for a config, if a mode has several.
+        extra_ranks: returns the number of processes without a share of the batch, which are the
+            last ranks of the world.
+        rank_role: returns the role of a rank, if ranks have different ones.
+        expendable_ranks: returns the ranks whose processes may exit without ending the run.
     """
 
     name: str
@@ -80,9 +78,9 @@ class StrategySpec:
     check_steps: str | None = None
     check_installation: str | None = None
     select: Callable[[Config], str] | None = None
-    extra_ranks: ExtraRanks = no_extra_ranks
-    rank_role: RankRole = no_role
-    expendable_ranks: ExpendableRanks = no_ranks
+    extra_ranks: Callable[[Config], int] = no_extra_ranks
+    rank_role: Callable[[Config, ParallelDims, int], str | None] = no_role
+    expendable_ranks: Callable[[Config, ParallelDims], frozenset[int]] = no_ranks
 
 
 _HYBRID = Capabilities(limits.HYBRID, reduces_in_buckets=True)
@@ -228,7 +226,7 @@ _SPECS = (
         expendable_ranks=roles.expendable_ranks,
     ),
 )
-#: mode → what is known of it.
+#: Mode → its spec.
 STRATEGIES = {spec.name: spec for spec in _SPECS}
 ALIASES = {"fsdp": "zero3"}
 _AXIS_KEYS = ("data", "shard", "tensor", "pipeline")
@@ -236,10 +234,15 @@ _AXIS_KEYS = ("data", "shard", "tensor", "pipeline")
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How a run is spread: the strategy's name (see :data:`STRATEGIES`; or where a
-    spec is, as ``./file.py:SPEC``), the
-    mesh, and how many processes run it (one for ``dp``, whose devices share a process; else one a
-    device, and the servers of a parameter server beside them)."""
+    """How a run is distributed.
+
+    Args:
+        strategy: its name (see :data:`STRATEGIES`), or the location of a spec, such as
+            ``./file.py:SPEC``.
+        axes: the mesh.
+        num_processes: one for ``dp``, whose devices share a process; else one per device, plus the
+            servers of a parameter server.
+    """
 
     strategy: str
     axes: ParallelDims
@@ -247,19 +250,19 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        """Devices."""
+        """Number of devices."""
         return self.axes.size
 
     def text(self) -> str:
-        """For a person: ``ddp (data 4)``."""
+        """Return the layout as text, such as ``ddp (data 4)``."""
         return f"{self.strategy} ({self.axes.text()})"
 
 
 def mode_of(parallel: Parallel) -> str:
-    """The strategy that ``parallel.mode`` names; ``auto`` where the choice is left to Paceline.
+    """Return the strategy of ``parallel.mode``; ``auto`` if Paceline chooses it.
 
     Raises:
-        ConfigError: no such mode.
+        ConfigError: unknown mode.
     """
     mode = str(read_mode(parallel.mode)["mode"])
     sized = [key for key in ("shard", "tensor", "pipeline") if getattr(parallel, key) is not None]
@@ -269,106 +272,89 @@ def mode_of(parallel: Parallel) -> str:
     if mode not in STRATEGIES and ":" not in mode:
         near = nearest(mode, [*STRATEGIES, *ALIASES])
         raise ConfigError(
-            f"`parallel.mode: {parallel.mode}` is not a mode",
+            f"`parallel.mode: {parallel.mode}`: unknown mode",
             allowed=", ".join(["auto", *STRATEGIES, *ALIASES])
-            + ", or a strategy of your own as ./file.py:SPEC",
+            + ", or a custom strategy such as ./file.py:SPEC",
             fix=f"set `parallel.mode: {near or 'auto'}`",
         )
     return mode
 
 
 def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> ParallelLayout:
-    """The mesh for ``num_devices`` devices. ``mode``: a strategy's name, where the config leaves
-    the choice.
+    """Return the layout for ``num_devices`` devices. ``mode``: overrides the mode of the config.
 
     Raises:
-        ConfigError: the sizes of the axes do not make that number; says which would.
+        ConfigError: the product of the configured sizes is not that number.
     """
     name = mode or mode_of(parallel)
     if name == "auto":
         name = "ddp" if num_devices > 1 else "single"
     spec = get_spec(name)
     main, others = spec.main_dim, spec.extra_dims
-    given = {
+    sizes: dict[str, int] = {
         key: getattr(parallel, key) for key in _AXIS_KEYS if getattr(parallel, key) is not None
     }
-    wrong = [key for key in given if key not in (main, *others) and given[key] > 1]
-    if wrong:
-        keys = ", ".join(f"`parallel.{key}: {given[key]}`" for key in wrong)
+    unsupported = [
+        f"`parallel.{key}: {size}`"
+        for key, size in sizes.items()
+        if size > 1 and key not in (main, *others)
+    ]
+    if unsupported:
         raise ConfigError(
-            f"`parallel.mode: {name}` has no axis for {keys}",
+            f"{' and '.join(unsupported)} is not supported with `parallel.mode: {name}`: it has no"
+            " such dimension",
             allowed=f"with {name}: " + ", ".join(f"`parallel.{key}`" for key in (main, *others)),
-            fix="leave `parallel.mode` out (or set `hybrid`) to combine axes",
+            fix="leave `parallel.mode` out (or set `hybrid`) to combine dimensions",
         )
-    if (
-        main in given
-        and "data" in others
-        and "data" not in given
-        and num_devices % _multiplied(given) == 0
-    ):
-        # replicas of what was asked for fill the rest
-        given["data"] = num_devices // _multiplied(given)
-    rest = _multiplied({key: size for key, size in given.items() if key != main})
-    size = given.get(main, num_devices // rest if num_devices % rest == 0 else 0)
+    replicas, rest = divmod(num_devices, math.prod(sizes.values()))
+    if main in sizes and "data" in others and "data" not in sizes and rest == 0:
+        sizes["data"] = replicas  # replicas use the remaining ranks
+    others_size = math.prod(size for key, size in sizes.items() if key != main)
+    size = sizes.get(main, num_devices // others_size if num_devices % others_size == 0 else 0)
     if name == "single":
         size = 1
-    if size * rest != num_devices and not (name == "single" and num_devices == 1):
+    if size * others_size != num_devices and not (name == "single" and num_devices == 1):
+        product = " × ".join(f"`parallel.{key}: {value}`" for key, value in sizes.items())
+        divisors = [str(each) for each in range(1, num_devices + 1) if num_devices % each == 0]
         raise ConfigError(
-            f"{_product(given) or name} does not make {counted(num_devices, 'rank')}",
-            allowed=_fitting(num_devices, main, others),
+            f"{product or name} does not make {counted(num_devices, 'rank')}",
+            allowed=(
+                f"sizes of {', '.join((main, *others))} whose product is {num_devices} (its"
+                f" divisors: {', '.join(divisors)})"
+            ),
             fix=(
-                f"set `parallel.num_gpus: {max(1, size) * rest}`, or leave `parallel.{main}` out:"
-                " it takes the ranks that are left"
+                f"set `parallel.num_gpus: {max(1, size) * others_size}`, or leave"
+                f" `parallel.{main}` out: it gets the remaining ranks"
             ),
         )
-    axes = ParallelDims(**{**given, main: size})
+    axes = ParallelDims(**{**sizes, main: size})
     return ParallelLayout(name, axes, 1 if spec.single_process else num_devices)
 
 
-def _multiplied(sizes: dict[str, int]) -> int:
-    total = 1
-    for size in sizes.values():
-        total *= size
-    return total
-
-
-def _product(given: dict[str, int]) -> str:
-    return " × ".join(f"`parallel.{key}: {size}`" for key, size in given.items())
-
-
-def _fitting(num_devices: int, main: str, others: tuple[str, ...]) -> str:
-    divisors = [one for one in range(1, num_devices + 1) if num_devices % one == 0]
-    sizes = ", ".join(map(str, divisors))
-    return (
-        f"sizes of {', '.join((main, *others))} whose product is {num_devices} (its divisors:"
-        f" {sizes})"
-    )
-
-
 def get_spec(mode: str) -> StrategySpec:
-    """The spec of a strategy: one of :data:`STRATEGIES`, or of a user's file or module, as
-    ``./file.py:SPEC`` or ``package.module:SPEC``.
+    """Return the spec of a strategy: one of :data:`STRATEGIES`, or one in a user's file or module
+    (``./file.py:SPEC``, ``package.module:SPEC``).
 
     Raises:
-        ConfigError: there is no such file, or no spec of that name in it.
+        ConfigError: the file does not exist, or has no spec of that name.
     """
     if mode in STRATEGIES:
         return STRATEGIES[mode]
     where, _, attribute = mode.rpartition(":")
     form = "./file.py:SPEC or package.module:SPEC"
     module = import_user_module(where, f"parallel.mode: {mode}", form, keeps_name=True)
-    found = getattr(module, attribute, None)
-    if not isinstance(found, StrategySpec):
+    spec = getattr(module, attribute, None)
+    if not isinstance(spec, StrategySpec):
         raise ConfigError(
             f"`parallel.mode: {mode}` is not a strategy: {where} has no StrategySpec `{attribute}`",
             allowed="the name of a paceline.parallel.registry.StrategySpec",
             fix="docs/strategies.md shows one",
         )
-    return found
+    return spec
 
 
 def load_object(path: str) -> Any:
-    """The object ``module:attribute``."""
+    """Import and return the object ``module:attribute``."""
     module, _, attribute = path.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -376,7 +362,7 @@ def load_object(path: str) -> Any:
 def estimate_cost(
     mode: str, shape: ModelShape, dims: ParallelDims, work: Workload, config: Config
 ) -> Cost:
-    """What a step of the strategy takes, from its cost model."""
+    """Return the cost of a step of the strategy, from its cost model."""
     cost: Cost = load_object(get_spec(mode).cost_model)(shape, dims, work, config)
     return cost
 
@@ -386,7 +372,7 @@ def check_strategy(mode: str, config: Config, dims: ParallelDims, installed: boo
     support on this mesh.
 
     Args:
-        installed: check the packages that it needs, too; a plan may be for another machine.
+        installed: also check the packages that it needs; a plan may be for another machine.
     """
     spec = get_spec(mode)
     check_limits(spec.name, spec.capabilities, config, dims)
@@ -398,7 +384,7 @@ def check_strategy(mode: str, config: Config, dims: ParallelDims, installed: boo
 
 
 def check_steps(mode: str, config: Config, steps: int) -> None:
-    """Raise ConfigError where the strategy cannot train for ``steps`` steps."""
+    """Raise ConfigError if the strategy cannot train for ``steps`` steps."""
     spec = get_spec(mode)
     if spec.check_steps is not None:
         load_object(spec.check_steps)(config, steps)

@@ -1,6 +1,6 @@
 """The table of what each strategy supports, in docs/strategies.md.
 
-python -m paceline.parallel.support_table        # write it anew
+python -m paceline.parallel.support_table        # update it
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from paceline.parallel.registry import STRATEGIES
 BEGIN, END = "<!-- support: begin -->\n", "<!-- support: end -->"
 #: Sections of a config.
 Settings = dict[str, dict[str, str | bool]]
-#: Column → the settings that are tried.
+#: Column → the settings that are checked.
 COLUMNS: dict[str, Settings] = {
     "`fp16-mixed`": {"train_args": {"precision": "fp16-mixed"}},
     "recompute": {"train_args": {"gradient_checkpointing": True}},
@@ -30,12 +30,13 @@ COLUMNS: dict[str, Settings] = {
     "`rollback_on_loss_spike`": {"recovery": {"rollback_on_loss_spike": True}},
 }
 
-#: Those whose reasons are the same for most strategies.
+#: Columns whose reasons are the same for most strategies.
 _FEATURES = [COLUMNS[key] for key in ("`compression`", "`all_reduce_algorithm: ring`", "`balance`")]
 
 
 def rows() -> Iterator[tuple[str, str, ParallelDims, dict[str, int]]]:
-    """Name of the row, mode, dimensions and settings: two ranks on the main dimension."""
+    """Yield the name of a row, its mode, its dimensions (two ranks on the main one) and its
+    settings."""
     for name, spec in STRATEGIES.items():
         if name == "hybrid":
             continue
@@ -50,7 +51,7 @@ def rows() -> Iterator[tuple[str, str, ParallelDims, dict[str, int]]]:
 def reason_against(
     mode: str, dims: ParallelDims, parallel: dict[str, int], settings: Settings
 ) -> str | None:
-    """Why the strategy does not support the settings; None where it does."""
+    """Return why the strategy does not support the settings; None if it does."""
     section = {"mode": mode, **parallel, **settings.get("parallel", {})}
     task = "recommend" if mode == "parameter_server" else "sft"
     config = Config.model_validate(
@@ -66,7 +67,7 @@ def reason_against(
 
 
 def table() -> str:
-    """The table and the reasons, as Markdown."""
+    """Return the table and the reasons, as Markdown."""
     lines = [
         "| | " + " | ".join(COLUMNS) + " | mixed devices |",
         "|---|" + "---|" * (len(COLUMNS) + 1),
@@ -84,7 +85,7 @@ def table() -> str:
         cells.append("yes" if STRATEGIES[mode].capabilities.mixed_devices else "–")
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     head = (
-        "The reasons, as they are printed (compression and `all_reduce_algorithm` need"
+        "The reasons, as in the error messages (compression and `all_reduce_algorithm` need"
         " replicas whose"
         " gradients are summed in buckets):"
     )
@@ -92,7 +93,7 @@ def table() -> str:
 
 
 def updated(page: str) -> str:
-    """The page with the table of today."""
+    """Return the page with an updated table."""
     before, _, rest = page.partition(BEGIN)
     return before + BEGIN + table() + END + rest.partition(END)[2]
 

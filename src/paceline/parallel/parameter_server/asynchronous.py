@@ -1,11 +1,11 @@
-"""`parameter_server` without waiting: each worker's gradients are applied as they come (Dean et
-al., "Large Scale Distributed Deep Networks", 2012: Downpour SGD), under `bounded` with a limit to
-how far workers drift apart (Ho et al., "More Effective Distributed ML via a Stale Synchronous
+"""`parameter_server` without waiting: each worker's gradients are applied when they arrive (Dean et
+al., "Large Scale Distributed Deep Networks", 2012: Downpour SGD); with `bounded` the difference of
+the workers' steps is limited (Ho et al., "More Effective Distributed ML via a Stale Synchronous
 Parallel Parameter Server", 2013).
 
-All parameters lie on the servers. In its step a worker pulls the others, pulls
-rows as its forward needs them, and pushes one gradient: the mean over its own share of the batch.
-Log lines, evaluation and checkpoints are points where all ranks meet.
+All parameters are on the servers. In its step a worker pulls the dense parameters, pulls rows when
+its forward needs them, and pushes one gradient: the mean over its share of the batch. All ranks
+synchronize for log lines, evaluation and checkpoints.
 """
 
 import math
@@ -34,41 +34,37 @@ from paceline.parallel.parameter_server.server import (
 from paceline.parallel.parameter_server.strategy import ParameterServerStrategy
 from paceline.parallel.state import TensorShard
 
-#: How far the ranks may be apart in steps where nothing bounds them: what is on its way has to be
-#: kept.
-_FAR = 64
+#: Maximum number of steps between ranks without a bound, because pending counts are kept.
+_MAX_LAG = 64
 Rows = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class AsyncServerStrategy(ParameterServerStrategy):
-    """Asynchronous, and with bounded staleness."""
+    """Asynchronous, or with bounded staleness."""
+
+    traffic_period = 1
 
     def __init__(self, config: Config, world: Communicator) -> None:
         super().__init__(config, world)
-        self.alone = world.split([[rank] for rank in range(world.size)])
+        #: Only this rank: each divides the loss by its local count.
+        self.count_group = world.split([[rank] for rank in range(world.size)])
         self.bound = self.options.max_staleness if self.options.consistency == "bounded" else None
         self.clock = 0
 
     @property
-    def count_group(self) -> Communicator:
-        return self.alone
-
-    traffic_period = 1
-
-    @property
     def max_count_lag(self) -> int:
-        return _FAR if self.bound is None else self.bound + 1
+        return _MAX_LAG if self.bound is None else self.bound + 1
 
     def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         if self.is_server:
             _STORE.open(self.num_workers)
-        built = super().setup_optimizer(build)
+        optimizer = super().setup_optimizer(build)
         if self.is_server:
-            assert isinstance(built, RowOptimizer)
-            _STORE.rows = built
+            assert isinstance(optimizer, RowOptimizer)
+            _STORE.rows = optimizer
         with uncounted():
             self.world.barrier()
-        return built
+        return optimizer
 
     def _clock_of(self, rank: int) -> int:
         return _STORE.drop(rank)
@@ -93,18 +89,14 @@ class AsyncServerStrategy(ParameterServerStrategy):
             for place, table in enumerate(self.tables.values()):
                 assert isinstance(table.source, RemoteEmbedding)
                 pulled[place] += table.source.gradients()
-        # The loss was divided by this worker's own count times the number of ranks (see
-        # `count_group`).
-        self.rows = {
-            server: _summed(pulled, server, self.world.size)
-            for server in range(self.num_workers, self.world.size)
-        }
+        # The loss was divided by this worker's count times the number of ranks (see `count_group`).
+        self.rows = {server: _sum_for(server, pulled, self.world.size) for server in self.servers}
         for parameter in self.trained.values():
             if parameter.grad is not None:
                 parameter.grad.mul_(self.world.size)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Of this worker's own gradient: there is no other at the time."""
+        """Clip this worker's gradient by its norm."""
         if self.is_server:
             return torch.zeros(())
         gradients = [each.grad for each in self.trained.values() if each.grad is not None]
@@ -116,21 +108,21 @@ class AsyncServerStrategy(ParameterServerStrategy):
         return norm
 
     def optimizer_step(self, apply: Callable[[torch.optim.Optimizer], bool]) -> bool:
-        """Push to every server, and wait until each has applied it: a worker reads what it
-        wrote."""
+        """Push to every server, and wait until each has applied the gradients, so that a worker
+        pulls its updates."""
         if self.is_server:
             return True
-        stand_in = SimpleNamespace(step=self._push_all, param_groups=self.optimizer.param_groups)
-        return apply(cast(torch.optim.Optimizer, stand_in))
+        proxy = SimpleNamespace(step=self._push_all, param_groups=self.optimizer.param_groups)
+        return apply(cast(torch.optim.Optimizer, proxy))
 
     def _push_all(self) -> None:
-        # Of the first rate: how far the schedule has come, for both optimizers.
+        # The first group's rate gives the schedule's factor for both optimizers.
         group = self.optimizer.param_groups[0]
         peak = float(self.optimizer.defaults["lr"])
         factor = float(group["lr"]) / peak if peak else 0.0
         calls = []
         for server, rows in self.rows.items():
-            dense = self._gradients_of(server)
+            dense = self._gradients_for(server)
             tensors = [*dense.values(), *(tensor for pair in rows.values() for tensor in pair)]
             TRAFFIC.add("push", sum(tensor.nbytes for tensor in tensors))
             args = (self.world.rank, self.clock, rows, dense, factor)
@@ -141,51 +133,49 @@ class AsyncServerStrategy(ParameterServerStrategy):
     # -- state
     def state_shards(self) -> list[TensorShard]:
         with uncounted():
-            # every push has been applied, and none comes before the state is copied
+            # All pushes are applied, and none arrives before the state is copied.
             self.world.barrier()
         return super().state_shards()
 
     def sent_in_a_step(self, measured: int | None) -> int | None:
-        """Of a server a mean: it answers at any time, while its own steps wait for nobody."""
+        """Return a mean over the steps for a server, which answers at any time."""
         if not self.is_server or self.clock == 0:
             return measured
         return round(TRAFFIC.bytes_by_collective.get("pull", 0) / self.clock)
 
     def report_metrics(self, sent_bytes: float | None) -> StrategyMetrics:
-        """``staleness``: the most steps that a worker was ahead of the slowest when it began one,
-        and what bounds it."""
+        """Return ``staleness``: the maximum number of steps that a worker was ahead of the slowest
+        at the start of a step, and the bound of it."""
         self.world.barrier()  # the workers have made their last step
-        seen = max(self.world.gather_numbers(float(_STORE.furthest)))
-        return {
-            "staleness": {"bound": self.bound, "seen": int(seen)},
-        }
+        seen = max(self.world.gather_numbers(float(_STORE.max_lead)))
+        return {"staleness": {"bound": self.bound, "seen": int(seen)}}
 
 
-def _summed(
-    pulled: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]], server: int, factor: float
+def _sum_for(
+    server: int, pulled: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]], factor: float
 ) -> Rows:
-    """One gradient a row for what a server has, over the micro-batches."""
+    """Return one gradient for each row of a server, summed over the micro-batches."""
     sums: Rows = {}
-    for place, parts in pulled.items():
-        pushed = [(rows, gradient) for owner, rows, gradient in parts if owner == server]
+    for place, gradients in pulled.items():
+        pushed = [(rows, gradient) for owner, rows, gradient in gradients if owner == server]
         if pushed:
-            rows, gradient = sum_rows(pushed)
-            sums[place] = (rows, gradient * factor)
+            rows, total = sum_rows(pushed)
+            sums[place] = (rows, total * factor)
     return sums
 
 
-# -- calls: what runs on a server
+# -- calls that run on a server
 class ServerStore:
     """The optimizer of this server's rows, and, on the first server, the workers' clocks: the step
-    that each has begun, and the last one that was applied."""
+    that each has started, and the last one that was applied."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.furthest = 0
+        self.max_lead = 0
         self.clocks: dict[int, int] = {}
         self.applied: dict[int, int] = {}
         self.rows: RowOptimizer
-        #: (the clock that the slowest must reach, whom it lets go)
+        #: (clock that the slowest worker must reach, future of the worker that waits for it)
         self.waiting: list[tuple[int, torch.futures.Future[int]]] = []
 
     def open(self, num_workers: int) -> None:
@@ -193,17 +183,17 @@ class ServerStore:
         self.applied = dict.fromkeys(range(num_workers), 0)
 
     def drop(self, worker: int) -> int:
-        """A worker is lost: nobody waits for it any more. Gives the last of its steps that was
-        applied."""
+        """Remove a lost worker, so that no other waits for it. Returns the last of its steps that
+        was applied."""
         with self.lock:
             self.clocks.pop(worker, None)
-            ready = self.let_go()
-        for released in ready:
-            released.set_result(0)
+            ready = self.take_ready()
+        for future in ready:
+            future.set_result(0)
         return self.applied.get(worker, 0)
 
-    def let_go(self) -> list[torch.futures.Future[int]]:
-        """Those for whom the slowest is far enough."""
+    def take_ready(self) -> list[torch.futures.Future[int]]:
+        """Remove and return the futures for which the slowest worker has come far enough."""
         slowest = min(self.clocks.values(), default=0)
         ready = [future for clock, future in self.waiting if clock <= slowest]
         self.waiting = [entry for entry in self.waiting if entry[0] > slowest]
@@ -215,30 +205,29 @@ _STORE = ServerStore()
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def enter(worker: int, clock: int, bound: int | None) -> torch.futures.Future[int]:
-    """A worker begins its step ``clock``: let it, when the slowest has begun step ``clock -
-    bound``. Gives the slowest's."""
-    go: torch.futures.Future[int] = torch.futures.Future()
+    """Start step ``clock`` of a worker. The future completes when the slowest worker has started
+    step ``clock - bound``; its result is the slowest's clock."""
+    entered: torch.futures.Future[int] = torch.futures.Future()
     with _STORE.lock:
-        if worker in _STORE.clocks:  # else its process has ended since it asked
+        if worker in _STORE.clocks:  # else its process has ended in the meantime
             _STORE.clocks[worker] = clock
         slowest = min(_STORE.clocks.values(), default=clock)
-        _STORE.waiting.append((slowest if bound is None else clock - bound, go))
-        ready = _STORE.let_go()
-        if any(released is go for released in ready):
-            _STORE.furthest = max(_STORE.furthest, clock - slowest)
+        _STORE.waiting.append((slowest if bound is None else clock - bound, entered))
+        ready = _STORE.take_ready()
+        if any(future is entered for future in ready):
+            _STORE.max_lead = max(_STORE.max_lead, clock - slowest)
         elif bound is not None:
-            # it goes as soon as the slowest is that near
-            _STORE.furthest = max(_STORE.furthest, bound)
-    for released in ready:
-        released.set_result(slowest)
-    return go
+            # It starts as soon as its lead is down to the bound.
+            _STORE.max_lead = max(_STORE.max_lead, bound)
+    for future in ready:
+        future.set_result(slowest)
+    return entered
 
 
 def apply_push(
     worker: int, clock: int, rows: Rows, dense: dict[str, torch.Tensor], factor: float
 ) -> None:
-    """One worker's gradients of its step ``clock``, applied at once. ``factor``: of the peak
-    learning rates."""
+    """Apply a worker's gradients of its step ``clock``. ``factor``: of the peak learning rates."""
     with _STORE.lock:
         for number, gradient in rows.items():
             _STORE.rows.shards[number].gradient = gradient

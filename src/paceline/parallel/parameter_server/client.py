@@ -1,4 +1,4 @@
-"""A worker's side of the servers: the connection, and the rows of a table that lie elsewhere."""
+"""A worker's side: the connection to the servers, and the rows of their tables."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ _THREADS = 4
 
 def connect(world: Communicator, timeout_s: float) -> None:
     """Open ``torch.distributed.rpc`` among all ranks. A collective."""
-    # Plain TCP, which works everywhere; the other transports want shared memory or InfiniBand.
+    # Plain TCP works everywhere; the other transports need shared memory or InfiniBand.
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=_THREADS, rpc_timeout=timeout_s, _transports=["uv"], _channels=["basic"]
     )
@@ -28,12 +28,12 @@ def connect(world: Communicator, timeout_s: float) -> None:
             world_size=world.size,
             rpc_backend_options=options,
         )
-        world.barrier()  # nobody pulls from a server that has no rows yet
+        world.barrier()  # no worker pulls before all servers have their rows
 
 
 class RemoteEmbedding:
-    """The rows of one table, on their servers; what was pulled for a backward is kept until its
-    gradient is pushed."""
+    """The rows of one table on the servers. Rows that were pulled for a backward are kept until
+    their gradient is pushed."""
 
     def __init__(
         self,
@@ -51,9 +51,11 @@ class RemoteEmbedding:
         self.pulled: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def ask(self, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Request the rows of sorted ``ids``. Returns a function that waits for them."""
         if len(ids) and (int(ids[0]) < 0 or int(ids[-1]) >= int(self.starts[-1])):  # sorted
             raise IndexError(
-                f"rows {int(ids[0])} to {int(ids[-1])} of a table of {int(self.starts[-1])}"
+                f"ids {int(ids[0])} to {int(ids[-1])} are out of range for a table of"
+                f" {int(self.starts[-1])} rows"
             )
         wants_gradient = torch.is_grad_enabled()
         calls = [
@@ -78,7 +80,7 @@ class RemoteEmbedding:
         return wait
 
     def _by_server(self, ids: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """(server, places of its rows there) for each server that has some of the sorted
+        """Yield (server, places of the rows there) for each server that has some of the sorted
         ``ids``."""
         ends = torch.searchsorted(ids, self.starts).tolist()
         for server, (low, high) in enumerate(pairwise(ends)):
@@ -86,16 +88,17 @@ class RemoteEmbedding:
                 yield server, ids[low:high] - self.starts[server]
 
     def gradients(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """(server's rank, places there, gradients) of what was pulled since the last call."""
+        """Yield (server's rank, places there, gradients) of the rows pulled since the last call."""
         for ids, vectors in self.pulled:
             if vectors.grad is None:
                 continue
-            begin = 0
+            start = 0
             for server, rows in self._by_server(ids):
-                yield self.first_server + server, rows, vectors.grad[begin : begin + len(rows)]
-                begin += len(rows)
+                yield self.first_server + server, rows, vectors.grad[start : start + len(rows)]
+                start += len(rows)
         self.pulled.clear()
 
 
 def rank_name(rank: int) -> str:
+    """Return the name of a rank in ``torch.distributed.rpc``."""
     return f"rank{rank}"

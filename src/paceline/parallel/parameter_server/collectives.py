@@ -1,7 +1,7 @@
-"""Collectives that outlive a worker: every rank sends its value to the first server, which answers
-all of them when it has a value of each living rank. A gloo group breaks when one of its processes
-ends; here the dead are left out, and the answer names them, so that all ranks learn of a loss in
-the same collective.
+"""Collectives that survive the loss of a worker. Every rank sends its value to the first server,
+which answers all of them when it has the values of all live ranks. A gloo group breaks when one of
+its processes ends; here the answer names the lost ranks, so that all ranks learn of a loss in the
+same collective.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ _LEAVE_S = 10.0
 
 @dataclass(frozen=True)
 class WorkerExit:
-    """A rank that is gone.
+    """A rank whose process has ended.
 
     Args:
-        reason: for a person, as in ``was killed by SIGKILL``.
-        clock: steps of this worker that the first server had applied by then, where servers keep
-            clocks.
+        reason: why, such as ``was killed by SIGKILL``.
+        clock: number of this worker's steps that the first server had applied by then, if servers
+            count them.
     """
 
     rank: int
@@ -44,16 +44,16 @@ class WorkerExit:
     clock: int = 0
 
 
-#: By rank: the values of a collective, and the losses so far.
+#: By rank: the values of a collective, and the lost workers.
 Answer = tuple[dict[int, Any], dict[int, WorkerExit]]
 
 
 class CollectiveServer:
-    """On the first server: which ranks live, and the values that each has sent to the collectives
-    that are not complete, by their number."""
+    """On the first server: the live ranks, and the values received for incomplete collectives, by
+    the collective's number."""
 
     def __init__(self, size: int) -> None:
-        self.living = set(range(size))
+        self.live = set(range(size))
         self.lost: dict[int, WorkerExit] = {}
         self._changed = threading.Condition()
         self._left: set[int] = set()
@@ -61,7 +61,7 @@ class CollectiveServer:
         self._answers: dict[int, dict[int, torch.futures.Future[Answer]]] = {}
 
     def join(self, rank: int, number: int, value: Any) -> torch.futures.Future[Answer]:
-        """Take part in a collective; the future is done when all living ranks have joined."""
+        """Take part in a collective. The future completes when all live ranks have joined."""
         answer: torch.futures.Future[Answer] = torch.futures.Future()
         with self._changed:
             self._values.setdefault(number, {})[rank] = value
@@ -70,34 +70,33 @@ class CollectiveServer:
         return answer
 
     def lose(self, loss: WorkerExit) -> None:
-        """Leave a rank out, also of the collectives that it has joined and that are not
-        complete."""
+        """Remove a rank, also from incomplete collectives that it has joined."""
         with self._changed:
-            self.living.discard(loss.rank)
+            self.live.discard(loss.rank)
             self.lost[loss.rank] = loss
             self._changed.notify_all()
         self._complete()
 
     def leave(self, rank: int) -> None:
-        """A rank has got its last answer."""
+        """Record that a rank has received its last answer."""
         with self._changed:
             self._left.add(rank)
             self._changed.notify_all()
 
     def wait_until_left(self, timeout_s: float) -> None:
-        """Until all living ranks have left."""
+        """Wait until all live ranks have left."""
         with self._changed:
-            self._changed.wait_for(lambda: self.living <= self._left, timeout_s)
+            self._changed.wait_for(lambda: self.live <= self._left, timeout_s)
 
     def _complete(self) -> None:
-        """Answer the collectives that all living ranks have joined. The answers are given without
-        the lock: what waits for them runs in this thread."""
+        """Answer the collectives that all live ranks have joined. This releases the lock before it
+        sets results, because callbacks run in this thread."""
         ready: list[tuple[torch.futures.Future[Answer], Answer]] = []
         with self._changed:
             for number in sorted(self._values):
-                if self.living and self.living <= self._values[number].keys():
+                if self.live and self.live <= self._values[number].keys():
                     values, answers = self._values.pop(number), self._answers.pop(number)
-                    ranks = sorted(self.living)
+                    ranks = sorted(self.live)
                     answer = ({rank: values[rank] for rank in ranks}, dict(self.lost))
                     ready += [(answers[rank], answer) for rank in ranks]
         for future, answer in ready:
@@ -125,8 +124,8 @@ def leave(rank: int) -> None:
 
 class ServerCommunicator(Communicator):
     """All ranks, with collectives through the first server. Ranks keep their numbers when others
-    are lost: a sum is over the living. ``losses`` are those named by the collectives that this rank
-    has waited for."""
+    are lost; a sum is over the live ranks. ``losses`` are the lost workers reported by the
+    collectives that this rank has waited for."""
 
     def __init__(self, world: Communicator, host: int) -> None:
         super().__init__(world.env, world.device, world.axes, world.group, world.ranks, world.waits)
@@ -146,25 +145,30 @@ class ServerCommunicator(Communicator):
         return min(set(range(self.size)) - self.losses.keys())
 
     def watch(self, clock_of: Callable[[int], int]) -> None:
-        """From here on a worker may go. ``clock_of``: called on the first server with a rank that
-        is lost; gives the number of its steps that were applied."""
+        """Start to watch for lost workers.
+
+        Args:
+            clock_of: called on the first server with a lost rank; returns the number of its steps
+                that were applied.
+        """
         if self.rank == self.host:
             threading.Thread(
                 target=_watch, args=(_server(), clock_of), name="losses", daemon=True
             ).start()
 
     def leave(self) -> None:
-        """The end: the first server stays until the others have its last answers."""
+        """Leave at the end of the run. The first server waits until the others have its last
+        answers."""
         if self.rank == self.host:
             _server().leave(self.rank)
             _server().wait_until_left(_LEAVE_S)
             return
-        with contextlib.suppress(RuntimeError):  # it may end before its answer to this is sent
+        with contextlib.suppress(RuntimeError):  # the server may exit before it has answered
             rpc.rpc_sync(rank_name(self.host), leave, args=(self.rank,), timeout=_LEAVE_S)
 
     def join(self, value: Any) -> Callable[[], dict[int, Any]]:
-        """Take part in the next collective. What is returned waits for the living ranks' values, by
-        rank."""
+        """Take part in the next collective. Returns a function that waits for the live ranks'
+        values, by rank."""
         self._number += 1
         args = (self.rank, self._number, value)
         if self.rank == self.host:
@@ -180,9 +184,9 @@ class ServerCommunicator(Communicator):
         return wait
 
     def _gather(self, value: Any) -> dict[int, Any]:
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         values = self.join(value)()
-        self.waits.seconds += time.perf_counter() - start
+        self.waits.seconds += time.perf_counter() - start_s
         return values
 
     def all_reduce(
@@ -191,7 +195,7 @@ class ServerCommunicator(Communicator):
         return _Reduction(tensor, op, self.join(tensor.detach().clone()))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Any:
-        """Where a rank is lost its part of ``output`` is zero."""
+        """Gather each rank's ``tensor``. The part of a lost rank is zero."""
         values = self._gather(tensor.detach().clone())
         for rank, part in enumerate(output.view(self.size, -1)):
             part.copy_(values[rank].reshape(-1)) if rank in values else part.zero_()
@@ -208,14 +212,13 @@ class ServerCommunicator(Communicator):
         return next(iter(self._gather(value).values()))
 
     def gather_objects(self, value: T) -> list[Any]:
-        """None for a rank that is lost."""
+        """Gather each rank's ``value``; None for a lost rank."""
         values = self._gather(value)
         return [values.get(rank) for rank in range(self.size)]
 
 
 class _Reduction:
-    """A sum (or another reduction) that is on its way, in order of rank: the same bits on every
-    rank."""
+    """A pending sum or maximum, computed in order of rank: the same bits on every rank."""
 
     def __init__(
         self,
@@ -234,11 +237,11 @@ class _Reduction:
         elif self.op == dist.ReduceOp.MAX:
             self.tensor.copy_(values.amax(dim=0))
         else:
-            raise NotImplementedError(f"a reduction by {self.op} through the first server")
+            raise NotImplementedError(f"reduction {self.op} through the first server")
 
 
 def _watch(server: CollectiveServer, clock_of: Callable[[int], int]) -> None:
-    """Read in the launcher's store which workers have ended."""
+    """Poll the launcher's store for workers that have ended."""
     try:
         store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
@@ -255,4 +258,4 @@ def _watch(server: CollectiveServer, clock_of: Callable[[int], int]) -> None:
                     server.lose(WorkerExit(rank, process["pid"], process["reason"], clock_of(rank)))
             time.sleep(_POLL_S)
     except (RuntimeError, OSError):
-        return  # the launcher has gone, and this process with it
+        return  # the launcher has ended, and will end this process

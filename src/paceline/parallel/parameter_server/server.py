@@ -1,5 +1,5 @@
-"""What a server holds and does: ranges of the tables' rows, dense parameters, their optimizers, and
-the calls by which workers pull and push."""
+"""The data of a server, and the functions that workers call: ranges of the tables' rows, dense
+parameters, their optimizers; pull and push."""
 
 import threading
 from collections.abc import Container, Iterable, Sequence
@@ -20,13 +20,12 @@ class TableShard:
 
     Args:
         name: of the parameter in the model.
-        rows: of the whole table.
-        start: where this server's begin.
+        rows: number of rows of the full table.
+        start: first row of this server.
         values: float32 [n, dim], this server's rows.
-        pushed: (worker, number of the push in its step) → (rows by their place in ``values``,
-            gradients [k, dim]).
-        gradient: the sum of what was pushed, as (distinct rows, gradients), once :func:`merge` has
-            run.
+        pushed: (worker, number of the push in its step) → (places in ``values``, gradients
+            [k, dim]).
+        gradient: the sum of the pushes, as (distinct places, gradients), after :meth:`merge`.
     """
 
     name: str
@@ -37,9 +36,13 @@ class TableShard:
     gradient: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def merge(self, lost: Container[int] = (), weight: float = 1.0) -> None:
-        """Sum the pushes of a step, in order of worker and micro-batch whatever order they came in:
-        the same bits each time. ``lost``: workers whose pushes are left out; ``weight``: of the
-        sum."""
+        """Sum the pushes of a step in order of worker and micro-batch, whatever order they arrived
+        in, so that the bits are always the same.
+
+        Args:
+            lost: workers whose pushes are left out.
+            weight: factor of the sum.
+        """
         with _LOCK:
             pushed, self.pushed = self.pushed, {}
         ordered = [pushed[key] for key in sorted(pushed) if key[0] not in lost]
@@ -52,24 +55,27 @@ class TableShard:
 def sum_rows(
     pushed: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum gradients [k, dim] of rows, in their order; (distinct rows, one gradient each). The rows
-    of one push are distinct."""
+    """Sum gradients [k, dim] of rows in the order given. The rows of one push are distinct.
+
+    Returns:
+        (distinct rows, one gradient for each).
+    """
     distinct, places = torch.unique(torch.cat([rows for rows, _ in pushed]), return_inverse=True)
     total = torch.zeros(len(distinct), pushed[0][1].shape[1])
-    begin = 0
+    start = 0
     for rows, gradient in pushed:
-        total[places[begin : begin + len(rows)]] += gradient
-        begin += len(rows)
+        total[places[start : start + len(rows)]] += gradient
+        start += len(rows)
     return distinct, total
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """Updates the rows of a batch and leaves all others as they are. Each formula is that of
-    torch's optimizer of the name on a gradient that is zero elsewhere (SGD, Adagrad), or, for Adam,
+    """Updates the rows of a batch and leaves all others unchanged. Each formula is that of torch's
+    optimizer of the same name for a gradient that is zero elsewhere (SGD, Adagrad), or, for Adam,
     of ``torch.optim.SparseAdam``.
 
-    ``row_wise_adagrad``: one sum of squares a row, of the mean of the gradient's squares over the
-    row (Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep
+    ``row_wise_adagrad``: one sum per row, of the mean of the gradient's squares over the row
+    (Mudigere et al., "Software-Hardware Co-design for Fast and Scalable Training of Deep
     Learning Recommendation Models", 2022).
     """
 
@@ -84,13 +90,13 @@ class RowOptimizer(torch.optim.Optimizer):
         self.shards = list(shards)
         self.kind = kind
         self.betas = betas
-        self.rate: float | None = None  # instead of the group's, which another thread may set
+        self.rate: float | None = None  # overrides the group's, which another thread may set
         self.eps = eps if eps is not None else 1e-8 if kind == "adam" else 1e-10
         super().__init__([shard.values for shard in self.shards], {"lr": lr})
         for shard in self.shards:
-            self.state[shard.values].update(self._fresh(shard.values))
+            self.state[shard.values].update(self._initial_state(shard.values))
 
-    def _fresh(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _initial_state(self, values: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.kind == "adagrad":
             return {"step": torch.tensor(0.0), "sum": torch.zeros_like(values.detach())}
         if self.kind == "row_wise_adagrad":
@@ -102,11 +108,11 @@ class RowOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Use up each shard's gradient."""
+        """Apply each shard's gradient, and drop it."""
         rate = float(self.param_groups[0]["lr"]) if self.rate is None else self.rate
         for shard in self.shards:
             if "step" in self.state[shard.values]:
-                # everywhere alike: a server may get no row of a batch
+                # Counted also on a server without a row of the batch.
                 self.state[shard.values]["step"] += 1
             if shard.gradient is not None:
                 self._update(shard, *shard.gradient, rate)
@@ -135,8 +141,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
 
 class DenseParameters:
-    """This server's parameters that are not tables, their optimizer, and what was pushed for
-    them."""
+    """This server's parameters other than tables, their optimizer, and the gradients pushed by
+    workers."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -149,16 +155,16 @@ class DenseParameters:
         self.pushed.clear()
 
     def merge(self, lost: Container[int], weight: float) -> None:
-        """Sum the pushes of a step in order of worker, those of ``lost`` left out; zero where
-        nobody had a gradient, as under ``ddp``."""
+        """Sum the pushes of a step in order of worker, without those of ``lost``. A parameter for
+        which no worker has a gradient gets zero, as with ``ddp``."""
         with self.lock:
             pushed, self.pushed = self.pushed, {}
-        parts = [pushed[worker] for worker in sorted(pushed) if worker not in lost]
+        pushes = [pushed[worker] for worker in sorted(pushed) if worker not in lost]
         for name, parameter in self.named.items():
             parameter.grad = torch.zeros_like(parameter)
-            for part in parts:
-                if name in part:
-                    parameter.grad += part[name]
+            for gradients in pushes:
+                if name in gradients:
+                    parameter.grad += gradients[name]
             if weight != 1.0:
                 parameter.grad *= weight
 
@@ -166,8 +172,7 @@ class DenseParameters:
         return [each.grad for each in self.named.values() if each.grad is not None]
 
     def step(self, factor: float) -> None:
-        """Update by the gradients at hand, and drop them. ``factor``: of the peak learning
-        rates."""
+        """Apply the gradients, and drop them. ``factor``: of the peak learning rates."""
         if self.optimizer is None:
             return
         for group in self.optimizer.param_groups:
@@ -186,14 +191,17 @@ _SHARDS: list[TableShard] = []
 
 
 def serve(shards: list[TableShard]) -> None:
-    """Let workers reach these shards, by their number: what :func:`pull` and :func:`push` work on
-    in this process."""
+    """Make these shards available to :func:`pull` and :func:`push` in this process."""
     _SHARDS[:] = shards
 
 
 def pull(number: int, rows: torch.Tensor, trains: bool) -> torch.Tensor:
-    """Rows of shard ``number`` of the process that this runs in, by their places there: float32 [n,
-    dim]. ``trains``: for a step of training, whose traffic is counted."""
+    """Return rows of this server's shard ``number``, float32 [n, dim].
+
+    Args:
+        rows: their places in the shard.
+        trains: the rows are for a training step, whose traffic is counted.
+    """
     with torch.no_grad():
         values = _SHARDS[number].values[rows]
     if trains:
@@ -202,16 +210,20 @@ def pull(number: int, rows: torch.Tensor, trains: bool) -> torch.Tensor:
 
 
 def push(key: tuple[int, int], gradients: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Leave gradients of a step here: shard's number → (distinct rows by their places, float32 [n,
-    dim])."""
+    """Store gradients of a step on this server.
+
+    Args:
+        key: (worker, number of the push in its step).
+        gradients: shard's number → (places of distinct rows, float32 [n, dim]).
+    """
     with _LOCK:
         for number, pushed in gradients.items():
             _SHARDS[number].pushed[key] = pushed
 
 
 def pull_dense(trains: bool) -> dict[str, torch.Tensor]:
-    """This server's parameters that are not tables. ``trains``: for a step of training, whose
-    traffic is counted."""
+    """Return this server's parameters other than tables. ``trains``: they are for a training step,
+    whose traffic is counted."""
     with DENSE.lock:
         values = {name: value.detach().clone() for name, value in DENSE.named.items()}
     if trains:
@@ -220,6 +232,6 @@ def pull_dense(trains: bool) -> dict[str, torch.Tensor]:
 
 
 def push_dense(worker: int, gradients: dict[str, torch.Tensor]) -> None:
-    """Leave a worker's gradients of a step here."""
+    """Store a worker's gradients of a step on this server."""
     with DENSE.lock:
         DENSE.pushed[worker] = gradients

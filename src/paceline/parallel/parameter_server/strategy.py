@@ -1,16 +1,16 @@
-"""`parameter_server`: embedding tables on servers, cut by rows; workers pull and push the rows of
-their batch alone. After Li et al., "Scaling Distributed Machine Learning with the Parameter Server"
-(2014), synchronous.
+"""`parameter_server`: embedding tables on servers, divided by rows; workers pull and push only the
+rows of their batch. After Li et al., "Scaling Distributed Machine Learning with the Parameter
+Server" (2014), synchronous.
 
-Ranks 0 to W - 1 are workers, those after them servers. A step: the workers pull rows and push
-gradients through ``torch.distributed.rpc``. The other parameters ("dense") are on the workers, and
-their gradients are all-reduced as under ``ddp``; or they are dealt to the servers by size, and a
-worker pulls them before its step and pushes one gradient of each after it. When every push has
-arrived, each server updates what it has, and each worker the rest.
+Ranks 0 to W - 1 are workers, the others servers. In a step the workers pull rows and push gradients
+through ``torch.distributed.rpc``. The other parameters ("dense") are either on the workers, which
+all-reduce their gradients as with ``ddp``, or divided among the servers by size; then a worker
+pulls them before its step and pushes one gradient of each after it. When all pushes have arrived,
+each server updates its parameters, and each worker the rest.
 
 With ``on_worker_failure: continue`` all collectives go through the first server
-(``collectives.py``) as soon as it is reached, and none through a process group, which would break
-with the first worker.
+(``collectives.py``) once it is connected, and none through a process group, which would break when
+a worker exits.
 """
 
 import math
@@ -40,8 +40,8 @@ from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import changing_buffers, clip_factor
 from paceline.parallel.parameter_server.client import RemoteEmbedding, connect, rank_name
 from paceline.parallel.parameter_server.collectives import ServerCommunicator
-from paceline.parallel.parameter_server.cost import deal, row_ranges
-from paceline.parallel.parameter_server.roles import who_does_what
+from paceline.parallel.parameter_server.cost import assign_servers, row_ranges
+from paceline.parallel.parameter_server.roles import describe_roles
 from paceline.parallel.parameter_server.server import (
     DENSE,
     RowOptimizer,
@@ -58,7 +58,7 @@ from paceline.parallel.state import StateReader, TensorShard
 
 
 class ParameterServerStrategy(Strategy):
-    """Synchronous: every step is the one that ``ddp`` makes, to rounding."""
+    """Synchronous: every step equals that of ``ddp``, up to rounding."""
 
     name = "parameter_server"
     optimizer: torch.optim.Optimizer
@@ -69,9 +69,13 @@ class ParameterServerStrategy(Strategy):
         self.options = config.parameter_server
         self.dense_on_servers = self.options.dense_on_servers
         self.num_workers = world.axes.replicas
-        servers = [[rank] for rank in range(self.num_workers, world.size)]
-        #: On a worker all of them, on a server itself.
-        self.workers = world.split([range(self.num_workers), *servers], world.waits)
+        self.is_server = world.rank >= self.num_workers
+        self.has_data = not self.is_server
+        self.servers = range(self.num_workers, world.size)
+        #: On a worker all workers, on a server only itself.
+        self.workers = world.split(
+            [range(self.num_workers), *([rank] for rank in self.servers)], world.waits
+        )
         self.tables: dict[str, Table] = {}
         self.shards: list[TableShard] = []
         #: Trained dense parameters: on a worker all of them, on a server those that it updates.
@@ -80,21 +84,13 @@ class ParameterServerStrategy(Strategy):
         self.changing_buffers: list[torch.Tensor] = []
         self.connected = False
         self.members = list(range(self.num_workers))  # workers that have a share of the batch
-        self.missed: dict[int, int] = {}  # worker that is lost → last steps without its gradients
+        self.steps_missed: dict[int, int] = {}  # lost worker → last steps without its gradients
         self.local_count = 0.0
         self.total_count: Callable[[], torch.Tensor] | None = None
 
     @property
-    def is_server(self) -> bool:
-        return self.world.rank >= self.num_workers
-
-    @property
-    def has_data(self) -> bool:
-        return not self.is_server
-
-    @property
     def replica(self) -> int:
-        return self.members.index(self.world.rank) if not self.is_server else 0
+        return 0 if self.is_server else self.members.index(self.world.rank)
 
     @property
     def num_replicas(self) -> int:
@@ -103,23 +99,23 @@ class ParameterServerStrategy(Strategy):
     def poll_rank_losses(self) -> list[RankLoss]:
         if not isinstance(self.world, ServerCommunicator):
             return []
-        losses, before = self.world.losses, self.members
-        self.members = [rank for rank in before if rank not in losses]
+        exits, before = self.world.losses, self.members
+        self.members = [rank for rank in before if rank not in exits]
         return [
             RankLoss(
                 rank,
-                losses[rank].pid,
-                losses[rank].reason,
+                exits[rank].pid,
+                exits[rank].reason,
                 before.index(rank),
                 len(before),
                 self._steps_missed(rank),
             )
             for rank in before
-            if rank in losses
+            if rank in exits
         ]
 
     def _steps_missed(self, rank: int) -> int:
-        return self.missed.get(rank, 0)
+        return self.steps_missed.get(rank, 0)
 
     def set_token_counts(self, local: float, total: Callable[[], torch.Tensor]) -> None:
         self.local_count, self.total_count = local, total
@@ -129,7 +125,7 @@ class ParameterServerStrategy(Strategy):
         with tables_elsewhere():
             yield
 
-    # -- placing
+    # -- setup
     def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
         DENSE.open({}, None)
@@ -139,60 +135,49 @@ class ParameterServerStrategy(Strategy):
         self.tables = named_tables(model)
         if not self.tables:
             raise ConfigError(
-                "`parallel.mode: parameter_server`: the model has no embedding table to serve",
+                "`parallel.mode: parameter_server`: the model has no embedding table for the"
+                " servers",
                 allowed="a model with paceline.models.recommend.Table, such as `builtin:dlrm`",
                 fix="set `parallel.mode: ddp`",
             )
         seeds: Any = self.world.broadcast_object([table.seed for table in self.tables.values()])
         for table, seed in zip(self.tables.values(), seeds, strict=True):
             table.seed = seed
-        num_servers = self.world.size - self.num_workers
         self.ranges = {
-            name: row_ranges(table.rows, num_servers) for name, table in self.tables.items()
+            name: row_ranges(table.rows, len(self.servers)) for name, table in self.tables.items()
         }
-        self.trained = {
-            name: parameter
-            for name, parameter in self._dense(model).items()
-            if parameter.requires_grad
-        }
+        dense = self._dense(model)
+        self.trained = {name: each for name, each in dense.items() if each.requires_grad}
         if self.dense_on_servers:
-            places = deal([parameter.numel() for parameter in self.trained.values()], num_servers)
+            sizes = [parameter.numel() for parameter in self.trained.values()]
+            owners = assign_servers(sizes, len(self.servers))
             self.owners = {
-                name: self.num_workers + place
-                for name, place in zip(self.trained, places, strict=True)
+                name: self.servers[owner] for name, owner in zip(self.trained, owners, strict=True)
             }
         if self.is_server:
             self._make_server()
             model.to("meta")
         else:
             self._make_worker(model)
-        self.notices.append(
-            ("info", who_does_what(self.options, self.num_workers, self.world.size))
-        )
-        served = (
-            ServerCommunicator(self.world, self.num_workers)
-            if self.options.on_worker_failure == "continue"
-            else None
-        )
+        text = describe_roles(self.options, self.num_workers, self.world.size)
+        self.notices.append(("info", text))
+        continues = self.options.on_worker_failure == "continue"
+        communicator = ServerCommunicator(self.world, self.num_workers) if continues else None
         connect(self.world, self.config.parallel.collective_timeout_s)
         self.connected = True
-        if served is not None:
-            served.watch(self._clock_of)
-            self.world = served
+        if communicator is not None:
+            communicator.watch(self._clock_of)
+            self.world = communicator
         return model
 
     def _clock_of(self, rank: int) -> int:
-        """On the first server: a worker is lost. How many of its steps were applied, where servers
-        keep clocks."""
+        """Return, on the first server, how many steps of a lost worker were applied, if servers
+        count them."""
         return 0
 
     def _dense(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """All parameters but the tables."""
-        return {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if name not in self.tables
-        }
+        """Return all parameters but the tables."""
+        return {name: each for name, each in model.named_parameters() if name not in self.tables}
 
     def _make_server(self) -> None:
         for name, table in self.tables.items():
@@ -220,13 +205,13 @@ class ParameterServerStrategy(Strategy):
                 self.trained.values(), int(self.config.parallel.bucket_cap_mb * 2**20), self.workers
             )
         elif self.options.consistency == "sync" and self.options.on_worker_failure == "restart":
-            # By the workers' process group, which has to live; and a worker waits for the slowest
-            # in it.
+            # Broadcast over the workers' process group, in which a worker waits for the slowest,
+            # and which breaks when a worker exits.
             self.changing_buffers = buffers
         elif buffers:
             text = (
-                "each worker gathers running statistics of its own in normalisation layers; those"
-                " of the first one are saved"
+                "each worker computes running statistics of normalization layers from its share of"
+                " the batch; those of the first worker are saved"
             )
             self.notices.append(("warning", text))
 
@@ -234,8 +219,8 @@ class ParameterServerStrategy(Strategy):
         if self.connected:
             self.connected = False
             if isinstance(self.world, ServerCommunicator):
-                # rpc's own way to end waits for all ranks, the dead as well; sockets close with the
-                # process
+                # rpc.shutdown waits for all ranks, including dead ones; sockets close with the
+                # process.
                 self.world.leave()
             else:
                 rpc.shutdown()
@@ -243,25 +228,21 @@ class ParameterServerStrategy(Strategy):
     # -- a step
     def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         if self.is_server:
-            self.optimizer = self._make_row_optimizer(build)
+            args, kind = self.config.train_args, self.options.optimizer
+            rows = [(shard.name, shard.values) for shard in self.shards]
+            self.optimizer = RowOptimizer(
+                self.shards,
+                kind,
+                self.options.learning_rate or build(rows).defaults["lr"],
+                (args.adam_beta1, args.adam_beta2),
+                args.adam_epsilon if kind == "adam" else None,
+            )
             DENSE.open(self.trained, build(list(self.trained.items())) if self.trained else None)
-        else:  # with dense parameters on servers, it sets their learning rate and updates nothing
+        else:  # with dense parameters on servers, it only sets their learning rate
             self.optimizer = build(list(self.trained.items()))
         with uncounted():
             self.world.barrier()
         return self.optimizer
-
-    def _make_row_optimizer(self, build: OptimizerFactory) -> RowOptimizer:
-        args = self.config.train_args
-        kind = self.options.optimizer
-        usual = build([(shard.name, shard.values) for shard in self.shards]).defaults["lr"]
-        return RowOptimizer(
-            self.shards,
-            kind,
-            self.options.learning_rate or usual,
-            (args.adam_beta1, args.adam_beta2),
-            args.adam_epsilon if kind == "adam" else None,
-        )
 
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         if not self.is_server:
@@ -291,34 +272,34 @@ class ParameterServerStrategy(Strategy):
             parameter.grad = None
 
     def _pull_dense(self, trains: bool = True) -> None:
-        servers = range(self.num_workers, self.world.size)
-        calls = [rpc.rpc_async(rank_name(server), pull_dense, args=(trains,)) for server in servers]
+        calls = [
+            rpc.rpc_async(rank_name(server), pull_dense, args=(trains,)) for server in self.servers
+        ]
         with torch.no_grad():
             for call in calls:
                 for name, value in call.wait().items():
                     self.trained[name].copy_(value)
 
-    def _gradients_of(self, server: int) -> dict[str, torch.Tensor]:
-        """The gradients of the dense parameters that a server has, where there are any."""
-        gradients = {name: self.trained[name].grad for name in self.trained}
+    def _gradients_for(self, server: int) -> dict[str, torch.Tensor]:
+        """Return the gradients of the dense parameters of a server."""
         return {
-            name: gradient
-            for name, gradient in gradients.items()
-            if gradient is not None and self.owners[name] == server
+            name: parameter.grad
+            for name, parameter in self.trained.items()
+            if parameter.grad is not None and self.owners[name] == server
         }
 
     def _push_dense(self) -> list[Any]:
-        """Send off the gradients of the dense parameters, one message a server."""
+        """Send the gradients of the dense parameters, one message per server."""
         calls = []
-        for server in range(self.num_workers, self.world.size):
-            gradients = self._gradients_of(server)
+        for server in self.servers:
+            gradients = self._gradients_for(server)
             self.world.traffic.add("push", sum(each.nbytes for each in gradients.values()))
             args = (self.world.rank, gradients)
             calls.append(rpc.rpc_async(rank_name(server), push_dense, args=args))
         return calls
 
     def _push_rows(self, number: int) -> list[Any]:
-        """Send off the rows' gradients of a micro-batch, one message a server."""
+        """Send the rows' gradients of a micro-batch, one message per server."""
         by_server: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         for place, table in enumerate(self.tables.values()):
             source = table.source
@@ -333,14 +314,14 @@ class ParameterServerStrategy(Strategy):
         ]
 
     def _merge(self) -> None:
-        """Sum what was pushed, when every push has arrived. A worker that was lost before all of
-        its own had is left out on every server, and the rest weighted up to the mean over those who
-        are left."""
+        """Sum the pushes when all have arrived. If a worker was lost before all of its pushes had
+        arrived, every server leaves it out and scales the rest up to the mean over the remaining
+        workers."""
         with uncounted():
             arrived = self.world.sum(self.local_count)[0]
         for rank in self.members:
             if rank in self.world.lost:
-                self.missed[rank] = 1
+                self.steps_missed[rank] = 1
         weight = 1.0
         if self.world.lost and self.total_count is not None and arrived > 0:
             weight = float(self.total_count()) / arrived
@@ -349,43 +330,43 @@ class ParameterServerStrategy(Strategy):
         DENSE.merge(self.world.lost, weight)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        rows = [shard.gradient[1] for shard in self.shards if shard.gradient is not None]
         with uncounted():
-            norm = torch.tensor(math.sqrt(self.world.sum(self._squares())[0]), dtype=torch.float32)
+            norm = torch.tensor(
+                math.sqrt(self.world.sum(self._squares(rows))[0]), dtype=torch.float32
+            )
         if max_norm > 0:
             factor = clip_factor(norm, max_norm)
             if not self.is_server and not self.dense_on_servers:
                 self.buckets.scale(factor)
-            for gradient in (*self._row_gradients(), *DENSE.gradients()):
+            for gradient in (*rows, *DENSE.gradients()):
                 gradient.mul_(factor)
         return norm
 
-    def _row_gradients(self) -> list[torch.Tensor]:
-        return [shard.gradient[1] for shard in self.shards if shard.gradient is not None]
-
-    def _squares(self) -> float:
-        """Of the gradients that are counted on this rank, the sum of squares."""
+    def _squares(self, rows: list[torch.Tensor]) -> float:
+        """Return the sum of squares of the gradients that are counted on this rank."""
         if self.is_server:
-            return sum_of_squares(self._row_gradients()) + sum_of_squares(DENSE.gradients())
-        # the buckets are the same on each worker
+            return sum_of_squares(rows) + sum_of_squares(DENSE.gradients())
+        # The buckets are the same on each worker.
         counts = self.world.is_rank_zero and not self.dense_on_servers
         return float(self.buckets.norm()) ** 2 if counts else 0.0
 
     def optimizer_step(self, apply: OptimizerStep) -> bool:
-        made = True
+        updated = True
         if self.is_server or not self.dense_on_servers:
             rate, peak = self.optimizer.param_groups[0]["lr"], self.optimizer.defaults["lr"]
             factor = float(rate) / float(peak) if peak else 0.0
-            made = apply(self.optimizer)
-            if made:
+            updated = apply(self.optimizer)
+            if updated:
                 DENSE.step(factor)
         with uncounted():
-            self.world.barrier()  # nobody pulls what is of the step before
-        return made
+            self.world.barrier()  # no worker pulls values of the previous step
+        return updated
 
     @contextmanager
     def consolidated(self) -> Iterator[None]:
         with uncounted():
-            self.world.barrier()  # nobody pushes any more
+            self.world.barrier()  # all pushes are applied
             if self.dense_on_servers and not self.is_server:
                 self._pull_dense(trains=False)
         yield
@@ -405,41 +386,36 @@ class ParameterServerStrategy(Strategy):
             for name, buffer in persistent_buffers(self.model).items():
                 yield TensorShard.whole(name, buffer, owned=owned)
 
-    def optimizer_entries(self, part: TensorShard) -> dict[str, torch.Tensor]:
-        if DENSE.optimizer is None or part.key not in DENSE.optimizer.state:
-            return entries_of(self.optimizer, part)
-        entries = DENSE.optimizer.state[part.key]  # type: ignore[index]
-        return {
-            str(key): torch.as_tensor(value).detach()
-            for key, value in entries.items()
-            if value is not None
-        }
+    def optimizer_entries(self, shard: TensorShard) -> dict[str, torch.Tensor]:
+        if DENSE.optimizer is not None and shard.key in DENSE.optimizer.state:
+            return entries_of(DENSE.optimizer, shard)
+        return entries_of(self.optimizer, shard)
 
     def state_shards(self) -> list[TensorShard]:
-        result = collect_shards(self)
+        stored = collect_shards(self)
+        names = {shard.name for shard in stored}
         for shard in self.shards:
             sums = self.optimizer.state[shard.values].get("row_sum")
             name = f"optimizer/{shard.name}/row_sum"
-            if sums is not None and all(stored.name != name for stored in result):
-                result.append(TensorShard(name, sums, (shard.rows, 1), (shard.start, 0)))
-        return [replace(stored, owned=True) for stored in result]
+            if sums is not None and name not in names:
+                stored.append(TensorShard(name, sums, (shard.rows, 1), (shard.start, 0)))
+        return [replace(shard, owned=True) for shard in stored]
 
     def check_state(self, source: StateReader) -> None:
-        wanted = {key for shard in self.shards for key in self.optimizer.state[shard.values]}
+        expected = {key for shard in self.shards for key in self.optimizer.state[shard.values]}
         for shard in self.shards:
+            prefix = f"optimizer/{shard.name}/"
             stored = {
-                name.rpartition("/")[2]
-                for name in source.tensors()
-                if name.rpartition("/")[0] == f"optimizer/{shard.name}"
+                name.removeprefix(prefix) for name in source.tensors() if name.startswith(prefix)
             }
-            if stored and stored != wanted:
+            if stored and stored != expected:
                 raise ConfigError(
                     f"the checkpoint's `{shard.name}` has the optimizer state"
                     f" {', '.join(sorted(stored))}, and `parameter_server.optimizer:"
-                    f" {self.options.optimizer}` has {', '.join(sorted(wanted)) or 'none'}",
+                    f" {self.options.optimizer}` needs {', '.join(sorted(expected)) or 'none'}",
                     fix=(
-                        "set `parameter_server.optimizer` as it was, or another `output_dir` for a"
-                        " new run"
+                        "set the `parameter_server.optimizer` of the checkpoint, or another"
+                        " `output_dir` for a new run"
                     ),
                 )
 
@@ -448,16 +424,16 @@ class ParameterServerStrategy(Strategy):
             for parameter in self.trained.values():
                 DENSE.optimizer.state[parameter].update(self.optimizer.state.pop(parameter, {}))
         with uncounted():
-            self.world.barrier()  # nobody pulls from a server that has not read its rows
+            self.world.barrier()  # no worker pulls before all servers have loaded their rows
 
     def load_optimizer_entry(
-        self, source: StateReader, name: str, shape: tuple[int, ...], part: TensorShard
+        self, source: StateReader, name: str, shape: tuple[int, ...], shard: TensorShard
     ) -> torch.Tensor:
         if name.endswith("/row_sum"):
-            return source.read(name, (part.offset[0], 0), (len(part.tensor), 1))
+            return source.read(name, (shard.offset[0], 0), (len(shard.tensor), 1))
         if self.is_server and shape == ():
             return source.read(name, (), ())
-        return read_entry(self.optimizer, source, name, shape, part)
+        return read_entry(self.optimizer, source, name, shape, shard)
 
     def memory_tensors(self) -> list[Any]:
         if self.is_server:
