@@ -15,13 +15,13 @@ def open_compare(page: Page, server: Server, *names: str) -> None:
 
 @pytest.mark.soak
 def test_two_are_chosen_in_the_list_and_compared(page: Page) -> None:
-    page.get_by_label("Choose one to compare").check()
+    page.get_by_label("Select one for comparison").check()
     expect(page.locator("#compare")).to_have_count(0)
-    page.get_by_label("Choose two to compare").check()
+    page.get_by_label("Select two for comparison").check()
     page.locator("#compare").click()
     expect(page.locator(".compare-runs li")).to_have_count(2)
     expect(page.get_by_role("application", name="Loss over step")).to_be_visible()
-    figures = page.get_by_role("region", name="Figures")
+    figures = page.get_by_role("region", name="Results")
     expect(figures.locator("tbody th")).to_have_text(["one", "two"])
     expect(figures).to_contain_text("zero1")
 
@@ -32,30 +32,30 @@ def test_the_state_of_the_page_is_in_its_address(page: Page, server: Server) -> 
     page.get_by_label("time", exact=True).check(force=True)
     page.get_by_role("button", name="Sort by Steps").click()
     page.get_by_role("button", name="Sort by Steps").click()
-    expect(page.get_by_role("region", name="Figures").locator("tbody th")).to_have_text(
+    expect(page.get_by_role("region", name="Results").locator("tbody th")).to_have_text(
         ["one", "two"]
     )
     page.get_by_role("button", name="Sort by Steps").click()
-    expect(page.get_by_role("region", name="Figures").locator("tbody th")).to_have_text(
+    expect(page.get_by_role("region", name="Results").locator("tbody th")).to_have_text(
         ["two", "one"]
     )
     assert all(part in page.url for part in ("x=time", "y=tokens_per_second", "sort=steps"))
     page.reload()
     expect(page.get_by_role("application", name="Throughput over time")).to_be_visible()
-    expect(page.get_by_role("region", name="Figures").locator("tbody th")).to_have_text(
+    expect(page.get_by_role("region", name="Results").locator("tbody th")).to_have_text(
         ["two", "one"]
     )
 
 
 def test_configs_that_differ_are_shown_by_key(page: Page, server: Server) -> None:
     open_compare(page, server, "one", "two")
-    table = page.get_by_role("region", name="Differences of the config")
+    table = page.get_by_role("region", name="Config differences")
     expect(table.locator("tbody tr")).to_have_count(1)
     expect(table.locator("tbody tr").locator("th, td")).to_have_text(
         ["train_args.learning_rate", "0.001", "0.002"]
     )
     open_compare(page, server, "one", "older")
-    expect(page.get_by_text("Their configs are the same.")).to_be_visible()
+    expect(page.get_by_text("The configs are identical.")).to_be_visible()
 
 
 def test_a_note_and_tags_are_kept(page: Page, server: Server) -> None:

@@ -99,7 +99,7 @@ def test_data_is_uploaded_and_looked_at(form, panel):
 
 @pytest.mark.soak
 def test_a_run_is_started_watched_to_its_end_and_asked(form, panel):
-    expect(form.locator("#plan-verdict")).to_contain_text("It fits", timeout=LONG_MS)
+    expect(form.locator("#plan-verdict")).to_contain_text("Fits in memory", timeout=LONG_MS)
     field(form, "lora.enable").check()
     expect(form.locator("#yaml")).to_have_value(re.compile("enable: true"))
     form.fill("#run-name", "a b")
@@ -121,7 +121,7 @@ def test_a_run_is_started_watched_to_its_end_and_asked(form, panel):
     form.keyboard.press("Enter")
     for side in ("tuned", "base"):
         expect(form.locator(f".answer-{side} p")).to_contain_text("tokens/s", timeout=LONG_MS)
-    form.locator(".choice label", has_text="Tuned").click()
+    form.locator(".choice label", has_text="Fine-tuned").click()
     form.fill("#chat-most", "4096")
     form.fill("#chat-heat", "2")
     form.fill("#question", "Go on.")
@@ -180,16 +180,16 @@ def test_a_rank_that_stands_still_is_seen_and_the_run_ended_at_once(form, panel)
     run = panel.folder / "stuck"
     pid = json.loads((run / "heartbeats.json").read_text())["ranks"][1]["pid"]
     os.kill(pid, signal.SIGSTOP)
-    expect(now.nth(1)).to_contain_text("its process is stopped", timeout=LONG_MS)
+    expect(now.nth(1)).to_contain_text("process is stopped", timeout=LONG_MS)
     expect(now.nth(1)).to_contain_text("no progress for", timeout=LONG_MS)
-    expect(now.nth(0)).to_contain_text("waits for", timeout=LONG_MS)
-    for word in ("Stop", "End at once"):
+    expect(now.nth(0)).to_contain_text("waiting for", timeout=LONG_MS)
+    for word in ("Stop", "End now"):
         expect(form.locator("#stop")).to_have_text(word)
         form.locator("#stop").click()
         form.locator("#stop-yes").click()
         # asked again by another page it is refused: a second signal would end it
         if word == "Stop":
-            expect(form.locator("#stop")).to_have_text("End at once")
+            expect(form.locator("#stop")).to_have_text("End now")
             address, _, token = panel.url.partition("?token=")
             again = f"{address}api/runs/{run_id(panel.folder, 'stuck')}/stop"
             assert (
@@ -220,6 +220,6 @@ def test_the_form_fits_a_phone_and_speaks_chinese(browser, panel):
     with opened(
         browser, f"{panel.url}#/new", viewport={"width": 390, "height": 844}, locale="zh-CN"
     ) as page:
-        expect(page.locator("#verdict .good")).to_have_text("配置正确。")
+        expect(page.locator("#verdict .good")).to_have_text("配置有效。")
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         expect(page.locator('[data-key="model"] p.muted')).to_contain_text("本地文件夹")

@@ -86,7 +86,7 @@ def test_a_real_run_is_watched_to_its_end(page: Page, server: Server) -> None:
         expect(page.locator("[data-key='f.eval_loss'] .figure-value")).to_have_text(
             re.compile(r"^\d\.\d{4}$")
         )
-        expect(page.get_by_role("region", name="What happened")).to_contain_text("checkpoint")
+        expect(page.get_by_role("region", name="Events")).to_contain_text("checkpoint")
         page.get_by_role("link", name="Report", exact=True).click()
         expect(
             page.frame_locator("iframe.report").get_by_role("heading", name="real")
@@ -111,7 +111,7 @@ def test_events_come_to_the_screen_as_they_are_written(
     log = event_logs.begin(live, steps=100)
     page.get_by_role("link", name="live one").click()
     expect(page.locator(".badge").first).to_have_text("live")
-    expect(page.get_by_role("heading", name="No step yet")).to_be_visible()
+    expect(page.get_by_role("heading", name="No steps yet")).to_be_visible()
     event_logs.emit_steps(log, 1, 10)
     expect(page.locator("[data-key='f.loss'] .figure-value")).to_have_text("0.9000")
     chart = page.get_by_role("application", name="Loss over step")
@@ -128,14 +128,14 @@ def test_events_come_to_the_screen_as_they_are_written(
             "restart": 1,
         }
     )
-    expect(page.get_by_role("region", name="What happened")).to_contain_text("rank 1 was killed")
+    expect(page.get_by_role("region", name="Events")).to_contain_text("rank 1 was killed")
     # what came after step 10 counts no more
     log.emit({"type": "resume", "step": 10, "path": "checkpoints/step-00000010"})
     event_logs.emit_steps(log, 11, 12)
     expect(chart).to_have_attribute("aria-label", re.compile("is 0.7500 at the end"))
     log.close()
     shutil.rmtree(live)
-    expect(page.get_by_role("heading", name="This run is not there any more")).to_be_visible()
+    expect(page.get_by_role("heading", name="This run no longer exists")).to_be_visible()
 
 
 def open_tab(page: Page, server: Server, name: str, tab: str) -> None:
@@ -159,11 +159,11 @@ def test_every_tab_of_a_large_run(page: Page, server: Server) -> None:
     open_tab(page, server, "cluster", "traffic")
     expect(page.get_by_role("region", name="Collectives")).to_contain_text("reduce_scatter")
     open_tab(page, server, "cluster", "memory")
-    expect(page.get_by_role("region", name="In figures").locator("tbody tr")).to_have_count(17)
+    expect(page.get_by_role("region", name="Values").locator("tbody tr")).to_have_count(17)
     open_tab(page, server, "cluster", "world")
     expect(page.locator("svg.mesh .mesh-rank")).to_have_count(16)
     expect(page.locator("svg.mesh .mesh-host")).to_have_count(2)
-    expect(page.get_by_role("region", name="Who talks to whom")).to_contain_text("{0, 2}")
+    expect(page.get_by_role("region", name="Communication groups")).to_contain_text("{0, 2}")
     open_tab(page, server, "cluster", "samples")
     expect(page.locator(".sample-text")).to_have_text(f"It writes {made_runs.HOSTILE} as text.")
     open_tab(page, server, "cluster", "log")
@@ -173,7 +173,7 @@ def test_every_tab_of_a_large_run(page: Page, server: Server) -> None:
     open_tab(page, server, "cluster", "checkpoints")
     expect(page.locator("tbody tr")).to_contain_text("3 GiB")
     open_tab(page, server, "cluster", "report")
-    expect(page.get_by_role("heading", name="There is no report")).to_be_visible()
+    expect(page.get_by_role("heading", name="No report")).to_be_visible()
     assert page.locator("main img").count() == 0
 
 
@@ -181,14 +181,14 @@ def test_a_run_of_an_older_version_says_what_it_has_not_recorded(
     page: Page, server: Server
 ) -> None:
     for tab, what in {
-        "ranks": "the time of its ranks",
-        "memory": "its memory",
-        "world": "its mesh",
-        "samples": "samples",
+        "ranks": "Time of each rank",
+        "memory": "Memory",
+        "world": "Mesh",
+        "samples": "Samples",
     }.items():
         open_tab(page, server, "older", tab)
         expect(
-            page.get_by_role("heading", name=f"This run has not recorded {what}")
+            page.get_by_role("heading", name=f"{what}: not recorded by this run")
         ).to_be_visible()
     open_tab(page, server, "older", "overview")
     # loss, learning rate, throughput, step time; no empty chart
@@ -207,7 +207,7 @@ def test_a_range_is_asked_of_the_server(page: Page, server: Server) -> None:
         page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60, steps=4)
         page.mouse.up()
     expect(page.locator("#from-step")).to_have_value("51")
-    page.get_by_role("button", name="Whole run").click()
+    page.get_by_role("button", name="Full run").click()
     expect(page.locator("#from-step")).to_have_value("")
     # The same by keys.
     chart.focus()
@@ -227,11 +227,11 @@ def test_a_server_that_goes_and_comes_back(browser: Browser, tmp_path: Path) -> 
     with opened(browser, server.url) as page:
         expect(page.get_by_role("link", name="before")).to_be_visible()
         server.stop()
-        expect(page.locator(".banner")).to_contain_text("The server does not answer")
+        expect(page.locator(".banner")).to_contain_text("Connection to the server lost")
         event_logs.finished(tmp_path / "after")
         again = serve(tmp_path, server.port)
         try:
-            page.get_by_role("button", name="Try now").click()
+            page.get_by_role("button", name="Retry now").click()
             expect(page.locator(".banner")).to_have_count(0)
             expect(page.get_by_role("link", name="after")).to_be_visible()
         finally:
