@@ -1,4 +1,4 @@
-// English: the frame, the parts that pages share, and the list of runs. A key's meaning, where it has one, is `KEY.is`.
+// English: texts that pages share, and the list of runs. `KEY.is` is the explanation of KEY, if it has one.
 export const en = {
   "skip": "Skip to the content",
   "nav": "Main",

@@ -1,4 +1,4 @@
-// The words of starting a run, its data, and the chat.
+// Texts for starting a run, datasets and the chat.
 
 const en = {
   "start.title": "New run",

@@ -1,4 +1,4 @@
-// English: watching a run and comparing runs. A key's meaning, where it has one, is `KEY.is`.
+// English: watching and comparing runs. `KEY.is` is the explanation of KEY, if it has one.
 export const en = {
   "run.tabs": "Sections of this run",
   "run.back": "Back to the list of runs",

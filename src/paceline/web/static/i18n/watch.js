@@ -1,4 +1,4 @@
-// The words of watching and comparing.
+// Texts for watching and comparing runs.
 import { en } from "./watch-en.js";
 import { zh } from "./watch-zh.js";
 
