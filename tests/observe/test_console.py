@@ -40,7 +40,7 @@ START = {
 }
 
 
-def step(number: int, loss: object = 1.5, at: float | None = None, **more: object) -> dict:
+def step(number: int, loss: object = 1.5, at: float | None = None, **fields: object) -> dict:
     """A `step` event, a tenth of a second after the one before."""
     return {
         "time": 1000.0 + number * 0.1 if at is None else at,
@@ -56,12 +56,12 @@ def step(number: int, loss: object = 1.5, at: float | None = None, **more: objec
         "comm_wait_s": None,
         "memory_bytes": [2**30, 3 * 2**29],
         "ranks": None,
-        **more,
+        **fields,
     }
 
 
-def start(**more: object) -> dict:
-    return {"time": 1000.0, "type": "run_start", **START, **more}
+def start(**fields: object) -> dict:
+    return {"time": 1000.0, "type": "run_start", **START, **fields}
 
 
 def plain(events: list[dict]) -> str:
@@ -146,9 +146,9 @@ def test_a_run_that_ends_early_shows_its_last_step():
 
 @pytest.mark.soak
 def test_evaluations_checkpoints_and_notices_are_never_hidden():
-    many = []
+    events = []
     for number in range(1, 11):
-        many += [
+        events += [
             step(number),
             {
                 "type": "eval",
@@ -169,7 +169,7 @@ def test_evaluations_checkpoints_and_notices_are_never_hidden():
             },
             {"type": "notice", "time": 1000.0, "level": "warning", "text": f"careful {number}"},
         ]
-    text = plain([start(), *many])
+    text = plain([start(), *events])
     assert (
         text.count("evaluation at step")
         == text.count("checkpoint at step")

@@ -9,7 +9,7 @@ from paceline.observe.device_stats import UNKNOWN, DeviceMonitor, device_figures
 
 
 def readers() -> int:
-    return sum(one.name == "device-reader" for one in threading.enumerate())
+    return sum(thread.name == "device-reader" for thread in threading.enumerate())
 
 
 def test_on_a_cpu_nothing_is_read() -> None:
@@ -21,9 +21,9 @@ def test_on_a_cpu_nothing_is_read() -> None:
 
 def test_what_does_not_answer_is_not_asked_again() -> None:
     reader = DeviceMonitor(torch.device("cuda", 99))  # there is no such device anywhere
-    for one in threading.enumerate():
-        if one.name == "device-reader":
-            one.join(timeout=30)
+    for thread in threading.enumerate():
+        if thread.name == "device-reader":
+            thread.join(timeout=30)
     assert readers() == 0
     assert reader.last == UNKNOWN
     del reader

@@ -19,7 +19,7 @@ from paceline.parallel.registry import estimate_cost, layout
 from paceline.parallel.save_load import memory_bytes
 from paceline.train.optimizer import build_optimizer, matrices_of
 
-WORDS, ROWS = 24, 24
+VOCAB_SIZE, ROWS = 24, 24
 
 
 class Plain(nn.Sequential):
@@ -27,15 +27,15 @@ class Plain(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(
-            nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, WORDS)
+            nn.Embedding(VOCAB_SIZE, 64), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, VOCAB_SIZE)
         )
 
 
 def _measured(
-    world: Communicator, mode: str, more: dict[str, Any]
+    world: Communicator, mode: str, settings: dict[str, Any]
 ) -> tuple[dict[str, int], dict[str, int], int]:
     """(measured, declared, the strategy's own sum) after two steps."""
-    config = Config(model="m", dataset="d", **{"parallel": {"mode": mode}, **more})
+    config = Config(model="m", dataset="d", **{"parallel": {"mode": mode}, **settings})
     world = Communicator(
         world.env,
         world.device,
@@ -51,7 +51,7 @@ def _measured(
     strategy.setup_optimizer(
         lambda named: build_optimizer(config.train_args, 1e-3, named, matrices)
     )
-    batch = torch.arange(ROWS) % WORDS
+    batch = torch.arange(ROWS) % VOCAB_SIZE
     for _ in range(2):
         with torch.autocast(
             "cpu", torch.bfloat16, enabled=config.train_args.precision == "bf16-mixed"
@@ -62,13 +62,13 @@ def _measured(
         strategy.clip_grad_norm(1.0)
         strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
     cost = estimate_cost(strategy.name, shape, world.axes, Workload(positions=ROWS), config)
-    found = split_state(strategy, model, world.device)
+    sizes = split_state(strategy, model, world.device)
     world.barrier()
-    return found, {kind: getattr(cost, kind) for kind in found}, memory_bytes(strategy)
+    return sizes, {kind: getattr(cost, kind) for kind in sizes}, memory_bytes(strategy)
 
 
 @pytest.mark.parametrize(
-    ("mode", "more"),
+    ("mode", "settings"),
     [
         ("ddp", {}),
         # what waits to be sent is with the optimizer
@@ -81,8 +81,8 @@ def _measured(
         ("diloco", {}),  # the outer parameters are with the optimizer
     ],
 )
-def test_the_split_is_what_the_strategy_declares(mode: str, more: dict[str, Any]) -> None:
-    for measured, declared, state in run_ranks(_measured, 2, mode, more):
+def test_the_split_is_what_the_strategy_declares(mode: str, settings: dict[str, Any]) -> None:
+    for measured, declared, state in run_ranks(_measured, 2, mode, settings):
         assert sum(measured.values()) == state
         for kind, size in declared.items():
             assert measured[kind] == pytest.approx(size, rel=0.05), (kind, measured, declared)

@@ -28,7 +28,7 @@ EVIL = "</script><script>alert('x')</script><img src=x onerror=\"alert(1)\">"
 VOID = {"meta", "br", "img", "line", "path", "input", "hr", "link"}
 
 
-def report(**more: object) -> dict:
+def report(**fields: object) -> dict:
     """A whole report."""
     known = {
         "status": "done",
@@ -53,7 +53,7 @@ def report(**more: object) -> dict:
         "resumed_from_step": None,
         "data": {"read": 500, "kept": 480, "truncated": 3, "dropped": {"empty": 20}},
     }
-    return {**known, **more}
+    return {**known, **fields}
 
 
 def run(
@@ -119,8 +119,8 @@ def steps(log: EventLog, first: int, last: int, world: int = 2, losses: dict | N
             )
 
 
-def page_of(root: Path, **more: object) -> str:
-    write_reports(RunDir(root), report(**more))
+def page_of(root: Path, **fields: object) -> str:
+    write_reports(RunDir(root), report(**fields))
     return RunDir(root).report_html.read_text(encoding="utf-8")
 
 
@@ -132,7 +132,7 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str]] = []
-        self.words: list[str] = []
+        self.texts: list[str] = []
         self.feed(html)
         self.close()
         assert self.open == []
@@ -152,11 +152,11 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.words.append(data)
+        self.texts.append(data)
 
     @property
     def text(self) -> str:
-        return " ".join(self.words)
+        return " ".join(self.texts)
 
 
 def paths(html: str) -> list[str]:
@@ -417,7 +417,8 @@ def test_a_large_run_is_downsampled_but_keeps_its_spike(tmp_path):
     ]
     html = render_report(report(), events, "")
     blocks = [
-        json.loads(one) for one in re.findall(r'application/json">(.*?)</script>', html, re.DOTALL)
+        json.loads(text)
+        for text in re.findall(r'application/json">(.*?)</script>', html, re.DOTALL)
     ]
     assert all(
         sum(len(series["x"]) for series in block["series"]) <= MAX_POINTS for block in blocks
@@ -431,12 +432,12 @@ def test_downsample_keeps_extremes_ends_and_gaps():
     points[1234] = (1234.0, 9.0)
     points[2345] = (2345.0, -9.0)
     points[3456] = (3456.0, None)
-    kept = downsample(points, 300)
-    assert len(kept) <= 300
-    assert kept[0] == points[0]
-    assert kept[-1] == points[-1]
-    assert {points[1234], points[2345], points[3456]} <= set(kept)
-    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+    reduced = downsample(points, 300)
+    assert len(reduced) <= 300
+    assert reduced[0] == points[0]
+    assert reduced[-1] == points[-1]
+    assert {points[1234], points[2345], points[3456]} <= set(reduced)
+    assert [x for x, _ in reduced] == sorted(x for x, _ in reduced)
     assert downsample(points[:10], 300) == points[:10]
 
 

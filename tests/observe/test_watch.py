@@ -20,7 +20,7 @@ from paceline.core.run_dir import RunDir
 from paceline.observe.watch import watch
 
 
-def begin(root: Path, **more: object) -> EventLog:
+def begin(root: Path, **extra: object) -> EventLog:
     root.mkdir(parents=True, exist_ok=True)
     log = EventLog(RunDir(root).events)
     fields = {
@@ -33,7 +33,7 @@ def begin(root: Path, **more: object) -> EventLog:
         "pid": os.getpid(),
         "host": socket.gethostname(),
     }
-    log.emit({"type": "run_start", **fields, **more})
+    log.emit({"type": "run_start", **fields, **extra})
     return log
 
 
@@ -151,10 +151,10 @@ def test_a_run_whose_process_is_gone_says_so_and_how_to_go_on(tmp_path):
 
 
 def test_run_alive_knows_what_it_cannot_know():
-    here = {"host": socket.gethostname(), "time": time.time()}
-    assert run_alive({**here, "pid": os.getpid()}) is True
-    assert run_alive({**here, "pid": ended_process()}) is False
-    assert run_alive({**here, "pid": os.getpid(), "host": "elsewhere"}) is None
+    this_host = {"host": socket.gethostname(), "time": time.time()}
+    assert run_alive({**this_host, "pid": os.getpid()}) is True
+    assert run_alive({**this_host, "pid": ended_process()}) is False
+    assert run_alive({**this_host, "pid": os.getpid(), "host": "elsewhere"}) is None
     assert run_alive({}) is None
 
 

@@ -22,7 +22,7 @@ _PHASES = (
 )
 
 
-def begin(root: Path, *, steps: int = 1000, ranks: int = 2, **more: Any) -> EventLog:
+def begin(root: Path, *, steps: int = 1000, ranks: int = 2, **extra: Any) -> EventLog:
     """A run's folder and its log, up to ``run_start``."""
     root.mkdir(parents=True, exist_ok=True)
     (root / "config.yaml").write_text("model: builtin:qwen2-micro\ntask: sft\n")
@@ -56,7 +56,7 @@ def begin(root: Path, *, steps: int = 1000, ranks: int = 2, **more: Any) -> Even
             ],
         },
     }
-    log.emit({"type": "run_start", **fields, **more})
+    log.emit({"type": "run_start", **fields, **extra})
     return log
 
 
@@ -78,14 +78,14 @@ def step_fields(step: int, ranks: int = 2, slow_rank: int | None = None) -> dict
     }  # fmt: skip
 
 
-def emit_steps(log: EventLog, first: int, last: int, **more: Any) -> None:
+def emit_steps(log: EventLog, first: int, last: int, **extra: Any) -> None:
     for step in range(first, last + 1):
-        log.emit({"type": "step", **step_fields(step, **more)})
+        log.emit({"type": "step", **step_fields(step, **extra)})
 
 
-def finished(root: Path, steps: int = 20, **more: Any) -> Path:
+def finished(root: Path, steps: int = 20, **extra: Any) -> Path:
     """A run that is done, with evaluations, a checkpoint and a report."""
-    log = begin(root, steps=steps, **more)
+    log = begin(root, steps=steps, **extra)
     log.notice("4 samples truncated", "warning")
     for step in range(1, steps + 1):
         emit_steps(log, step, step)

@@ -21,16 +21,16 @@ class Served:
     panel: AppState
     client: httpx.Client
 
-    def get(self, path: str, **more: object) -> dict:
-        answer = self.client.get(path, **more)
+    def get(self, path: str, **options: object) -> dict:
+        answer = self.client.get(path, **options)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     def the_run(self, name: str | None = None) -> str:
         """The id of the only run, or of the one with this name."""
-        found = [one for one in self.get("/api/runs")["runs"] if name in (None, one["name"])]
-        assert len(found) == 1, found
-        return found[0]["id"]
+        runs = [run for run in self.get("/api/runs")["runs"] if name in (None, run["name"])]
+        assert len(runs) == 1, runs
+        return runs[0]["id"]
 
     @property
     def with_token(self) -> dict[str, str]:

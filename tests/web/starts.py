@@ -25,17 +25,17 @@ def until_status(served: Any, id: str, *wanted: str, timeout_s: float = 120.0) -
     """The run's summary once its status is one of these."""
     deadline = time.monotonic() + timeout_s
     while True:
-        found = next((one for one in served.get("/api/runs")["runs"] if one["id"] == id), None)
-        if found is not None and found["status"] in wanted:
-            return found
-        assert time.monotonic() < deadline, f"status {found and found['status']}, not {wanted}"
+        run = next((run for run in served.get("/api/runs")["runs"] if run["id"] == id), None)
+        if run is not None and run["status"] in wanted:
+            return run
+        assert time.monotonic() < deadline, f"status {run and run['status']}, not {wanted}"
         time.sleep(0.05)
 
 
 def until_step(served: Any, id: str, step: int) -> None:
     deadline = time.monotonic() + 120.0
     while not any(
-        one["id"] == id and (one["step"] or 0) >= step for one in served.get("/api/runs")["runs"]
+        run["id"] == id and (run["step"] or 0) >= step for run in served.get("/api/runs")["runs"]
     ):
         assert time.monotonic() < deadline, f"step {step} was not reached"
         time.sleep(0.05)
@@ -43,7 +43,7 @@ def until_step(served: Any, id: str, step: int) -> None:
 
 def events(run: Path, kind: str) -> list[dict[str, Any]]:
     return [
-        one
-        for one in map(json.loads, (run / "events.jsonl").read_text().splitlines())
-        if one["type"] == kind
+        event
+        for event in map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        if event["type"] == kind
     ]

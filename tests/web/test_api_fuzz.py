@@ -20,14 +20,14 @@ def served(tmp_path_factory) -> Iterator[Served]:
     finished(folder / "one")
     log = begin(folder / "two")
     emit_steps(log, 1, 40)
-    with serving(folder) as found:
-        yield found
+    with serving(folder) as served:
+        yield served
 
 
 def operations(served: Served) -> list[Any]:
     """Those of the server's own document, but for the ones apart."""
     document = served.get("/api/openapi.json")
-    ids = [one["id"] for one in served.get("/api/runs")["runs"]]
+    ids = [run["id"] for run in served.get("/api/runs")["runs"]]
     for path in document["paths"].values():
         for operation in path.values():
             for parameter in operation.get("parameters", []):
@@ -35,14 +35,14 @@ def operations(served: Served) -> list[Any]:
                     parameter["schema"] = {"enum": [*ids, "000000000000", "../one"]}
     schema = schemathesis.openapi.from_dict(document)
     schema.config.update(base_url=str(served.client.base_url))
-    return [found.ok() for found in schema.exclude(path_regex=_APART).get_all_operations()]
+    return [operation.ok() for operation in schema.exclude(path_regex=_APART).get_all_operations()]
 
 
 @pytest.mark.soak
 def test_no_request_that_the_document_allows_is_too_much(served: Served) -> None:
-    found = operations(served)
-    assert len(found) > 12
-    for operation in found:
+    api_operations = operations(served)
+    assert len(api_operations) > 12
+    for operation in api_operations:
 
         @settings(
             max_examples=10, deadline=None, derandomize=True, database=None,

@@ -44,9 +44,9 @@ def test_a_million_steps_open_at_once_and_are_read_in_bounded_memory(tmp_path: P
                 assert not first["exact"]
                 highest, slowest = 0, 0.0
                 while True:
-                    asked = time.perf_counter()
+                    requested_at = time.perf_counter()
                     series = client.get(f"api/runs/{id}/series", params={"names": "loss"}).json()
-                    slowest = max(slowest, time.perf_counter() - asked)
+                    slowest = max(slowest, time.perf_counter() - requested_at)
                     highest = max(highest, psutil.Process(process.pid).memory_info().rss)
                     if series["exact"]:
                         break

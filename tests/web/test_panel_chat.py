@@ -26,7 +26,7 @@ def folder(tmp_path_factory) -> Path:
     """A folder with two models: one with adapters that were trained, and a whole one, which is as
     it began."""
     place = tmp_path_factory.mktemp("runs")
-    words = [
+    args = [
         "model=builtin:qwen2-micro",
         "dataset=builtin:python-docs#120",
         "parallel.device=cpu",
@@ -37,7 +37,7 @@ def folder(tmp_path_factory) -> Path:
         "learning_rate=1e-2",
         f"output_dir={place}/adapted",
     ]
-    run(*words)
+    run(*args)
     finished(place / "whole", steps=4)
     (place / "whole" / "config.yaml").write_text(
         "model: builtin:qwen2-micro\ndataset: builtin:python-docs\n"
@@ -55,25 +55,25 @@ def events_of(answer: httpx.Response) -> Iterator[tuple[str, dict]]:
             yield name, json.loads(line.removeprefix("data: "))
 
 
-def chat(served, run: str, **more: object) -> list[tuple[str, dict]]:
-    body = {"messages": QUESTION, "max_new_tokens": 12, **more}
+def chat(served, run: str, **options: object) -> list[tuple[str, dict]]:
+    body = {"messages": QUESTION, "max_new_tokens": 12, **options}
     path = f"/api/runs/{served.the_run(run)}/chat"
     with served.client.stream("POST", path, json=body, headers=served.with_token) as answer:
         assert answer.status_code == 200, answer.read()
         return list(events_of(answer))
 
 
-def text(found: list[tuple[str, dict]]) -> str:
-    return "".join(data["text"] for name, data in found if name == "token")
+def text(events: list[tuple[str, dict]]) -> str:
+    return "".join(data["text"] for name, data in events if name == "token")
 
 
 def workers() -> list[psutil.Process]:
-    found = []
-    for one in psutil.Process().children(recursive=True):
+    workers = []
+    for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it is just ending
-            if "--serve" in one.cmdline():
-                found.append(one)
-    return found
+            if "--serve" in process.cmdline():
+                workers.append(process)
+    return workers
 
 
 @pytest.mark.soak
@@ -100,8 +100,8 @@ def test_an_answer_that_nobody_reads_any_more_is_stopped(serve, folder):
     body = {"messages": QUESTION, "max_new_tokens": 4000, "temperature": 2.0}
     path = f"/api/runs/{served.the_run('whole')}/chat"
     with served.client.stream("POST", path, json=body, headers=served.with_token) as answer:
-        found = events_of(answer)  # kept: a generator that goes closes the connection
-        assert next(name for name, _ in found if name == "token")
+        events = events_of(answer)  # kept: a generator that goes closes the connection
+        assert next(name for name, _ in events if name == "token")
         busy = served.client.post(
             path, json={**body, "max_new_tokens": 2}, headers=served.with_token
         )
@@ -134,18 +134,18 @@ def test_the_worker_ends_when_nobody_asks(serve, folder, monkeypatch):
 def test_a_run_without_a_model_says_what_to_do(serve, tmp_path):
     begin(tmp_path / "one", steps=10)
     served = serve(tmp_path)
-    found = chat(served, "one")
-    assert found[-1][0] == "error"
-    assert "holds no model" in found[-1][1]["what"]
-    assert "finish" in found[-1][1]["fix"]
+    events = chat(served, "one")
+    assert events[-1][0] == "error"
+    assert "holds no model" in events[-1][1]["what"]
+    assert "finish" in events[-1][1]["fix"]
 
 
 @pytest.mark.soak
 def test_a_chat_that_is_too_long_is_refused_and_the_next_is_answered(serve, folder):
     served = serve(folder)
-    found = chat(served, "whole", messages=[{"role": "user", "content": "word " * 50_000}])
-    assert found[-1][0] == "error"
-    assert "at most" in found[-1][1]["what"]
+    events = chat(served, "whole", messages=[{"role": "user", "content": "word " * 50_000}])
+    assert events[-1][0] == "error"
+    assert "at most" in events[-1][1]["what"]
     assert chat(served, "whole")[-1][0] == "end"
 
 
@@ -153,7 +153,7 @@ def test_a_chat_that_is_too_long_is_refused_and_the_next_is_answered(serve, fold
 def test_the_merged_model_is_written_once(serve, folder):
     served = serve(folder)
     path = f"/api/runs/{served.the_run('adapted')}/export"
-    found = ask(served, path)
-    assert found == {"path": str(folder / "adapted" / "exported"), "merged": True}
+    export = ask(served, path)
+    assert export == {"path": str(folder / "adapted" / "exported"), "merged": True}
     assert (folder / "adapted" / "exported" / "config.json").is_file()
-    assert ask(served, path) == found
+    assert ask(served, path) == export

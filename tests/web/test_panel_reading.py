@@ -48,8 +48,8 @@ def test_what_a_run_says_once_is_in_its_detail(serve, tmp_path):
     assert run["model_info"]["parameters"] == 623168
     assert run["data"]["dropped"] == {"empty": 5}
     assert [rank["device"] for rank in run["mesh"]["ranks"]] == ["cpu:0", "cpu:1"]
-    assert [one["step"] for one in run["evals"]] == [10, 20]
-    assert [(one["name"], one["exists"]) for one in run["checkpoints"]] == [
+    assert [event["step"] for event in run["evals"]] == [10, 20]
+    assert [(checkpoint["name"], checkpoint["exists"]) for checkpoint in run["checkpoints"]] == [
         ("step-00000010", True),
         ("step-00000020", True),
     ]
@@ -112,7 +112,7 @@ def test_a_run_that_has_written_nothing_is_empty_or_waiting(serve, tmp_path):
         (tmp_path / name / ".lock").write_text(f"{pid} on {socket.gethostname()}")
         (tmp_path / name / "events.jsonl").touch()
     served = serve(tmp_path)
-    assert {one["name"]: one["status"] for one in served.get("/api/runs")["runs"]} == {
+    assert {run["name"]: run["status"] for run in served.get("/api/runs")["runs"]} == {
         "none": "empty",
         "some": "waiting",
     }
@@ -138,8 +138,9 @@ def test_a_run_started_from_a_panel_is_waiting_until_it_writes_and_says_why_it_f
 
     def started(name: str, pid: int) -> None:
         (tmp_path / name).mkdir(exist_ok=True)
-        told = {"pid": pid, "host": socket.gethostname(), "time": time.time(), "cwd": str(tmp_path)}
-        (tmp_path / name / "panel.json").write_text(json.dumps(told))
+        host = socket.gethostname()
+        start = {"pid": pid, "host": host, "time": time.time(), "cwd": str(tmp_path)}
+        (tmp_path / name / "panel.json").write_text(json.dumps(start))
 
     started("begins", os.getpid())
     started("failed", ended_process())
@@ -148,15 +149,15 @@ def test_a_run_started_from_a_panel_is_waiting_until_it_writes_and_says_why_it_f
     time.sleep(0.02)
     started("again", os.getpid())
     served = serve(tmp_path)
-    runs = {one["name"]: one for one in served.get("/api/runs")["runs"]}
-    assert {name: one["status"] for name, one in runs.items()} == {
+    runs = {run["name"]: run for run in served.get("/api/runs")["runs"]}
+    assert {name: run["status"] for name, run in runs.items()} == {
         "begins": "waiting",
         "failed": "failed",
         "again": "waiting",
     }
     assert runs["failed"]["problem"] == "error: the dataset has no rows"
     lines = served.get(f"/api/runs/{runs['failed']['id']}/log")["lines"]
-    assert [one["text"] for one in lines] == ["loading", "error: the dataset has no rows"]
+    assert [line["text"] for line in lines] == ["loading", "error: the dataset has no rows"]
 
 
 def test_a_line_cut_off_and_lines_that_are_no_event_are_passed_over_and_counted(serve, tmp_path):
@@ -218,7 +219,7 @@ def test_events_of_a_newer_version_are_shown_as_far_as_they_go(serve, tmp_path):
         handle.write(b'{"type": "deep", "text": ' + b"[" * 900 + b"]" * 900 + b"}\n")
     served = serve(tmp_path)
     id = served.the_run()
-    texts = {one["text"]: one["level"] for one in served.get(f"/api/runs/{id}/log")["lines"]}
+    texts = {line["text"]: line["level"] for line in served.get(f"/api/runs/{id}/log")["lines"]}
     assert texts["to \ufffd[31mMars\ufffd[0m"] == "warning"
     assert 'warp: {"factor": {"x": [1]}}' in texts
     for route in ("", "/ranks", "/traffic", "/config"):
@@ -289,13 +290,13 @@ def test_runs_are_not_looked_for_in_checkpoints_models_hidden_folders_or_through
     (output / "filelink").mkdir()
     (output / "filelink/events.jsonl").symlink_to(outside / "secret/events.jsonl")
     os.mkfifo(output / "a/events.jsonl")
-    assert [one["path"] for one in serve(output).get("/api/runs")["runs"]] == ["a/b/seen"]
+    assert [run["path"] for run in serve(output).get("/api/runs")["runs"]] == ["a/b/seen"]
 
 
 def test_a_folder_too_deep_is_not_searched(serve, tmp_path):
     finished(tmp_path / "/".join("abcdefgh"))
     finished(tmp_path / "x" / "/".join("abcdefgh"))
-    assert [one["path"] for one in serve(tmp_path).get("/api/runs")["runs"]] == ["a/b/c/d/e/f/g/h"]
+    assert [run["path"] for run in serve(tmp_path).get("/api/runs")["runs"]] == ["a/b/c/d/e/f/g/h"]
 
 
 def test_a_name_that_is_no_text_is_shown_as_far_as_it_goes(serve, tmp_path):
@@ -321,7 +322,7 @@ def test_the_log_is_the_newest_lines_and_says_what_it_left_out(serve, tmp_path):
     finished(tmp_path / "one")
     served = serve(tmp_path)
     log = served.get(f"/api/runs/{served.the_run()}/log", params={"tail": 2})
-    assert [one["text"] for one in log["lines"]][-1] == "done at step 20 after 12.5 s"
+    assert [line["text"] for line in log["lines"]][-1] == "done at step 20 after 12.5 s"
     assert len(log["lines"]) == 2
     assert log["left_out"] == 5
 
@@ -341,16 +342,17 @@ def test_two_runs_are_compared_by_the_keys_that_differ(serve, tmp_path):
         config={"model": "builtin:qwen2-micro", "train_args": {"learning_rate": 0.01, "seed": 42}},
     )
     served = serve(tmp_path)
-    one, two = served.the_run("one"), served.the_run("two")
-    found = served.get("/api/compare", params={"ids": f"{one},{two}"})
-    assert [run["report"]["wall_s"] for run in found["runs"]] == [12.5, 12.5]
-    assert found["config_differences"] == [
-        {"key": "task", "values": {one: "sft", two: None}},
-        {"key": "train_args.learning_rate", "values": {one: 0.001, two: 0.01}},
+    first, second = served.the_run("one"), served.the_run("two")
+    comparison = served.get("/api/compare", params={"ids": f"{first},{second}"})
+    assert [run["report"]["wall_s"] for run in comparison["runs"]] == [12.5, 12.5]
+    assert comparison["config_differences"] == [
+        {"key": "task", "values": {first: "sft", second: None}},
+        {"key": "train_args.learning_rate", "values": {first: 0.001, second: 0.01}},
     ]
     assert served.client.get("/api/compare", params={"ids": ","}).status_code == 400
     assert (
-        served.client.get("/api/compare", params={"ids": f"{one},000000000000"}).status_code == 404
+        served.client.get("/api/compare", params={"ids": f"{first},000000000000"}).status_code
+        == 404
     )
 
 
@@ -425,15 +427,15 @@ def test_heartbeats_are_given_as_far_as_they_make_sense(serve, tmp_path):
     }
     rows = [known, {"rank": "2"}, 3, {"rank": 4, "phase": ["x"], "step": "many"}]
     (run / "heartbeats.json").write_text(json.dumps({"time": 6, "ranks": rows}))
-    told = served.get(path)
-    assert [one["rank"] for one in told["ranks"]] == [1, 4]
+    heartbeats = served.get(path)
+    assert [row["rank"] for row in heartbeats["ranks"]] == [1, 4]
     assert (
-        told["ranks"][0]["phase"],
-        told["ranks"][0]["heard_at"],
-        told["ranks"][0]["moved_at"],
+        heartbeats["ranks"][0]["phase"],
+        heartbeats["ranks"][0]["heard_at"],
+        heartbeats["ranks"][0]["moved_at"],
     ) == ("backward", 5.5, None)
-    assert "\x1b" not in told["ranks"][0]["host"]
-    assert (told["ranks"][1]["phase"], told["ranks"][1]["step"]) == (None, None)
+    assert "\x1b" not in heartbeats["ranks"][0]["host"]
+    assert (heartbeats["ranks"][1]["phase"], heartbeats["ranks"][1]["step"]) == (None, None)
     for text in ("", "[1]", '{"ranks": 5}', '{"time": 1, "ranks": [{"ra'):
         (run / "heartbeats.json").write_text(text)
         assert served.get(path)["ranks"] == []
@@ -443,10 +445,10 @@ def test_heartbeats_are_given_as_far_as_they_make_sense(serve, tmp_path):
 def test_an_nvidia_device_tells_of_itself() -> None:
     import torch
 
-    found = machine()
-    assert found["gpus_problem"] is None
-    assert len(found["gpus"]) >= torch.cuda.device_count()
-    for gpu in found["gpus"]:
+    hardware = machine()
+    assert hardware["gpus_problem"] is None
+    assert len(hardware["gpus"]) >= torch.cuda.device_count()
+    for gpu in hardware["gpus"]:
         assert gpu["name"]
         assert 0 <= gpu["utilisation"] <= 1
         assert 0 < gpu["memory_used_bytes"] <= gpu["memory_bytes"]

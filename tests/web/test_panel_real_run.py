@@ -8,7 +8,7 @@ from panels import until
 @pytest.mark.slow
 def test_a_training_is_seen_from_its_start_to_its_end(serve, tmp_path):
     served = serve(tmp_path)
-    words = (
+    settings = (
         "max_steps=8",
         "logging_steps=1",
         "eval_steps=4",
@@ -16,14 +16,18 @@ def test_a_training_is_seen_from_its_start_to_its_end(serve, tmp_path):
         "split_dataset_ratio=0.1",
     )
     process = start(
-        *MICRO, *words, f"output_dir={tmp_path / 'one'}", "parallel.mode=ddp", "parallel.num_gpus=2"
+        *MICRO,
+        *settings,
+        f"output_dir={tmp_path / 'one'}",
+        "parallel.mode=ddp",
+        "parallel.num_gpus=2",
     )
     try:
         seen: set[str] = set()
 
         def ended() -> bool:
             runs = served.get("/api/runs")["runs"]
-            seen.update(one["status"] for one in runs)
+            seen.update(run["status"] for run in runs)
             return bool(runs) and runs[0]["status"] in ("done", "failed", "lost", "stopped")
 
         until(ended, timeout_s=240)
@@ -38,8 +42,8 @@ def test_a_training_is_seen_from_its_start_to_its_end(serve, tmp_path):
     assert (run["status"], run["step"], run["steps"], run["problem"]) == ("done", 8, 8, None)
     assert run["loss"] == pytest.approx(run["report"]["final_train_loss"])
     assert run["eval_loss"] == pytest.approx(run["report"]["final_eval_loss"])
-    assert [one["step"] for one in run["evals"]] == [4, 8]
-    assert [one["exists"] for one in run["checkpoints"]] == [True, True]
+    assert [event["step"] for event in run["evals"]] == [4, 8]
+    assert [checkpoint["exists"] for checkpoint in run["checkpoints"]] == [True, True]
     assert [rank["rank"] for rank in run["mesh"]["ranks"]] == [0, 1]
     assert (
         run["predicted"]["traffic_bytes_per_step"]
@@ -80,5 +84,5 @@ def test_a_training_is_seen_from_its_start_to_its_end(serve, tmp_path):
     )
     assert served.client.get(f"/api/runs/{id}/report").status_code == 200
     assert "evaluation at step 8" in "\n".join(
-        one["text"] for one in served.get(f"/api/runs/{id}/log")["lines"]
+        line["text"] for line in served.get(f"/api/runs/{id}/log")["lines"]
     )

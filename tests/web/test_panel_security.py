@@ -20,13 +20,13 @@ def ask(
     """A request as it stands, nothing made good. A header's `_` stands for `-`."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.putrequest(method, path, skip_host=True)
-    given = {
+    fields = {
         "Host": f"127.0.0.1:{port}",
         **{name.replace("_", "-"): value for name, value in headers.items()},
     }
     if body is not None:
-        given.setdefault("Content-Length", str(len(body)))
-    for name, value in given.items():
+        fields.setdefault("Content-Length", str(len(body)))
+    for name, value in fields.items():
         connection.putheader(name, value)
     connection.endheaders(body)
     answer = connection.getresponse()
@@ -40,8 +40,8 @@ def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("panel")
     finished(folder / "output" / "one")
     (folder / "secret.txt").write_text("SECRET")
-    with serving(folder / "output") as found:
-        yield found
+    with serving(folder / "output") as served:
+        yield served
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,11 @@ def test_two_host_headers_are_refused(served):
     ],
 )
 @pytest.mark.parametrize(
-    "asked", ["GET /api/runs", "PUT /api/runs/x/note", "POST /api/start", "GET /"]
+    "request_line", ["GET /api/runs", "PUT /api/runs/x/note", "POST /api/start", "GET /"]
 )
-def test_a_page_of_another_site_is_refused_even_with_the_token(served, origin, asked):
+def test_a_page_of_another_site_is_refused_even_with_the_token(served, origin, request_line):
     port = served.panel.port
-    method, path = asked.split(" ")
+    method, path = request_line.split(" ")
     body = b"{}" if method != "GET" else None
     answer = ask(
         port,
@@ -120,8 +120,8 @@ def test_a_request_that_the_browser_calls_cross_site_is_refused(served):
 @pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "PATCH", "OPTIONS", "TRACE"])
 @pytest.mark.parametrize("token", [None, "", "wrong", "{token}x", "{short}", "\xff", "{token}\xff"])
 def test_whatever_writes_needs_the_right_token(served, method, token):
-    given = token and token.format(token=served.panel.token, short=served.panel.token[:-1])
-    headers = {} if given is None else {"X_Paceline_Token": given}
+    value = token and token.format(token=served.panel.token, short=served.panel.token[:-1])
+    headers = {} if value is None else {"X_Paceline_Token": value}
     port, id = served.panel.port, served.the_run()
     answer = ask(
         port,
@@ -233,14 +233,14 @@ def test_a_run_that_becomes_a_link_is_gone(serve, tmp_path):
 
 def test_the_notes_are_not_written_through_a_link(serve, tmp_path):
     finished(tmp_path / "output" / "one")
-    aside = tmp_path / "mine.json"
-    aside.write_text('{"runs": {}}')
-    (tmp_path / "output/.paceline-ui.json").symlink_to(aside)
+    target = tmp_path / "mine.json"
+    target.write_text('{"runs": {}}')
+    (tmp_path / "output/.paceline-ui.json").symlink_to(target)
     served = serve(tmp_path / "output")
     served.client.put(
         f"/api/runs/{served.the_run()}/note", json={"note": "x"}, headers=served.with_token
     )
-    assert aside.read_text() == '{"runs": {}}'
+    assert target.read_text() == '{"runs": {}}'
 
 
 def test_every_answer_has_the_headers_that_shut_a_page_in(served):
@@ -294,7 +294,7 @@ def test_names_and_logs_are_data_never_html(serve, tmp_path):
 def test_a_body_that_is_too_large_is_refused(served):
     port, id = served.panel.port, served.the_run()
     headers = {"X_Paceline_Token": served.panel.token, "Content_Type": "application/json"}
-    told = ask(
+    answer = ask(
         port,
         f"/api/runs/{id}/note",
         "PUT",
@@ -302,7 +302,7 @@ def test_a_body_that_is_too_large_is_refused(served):
         **headers,
         Content_Length=str(MAX_BODY_BYTES + 1),
     )
-    assert told.status == 413
+    assert answer.status == 413
     # and one that does not say how long it is
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         head = (

@@ -17,26 +17,26 @@ from paceline.web.runs.index import RunIndex
 def test_a_short_run_is_given_step_by_step(serve, tmp_path):
     finished(tmp_path / "one")
     served = serve(tmp_path)
-    found = served.get(f"/api/runs/{served.the_run()}/series")
-    assert found["step"] == list(range(1, 21))
-    assert set(found["series"]) == set(SERIES)
-    loss = found["series"]["loss"]
+    series = served.get(f"/api/runs/{served.the_run()}/series")
+    assert series["step"] == list(range(1, 21))
+    assert set(series["series"]) == set(SERIES)
+    loss = series["series"]["loss"]
     assert (
         loss["mean"]
         == loss["min"]
         == loss["max"]
         == [pytest.approx(9 / step, rel=1e-6) for step in range(1, 21)]
     )
-    assert found["tokens"] == [4096.0 * step for step in range(1, 21)]
-    assert found["series"]["tokens_per_second"]["mean"][0] == pytest.approx(4096 / 0.3, rel=1e-6)
-    assert found["series"]["memory_bytes"]["mean"][0] == 1001
-    assert found["series"]["traffic_bytes"]["mean"][0] == 4096
-    assert (found["num_steps"], found["exact"], found["every"]) == (20, True, 1)
-    assert [(one["step"], one["loss"], one["metrics"]) for one in found["evals"]] == [
+    assert series["tokens"] == [4096.0 * step for step in range(1, 21)]
+    assert series["series"]["tokens_per_second"]["mean"][0] == pytest.approx(4096 / 0.3, rel=1e-6)
+    assert series["series"]["memory_bytes"]["mean"][0] == 1001
+    assert series["series"]["traffic_bytes"]["mean"][0] == 4096
+    assert (series["num_steps"], series["exact"], series["every"]) == (20, True, 1)
+    assert [(event["step"], event["loss"], event["metrics"]) for event in series["evals"]] == [
         (10, 0.8, {"accuracy": 0.5}),
         (20, 0.4, {"accuracy": 0.5}),
     ]
-    marks = [(one["type"], one["step"], one["level"]) for one in found["marks"]]
+    marks = [(mark["type"], mark["step"], mark["level"]) for mark in series["marks"]]
     assert marks[0] == ("run_start", None, "info")
     assert ("notice", None, "warning") in marks
     assert ("checkpoint", 10, "info") in marks
@@ -49,23 +49,23 @@ def test_buckets_keep_the_mean_and_the_extremes(serve, tmp_path):
     for step, loss in enumerate(losses.tolist(), 1):
         log.emit({"type": "step", **step_fields(step), "loss": loss})
     served = serve(tmp_path)
-    found = served.get(
+    series = served.get(
         f"/api/runs/{served.the_run()}/series", params={"points": 10, "names": "loss"}
     )
-    assert found["step"] == list(range(100, 1001, 100))
+    assert series["step"] == list(range(100, 1001, 100))
     parts = losses.reshape(10, 100)
-    assert found["series"]["loss"]["mean"] == pytest.approx(parts.mean(1), rel=1e-5)
-    assert found["series"]["loss"]["min"] == pytest.approx(parts.min(1), rel=1e-5)
-    assert found["series"]["loss"]["max"] == pytest.approx(parts.max(1), rel=1e-5)
+    assert series["series"]["loss"]["mean"] == pytest.approx(parts.mean(1), rel=1e-5)
+    assert series["series"]["loss"]["min"] == pytest.approx(parts.min(1), rel=1e-5)
+    assert series["series"]["loss"]["max"] == pytest.approx(parts.max(1), rel=1e-5)
 
 
 def test_zoom_is_by_steps_and_finds_what_is_within(serve, tmp_path):
     finished(tmp_path / "one", steps=40)
     served = serve(tmp_path)
     id = served.the_run()
-    found = served.get(f"/api/runs/{id}/series", params={"start": 11, "end": 20})
-    assert found["step"] == list(range(11, 21))
-    assert [one["step"] for one in found["evals"]] == [20]
+    series = served.get(f"/api/runs/{id}/series", params={"start": 11, "end": 20})
+    assert series["step"] == list(range(11, 21))
+    assert [event["step"] for event in series["evals"]] == [20]
     assert served.get(f"/api/runs/{id}/series", params={"start": 30, "end": 20})["step"] == []
     assert served.get(f"/api/runs/{id}/series", params={"start": 1000})["step"] == []
 
@@ -76,10 +76,10 @@ def test_what_is_not_finite_is_null_and_leaves_the_rest_of_its_bucket(serve, tmp
         log.emit({"type": "step", **step_fields(step), "loss": loss})
     served = serve(tmp_path)
     id = served.the_run()
-    found = served.get(f"/api/runs/{id}/series", params={"names": "loss"})
-    assert found["series"]["loss"]["mean"] == [1.0, None, 3.0, None, None, None]
-    found = served.get(f"/api/runs/{id}/series", params={"names": "loss", "points": 2})
-    assert found["series"]["loss"] == {"mean": [2.0, None], "min": [1.0, None], "max": [3.0, None]}
+    series = served.get(f"/api/runs/{id}/series", params={"names": "loss"})
+    assert series["series"]["loss"]["mean"] == [1.0, None, 3.0, None, None, None]
+    series = served.get(f"/api/runs/{id}/series", params={"names": "loss", "points": 2})
+    assert series["series"]["loss"] == {"mean": [2.0, None], "min": [1.0, None], "max": [3.0, None]}
     assert "step 6 is -inf" in served.get("/api/runs")["runs"][0]["problem"]
 
 
@@ -124,15 +124,20 @@ def test_after_a_resume_only_what_counts_is_shown_and_the_marks_stay(serve, tmp_
     log = resumed_log(tmp_path / "one")
     served = serve(tmp_path)
     id = served.the_run()
-    found = served.get(f"/api/runs/{id}/series")
+    series = served.get(f"/api/runs/{id}/series")
     counting = effective_steps(read_events(tmp_path / "one/events.jsonl"))
-    assert found["step"] == [one["step"] for one in counting] == [1, 2, 3, 4, 5, 6]
-    assert found["series"]["loss"]["mean"] == pytest.approx(
-        [one["loss"] for one in counting], rel=1e-6
+    assert series["step"] == [event["step"] for event in counting] == [1, 2, 3, 4, 5, 6]
+    assert series["series"]["loss"]["mean"] == pytest.approx(
+        [event["loss"] for event in counting], rel=1e-6
     )
-    assert found["tokens"][-1] == 4096 * 6
-    assert [one["step"] for one in found["evals"]] == [6]
-    assert [one["type"] for one in found["marks"]] == ["run_start", "fault", "run_start", "resume"]
+    assert series["tokens"][-1] == 4096 * 6
+    assert [event["step"] for event in series["evals"]] == [6]
+    assert [mark["type"] for mark in series["marks"]] == [
+        "run_start",
+        "fault",
+        "run_start",
+        "resume",
+    ]
     assert served.get(f"/api/runs/{id}")["restarts"] == 1
     assert served.get("/api/runs")["runs"][0]["step"] == 6
     emit_steps(log, 7, 7)  # and what comes later, after it was read
@@ -140,8 +145,8 @@ def test_after_a_resume_only_what_counts_is_shown_and_the_marks_stay(serve, tmp_
     emit_steps(log, 3, 3)
     assert served.get(f"/api/runs/{id}/series")["step"] == [1, 2, 3]
     begin(tmp_path / "one").close()  # begun anew
-    found = served.get(f"/api/runs/{id}/series")
-    assert (found["step"], found["evals"]) == ([], [])
+    series = served.get(f"/api/runs/{id}/series")
+    assert (series["step"], series["evals"]) == ([], [])
 
 
 def test_a_step_said_twice_without_a_resume_counts_once(tmp_path):
@@ -157,18 +162,18 @@ def test_chunks_and_lines_fall_apart_anywhere(tmp_path, monkeypatch):
     log = resumed_log(tmp_path)
     log.notice("x" * 3000)
     emit_steps(log, 7, 9)
-    whole = RunIndex(tmp_path / "events.jsonl")
-    whole.catch_up()
+    complete = RunIndex(tmp_path / "events.jsonl")
+    complete.catch_up()
     for size in (700, 1021, 2048):
         monkeypatch.setattr(index_module, "_CHUNK_BYTES", size)
         parts = RunIndex(tmp_path / "events.jsonl")
         assert parts.catch_up()
         assert (
             parts.columns.column("step").tolist()
-            == whole.columns.column("step").tolist()
+            == complete.columns.column("step").tolist()
             == [1, 2, 3, 4, 5, 6, 7, 8, 9]
         )
-        assert list(parts.marks) == list(whole.marks)
+        assert list(parts.marks) == list(complete.marks)
         assert parts.position == os.path.getsize(tmp_path / "events.jsonl")
 
 
@@ -213,24 +218,24 @@ def test_a_long_log_is_shown_at_once_by_a_part_of_it_and_then_exactly(serve, tmp
     id = served.the_run()
     lock = served.panel.runs.get(id).index.lock
     with lock:  # the background waits: what comes now comes from the overview
-        found = served.get(f"/api/runs/{id}/series", params={"points": 300})
-        assert not found["exact"]
-        assert 200 < len(found["step"]) <= 300
-        assert found["step"] == sorted(set(found["step"]))
-        assert found["read"] < 1
+        series = served.get(f"/api/runs/{id}/series", params={"points": 300})
+        assert not series["exact"]
+        assert 200 < len(series["step"]) <= 300
+        assert series["step"] == sorted(set(series["step"]))
+        assert series["read"] < 1
         ranks = served.get(f"/api/runs/{id}/ranks")
-        assert [one["rank"] for one in ranks["ranks"]] == [0, 1, 2, 3]
+        assert [row["rank"] for row in ranks["ranks"]] == [0, 1, 2, 3]
     until(lambda: served.get(f"/api/runs/{id}/series")["exact"])
     exact = served.get(f"/api/runs/{id}/series", params={"points": 300})
     counting = effective_steps(read_events(tmp_path / "one/events.jsonl"))
     assert exact["num_steps"] == len(counting) == 12_000
-    losses = np.array([one["loss"] for one in counting])
+    losses = np.array([event["loss"] for event in counting])
     assert exact["series"]["loss"]["mean"] == pytest.approx(
         losses.reshape(300, 40).mean(1), rel=1e-5
     )
     assert exact["tokens"][-1] == 12_000 * 4096
     # The overview was near the truth.
-    near = np.interp(exact["step"], found["step"], found["series"]["loss"]["mean"])
+    near = np.interp(exact["step"], series["step"], series["series"]["loss"]["mean"])
     assert np.abs(near - exact["series"]["loss"]["mean"]).max() < 0.2
 
 
@@ -241,26 +246,26 @@ def test_what_all_indexes_hold_is_bounded(serve, tmp_path, monkeypatch):
     served = serve(tmp_path)
     for name in ("one", "two", "one"):
         assert len(served.get(f"/api/runs/{served.the_run(name)}/series")["step"]) == 20
-    held = [run.index.columns.rows for run in served.panel.runs.all()]
-    assert sorted(held) == [0, 20]
+    num_rows = [run.index.columns.rows for run in served.panel.runs.all()]
+    assert sorted(num_rows) == [0, 20]
 
 
 def test_ranks_have_their_parts_and_the_slowest_is_named(serve, tmp_path):
     log = begin(tmp_path / "one", ranks=4)
     emit_steps(log, 1, 50, ranks=4, slow_rank=2)
     served = serve(tmp_path)
-    found = served.get(f"/api/runs/{served.the_run()}/ranks", params={"points": 5})
-    assert len(found["step"]) == 5
-    rank = found["ranks"][2]
+    ranks = served.get(f"/api/runs/{served.the_run()}/ranks", params={"points": 5})
+    assert len(ranks["step"]) == 5
+    rank = ranks["ranks"][2]
     assert (rank["rank"], rank["host"], rank["device"]) == (2, "one", "cpu:2")
     assert rank["data_s"] == [pytest.approx(0.11)] * 5
     assert rank["communication_s"] == [pytest.approx(0.0)] * 5
     assert rank["memory_bytes"] == [1002.0] * 5
-    assert found["slowest"]["rank"] == 2
-    assert found["slowest"]["phase"] == "data"
-    assert found["slowest"]["slower_by_s"] == pytest.approx(0.1)
-    assert "most of it in data" in found["slowest"]["why"]
-    assert found["lines"] == 50
+    assert ranks["slowest"]["rank"] == 2
+    assert ranks["slowest"]["phase"] == "data"
+    assert ranks["slowest"]["slower_by_s"] == pytest.approx(0.1)
+    assert "most of it in data" in ranks["slowest"]["why"]
+    assert ranks["lines"] == 50
 
 
 def test_ranks_of_an_older_log_have_what_it_told(serve, tmp_path):
@@ -272,13 +277,13 @@ def test_ranks_of_an_older_log_have_what_it_told(serve, tmp_path):
         ]
         log.emit({"type": "step", **step_fields(step), "ranks": rows})
     served = serve(tmp_path)
-    found = served.get(f"/api/runs/{served.the_run()}/ranks")
-    assert found["ranks"][0]["data_s"] == [0.01] * 4
-    assert found["ranks"][0]["communication_s"] == [0.2] * 4
-    assert found["ranks"][0]["forward_s"] == [None] * 4
-    assert found["ranks"][0]["other_s"] == [None] * 4
-    assert found["ranks"][0]["memory_bytes"] == [1000.0] * 4
-    assert found["slowest"]["rank"] == 1
+    ranks = served.get(f"/api/runs/{served.the_run()}/ranks")
+    assert ranks["ranks"][0]["data_s"] == [0.01] * 4
+    assert ranks["ranks"][0]["communication_s"] == [0.2] * 4
+    assert ranks["ranks"][0]["forward_s"] == [None] * 4
+    assert ranks["ranks"][0]["other_s"] == [None] * 4
+    assert ranks["ranks"][0]["memory_bytes"] == [1000.0] * 4
+    assert ranks["slowest"]["rank"] == 1
 
 
 def test_even_ranks_have_no_slowest(serve, tmp_path):
@@ -294,18 +299,18 @@ def test_traffic_is_told_by_collective_beside_what_was_predicted(serve, tmp_path
     emit_steps(log, 1, 10)
     served = serve(tmp_path)
     id = served.the_run()
-    found = served.get(f"/api/runs/{id}/traffic")
-    assert found["by_collective"] == {"all_reduce": [4000.0] * 10, "broadcast": [96.0] * 10}
-    assert (found["predicted_bytes"], found["measured_bytes"]) == (4000.0, 4096.0)
-    assert found["compression"] == {"method": "topk", "ratio": None}
+    traffic = served.get(f"/api/runs/{id}/traffic")
+    assert traffic["by_collective"] == {"all_reduce": [4000.0] * 10, "broadcast": [96.0] * 10}
+    assert (traffic["predicted_bytes"], traffic["measured_bytes"]) == (4000.0, 4096.0)
+    assert traffic["compression"] == {"method": "topk", "ratio": None}
     report = {
         "traffic_bytes_per_step": {"predicted": 4001, "measured": 4097},
         "communication": {"ratio_sent": 49.9},
     }
     (tmp_path / "one/report.json").write_text(json.dumps(report))
-    found = served.get(f"/api/runs/{id}/traffic")
-    assert (found["predicted_bytes"], found["measured_bytes"]) == (4001.0, 4097.0)
-    assert found["compression"]["ratio"] == 49.9
+    traffic = served.get(f"/api/runs/{id}/traffic")
+    assert (traffic["predicted_bytes"], traffic["measured_bytes"]) == (4001.0, 4097.0)
+    assert traffic["compression"]["ratio"] == 49.9
 
 
 def test_a_csv_has_every_step_that_counts(serve, tmp_path):

@@ -33,15 +33,15 @@ def panel(serve, tmp_path):
 
 
 def test_every_key_has_a_field_in_one_group(panel):
-    found = panel.get("/api/schema")
-    keys = [key for group in found["groups"] for key in group["keys"]]
+    schema = panel.get("/api/schema")
+    keys = [key for group in schema["groups"] for key in group["keys"]]
     assert len(keys) == len(set(keys))
     assert set(KEYS) - set(keys) == {"output_dir", "resume"}  # the panel's to set
-    assert set(found["fields"]) == set(KEYS)
-    assert all(one["help"] for one in found["fields"].values())
-    rate = found["fields"]["train_args.warmup_ratio"]
+    assert set(schema["fields"]) == set(KEYS)
+    assert all(field["help"] for field in schema["fields"].values())
+    rate = schema["fields"]["train_args.warmup_ratio"]
     assert (rate["kind"], rate["minimum"], rate["maximum"]) == ("number", 0, 1)
-    assert found["fields"]["train_args.packing"]["choices"] == ["auto", "true", "false"]
+    assert schema["fields"]["train_args.packing"]["choices"] == ["auto", "true", "false"]
 
 
 def test_what_is_suggested_is_there():
@@ -49,34 +49,34 @@ def test_what_is_suggested_is_there():
     assert set(SUGGESTED["parallel.mode"]) == {"auto", *registry.STRATEGIES}
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda one: one["id"])
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset["id"])
 def test_a_preset_is_a_sound_config(preset):
     loaded = load_text(preset["yaml"], "config")
     assert [text for level, text in loaded.notices if level == "warning"] == []
 
 
 def test_a_sound_config_tells_what_it_sets(panel):
-    found = panel.ask(
+    check = panel.ask(
         "/api/check", yaml="model: m\ndataset: d\nlr: 1e-4\ntrain_args:\n  max_steps: 3\n"
     )
-    assert (found["ok"], found["error"]) == (True, None)
-    assert found["values"]["train_args.learning_rate"] == {"value": 1e-4, "line": 3}
-    assert found["values"]["train_args.max_steps"] == {"value": 3, "line": 5}
-    assert any("lr" in one["text"] for one in found["notices"])
+    assert (check["ok"], check["error"]) == (True, None)
+    assert check["values"]["train_args.learning_rate"] == {"value": 1e-4, "line": 3}
+    assert check["values"]["train_args.max_steps"] == {"value": 3, "line": 5}
+    assert any("lr" in notice["text"] for notice in check["notices"])
 
 
 def test_every_mistake_has_its_line_and_key(panel):
-    found = panel.ask(
+    check = panel.ask(
         "/api/check",
         yaml="model: m\ntrain_args:\n  max_stepz: 3\n  precision: 7\n  max_length: 1\n",
     )
-    assert not found["ok"]
-    assert [(one["line"], one["key"]) for one in found["errors"]] == [
+    assert not check["ok"]
+    assert [(mistake["line"], mistake["key"]) for mistake in check["errors"]] == [
         (3, None), (4, "train_args.precision"), (5, "train_args.max_length"), (None, None),
     ]  # fmt: skip
-    assert "max_steps" in found["errors"][0]["fix"]
-    assert "dataset" in found["errors"][3]["what"]
-    assert found["error"] == found["errors"][0]
+    assert "max_steps" in check["errors"][0]["fix"]
+    assert "dataset" in check["errors"][3]["what"]
+    assert check["error"] == check["errors"][0]
 
 
 @pytest.mark.parametrize(
@@ -91,25 +91,25 @@ def test_every_mistake_has_its_line_and_key(panel):
     ],
 )
 def test_text_that_is_no_config_is_told(panel, text, line):
-    found = panel.ask("/api/check", yaml=text)
-    assert not found["ok"]
-    assert found["error"]["line"] == line
-    assert found["error"]["what"]
+    check = panel.ask("/api/check", yaml=text)
+    assert not check["ok"]
+    assert check["error"]["line"] == line
+    assert check["error"]["what"]
 
 
 def test_an_edit_keeps_the_comments(panel):
     text = "model: m # mine\ndataset: d\n"
-    found = panel.ask(
+    edited = panel.ask(
         "/api/yaml", yaml=text, values={"lora.rank": "16", "train_args.learning_rate": "1e-4"}
     )
-    assert found == {
+    assert edited == {
         "yaml": f"{text}lora:\n  rank: 16\ntrain_args:\n  learning_rate: 1e-4\n",
         "kept": True,
     }
-    found = panel.ask(
-        "/api/yaml", yaml=found["yaml"], remove=["lora.rank", "train_args.learning_rate"]
+    edited = panel.ask(
+        "/api/yaml", yaml=edited["yaml"], remove=["lora.rank", "train_args.learning_rate"]
     )
-    assert found["yaml"] == text
+    assert edited["yaml"] == text
     answer = panel.ask("/api/yaml", 400, yaml=text, values={"nothing": 1})
     assert "unknown key" in answer["error"]["what"]
 
@@ -134,12 +134,12 @@ def test_nothing_starts_without_the_token(panel):
 
 @pytest.mark.soak
 def test_a_plan_says_what_fits(panel):
-    found = panel.ask(
+    plan = panel.ask(
         "/api/plan",
         yaml="model: builtin:qwen2-micro\ndataset: builtin:python-docs\nparallel: {device: cpu}\n",
     )
-    assert found["chosen"] in [one["mode"] for one in found["modes"]]
-    assert found["max_steps"] is None
+    assert plan["chosen"] in [mode["mode"] for mode in plan["modes"]]
+    assert plan["max_steps"] is None
     error = panel.ask("/api/plan", 400, yaml="model: m\ndataset: d\ntask: nothing\n")["error"]
     assert "`task: nothing` is not known" in error["what"]
     assert error["fix"]
@@ -176,8 +176,8 @@ def test_the_steps_follow_from_the_data(panel):
         "model: builtin:qwen2-micro\ndataset: builtin:python-docs#40\nparallel: {device: cpu,"
         " num_gpus: 1}\n"
     )
-    found = panel.ask("/api/steps", yaml=f"{text}train_args: {{num_train_epochs: 2}}\n")
-    assert (found["derived"]["steps"], found["derived"]["global_batch_size"]) == (20, 4)
+    steps = panel.ask("/api/steps", yaml=f"{text}train_args: {{num_train_epochs: 2}}\n")
+    assert (steps["derived"]["steps"], steps["derived"]["global_batch_size"]) == (20, 4)
 
 
 def words_of(text: str) -> dict[str, set[str]]:
@@ -190,26 +190,26 @@ def words_of(text: str) -> dict[str, set[str]]:
 
 
 def test_every_word_is_there_in_both_languages():
-    words = words_of((STATIC / "i18n" / "start.js").read_text(encoding="utf-8"))
+    keys = words_of((STATIC / "i18n" / "start.js").read_text(encoding="utf-8"))
     # a section's name is the key's
     of_sections = {f"group.{name}" for name in SECTIONS if name != "lora"}
-    assert words["en"] - words["zh"] == of_sections
-    assert words["zh"] <= words["en"]
+    assert keys["en"] - keys["zh"] == of_sections
+    assert keys["zh"] <= keys["en"]
     pages = "".join(
         path.read_text(encoding="utf-8")
         for path in (STATIC / "pages").glob("*.js")
         if path.name != "run.js"
     )
     used = set(re.findall(r'\bt\("((?:start|plan|data|chat|changes)\.[\w.]+)"', pages))
-    assert used - words["en"] == set()
-    assert {f"preset.{one['id']}" for one in PRESETS} <= words["en"]
+    assert used - keys["en"] == set()
+    assert {f"preset.{preset['id']}" for preset in PRESETS} <= keys["en"]
 
 
 def test_every_key_is_explained_in_chinese_too():
     text = (STATIC / "i18n" / "start_help.js").read_text(encoding="utf-8")
-    told = json.loads(
+    help = json.loads(
         re.search(r"export const help = (\{.*\});", text, re.DOTALL)[1].replace(",\n}", "\n}")
     )
-    assert set(KEYS) - set(told) == set()
-    assert set(SECTIONS) - set(told) == set()
-    assert set(told) <= set(KEYS) | set(SECTIONS)
+    assert set(KEYS) - set(help) == set()
+    assert set(SECTIONS) - set(help) == set()
+    assert set(help) <= set(KEYS) | set(SECTIONS)

@@ -35,16 +35,19 @@ def test_an_upload_lies_in_the_folder_and_never_over_another(serve, tmp_path):
     }
     assert upload(served, "mine.jsonl", b"{}\n")["path"] == "./datasets/mine-2.jsonl"
     assert (tmp_path / "datasets" / "mine.jsonl").read_text() == ROW
-    assert sorted(one.name for one in (tmp_path / "datasets").iterdir()) == [
+    assert sorted(path.name for path in (tmp_path / "datasets").iterdir()) == [
         "mine-2.jsonl",
         "mine.jsonl",
     ]
-    found = served.get("/api/datasets")["datasets"]
-    assert {one["path"] for one in found} == {"./datasets/mine.jsonl", "./datasets/mine-2.jsonl"}
+    listed = served.get("/api/datasets")["datasets"]
+    assert {dataset["path"] for dataset in listed} == {
+        "./datasets/mine.jsonl",
+        "./datasets/mine-2.jsonl",
+    }
 
 
 @pytest.mark.parametrize(
-    ("given", "name"),
+    ("file_name", "name"),
     [
         ("../../etc/x.csv", "x.csv"),
         ("C:\\Users\\x y.CSV", "x_y.csv"),
@@ -55,16 +58,16 @@ def test_an_upload_lies_in_the_folder_and_never_over_another(serve, tmp_path):
         ("a" * 300 + ".csv", "a" * 100 + ".csv"),
     ],
 )
-def test_a_name_is_reduced_to_a_safe_one(given, name):
-    assert safe_name(given) == name
+def test_a_name_is_reduced_to_a_safe_one(file_name, name):
+    assert safe_name(file_name) == name
 
 
 @pytest.mark.parametrize(
-    "given", ["x.py", "x.pkl", "x.pt", ".jsonl", "", "..", "x.jsonl/", "x.safetensors", "x"]
+    "file_name", ["x.py", "x.pkl", "x.pt", ".jsonl", "", "..", "x.jsonl/", "x.safetensors", "x"]
 )
-def test_what_is_no_data_is_refused(serve, tmp_path, given):
+def test_what_is_no_data_is_refused(serve, tmp_path, file_name):
     with pytest.raises(uploading.ConfigError, match="not a supported data file"):
-        safe_name(given)
+        safe_name(file_name)
 
 
 def test_an_upload_that_is_no_data_leaves_nothing(serve, tmp_path):
@@ -90,7 +93,7 @@ def test_bytes_are_counted_as_they_come(serve, tmp_path, monkeypatch):
 
     headers = {**served.with_token, "Content-Type": "multipart/form-data; boundary=b"}
     assert served.client.post("/api/upload", content=endless(), headers=headers).status_code == 413
-    assert [one.name for one in (tmp_path / "datasets").iterdir()] == ["small.csv"]
+    assert [path.name for path in (tmp_path / "datasets").iterdir()] == ["small.csv"]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +129,7 @@ def test_runs_and_links_are_not_listed_as_data(serve, tmp_path):
         (runs / name).parent.mkdir(parents=True, exist_ok=True)
         (runs / name).write_text("")
     (runs / "link.csv").symlink_to(tmp_path / "secret.csv")
-    assert [one["path"] for one in serve(runs).get("/api/datasets")["datasets"]] == [
+    assert [dataset["path"] for dataset in serve(runs).get("/api/datasets")["datasets"]] == [
         "./more/deep/rows.csv"
     ]
 
@@ -134,11 +137,11 @@ def test_runs_and_links_are_not_listed_as_data(serve, tmp_path):
 def test_the_first_rows_are_shown_as_the_model_sees_them(serve, tmp_path):
     served = serve(tmp_path)
     path = upload(served, "mine.jsonl", ROW.encode() * 7)["path"]
-    found = ask(
+    preview = ask(
         served, "/api/preview", yaml=f"model: builtin:qwen2-micro\ndataset: {path}\n", rows=3
     )
-    assert len(found["rows"]) == 3
-    assert [one["text"] for one in found["rows"][0]["segments"] if one["label"]] == [
+    assert len(preview["rows"]) == 3
+    assert [segment["text"] for segment in preview["rows"][0]["segments"] if segment["label"]] == [
         "Riders in a row.<|im_end|>"
     ]
     error = ask(

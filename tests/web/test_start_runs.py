@@ -121,11 +121,11 @@ def test_a_run_outlives_the_panel(serve, tmp_path):
     ]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        told = json.loads(server.stdout.readline())
-        url = told["url"].partition("?")[0]
+        started = json.loads(server.stdout.readline())
+        url = started["url"].partition("?")[0]
         body = {"yaml": MICRO % 4000, "name": "on"}
         answer = httpx.post(
-            f"{url}api/start", json=body, headers={"X-Paceline-Token": told["token"]}, timeout=60
+            f"{url}api/start", json=body, headers={"X-Paceline-Token": started["token"]}, timeout=60
         )
         id = answer.json()["id"]
     finally:
@@ -191,8 +191,8 @@ def test_relative_paths_count_from_where_the_run_was_started(tmp_path):
     run = tmp_path / "output" / "one"
     begin(run, steps=10)
     path = run / "events.jsonl"
-    told = events(run, "run_start")[0].get("output_dir")
-    if told is None:
+    output_dir = events(run, "run_start")[0].get("output_dir")
+    if output_dir is None:
         path.write_text(
             path.read_text().replace(
                 '"type": "run_start"', '"type": "run_start", "output_dir": "output/one"', 1
@@ -200,7 +200,9 @@ def test_relative_paths_count_from_where_the_run_was_started(tmp_path):
         )
     else:
         path.write_text(
-            path.read_text().replace(f'"output_dir": "{told}"', '"output_dir": "output/one"', 1)
+            path.read_text().replace(
+                f'"output_dir": "{output_dir}"', '"output_dir": "output/one"', 1
+            )
         )
     assert started_from(run, tmp_path / "output") == tmp_path
     assert os.path.isdir(started_from(tmp_path, tmp_path))

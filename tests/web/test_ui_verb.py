@@ -19,8 +19,8 @@ from event_logs import finished
 
 
 @contextmanager
-def ui(*words: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
-    with start(*words, "--no-browser", verb="ui", cwd=cwd) as process:
+def ui(*args: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+    with start(*args, "--no-browser", verb="ui", cwd=cwd) as process:
         try:
             yield process
         finally:
@@ -33,7 +33,7 @@ def stop(process: subprocess.Popen[str], number: int = signal.SIGINT) -> tuple[s
     return process.communicate(timeout=20)
 
 
-def told(process: subprocess.Popen[str]) -> dict[str, Any]:
+def started(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert process.stdout is not None
     return json.loads(process.stdout.readline())
 
@@ -63,7 +63,7 @@ def test_it_serves_until_ctrl_c_and_then_ends_well(tmp_path):
 
 def test_json_is_one_line_with_link_token_and_folder(tmp_path):
     with ui("--json", "--port=0", cwd=tmp_path) as process:
-        answer = told(process)
+        answer = started(process)
         assert set(answer) == {"url", "token", "folder"}
         assert answer["url"].endswith(f"?token={answer['token']}")
         # the usual place, made where it is not there
@@ -79,16 +79,16 @@ def test_a_port_in_use_gives_the_next_one_and_says_so(tmp_path):
         taken.listen()
         port = taken.getsockname()[1]
         with ui(".", "--json", "--port", str(port), cwd=tmp_path) as process:
-            url = told(process)["url"]
+            url = started(process)["url"]
             _, err = stop(process)
-    own = int(re.search(r":(\d+)/", url)[1])
-    assert port < own <= port + 50
-    assert f"port {port} is in use; using port {own}" in err
+    bound_port = int(re.search(r":(\d+)/", url)[1])
+    assert port < bound_port <= port + 50
+    assert f"port {port} is in use; using port {bound_port}" in err
 
 
 def test_an_open_address_says_what_that_means(tmp_path):
     with ui(".", "--json", "--port", "0", "--host", "0.0.0.0", cwd=tmp_path) as process:
-        answer = told(process)
+        answer = started(process)
         port = re.search(r":(\d+)/", answer["url"])[1]
         assert httpx.get(f"http://127.0.0.1:{port}/api/runs").status_code == 401
         with_token = {"X-Paceline-Token": answer["token"]}
@@ -99,7 +99,7 @@ def test_an_open_address_says_what_that_means(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("args", "message"),
     [
         (["missing"], "mkdir -p missing"),
         (["file.txt"], "is not a folder"),
@@ -111,12 +111,12 @@ def test_an_open_address_says_what_that_means(tmp_path):
         ([".", "--prot", "80"], "paceline ui"),
     ],
 )
-def test_bad_input_is_one_clear_error(tmp_path, words, said):
+def test_bad_input_is_one_clear_error(tmp_path, args, message):
     (tmp_path / "file.txt").touch()
-    with ui(*words, cwd=tmp_path) as process:
+    with ui(*args, cwd=tmp_path) as process:
         _, err = process.communicate(timeout=30)
     assert process.returncode == 2
-    assert said in err
+    assert message in err
     assert "Traceback" not in err
 
 
@@ -165,7 +165,7 @@ def test_a_killed_server_leaves_runs_alone(tmp_path):
     run = finished(tmp_path / "one")
     before = (run / "events.jsonl").read_bytes()
     with ui(".", "--json", "--port", "0", cwd=tmp_path) as process:
-        url = told(process)["url"]
+        url = started(process)["url"]
         httpx.get(url.partition("?")[0] + "api/runs")
         process.kill()
         process.wait(20)

@@ -17,30 +17,30 @@ expect.set_options(timeout=20_000)  # a machine that is busy is slow, not wrong
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a browser these are not run, and that is said at the end."""
-    mine = [item for item in items if "browser" in getattr(item, "fixturenames", ())]
-    if mine and why_no_browser() is not None:
-        items[:] = [item for item in items if item not in mine]
-        config.hook.pytest_deselected(items=mine)
+    browser_tests = [item for item in items if "browser" in getattr(item, "fixturenames", ())]
+    if browser_tests and why_no_browser() is not None:
+        items[:] = [item for item in items if item not in browser_tests]
+        config.hook.pytest_deselected(items=browser_tests)
         note(
             config,
             "browser",
-            f"NOT RUN: {len(mine)} test(s) in a real browser: {why_no_browser()}.",
+            f"NOT RUN: {len(browser_tests)} test(s) in a real browser: {why_no_browser()}.",
         )
 
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     """The machine's Chromium, or else Playwright's own."""
-    own = next((path for name in NAMES if (path := shutil.which(name))), None)
+    chromium = next((path for name in NAMES if (path := shutil.which(name))), None)
     with sync_playwright() as playwright:
-        found = playwright.chromium.launch(executable_path=own, args=ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
         # The helpers that it starts with its first page are there before the first test counts
         # processes.
-        page = found.new_page()
+        page = browser.new_page()
         page.goto("about:blank")
         page.close()
-        yield found
-        found.close()
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="session")
@@ -58,13 +58,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     made_runs.world(folder / f"named {made_runs.HARM}", ranks=4, hosts=1)
     made_runs.older(folder / "older")
     (folder / "one" / "model").mkdir()
-    found = serve(folder)
-    yield found
-    found.stop()
+    server = serve(folder)
+    yield server
+    server.stop()
 
 
 @pytest.fixture
 def page(browser: Browser, server: Server) -> Iterator[Page]:
     """The list of runs, in English and light."""
-    with opened(browser, server.url) as found:
-        yield found
+    with opened(browser, server.url) as page:
+        yield page

@@ -35,12 +35,12 @@ def world(
             "blocked_s": 0.3,
         }
     )
-    said = {
+    sample = {
         "prompt": "What does json.dumps do?",
         "text": f"It writes {HOSTILE} as text.",
         "reference": "Serialize obj to JSON.",
     }
-    log.emit({"type": "sample", "step": steps // 2, "samples": [said]})
+    log.emit({"type": "sample", "step": steps // 2, "samples": [sample]})
     _steps(log, steps // 2 + 1, steps * 3 // 4, ranks, slow_rank, chance)
     log.emit(
         {

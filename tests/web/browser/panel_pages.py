@@ -54,7 +54,7 @@ class Server:
 
 def serve(folder: Path, port: int = 0) -> Server:
     """Start one, and wait until it listens."""
-    words = [
+    command = [
         sys.executable,
         "-m",
         "paceline",
@@ -65,7 +65,9 @@ def serve(folder: Path, port: int = 0) -> Server:
         "--no-browser",
         "--json",
     ]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, "the server ended before it listened"
@@ -81,20 +83,20 @@ def run_id(folder: Path, name: str) -> str:
 @contextmanager
 def opened(browser: Browser, url: str, **options: object) -> Iterator[Page]:
     """A page in a context of its own. A script error or a refused resource fails the test."""
-    given = {
+    options = {
         "viewport": {"width": 1280, "height": 900},
         "locale": "en-GB",
         "color_scheme": "light",
         **options,
     }
-    context = browser.new_context(**given)  # type: ignore[arg-type]
+    context = browser.new_context(**options)  # type: ignore[arg-type]
     context.set_default_timeout(30_000)
-    found = context.new_page()
+    page = context.new_page()
     wrong: list[str] = []
-    found.on("pageerror", lambda error: wrong.append(str(error)))
-    found.on("console", lambda message: _keep(message, wrong))
-    found.goto(url)
-    yield found
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: _keep(message, wrong))
+    page.goto(url)
+    yield page
     context.close()
     assert not wrong, wrong
 
@@ -110,7 +112,7 @@ def _keep(message: ConsoleMessage, wrong: list[str]) -> None:
         "ERR_EMPTY_RESPONSE",
         "ERR_NETWORK",
     )
-    if message.type == "error" and not any(one in message.text for one in expected):
+    if message.type == "error" and not any(text in message.text for text in expected):
         wrong.append(message.text)
 
 
@@ -119,8 +121,8 @@ def why_no_browser() -> str | None:
     """Why no Chromium can be had; None where one can."""
     if any(shutil.which(name) for name in NAMES):
         return None
-    with sync_playwright() as found:
-        path = Path(found.chromium.executable_path)
+    with sync_playwright() as playwright:
+        path = Path(playwright.chromium.executable_path)
     return (
         None
         if path.exists()

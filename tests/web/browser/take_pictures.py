@@ -37,7 +37,7 @@ COLOURS = 96  # of a picture's palette: pages of text and lines need no more
 
 def pages(folder: Path) -> dict[str, str]:
     """name → address behind the `#`."""
-    names = sorted(one.parent.name for one in folder.glob("*/events.jsonl"))
+    names = sorted(path.parent.name for path in folder.glob("*/events.jsonl"))
     first = run_id(folder, "first")
     compared = ",".join(run_id(folder, name) for name in names[:3])
     return {
@@ -69,11 +69,11 @@ def main(folder: Path) -> None:
     import shutil
 
     OUTPUT.mkdir(exist_ok=True)
-    own = next((found for name in NAMES if (found := shutil.which(name))), None)
+    chromium = next((path for name in NAMES if (path := shutil.which(name))), None)
     server = serve(folder)
     try:
         with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=own, args=ARGUMENTS)
+            browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
             for name, place in pages(folder).items():
                 for way in WAYS:
                     if way == "zh" and name not in IN_CHINESE:

@@ -23,14 +23,14 @@ TABS = (
 
 
 def pages(server: Server) -> list[str]:
-    cluster, one, two = (run_id(server.folder, name) for name in ("cluster", "one", "two"))
+    cluster, first, second = (run_id(server.folder, name) for name in ("cluster", "one", "two"))
     tabs = [f"#/run/{cluster}/{tab}" for tab in TABS]
     return [
         "#/",
         *tabs,
-        f"#/compare/{one},{two},{cluster}",
+        f"#/compare/{first},{second},{cluster}",
         "#/new",
-        f"#/run/{one}/chat",
+        f"#/run/{first}/chat",
         "#/no/such",
     ]
 
@@ -63,7 +63,7 @@ def seen(browser: Browser, server: Server) -> dict[str, list[str]]:
             for theme in ("light", "dark"):
                 page.emulate_media(color_scheme=theme)
                 expect(page.locator("html")).to_have_attribute("data-theme", theme)
-                wrong[theme] += [f"{address}: {one}" for one in serious(page)]
+                wrong[theme] += [f"{address}: {violation}" for violation in serious(page)]
             page.set_viewport_size({"width": 390, "height": 844})
             wrong["phone"] += [f"{address}: {beyond} px" for beyond in too_wide(page)]
     return wrong
@@ -83,11 +83,15 @@ def too_wide(page: Page) -> list[float]:
 def serious(page: Page) -> list[str]:
     result = page.evaluate("axe.run(document, {iframes: false, resultTypes: ['violations']})")
     assert len(result["passes"]) > 10, "axe-core has not looked"
-    found = [one for one in result["violations"] if one["impact"] in ("serious", "critical")]
+    violations = [
+        violation
+        for violation in result["violations"]
+        if violation["impact"] in ("serious", "critical")
+    ]
     return [
-        f"{one['id']}: {node['target']} {node['failureSummary']}"
-        for one in found
-        for node in one["nodes"][:3]
+        f"{violation['id']}: {node['target']} {node['failureSummary']}"
+        for violation in violations
+        for node in violation["nodes"][:3]
     ]
 
 

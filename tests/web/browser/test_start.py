@@ -20,9 +20,9 @@ LONG_MS = 90_000  # for what a run does on a busy machine
 def panel(tmp_path: Path) -> Iterator[Server]:
     """A panel of its own for runs that are started; it has ended, with all that it holds, before
     processes are counted."""
-    found = serve(tmp_path)
-    yield found
-    found.stop()
+    panel = serve(tmp_path)
+    yield panel
+    panel.stop()
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_data_is_uploaded_and_looked_at(form, panel):
         {"prompt": "What is a pace line?", "completion": "Riders in a row."},
         {"prompt": "<b>", "completion": "bold " * 60},
     ]
-    content = "".join(json.dumps(one) + "\n" for one in rows).encode()
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     form.set_input_files(
         "#upload", {"name": "../mine.jsonl", "mimeType": "application/json", "buffer": content}
     )
@@ -183,12 +183,12 @@ def test_a_rank_that_stands_still_is_seen_and_the_run_ended_at_once(form, panel)
     expect(now.nth(1)).to_contain_text("process is stopped", timeout=LONG_MS)
     expect(now.nth(1)).to_contain_text("no progress for", timeout=LONG_MS)
     expect(now.nth(0)).to_contain_text("waiting for", timeout=LONG_MS)
-    for word in ("Stop", "End now"):
-        expect(form.locator("#stop")).to_have_text(word)
+    for label in ("Stop", "End now"):
+        expect(form.locator("#stop")).to_have_text(label)
         form.locator("#stop").click()
         form.locator("#stop-yes").click()
         # asked again by another page it is refused: a second signal would end it
-        if word == "Stop":
+        if label == "Stop":
             expect(form.locator("#stop")).to_have_text("End now")
             address, _, token = panel.url.partition("?token=")
             again = f"{address}api/runs/{run_id(panel.folder, 'stuck')}/stop"
@@ -207,7 +207,8 @@ def test_what_the_command_refuses_stands_in_the_page(form, panel):
     form.locator("#start").click()
     expect(form.locator(".state-error")).to_contain_text("builtin:nothing", timeout=LONG_MS)
     expect(form.locator(".state-error")).to_contain_text("builtin:qwen2-micro")
-    assert not any(one.is_dir() and one.name.startswith("first") for one in panel.folder.iterdir())
+    folders = [path.name for path in panel.folder.iterdir() if path.is_dir()]
+    assert not any(name.startswith("first") for name in folders)
 
 
 @pytest.mark.soak

@@ -11,7 +11,7 @@ from paceline.config.fields import SECTIONS
 
 STATIC = Path(paceline.web.__file__).parent / "static"
 FILES = [path for path in sorted(STATIC.rglob("*")) if path.is_file()]
-OWN = [path for path in FILES if path.suffix == ".js" and "vendor" not in path.parts]
+SCRIPTS = [path for path in FILES if path.suffix == ".js" and "vendor" not in path.parts]
 
 
 def test_it_weighs_less_than_300_kb_compressed() -> None:
@@ -21,7 +21,7 @@ def test_it_weighs_less_than_300_kb_compressed() -> None:
 def test_no_script_or_style_stands_in_the_page_and_none_comes_from_elsewhere() -> None:
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", page)
-    for path in [*OWN, *STATIC.rglob("*.html"), *STATIC.rglob("*.css")]:
+    for path in [*SCRIPTS, *STATIC.rglob("*.html"), *STATIC.rglob("*.css")]:
         text = path.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(r"(src|href|from|import|url)\W{1,3}https?://", text), path
 
@@ -30,12 +30,12 @@ def test_no_markup_is_made_of_data() -> None:
     markup = (
         r"\.(innerHTML|outerHTML)\s*\+?=|insertAdjacentHTML|document\.write|\beval\(|new Function"
     )
-    for path in OWN:
+    for path in SCRIPTS:
         assert not re.search(markup, path.read_text(encoding="utf-8")), path
 
 
 def test_every_module_that_is_named_is_there() -> None:
-    for path in OWN:
+    for path in SCRIPTS:
         for name in re.findall(
             r"""(?:from|import)\s*\(?\s*["'](\.[^"']+)["']""", path.read_text(encoding="utf-8")
         ):
@@ -61,15 +61,15 @@ def test_each_text_is_there_once_in_both_languages() -> None:
 
 
 def test_each_text_that_is_asked_for_is_there() -> None:
-    texts = [path.read_text(encoding="utf-8") for path in OWN]
+    texts = [path.read_text(encoding="utf-8") for path in SCRIPTS]
     known = {
         key
         for path in (STATIC / "i18n").glob("*.js")
         for key in _keys(path.read_text(encoding="utf-8"))
     }
-    asked = {key for text in texts for key in re.findall(r"""\bt(?:ermOf)?\("([\w.]+)["]""", text)}
-    assert len(asked) > 100
-    assert asked - known == set()
+    used = {key for text in texts for key in re.findall(r"""\bt(?:ermOf)?\("([\w.]+)["]""", text)}
+    assert len(used) > 100
+    assert used - known == set()
 
 
 def _keys(text: str) -> list[str]:

@@ -115,9 +115,9 @@ def test_events_come_to_the_screen_as_they_are_written(
     event_logs.emit_steps(log, 1, 10)
     expect(page.locator("[data-key='f.loss'] .figure-value")).to_have_text("0.9000")
     chart = page.get_by_role("application", name="Loss over step")
-    expect(chart).to_have_attribute("aria-label", re.compile("is 0.9000 at the end"))
+    expect(chart).to_have_attribute("aria-label", re.compile("ends at 0.9000"))
     event_logs.emit_steps(log, 11, 20)
-    expect(chart).to_have_attribute("aria-label", re.compile("is 0.4500 at the end"))
+    expect(chart).to_have_attribute("aria-label", re.compile("ends at 0.4500"))
     log.emit(
         {
             "type": "fault",
@@ -132,7 +132,7 @@ def test_events_come_to_the_screen_as_they_are_written(
     # what came after step 10 counts no more
     log.emit({"type": "resume", "step": 10, "path": "checkpoints/step-00000010"})
     event_logs.emit_steps(log, 11, 12)
-    expect(chart).to_have_attribute("aria-label", re.compile("is 0.7500 at the end"))
+    expect(chart).to_have_attribute("aria-label", re.compile("ends at 0.7500"))
     log.close()
     shutil.rmtree(live)
     expect(page.get_by_role("heading", name="This run no longer exists")).to_be_visible()
