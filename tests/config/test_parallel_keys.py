@@ -262,7 +262,7 @@ def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None
         ("zero_hpz_partition_size: 8", "secondary partition"),
         ("distributed_type: MEGATRON_LM", "Megatron-LM"),
         ("distributed_type: XLA", "TPUs"),
-        ("mixed_precision: fp8", "not a precision"),
+        ("mixed_precision: fp8", "not a supported precision"),
         ("deepspeed: missing.json", "No such file"),
         ("deepspeed: zero7", "neither a file nor the name of a ZeRO stage"),
         ("deepspeed: ds_z3.json\nfsdp: full_shard", "keep one of the two"),
@@ -420,7 +420,7 @@ def test_a_config_of_accelerate_is_named_as_one_and_works_with_a_model_and_data(
     with pytest.raises(ConfigError) as caught:
         load_config(path, ["mixed_precision=fp8"])
     assert "is an Accelerate config" in caught.value.paragraph()
-    assert "`fp8` is not a precision" in caught.value.paragraph()
+    assert "`fp8` is not a supported precision" in caught.value.paragraph()
     loaded = load_config(path, ["model=m", "dataset=d"])
     assert parallel_of(loaded) == {"mode": "zero3", "num_gpus": 8, "node_rank": 0}
     assert loaded.config.train_args.precision == "bf16-mixed"

@@ -373,7 +373,7 @@ def test_the_stage_of_a_file_counts_without_a_loaded_config_too(tmp_path):
         ({"zero_optimization": {"overlap_com": True}}, "did you mean overlap_comm"),
         ({"zero_optimization": [2]}, "is not an object"),
         ({"tensor_parallel": {"autotp_size": 2}}, "parallel.tensor"),
-        ({"sequence_parallel": {"enabled": True, "size": 4}}, "sequences"),
+        ({"sequence_parallel": {"enabled": True, "size": 4}}, "sequence parallelism"),
         ({"fp8": {"enabled": True}}, "8-bit"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types"),
         ({"zero_optimisation": {}}, "did you mean zero_optimization"),
