@@ -16,7 +16,7 @@ from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.models.builtin import resolve_model
 from paceline.tasks import load_task
-from paceline.tasks.preview import MOST_TOKENS, preview
+from paceline.tasks.preview import MAX_TOKENS, preview
 
 
 def config_of(dataset: object, **settings: object):
@@ -89,11 +89,11 @@ def test_a_document_is_cut_into_samples_and_loses_nothing(tmp_path):
     (row,) = preview(config_of(path, task="pretrain", **{"train_args.max_length": 100}))["rows"]
     assert row["parts"] == -(-row["num_tokens"] // 100)
     assert row["cut_tokens"] == 0
-    assert row["hidden_tokens"] == max(0, row["num_tokens"] - MOST_TOKENS)
+    assert row["hidden_tokens"] == max(0, row["num_tokens"] - MAX_TOKENS)
 
 
 def test_a_task_of_ones_own_is_refused():
-    with pytest.raises(ConfigError, match="known to that task alone"):
+    with pytest.raises(ConfigError, match="a preview is not supported with"):
         preview(config_of("rows.csv", task="./examples/my_task.py:Task"))
     with pytest.raises(ConfigError, match="out of range"):
         preview(config_of("builtin:python-docs"), rows=0)

@@ -20,8 +20,8 @@ from paceline.tasks.base import Task
 
 
 def make_config(**keys: Any) -> Config:
-    given = {"model": "builtin:small-cnn", "task": "classify", "dataset": "builtin:digits", **keys}
-    return Config.model_validate(given)
+    values = {"model": "builtin:small-cnn", "task": "classify", "dataset": "builtin:digits", **keys}
+    return Config.model_validate(values)
 
 
 def prepared_task(**keys: Any) -> Task:
@@ -36,18 +36,18 @@ def make_folder(root: Path, classes: dict[str, int], size: int = 12) -> Path:
     generator = np.random.default_rng(0)
     for number, (name, count) in enumerate(classes.items()):
         (root / name).mkdir(parents=True)
-        for one in range(count):
+        for number in range(count):
             pixels = generator.integers(0, 60, (size, size + 4, 3), dtype=np.uint8) + np.uint8(
                 90 * number
             )
-            Image.fromarray(pixels).save(root / name / f"{one:02d}.png")
+            Image.fromarray(pixels).save(root / name / f"{number:02d}.png")
     return root
 
 
 def batches(task: Task, dataset: Any, size: int) -> list[Any]:
     order = np.random.default_rng(0).permutation(len(dataset))
     return [
-        task.collate([dataset[int(one)] for one in order[start : start + size]])
+        task.collate([dataset[int(index)] for index in order[start : start + size]])
         for start in range(0, len(order), size)
     ]
 
@@ -98,7 +98,7 @@ def test_digits_are_learnt_and_the_model_loads_again(tmp_path: Path) -> None:
     task.save_model(model, tmp_path)
     again, classes = load_classifier(tmp_path)
     images, _ = batches(task, task.build_datasets()[1], 50)[0]
-    assert classes == [str(one) for one in range(10)]
+    assert classes == [str(digit) for digit in range(10)]
     assert torch.equal(again(images), model.eval()(images))
     # The folder is a model to go on from.
     further = prepared_task(model=str(tmp_path))
@@ -114,7 +114,7 @@ def test_digits_have_the_declared_shape_and_scale() -> None:
         (),
         torch.int64,
     )
-    every = torch.stack([one for one, _ in task.build_datasets()[0]])
+    every = torch.stack([image for image, _ in task.build_datasets()[0]])
     assert (float(every.min()), float(every.max())) == (0.0, 1.0)
 
 
@@ -142,8 +142,8 @@ def test_the_split_follows_from_the_seed_alone_and_is_sent_to_ranks_whole() -> N
 
 def test_the_fingerprint_changes_with_the_data() -> None:
     def fingerprint(**keys: Any) -> str | None:
-        found = prepared_task(**keys).prepared
-        return found and found.fingerprint
+        prepared = prepared_task(**keys).prepared
+        return prepared and prepared.fingerprint
 
     assert fingerprint() == fingerprint()
     assert (
@@ -162,15 +162,17 @@ def test_the_loss_is_a_sum_so_that_parts_add_up() -> None:
     task = prepared_task(dataset="builtin:digits#40", model="builtin:mlp")
     torch.manual_seed(1)
     model = task.build_model()
-    whole = batches(task, task.build_datasets()[0], 40)[0]
+    batch = batches(task, task.build_datasets()[0], 40)[0]
     parts = batches(task, task.build_datasets()[0], 13)
-    assert task.count(whole) == sum(task.count(one) for one in parts) == 40
-    torch.testing.assert_close(task.loss(model, whole), sum(task.loss(model, one) for one in parts))
+    assert task.count(batch) == sum(task.count(part) for part in parts) == 40
+    torch.testing.assert_close(
+        task.loss(model, batch), sum(task.loss(model, part) for part in parts)
+    )
 
 
 def test_number_of_images_after_the_hash(tmp_path: Path) -> None:
     assert len(open_images("builtin:digits#100", seed=3)) == 100
-    first, second = (open_images("builtin:digits#100", seed=one).rows for one in (3, 4))
+    first, second = (open_images("builtin:digits#100", seed=seed).rows for seed in (3, 4))
     assert first is not None
     assert second is not None
     assert not np.array_equal(first, second)
@@ -200,7 +202,7 @@ def test_a_folder_is_learnt_and_what_cannot_be_read_is_counted(tmp_path: Path) -
     assert sum(counts["dropped"].values()) == 4
     assert {"empty file", "in no class folder", "not an image"} <= set(counts["dropped"])
     warnings = " ".join(text for level, text in task.prepared.notices if level == "warning")
-    assert "4 files left out" in warnings
+    assert "4 files dropped" in warnings
     assert "`unused` holds no readable image" in warnings
     image, label = task.build_datasets()[0][0]
     assert (image.shape, image.dtype) == ((3, 8, 8), torch.float32)
@@ -215,7 +217,7 @@ def test_a_folder_is_learnt_and_what_cannot_be_read_is_counted(tmp_path: Path) -
 def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "images", {"a": 1, "b": 1}, size=64)
     file = folder / "a" / "00.png"
-    file.write_bytes(file.read_bytes()[:3000])  # header whole, pixels cut off
+    file.write_bytes(file.read_bytes()[:3000])  # complete header, pixels cut off
     task = prepared_task(dataset=str(folder))
     with pytest.raises(RunError, match=r"a/00\.png has a good header"):
         task.build_datasets()[0][0]
@@ -228,9 +230,11 @@ def test_validation_folder_keeps_the_numbers_of_the_training_classes(tmp_path: P
     held_out = task.build_datasets()[1]
     assert held_out.index.labels.tolist() == [1, 2, 2]
     assert task.prepared is not None
-    assert any("no image of 1 class" in text for _, text in task.prepared.notices)
+    assert any("no images of 1 class" in text for _, text in task.prepared.notices)
     make_folder(tmp_path / "val2", {"cat": 1, "dog": 1})
-    with pytest.raises(ConfigError, match=r"classes that training has not: dog.*ant, bee, cat"):
+    with pytest.raises(
+        ConfigError, match=r"classes that training does not have: dog.*ant, bee, cat"
+    ):
         prepared_task(dataset=str(folder), val_dataset=str(tmp_path / "val2"))
 
 
@@ -292,7 +296,7 @@ def test_a_hugging_face_classifier_gets_images_in_its_own_form(
     again = AutoModelForImageClassification.from_pretrained(out)
     images = batches(task, train_set, 8)[0][0]
     torch.testing.assert_close(again(images).logits, model.eval()(images).logits)
-    assert load_classifier(out)[1] == [str(one) for one in range(10)]
+    assert load_classifier(out)[1] == [str(digit) for digit in range(10)]
     assert (out / "preprocessor_config.json").is_file()
 
 
@@ -315,7 +319,7 @@ def test_settings_of_language_models_are_named_as_without_effect() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "message"),
     [
         ({"model": "builtin:qwen2-tiny"}, r"no image model.*builtin:small-cnn"),
         ({"model": "builtin:small-cn"}, r"`model: builtin:small-cnn`"),
@@ -327,8 +331,8 @@ def test_settings_of_language_models_are_named_as_without_effect() -> None:
         ({"lora": {"enable": True}}, r"lora\.enable"),
     ],
 )
-def test_wrong_settings_are_refused(keys: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_wrong_settings_are_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         prepared_task(**keys)
 
 
@@ -340,7 +344,7 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
         prepared_task(dataset=str(flat))
     with pytest.raises(ConfigError, match=r"is a file"):
         prepared_task(dataset=str(flat / "one.png"))
-    with pytest.raises(ConfigError, match=r"one class only \(cat\)"):
+    with pytest.raises(ConfigError, match="has a single class, cat"):
         prepared_task(dataset=str(make_folder(tmp_path / "single", {"cat": 3})))
     with pytest.raises(ConfigError, match=r"did you mean.*single"):
         prepared_task(dataset=str(tmp_path / "singel"))

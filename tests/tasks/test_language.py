@@ -22,11 +22,11 @@ def compiler_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(
-    task: str = "sft", dataset: str = "builtin:python-docs#12", **more: Any
+    task: str = "sft", dataset: str = "builtin:python-docs#12", **keys: Any
 ) -> tuple[LanguageTask, Any, list[Any]]:
     """(task, model ready to train, its samples)."""
-    args = {"max_length": 96, **more.pop("train_args", {})}
-    config = Config(model=MODEL, dataset=dataset, task=task, train_args=args, **more)
+    args = {"max_length": 96, **keys.pop("train_args", {})}
+    config = Config(model=MODEL, dataset=dataset, task=task, train_args=args, **keys)
     made = LanguageTask(config)
     made.check()
     made.prepared = made.prepare()
@@ -45,39 +45,44 @@ def loss_and_gradients(
     loss = task.loss(model, task.collate(samples))
     loss.backward()
     return loss.item(), {
-        name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None
+        name: param.grad.clone()
+        for name, param in model.named_parameters()
+        if param.grad is not None
     }
 
 
-def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert set(one) == set(other) != set()
-    for name, gradient in one.items():
+def close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(actual) == set(expected) != set()
+    for name, gradient in actual.items():
         assert (
-            float((gradient - other[name]).abs().max()) <= 1e-5 * float(gradient.abs().max()) + 1e-6
+            float((gradient - expected[name]).abs().max())
+            <= 1e-5 * float(gradient.abs().max()) + 1e-6
         ), name
 
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_packed_is_padded(lora: bool) -> None:
-    more: dict[str, Any] = {"lora": {"enable": lora, "dropout": 0.0}}
-    packed, packed_model, samples = make(train_args={"packing": True}, **more)
-    padded, padded_model, again = make(train_args={"packing": False}, **more)
+    keys: dict[str, Any] = {"lora": {"enable": lora, "dropout": 0.0}}
+    packed, packed_model, samples = make(train_args={"packing": True}, **keys)
+    padded, padded_model, again = make(train_args={"packing": False}, **keys)
     assert packed.packed
     assert not padded.packed
-    assert len({len(one["input_ids"]) for one in samples}) > 3  # ragged, or the test says nothing
+    assert (
+        len({len(sample["input_ids"]) for sample in samples}) > 3
+    )  # otherwise the test shows nothing
     assert all(
-        (one["input_ids"] == two["input_ids"]).all()
-        for one, two in zip(samples, again, strict=True)
+        (sample["input_ids"] == other["input_ids"]).all()
+        for sample, other in zip(samples, again, strict=True)
     )
-    for (name, one), (_, other) in zip(
+    for (name, param), (_, other) in zip(
         packed_model.named_parameters(), padded_model.named_parameters(), strict=True
     ):
         if "lora_B" in name:  # they begin at zero, where the gradient of lora_A says nothing
             torch.nn.init.normal_(
-                one, std=0.02, generator=torch.Generator().manual_seed(one.numel())
+                param, std=0.02, generator=torch.Generator().manual_seed(param.numel())
             )
-            other.data.copy_(one.data)
-        assert torch.equal(one, other)
+            other.data.copy_(param.data)
+        assert torch.equal(param, other)
     left = loss_and_gradients(packed, packed_model.train(), samples)
     right = loss_and_gradients(padded, padded_model.train(), samples)
     assert left[0] == pytest.approx(right[0], rel=1e-5)
@@ -85,17 +90,19 @@ def test_packed_is_padded(lora: bool) -> None:
     assert packed.collate(samples)["input_ids"].shape[0] == 1
     assert padded.collate(samples)["input_ids"].shape == (
         len(samples),
-        max(len(one["input_ids"]) for one in samples),
+        max(len(sample["input_ids"]) for sample in samples),
     )
 
 
 def test_a_sample_never_sees_its_neighbours() -> None:
     task, model, samples = make()
     assert task.packed
-    alone = [loss_and_gradients(task, model, [one]) for one in samples]
+    alone = [loss_and_gradients(task, model, [sample]) for sample in samples]
     together = loss_and_gradients(task, model, samples)
     assert together[0] == pytest.approx(sum(loss for loss, _ in alone), rel=1e-5)
-    close(together[1], {name: sum(one[name] for _, one in alone) for name in together[1]})  # type: ignore[misc]
+    close(
+        together[1], {name: sum(gradients[name] for _, gradients in alone) for name in together[1]}
+    )  # type: ignore[misc]
     turned = loss_and_gradients(task, model, samples[::-1])
     assert turned[0] == pytest.approx(together[0], rel=1e-5)
     close(turned[1], together[1])
@@ -104,22 +111,22 @@ def test_a_sample_never_sees_its_neighbours() -> None:
 def test_the_loss_is_that_of_transformers() -> None:
     task, model, samples = make()
     plain = make(train_args={"packing": False})[1]
-    for one in samples[:3]:
-        ids = torch.from_numpy(one["input_ids"].astype("int64")).unsqueeze(0)
-        mask = torch.from_numpy(one["labels_mask"].astype(bool)).unsqueeze(0)
+    for sample in samples[:3]:
+        ids = torch.from_numpy(sample["input_ids"].astype("int64")).unsqueeze(0)
+        mask = torch.from_numpy(sample["labels_mask"].astype(bool)).unsqueeze(0)
         with torch.no_grad():
-            theirs = plain(input_ids=ids, labels=ids.masked_fill(~mask, -100)).loss
-            mine = task.loss(model, task.collate([one]))
+            expected = plain(input_ids=ids, labels=ids.masked_fill(~mask, -100)).loss
+            actual = task.loss(model, task.collate([sample]))
         count = int(mask[0, 1:].sum())
-        assert task.count(task.collate([one])) == count
-        assert float(mine) / count == pytest.approx(float(theirs), rel=1e-5)
+        assert task.count(task.collate([sample])) == count
+        assert float(actual) / count == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_counts_and_tokens() -> None:
     packed, _, samples = make()
     padded, _, _ = make(train_args={"packing": False})
-    tokens = sum(len(one["input_ids"]) for one in samples)
-    labels = sum(int(one["labels_mask"][1:].sum()) for one in samples)
+    tokens = sum(len(sample["input_ids"]) for sample in samples)
+    labels = sum(int(sample["labels_mask"][1:].sum()) for sample in samples)
     for task in (packed, padded):
         batch = task.collate(samples)
         # padding counts as neither
@@ -138,7 +145,7 @@ def test_pretraining_has_loss_on_every_token(tmp_path: Path) -> None:
     assert task.count(batch) == task.num_tokens(batch) - len(samples)  # all but each sample's first
     together = loss_and_gradients(task, model, samples)
     assert together[0] == pytest.approx(
-        sum(loss_and_gradients(task, model, [one])[0] for one in samples), rel=1e-5
+        sum(loss_and_gradients(task, model, [sample])[0] for sample in samples), rel=1e-5
     )
 
 

@@ -30,14 +30,14 @@ from paceline.train.precision import Precision
 
 
 def make_config(**keys: Any) -> Config:
-    given = {
+    values = {
         "model": "builtin:dlrm",
         "task": "recommend",
         "dataset": "builtin:clicks#3000",
         "split_dataset_ratio": 0.2,
         **keys,
     }
-    return Config.model_validate({"recommend": {"embedding_dim": 4}, **given})
+    return Config.model_validate({"recommend": {"embedding_dim": 4}, **values})
 
 
 def prepared_task(config: Config) -> Task:
@@ -53,8 +53,8 @@ def test_the_model_is_the_papers(tmp_path: Path) -> None:
     dense, ids = torch.randn(2, 3), [torch.tensor([9, 2, 2]), torch.tensor([0, 4])]
     starts = [torch.tensor([0, 2, 3]), torch.tensor([0, 1, 2])]
     bottom = model.bottom(dense)
-    one, two = model.tables[0].weight, model.tables[1].weight
-    bags = [[one[9] + one[2], two[0]], [one[2], two[4]]]
+    first, second = model.tables[0].weight, model.tables[1].weight
+    bags = [[first[9] + first[2], second[0]], [first[2], second[4]]]
     expected = []
     for row in range(2):
         vectors = [bottom[row], *bags[row]]
@@ -85,7 +85,7 @@ def test_training_learns_and_the_folder_loads_again(tmp_path: Path) -> None:
     task = prepared_task(config)
     assert task.prepared is not None
     assert (task.prepared.num_train, task.prepared.num_eval) == (2400, 600)
-    assert any("best AUC" in text for _, text in task.prepared.notices)
+    assert any("AUC of at most" in text for _, text in task.prepared.notices)
     torch.manual_seed(0)
     model = task.build_model()
     train, evaluation = task.build_datasets()
@@ -94,7 +94,7 @@ def test_training_learns_and_the_folder_loads_again(tmp_path: Path) -> None:
     for epoch in range(2):
         order = np.random.default_rng(epoch).permutation(len(train))
         for start in range(0, len(order), 100):
-            batch = task.collate([train[int(one)] for one in order[start : start + 100]])
+            batch = task.collate([train[int(index)] for index in order[start : start + 100]])
             loss = task.loss(model, batch) / task.count(batch)
             optimizer.zero_grad()
             loss.backward()
@@ -104,7 +104,7 @@ def test_training_learns_and_the_folder_loads_again(tmp_path: Path) -> None:
 
     task.save_model(model, tmp_path)
     again, form = load_recommender(tmp_path)
-    batch = task.collate([evaluation[one] for one in range(50)])
+    batch = task.collate([evaluation[row] for row in range(50)])
     inputs = (batch["dense"], batch["ids"], batch["starts"])
     assert torch.equal(again(*inputs), model.eval()(*inputs))
     assert form["categorical"] == ["c1", "c2", "c3", "c4", "c5", "c6"]
@@ -140,34 +140,34 @@ def on_rank(world: Communicator, where: str) -> tuple[EvalResult, list[float], l
     ("world_size", "where"), [(1, "distributed"), (3, "distributed"), (2, "rank0")]
 )
 def test_auc_over_ranks_is_that_of_the_whole_set(world_size: int, where: str) -> None:
-    for found, labels, scores in run_ranks(on_rank, world_size, where):
-        assert found.count == 600
-        assert found.metrics["auc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-4)
-        assert 0.8 < found.metrics["best_auc"] < 0.95
+    for result, labels, scores in run_ranks(on_rank, world_size, where):
+        assert result.count == 600
+        assert result.metrics["auc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-4)
+        assert 0.8 < result.metrics["best_auc"] < 0.95
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("keys", "message"),
     [
         ({"lora": {"enable": True}}, "lora.enable"),
         ({"model": "builtin:small-cnn"}, "no click model"),
-        ({"parallel": {"mode": "pipeline"}}, "side by side"),
-        ({"parallel": {"tensor": 2}}, "side by side"),
+        ({"parallel": {"mode": "pipeline"}}, "are not supported with `task: recommend`"),
+        ({"parallel": {"tensor": 2}}, "are not supported with `task: recommend`"),
         ({"dataset": "log.csv"}, "recommend.sparse_features"),
         ({"dataset": ["builtin:clicks", "builtin:clicks"]}, "several sources"),
         ({"dataset": "log.csv", "recommend": {"sparse_features": ["label"]}}, "more than once"),
         (
             {"dataset": "log.csv", "recommend": {"sparse_features": ["a"], "table_size": {"b": 3}}},
-            "no categorical column",
+            "is not one of",
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused(keys: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_what_cannot_be_right_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_task(make_config(**keys)).check()
 
 
-def test_settings_without_effect_are_told() -> None:
+def test_settings_without_effect_are_reported() -> None:
     task = prepared_task(make_config(train_args={"packing": True}))
     assert task.prepared is not None
     assert (

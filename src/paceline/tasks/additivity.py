@@ -1,5 +1,4 @@
-"""Check that a user's loss is a sum over samples, as the trainer assumes, before the first step of
-a run.
+"""Check before the first step that a user's loss is a sum over samples, as the trainer assumes.
 
 The trainer adds the losses of all micro-batches and divides them by the global count. A loss that
 is already a mean is divided twice, which trains with a fraction of the gradient and prints a
@@ -17,7 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.core.errors import ConfigError, first_line
+from paceline.core.errors import ConfigError
+from paceline.core.user_code import error_summary
 from paceline.data.collate import map_tensors
 from paceline.distributed.seeds import seed_everything
 from paceline.tasks.base import Notice, Task
@@ -31,24 +31,31 @@ _STOCHASTIC_TOLERANCE = 0.2
 
 @dataclass(frozen=True)
 class _Split:
-    """A quantity on a batch and on the two parts of it, with the counts of the parts."""
+    """A quantity on a batch and on its two parts, with the counts of the parts."""
 
-    whole: float
+    total: float
     parts: tuple[float, float]
     counts: tuple[int, int]
 
     @property
     def is_zero(self) -> bool:
-        return max(abs(self.whole), *map(abs, self.parts)) < 1e-12
+        return max(abs(self.total), *map(abs, self.parts)) < 1e-12
+
+    @property
+    def text(self) -> str:
+        """The values of the batch and its parts as text."""
+        left, right = self.parts
+        size = " + ".join(map(str, self.counts))
+        return (
+            f"{self.total:.6g} on a batch (count {size}), {left:.6g} and {right:.6g} on its parts"
+        )
 
     def is_sum(self, tolerance: float) -> bool:
-        return _is_close(self.whole, sum(self.parts), tolerance)
+        return _is_close(self.total, sum(self.parts), tolerance)
 
     def is_mean(self, tolerance: float) -> bool:
-        weighted = sum(
-            part * count for part, count in zip(self.parts, self.counts, strict=True)
-        ) / max(1, sum(self.counts))
-        return _is_close(self.whole, weighted, tolerance)
+        weighted = sum(part * count for part, count in zip(self.parts, self.counts, strict=True))
+        return _is_close(self.total, weighted / max(1, sum(self.counts)), tolerance)
 
 
 def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> list[Notice]:
@@ -64,7 +71,7 @@ def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> lis
         seed: the run's seed.
 
     Returns:
-        (level, text) notices, where the loss could not be checked.
+        (level, text) notices, if the loss could not be checked.
 
     Raises:
         ConfigError: the loss is a mean, or is not additive in another way; or ``evaluate`` returns
@@ -72,7 +79,7 @@ def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> lis
     """
     if not task.additive or len(dataset) == 0 or any(param.is_meta for param in model.parameters()):
         return []
-    # attributes that the loss assigns, such as a count of its calls, stay as they are
+    # attributes that the loss assigns, such as a count of its calls, do not change
     task = copy.copy(task)
     with _unchanged(model):
         samples = _draw_samples(dataset, seed)
@@ -94,7 +101,7 @@ def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> lis
         except Exception as error:  # such as a detection model, which has no loss in eval mode
             text = (
                 "the loss was not checked to be a sum, because it failed in eval mode:"
-                f" {type(error).__name__}: {first_line(error)}"
+                f" {error_summary(error)}"
             )
             return [("warning", text)]
     return notices
@@ -108,51 +115,53 @@ def _check_quantity(
     method: str,
     compute: Callable[[Any], dict[str, torch.Tensor]],
 ) -> list[Notice]:
-    # parts of unequal size tell a weighted mean from a plain one
+    # parts of unequal size distinguish a weighted mean from a plain one
     cut = len(samples) - max(1, len(samples) // 3)
     batches = [
         _collate(task, model, part, seed) for part in (samples, samples[:cut], samples[cut:])
     ]
     counts = (task.count(batches[1]), task.count(batches[2]))
     first, second = (_evaluate(compute, batches[0], seed, draw) for draw in (0, 1))
-    tolerance = _tolerance(model)
+    has_16_bit = any(param.dtype in (torch.bfloat16, torch.float16) for param in model.parameters())
+    tolerance = 3e-2 if has_16_bit else 1e-3
     notices: list[Notice] = []
     for name in first:
         is_stochastic = not _is_close(first[name], second[name], 1e-6)
         draws = range(_NUM_DRAWS) if is_stochastic else range(1)
-        whole, left, right = (_average(compute, batch, name, seed, draws) for batch in batches)
-        split = _Split(whole, (left, right), counts)
-        name_in_text = f"{type(task).__name__}.{method}" + (
-            f" ({name})" if method == "evaluate" else ""
+        total, left, right = (
+            float(np.mean([_evaluate(compute, batch, seed, draw)[name] for draw in draws]))
+            for batch in batches
         )
-        if split.is_zero or not all(map(np.isfinite, (whole, left, right))):
-            notices.append(
-                (
-                    "info",
-                    (
-                        f"{name_in_text} was not checked to be a sum: it is {whole:g} on the first"
-                        " samples"
-                    ),
-                )
-            )
+        split = _Split(total, (left, right), counts)
+        label = f"{type(task).__name__}.{method}"
+        if method == "evaluate":
+            label += f" ({name})"
+        if split.is_zero or not np.isfinite([total, left, right]).all():
+            text = f"{label} was not checked to be a sum: it is {total:g} on the first samples"
+            notices.append(("info", text))
         elif is_stochastic:
             if split.is_mean(_STOCHASTIC_TOLERANCE) and not split.is_sum(_STOCHASTIC_TOLERANCE):
-                raise _is_a_mean(name_in_text, method, split)
-            notices.append(
-                (
-                    "info",
-                    (
-                        f"{name_in_text} draws random numbers, so it was only roughly checked to be"
-                        " a sum"
-                    ),
-                )
-            )
+                raise _is_a_mean(label, method, split)
+            text = f"{label} draws random numbers, so it was only roughly checked to be a sum"
+            notices.append(("info", text))
         elif split.is_sum(tolerance):
             continue
         elif split.is_mean(tolerance):
-            raise _is_a_mean(name_in_text, method, split)
+            raise _is_a_mean(label, method, split)
         elif method == "loss":
-            raise _is_not_additive(name_in_text, split)
+            raise ConfigError(
+                f"{label} is not additive: {split.text}. The result of training would depend on"
+                " the micro-batch size and on the number of ranks",
+                allowed=(
+                    "a loss whose value on a batch is the sum of its values on the parts of the"
+                    " batch"
+                ),
+                fix=(
+                    "multiply a term that does not depend on the samples (such as a weight penalty)"
+                    " by self.count(batch); if the loss compares samples of a micro-batch with each"
+                    " other (such as a contrastive loss), set `additive = False` in the class"
+                ),
+            )
     return notices
 
 
@@ -164,37 +173,16 @@ def _is_a_mean(name: str, method: str, split: _Split) -> ConfigError:
     )
     effect = ", and the gradient would shrink with the batch size" if method == "loss" else ""
     return ConfigError(
-        f"{name} returns the mean over the batch: {_figures(split)}. Paceline divides by the global"
+        f"{name} returns the mean over the batch: {split.text}. Paceline divides by the global"
         f" count itself, so a mean would be divided twice{effect}",
         allowed="the sum over the batch",
         fix=f"return {remedy} instead of the mean, or multiply the result by self.count(batch)",
     )
 
 
-def _is_not_additive(name: str, split: _Split) -> ConfigError:
-    return ConfigError(
-        f"{name} is not additive: {_figures(split)}. The result of training would depend on the"
-        " micro-batch size and on the number of ranks",
-        allowed="a loss whose value on a batch is the sum of its values on the parts of the batch",
-        fix=(
-            "multiply a term that does not depend on the samples (such as a weight penalty) by"
-            " self.count(batch); if the loss compares samples of a micro-batch with each other"
-            " (such as a contrastive loss), set `additive = False` in the class"
-        ),
-    )
-
-
-def _figures(split: _Split) -> str:
-    left, right = split.parts
-    size = " + ".join(map(str, split.counts))
-    return (
-        f"{split.whole:.6g} on a batch (count {size}), {left:.6g} and {right:.6g} on its two parts"
-    )
-
-
 def _draw_samples(dataset: Any, seed: int) -> list[Any]:
-    """Up to six samples spread over the dataset; a single one twice, for the parts must not be
-    empty."""
+    """Return up to six samples spread over the dataset; a single one twice, because the parts must
+    not be empty."""
     num_samples = min(len(dataset), _MAX_SAMPLES)
     seed_everything(seed, "additivity")
     samples = [dataset[position * len(dataset) // num_samples] for position in range(num_samples)]
@@ -217,23 +205,8 @@ def _evaluate(
         return {name: float(value.detach()) for name, value in compute(copied).items()}
 
 
-def _average(
-    compute: Callable[[Any], dict[str, torch.Tensor]],
-    batch: Any,
-    name: str,
-    seed: int,
-    draws: Sequence[int],
-) -> float:
-    return float(np.mean([_evaluate(compute, batch, seed, draw)[name] for draw in draws]))
-
-
 def _sums(task: Task, results: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in results.items() if name not in task.gathers}
-
-
-def _tolerance(model: nn.Module) -> float:
-    has_16_bit = any(param.dtype in (torch.bfloat16, torch.float16) for param in model.parameters())
-    return 3e-2 if has_16_bit else 1e-3
 
 
 def _is_close(value: float, expected: float, tolerance: float) -> bool:
@@ -242,7 +215,7 @@ def _is_close(value: float, expected: float, tolerance: float) -> bool:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Eval mode for a while; then modes, buffers, gradients and all random states as before."""
+    """Switch to eval mode within the block; then restore modes, buffers and all random states."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     states = _random_states()
@@ -260,8 +233,8 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _random_states() -> list[tuple[Callable[[Any], object], Any]]:
-    """The random states that :func:`seed_everything` sets, each with the function that restores
-    it."""
+    """Return the random states that :func:`seed_everything` sets, each with the function that
+    restores it."""
     states: list[tuple[Callable[[Any], object], Any]] = [
         (random.setstate, random.getstate()),
         (np.random.set_state, np.random.get_state()),

@@ -22,7 +22,7 @@ from paceline.tasks.base import Notice, Prepared, Task, dropped_notice, language
 
 @dataclass(frozen=True)
 class ClassifyData:
-    """The images found, and the form that the model takes them in."""
+    """The images, and the form in which the model accepts them."""
 
     train: ImageIndex
     evaluation: ImageIndex | None
@@ -30,10 +30,10 @@ class ClassifyData:
 
 
 class ClassifyTask(Task):
-    """An image classifier, built-in or Hugging Face's, on scikit-learn's digits or on a folder with
-    a subfolder a class.
+    """An image classifier, built-in or of Hugging Face, on scikit-learn's digits or on a folder
+    with one subfolder per class.
 
-    The loss is cross entropy in nats, summed over images; validation gives the accuracy too.
+    The loss is cross entropy in nats, summed over images; validation adds the accuracy.
     """
 
     unit = "images"
@@ -45,14 +45,15 @@ class ClassifyTask(Task):
     def check(self) -> None:
         if self.config.lora.enable:
             raise ConfigError(
-                "`lora.enable: true` does not go with `task: classify`",
-                fix="take it out: image models are trained in full",
+                "`lora.enable: true` is not supported with `task: classify`: image models are"
+                " trained in full",
+                fix="remove it",
             )
         for key in ("dataset", "val_dataset"):
             if len(self.config.sources(validation=key == "val_dataset")) > 1:
                 raise ConfigError(
-                    f"`{key}` names several sources, and `task: classify` takes one",
-                    fix="put the images below one folder, in one subfolder a class",
+                    f"several sources in `{key}` are not supported with `task: classify`",
+                    fix="put the images into one folder, with one subfolder per class",
                 )
         vision.check_image_model(self.config)
 
@@ -60,26 +61,26 @@ class ClassifyTask(Task):
         """Find the images and read their headers.
 
         Raises:
-            ConfigError: no usable data, one class only, or validation classes that training does
+            ConfigError: no usable data, a single class, or validation classes that training does
                 not have.
         """
         seed, notices = self.config.train_args.seed, language_settings_notices(self.config)
-        index = open_images(self.config.sources()[0].path, seed)
+        source = self.config.sources()[0].path
+        index = open_images(source, seed)
         notices += index.notices
         if len(index.classes) < 2:
             raise ConfigError(
-                f"`dataset: {self.config.sources()[0].path}` has one class only"
-                f" ({index.classes[0]}): there is nothing to tell apart",
-                allowed="two or more subfolders with images, one a class",
+                f"`dataset: {source}` has a single class, {index.classes[0]}",
+                allowed="at least two subfolders with images, one per class",
             )
-        form, about = vision.find_form(self.config, digits=index.source == DIGITS)
-        notices += about
+        form, form_notices = vision.find_form(self.config, digits=index.source == DIGITS)
+        notices += form_notices
         counts = DataCounts(
             read=len(index) + sum(index.dropped.values()),
             kept=len(index),
             dropped=dict(index.dropped),
         )
-        notices += _about(self.config.sources()[0].path, index)
+        notices += _summary(source, index)
         train, evaluation = index, None
         if self.config.val_dataset is not None:
             evaluation = self._validation(index, seed, notices)
@@ -105,78 +106,71 @@ class ClassifyTask(Task):
         index = open_images(source, seed)
         if (index.source == DIGITS) != (train.source == DIGITS):
             raise ConfigError(
-                f"`val_dataset: {source}` and `dataset` are not of one kind",
-                fix="take both from folders",
+                f"`val_dataset: {source}` and `dataset` are not of the same kind",
+                fix="give folders for both",
             )
         unknown = [name for name in index.classes if name not in train.classes]
         if unknown:
             raise ConfigError(
-                f"`val_dataset: {source}` has classes that training has not:"
+                f"`val_dataset: {source}` has classes that training does not have:"
                 f" {', '.join(unknown[:5])}",
                 allowed=f"the classes of `dataset`: {', '.join(train.classes[:20])}",
                 fix="give the subfolders the same names",
             )
         missing = [name for name in train.classes if name not in index.classes]
         if missing:
-            notices.append(
-                (
-                    "warning",
-                    (
-                        f"validation: {source} has no image of {len(missing)} class(es):"
-                        f" {', '.join(missing[:5])}"
-                    ),
-                )
-            )
-        notices += index.notices + _about(source, index)
+            names = ", ".join(missing[:5])
+            text = f"validation: {source} has no images of {len(missing)} class(es): {names}"
+            notices.append(("warning", text))
+        notices += index.notices + _summary(source, index)
         number = np.array([train.classes.index(name) for name in index.classes], dtype=np.int64)
         return replace(index, labels=number[index.labels], classes=train.classes)
 
     def build_datasets(self) -> tuple[Any, Any | None]:
         handle = self._handle()
         train = ImageDataset(handle.train, handle.form, augment=self.config.classify.augment)
-        return train, (
-            None if handle.evaluation is None else ImageDataset(handle.evaluation, handle.form)
-        )
+        if handle.evaluation is None:
+            return train, None
+        return train, ImageDataset(handle.evaluation, handle.form)
 
     def build_model(self) -> nn.Module:
         handle = self._handle()
         return vision.load_image_model(self.config, handle.form, handle.train.classes)
 
     def setup(self, model: nn.Module) -> list[Notice]:
-        norms = sum(
+        num_norms = sum(
             isinstance(module, BATCH_NORMS) and module.track_running_stats
             for module in model.modules()
         )
-        if not norms:
+        if not num_norms:
             return []
         text = (
-            f"the model has {norms} batch normalisations: their statistics are over a micro-batch"
-            " of one rank, so the result depends on the number of ranks and on accumulation"
+            f"the model has {num_norms} batch normalizations: their statistics are over a"
+            " micro-batch of one rank, so the result depends on the number of ranks and on"
+            " accumulation"
         )
         return [("warning", text)]
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Cross entropy in nats, summed over the images. ``batch``: images [N, C, H, W] and classes
-        int64 [N]."""
-        images, labels = batch
-        return functional.cross_entropy(
-            vision.logits_of(model(images)).float(), labels, reduction="sum"
-        )
-
-    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Sums over the images: ``loss`` (cross entropy in nats) and ``accuracy`` (images whose
-        likeliest class is right)."""
+        """Return the cross entropy in nats, summed over the images. ``batch``: images [N, C, H, W]
+        and classes int64 [N]."""
         images, labels = batch
         logits = vision.logits_of(model(images)).float()
-        right = (logits.argmax(dim=-1) == labels).sum()
+        return functional.cross_entropy(logits, labels, reduction="sum")
+
+    def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+        """Return sums over the images: ``loss`` (cross entropy in nats) and ``accuracy`` (number of
+        images whose most likely class is correct)."""
+        images, labels = batch
+        logits = vision.logits_of(model(images)).float()
         return {
             "loss": functional.cross_entropy(logits, labels, reduction="sum"),
-            "accuracy": right,
+            "accuracy": (logits.argmax(dim=-1) == labels).sum(),
         }
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
-        """Weights, form and class names; :func:`paceline.models.vision.load_classifier` reads them
-        back."""
+        """Write the weights, form and class names, for
+        :func:`paceline.models.vision.load_classifier`."""
         handle = self._handle()
         vision.save_image_model(model, self.config, handle.form, handle.train.classes, folder)
 
@@ -186,7 +180,7 @@ class ClassifyTask(Task):
         return handle
 
 
-def _about(name: str, index: ImageIndex) -> list[Notice]:
+def _summary(name: str, index: ImageIndex) -> list[Notice]:
     notices = [("info", f"{name}: {len(index):,} images of {len(index.classes)} classes")]
     if index.dropped:
         notices.append(dropped_notice(name, index.dropped, "files"))

@@ -25,15 +25,18 @@ from paceline.tasks.base import Notice, Prepared, Task
 
 
 class LanguageTask(Task):
-    """Any Hugging Face causal model, in full or through LoRA, on chats, prompts and completions, or
-    plain text."""
+    """Any causal model of Hugging Face, trained in full or with LoRA, on chats, prompts and
+    completions, or plain text."""
 
     unit = "label tokens"
     is_language_model = True
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.default_learning_rate = _default_rate(config)
+        is_builtin = config.model.startswith("builtin:")
+        self.default_learning_rate = 1e-3 if is_builtin else 2e-5
+        if config.lora.enable:
+            self.default_learning_rate = 1e-4
         self.packed = config.train_args.packing is not False
         self.picks_logits = True
         self._passes_segments = False
@@ -71,7 +74,7 @@ class LanguageTask(Task):
         return language.load_language_model(self.config)
 
     def setup(self, model: Any) -> list[Notice]:
-        """Decide between packed and padded rows, by trying. Called with the model on its device,
+        """Choose between packed and padded rows by trying. Called with the model on its device,
         before training."""
         notices = adapter_notices(model, self.config) if self.config.lora.enable else []
         base = base_model(model)
@@ -99,7 +102,8 @@ class LanguageTask(Task):
             return "info", text
         if self.config.train_args.packing is True:
             raise ConfigError(
-                "`train_args.packing: true`, and this model mixes samples that share a row",
+                "`train_args.packing: true` is not supported with this model: it mixes samples that"
+                " share a row",
                 fix="set `train_args.packing: auto` or `false`: the same loss, with padding",
             )
         self.packed = False
@@ -122,7 +126,7 @@ class LanguageTask(Task):
         return int(batch["num_tokens"])
 
     def loss(self, model: Any, batch: TokenBatch) -> Any:
-        """Cross entropy in nats, summed over the tokens that carry loss."""
+        """Return the cross entropy in nats, summed over the tokens that carry loss."""
         names = ["input_ids", "attention_mask", "position_ids"]
         if self._passes_segments:
             names.append("segment_lengths")
@@ -141,9 +145,3 @@ class LanguageTask(Task):
         language.save_language_model(model, tokenizer, folder)
         if tokenizer is not None and self.config.chat_template is not None:
             save_template(self.config, folder)
-
-
-def _default_rate(config: Config) -> float:
-    if config.lora.enable:
-        return 1e-4
-    return 1e-3 if config.model.startswith("builtin:") else 2e-5

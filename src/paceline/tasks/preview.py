@@ -1,5 +1,5 @@
-"""The first samples of a config's dataset: tokens as the model will see them (template applied,
-label tokens marked, what is cut), images as a model takes them, rows of a click log with their
+"""The first samples of a config's dataset: tokens as the model will see them (with the template
+applied, label tokens and truncation marked), resized images, and rows of a click log with their
 ids."""
 
 import base64
@@ -19,7 +19,6 @@ from paceline.data.sources.resolve import ResolvedSource, open_source
 from paceline.data.sources.rows import MalformedRow, Unsupported
 from paceline.data.text.chunks import (
     NO_ANSWER,
-    NO_LABELS,
     TOO_LONG,
     make_converter,
     make_encoder,
@@ -33,11 +32,11 @@ from paceline.tasks.base import Notice
 from paceline.tasks.classify import ClassifyTask
 from paceline.tasks.recommend import RecommendTask
 
-MOST_ROWS = 100
-#: Of a longer row only so many tokens are shown; its counts are of the whole.
-MOST_TOKENS = 4096
-#: Of a row's ids in one column only so many are shown.
-_MOST_IDS = 20
+MAX_ROWS = 100
+#: Of a longer row only the first tokens are shown; its counts are of all tokens.
+MAX_TOKENS = 4096
+#: Of a row's ids in one column only the first are shown.
+_MAX_IDS = 20
 
 
 class Segment(TypedDict):
@@ -60,13 +59,13 @@ class PreviewRow(TypedDict, total=False):
 
     Attributes:
         source, place, format: of the row; the last may be None.
-        reason: why it is left out, or None.
-        hidden_tokens: tokens that are not in ``segments``.
-        parts: samples that a document becomes.
-        label, shape, image: of an image [channels, height, width], as a `data:` URI, resized as the
-            model takes it and without its normalisation.
-        fields: of a click log: numbers as they are scaled for the model, ids by their place in the
-            column's table.
+        reason: why it is dropped, or None.
+        hidden_tokens: number of tokens that are not in ``segments``.
+        parts: number of samples that a document becomes.
+        label, shape, image: of an image [channels, height, width], as a `data:` URI, resized for
+            the model but not normalized.
+        fields: of a click log: numbers as scaled for the model, ids by their row in the column's
+            table.
     """
 
     source: str
@@ -96,25 +95,23 @@ class Preview(TypedDict, total=False):
 
 
 def preview(config: Config, rows: int = 5) -> Preview:
-    """The first ``rows`` rows of each source of ``dataset``, in the order of the file. Images are
-    spread evenly over the data, so that several classes are among them.
+    """Return the first ``rows`` rows of each source of ``dataset``, in the order of the file.
+    Images are spread evenly over the data, to show several classes.
 
     Raises:
-        ConfigError: a task of the user's own; whatever can be wrong with the data.
+        ConfigError: the task is a user's, or the data are invalid.
     """
-    if not 1 <= rows <= MOST_ROWS:
-        raise ConfigError(f"`--rows {rows}` is out of range", allowed=f"1 to {MOST_ROWS}")
+    if not 1 <= rows <= MAX_ROWS:
+        raise ConfigError(f"`--rows {rows}` is out of range", allowed=f"1 to {MAX_ROWS}")
     if config.task in _WITHOUT_TOKENS:
         shown, notices = _WITHOUT_TOKENS[config.task](config, rows)
         return Preview(task=config.task, rows=shown, notices=notices)
     if config.task not in ("sft", "pretrain"):
         raise ConfigError(
-            f"what the samples of `task: {config.task}` look like is known to that task alone",
-            allowed="a look at the samples of `task: sft`, `pretrain`, `classify` and `recommend`",
-            fix=(
-                "open the data in a program of its own kind; `paceline sft CONFIG --dry-run` checks"
-                " that it can be read"
-            ),
+            f"a preview is not supported with `task: {config.task}`: only the task knows the form"
+            " of its samples",
+            allowed="`task: sft`, `pretrain`, `classify` and `recommend`",
+            fix="check with `paceline sft CONFIG --dry-run` that the data can be read",
         )
     tokenizer = load_tokenizer(
         find_tokenizer(resolve_model(config.tokenizer or config.model), config.trust_remote_code),
@@ -140,19 +137,19 @@ def _rows(
 ) -> list[PreviewRow]:
     converter = make_converter(source, encoder, config)
     shown = []
-    for place, row in islice(source.rows(config.train_args.seed), rows):
+    for place, raw_row in islice(source.rows(config.train_args.seed), rows):
         formats_before = converter.seen.copy()
         try:
-            encoded = encoder([converter(row)])[0]
+            encoded = encoder([converter(raw_row)])[0]
         except MalformedRow as reason:
             encoded = str(reason)
         except Unsupported as error:
             raise unsupported_row(error, place) from None
         if isinstance(encoded, str):
-            refused = encoder.refusals.most_common(1)
-            if "template" in encoded and refused:
-                encoded += f": {refused[0][0]}"
-            shape = PreviewRow(
+            refusals = encoder.refusals.most_common(1)
+            if "template" in encoded and refusals:
+                encoded += f": {refusals[0][0]}"
+            row = PreviewRow(
                 reason=encoded,
                 segments=[],
                 num_tokens=0,
@@ -162,29 +159,26 @@ def _rows(
                 parts=0,
             )
         else:
-            shape = _shown(encoded, tokenizer, config)
-        kind = next(iter(converter.seen - formats_before), None)
-        shown.append(PreviewRow(source=source.label, place=place, format=kind, **shape))
+            row = _encoded_row(encoded, tokenizer, config)
+        row_format = next(iter(converter.seen - formats_before), None)
+        shown.append(PreviewRow(source=source.label, place=place, format=row_format, **row))
     return shown
 
 
-def _shown(sample: Encoded, tokenizer: LoadedTokenizer, config: Config) -> PreviewRow:
-    limit, drops = config.train_args.max_length, config.train_args.truncation_strategy == "drop"
+def _encoded_row(sample: Encoded, tokenizer: LoadedTokenizer, config: Config) -> PreviewRow:
+    max_length = config.train_args.max_length
     ids, labels = sample.input_ids, sample.labels_mask.copy()
-    labels[:1] = False  # nothing comes before it to predict it from
+    labels[:1] = False  # no token before it predicts it
     length, reason = len(ids), None
-    kept = length if sample.is_document or length <= limit else 0 if drops else limit
-    if kept == 0 and length:
-        reason = TOO_LONG
-    elif not labels[:kept].any():
-        reason = NO_LABELS if kept == length else NO_ANSWER
-    cut = np.arange(length) >= (kept if reason is None else 0)
-    seen = min(length, MOST_TOKENS)
-    edges = (
-        np.flatnonzero((labels[1:seen] != labels[: seen - 1]) | (cut[1:seen] != cut[: seen - 1]))
-        + 1
-    )
-    bounds = [0, *edges.tolist(), seen] if seen else []
+    num_trained = length if sample.is_document else min(length, max_length)
+    if num_trained < length and config.train_args.truncation_strategy == "drop":
+        num_trained, reason = 0, TOO_LONG
+    elif not labels[:num_trained].any():
+        reason = "nothing to learn from" if num_trained == length else NO_ANSWER
+    cut = np.arange(length) >= (num_trained if reason is None else 0)
+    num_shown = min(length, MAX_TOKENS)
+    changes = np.diff(labels[:num_shown]) | np.diff(cut[:num_shown])
+    bounds = [0, *(np.flatnonzero(changes) + 1).tolist(), num_shown] if num_shown else []
     segments = [
         Segment(
             text=tokenizer.decode(ids[start:end].tolist()),
@@ -199,8 +193,8 @@ def _shown(sample: Encoded, tokenizer: LoadedTokenizer, config: Config) -> Previ
         num_tokens=length,
         label_tokens=int(np.count_nonzero(labels & ~cut)),
         cut_tokens=int(np.count_nonzero(cut)),
-        hidden_tokens=length - seen,
-        parts=-(-length // limit) if sample.is_document else 1,
+        hidden_tokens=length - num_shown,
+        parts=-(-length // max_length) if sample.is_document else 1,
     )
 
 
@@ -210,16 +204,13 @@ def _images(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
     prepared = task.prepare()
     index, form = prepared.handle.train, prepared.handle.form
     pixels = ImageDataset(index, replace(form, mean=None, std=None))
+    numbers = np.linspace(0, len(index) - 1, min(rows, len(index))).round().astype(int)
     shown = []
-    for number in np.unique(
-        np.linspace(0, len(index) - 1, min(rows, len(index))).round().astype(int)
-    ).tolist():
+    for number in np.unique(numbers).tolist():
         image, label = pixels[number]
-        place = (
-            index.names[number]
-            if index.names is not None
-            else f"image {int(index.rows[number])} of {index.source}"
-        )
+        place = f"image {int(index.rows[number])} of {index.source}"
+        if index.names is not None:
+            place = index.names[number]
         shown.append(
             PreviewRow(
                 place=place,
@@ -235,12 +226,10 @@ def _as_uri(image: torch.Tensor) -> str:
     from PIL import Image
 
     values = (image.clamp(0, 1) * 255).round().byte()
-    picture = Image.fromarray(
-        values[0].numpy() if len(values) == 1 else values.permute(1, 2, 0).numpy()
-    )
-    raw = io.BytesIO()
-    picture.save(raw, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(raw.getvalue()).decode()}"
+    pixels = values[0] if len(values) == 1 else values.permute(1, 2, 0)
+    png = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(png, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
 
 
 def _clicks(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
@@ -263,9 +252,9 @@ def _clicks(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
             log.names, log.tables, batch.ids, batch.starts, strict=True
         ):
             row_ids = ids[starts[row] : starts[row + 1]].tolist()
-            text = ", ".join(map(str, row_ids[:_MOST_IDS])) or "none"
-            if len(row_ids) > _MOST_IDS:
-                text += f" and {len(row_ids) - _MOST_IDS} more"
+            text = ", ".join(map(str, row_ids[:_MAX_IDS])) or "none"
+            if len(row_ids) > _MAX_IDS:
+                text += f" and {len(row_ids) - _MAX_IDS} more"
             fields.append(Field(name=name, value=f"{text} of {size:,}"))
         shown.append(
             PreviewRow(place=f"row {place + 1:,}", label=f"{batch.label[row]:g}", fields=fields)
@@ -280,7 +269,7 @@ _WITHOUT_TOKENS: dict[str, Callable[[Config, int], tuple[list[PreviewRow], list[
 
 
 def as_text(result: Preview) -> str:
-    """For a terminal: the label tokens stand in 【】, what is cut in ⟦⟧."""
+    """Return the preview for a terminal: label tokens in 【】, tokens that are cut in ⟦⟧."""
     lines = []
     for number, row in enumerate(result["rows"], 1):
         head = f"--- {number}: {row['place']}"
@@ -297,7 +286,7 @@ def as_text(result: Preview) -> str:
         if row["segments"]:
             lines.append("".join(map(_marked, row["segments"])))
     if result["task"] not in _WITHOUT_TOKENS:
-        lines += ["", "【label tokens】 carry loss, ⟦what is cut⟧ is not trained on."]
+        lines += ["", "【label tokens】 carry loss, ⟦cut tokens⟧ are not trained on."]
     return "\n".join(lines)
 
 

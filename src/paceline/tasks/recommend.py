@@ -1,4 +1,4 @@
-"""`task: recommend`: the chance of a click, from ids and numbers."""
+"""`task: recommend`: click prediction from ids and numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +45,7 @@ from paceline.tasks.base import (
 
 @dataclass(frozen=True)
 class RecommendData:
-    """Where the data lie in the cache, and which rows are held out."""
+    """The data in the cache, and which rows are held out."""
 
     train: Path
     evaluation: Path | None
@@ -59,10 +59,10 @@ class RecommendData:
 
 
 class RecommendTask(Task):
-    """A click model on `builtin:clicks` or on a click log of the user's.
+    """A click model on `builtin:clicks` or on a user's click log.
 
-    The loss is binary cross entropy in nats, summed over rows; validation gives the exact AUC too,
-    and `best_auc`, that of the true chances, where the data's makers know them.
+    The loss is binary cross entropy in nats, summed over rows; validation adds the exact AUC, and
+    `best_auc`, the AUC of the true click probabilities if they are known.
     """
 
     unit = "rows"
@@ -73,8 +73,9 @@ class RecommendTask(Task):
         config = self.config
         if config.lora.enable:
             raise ConfigError(
-                "`lora.enable: true` does not go with `task: recommend`",
-                fix="take it out: click models are trained in full",
+                "`lora.enable: true` is not supported with `task: recommend`: click models are"
+                " trained in full",
+                fix="remove it",
             )
         parallel = config.parallel
         if (
@@ -83,16 +84,16 @@ class RecommendTask(Task):
             or (parallel.pipeline or 1) > 1
         ):
             raise ConfigError(
-                "a click model's tables stand side by side: `task: recommend` has no layers or"
-                " stages to cut",
+                "tensor and pipeline parallelism are not supported with `task: recommend`: a click"
+                " model has no sequence of layers to split",
                 allowed="`parallel.mode: ddp`, zero1 to zero3, parameter_server",
-                fix="set `parallel.mode: parameter_server` where the tables do not fit, else `ddp`",
+                fix="set `parallel.mode: parameter_server` if the tables do not fit, else `ddp`",
             )
         for key in ("dataset", "val_dataset"):
             sources = config.sources(validation=key == "val_dataset")
             if len(sources) > 1:
                 raise ConfigError(
-                    f"`{key}` names several sources, and `task: recommend` takes one",
+                    f"several sources in `{key}` are not supported with `task: recommend`",
                     fix="put the rows into one file",
                 )
             if sources and not sources[0].path.startswith("builtin:"):
@@ -103,33 +104,31 @@ class RecommendTask(Task):
         settings = self.config.recommend
         if not settings.sparse_features:
             raise ConfigError(
-                "`recommend.sparse_features` names no column, and a click log of your own needs at"
-                " least one",
+                "`recommend.sparse_features` is empty",
+                allowed="at least one column for a click log of your own",
                 fix=(
                     "set `recommend.sparse_features: [user, item]` and"
-                    " `recommend.dense_features: [age]` to your"
-                    " columns' names"
+                    " `recommend.dense_features: [age]` to the names of your columns"
                 ),
             )
-        named = [settings.label, *settings.dense_features, *settings.sparse_features]
-        twice = sorted({name for name in named if named.count(name) > 1})
-        if twice:
-            raise ConfigError(
-                f"`recommend` names {', '.join(f'`{name}`' for name in twice)} more than once"
-            )
+        columns = [settings.label, *settings.dense_features, *settings.sparse_features]
+        repeated = sorted({f"`{name}`" for name in columns if columns.count(name) > 1})
+        if repeated:
+            raise ConfigError(f"`recommend` names {', '.join(repeated)} more than once")
         if isinstance(settings.table_size, dict):
             unknown = [name for name in settings.table_size if name not in settings.sparse_features]
             if unknown:
                 raise ConfigError(
-                    f"`recommend.table_size` names `{unknown[0]}`, which is no categorical column",
+                    f"`recommend.table_size` names `{unknown[0]}`, which is not one of"
+                    " `recommend.sparse_features`",
                     allowed=", ".join(settings.sparse_features),
                 )
 
     def prepare(self) -> Prepared:
-        """Read the data into the cache, where they are not there yet.
+        """Read the data into the cache, unless they are in it.
 
         Raises:
-            ConfigError: no usable data, or ids for which a table has no row.
+            ConfigError: no usable data, or an id without a row in its table.
         """
         config = self.config
         name, take = take_count(config.sources()[0].path)
@@ -139,8 +138,8 @@ class RecommendTask(Task):
             val_name, take_validation = take_count(config.sources(validation=True)[0].path)
             if (val_name.startswith("builtin:")) != (name.startswith("builtin:")):
                 raise ConfigError(
-                    f"`val_dataset: {val_name}` and `dataset` are not of one kind",
-                    fix="take both from files",
+                    f"`val_dataset: {val_name}` and `dataset` are not of the same kind",
+                    fix="give files for both",
                 )
             validation = self._read(val_name, train)
         empty: Any = None
@@ -162,7 +161,7 @@ class RecommendTask(Task):
         kept = len(rows) + (len(held_out) if held_out is not None and validation is None else 0)
         taken = meta["read"] if take is None else kept + sum(meta["dropped"].values())
         notices = language_settings_notices(config)
-        notices += _about(name, rows, held_out, meta)
+        notices += _summary(name, rows, held_out, meta)
         if validation is None and config.split_dataset_ratio > 0:
             notices.append(split_notice(kept - len(rows), kept, config.split_dataset_ratio, "row"))
         return Prepared(
@@ -209,28 +208,23 @@ class RecommendTask(Task):
         return int(batch["label"].shape[0])
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Binary cross entropy in nats, summed over the rows."""
-        return self._loss(self._logits(model, batch), batch)
+        """Return the binary cross entropy in nats, summed over the rows."""
+        return self.evaluate(model, batch)["loss"]
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Summed over the rows: ``loss``; a value a row: ``score`` (the logit), ``label``, and
-        ``chance`` where it is known."""
-        logits = self._logits(model, batch)
-        results = {"loss": self._loss(logits, batch), "score": logits, "label": batch["label"]}
+        """Return the sum ``loss`` and, for each row, ``score`` (the logit), ``label``, and
+        ``chance`` if it is known."""
+        labels = batch["label"]
+        logits = model(batch["dense"], batch["ids"], batch["starts"]).float()
+        loss = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        results = {"loss": loss, "score": logits, "label": labels}
         if "chance" in batch:
             results["chance"] = batch["chance"]
         return results
 
-    def _logits(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        logits: torch.Tensor = model(batch["dense"], batch["ids"], batch["starts"])
-        return logits.float()
-
-    def _loss(self, logits: torch.Tensor, batch: Any) -> torch.Tensor:
-        return functional.binary_cross_entropy_with_logits(logits, batch["label"], reduction="sum")
-
     def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
-        """``auc`` over the whole set, exact, and ``best_auc``, that of the true chances, where they
-        are known."""
+        """Return the exact ``auc`` over the full set, and ``best_auc``, that of the true click
+        probabilities if they are known."""
         labels = gathered["label"].numpy()
         metrics = {"auc": exact_auc(labels, gathered["score"].numpy())}
         if len(gathered["chance"]):
@@ -238,11 +232,11 @@ class RecommendTask(Task):
         return metrics
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
-        """Weights, tables, and what the inputs are;
-        :func:`paceline.models.recommend.load_recommender` reads them back."""
-        named: dict[str, torch.Tensor] = dict(model.named_parameters())
-        dense = {name: param for name, param in named.items() if not _is_table(name)}
-        self._save(folder, dense, named.__getitem__)
+        """Write the weights, the tables and the form of the inputs, for
+        :func:`paceline.models.recommend.load_recommender`."""
+        params: dict[str, torch.Tensor] = dict(model.named_parameters())
+        dense = {name: param for name, param in params.items() if not _is_table(name)}
+        self._save(folder, dense, params.__getitem__)
 
     def save_from(self, source: ModelStateReader, folder: Path) -> bool:
         shapes = {
@@ -252,7 +246,7 @@ class RecommendTask(Task):
         }
 
         class Rows:
-            """A table in the checkpoint, read range by range."""
+            """A table in the checkpoint, of which ranges are read."""
 
             def __init__(self, name: str) -> None:
                 self.name = name
@@ -302,22 +296,22 @@ def _is_table(name: str) -> bool:
 
 
 def _split(handle: RecommendData) -> tuple[ClickLog, ClickLog | None]:
-    """The training and the validation rows."""
+    """Return the training and the validation rows."""
 
-    def some(log: ClickLog, take: int | None) -> ClickLog:
+    def sample(log: ClickLog, take: int | None) -> ClickLog:
         if take is None or take >= len(log):
             return log
-        chosen = np.random.default_rng(derive_seed(handle.seed, "take")).permutation(len(log))[
-            :take
-        ]
-        return log.take(np.sort(chosen))
+        order = np.random.default_rng(derive_seed(handle.seed, "take")).permutation(len(log))
+        return log.take(np.sort(order[:take]))
 
-    rows, held_out = some(open_stored(handle.train), handle.take), None
+    rows, held_out = sample(open_stored(handle.train), handle.take), None
     if handle.evaluation is not None:
-        held_out = some(open_stored(handle.evaluation), handle.take_evaluation)
+        held_out = sample(open_stored(handle.evaluation), handle.take_evaluation)
     elif handle.split > 0:
-        keep, out = split_indices(len(rows), handle.split, handle.seed)
-        rows, held_out = rows.take(keep), rows.take(out) if len(out) else None
+        train_indices, held_out_indices = split_indices(len(rows), handle.split, handle.seed)
+        if len(held_out_indices):
+            held_out = rows.take(held_out_indices)
+        rows = rows.take(train_indices)
     if handle.mean is None:
         return rows, held_out
     rows = replace(rows, mean=handle.mean, std=handle.std)
@@ -326,20 +320,16 @@ def _split(handle: RecommendData) -> tuple[ClickLog, ClickLog | None]:
     return rows, held_out
 
 
-def _about(name: str, rows: ClickLog, held_out: ClickLog | None, meta: LogMeta) -> list[Notice]:
+def _summary(name: str, rows: ClickLog, held_out: ClickLog | None, meta: LogMeta) -> list[Notice]:
     columns = ", ".join(
         f"{column} {size:,}" for column, size in zip(rows.names, rows.tables, strict=True)
     )
     clicks = float(rows.column(rows.labels).mean())
-    notices = [
-        (
-            "info",
-            (
-                f"{name}: {counted(len(rows), 'training row')}, {clicks:.1%} clicks; rows of the"
-                f" tables: {columns}"
-            ),
-        )
-    ]
+    text = (
+        f"{name}: {counted(len(rows), 'training row')}, {clicks:.1%} clicks; rows of the tables:"
+        f" {columns}"
+    )
+    notices = [("info", text)]
     if meta["dropped"]:
         notices.append(dropped_notice(name, meta["dropped"], "rows"))
     if held_out is not None:
@@ -347,8 +337,8 @@ def _about(name: str, rows: ClickLog, held_out: ClickLog | None, meta: LogMeta) 
         if held_out.chance is not None:
             best = exact_auc(held_out.column(held_out.labels), held_out.column(held_out.chance))
             text += (
-                f"; the best AUC that a model can reach on them is {best:.4f}, that of the chances"
-                " they were drawn from"
+                f"; a model can reach an AUC of at most {best:.4f}, that of the true click"
+                " probabilities"
             )
         notices.append(("info", text))
     return notices

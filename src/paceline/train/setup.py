@@ -1,5 +1,5 @@
-"""From a spec to a finished run, on one rank: model, strategy, optimizer, resume, training, model
-folder, report."""
+"""A run on one rank, from its spec to its report: build the model, the strategy, the optimizer and
+the trainer, resume, train, and write the model folder and the report."""
 
 import logging
 import os
@@ -95,9 +95,9 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
         check_mixed_devices(comm, spec.config, spec.layout.strategy)
         check_same_precision(comm, spec.config.train_args)
         side, spec = _open_side_group(spec, comm)
-        # before anything is written: a run whose model cannot be built leaves no trace
+        # before anything is written, so that a run whose model cannot be built leaves no files
         components, data, notices = build_components(spec, comm)
-        comm = components.strategy.world  # the same ranks, perhaps over other channels
+        comm = components.strategy.world  # the same ranks, perhaps in another process group
         if spec.resume_from is not None:
             with open_checkpoint(Path(spec.resume_from), side) as opened:
                 digest = components.frozen_digest
@@ -112,14 +112,17 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
             return _run(trainer)
     except BaseException as caught:
         error = watchdog.explain(caught)
-        # the launcher prints the same, once, when all ranks have ended
+        # a launcher prints the error once, when all ranks have ended
         if comm.is_rank_zero and spec.launcher_pid is None:
+            text = str(error)
+            if not isinstance(error, PacelineError):
+                text = f"{type(error).__name__}: {text}"
             events.emit(
                 {
                     "type": "run_end",
                     "status": "failed",
                     "step": None,
-                    "reason": _failure(error)[:2000],
+                    "reason": text[:2000],
                 },
                 file_only=True,
             )
@@ -142,8 +145,15 @@ def _run(trainer: Trainer) -> Outcome:
     state, events = trainer.state, ctx.events
     advisor = make_advisor(strategy, trainer.metrics, state.first_step, spec.derived.steps)
     trainer.callbacks += _monitoring(trainer, advisor)
-    with trainer.checkpoints:  # a save in flight is waited for, however the training ends
-        status = _train(trainer)
+    with trainer.checkpoints:  # waits for the last save, however the training ends
+        try:
+            status = trainer.train()
+        except BaseException:
+            # a rank of a launcher ends at once anyway
+            if spec.launcher_pid is None:
+                trainer.data.close()
+            raise
+        trainer.data.close()
         ctx.progress.enter("saving")
     if status == "done":
         build_model = partial(_build_model, trainer.components.task, spec.config)
@@ -162,7 +172,9 @@ def _run(trainer: Trainer) -> Outcome:
     )
     if ctx.comm.is_rank_zero:
         write_reports(ctx.run_dir, report)
-        reason = _stop_reason(ctx.stop) if status == "stopped" else None
+        reason = None
+        if status == "stopped":
+            reason = "stopped by a signal" if ctx.stop.wanted else "another rank was stopped"
         end: RunEndEvent = {
             "type": "run_end",
             "status": status,
@@ -182,19 +194,6 @@ def _run(trainer: Trainer) -> Outcome:
     return {"status": status, "report": result}
 
 
-def _train(trainer: Trainer) -> str:
-    """Train, then shut down the loader's workers. After a failure the latter is omitted if the
-    process ends at once anyway."""
-    try:
-        status = trainer.train()
-    except BaseException:
-        if trainer.spec.launcher_pid is None:
-            trainer.data.close()
-        raise
-    trainer.data.close()
-    return status
-
-
 def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]:
     """Return the callbacks of a run, beside the logging of steps."""
     spec, parts, events = trainer.spec, trainer.components, trainer.ctx.events
@@ -210,12 +209,12 @@ def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]
 
 
 def _open_side_group(spec: RunSpec, world: Communicator) -> tuple[SideGroup | None, RunSpec]:
-    """The group over which checkpoints travel if some rank does not see the run's folder; rank 0
-    then says which checkpoint the run resumes from."""
+    """Return the group that transfers checkpoints if some rank does not see the run's folder, and
+    the spec with the checkpoint that rank 0 resumes from."""
     side = SideGroup.open(world, spec.sees_run_folder)
-    if side is None:
-        return None, spec
-    return side, replace(spec, resume_from=world.broadcast_object(spec.resume_from))
+    if side is not None:
+        spec = replace(spec, resume_from=world.broadcast_object(spec.resume_from))
+    return side, spec
 
 
 def _claim_store(spec: RunSpec, ctx: RankContext) -> CheckpointStore | None:
@@ -226,19 +225,11 @@ def _claim_store(spec: RunSpec, ctx: RankContext) -> CheckpointStore | None:
     before = store.claim(ctx.run_dir.root)
     if before is not None:
         logger.warning(
-            f"`checkpoint_dir: {store.url}` was last written by the run in"
-            f" {before.output_dir} on host {before.host}; this run takes it over, and"
-            " that one ends at its next checkpoint if it still runs"
+            f"`checkpoint_dir: {store.url}` was last written by the run in {before.output_dir} on"
+            f" host {before.host}; this run takes it over, and the other one ends at its next"
+            " checkpoint if it is still running"
         )
     return store
-
-
-def _failure(error: BaseException) -> str:
-    return str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-
-
-def _stop_reason(stop: StopFlag) -> str:
-    return "asked to stop by a signal" if stop.wanted else "another rank was asked to stop"
 
 
 def _open_run(spec: RunSpec, run_dir: RunDir, events: EventLog, cleanup: ExitStack) -> None:
@@ -253,12 +244,12 @@ def _open_run(spec: RunSpec, run_dir: RunDir, events: EventLog, cleanup: ExitSta
 def build_components(
     spec: RunSpec, comm: Communicator, adjust: Callable[[nn.Module], object] | None = None
 ) -> tuple[TrainComponents, DataPipeline, list[tuple[str, str]]]:
-    """Build what is trained and the data, from torch's random state as the seed sets it. Returns
-    the components, the data and (level, text) of each message.
+    """Build the model and the data from the random state that the seed sets. Returns the
+    components, the data and (level, text) notices.
 
-    The order is fixed here, for every strategy: activation checkpointing is a switch on the blocks'
-    own forward, so that whatever a strategy hangs on a block runs around it; then the strategy
-    places the model.
+    The order is the same for every strategy: activation checkpointing changes the forward of the
+    blocks, so that whatever a strategy attaches to a block runs around it; then the strategy places
+    the model.
 
     Args:
         adjust: may change the model before it is placed.
@@ -274,11 +265,11 @@ def build_components(
     strategy.num_devices = spec.layout.axes.replicas if spec.layout.num_processes == 1 else 1
     if not any(param.requires_grad for param in model.parameters()):
         raise RunError(
-            "the model has no parameter to train: all are frozen",
-            fix="set requires_grad on what shall be trained",
+            "the model has no trainable parameters: every parameter is frozen",
+            fix="set requires_grad of the parameters to train",
         )
     if strategy.rank0_has_full_model:
-        # else a model that no single device holds stays on the CPU until it is cut
+        # otherwise it stays on the CPU until it is split, because no device may hold all of it
         model.to(comm.device)
     notices = task.setup(model)
     datasets = task.build_datasets()
@@ -288,7 +279,10 @@ def build_components(
         # on every rank, because the loss may call collectives
         seed = spec.config.train_args.seed
         notices += check_additive(task.task, model, datasets[0], seed)
-    probe = _probe(task, datasets[0]) if spec.layout.axes.pipeline > 1 else None
+    probe = None
+    if spec.layout.axes.pipeline > 1:
+        # the loss of one sample shows which tensors the stages send each other
+        probe = Probe(lambda model: task.loss(model, task.collate([datasets[0][0]])), rows=1)
     strategy.probe = None if probe is None else probe.run
     shape, decayed = outline(model, spec.config, probe), matrices_of(model)
     digest = frozen_digest(model)
@@ -322,7 +316,8 @@ def _build_data(
             len(train_dataset),
             spec.derived.global_batch_size,
             args.seed,
-            _balance_lengths(train_dataset, task),
+            # Padded rows need equal counts per rank; packed rows need equal tokens.
+            getattr(train_dataset, "lengths", None) if getattr(task, "packed", True) else None,
             args.shuffle,
         ),
         task.collate,
@@ -336,11 +331,6 @@ def _build_data(
         replica=replica,
         num_replicas=num_replicas,
     )
-
-
-def _probe(task: Task, dataset: Any) -> Probe:
-    """The task's loss on one sample: what its blocks hand on is what pipeline stages send."""
-    return Probe(lambda model: task.loss(model, task.collate([dataset[0]])), rows=1)
 
 
 def _build_model(task: Task, config: Config) -> nn.Module:
@@ -364,21 +354,34 @@ def build_trainer(
     """Build the trainer at the step that the run continues from, and emit the events of a start. A
     collective."""
     settings, strategy, events = spec.config.recovery, components.strategy, ctx.events
-    scaler = components.precision.scaler
     metrics = StepMetrics(
         ctx.comm,
-        _attempt_began(spec),
+        # when the command was given; after a restart, when the failure was detected
+        spec.started_at if spec.failure is None else float(spec.failure["seen_at"]),
         spec.data.train_tokens is not None,
         traffic_period(strategy),
         serves=not has_data(strategy),
         devices=DeviceMonitor(ctx.device),
     )
-    checkpoints = _build_checkpoints(spec, ctx, side, store)
+    args = spec.config.train_args
+    checkpoints = CheckpointManager(
+        ctx.comm,
+        ctx.run_dir.checkpoints,
+        args.save_total_limit,
+        events,
+        background=args.async_save,
+        every_steps=spec.derived.save_every_steps,
+        every_s=settings.save_interval_s,
+        pause=settings.on_save_error == "pause",
+        stop=lambda: ctx.stop.wanted,
+        side=side,
+        store=store,
+    )
     num_notices = len(strategy.notices)
     with ctx.progress.during("loading"):
         state, path, meta = resume(spec, ctx, components, checkpoints)
     data.seek(state.step)
-    # what the checkpoint did not hold, or what it holds in vain
+    # about state that the checkpoint lacks, or that this run does not use
     resume_notices = strategy.notices[num_notices:]
     resume_notices += transfer_notices(strategy, side, components.shape.optimizer_bytes_per_element)
     balancer = Balancer(spec.config, ctx, strategy, data, metrics, checkpoints)
@@ -393,7 +396,7 @@ def build_trainer(
         notices=[*notices, *resume_notices, *mixed_devices_notices(ctx.comm)],
     )
     balancer.announce()
-    anomalies = AnomalyDetector(settings, strategy, scaler, events)
+    anomalies = AnomalyDetector(settings, strategy, components.precision.scaler, events)
     return Trainer(
         spec,
         ctx,
@@ -407,25 +410,6 @@ def build_trainer(
         balancer,
         resumed_from=path,
         callbacks=[StepLogger(metrics, anomalies, data.order, ctx)],
-    )
-
-
-def _build_checkpoints(
-    spec: RunSpec, ctx: RankContext, side: SideGroup | None, store: CheckpointStore | None
-) -> CheckpointManager:
-    args, settings = spec.config.train_args, spec.config.recovery
-    return CheckpointManager(
-        ctx.comm,
-        ctx.run_dir.checkpoints,
-        args.save_total_limit,
-        ctx.events,
-        background=args.async_save,
-        every_steps=spec.derived.save_every_steps,
-        every_s=settings.save_interval_s,
-        pause=settings.on_save_error == "pause",
-        stop=lambda: ctx.stop.wanted,
-        side=side,
-        store=store,
     )
 
 
@@ -448,24 +432,14 @@ def _run_info(
     )
 
 
-def _attempt_began(spec: RunSpec) -> float:
-    """Return when the command was given; after a restart, when the failure was seen."""
-    return spec.started_at if spec.failure is None else float(spec.failure["seen_at"])
-
-
-def _balance_lengths(dataset: Any, task: Task) -> Any:
-    # Padded rows want equal counts a rank; packed rows want equal tokens.
-    return getattr(dataset, "lengths", None) if getattr(task, "packed", True) else None
-
-
 def _quiet_libraries(config: Config, device_type: str) -> None:
     if device_type == "cpu":
-        # transformers imports DeepSpeed where it is installed, which else looks for accelerators
-        # and says that it found none.
+        # transformers imports DeepSpeed if it is installed, which would search for accelerators and
+        # print that it found none.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # peft calls what transformers deprecates: nothing that the person who trains could change.
+    # peft calls deprecated functions of transformers, which users cannot change.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
-    # said once, by the launcher
+    # the launcher prints this once
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     if "transformers" in sys.modules or config.task in ("sft", "pretrain"):
         from transformers.utils import logging as transformers_logging

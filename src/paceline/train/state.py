@@ -1,4 +1,4 @@
-"""What a rank's training consists of: its services, its components and its mutable state."""
+"""The parts of the training on a rank: its services, its components and its mutable state."""
 
 import logging
 import math
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankContext:
-    """The services of one rank: its communicator, the run's folder and event log, the stop request,
-    what is closed when the rank ends, and the progress that the watchdog reads."""
+    """The services of one rank. ``cleanup``: is closed when the rank ends; ``progress``: is read by
+    the watchdog."""
 
     comm: Communicator
     run_dir: RunDir
@@ -55,12 +55,12 @@ class RankContext:
 
 @dataclass(frozen=True)
 class TrainComponents:
-    """What is trained, and with what. Weights and optimizer state change through ``strategy``.
+    """The model and what trains it. Weights and optimizer state change through ``strategy``.
 
     Args:
         model: as the strategy placed it.
         shape: of the model as the task built it.
-        frozen_digest: of the weights that are not trained; None if all are trained.
+        frozen_digest: of the weights that are not trained; None if all are.
     """
 
     task: Task
@@ -94,12 +94,12 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. ``grad_norm`` (a float32 scalar on the device) and ``learning_rate`` are
+    """The result of a step. ``grad_norm`` (float32 scalar on the device) and ``learning_rate`` are
     None unless ``outcome`` is ``updated``.
 
     Args:
-        stop: some rank was asked to stop.
-        is_logged: the step is one of those whose figures are logged.
+        stop: some rank was requested to stop.
+        is_logged: a ``step`` event is emitted for this step.
     """
 
     outcome: Literal["updated", "batch_skipped", "rolled_back"]
@@ -111,8 +111,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class RollbackTarget:
-    """The checkpoint to go back to. ``path``: None if there is none; ``step``: its number of
-    updates, or 0; ``is_own``: it lies in this run's folder."""
+    """The checkpoint to roll back to. ``path``: None if there is none; ``step``: its number of
+    updates, or 0; ``is_own``: it is in this run's folder."""
 
     path: str | None = None
     step: int = 0
@@ -127,8 +127,8 @@ class RollbackTarget:
 def find_target(
     comm: Communicator, run_dir: RunDir, step: int, resumed_from: str | None
 ) -> RollbackTarget:
-    """Return what rank 0 finds: the newest intact checkpoint of at most ``step`` updates, or the
-    one that this attempt resumed from. A collective."""
+    """Return the latest intact checkpoint of at most ``step`` updates that rank 0 finds, or the one
+    that this attempt resumed from. A collective."""
     target = _find_target(run_dir, step, resumed_from) if comm.is_rank_zero else None
     agreed = comm.broadcast_object(target)
     assert agreed is not None
@@ -149,18 +149,25 @@ def _find_target(run_dir: RunDir, step: int, resumed_from: str | None) -> Rollba
 
 
 def report_no_rollback(step: int, target: RollbackTarget, settings: RecoveryConfig) -> None:
-    """Warn that a loss spike is trained on. ``step``: of the spike, counted from 0."""
+    """Warn that the batch of a loss spike is kept. ``step``: of the spike, counted from 0."""
     logger.warning(
-        f"step {step + 1}: the loss jumped again, but as many batches as `recovery.max_restarts:"
-        f" {settings.max_restarts}` allows have already been skipped since step {target.step}"
-        "; this batch is trained on"
+        f"step {step + 1}: the loss spiked again, but {settings.max_restarts} batches have already"
+        f" been skipped since step {target.step} (`recovery.max_restarts`), so this one is kept"
     )
 
 
 def report_rollback(events: EventLog, step: int, spike: LossSpike, target: RollbackTarget) -> None:
     """Emit the ``rollback`` event and its notice. ``step``: of the spike, counted from 0."""
     to_step = step if target.path is None else target.step
-    median = None if math.isnan(spike.median) else spike.median
+    text = f"step {step + 1}: the loss spiked to {spike.loss:.4g}"
+    median = None
+    if not math.isnan(spike.median):
+        median = spike.median
+        text += f" (median of the last {spike.num_compared} steps: {median:.4g})"
+    if target.path is None:
+        text += "; there is no earlier checkpoint, so only the batch of this step is skipped"
+    else:
+        text += f"; rolling back to step {to_step} and skipping the batch of this step"
     events.emit(
         {
             "type": "rollback",
@@ -171,22 +178,13 @@ def report_rollback(events: EventLog, step: int, spike: LossSpike, target: Rollb
         },
         file_only=True,
     )
-    text = f"the loss jumped to {spike.loss:.4g}"
-    if median is not None:
-        text += f" (its median over the last {spike.num_compared} steps is {median:.4g})"
-    text += (
-        f"; back to the checkpoint of step {to_step}"
-        if target.path is not None
-        else "; there is no checkpoint before it"
-    )
-    text += ", and the batch of this step is left out"
-    logger.warning(f"step {step + 1}: {text}")
+    logger.warning(text)
 
 
 def checkpoint_meta(
     state: TrainState, spec: RunSpec, components: TrainComponents, balance: BalanceRecord | None
 ) -> CheckpointMeta:
-    """Return what a checkpoint's ``meta.json`` records, but for its step."""
+    """Return the ``meta.json`` of a checkpoint, without its step."""
     meta: CheckpointMeta = {
         "world_size": spec.derived.world_size,
         "global_batch_size": spec.derived.global_batch_size,
@@ -213,8 +211,8 @@ def recent_losses_from(meta: CheckpointMeta, settings: RecoveryConfig) -> deque[
 def resume(
     spec: RunSpec, ctx: RankContext, components: TrainComponents, checkpoints: CheckpointManager
 ) -> tuple[TrainState, str | None, CheckpointMeta]:
-    """Load the checkpoint that the run resumes from. Returns the state, the checkpoint's path and
-    its ``meta.json``; without a checkpoint a new state, None and nothing. A collective."""
+    """Load the checkpoint that the run resumes from. Returns the state, and the path and
+    ``meta.json`` of the checkpoint (None and empty if there is none). A collective."""
     settings = spec.config.recovery
     local_path = spec.resume_from
     is_own = (

@@ -1,5 +1,4 @@
-"""The training loop, to be read from top to bottom. Every rank runs it; rank 0 alone logs and
-writes reports."""
+"""The training loop. Every rank runs it; only rank 0 logs and writes reports."""
 
 import logging
 import math
@@ -55,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Trainer:
-    """Trains on one rank. :mod:`paceline.train.setup` builds it.
+    """Trains on one rank. Built by :mod:`paceline.train.setup`.
 
     Args:
         resumed_from: the checkpoint that this attempt of the run resumed from.
@@ -82,8 +81,7 @@ class Trainer:
         self._has_reported_no_rollback = False
 
     def train(self) -> Literal["done", "stopped"]:
-        """Train to the last step, or until a stop is requested. Either way a checkpoint of the last
-        step is on disk afterwards."""
+        """Train to the last step, or until a stop is requested. Either way the state is saved."""
         self.components.model.train()
         state, last_step = self.state, self.spec.derived.steps
         eval_every_steps = self.spec.derived.eval_every_steps
@@ -105,7 +103,7 @@ class Trainer:
         return "done"
 
     def run_step(self) -> StepResult:
-        """Make one update, or skip its batch; and call the callbacks."""
+        """Make one update, or skip its batch, and call the callbacks."""
         for callback in self.callbacks:
             callback.on_step_begin(self.state)
         if self.state.step in self.state.skipped_batches:
@@ -184,7 +182,7 @@ class Trainer:
         return micro_step
 
     def update(self, grad_norm: torch.Tensor, loss: torch.Tensor) -> None:
-        """Make the optimizer's step if the gradient is finite. ``loss``: of this rank."""
+        """Step the optimizer if the gradient is finite. ``loss``: of this rank."""
         precision = self.components.precision
         decision = self.anomalies.decide(grad_norm)
         updated = self.strategy.optimizer_step(partial(precision.step, decision=decision))
@@ -193,7 +191,7 @@ class Trainer:
         self.anomalies.record(self.state.step + 1, decision, updated, loss)
 
     def roll_back_on_spike(self, loss_sum: torch.Tensor, count: float) -> bool:
-        """Roll back if the loss jumped, instead of the update under way. A collective. The sums of
+        """Roll back if the loss spiked, instead of making the update. A collective. The sums of
         ``loss_sum`` and ``count`` over all ranks count each sample once."""
         state, settings = self.state, self.spec.config.recovery
         if not settings.rollback_on_loss_spike:
@@ -209,8 +207,8 @@ class Trainer:
         return False
 
     def roll_back(self, spike: LossSpike) -> bool:
-        """Go back to the checkpoint before the step under way, and skip its batch from now on.
-        Returns False if that was done too often since that checkpoint. A collective."""
+        """Load the checkpoint before the current step, and skip the batch of the step from now on.
+        Returns False if too many batches were skipped since that checkpoint. A collective."""
         state, comm = self.state, self.ctx.comm
         settings, step = self.spec.config.recovery, state.step
         self.checkpoints.finish()
@@ -246,8 +244,8 @@ class Trainer:
         log_notices(logger, strategy.notices[num_notices:])
 
     def handle_rank_loss(self) -> bool:
-        """Continue without the ranks that were lost. Returns True if some were. Every rank gets the
-        same answer at the same place of the same step."""
+        """Continue without the ranks that were lost. Returns True if some were; the same on every
+        rank at the same place of the same step."""
         elastic = elastic_workers(self.strategy)
         losses = elastic.poll_rank_losses() if elastic is not None else []
         if not losses:
@@ -264,7 +262,7 @@ class Trainer:
         return True
 
     def evaluate(self) -> None:
-        """Evaluate at this step, unless that was done."""
+        """Evaluate at this step, once."""
         state, parts = self.state, self.components
         if self.data.eval_dataset is None or state.step in state.eval_losses:
             return
@@ -287,8 +285,8 @@ class Trainer:
         self.ctx.events.emit(result.event(state.step))
 
     def save(self, *, must_succeed: bool) -> None:
-        """Save the state of this step, unless it is saved. If a save fails, training continues with
-        a warning, unless it must succeed: then it is waited for, and every rank raises RunError."""
+        """Save the state of this step, once. A failed save is a warning; if it must succeed, wait
+        for it, and raise RunError on every rank if it fails."""
         self.anomalies.flush()
         for callback in self.callbacks:
             callback.before_checkpoint(self.state)
