@@ -136,7 +136,7 @@ def test_a_run_without_a_model_says_what_to_do(serve, tmp_path):
     served = serve(tmp_path)
     events = chat(served, "one")
     assert events[-1][0] == "error"
-    assert "holds no model" in events[-1][1]["what"]
+    assert "contains no model" in events[-1][1]["what"]
     assert "finish" in events[-1][1]["fix"]
 
 

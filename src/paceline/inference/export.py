@@ -1,4 +1,4 @@
-"""Write a run's model to be used elsewhere."""
+"""Export of the model of a run."""
 
 import os
 import shutil
@@ -25,37 +25,37 @@ def export(
         dtype: of the written weights: auto (as they are), float32, bfloat16, float16.
 
     Raises:
-        ConfigError: no model there, nothing to merge, or the target exists.
+        ConfigError: there is no model, nothing to merge, or the target exists.
     """
     if dtype not in _DTYPES:
-        raise ConfigError(f"`--dtype {dtype}` is not known", allowed=", ".join(_DTYPES))
+        raise ConfigError(f"unknown `--dtype {dtype}`", allowed=", ".join(_DTYPES))
     source = model_folder(run)
     adapted = (source / "adapter_config.json").is_file()
     if adapted and not merge:
         raise ConfigError(
-            f"{source} is an adapter, ready to be loaded with peft as it is",
-            fix="add --merge to write it merged into its base model",
+            f"{source} is an adapter, which peft loads without an export",
+            fix="add --merge to merge it into its base model",
         )
     if merge and not adapted:
         raise ConfigError(
-            f"{source} holds a whole model: there is no adapter to merge", fix="leave --merge out"
+            f"{source} is a full model without an adapter to merge", fix="remove --merge"
         )
     final = Path(output) if output else run / "exported"
     if final.exists():
-        raise ConfigError(f"{final} exists already", fix="give another folder with --output DIR")
+        raise ConfigError(f"{final} already exists", fix="give another folder with --output DIR")
     model, tokenizer = load_model(run, dtype)
     if adapted:
         model = model.merge_and_unload()
-    aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    staging_dir = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     try:
-        aside.mkdir(parents=True)
-        model.save_pretrained(str(aside))
-        tokenizer.save_pretrained(str(aside))
-        replace_dir(aside, final)
+        staging_dir.mkdir(parents=True)
+        model.save_pretrained(str(staging_dir))
+        tokenizer.save_pretrained(str(staging_dir))
+        replace_dir(staging_dir, final)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging_dir, ignore_errors=True)
         raise RunError(
             f"{final} could not be written: {reason_of(error)}",
-            fix="free some space or give --output DIR",
+            fix="free some space, or give another folder with --output DIR",
         ) from error
     return final

@@ -1,18 +1,19 @@
-"""Ask the model of a run a question."""
+"""Generation with the model of a run."""
 
 import json
 import warnings
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, first_line
 from paceline.models.blocks import base_model
 from paceline.models.language import qwen_folder
 from paceline.models.qwen import CONVERTED_KEY, converted_folder
 
 
 def model_folder(run: Path) -> Path:
-    """The model that ``run`` means: a run's ``model/``, or a model or adapter folder itself.
+    """Return the model folder of ``run``: its ``model/``, or ``run`` itself if it is a model or an
+    adapter.
 
     Raises:
         ConfigError: there is none.
@@ -21,12 +22,10 @@ def model_folder(run: Path) -> Path:
         if (folder / "config.json").is_file() or (folder / "adapter_config.json").is_file():
             return folder
     raise ConfigError(
-        f"{run} holds no model" if run.exists() else f"{run} does not exist",
-        allowed=(
-            "a finished run's folder (with model/ in it), or a folder that save_pretrained wrote"
-        ),
+        f"{run} contains no model" if run.exists() else f"{run} does not exist",
+        allowed="the folder of a finished run (with model/ in it), or one of save_pretrained",
         fix=(
-            "let the run finish: the same training command goes on where it stopped"
+            "let the run finish: the same training command resumes it"
             if run.exists()
             else "check the path"
         ),
@@ -34,7 +33,7 @@ def model_folder(run: Path) -> Path:
 
 
 def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
-    """(model in evaluation mode on the CPU, tokenizer); adapters are put on their base model."""
+    """Return (model in eval mode on the CPU, tokenizer), with adapters on their base model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -54,8 +53,8 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"the model in {folder} cannot be loaded as a causal language model:"
-            f" {str(error).splitlines()[0][:300]}",
-            fix=f"check that {base} is there" if base != folder else None,
+            f" {first_line(error)}",
+            fix=f"check that {base} exists" if base != folder else None,
         ) from error
     if base != folder:
         from peft import PeftModel
@@ -65,28 +64,56 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
 
 
 def check_trained_length(model: Any, num_tokens: int) -> None:
-    """Refuse to run a converted first-generation Qwen model beyond its trained length.
-
-    Raises:
-        ConfigError: ``num_tokens`` is above it.
-    """
+    """Raise ConfigError if ``num_tokens`` exceeds the trained length of a converted
+    first-generation Qwen model."""
     config: Any = getattr(base_model(model), "config", None)
     if getattr(config, CONVERTED_KEY, None) and num_tokens > config.max_position_embeddings:
         raise ConfigError(
-            f"the prompt and the answer can have {num_tokens} tokens together, and the model was"
-            f" trained on {config.max_position_embeddings}; beyond that the original Qwen model"
-            " changes its attention, and the Qwen2 form does not",
+            f"prompt and answer may have {num_tokens} tokens together, but the model was trained"
+            f" with {config.max_position_embeddings}; beyond that, the original Qwen model changes"
+            " its attention, and its Qwen2 form does not",
             fix="give a shorter prompt, or allow fewer new tokens",
         )
 
 
 def encode_chat(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
-    """Return the chat as the model reads it: by its template, or, without one, its texts one after
-    the other."""
+    """Return the tokens of the chat: with the chat template, or its texts one after the other if
+    there is none."""
     if tokenizer.chat_template is not None:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return tokenizer(text, return_tensors="pt", add_special_tokens=False)
     return tokenizer("\n\n".join(message["content"] for message in messages), return_tensors="pt")
+
+
+def generate_tokens(
+    model: Any,
+    tokenizer: Any,
+    inputs: Any,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    **options: Any,
+) -> list[int]:
+    """Return the new tokens after ``inputs``, the tokens of a prompt. ``options``: further ones of
+    transformers' ``generate``."""
+    import torch
+
+    pad_id = tokenizer.pad_token_id
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        output = model.generate(
+            input_ids=inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            do_sample=temperature > 0,
+            temperature=temperature or None,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.eos_token_id if pad_id is None else pad_id,
+            use_cache=True,
+            **options,
+        )
+    tokens: list[int] = output[0, inputs["input_ids"].shape[1] :].tolist()
+    return tokens
 
 
 def generate(
@@ -98,8 +125,8 @@ def generate(
     system: str | None = None,
     seed: int = 0,
 ) -> str:
-    """The model's answer, by its chat template where it has one. ``temperature`` 0 takes the
-    likeliest token each time."""
+    """Return the answer of the model, with its chat template if it has one. ``temperature`` 0 takes
+    the most likely token each time."""
     import torch
 
     model, tokenizer = load_model(run)
@@ -109,18 +136,14 @@ def generate(
     if system and tokenizer.chat_template is not None:
         messages.insert(0, {"role": "system", "content": system})
     inputs = encode_chat(tokenizer, messages).to(model.device)
-    num_prompt = inputs["input_ids"].shape[1]
-    check_trained_length(model, num_prompt + max_new_tokens)
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        output = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            do_sample=temperature > 0,
-            temperature=temperature or None,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
-            use_cache=True,
-        )
-    answer: str = tokenizer.decode(output[0, num_prompt:], skip_special_tokens=True)
+    check_trained_length(model, inputs["input_ids"].shape[1] + max_new_tokens)
+    tokens = generate_tokens(
+        model,
+        tokenizer,
+        inputs,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    answer: str = tokenizer.decode(tokens, skip_special_tokens=True)
     return answer.strip()
