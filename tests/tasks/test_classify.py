@@ -32,14 +32,13 @@ def prepared_task(**keys: Any) -> Task:
 
 
 def make_folder(root: Path, classes: dict[str, int], size: int = 12) -> Path:
-    """Noise images around a class's own brightness."""
+    """Create images of noise with a brightness per class."""
     generator = np.random.default_rng(0)
-    for number, (name, count) in enumerate(classes.items()):
+    for label, (name, count) in enumerate(classes.items()):
         (root / name).mkdir(parents=True)
         for number in range(count):
-            pixels = generator.integers(0, 60, (size, size + 4, 3), dtype=np.uint8) + np.uint8(
-                90 * number
-            )
+            noise = generator.integers(0, 60, (size, size + 4, 3), dtype=np.uint8)
+            pixels = noise + np.uint8(90 * label)
             Image.fromarray(pixels).save(root / name / f"{number:02d}.png")
     return root
 
@@ -300,12 +299,12 @@ def test_a_hugging_face_classifier_gets_images_in_its_own_form(
     assert (out / "preprocessor_config.json").is_file()
 
 
-def test_batch_normalisation_is_warned_of() -> None:
+def test_batch_normalization_gives_a_warning() -> None:
     task = prepared_task()
     assert task.setup(task.build_model()) == []
     noted = task.setup(torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4)))
     assert noted[0][0] == "warning"
-    assert "1 batch normalisation" in noted[0][1]
+    assert "1 batch normalization" in noted[0][1]
 
 
 def test_settings_of_language_models_are_named_as_without_effect() -> None:
