@@ -17,7 +17,7 @@ from schemas import Object, jobs_of, validate
 from slow_task import SLOW
 
 from paceline.cli import main
-from paceline.cluster.jobs.pods import runtime_text
+from paceline.cluster.jobs.kubernetes import runtime_text
 from paceline.config.load import load_config
 
 BASE = ("--nodes", "2", "--gpus-per-node", "8", "--image", "registry.example.org/paceline:1.0")
@@ -445,7 +445,7 @@ def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]
     out, err = capsys.readouterr()
     assert json.loads(out) == {"manifest": (here / "job.yaml").read_text(), "path": "job.yaml"}
     assert "no `--pvc`" in err
-    assert "/data/run: outside /workspace" in err
+    assert "/data/run: outside of /workspace" in err
     assert "paceline kubernetes --runtime-manifest" in err
     assert "--memory-per-node" in err
 

@@ -273,10 +273,10 @@ def test_a_file_and_json(here: Path, written: Write) -> None:
             [*OPTIONS, "parallel.mode=tensor", "parallel.tensor=3"],
             ["2 hosts × 8 ranks", "parallel.tensor: 3", "`--nodes`"],
         ),
-        ([*OPTIONS, "parallel.mode=single"], ["`parallel.mode: single`", "2 hosts"]),
-        ([*OPTIONS, "parallel.nnodes=4"], ["`--nodes 2`", "parallel.nnodes` is 4"]),
-        ([*OPTIONS, "parallel.num_gpus=4"], ["`--gpus-per-node 8`", "`parallel.num_gpus` is 4"]),
-        ([*OPTIONS, "parallel.device=cpu"], ["`parallel.device` is cpu", "--gpus-per-node 0"]),
+        ([*OPTIONS, "parallel.mode=single"], ["`parallel.mode: single`", "`--nodes 2`"]),
+        ([*OPTIONS, "parallel.nnodes=4"], ["`--nodes 2`", "`parallel.nnodes: 4`"]),
+        ([*OPTIONS, "parallel.num_gpus=4"], ["`--gpus-per-node 8`", "`parallel.num_gpus: 4`"]),
+        ([*OPTIONS, "parallel.device=cpu"], ["`parallel.device: cpu`", "--gpus-per-node 0"]),
     ],
 )
 def test_what_is_refused(refused: Write, words: list[str], parts: list[str]) -> None:

@@ -269,7 +269,7 @@ def test_a_job_that_slurm_refuses(cluster, tmp_path):
         "--submit",
     )
     done = run(*MICRO, *words, verb="slurm", env=cluster.environment, cwd=tmp_path, expect=1)
-    assert "Slurm refused the job" in done.stderr
+    assert "Slurm rejected the job" in done.stderr
     assert "partition" in done.stderr
     assert "sinfo" in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -64,7 +64,7 @@ class _RankStatus(NamedTuple):
 @dataclass
 class CheckpointManager:
     """Saves the state of a run below ``folder`` (``RUN/checkpoints``), each rank its own shards.
-    Use it in a ``with`` statement, whose end waits for a save in progress.
+    The end of its ``with`` statement waits for a save in progress.
 
     Args:
         keep: how many checkpoints are retained; None retains all.
@@ -95,8 +95,8 @@ class CheckpointManager:
     def __post_init__(self) -> None:
         self.first_step = 0  # from which this attempt resumed
         self.last_step: int | None = None  # saved, or being saved in the background
-        self.num_begun = 0  # saves; the last one at:
-        self._since = time.monotonic()
+        self.num_begun = 0  # saves
+        self._since = time.monotonic()  # since the last save began
         self._request = 0.0  # of rank 0, to all ranks
         self._pause_needed = False  # after a failed save in the background; on rank 0
         self._pending: PendingSave | None = None
@@ -116,9 +116,8 @@ class CheckpointManager:
 
     def next_request(self) -> float:
         """Return what rank 0 requests of all ranks, once per request: a save that is due by the
-        clock, or a save for which training pauses because the last one failed; otherwise 0. The
-        caller sends it to every rank, which passes it to :meth:`accept_request` at the same
-        step."""
+        clock, or one for which training pauses because the last one failed; otherwise 0. The caller
+        sends it to every rank, for :meth:`accept_request` at the same step."""
         if not self.world.is_rank_zero or self._pending is not None:
             return 0.0
         if self._pause_needed:
@@ -223,8 +222,7 @@ class CheckpointManager:
             self._finish_pending(wait=False)
 
     def finish(self, run_failed: bool = False) -> None:
-        """Wait for the save in progress; for less time if the run has failed, because other ranks
-        may have ended."""
+        """Wait for the save in progress; not for long if the run failed: ranks may have ended."""
         if self._pending is not None and run_failed:
             self._pending.timeout_s = _FAILED_RUN_TIMEOUT_S
         self._finish_pending(wait=True)
@@ -265,9 +263,8 @@ class CheckpointManager:
             statuses: list[_RankStatus | None] = self.world.gather_objects(status)
         by_rank = {rank: status for rank, status in enumerate(statuses) if status is not None}
         senders = self._senders(by_rank)
-        staging_dir = next(
-            (status.staging_dir for status in by_rank.values() if status.staging_dir), None
-        )
+        staging_dirs = (status.staging_dir for status in by_rank.values())
+        staging_dir = next(filter(None, staging_dirs), None)
         problems = [(rank, status.problem) for rank, status in by_rank.items() if status.problem]
         if self.world.is_rank_zero and staging_dir is not None:
             for rank in range(len(statuses)):  # lost ranks, and those that have nothing to send
@@ -316,11 +313,8 @@ class CheckpointManager:
             return []
         if any(status.is_broken for status in statuses.values()) and not self.world.lost:
             self.side.reopen()
-        return [
-            rank
-            for rank in self.side.remote_ranks
-            if rank in statuses and not statuses[rank].is_idle
-        ]
+        remote = [rank for rank in self.side.remote_ranks if rank in statuses]
+        return [rank for rank in remote if not statuses[rank].is_idle]
 
     def _agree(self, error: Failure | None) -> Failure | None:
         with uncounted():
@@ -388,8 +382,8 @@ class CheckpointManager:
 
 @dataclass
 class PendingSave:
-    """A save on one rank: it writes the rank's shards, and commits the checkpoint on rank 0, in the
-    foreground or in a thread. It communicates with other ranks only through files.
+    """A save on one rank, in the foreground or in a thread: it writes the rank's shards and, on the
+    leader, commits the checkpoint. It communicates with other ranks only through files.
 
     Args:
         leader, is_leader: the rank that commits it; whether that is this one.
@@ -422,7 +416,6 @@ class PendingSave:
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Run in a thread."""
         self._thread = threading.Thread(target=self.run, name=f"save-{self.step}", daemon=True)
         self._thread.start()
 
@@ -491,7 +484,7 @@ class PendingSave:
         self.warnings += prune_after(self.saved, self.step, keep, self.superseded)
 
     def leader_lost(self) -> RunError:
-        """Return the error of a save whose leader was lost before it committed the checkpoint."""
+        """Return the error if the leader was lost before it committed the checkpoint."""
         return self._not_written(f"rank {self.leader}, which was to commit it, has ended")
 
     def fail(self, reason: str) -> None:

@@ -1,8 +1,6 @@
-"""What a rank under an agent does before it trains: the ranks of all hosts check that they fit
-together, and plan alike.
+"""Prepare a run on several hosts: the ranks check that their hosts match, and derive the same plan.
 
-Rank 0 alone reads the run's folder, which may be another host's; the other ranks plan with what it
-has found there.
+Only rank 0 reads the run's folder; the other ranks receive the state of the folder from it.
 """
 
 from __future__ import annotations
@@ -63,33 +61,19 @@ from paceline.parallel.registry import ParallelLayout
 from paceline.tasks import load_task
 
 if TYPE_CHECKING:
-    from paceline.config.load import Loaded
-    from paceline.distributed.environment import RankEnv
+    pass
 
 
 logger = logging.getLogger(__name__)
 
 #: Strategies whose ranks may compute on devices of different types, over Gloo.
 MIXED_DEVICES = ("ddp", "local_sgd")
-_SEEN_WITHIN_S = 10.0
-#: File systems of one machine: what another host has written there is never seen.
-_LOCAL_FILE_SYSTEMS = frozenset(
-    [
-        "ext2",
-        "ext3",
-        "ext4",
-        "xfs",
-        "btrfs",
-        "zfs",
-        "tmpfs",
-        "overlay",
-        "f2fs",
-        "vfat",
-        "ntfs3",
-        "apfs",
-        "ramfs",
-    ]
-)
+_VISIBLE_WITHIN_S = 10.0
+#: File systems of one machine, where files of other hosts are never visible.
+_LOCAL_FILE_SYSTEMS = frozenset([
+    "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "vfat", "ntfs3",
+    "apfs", "ramfs",
+])  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -97,8 +81,8 @@ class RunRequest:
     """What an agent sends to its ranks.
 
     Args:
-        layout: what the agent chose for the ranks that it expects; None: nothing.
-        printed: messages that the agent has printed already.
+        layout: the agent's choice for the ranks that it expects, if any.
+        printed: messages that the agent has already printed.
     """
 
     loaded: Loaded
@@ -108,7 +92,7 @@ class RunRequest:
     printed: frozenset[str] = frozenset()
 
 
-class _Refused(Exception):
+class _Rejected(Exception):
     """All ranks end with this outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
@@ -117,7 +101,7 @@ class _Refused(Exception):
 
 
 def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Outcome:
-    """Follow the round before, plan with the other ranks, and train."""
+    """Continue from the previous round, plan with the other ranks, and train."""
     from paceline.launch.worker import run_guarded
 
     if member.round.is_first:
@@ -136,8 +120,8 @@ def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Out
                 prepared = _prepare(
                     request, member, is_first_round, restart["global_batch_size"], stack
                 )
-        except _Refused as refused:
-            return refused.outcome
+        except _Rejected as rejected:
+            return rejected.outcome
         if prepared.finished is not None:
             return {"status": "finished", "exit_code": 0, "report": prepared.finished}
         if member.round.env.local_rank == 0:
@@ -164,16 +148,23 @@ def _prepare(
     global_batch_size: int | None,
     stack: contextlib.ExitStack,
 ) -> PreparedRun:
-    """Prepare the run on all ranks alike. A collective.
+    """Prepare the run in the same way on all ranks. A collective.
 
     Args:
-        stack: gets the lock of the run's folder.
+        stack: holds the lock of the run's folder.
 
     Raises:
-        _Refused: a rank has found a mistake, or the hosts differ.
+        _Rejected: a rank found a mistake, or the hosts differ.
     """
     round_ = member.round
-    host = _on_all_ranks(member, "prepared", lambda: _prepare_host(request, round_.env))
+
+    def prepare_this_host() -> PreparedHost:
+        prepared = prepare_host(request.loaded, round_.env)
+        # All hosts tokenize at the same time, each into its own cache.
+        load_task(prepared.loaded.config).prepare()
+        return prepared
+
+    host = _on_all_ranks(member, "prepared", prepare_this_host)
     _compare(round_, "fingerprint", {**software(), **config_values(request.loaded.config)})
     run_dir = RunDir(Path(host.loaded.config.output_dir))
     _on_rank_zero(member, "locked", lambda: stack.enter_context(LaunchLock(run_dir)))
@@ -192,10 +183,14 @@ def _prepare(
             leader=leader,
         )
 
-    leading = _on_rank_zero(
-        member, "leader", lambda: prepare(_layout(request, host, round_.env), None)
-    )
-    plan = round_.broadcast("plan", _described(leading) if round_.is_first else None)
+    def prepare_leader() -> PreparedRun:
+        layout, world_size = request.layout, round_.env.world_size
+        if layout is None or layout.num_processes != world_size:  # other ranks than expected
+            layout = choose_layout(host.loaded.config, world_size, host.devices.type, round_.env)
+        return prepare(layout, None)
+
+    leading = _on_rank_zero(member, "leader", prepare_leader)
+    plan = round_.broadcast("plan", _plan_record(leading) if round_.is_first else None)
     if plan["finished"] is not None:
         return PreparedRun(None, None, plan["finished"])
     axes = ParallelDims(**plan["layout"]["axes"])
@@ -210,43 +205,29 @@ def _prepare(
     return replace(prepared, spec=replace(prepared.spec, sees_run_folder=sees_folder))
 
 
-def _prepare_host(request: RunRequest, env: RankEnv) -> PreparedHost:
-    host = prepare_host(request.loaded, env)
-    # Each host tokenizes at the same time, into its own cache.
-    load_task(host.loaded.config).prepare()
-    return host
-
-
-def _layout(request: RunRequest, host: PreparedHost, env: RankEnv) -> ParallelLayout:
-    """What the agent chose, if all the ranks that it expected are here; else a new choice."""
-    if request.layout is not None and request.layout.num_processes == env.world_size:
-        return request.layout
-    return choose_layout(host.loaded.config, env.world_size, host.devices.type, env)
-
-
 def _on_all_ranks(member: Membership, name: str, action: Callable[[], Any]) -> Any:
-    """Run ``action``. Where it fails on a rank, all ranks end. A collective.
+    """Run ``action``. If it fails on some rank, all ranks end. A collective.
 
     Raises:
-        _Refused: it failed on some rank.
+        _Rejected: it failed on some rank.
     """
     result, problem = None, None
     try:
         result = action()
     except PacelineError as error:
         problem = config_problem(error.paragraph(), error.exit_code)
-    refused = agree(member, name, problem)
-    if refused is not None:
-        raise _Refused(refused)
+    agreed = agree(member, name, problem)
+    if agreed is not None:
+        raise _Rejected(agreed)
     return result
 
 
 def _on_rank_zero(member: Membership, name: str, action: Callable[[], Any]) -> Any:
-    """As :func:`_on_all_ranks`, but ``action`` runs on rank 0 alone. Returns None elsewhere."""
+    """Like :func:`_on_all_ranks`, but ``action`` runs only on rank 0. Return None elsewhere."""
     return _on_all_ranks(member, name, action if member.round.is_first else lambda: None)
 
 
-def _described(prepared: PreparedRun) -> dict[str, JsonValue]:
+def _plan_record(prepared: PreparedRun) -> dict[str, JsonValue]:
     if prepared.finished is not None:
         return {"finished": prepared.finished}
     spec = prepared.spec
@@ -259,17 +240,17 @@ def _described(prepared: PreparedRun) -> dict[str, JsonValue]:
 
 
 def _compare(round_: Any, name: str, values: dict[str, JsonValue]) -> None:
-    """Raise _Refused where a host has other values than rank 0's host."""
-    everyone = round_.gather(name, values)
-    for rank, theirs in enumerate(everyone):
-        text = difference(everyone[0], theirs, round_.hosts[0], round_.hosts[rank])
+    """Raise _Rejected if the values of a host differ from those of rank 0's host."""
+    by_rank = round_.gather(name, values)
+    for rank, rank_values in enumerate(by_rank):
+        text = difference(by_rank[0], rank_values, round_.hosts[0], round_.hosts[rank])
         if text is not None:
-            raise _Refused({**config_problem(text), "is_final": True})
+            raise _Rejected({**config_problem(text), "is_final": True})
 
 
 # -- the run's folder
 def _sees_run_folder(member: Membership, output_dir: Path) -> bool:
-    """Whether this rank's host sees the run's folder of rank 0's host. A collective."""
+    """Return whether this rank's host sees the run's folder of rank 0's host. A collective."""
     round_ = member.round
     if len(set(round_.hosts)) == 1:
         return True
@@ -281,54 +262,45 @@ def _sees_run_folder(member: Membership, output_dir: Path) -> bool:
             token = f"error: {error.strerror or error}"
     token = round_.broadcast("folder", token)
     if token.startswith("error: "):
-        raise _Refused(
-            {
-                **config_problem(f"`output_dir: {output_dir}` cannot be written: {token[7:]}"),
-                "is_final": True,
-            }
-        )
-    is_seen = round_.is_first or _sees(file, token)
-    round_.gather("sees folder", is_seen)
+        problem = config_problem(f"`output_dir: {output_dir}` is not writable: {token[7:]}")
+        raise _Rejected({**problem, "is_final": True})
+    is_visible = round_.is_first or _is_visible(file, token)
+    round_.gather("sees folder", is_visible)
     if round_.is_first:
         file.unlink(missing_ok=True)
-    return is_seen
+    return is_visible
 
 
-def _sees(file: Path, token: str) -> bool:
-    """Whether this host sees what rank 0 has written into ``file``."""
-    deadline = time.monotonic() + (0.0 if _is_on_a_local_disk(file.parent) else _SEEN_WITHIN_S)
+def _is_visible(file: Path, token: str) -> bool:
+    """Return whether this host sees what rank 0 has written to ``file``."""
+    deadline = time.monotonic() + (0.0 if _is_on_a_local_disk(file.parent) else _VISIBLE_WITHIN_S)
     while True:
-        try:
+        with contextlib.suppress(OSError):
             if file.read_text() == token:
                 return True
-        except OSError:
-            pass
         if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
 
 
 def _is_on_a_local_disk(folder: Path) -> bool:
-    """Whether what another host writes into ``folder`` can never be seen here, or is seen at
-    once."""
+    """Return whether ``folder`` is on a local disk. There, files of other hosts are never visible,
+    and those of this host are visible immediately."""
     existing = folder.absolute()
     while not existing.exists():
         existing = existing.parent
-    try:
+    with contextlib.suppress(OSError, IndexError):
         device = os.stat(existing).st_dev
         numbers = f"{os.major(device)}:{os.minor(device)}"
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             fields, _, kind = line.partition(" - ")
             if fields.split()[2] == numbers:
                 return kind.split()[0] in _LOCAL_FILE_SYSTEMS
-    except (OSError, IndexError):
-        pass
     return False
 
 
 def config_values(config: Config) -> dict[str, JsonValue]:
-    """What must be the same on every host: the config by dotted key, without what is a host's
-    own."""
+    """Return the config by dotted key, without the settings that may differ between hosts."""
     values: dict[str, JsonValue] = {}
     for name, value in config.model_dump(mode="json").items():
         values.update(
@@ -342,7 +314,7 @@ def config_values(config: Config) -> dict[str, JsonValue]:
 
 
 def plan_values(spec: Any) -> dict[str, JsonValue]:
-    """What must come out the same on every host when it has read the data and the checkpoints."""
+    """Return the values that must be equal on all hosts after they have read the data."""
     step = None if spec.resume_from is None else Path(spec.resume_from).name
     return {
         "data": spec.data.fingerprint,
@@ -355,6 +327,7 @@ def plan_values(spec: Any) -> dict[str, JsonValue]:
 
 
 def software() -> dict[str, str]:
+    """Return the versions that must be equal on all hosts."""
     import torch
 
     from paceline.version import __version__
@@ -368,7 +341,7 @@ def software() -> dict[str, str]:
 
 
 def _code_digest() -> str:
-    """A digest of this package's source."""
+    """Return a digest of the source of this package."""
     digest = hashlib.sha256()
     root = Path(__file__).resolve().parents[1]
     for path in sorted(root.rglob("*.py")):
@@ -379,8 +352,8 @@ def _code_digest() -> str:
 def difference(
     first: dict[str, JsonValue], other: dict[str, JsonValue], first_host: str, other_host: str
 ) -> str | None:
-    """How the values of ``other_host`` differ from those of ``first_host``, for an error message;
-    None where they are equal."""
+    """Return an error message about how the values of ``other_host`` differ from those of
+    ``first_host``; None if they are equal."""
     differing = [
         f"{name}: {other.get(name)!r} on {other_host}, {first.get(name)!r} on {first_host}"
         for name in {**first, **other}
@@ -389,8 +362,8 @@ def difference(
     if not differing:
         return None
     return (
-        f"host {other_host} would not train the same run as host {first_host}."
-        f" {'; '.join(differing)}. To fix: give every host the same code, config and data"
+        f"hosts {other_host} and {first_host} would not train the same run:"
+        f" {'; '.join(differing)}. To fix: use the same code, config and data on every host"
     )
 
 

@@ -75,7 +75,7 @@ def run(args: Namespace) -> int:
 
     Raises:
         ConfigError: an option is invalid, or sbatch is not installed; nothing was written.
-        RunError: Slurm refused the job.
+        RunError: Slurm rejected the job.
     """
     from paceline.cluster.jobs.slurm import check_sbatch, script, submit
 

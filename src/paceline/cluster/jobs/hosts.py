@@ -1,8 +1,10 @@
-"""A config on the hosts of a cluster: what the writers of job files for Slurm and Kubernetes
-share."""
+"""Fit a config to the hosts of a cluster: shared by the job files for Slurm and Kubernetes."""
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from paceline.config.load import Loaded, load_config
 from paceline.config.schema import Config
@@ -17,9 +19,9 @@ class Hosts:
     Args:
         config_path: the user's config file.
         overrides: the user's, ``key=value``.
-        derived_overrides: those that follow from the hosts, which come after the user's.
+        derived_overrides: those that follow from the hosts, after the user's.
         loaded: the config with all overrides.
-        gpus: per host; 0: its ranks run on the CPU.
+        gpus: per host; 0: the ranks run on the CPU.
     """
 
     config_path: Path | None
@@ -35,13 +37,13 @@ class Hosts:
 
     @property
     def ranks_per_node(self) -> int | None:
-        """None where each host decides by what it has."""
+        """The number of ranks per host; None if each host decides by its devices."""
         count = self.config.parallel.num_gpus
         return None if count == "auto" else int(count)
 
     @property
     def min_cpus(self) -> int:
-        """The cores that a host needs: one for each rank and each of its loader processes."""
+        """The cores that a host needs: one for each rank and for each loader process."""
         return (self.ranks_per_node or 2) * (1 + self.config.train_args.dataloader_num_workers)
 
 
@@ -49,7 +51,7 @@ def fit_to_hosts(path: Path | None, overrides: list[str], nodes: int, gpus: int)
     """Load the config and fit it to the hosts.
 
     Raises:
-        ConfigError: it does not load, or it names other hosts, devices or axes.
+        ConfigError: it cannot be loaded, or its hosts, devices or axes differ.
     """
     derived = _derived_overrides(load_config(path, overrides).config, nodes, gpus)
     loaded = load_config(path, [*overrides, *derived])
@@ -63,25 +65,26 @@ def _derived_overrides(config: Config, nodes: int, gpus: int) -> list[str]:
     low, high = parallel.hosts
     if high > 1 and not low <= nodes <= high:
         raise ConfigError(
-            f"`--nodes {nodes}` was given, and `parallel.nnodes` is {parallel.nnodes}",
-            fix=f"give `--nodes {high}`, or leave `parallel.nnodes` out",
+            f"`--nodes {nodes}` conflicts with `parallel.nnodes: {parallel.nnodes}`",
+            fix=f"set `--nodes {high}`, or remove `parallel.nnodes`",
         )
     if high == 1 < nodes:
         overrides.append(f"parallel.nnodes={nodes}")
     if gpus and parallel.device == "cpu":
         raise ConfigError(
-            f"`--gpus-per-node {gpus}` was given, and `parallel.device` is cpu",
-            fix="give `--gpus-per-node 0`, or leave `parallel.device` out",
+            f"`--gpus-per-node {gpus}` conflicts with `parallel.device: cpu`",
+            fix="set `--gpus-per-node 0`, or remove `parallel.device`",
         )
     if gpus and parallel.num_gpus not in ("auto", gpus):
         raise ConfigError(
-            f"`--gpus-per-node {gpus}` was given, and `parallel.num_gpus` is {parallel.num_gpus}",
-            fix=f"give `--gpus-per-node {parallel.num_gpus}`, or leave `parallel.num_gpus` out",
+            f"`--gpus-per-node {gpus}` conflicts with `parallel.num_gpus: {parallel.num_gpus}`",
+            fix=f"set `--gpus-per-node {parallel.num_gpus}`, or remove `parallel.num_gpus`",
         )
     if not gpus and parallel.device not in ("auto", "cpu"):
         raise ConfigError(
-            f"`--gpus-per-node 0` was given, and `parallel.device` is {parallel.device}",
-            fix="give the number of devices a host, or leave `parallel.device` out",
+            f"`--gpus-per-node 0` conflicts with `parallel.device: {parallel.device}`",
+            fix="set `--gpus-per-node` to the number of devices per host, or remove"
+            " `parallel.device`",
         )
     if gpus and parallel.num_gpus == "auto":
         overrides.append(f"parallel.num_gpus={gpus}")
@@ -96,19 +99,33 @@ def _check_axes(hosts: Hosts) -> None:
     mode = mode_of(hosts.config.parallel)
     if hosts.nodes > 1 and mode in ("single", "dp"):
         raise ConfigError(
-            f"`parallel.mode: {mode}` runs in one process, and {counted(hosts.nodes, 'host')} were"
-            " asked for",
-            fix="give `--nodes 1`, or set `parallel.mode: ddp`",
+            f"`parallel.mode: {mode}` is not supported with `--nodes {hosts.nodes}`: it runs in one"
+            " process",
+            fix="set `--nodes 1`, or `parallel.mode: ddp`",
         )
     if hosts.ranks_per_node is None or mode == "parameter_server" or ":" in mode:
-        return  # how many ranks there will be, or what they do, is not known here
+        return  # the number or the roles of the ranks are not known here
     ranks = hosts.nodes * hosts.ranks_per_node
     try:
         layout(hosts.config.parallel, ranks)
     except ConfigError as error:
-        what = (
-            f"{counted(hosts.nodes, 'host')} × {counted(hosts.ranks_per_node, 'rank')}:"
-            f" {error.what}"
-        )
-        fix = "change `--nodes`, `--gpus-per-node`, or the sizes of the axes"
-        raise ConfigError(what, allowed=error.allowed, fix=fix) from error
+        size = f"{counted(hosts.nodes, 'host')} × {counted(hosts.ranks_per_node, 'rank')}"
+        raise ConfigError(
+            f"{size}: {error.what}",
+            allowed=error.allowed,
+            fix="change `--nodes`, `--gpus-per-node`, or the sizes of the axes",
+        ) from error
+
+
+@cache
+def template(name: str) -> Template:
+    """Load a template of a job file."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {}  # keep the order of keys
+    return environment.get_template(name)

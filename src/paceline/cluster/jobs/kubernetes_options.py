@@ -1,4 +1,4 @@
-"""What a manifest for Kubernetes is written from, and the values that follow from the config."""
+"""The options of a Kubernetes manifest, and the defaults that follow from the config."""
 
 import math
 import re
@@ -16,15 +16,15 @@ WORK_FOLDER, DATA_FOLDER, CACHE_FOLDER, CONFIG_FOLDER = (
     "/cache",
     "/etc/paceline",
 )
-#: In `runtime.yaml`.
+#: As in `runtime.yaml`.
 RUNTIME_NAME, RUNTIME_GRACE_S, RUNTIME_SHM, RUNTIME_USER = "paceline", 660, "8Gi", 1000
 COSCHEDULING_RUNTIME_NAME = "paceline-coscheduling"
 
 #: A pod's name, such as `NAME-endpoint-0-0-x7k2p`, has at most 63 characters.
 MAX_NAME_LENGTH = 44
-#: Kubernetes refuses an object of more than 1 MiB, its own fields included.
+#: Kubernetes rejects objects of more than 1 MiB, including their own fields.
 _MAX_CONFIG_BYTES = 900 * 1024
-#: After the checkpoint the processes still have to end.
+#: Time for the processes to end after the checkpoint.
 _GRACE_MARGIN_S = 60
 _GIB = 1 << 30
 #: Resident memory of a rank without model and data: Python, torch, and on GPUs the libraries and
@@ -38,8 +38,8 @@ class KubernetesOptions:
 
     Args:
         pvc: PersistentVolumeClaim that all pods mount as the working folder.
-        endpoint_pvc: the same, mounted by the pod of the rendezvous endpoint alone.
-        memory: a quantity; requested, and also the limit if ``memory_is_limit``.
+        endpoint_pvc: the same, but only the pod of the rendezvous endpoint mounts it.
+        memory: quantity to request; also the limit if ``memory_is_limit``.
         secret_env: (variable, secret, key of the secret).
         time_s: after this time the job ends with a checkpoint.
     """
@@ -71,31 +71,31 @@ class KubernetesOptions:
 
 
 def check_config_size(config: Config) -> None:
-    """Raise ConfigError if the config does not fit into a ConfigMap."""
+    """Raise ConfigError if the config is too large for a ConfigMap."""
     size = len(to_yaml(config).encode())
     if size > _MAX_CONFIG_BYTES:
         raise ConfigError(
-            f"the config has {size:,} bytes, more than a ConfigMap takes",
-            allowed=f"{_MAX_CONFIG_BYTES:,} bytes",
-            fix="move long lists and templates into files on the claim",
+            f"the config has {size:,} bytes, which is too large for a ConfigMap",
+            allowed=f"at most {_MAX_CONFIG_BYTES:,} bytes",
+            fix="move long lists and templates into files on the volume",
         )
 
 
 def default_shm(hosts: Hosts) -> str:
-    """The size of /dev/shm: 1 GiB for each process of a pod."""
+    """Return the size of /dev/shm: 1 GiB for each process of a pod."""
     return f"{hosts.min_cpus}Gi"
 
 
 def default_grace_s(config: Config) -> int:
-    """How long Kubernetes waits for the checkpoint before it kills the pods."""
+    """Return how long Kubernetes waits for the checkpoint before it kills the pods."""
     return math.ceil(config.parallel.collective_timeout_s) + _GRACE_MARGIN_S
 
 
 def estimate_memory(hosts: Hosts, state_bytes: int | None, counts_shm: bool) -> str:
     """Estimate a pod's memory as a quantity: its processes, the state of the model, and /dev/shm.
 
-    On a CPU each rank holds the state. On GPUs the host holds it once: the copy of a checkpoint
-    that is being written.
+    On CPUs each rank has the state in host memory. With GPUs, the host has it once: the staging
+    buffer of a checkpoint.
 
     Args:
         state_bytes: an upper bound on the memory of the model on one rank, if known.
@@ -109,7 +109,7 @@ def estimate_memory(hosts: Hosts, state_bytes: int | None, counts_shm: bool) -> 
 
 
 def name_from(path: Path | None) -> str:
-    """The file's name as a label: ``My_Run.yaml`` → ``my-run``."""
+    """Return the name of the file as a label: ``My_Run.yaml`` → ``my-run``."""
     stem = "paceline" if path is None else path.stem.lower()
     label = re.sub(r"[^a-z0-9]", "-", stem).strip("-")[:MAX_NAME_LENGTH].rstrip("-")
     return label if label[:1].isalpha() else f"run-{label}"[:MAX_NAME_LENGTH].rstrip("-")
