@@ -1,5 +1,5 @@
-"""`paceline bench collectives`: every case is measured, the model is the one that fits, wrong words
-are refused."""
+"""`paceline bench collectives`: every case is measured, the fitted model is right, and invalid
+arguments are errors."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from paceline.core.errors import ConfigError
 @pytest.mark.soak
 def test_the_command_measures_every_case(tmp_path: Path) -> None:
     page = tmp_path / "bench.html"
-    words = (
+    args = (
         "collectives",
         "--ranks",
         "2,3",
@@ -25,9 +25,10 @@ def test_the_command_measures_every_case(tmp_path: Path) -> None:
         "native,ring,halving",
         "--json",
     )
-    results = json.loads(run(*words, f"--output={page}", verb="bench").stdout)
+    results = json.loads(run(*args, f"--output={page}", verb="bench").stdout)
     cases = [
-        (one["collective"], one["algorithm"], one["world_size"], one["bytes"]) for one in results
+        (timing["collective"], timing["algorithm"], timing["world_size"], timing["bytes"])
+        for timing in results
     ]
     expected = [
         (collective, algorithm, ranks, size)
@@ -39,8 +40,8 @@ def test_the_command_measures_every_case(tmp_path: Path) -> None:
         )
     ]  # fmt: skip
     assert sorted(cases) == sorted(expected)
-    for one in results:
-        assert list(one) == [
+    for timing in results:
+        assert list(timing) == [
             "collective",
             "algorithm",
             "world_size",
@@ -48,22 +49,22 @@ def test_the_command_measures_every_case(tmp_path: Path) -> None:
             "latency_s",
             "bus_bandwidth_bytes_s",
         ]
-        assert one["latency_s"] > 0
+        assert timing["latency_s"] > 0
         factor = (
-            2 * (one["world_size"] - 1) / one["world_size"]
-            if one["collective"] == "all-reduce"
+            2 * (timing["world_size"] - 1) / timing["world_size"]
+            if timing["collective"] == "all-reduce"
             else 1
         )
-        assert one["bus_bandwidth_bytes_s"] == pytest.approx(
-            factor * one["bytes"] / one["latency_s"]
+        assert timing["bus_bandwidth_bytes_s"] == pytest.approx(
+            factor * timing["bytes"] / timing["latency_s"]
         )
     text = page.read_text(encoding="utf-8")
     assert text.count("<svg") == 8  # two collectives, two worlds, two plots each
     assert "src=" not in text
     assert "https://" not in text
-    said = table(results)
-    assert said.count(" ring ") >= 8
-    assert "residual" in said
+    text = table(results)
+    assert text.count(" ring ") >= 8
+    assert "residual" in text
     assert len(fits(results)) == 10
 
 
@@ -81,12 +82,12 @@ def test_load_and_bus_bandwidth() -> None:
         (["colectives"], "collectives"),
         (["collectives", "--ranks", "1"], "2 to 16"),
         (["collectives", "--ranks", "two"], "2 to 16"),
-        (["collectives", "--ranks", ","], "several with commas"),
+        (["collectives", "--ranks", ","], "comma-separated"),
         (["collectives", "--sizes", "1XB"], "KB, MB or GB"),
         (["collectives", "--sizes", "0KB"], "4B to 1GB"),
         (["collectives", "--sizes", "9GB"], "4B to 1GB"),
         (["collectives", "--algorithms", "rnig"], "native, ring, tree, halving, naive"),
-        (["collectives", "--output", "/no/such/folder/page.html"], "a folder that exists"),
+        (["collectives", "--output", "/no/such/folder/page.html"], "an existing folder"),
     ],
 )
 def test_wrong_arguments(tokens: list[str], allowed: str) -> None:

@@ -23,7 +23,7 @@ def _replay(story: dict[str, Any]) -> None:
     """Follow the messages from the start on: each state told must be what they lead to."""
     adds = {"scatter-reduce", "gather", "reduce", "fold", "halving"}
     for number, step in enumerate(story["steps"]):
-        before, after = story["held"][number], [list(row) for row in story["held"][number]]
+        before, after = story["states"][number], [list(row) for row in story["states"][number]]
         for send in step["sends"]:
             for at, (start_, stop) in enumerate(story["segments"]):
                 if send["start"] <= start_ and stop <= send["stop"]:
@@ -31,10 +31,10 @@ def _replay(story: dict[str, Any]) -> None:
                     after[send["to"]][at] = (
                         value + after[send["to"]][at] if step["phase"] in adds else value
                     )
-        assert after == story["held"][number + 1], (story["algorithm"], number)
+        assert after == story["states"][number + 1], (story["algorithm"], number)
 
 
-def test_the_command_tells_the_ring_as_json_and_as_a_page(tmp_path: Path) -> None:
+def test_the_command_prints_json_and_writes_a_page(tmp_path: Path) -> None:
     page = tmp_path / "ring.html"
     out = run(
         "all-reduce",
@@ -70,11 +70,11 @@ def test_the_command_tells_the_ring_as_json_and_as_a_page(tmp_path: Path) -> Non
     )
     assert data["kind"] == "chunks"
     _replay({**story, **data})
-    assert {value for row in data["held"][-1] for value in row} == {31}
-    assert len(data["captions"]) == len(data["held"]) == 9
+    assert {value for row in data["states"][-1] for value in row} == {31}
+    assert len(data["captions"]) == len(data["states"]) == 9
     for label in ("Start", "Back", "Play", "Next", "Step", "Speed"):
         assert label in text
-    # It asks for nothing from anywhere.
+    # The page loads nothing.
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
     assert "<link" not in text
     assert "src=" not in text
@@ -100,14 +100,14 @@ def test_every_state_follows_from_the_messages(
     assert story["result_ok"]
     _replay({**story, **recording.player})
     formula = sent(algorithm, ranks, elements, 4, collective)
-    assert story["bytes_sent"] == [one.bytes for one in formula]
-    assert story["messages_sent"] == [one.messages for one in formula]
-    said = recording.text()
-    assert said.count("→") == sum(story["messages_sent"])
-    assert "the same as the backend's own" in said
+    assert story["bytes_sent"] == [rank.bytes for rank in formula]
+    assert story["messages_sent"] == [rank.messages for rank in formula]
+    text = recording.text()
+    assert text.count("→") == sum(story["messages_sent"])
+    assert "equal to the backend's" in text
 
 
-def test_what_is_told_cannot_end_the_script() -> None:
+def test_text_cannot_end_the_script() -> None:
     recording = Recording(
         title="</script><b>",
         about="a < b",
@@ -135,7 +135,7 @@ def test_what_is_told_cannot_end_the_script() -> None:
         (["broadcast", "--algorithm", "halving"], "ring, tree, naive"),
         (["ddp", "--ranks", "1"], "2 to 16"),
         (["zero", "--elements", "5"], "--ranks"),
-        (["all-reduce", "--output", "/no/such/folder/page.html"], "a folder that exists"),
+        (["all-reduce", "--output", "/no/such/folder/page.html"], "an existing folder"),
     ],
 )
 def test_wrong_arguments(tokens: list[str], allowed: str) -> None:
@@ -144,7 +144,7 @@ def test_wrong_arguments(tokens: list[str], allowed: str) -> None:
     assert allowed in str(caught.value)
 
 
-def test_wrong_words_end_with_2_before_the_start() -> None:
+def test_wrong_arguments_end_with_2_before_the_start() -> None:
     assert "1 to 16" in run("all-reduce", "--ranks", "0", verb="explain", expect=2).stderr
     assert ", ".join(TOPICS) in run("everything", verb="explain", expect=2).stderr
 
@@ -156,7 +156,7 @@ def test_an_interrupt_ends_every_rank(number: signal.Signals) -> None:
     err = end_by(process, number, 3)
     if number == signal.SIGINT:
         assert process.returncode == 130
-        assert "the ranks are ended" in err
+        assert "all processes have ended" in err
 
 
 def test_algorithms_have_a_text_each() -> None:

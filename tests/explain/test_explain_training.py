@@ -18,12 +18,12 @@ def _page(recording: Recording, folder: Path) -> str:
             0 <= bar["start"] <= bar["end"] <= player["end"] + 1e-9 for bar in player["bars"]
         )
         assert len(player["times"]) == len(recording.captions)
-        assert {bar["kind"] for bar in player["bars"]} <= set(player["colours"])
+        assert {bar["kind"] for bar in player["bars"]} <= set(player["colors"])
     return page
 
 
 @pytest.mark.slow
-def test_ddp_tells_buckets_in_the_order_of_backward(tmp_path: Path) -> None:
+def test_ddp_reduces_buckets_in_the_order_of_backward(tmp_path: Path) -> None:
     recording = ddp.record(ExplainOptions("ddp", 2, 0, ""))
     story = recording.content
     assert story["result_ok"]
@@ -35,14 +35,14 @@ def test_ddp_tells_buckets_in_the_order_of_backward(tmp_path: Path) -> None:
         assert [span["bucket"] for span in reduces] == list(range(len(story["buckets"])))
         for span in reduces:
             fills = [
-                one
-                for one in story["fills"]
-                if one["rank"] == rank and one["bucket"] == span["bucket"]
+                fill
+                for fill in story["fills"]
+                if fill["rank"] == rank and fill["bucket"] == span["bucket"]
             ]
-            assert sum(one["bytes"] for one in fills) == story["buckets"][span["bucket"]]
-            # A bucket goes off when it is full, not before; backward is not over then, but for the
-            # last.
-            assert max(one["time"] for one in fills) <= span["start"]
+            assert sum(fill["bytes"] for fill in fills) == story["buckets"][span["bucket"]]
+            # The all-reduce of a bucket starts when it is full, and before the end of backward
+            # except for the last one.
+            assert max(fill["time"] for fill in fills) <= span["start"]
         backward = next(
             span for span in story["spans"] if span["rank"] == rank and span["kind"] == "backward"
         )
@@ -58,27 +58,27 @@ def test_dp_runs_the_replicas_at_the_same_time_between_copies(tmp_path: Path) ->
     assert story["result_ok"]
     # weights to two devices, gradients back
     assert story["copied_bytes"] == 2 * 2 * 8 * (512 * 512 + 512) * 4
-    spans = {kind: [one for one in story["spans"] if one["kind"] == kind] for kind in dp._COLORS}
+    spans = {kind: [span for span in story["spans"] if span["kind"] == kind] for kind in dp._COLORS}
     assert (
-        {one["rank"] for one in spans["forward"]}
-        == {one["rank"] for one in spans["backward"]}
+        {span["rank"] for span in spans["forward"]}
+        == {span["rank"] for span in spans["backward"]}
         == {0, 1, 2}
     )
-    assert all(spans["copy weights"][0]["end"] <= one["start"] for one in spans["forward"])
-    assert all(one["end"] <= spans["sum gradients"][0]["start"] for one in spans["backward"])
+    assert all(spans["copy weights"][0]["end"] <= span["start"] for span in spans["forward"])
+    assert all(span["end"] <= spans["sum gradients"][0]["start"] for span in spans["backward"])
     assert "through device 0" in _page(recording, tmp_path)
 
 
 @pytest.mark.slow
-def test_zero_measures_what_the_strategies_declare(tmp_path: Path) -> None:
+def test_zero_measures_what_the_strategies_predict(tmp_path: Path) -> None:
     recording = zero.record(ExplainOptions("zero", 2, 0, ""))
     story = recording.content
     assert story["result_ok"]
-    held = {stage["mode"]: stage["ranks"][0] for stage in story["stages"]}
-    assert list(held) == ["ddp", "zero1", "zero2", "zero3"]
-    whole = held["ddp"]
+    sizes = {stage["mode"]: stage["ranks"][0] for stage in story["stages"]}
+    assert list(sizes) == ["ddp", "zero1", "zero2", "zero3"]
+    ddp = sizes["ddp"]
     for mode, kind in (("zero1", "optimizer"), ("zero2", "gradients"), ("zero3", "parameters")):
-        assert held[mode][kind] == pytest.approx(whole[kind] / 2, rel=0.02)
+        assert sizes[mode][kind] == pytest.approx(ddp[kind] / 2, rel=0.02)
     for stage in story["stages"]:
         for kind in zero.KINDS:
             assert max(rank[kind] for rank in stage["ranks"]) == pytest.approx(

@@ -1,5 +1,5 @@
-"""`paceline bench collectives`: latency and bandwidth of each collective on this machine, by size
-and number of ranks, and the α–β model fitted to them."""
+"""`paceline bench collectives`: measure latency and bandwidth of each collective on this machine by
+size and number of ranks, and fit the α–β model to them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from paceline.distributed.communicator import Communicator
 
 NATIVE = "native"
-#: a measurement lasts for about this long, within these numbers of repeats
+#: approximate duration of a measurement, within these numbers of repeats
 _BUDGET_S = 0.8
 _MIN_REPEATS, _MAX_REPEATS = 7, 30
 _WARM_UP = 2
 
 
 class Timing(TypedDict):
-    """A case that was measured. ``bytes``: of the tensor. ``latency_s``: median over the repeats of
-    the slowest rank's time."""
+    """A measured case. ``bytes``: size of the tensor. ``latency_s``: median over the repeats of the
+    slowest rank's time."""
 
     collective: str
     algorithm: str
@@ -52,8 +52,8 @@ class CostModel:
         return self.alpha_s * messages + self.beta_s_per_byte * moved
 
     def texts(self) -> tuple[str, str, str]:
-        """α, 1/β and the residual as they are shown: ``35.0 µs``, ``1.2 GiB/s``, ``8 %``."""
-        rate = "no limit seen"
+        """Return α, 1/β and the residual as text: ``35.0 µs``, ``1.2 GiB/s``, ``8 %``."""
+        rate = "no limit"
         if self.beta_s_per_byte:
             rate = f"{human_bytes(1 / self.beta_s_per_byte)}/s"
         return f"{1e6 * self.alpha_s:.1f} µs", rate, f"{100 * self.residual:.0f} %"
@@ -61,7 +61,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What is measured: numbers of ranks, message sizes in bytes, and algorithms."""
+    """What to measure: numbers of ranks, message sizes in bytes, and algorithms."""
 
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -92,8 +92,8 @@ def measure(options: BenchOptions, world_size: int) -> list[Timing]:
 def measure_rank(
     world: Communicator, sizes: Sequence[int], cases: Sequence[tuple[str, str]]
 ) -> list[Timing]:
-    """Time every case at every size, on this rank. The algorithms take turns, so that what else the
-    machine does meets all alike.
+    """Time every case at every size on this rank. The algorithms alternate, so that other load on
+    the machine affects all of them equally.
 
     Args:
         sizes: bytes of the tensor (float32).
@@ -145,8 +145,8 @@ def _runner(
 
 
 def bus_bandwidth(collective: str, world_size: int, size_bytes: int, latency_s: float) -> float:
-    """Bytes a second, comparable between collectives and world sizes: 2(N-1)/N × bytes / time for
-    an all-reduce, bytes / time for a broadcast (nccl-tests, doc/PERFORMANCE.md)."""
+    """Return the bytes per second, comparable between collectives and world sizes: 2(N-1)/N × bytes
+    / time for an all-reduce, bytes / time for a broadcast (nccl-tests, doc/PERFORMANCE.md)."""
     factor = 2 * (world_size - 1) / world_size if collective == "all-reduce" else 1.0
     return factor * size_bytes / latency_s
 

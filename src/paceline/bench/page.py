@@ -1,4 +1,4 @@
-"""The page of `paceline bench collectives`: plots and tables in one HTML file that opens
+"""The page of `paceline bench collectives`: charts and tables in one HTML file that works
 offline."""
 
 import math
@@ -17,7 +17,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 84, 14, 14, 34
 
 
 def render(timings: list[Timing], models: list[CostModel]) -> str:
-    """The whole page. ``models``: as :func:`paceline.bench.collectives.fits` gives them."""
+    """Return the page. ``models``: from :func:`paceline.bench.collectives.fits`."""
     from paceline.observe.report.html import template
 
     groups = []
@@ -47,7 +47,7 @@ def render(timings: list[Timing], models: list[CostModel]) -> str:
 
 @dataclass(frozen=True)
 class Chart:
-    """One figure of the cases by size, on logarithmic axes."""
+    """A chart of the cases by size, on logarithmic axes."""
 
     title: str
     cases: list[Timing]
@@ -65,7 +65,7 @@ class Chart:
 
     @property
     def powers(self) -> range:
-        """The powers of ten at which lines are drawn."""
+        """The powers of ten with grid lines."""
         values = [case[self.key] for case in self.cases]
         low = math.floor(math.log10(min(values)))
         return range(low, max(math.ceil(math.log10(max(values))), low + 1) + 1)
@@ -81,7 +81,7 @@ class Chart:
         return _TOP + (1 - share) * (_HEIGHT - _TOP - _BOTTOM)
 
     def size_labels(self) -> list[tuple[float, str, str]]:
-        """Place, anchor and text of each size that has room."""
+        """Return position, anchor and text of each size label that fits."""
         sizes = self.sizes
         shown = [size for before, size in pairwise(sizes) if self.x(size) - self.x(before) > 50]
         return [
@@ -94,18 +94,18 @@ class Chart:
         ]
 
     def algorithms(self) -> dict[str, list[Timing]]:
-        """The cases of each algorithm."""
+        """Return the cases of each algorithm."""
         cases: dict[str, list[Timing]] = {}
         for case in self.cases:
             cases.setdefault(case["algorithm"], []).append(case)
         return cases
 
     def line(self, cases: list[Timing]) -> str:
-        """The path through the cases."""
+        """Return the path through the cases."""
         return self._path([(case["bytes"], case[self.key]) for case in cases])
 
     def curve(self, model: CostModel) -> str:
-        """The path of a model, over all sizes."""
+        """Return the path of a model over all sizes."""
         first, last = math.log2(self.sizes[0]), math.log2(self.sizes[-1])
         sizes = [2 ** (first + (last - first) * step / 40) for step in range(41)]
         return self._path([(size, max(1e-9, model.time_s(int(size)))) for size in sizes])

@@ -322,7 +322,7 @@ def table(summary: dict[str, Any]) -> str:
     if summary["top"]:
         width = max(len(f"{summary['top'][0][1]:,}"), 5)
         lines += ["", f"  {'count':>{width}}  {'share':>7}  {noun}"]
-    for word, count in summary["top"]:
+    for text, count in summary["top"]:
         share = 100 * count / summary["total"]
-        lines.append(f"  {count:>{width},}  {share:6.2f}%  {printable(word)}")
+        lines.append(f"  {count:>{width},}  {share:6.2f}%  {printable(text)}")
     return "\n".join(lines)

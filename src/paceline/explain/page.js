@@ -18,9 +18,9 @@
   const room = () => Math.max(300, Math.min(1000, $("stage").clientWidth));
   const canvas = (width, height) =>
     make($("stage"), "svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-labelledby": "caption", style: `min-width:${width > room() ? width : 0}px` });
-  const key = (label, colour) => {
+  const key = (label, color) => {
     const span = document.createElement("span"), mark = document.createElement("i");
-    mark.style.background = colour;
+    mark.style.background = color;
     span.append(mark, label);
     $("legend").append(span);
     return mark;
@@ -36,7 +36,7 @@
   // Each kind of page gives draw(frame): the picture at that frame; and move(frame, ms): a promise, the way there from the frame before.
   const kinds = {
     chunks() {
-      const { ranks, segments, held, steps, elements } = data;
+      const { ranks, segments, states, steps, elements } = data;
       const narrow = room() < 640, left = narrow ? 60 : 84, right = narrow ? 78 : 110, row = 44, pitch = Math.max(62, 88 - ranks);
       const width = Math.max(room(), left + right + 36 * segments.length);
       const inner = width - left - right, top = 34;
@@ -78,7 +78,7 @@
         layer.replaceChildren();
         for (let rank = 0; rank < ranks; rank++) {
           make(layer, "text", { class: "left", x: 0, y: y(rank) + row / 2 }, `rank ${rank}`);
-          held[frame][rank].forEach((value, at) => cell(layer, at, value, y(rank)));
+          states[frame][rank].forEach((value, at) => cell(layer, at, value, y(rank)));
           make(layer, "text", { class: "soft left", x: width - right + 10, y: y(rank) + row / 2 }, `sent ${size(totals[frame][rank])}`);
         }
       };
@@ -103,7 +103,7 @@
           const chip = make(flights, "g"), x0 = x(send.start), wide = x(send.stop) - x0 - 3;
           make(chip, "rect", { class: "chip", x: x0, y: y(send.from) + 6, width: wide, height: row - 12, rx: 5, style: "fill:var(--panel)" });
           segments.forEach(([start, stop], at) => {
-            if (start >= send.start && stop <= send.stop) slivers(chip, held[frame - 1][send.from][at], x(start) + 1, y(send.from) + 7, x(stop) - x(start) - 5, row - 14);
+            if (start >= send.start && stop <= send.stop) slivers(chip, states[frame - 1][send.from][at], x(start) + 1, y(send.from) + 7, x(stop) - x(start) - 5, row - 14);
           });
           const way = chip.animate([{ transform: "translateY(0)" }, { transform: `translateY(${y(send.to) - y(send.from)}px)` }], { duration: ms, easing: "ease-in-out", fill: "forwards" });
           running.push(way);
@@ -125,14 +125,14 @@
         make(svg, "line", { class: "axis", x1: left, x2: width - 14, y1: top + (at + 1) * row, y2: top + (at + 1) * row });
       });
       for (let tick = 0; tick <= ticks; tick++) make(svg, "text", { class: "soft mid", x: x((end * tick) / ticks) - (tick === ticks ? 14 : 0), y: foot + 14 }, `${((1000 * end * tick) / ticks).toFixed(1)} ms`);
-      for (const [name, colour] of Object.entries(data.colours)) key(name, colour);
+      for (const [name, color] of Object.entries(data.colors)) key(name, color);
       const layer = make(svg, "g");
       const show = (time) => {
         layer.replaceChildren();
         for (const bar of bars) {
           if (bar.start > time) continue;
           const x0 = x(bar.start), wide = Math.max(1.5, x(Math.min(bar.end, time)) - x0), y0 = top + bar.lane * row + 4;
-          const node = make(layer, "rect", { x: x0, y: y0, width: wide, height: row - 8, rx: 3, style: `fill:${data.colours[bar.kind]}` });
+          const node = make(layer, "rect", { x: x0, y: y0, width: wide, height: row - 8, rx: 3, style: `fill:${data.colors[bar.kind]}` });
           make(node, "title", {}, `${bar.label}: ${(1000 * (bar.end - bar.start)).toFixed(2)} ms`);
           if (wide > 7 * bar.label.length) make(layer, "text", { class: "mid small", x: x0 + wide / 2, y: y0 + row / 2 - 4, style: "fill:var(--panel)" }, bar.label);
         }
@@ -150,8 +150,8 @@
             const state = !sum || time < sum.start ? `${Math.round((100 * full) / bytes)} % filled` : time < sum.end ? "all-reduce under way" : "summed";
             const x0 = left + bucket * one;
             make(layer, "rect", { class: "cell", x: x0, y: y0, width: one - 8, height: 38, rx: 5 });
-            const colour = state === "summed" ? data.colours["summed"] : state.startsWith("all") ? data.colours["all-reduce"] : data.colours["backward"];
-            make(layer, "rect", { x: x0, y: y0, width: Math.max(0, ((one - 8) * full) / bytes), height: 38, rx: 5, style: `fill:${colour};opacity:.45` });
+            const color = state === "summed" ? data.colors["summed"] : state.startsWith("all") ? data.colors["all-reduce"] : data.colors["backward"];
+            make(layer, "rect", { x: x0, y: y0, width: Math.max(0, ((one - 8) * full) / bytes), height: 38, rx: 5, style: `fill:${color};opacity:.45` });
             const short = state === "summed" ? "sum" : state.startsWith("all") ? "sent" : state.replace(" filled", "");
             if (one > 46) make(layer, "text", { class: "mid small", x: x0 + one / 2 - 4, y: y0 + 19 }, one > 180 ? `bucket ${bucket}: ${state}` : one > 120 ? state : short);
           });
@@ -173,12 +173,12 @@
     },
 
     memory() {
-      const { frames, kinds: names, ranks, most } = data;
+      const { frames, kinds: names, ranks, max_bytes } = data;
       const width = room(), narrow = width < 640, left = narrow ? 54 : 84, row = narrow ? 40 : 26, gap = 26, pitch = names.length * row + gap;
       const inner = narrow ? width - left - 4 : width - left - 250, thick = narrow ? row - 19 : row - 5;
       const svg = canvas(width, ranks * pitch + 4);
-      const x = (bytes) => (inner * bytes) / most;
-      names.forEach((name) => key(name, data.colours[name]));
+      const x = (bytes) => (inner * bytes) / max_bytes;
+      names.forEach((name) => key(name, data.colors[name]));
       key("declared by the strategy before the run", "transparent").className = "dashed";
       const parts = [];
       for (let rank = 0; rank < ranks; rank++) {
@@ -186,7 +186,7 @@
         parts.push(names.map((name, at) => {
           const y0 = 4 + rank * pitch + at * row;
           make(svg, "rect", { class: "cell", x: left, y: y0, width: inner, height: thick, rx: 3 });
-          const bar = make(svg, "rect", { x: left, y: y0, width: 0, height: thick, rx: 3, style: `fill:${data.colours[name]}` });
+          const bar = make(svg, "rect", { x: left, y: y0, width: 0, height: thick, rx: 3, style: `fill:${data.colors[name]}` });
           const mark = make(svg, "rect", { class: "declared", x: left, y: y0 - 1, width: 0, height: thick + 2, rx: 3 });
           const label = make(svg, "text", { class: "left small", x: narrow ? left : left + inner + 12, y: y0 + (narrow ? thick + 9 : row / 2 - 2) });
           return { bar, mark, label };

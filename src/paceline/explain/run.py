@@ -1,27 +1,27 @@
-"""`paceline explain`: an algorithm on real ranks, recorded step by step; as text, as JSON, and as a
-page that plays it."""
+"""`paceline explain`: record an algorithm on real ranks step by step, as text, JSON, and an
+animated page."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-#: Each topic: its module in :mod:`paceline.explain.topics`, and what it shows.
+#: Module in :mod:`paceline.explain.topics` and description of each topic.
 TOPICS = {
     "all-reduce": (
         "collective",
-        "each step of an all-reduce: which chunk goes where, what each rank holds",
+        "the steps of an all-reduce: which chunk is sent where, and what each rank has",
     ),
-    "broadcast": ("collective", "each step of a broadcast"),
-    "ddp": ("ddp", "gradient buckets that fill during backward, and their all-reduce beside it"),
-    "zero": ("zero", "who holds which part of the training state, stage by stage"),
-    "dp": ("dp", "one process that drives several devices by threads"),
+    "broadcast": ("collective", "the steps of a broadcast"),
+    "ddp": ("ddp", "gradient buckets during backward, and their overlapping all-reduce"),
+    "zero": ("zero", "which rank stores which shard of the training state, for each ZeRO stage"),
+    "dp": ("dp", "one process that controls several devices with threads"),
 }
 
 
 @dataclass(frozen=True)
 class ExplainOptions:
-    """What is recorded. ``elements`` and ``algorithm`` are used by the collectives alone."""
+    """What to record. Only collectives use ``elements`` and ``algorithm``."""
 
     topic: str
     ranks: int
@@ -31,16 +31,15 @@ class ExplainOptions:
 
 @dataclass(frozen=True)
 class Recording:
-    """An algorithm that has run.
+    """The recording of an algorithm.
 
     Args:
-        about: what the algorithm does, in a few sentences.
-        is_correct: the result was what it must be.
-        facts: labels and values for the head of the page.
+        about: description of the algorithm in a few sentences.
+        is_correct: the algorithm gave the correct result.
+        facts: labels and values for the top of the page.
         lines: the recording for a terminal.
-        captions: one for each frame that the page plays.
-        player: what page.js draws: ``kind`` (chunks, timeline or memory), and the data of that
-            kind.
+        captions: one for each frame of the animation.
+        player: input of page.js: ``kind`` (chunks, timeline or memory), and the data of that kind.
         content: what `--json` prints.
     """
 
@@ -58,7 +57,7 @@ class Recording:
         return "\n".join(self.lines)
 
     def page(self) -> str:
-        """Return one HTML file that opens offline and plays the recording."""
+        """Return one HTML file that shows the recording as an animation and works offline."""
         from paceline.observe.report.html import template
 
         page = template("page.html.jinja", Path(__file__).parent)

@@ -1,5 +1,4 @@
-"""What the explanations of a step on a clock have in common: spans, and the picture that plays
-them."""
+"""Timelines of a training step: spans, and the data of their animation."""
 
 from collections.abc import Mapping
 from typing import NotRequired, TypedDict
@@ -8,8 +7,8 @@ Moments = list[tuple[float, str]]
 
 
 class Span(TypedDict):
-    """A stretch of time of a rank, in a lane of the picture. Seconds, on the clock that the
-    processes of a host share until :func:`on_step_clock` is called."""
+    """A time span of a rank, in a row (``lane``) of the timeline. Times in seconds, on the clock
+    that the processes of a host share until :func:`on_step_clock` is called."""
 
     lane: str
     kind: str
@@ -21,8 +20,8 @@ class Span(TypedDict):
 
 
 def on_step_clock(spans: list[Span]) -> float:
-    """Put the spans on a clock that is 0 at the first of them, in the order of their ranks and
-    starts. Returns the 0 of that clock."""
+    """Shift the spans in place so that the first one starts at 0, and sort them by rank and start.
+    Return the time that was subtracted."""
     begin = min(span["start"] for span in spans)
     for span in spans:
         span["start"] -= begin
@@ -41,11 +40,14 @@ def step_fact(spans: list[Span]) -> tuple[str, str]:
 
 
 def gradients_fact(is_correct: bool) -> tuple[str, str]:
-    return "Gradients", "those of one process" if is_correct else "NOT those of one process"
+    return (
+        "Gradients",
+        "equal to those of one process" if is_correct else "NOT equal to those of one process",
+    )
 
 
 def captions(moments: Moments) -> list[str]:
-    """Return a line for each moment at which something changes."""
+    """Return a caption for each moment."""
     return [f"{1000 * time:.1f} ms. {text}" for time, text in moments]
 
 
@@ -53,26 +55,24 @@ def player(
     spans: list[Span],
     ranks: int,
     moments: Moments,
-    lanes: list[str],
-    lane_numbers: list[int],
+    row_names: list[str],
+    rows: list[int],
     colors: dict[str, str],
 ) -> Mapping[str, object]:
-    """Return what page.js draws as a timeline.
+    """Return the input of page.js for a timeline.
 
     Args:
-        moments: when something changes, and what: a frame each.
-        lanes: names of the rows.
-        lane_numbers: the row of each span.
+        moments: the time and the caption of each frame.
+        row_names: names of the rows.
+        rows: index of the row of each span.
         colors: kind of span → color.
     """
     return {
         "kind": "timeline",
         "times": [time for time, _ in moments],
         "ranks": ranks,
-        "lanes": lanes,
-        "bars": [
-            {**span, "lane": number} for span, number in zip(spans, lane_numbers, strict=True)
-        ],
+        "lanes": row_names,
+        "bars": [{**span, "lane": row} for span, row in zip(spans, rows, strict=True)],
         "end": end_of(spans),
-        "colours": colors,
+        "colors": colors,
     }

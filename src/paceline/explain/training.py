@@ -1,5 +1,5 @@
 """The small training that the explanations of strategies record: a stack of equal layers, AdamW,
-one batch a rank."""
+and one batch per rank."""
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ ROWS = 128
 
 
 def make_model() -> nn.Module:
-    """1 MiB of weights a layer, the same on every rank."""
+    """Return a model with 1 MiB of weights per layer, equal on every rank."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(LAYERS):
@@ -22,7 +22,7 @@ def make_model() -> nn.Module:
 
 
 def make_batch(number: int) -> torch.Tensor:
-    """Inputs [ROWS, WIDTH] of rank (or device) ``number``."""
+    """Return the inputs [ROWS, WIDTH] of rank (or device) ``number``."""
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1000 + number))
 
 
@@ -36,7 +36,7 @@ def build_adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor, replicas: int) -> torch.Tensor:
-    """This replica's part of the mean over the global batch."""
+    """Return this replica's part of the mean loss over the global batch."""
     loss: torch.Tensor = model(batch).square().mean() / replicas
     return loss
 
@@ -53,14 +53,14 @@ def _apply(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_reference_gradients(model: nn.Module, replicas: int) -> bool:
-    """Return whether the gradients of the first step are, to rounding, those of one process that
-    sees every batch."""
+    """Return whether the gradients of the first step equal, up to rounding, those of one process
+    with all batches."""
     reference = make_model()
     for number in range(replicas):
         loss_of(reference, make_batch(number), replicas).backward()
     return all(
         parameter.grad is not None
-        and wanted.grad is not None
-        and torch.allclose(parameter.grad, wanted.grad, rtol=1e-4, atol=1e-7)
-        for parameter, wanted in zip(model.parameters(), reference.parameters(), strict=True)
+        and expected.grad is not None
+        and torch.allclose(parameter.grad, expected.grad, rtol=1e-4, atol=1e-7)
+        for parameter, expected in zip(model.parameters(), reference.parameters(), strict=True)
     )

@@ -1,5 +1,4 @@
-"""`paceline explain all-reduce` and `explain broadcast`: the algorithm on real ranks, every step
-recorded."""
+"""`paceline explain all-reduce` and `explain broadcast`: record every step on real ranks."""
 
 from __future__ import annotations
 
@@ -23,40 +22,40 @@ _ELEMENT_BYTES = 4  # float32
 
 _ABOUT = {
     "ring": (
-        "Each rank talks to its two neighbours alone. In {chunks} the tensor goes round: first the"
-        " chunks are summed up on their way, then the finished ones are passed on. Every rank sends"
-        " 2(N-1)/N of the tensor, however many ranks there are."
+        "Each rank communicates only with its two neighbors. The tensor is divided into {chunks},"
+        " which travel around the ring: first they are summed, then the sums are distributed. Each"
+        " rank sends 2(N-1)/N of the tensor, almost independent of the number of ranks."
     ),
     "tree": (
-        "Pairs of ranks, then pairs of pairs: the sum moves up to rank 0 in about log2(N) steps,"
-        " and down the same way. Few steps, but each carries the whole tensor."
+        "Pairs of ranks, then pairs of pairs: the sum moves up to rank 0 in about log2(N) steps and"
+        " down the same way. There are few steps, but each sends the full tensor."
     ),
     "halving": (
-        "Recursive halving and doubling: with each step a rank gives half of its part away and sums"
-        " up the other half; then the parts double again. 2 log2(N) steps, 2(N-1)/N of the tensor."
-        " Ranks beyond a power of two fold into another first."
+        "Recursive halving and doubling: in each step a rank sends half of its part and sums the"
+        " other half; then the parts double again. It takes 2 log2(N) steps and sends 2(N-1)/N of"
+        " the tensor. Ranks beyond a power of two first send their tensor to another rank."
     ),
     "naive": (
-        "All ranks send their tensor to rank 0, which adds up and sends the result to everyone."
-        " Rank 0 sends N-1 times the tensor: it is the bottleneck."
+        "All ranks send their tensor to rank 0, which sums them and sends the result to all ranks."
+        " Rank 0 sends N-1 times the tensor and is the bottleneck."
     ),
 }
 _ABOUT_BROADCAST = {
     "ring": (
-        "The tensor goes down the line of ranks in chunks: while a rank passes one on, the next"
-        " already comes in."
+        "The tensor moves from rank to rank in chunks: while a rank sends one chunk, it receives"
+        " the next."
     ),
     "tree": (
-        "Whoever has the tensor hands it on: the number of ranks that have it doubles with each"
-        " step."
+        "Every rank that has the tensor sends it on: the number of ranks that have it doubles with"
+        " each step."
     ),
-    "naive": "Rank 0 sends the tensor to each of the others itself.",
+    "naive": "Rank 0 sends the tensor to each of the other ranks.",
 }
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank recorded. ``is_correct``: the result is that of the backend's own
+    """The recording of one rank. ``is_correct``: the result equals that of the backend's
     collective."""
 
     trace: Trace
@@ -65,13 +64,12 @@ class RankTrace:
 
 
 def record(options: ExplainOptions) -> Recording:
-    """Run it on real processes. Rank r begins with 2^r in every element, so that each value tells
-    whose parts are in it.
+    """Run the collective on real ranks. Rank r starts with 2^r in every element, so that each value
+    shows which ranks' values it sums.
 
     The content: ``algorithm, ranks, elements, steps, bytes_sent, messages_sent, result_ok`` (bytes
-    and messages one a rank). The player has beside it ``segments`` (ranges of elements that move
-    together) and ``held`` (before the first step and after each: for each rank, for each segment,
-    the value).
+    and messages per rank). The player also has ``segments`` (ranges of elements that move together)
+    and ``states`` (before the first step and after each: the value of each segment on each rank).
     """
     collective, algorithm = options.topic, options.algorithm
     ranks, elements = options.ranks, options.elements
@@ -79,7 +77,7 @@ def record(options: ExplainOptions) -> Recording:
     steps = traces[0].trace.steps
     edges = {edge for step in steps for send in step.sends for edge in (send.start, send.stop)}
     segments = list(pairwise(sorted({0, elements} | edges)))
-    held = [
+    states = [
         [[int(rank.trace.values[number][start]) for start, _ in segments] for rank in traces]
         for number in range(len(steps) + 1)
     ]
@@ -89,33 +87,36 @@ def record(options: ExplainOptions) -> Recording:
     size_bytes = elements * _ELEMENT_BYTES
     text = about(collective, algorithm, ranks)
     tensor = counted(elements, "element")
-    caption = "The start: each rank holds its own values"
-    rest = "; rank 0's are to be everyone's." if collective == "broadcast" else "."
-    captions = [caption + rest]
+    caption = "Start: each rank has its own values"
+    if collective == "broadcast":
+        caption += "; rank 0's are to be sent to all"
+    captions = [f"{caption}."]
     lines = [
-        f"{collective} by {algorithm}: {counted(ranks, 'rank')}, {tensor} of float32"
-        f" ({human_bytes(size_bytes)})",
+        (
+            f"{collective} by {algorithm}: {counted(ranks, 'rank')}, {tensor} of float32"
+            f" ({human_bytes(size_bytes)})"
+        ),
         text,
         "",
-        "Rank r begins with 2^r in every element. Below: whose parts each rank holds, by elements.",
-        *_held_lines(segments, held[0]),
+        "Rank r starts with 2^r in every element. Below: whose values each rank has, by element.",
+        *_state_lines(segments, states[0]),
     ]
     for number, step in enumerate(steps):
         sent_bytes = sum(send.count for send in step.sends) * _ELEMENT_BYTES
         messages = counted(len(step.sends), "message")
-        captions.append(f"{names[number]}: {messages}, {human_bytes(sent_bytes)} in all")
+        captions.append(f"{names[number]}: {messages}, {human_bytes(sent_bytes)} in total")
         lines += ["", names[number], *map(_send_line, step.sends)]
-        lines += _held_lines(segments, held[number + 1])
+        lines += _state_lines(segments, states[number + 1])
     lines.append("")
     for number, rank in enumerate(traces):
         share = f", {rank.sent.bytes / size_bytes:.2f} × the tensor" if size_bytes else ""
         messages = counted(rank.sent.messages, "message")
         lines.append(f"rank {number} sent {human_bytes(rank.sent.bytes)} in {messages}{share}")
-    verdict = "the same as the backend's own" if is_correct else "NOT the same as the backend's own"
+    verdict = "equal to the backend's" if is_correct else "NOT equal to the backend's"
     lines.append(f"result: {verdict} {collective}")
     bytes_sent = [rank.sent.bytes for rank in traces]
     messages_sent = [rank.sent.messages for rank in traces]
-    busiest = max(bytes_sent)
+    max_sent = max(bytes_sent)
     sends = [
         [
             {
@@ -137,11 +138,11 @@ def record(options: ExplainOptions) -> Recording:
             ("Tensor", f"{tensor}, {human_bytes(size_bytes)}"),
             ("Steps", str(len(steps))),
             (
-                "Busiest rank sends",
-                f"{human_bytes(busiest)} ({busiest / size_bytes:.2f} × the tensor)",
+                "Sent by the rank that sends most",
+                f"{human_bytes(max_sent)} ({max_sent / size_bytes:.2f} × the tensor)",
             ),
-            ("Messages of the busiest rank", str(max(messages_sent))),
-            ("Result", "as the backend's" if is_correct else "differs from the backend's"),
+            ("Most messages of a rank", str(max(messages_sent))),
+            ("Result", "equal to the backend's" if is_correct else "differs from the backend's"),
         ],
         lines=lines,
         captions=captions,
@@ -161,7 +162,7 @@ def record(options: ExplainOptions) -> Recording:
                 for number, step in enumerate(steps)
             ],
             "segments": segments,
-            "held": held,
+            "states": states,
         },
         content={
             "algorithm": algorithm,
@@ -199,13 +200,14 @@ def _record_rank(world: Communicator, collective: str, algorithm: str, elements:
 
 
 def about(collective: str, algorithm: str, ranks: int) -> str:
-    """What the algorithm does, in a few sentences."""
+    """Return the description of the algorithm."""
     table = _ABOUT if collective == "all-reduce" else _ABOUT_BROADCAST
     return table[algorithm].format(chunks=counted(ranks, "chunk"))
 
 
 def holders(value: int, ranks: int) -> str:
-    """Whose parts a value holds: ``0+2``, ``all``, or how many if there are too many to name."""
+    """Return whose values a value sums: ``0+2``, ``all``, or the number of ranks if more than
+    four."""
     parts = [rank for rank in range(ranks) if value >> rank & 1]
     if len(parts) == ranks and ranks > 1:
         return "all"
@@ -218,12 +220,12 @@ def _send_line(send: Send) -> str:
     return f"  rank {send.source} → rank {send.target}   chunk {send.chunk} ({span})   {size}"
 
 
-def _held_lines(segments: list[tuple[int, int]], held: list[list[int]]) -> list[str]:
-    """Whose parts each rank holds, as a table of ranks and segments."""
+def _state_lines(segments: list[tuple[int, int]], state: list[list[int]]) -> list[str]:
+    """Return whose values each rank has, as a table of ranks and segments."""
     heads = [f"{start}" if stop - start == 1 else f"{start}–{stop - 1}" for start, stop in segments]
-    rows = [[holders(value, len(held)) for value in row] for row in held]
+    rows = [[holders(value, len(state)) for value in row] for row in state]
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    labels = ["  holds    ", *(f"  rank {rank:<3} " for rank in range(len(rows)))]
+    labels = ["  values of", *(f"  rank {rank:<3} " for rank in range(len(rows)))]
     return [
         (label + "  ".join(map(str.ljust, row, widths))).rstrip()
         for label, row in zip(labels, [heads, *rows], strict=True)

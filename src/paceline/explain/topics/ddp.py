@@ -1,5 +1,5 @@
-"""`paceline explain ddp`: gradient buckets fill during backward and are all-reduced beside it, from
-a real step's clock."""
+"""`paceline explain ddp`: the timeline of a real step with gradient buckets and their overlapping
+all-reduces."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _COLORS = {
     "summed": "var(--c6)",
 }
 _ABOUT = (
-    "Distributed data parallel: every rank has the whole model and its own part of the batch."
-    " Backward goes from the last layer to the first and fills gradient buckets on its way; a"
-    " full bucket is all-reduced at once, while backward continues with the layers before it. What"
-    " is left to wait for is the end of the last bucket's all-reduce."
+    "Distributed data parallel: every rank has the full model and its own part of the batch."
+    " Backward runs from the last layer to the first and fills gradient buckets. The all-reduce of"
+    " a full bucket starts immediately, while backward continues with earlier layers. At the end,"
+    " each rank waits only for the rest of the last all-reduce."
 )
 
 
 class Fill(TypedDict):
-    """A gradient that backward has finished, on the clock of the spans."""
+    """A gradient that backward has computed, on the clock of the spans."""
 
     bucket: int
     time: float
@@ -47,7 +47,7 @@ class Fill(TypedDict):
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank recorded. ``buckets``: bytes of each, in the order in which backward fills
+    """The recording of one rank. ``buckets``: bytes of each, in the order in which backward fills
     them."""
 
     spans: list[Span]
@@ -61,8 +61,9 @@ def record(options: ExplainOptions) -> Recording:
 
     The content: ``topic, ranks, buckets`` (bytes of each, in the order in which backward fills
     them), ``spans`` (forward, backward, all-reduce, wait, update; seconds from the start of the
-    step), ``fills`` (when each gradient came), ``overlap`` (share of the all-reduces' time, on rank
-    0, that lay within backward) and ``result_ok`` (the gradients are those of one process).
+    step), ``fills`` (when each gradient was ready), ``overlap`` (share of the all-reduce time on
+    rank 0 that overlapped with backward) and ``result_ok`` (the gradients equal those of one
+    process).
     """
     results: list[RankStep] = run_on_ranks(_record_rank, options.ranks)
     ranks, buckets = options.ranks, results[0].buckets
@@ -77,16 +78,16 @@ def record(options: ExplainOptions) -> Recording:
     moments = _moments(spans, buckets)
     label, verdict = timeline.gradients_fact(is_correct)
     title = f"DDP: one step on {counted(ranks, 'rank')}"
-    lanes, lane_numbers = stack(spans)
+    row_names, rows = stack(spans)
     return Recording(
         title=title,
         about=_ABOUT,
         is_correct=is_correct,
         facts=[
             ("Ranks", str(ranks)),
-            ("Buckets", f"{len(buckets)}, {human_bytes(sum(buckets))} in all"),
+            ("Buckets", f"{len(buckets)}, {human_bytes(sum(buckets))} in total"),
             timeline.step_fact(spans),
-            ("All-reduce within backward", share),
+            ("All-reduce during backward", share),
             (label, verdict),
         ],
         lines=[
@@ -96,12 +97,12 @@ def record(options: ExplainOptions) -> Recording:
             *(f"{1000 * when:8.2f} ms  {text}" for when, text in moments),
             "",
             *(_rank_line(rank, spans) for rank in range(ranks)),
-            f"all-reduce that lay within backward on rank 0: {share}",
+            f"all-reduce time during backward on rank 0: {share}",
             f"{label.lower()}: {verdict}",
         ],
         captions=timeline.captions(moments),
         player={
-            **timeline.player(spans, ranks, moments, lanes, lane_numbers, _COLORS),
+            **timeline.player(spans, ranks, moments, row_names, rows, _COLORS),
             "buckets": buckets,
             "fills": fills,
         },
@@ -118,7 +119,7 @@ def record(options: ExplainOptions) -> Recording:
 
 
 def _overlap(spans: list[Span]) -> float | None:
-    """Share of the all-reduces' time that lay within backward, on one rank."""
+    """Return the share of a rank's all-reduce time that overlapped with backward."""
     end = next(span["end"] for span in spans if span["kind"] == "backward")
     reduces = [span for span in spans if span["kind"] == "all-reduce"]
     total = sum(span["end"] - span["start"] for span in reduces)
@@ -132,11 +133,11 @@ def _record_rank(world: Communicator) -> RankStep:
     from paceline.explain import training
     from paceline.parallel.ddp.strategy import DDPStrategy
 
-    watched = _watched(world)
-    strategy = DDPStrategy(training.make_config("ddp", _BUCKET_CAP_MB), watched)
+    timed = _timed(world)
+    strategy = DDPStrategy(training.make_config("ddp", _BUCKET_CAP_MB), timed)
     model = training.make_model()
     gradients: list[tuple[torch.Tensor, float]] = []
-    # before the strategy's own hooks, so that the last gradient stands before its all-reduce
+    # Registered before the strategy's hooks, so that the last gradient precedes its all-reduce.
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(
             lambda tensor: gradients.append((tensor, time.perf_counter()))
@@ -156,7 +157,7 @@ def _record_rank(world: Communicator) -> RankStep:
     for number in range(_WARM_UP_STEPS + 1):
         world.barrier()
         gradients.clear()
-        watched.reduces.clear()
+        timed.reduces.clear()
         strategy.forward_backward(micro_step, 1)
         marks["update"] = time.perf_counter()
         if number == 0:
@@ -176,7 +177,7 @@ def _record_rank(world: Communicator) -> RankStep:
         compute("wait", last, marks["update"]),
         compute("update", marks["update"], marks["end"]),
     ]
-    for number, (start, end) in enumerate(watched.reduces):
+    for number, (start, end) in enumerate(timed.reduces):
         spans.append(
             Span(
                 lane="network",
@@ -202,11 +203,11 @@ def _record_rank(world: Communicator) -> RankStep:
     return RankStep(spans, fills, sizes, is_correct)
 
 
-def _watched(world: Communicator) -> Any:
-    """The same world, which notes when each all-reduce was started and when it had ended."""
+def _timed(world: Communicator) -> Any:
+    """Return the same communicator, which also records start and end of each all-reduce."""
     from paceline.distributed.communicator import Communicator
 
-    class Watched(Communicator):
+    class TimedCommunicator(Communicator):
         reduces: list[list[float]] = []  # noqa: RUF012
 
         def all_reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,38 +220,40 @@ def _watched(world: Communicator) -> Any:
                 )
             return work
 
-    return Watched(world.env, world.device, world.axes, world.group, world.ranks, world.waits)
+    return TimedCommunicator(
+        world.env, world.device, world.axes, world.group, world.ranks, world.waits
+    )
 
 
 def _moments(spans: list[Span], buckets: list[int]) -> timeline.Moments:
-    """When something changes on rank 0, and what."""
-    moments = [(0.0, "The step begins.")]
-    moments.append((timeline.end_of(spans), "All ranks have made the same update."))
-    mine = [span for span in spans if span["rank"] == 0]
-    backward_end = next(span["end"] for span in mine if span["kind"] == "backward")
-    for span in mine:
+    """Return the time and the caption of each change on rank 0."""
+    moments = [(0.0, "The step starts.")]
+    moments.append((timeline.end_of(spans), "All ranks have applied the same update."))
+    rank0_spans = [span for span in spans if span["rank"] == 0]
+    backward_end = next(span["end"] for span in rank0_spans if span["kind"] == "backward")
+    for span in rank0_spans:
         start, end = span["start"], span["end"]
         if span["kind"] == "all-reduce":
             number = span["bucket"]
             is_last = start >= backward_end or number + 1 == len(buckets)
-            rest = "it was the last" if is_last else "backward goes on"
+            rest = "it is the last one" if is_last else "backward continues"
             size = human_bytes(buckets[number])
             full = f"Rank 0: bucket {number} is full ({size}); its all-reduce starts, {rest}."
             moments.append((start, full))
-            moments.append((end, f"Rank 0: bucket {number} holds the sum over all ranks."))
+            moments.append((end, f"Rank 0: bucket {number} has the sum over all ranks."))
         elif span["kind"] == "forward":
-            moments.append((end, "Rank 0: forward is done, backward begins with the last layer."))
+            moments.append((end, "Rank 0: forward is done; backward starts with the last layer."))
         elif span["kind"] == "backward":
             moments.append((end, "Rank 0: backward is done."))
         elif span["kind"] == "update":
-            text = "Rank 0: every bucket has come; the optimizer updates the weights."
+            text = "Rank 0: all buckets are reduced; the optimizer updates the weights."
             moments.append((start, text))
     return sorted(moments)
 
 
 def stack(spans: list[Span]) -> tuple[list[str], list[int]]:
-    """Names of the lanes of a picture, and the lane of each span: spans of one name that overlap
-    get lanes of their own."""
+    """Return the names of the timeline's rows, and the row of each span. Overlapping spans of a
+    lane are in separate rows."""
     ends: dict[tuple[int, str], list[float]] = {}
     places = []
     for span in spans:
@@ -258,12 +261,14 @@ def stack(spans: list[Span]) -> tuple[list[str], list[int]]:
         row = next((at for at, end in enumerate(rows) if end <= span["start"]), len(rows))
         rows[row:] = [span["end"], *rows[row + 1 :]]
         places.append((span["rank"], span["lane"], row))
-    lanes = [(rank, lane, row) for (rank, lane), rows in ends.items() for row in range(len(rows))]
-    names = [
-        f"rank {rank} {lane}" + (f" {row + 1}" if len(ends[rank, lane]) > 1 else "")
-        for rank, lane, row in lanes
+    rows_of_lanes = [
+        (rank, name, row) for (rank, name), rows in ends.items() for row in range(len(rows))
     ]
-    return names, [lanes.index(place) for place in places]
+    names = [
+        f"rank {rank} {name}" + (f" {row + 1}" if len(ends[rank, name]) > 1 else "")
+        for rank, name, row in rows_of_lanes
+    ]
+    return names, [rows_of_lanes.index(place) for place in places]
 
 
 def _rank_line(rank: int, spans: list[Span]) -> str:

@@ -1,5 +1,5 @@
-"""`paceline explain dp`: one process that drives several devices by threads, from a real step's
-clock."""
+"""`paceline explain dp`: the timeline of a real step of one process that controls several devices
+with threads."""
 
 from __future__ import annotations
 
@@ -28,24 +28,22 @@ _COLORS = {
     "update": "var(--c5)",
 }
 _CAPTIONS = {
-    "copy weights": "Device 0 copies its weights to every other device, each step anew.",
-    "forward": "Each device runs forward on its part of the batch, a thread each.",
-    "backward": "Each device runs backward; its gradients stay where they are.",
-    "sum gradients": (
-        "All gradients come to device 0, which adds them up. The others have nothing to do."
-    ),
-    "update": "Device 0 alone makes the update.",
+    "copy weights": "Device 0 copies its weights to every other device in each step.",
+    "forward": "Each device runs forward on its part of the batch, in its own thread.",
+    "backward": "Each device runs backward and stores its gradients.",
+    "sum gradients": "Device 0 receives all gradients and sums them. The other devices are idle.",
+    "update": "Only device 0 applies the update.",
 }
 _ABOUT = (
-    "Data parallel by threads: one process drives all devices. Device 0 hands its weights out"
-    " before each step and gathers every gradient after it, so all traffic goes through it, and"
-    " the others wait. DDP gives the same gradients without that bottleneck."
+    "Data parallel with threads: one process controls all devices. Device 0 sends its weights to"
+    " the others before each step and receives all gradients after it, so all traffic goes through"
+    " device 0 while the others wait. DDP computes the same gradients without this bottleneck."
 )
 
 
 @dataclass(frozen=True)
 class ThreadedStep:
-    """A step as it was recorded. ``rank`` of a span: the device. ``copied_bytes``: between
+    """The recording of a step. ``rank`` of a span: the device. ``copied_bytes``: between
     devices."""
 
     spans: list[Span]
@@ -57,20 +55,20 @@ def record(options: ExplainOptions) -> Recording:
     """Record a step of a small training.
 
     The content: ``topic, ranks`` (devices), ``spans`` (seconds from the start of the step; ``rank``
-    is the device), ``copied_bytes`` (between devices, in a step) and ``result_ok`` (the gradients
-    are those of one process).
+    is the device), ``copied_bytes`` (between devices, per step) and ``result_ok`` (the gradients
+    equal those of one process).
     """
     step: ThreadedStep = run_on_ranks(_record_step, 1, options.ranks)[0]
     spans, copied = step.spans, human_bytes(step.copied_bytes)
     timeline.on_step_clock(spans)
-    moments = [(0.0, "The step begins.")]
+    moments = [(0.0, "The step starts.")]
     for kind, caption in _CAPTIONS.items():
         moments.append((max(span["end"] for span in spans if span["kind"] == kind), caption))
     moments.sort()
     title = f"DP: one step of one process on {counted(options.ranks, 'device')}"
     label, verdict = timeline.gradients_fact(step.is_correct)
-    lanes = [f"device {number}" for number in range(options.ranks)]
-    lane_numbers = [span["rank"] for span in spans]
+    row_names = [f"device {number}" for number in range(options.ranks)]
+    rows = [span["rank"] for span in spans]
     return Recording(
         title=title,
         about=_ABOUT,
@@ -78,7 +76,7 @@ def record(options: ExplainOptions) -> Recording:
         facts=[
             ("Devices", str(options.ranks)),
             timeline.step_fact(spans),
-            ("Through device 0 in a step", copied),
+            ("Through device 0 per step", copied),
             (label, verdict),
         ],
         lines=[
@@ -87,11 +85,11 @@ def record(options: ExplainOptions) -> Recording:
             "",
             *(_span_line(span) for span in sorted(spans, key=lambda span: span["start"])),
             "",
-            f"through device 0 in a step: {copied}",
+            f"through device 0 per step: {copied}",
             f"{label.lower()}: {verdict}",
         ],
         captions=timeline.captions(moments),
-        player=timeline.player(spans, options.ranks, moments, lanes, lane_numbers, _COLORS),
+        player=timeline.player(spans, options.ranks, moments, row_names, rows, _COLORS),
         content={
             "topic": "dp",
             "ranks": options.ranks,
@@ -117,7 +115,7 @@ def _record_step(world: Communicator, devices: int) -> ThreadedStep:
     spans: list[Span] = []
     lock = threading.Lock()
 
-    def note(device: int, kind: str, start: float) -> None:
+    def record_span(device: int, kind: str, start: float) -> None:
         """Add a span that ends now."""
         end = time.perf_counter()
         with lock:
@@ -125,18 +123,18 @@ def _record_step(world: Communicator, devices: int) -> ThreadedStep:
                 Span(lane="thread", kind=kind, label=kind, start=start, end=end, rank=device)
             )
 
-    class Watched(ThreadedDPStrategy):
+    class TimedStrategy(ThreadedDPStrategy):
         def _send_weights(self) -> None:
             start = time.perf_counter()
             super()._send_weights()
-            note(0, "copy weights", start)
+            record_span(0, "copy weights", start)
 
         def _sum_gradients(self) -> None:
             start = time.perf_counter()
             super()._sum_gradients()
-            note(0, "sum gradients", start)
+            record_span(0, "sum gradients", start)
 
-    strategy = Watched(training.make_config("dp"), world)
+    strategy = TimedStrategy(training.make_config("dp"), world)
     strategy.num_devices = devices
     model = training.make_model()
     strategy.setup(model)
@@ -147,12 +145,12 @@ def _record_step(world: Communicator, devices: int) -> ThreadedStep:
     def micro_step(number: int, module: torch.nn.Module) -> torch.Tensor:
         start = time.perf_counter()
         loss = training.loss_of(module, batches[number], devices)
-        note(number, "forward", start)
+        record_span(number, "forward", start)
         end = time.perf_counter()
-        # The first layer's gradient is the last to come.
+        # Backward computes the first layer's gradient last.
         first = next(module.parameters())
         handles.append(
-            first.register_post_accumulate_grad_hook(lambda _: note(number, "backward", end))
+            first.register_post_accumulate_grad_hook(lambda _: record_span(number, "backward", end))
         )
         return loss
 
@@ -170,5 +168,5 @@ def _record_step(world: Communicator, devices: int) -> ThreadedStep:
             is_correct = training.has_reference_gradients(model, devices)
         start = time.perf_counter()
         optimizer.step()
-        note(0, "update", start)
+        record_span(0, "update", start)
     return ThreadedStep(spans, copied_bytes, is_correct)

@@ -1,5 +1,5 @@
-"""`paceline explain zero`: who holds which part of the training state, measured on real ranks,
-stage by stage."""
+"""`paceline explain zero`: which rank stores which shard of the training state, measured on real
+ranks for each stage."""
 
 from __future__ import annotations
 
@@ -20,35 +20,34 @@ PRELOAD = (
     "torch.distributed.fsdp",
 )
 STAGES = {
-    "ddp": "DDP: every rank holds everything.",
+    "ddp": "DDP: every rank stores everything.",
     "zero1": (
-        "ZeRO-1: each rank holds a part of the optimizer state and updates that part of the"
+        "ZeRO-1: each rank stores a shard of the optimizer state and updates that shard of the"
         " weights."
     ),
     "zero2": (
-        "ZeRO-2: gradients are cut as well. Of the weights a rank keeps its part, and "
-        "all of them between forward and backward."
+        "ZeRO-2: gradients are sharded too. A rank stores its shard of the weights, and all weights"
+        " between forward and backward."
     ),
-    "zero3": "ZeRO-3: weights are cut as well, and gathered block by block when they are needed.",
+    "zero3": "ZeRO-3: weights are sharded too, and gathered block by block when needed.",
 }
 KINDS = ("parameters", "gradients", "optimizer")
 _COLORS = {"parameters": "var(--c1)", "gradients": "var(--c2)", "optimizer": "var(--c3)"}
-# Beside the tensors themselves: scalars (Adam's step counts) and padding.
+#: For scalars (Adam's step counts) and padding.
 _TOLERANCE = 0.02
 _STEPS = 2
 _ABOUT = (
-    "Training state is parameters, gradients and what the optimizer keeps (Adam: two numbers a"
-    " parameter). Under DDP each rank holds all of it; each stage of ZeRO (Rajbhandari et al.,"
-    " 2020) cuts one more of the three into a part for each rank. The bars are the storages"
-    " that were really there in a small training with float32 weights and AdamW; dashed is what"
-    " the strategy declared before."
+    "The training state consists of parameters, gradients and optimizer state (Adam: two numbers"
+    " per parameter). Under DDP each rank stores all of it; each stage of ZeRO (Rajbhandari et al.,"
+    " 2020) shards one more of the three across the ranks. The bars are measured storage in a small"
+    " training with float32 weights and AdamW; dashed lines are the strategy's prediction."
 )
 
 
 class Stage(TypedDict):
-    """A stage of ZeRO: bytes. ``declared`` is the strategy's estimate before the run, for the
-    fullest rank, with its ``traffic``; ``ranks`` and ``traffic`` (of a step, the busiest rank's)
-    were measured."""
+    """The bytes of a stage of ZeRO. ``declared`` is the strategy's prediction for the rank that
+    uses most, with its ``traffic``; ``ranks`` and ``traffic`` (per step, of the rank that sends
+    most) were measured."""
 
     mode: str
     declared: dict[str, int]
@@ -59,27 +58,27 @@ class Stage(TypedDict):
 def record(options: ExplainOptions) -> Recording:
     """Record two steps of a small training under each stage.
 
-    The content: ``topic, ranks, stages`` (see :class:`Stage`) and ``result_ok`` (state measured
-    within 2 % of what was declared).
+    The content: ``topic, ranks, stages`` (see :class:`Stage`) and ``result_ok`` (the
+    measured state is within 2 % of the prediction).
     """
     results: list[list[Stage]] = run_on_ranks(_measure_rank, options.ranks)
     stages = [_over_ranks(list(stage)) for stage in zip(*results, strict=True)]
-    is_correct = all(_is_as_declared(stage) for stage in stages)
+    is_correct = all(_is_as_predicted(stage) for stage in stages)
     title = f"ZeRO, stage by stage, {counted(options.ranks, 'rank')}"
-    verdict = "as declared, within 2 %" if is_correct else "not as declared"
+    verdict = "as predicted, within 2 %" if is_correct else "not as predicted"
     lines = [title, _ABOUT]
     for stage in stages:
         lines += ["", _caption(stage)]
-        lines += [_memory_line(f"rank {rank}", held) for rank, held in enumerate(stage["ranks"])]
-        lines.append(_memory_line("declared", stage["declared"]))
-    memory = [held for stage in stages for held in [*stage["ranks"], stage["declared"]]]
+        lines += [_memory_line(f"rank {rank}", sizes) for rank, sizes in enumerate(stage["ranks"])]
+        lines.append(_memory_line("predicted", stage["declared"]))
+    memory = [sizes for stage in stages for sizes in [*stage["ranks"], stage["declared"]]]
     return Recording(
         title=title,
         about=_ABOUT,
         is_correct=is_correct,
         facts=[
             ("Ranks", str(options.ranks)),
-            *((f"{stage['mode']}, a rank holds", human_bytes(_fullest(stage))) for stage in stages),
+            *((f"{stage['mode']}, per rank", human_bytes(_fullest(stage))) for stage in stages),
             ("Measured", verdict),
         ],
         lines=[*lines, "", f"measured state: {verdict.replace('not', 'NOT')}"],
@@ -89,8 +88,8 @@ def record(options: ExplainOptions) -> Recording:
             "frames": stages,
             "kinds": KINDS,
             "ranks": options.ranks,
-            "most": max(held[kind] for held in memory for kind in KINDS),
-            "colours": _COLORS,
+            "max_bytes": max(sizes[kind] for sizes in memory for kind in KINDS),
+            "colors": _COLORS,
         },
         content={
             "topic": "zero",
@@ -102,36 +101,36 @@ def record(options: ExplainOptions) -> Recording:
 
 
 def _over_ranks(ranks: list[Stage]) -> Stage:
-    """One stage, from what each rank measured."""
+    """Combine the measurements of all ranks for a stage."""
     return Stage(
         mode=ranks[0]["mode"],
         declared=ranks[0]["declared"],
-        ranks=[held for rank in ranks for held in rank["ranks"]],
+        ranks=[sizes for rank in ranks for sizes in rank["ranks"]],
         traffic=max(rank["traffic"] for rank in ranks),
     )
 
 
-def _total(held: dict[str, int]) -> int:
-    return sum(held[kind] for kind in KINDS)
+def _total(sizes: dict[str, int]) -> int:
+    return sum(sizes[kind] for kind in KINDS)
 
 
 def _fullest(stage: Stage) -> int:
     return max(map(_total, stage["ranks"]))
 
 
-def _is_as_declared(stage: Stage) -> bool:
+def _is_as_predicted(stage: Stage) -> bool:
     declared = _total(stage["declared"])
     return abs(_fullest(stage) - declared) <= _TOLERANCE * declared
 
 
 def _caption(stage: Stage) -> str:
     total, traffic = human_bytes(_fullest(stage)), human_bytes(stage["traffic"])
-    return f"{STAGES[stage['mode']]} {total} on the fullest rank; {traffic} sent in a step."
+    return f"{STAGES[stage['mode']]} {total} on the rank that uses most; {traffic} sent per step."
 
 
-def _memory_line(name: str, held: dict[str, int]) -> str:
-    sizes = "   ".join(f"{kind} {human_bytes(held[kind]):>9}" for kind in KINDS)
-    return f"  {name:<9} {sizes}   total {human_bytes(_total(held)):>9}"
+def _memory_line(name: str, sizes: dict[str, int]) -> str:
+    columns = "   ".join(f"{kind} {human_bytes(sizes[kind]):>9}" for kind in KINDS)
+    return f"  {name:<9} {columns}   total {human_bytes(_total(sizes)):>9}"
 
 
 def _measure_rank(world: Communicator) -> list[Stage]:
@@ -167,8 +166,7 @@ def _measure(world: Communicator, mode: str) -> Stage:
     gradients = storage_bytes(
         [parameter.grad for parameter in placed.parameters() if parameter.grad is not None]
     )
-    # What else there is at the fullest moment are weights: a rank's own, and those gathered for a
-    # while.
+    # The rest at the peak are weights: the rank's shard, and temporarily gathered ones.
     parameters = memory_bytes(strategy) - gradients - optimizer
     world.barrier()
     declared = {kind: getattr(cost, kind) for kind in KINDS}
