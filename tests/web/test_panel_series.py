@@ -264,7 +264,7 @@ def test_ranks_have_their_parts_and_the_slowest_is_named(serve, tmp_path):
     assert ranks["slowest"]["rank"] == 2
     assert ranks["slowest"]["phase"] == "data"
     assert ranks["slowest"]["slower_by_s"] == pytest.approx(0.1)
-    assert "most of it in data" in ranks["slowest"]["why"]
+    assert 0 < ranks["slowest"]["slower_by_share"] < 1
     assert ranks["lines"] == 50
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from fastapi import APIRouter, Query
 
 from paceline.core.events import RankStep, StepEvent
-from paceline.core.formatting import finite, short_duration
+from paceline.core.formatting import finite
 from paceline.web.files import JSONObject, as_object, as_text, json_inside, open_inside
 from paceline.web.responses import StrictJSONResponse
 from paceline.web.runs.columns import step_range
@@ -150,12 +150,13 @@ def traffic(
 
 
 class Slowest(TypedDict):
-    """The rank that delays the others. ``phase`` (with the largest difference) and ``share``
-    (seconds by phase) are None if the parts of a step are unknown."""
+    """The rank that delays the others. ``slower_by_share`` is relative to the step. ``phase`` (with
+    the largest difference) and ``share`` (seconds by phase) are None if the parts of a step are
+    unknown."""
 
     rank: int
-    why: str
     slower_by_s: float
+    slower_by_share: float
     phase: str | None
     share: dict[str, float] | None
 
@@ -191,12 +192,13 @@ def slowest(
             for name in _WORK
         }
         phase = max(share, key=share.__getitem__).removesuffix("_s")
-    cause = f"most of it in {phase}" if phase else "the others wait for it"
-    why = (
-        f"each step, rank {last} works {short_duration(slower_by_s)} longer than the others"
-        f" ({100 * slower_by_s / step_s:.0f} %); {cause}"
-    )
-    return {"rank": last, "why": why, "slower_by_s": slower_by_s, "phase": phase, "share": share}
+    return {
+        "rank": last,
+        "slower_by_s": slower_by_s,
+        "slower_by_share": slower_by_s / step_s,
+        "phase": phase,
+        "share": share,
+    }
 
 
 def _sample_steps(

@@ -78,7 +78,7 @@ export const en = {
   "phase.communication": "communication", "phase.communication.is": "Waiting for other ranks or the network: the part not overlapped with computation.",
   "phase.optimizer": "optimizer", "phase.optimizer.is": "Updating the weights.",
   "phase.other": "other", "phase.other.is": "The rest of the step.",
-  "ranks.slowest": "Rank {rank} is the slowest.", "ranks.even": "No rank is slower than the others.", "ranks.one": "There is only one rank, so nothing to wait for.",
+  "ranks.slowest": "Rank {rank} is the slowest.", "ranks.slowest.in": "It works {time} longer per step than the other ranks ({share} of a step), mostly in this phase: {phase}.", "ranks.slowest.by": "It works {time} longer per step than the other ranks ({share} of a step).", "ranks.even": "No rank is slower than the others.", "ranks.one": "There is only one rank, so nothing to wait for.",
   "ranks.old": "This run recorded waiting times only; everything else is shown as other.",
   "ranks.table": "Ranks", "ranks.table.what": "means per step over the range shown", "ranks.rank": "Rank", "ranks.where": "Host and device", "ranks.slow": "slowest",
   "ranks.gpu": "GPU", "ranks.gpu.is": "Utilization, temperature and power of the GPU.",

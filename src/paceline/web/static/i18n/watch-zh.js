@@ -78,7 +78,7 @@ export const zh = {
   "phase.communication": "通信", "phase.communication.is": "等待其他 rank 或网络:未与计算重叠的部分。",
   "phase.optimizer": "优化器", "phase.optimizer.is": "更新权重。",
   "phase.other": "其他", "phase.other.is": "该步的其余时间。",
-  "ranks.slowest": "rank {rank} 最慢。", "ranks.even": "没有哪个 rank 比其他的慢。", "ranks.one": "只有一个 rank,无需等待。",
+  "ranks.slowest": "rank {rank} 最慢。", "ranks.slowest.in": "它每步比其他 rank 多用 {time}(占每步用时的 {share}),主要在“{phase}”阶段。", "ranks.slowest.by": "它每步比其他 rank 多用 {time}(占每步用时的 {share})。", "ranks.even": "没有哪个 rank 比其他的慢。", "ranks.one": "只有一个 rank,无需等待。",
   "ranks.old": "该训练只记录了等待时间,其余均显示为“其他”。",
   "ranks.table": "各 rank", "ranks.table.what": "所示范围内每步的平均值", "ranks.rank": "rank", "ranks.where": "主机与设备", "ranks.slow": "最慢",
   "ranks.gpu": "GPU", "ranks.gpu.is": "GPU 利用率、温度和功率。",

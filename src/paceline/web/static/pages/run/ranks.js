@@ -1,4 +1,4 @@
-// The ranks of a run: where each one's time goes, which is the slowest, and whether all are there.
+// The ranks of a run: time breakdown, the slowest rank, and heartbeats.
 
 import { get } from "../../lib/api.js";
 import { h, put } from "../../lib/dom.js";
@@ -10,7 +10,15 @@ import { notRecorded } from "./missing.js";
 
 const RENEW_MS = 1500;
 const BEAT_MS = 2000;
-const STILL_S = 10; // without a sign of progress, from which on a rank is worth a word
+const STILL_S = 10; // seconds without progress after which a rank is reported
+
+/** By how much the slowest rank is slower, as a sentence. */
+const slowdown = ({ slower_by_s, slower_by_share, phase }) =>
+  t(phase ? "ranks.slowest.in" : "ranks.slowest.by", {
+    time: format.duration(slower_by_s),
+    share: format.percent(slower_by_share),
+    phase: phase && t(`phase.${phase}`),
+  });
 
 export async function show(root, store) {
   let answer = await get(`api/runs/${store.id}/ranks?points=200`);
@@ -66,7 +74,7 @@ export async function show(root, store) {
             "div",
             { class: "callout callout-warn" },
             icon("warning"),
-            h("div", {}, h("b", {}, t("ranks.slowest", { rank: answer.slowest.rank })), " ", answer.slowest.why),
+            h("div", {}, h("b", {}, t("ranks.slowest", { rank: answer.slowest.rank })), " ", slowdown(answer.slowest)),
           )
         : h("div", { class: "callout" }, icon("done"), h("div", {}, t(answer.ranks.length > 1 ? "ranks.even" : "ranks.one"))),
     );
