@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # The stamp's name holds a checksum of what the installation follows from: touched files change nothing, edited ones do.
 STAMP := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | tr -s ' \t' '-')
 
-.PHONY: help setup demo browser test test-lowest soak lint format bench bench-network clean
+.PHONY: help setup demo browser test test-lowest soak docs lint format bench bench-network clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ lint: setup  ## Style, types, layers, and whether the generated docs are fresh
 format: setup  ## Let ruff put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup  ## Build the documentation site: build/docs/index.html
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
 
 bench: setup  ## Measure against a hand-written loop and the transformers Trainer, and print the ratios
 	$(BIN)/python benchmarks/run.py
