@@ -31,9 +31,9 @@ FAST, SLOW = Link(1e-4, 1e9, 2), Link(0.01, 1e7, 2)
 BUCKETS = [20_000_000, 20_000_000]  # two ranks send each byte once
 
 
-def topk(link, measured, beside=True, sends_s=None):
+def topk(link, measured, in_background=True, sends_s=None):
     profile = CommProfile(
-        "topk", "leave `compression` out", BUCKETS, None, None, 0.0, 0.0, CommTimes, beside
+        "topk", "leave `compression` out", BUCKETS, None, None, 0.0, 0.0, CommTimes, in_background
     )
     return evaluate(profile, sends_s, link, measured)
 
@@ -72,7 +72,9 @@ def test_work_beside_the_step_slows_it_down():
         )
         assert verdict.ddp["step_s"] == pytest.approx(0.3202 - taken)
     verdict = topk(
-        FAST, StepTimings(20, 0.305, 0.005, 0.3, CommTimes(0.2, method_s=0.08), 3), beside=False
+        FAST,
+        StepTimings(20, 0.305, 0.005, 0.3, CommTimes(0.2, method_s=0.08), 3),
+        in_background=False,
     )
     assert verdict.ddp["step_s"] == pytest.approx(0.3202 - 0.08)  # part of the step itself
     verdict = topk(FAST, StepTimings(20, 0.305, 0.005, 0.3, CommTimes(0.2, moments_s=0.01)))
@@ -87,7 +89,9 @@ def test_waiting_that_nothing_explains_would_be_ddps_too():
     assert "33 ms of waiting that the link does not explain" in verdict.why
     assert verdict.pays is None
     assert topk(FAST, measured).pays is False  # not known what the link explains
-    diloco = topk(FAST, measured, beside=False, sends_s=0.002)  # its work is no part of its waiting
+    diloco = topk(
+        FAST, measured, in_background=False, sends_s=0.002
+    )  # its work is no part of its waiting
     assert diloco.ddp["wait_s"] == pytest.approx(0.0202 + 0.048)
     explained = topk(
         FAST, StepTimings(20, 0.35, 0.05, 0.3, CommTimes(0.2, method_s=0.045)), sends_s=0.005
@@ -263,7 +267,7 @@ def part(world):
         profiles.append(comm_profile(other))
     world.barrier()
     return (
-        comm_profile(strategy).group.size,
+        comm_profile(strategy).ddp_group.size,
         comm_profile(strategy).sent_bytes * 2 == sum(comm_profile(strategy).bucket_bytes),
         profiles,
     )

@@ -21,9 +21,9 @@ from paceline.parallel.balance import (
 from paceline.parallel.registry import check_strategy
 
 
-def config(balance: Any = "speed", **more: Any) -> Config:
-    parallel = {"balance": balance, **more.pop("parallel", {})}
-    return Config(model="m", dataset="d", parallel=parallel, **more)
+def config(balance: Any = "speed", **settings: Any) -> Config:
+    parallel = {"balance": balance, **settings.pop("parallel", {})}
+    return Config(model="m", dataset="d", parallel=parallel, **settings)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_other_strategies_are_refused_by_name(mode: str, axes: ParallelDims, rea
 
 
 @pytest.mark.parametrize(
-    ("balance", "more", "reason"),
+    ("balance", "settings", "reason"),
     [
         ("speed", {"compression": {"method": "signsgd"}}, "one vote"),
         (
@@ -110,10 +110,10 @@ def test_other_strategies_are_refused_by_name(mode: str, axes: ParallelDims, rea
     ],
 )
 def test_settings_that_contradict_it_are_refused(
-    balance: Any, more: dict[str, Any], reason: str
+    balance: Any, settings: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
-        check_strategy("ddp", config(balance, **more), ParallelDims(data=2))
+        check_strategy("ddp", config(balance, **settings), ParallelDims(data=2))
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1"])
@@ -124,14 +124,16 @@ def test_data_parallel_strategies_take_it(mode: str, balance: Any) -> None:
 
 
 def notice(replicas: int, accumulation: int, balance: Any = "speed") -> tuple[str, str] | None:
-    found = config(balance, train_args={"gradient_accumulation_steps": accumulation})
+    settings = config(balance, train_args={"gradient_accumulation_steps": accumulation})
     return equal_notice(
-        found,
-        derive(found, world_size=replicas, num_train=100, num_eval=0, default_learning_rate=1e-3),
+        settings,
+        derive(
+            settings, world_size=replicas, num_train=100, num_eval=0, default_learning_rate=1e-3
+        ),
     )
 
 
-def test_too_few_micro_batches_are_said_before_the_start() -> None:
+def test_too_few_micro_batches_are_reported_before_the_start() -> None:
     level, text = notice(2, 1) or ("", "")
     assert level == "warning"
     assert (
@@ -143,10 +145,6 @@ def test_too_few_micro_batches_are_said_before_the_start() -> None:
     assert (notice(1, 8) or ("", ""))[0] == "info"
     assert notice(2, 2) is None
     assert notice(2, 1, "equal") is None
-    assert [is_divisible(*one) for one in ((2, 2), (2, 4), (4, 4), (4, 8), (3, 6))] == [
-        False,
-        True,
-        False,
-        True,
-        True,
-    ]
+    assert [is_divisible(2, count) for count in (2, 4)] == [False, True]
+    assert [is_divisible(4, count) for count in (4, 8)] == [False, True]
+    assert is_divisible(3, 6)

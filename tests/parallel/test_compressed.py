@@ -1,5 +1,5 @@
-"""Training with compressed gradients: it learns, goes on from a checkpoint to the bit, costs what
-it says, or is refused."""
+"""Training with compressed gradients: it learns, resumes from a checkpoint to the bit, costs what
+is predicted, or is rejected."""
 
 import pytest
 import torch
@@ -35,18 +35,18 @@ LEARNS = {
 
 
 def learn(world):
-    found = {}
+    results = {}
     for name, (settings, _) in LEARNS.items():
-        found[name] = train(
+        results[name] = train(
             world, Plain, 60, parallel={"bucket_cap_mb": 0.02}, compression=settings
         )
-        del found[name]["parts"]
+        del results[name]["parts"]
     world.barrier()
-    return found
+    return results
 
 
 @pytest.mark.soak
-def test_each_method_trains_to_the_stated_loss_and_costs_what_it_says():
+def test_each_method_trains_to_the_stated_loss_and_costs_what_is_predicted():
     first, second = run_ranks(learn, 2)
     for name, (_, goal) in LEARNS.items():
         ours = first[name]
@@ -63,12 +63,12 @@ def test_each_method_trains_to_the_stated_loss_and_costs_what_it_says():
     ratios = {name: first[name]["figures"]["communication"]["ratio_sent"] for name in LEARNS}
     assert ratios["bf16"] == pytest.approx(2.0, rel=0.01)
     assert ratios["int8"] == pytest.approx(4.0, rel=0.01)
-    # 5 %, each with a place as large as its value
+    # 5 %, each with an index as large as its value
     assert ratios["topk"] == pytest.approx(10.0, rel=0.02)
     assert ratios["signsgd"] == pytest.approx(32.0, rel=0.02)
 
 
-#: what has something to keep, or a source of chance
+#: methods with state, or with random numbers
 KEEPS = {
     "topk": {"compression": {"method": "topk", "ratio": 0.05, "warmup_steps": 4}},
     "topk sgd": {
@@ -84,30 +84,30 @@ KEEPS = {
 }
 
 
-def go_on(world, steps, first, raw):
-    found, sources = {}, unpacked(raw) if raw else {}
+def run_each(world, steps, first, raw):
+    results, sources = {}, unpacked(raw) if raw else {}
     for name, settings in KEEPS.items():
-        one = train(world, Plain, steps, first=first, source=sources.get(name), **settings)
-        found[name] = {key: one[key] for key in ("parts", "losses", "notices")}
+        result = train(world, Plain, steps, first=first, source=sources.get(name), **settings)
+        results[name] = {key: result[key] for key in ("parts", "losses", "notices")}
     world.barrier()
-    return found
+    return results
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_going_on_from_the_state_is_bitwise_equal(world_size):
-    whole = run_ranks(go_on, world_size, 5, 0, None)
-    half = run_ranks(go_on, world_size, 2, 0, None)
-    sources = {name: assemble([one[name]["parts"] for one in half]) for name in KEEPS}
-    resumed = run_ranks(go_on, world_size, 3, 2, packed(sources))
+def test_resuming_from_the_state_is_bitwise_equal(world_size):
+    full = run_ranks(run_each, world_size, 5, 0, None)
+    half = run_ranks(run_each, world_size, 2, 0, None)
+    sources = {name: assemble([rank[name]["parts"] for rank in half]) for name in KEEPS}
+    resumed = run_ranks(run_each, world_size, 3, 2, packed(sources))
     for name in KEEPS:
         ours, theirs = (
-            assemble([one[name]["parts"] for one in found]).whole for found in (whole, resumed)
+            assemble([rank[name]["parts"] for rank in results]).whole for results in (full, resumed)
         )
         assert set(ours) == set(theirs), name
         for key, value in ours.items():
             assert torch.equal(value, theirs[key]), (name, key)
-        assert whole[0][name]["losses"][2:] == resumed[0][name]["losses"], name
+        assert full[0][name]["losses"][2:] == resumed[0][name]["losses"], name
         assert not [text for level, text in resumed[0][name]["notices"] if level == "warning"]
     names = set(sources["topk"].whole)
     for rank in range(world_size):
@@ -118,10 +118,10 @@ def test_going_on_from_the_state_is_bitwise_equal(world_size):
 
 
 def change(world, raw):
-    """Go on with another number of ranks, another method, or none."""
+    """Resume with a different number of ranks, a different method, or none."""
     sources = unpacked(raw)
-    topk, powersgd = ({"compression": {"method": one}} for one in ("topk", "powersgd"))
-    to = {
+    topk, powersgd = ({"compression": {"method": name}} for name in ("topk", "powersgd"))
+    results = {
         "topk to topk": train(world, Plain, 2, first=2, source=sources["topk"], **topk),
         "topk to ddp": train(world, Plain, 2, first=2, source=sources["topk"]),
         "topk to zero1": train(world, Plain, 2, first=2, source=sources["topk"], mode="zero1"),
@@ -131,7 +131,8 @@ def change(world, raw):
     }
     world.barrier()
     return {
-        name: {key: one[key] for key in ("losses", "notices", "parts")} for name, one in to.items()
+        name: {key: result[key] for key in ("losses", "notices", "parts")}
+        for name, result in results.items()
     }
 
 
@@ -143,30 +144,30 @@ def begin(world):
 
 
 @pytest.mark.soak
-def test_what_other_ranks_kept_is_dropped_with_a_notice():
+def test_state_of_other_ranks_is_dropped_with_a_notice():
     begun = run_ranks(begin, 2)
-    sources = {name: assemble([one[name] for one in begun]) for name in begun[0]}
-    found = run_ranks(change, 3, packed(sources))[0]
-    for name, one in found.items():
-        # no number at all is not less
-        assert all(loss < 4.0 for loss in one["losses"]), (name, one["losses"])
-        dropped = [text for _, text in one["notices"] if "dropped" in text]
+    sources = {name: assemble([rank[name] for rank in begun]) for name in begun[0]}
+    results = run_ranks(change, 3, packed(sources))[0]
+    for name, result in results.items():
+        # NaN is not less
+        assert all(loss < 4.0 for loss in result["losses"]), (name, result["losses"])
+        dropped = [text for _, text in result["notices"] if "dropped" in text]
         assert bool(dropped) == name.startswith("topk"), name
         if dropped:
             assert "moments" in dropped[0]
-    # Common moments are where the ranks' own begin: the first steps are those of ddp, not those of
-    # an Adam that starts anew.
-    ages = {part.name: part.tensor for part in found["ddp to topk"]["parts"]}
+    # Local moments start from the common ones: the first steps are those of ddp, not those of an
+    # Adam that starts from zero.
+    ages = {part.name: part.tensor for part in results["ddp to topk"]["parts"]}
     assert int(ages["compression/age"]) == 4
-    assert abs(found["ddp to topk"]["losses"][0] - found["ddp to ddp"]["losses"][0]) < 1e-5
+    assert abs(results["ddp to topk"]["losses"][0] - results["ddp to ddp"]["losses"][0]) < 1e-5
 
 
 def with_parts(world):
     axes = ParallelDims(data=2, tensor=2)
     sizes = {"data": 2, "tensor": 2, "tensor_plan": {"1": "colwise", "3": "rowwise"}}
-    found = []
+    results = []
     for method in ("none", "bf16", "powersgd"):
-        one = train(
+        result = train(
             world,
             Plain,
             10,
@@ -175,21 +176,21 @@ def with_parts(world):
             parallel=sizes,
             compression={"method": method, "rank": 4},
         )
-        found.append(
+        results.append(
             (
-                one["losses"],
-                one["traffic"],
-                dict(one["cost"].traffic),
-                one["state"] / one["cost"].state,
-                one["parts"],
+                result["losses"],
+                result["traffic"],
+                dict(result["cost"].traffic),
+                result["state"] / result["cost"].state,
+                result["parts"],
             )
         )
     world.barrier()
-    return found
+    return results
 
 
 @pytest.mark.soak
-def test_the_data_axis_of_a_hybrid_with_what_serves_parts():
+def test_the_data_axis_of_a_hybrid_with_methods_for_sharded_replicas():
     results = run_ranks(with_parts, 4)
     plain, bf16, powersgd = results[0]
     torch.testing.assert_close(bf16[0], plain[0], rtol=5e-3, atol=0)
@@ -198,10 +199,10 @@ def test_the_data_axis_of_a_hybrid_with_what_serves_parts():
         for kind in ("all_to_all", "all_gather"):
             assert results[0][number][1].get(kind, 0) == results[0][number][2].get(kind, 0)
         assert results[0][number][3] == pytest.approx(1.0, abs=0.02)
-        assemble([one[number][4] for one in results])  # every element is written once
+        assemble([rank[number][4] for rank in results])  # every element is written once
 
 
-# -- refused
+# -- rejected
 @pytest.mark.parametrize(
     ("mode", "axes", "method", "allowed"),
     [
@@ -218,7 +219,7 @@ def test_the_data_axis_of_a_hybrid_with_what_serves_parts():
         ("ddp", ParallelDims(data=1), "topk", "two ranks"),
     ],
 )
-def test_modes_it_cannot_serve_are_refused_with_those_it_can(mode, axes, method, allowed):
+def test_unsupported_modes_are_rejected_with_the_supported_ones(mode, axes, method, allowed):
     config = Config(model="m", dataset="d", parallel={"mode": mode}, compression={"method": method})
     with pytest.raises(ConfigError, match=r"compression\.method") as caught:
         check_strategy(mode, config, axes)
@@ -226,21 +227,20 @@ def test_modes_it_cannot_serve_are_refused_with_those_it_can(mode, axes, method,
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("settings", "message"),
     [
         ({"parallel": {"all_reduce_algorithm": "ring"}}, "all_reduce"),
-        ({"train_args": {"optim": "adagrad"}, "local": True}, "local_moments"),
-        ({"momentum": True}, "momentum_correction"),
+        (
+            {"train_args": {"optim": "adagrad"}, "compression": {"local_moments": True}},
+            "local_moments",
+        ),
+        ({"compression": {"momentum_correction": True}}, "momentum_correction"),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(more, words):
-    compression = {"method": "topk"}
-    if more.pop("local", False):
-        compression["local_moments"] = True
-    if more.pop("momentum", False):
-        compression["momentum_correction"] = True
-    config = Config(model="m", dataset="d", compression=compression, **more)
-    with pytest.raises(ConfigError, match=words):
+def test_unsupported_combinations_of_settings_are_rejected(settings, message):
+    compression = {"method": "topk", **settings.get("compression", {})}
+    config = Config(model="m", dataset="d", **{**settings, "compression": compression})
+    with pytest.raises(ConfigError, match=message):
         check_strategy("ddp", config, ParallelDims(data=2))
 
 
@@ -259,7 +259,7 @@ def test_settings_that_do_not_go_together_are_refused(more, words):
         {"method": "topk", "warmup_steps": -1},
     ],
 )
-def test_out_of_range_is_refused_by_the_schema(wrong):
+def test_the_schema_rejects_values_out_of_range(wrong):
     with pytest.raises(ValueError, match="compression"):
         Config(model="m", dataset="d", compression=wrong)
 

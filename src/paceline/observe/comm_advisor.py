@@ -103,12 +103,12 @@ def evaluate(
         return CommVerdict(None, "too few steps to measure the time of a step", ddp)
     step_s, spent = measured.step_s, measured.spent
     if measured.wait_s is None or measured.computing_s is None:
-        return _evaluate_by_bounds(profile.without, sends, all_reduce_s, step_s, ddp)
+        return _evaluate_by_bounds(profile.opt_out, sends, all_reduce_s, step_s, ddp)
     method_s, unexplained_s = spent.method_s, 0.0
-    if profile.beside:
+    if profile.in_background:
         method_s = max(0.0, spent.method_s - measured.wait_s) / measured.num_threads
     if sends_s is not None:
-        background_s = spent.method_s + spent.moments_s if profile.beside else 0.0
+        background_s = spent.method_s + spent.moments_s if profile.in_background else 0.0
         unexplained_s = max(0.0, measured.wait_s - sends_s - background_s)
     exposed_s = link.exposed_s(buckets, spent.backward_s)
     wait_s = exposed_s + unexplained_s
@@ -132,12 +132,12 @@ def evaluate(
         return CommVerdict(True, why, ddp)
     why += f"; {profile.method} itself computes for {_short(spent.method_s)}"
     if gain <= 0:
-        return CommVerdict(False, f"{why}. Fix: {profile.without}", ddp)
+        return CommVerdict(False, f"{why}. Fix: {profile.opt_out}", ddp)
     return CommVerdict(None, f"{why}. The difference is too small to tell", ddp)
 
 
 def _evaluate_by_bounds(
-    without: str, sends: str, all_reduce_s: float, step_s: float, ddp: dict[str, float | None]
+    opt_out: str, sends: str, all_reduce_s: float, step_s: float, ddp: dict[str, float | None]
 ) -> CommVerdict:
     """Compare the steps if the waiting time is unknown: a plain ddp step takes at least as long as
     its all-reduce, and at most that much longer than the measured one."""
@@ -145,12 +145,12 @@ def _evaluate_by_bounds(
     if all_reduce_s > (1 + _MARGIN) * step_s:
         return CommVerdict(True, f"{takes}; a plain ddp step would take longer: {sends}", ddp)
     if all_reduce_s <= _MARGIN * step_s:
-        why = f"{takes}; plain ddp would add little to it: {sends}. Fix: {without}"
+        why = f"{takes}; plain ddp would add little to it: {sends}. Fix: {opt_out}"
         return CommVerdict(False, why, ddp)
     return CommVerdict(
         None,
         f"{takes}; with plain ddp {sends}, and how much of it backward would hide cannot be"
-        f" measured on an accelerator. To compare, train a few steps without it: {without}",
+        f" measured on an accelerator. To compare, train a few steps without it: {opt_out}",
         ddp,
     )
 
@@ -243,10 +243,10 @@ class CommAdvisor:
         self.summary: str | None = None
         self.link: Link | None = None
         if profile.method is not None:
-            self.link = measure_link(profile.group)
+            self.link = measure_link(profile.ddp_group)
         self.method_link = self.link
-        if profile.method is not None and profile.line.size != profile.group.size:
-            self.method_link = measure_link(profile.line)
+        if profile.method is not None and profile.method_group.size != profile.ddp_group.size:
+            self.method_link = measure_link(profile.method_group)
 
     # -- at the start
     def opening(self) -> tuple[str, str] | None:
@@ -266,7 +266,7 @@ class CommAdvisor:
             f" {_short(method_s)}"
         )
         if method_s >= plain_s:
-            return "warning", f"{text}: does not pay on this link. Fix: {profile.without}"
+            return "warning", f"{text}: does not pay on this link. Fix: {profile.opt_out}"
         saved = f"saves at most {_short(plain_s - method_s)}"
         return (
             "info",
@@ -277,7 +277,7 @@ class CommAdvisor:
     def after_step(self, step: int) -> tuple[str, str] | None:
         """Count step ``step`` of the run. Return a first verdict once, as (level, text)."""
         if step <= self.after:
-            self._before = self._spent = self.profile.spent()
+            self._before = self._spent = self.profile.times()
             return None
         self._current.append((self.metrics.last_step_s, self.metrics.last_wait_s))
         if len(self._current) < self.profile.period:
@@ -286,7 +286,7 @@ class CommAdvisor:
         self.steps += len(self._current)
         self._steps_s.extend(self._current)
         self._current = []
-        self._spent = self.profile.spent()
+        self._spent = self.profile.times()
         is_due = steps_before < _FIRST_VERDICT <= self.steps and step < self.last_step
         measured = self.measured() if is_due and self.link is not None else None
         if measured is None:
@@ -366,7 +366,7 @@ class CommAdvisor:
         }
         if profile.method is None:
             if share is not None and share > _HIGH_SHARE:  # the same on all ranks
-                self.link = measure_link(profile.group)
+                self.link = measure_link(profile.ddp_group)
             self.summary = evaluate_plain_ddp(measured, self.link, profile.bucket_bytes)
             return {"method": "none", **figures, "pays": None, "why": self.summary}
         verdict = self._verdict(measured)

@@ -42,28 +42,28 @@ class CommProfile:
 
     Args:
         method: the name of the method that saves traffic; None for plain ddp.
-        without: what to change in the config to use plain ddp.
+        opt_out: what to change in the config to use plain ddp.
         bucket_bytes: bytes of each bucket that plain ddp would sum.
-        group: the ranks over which plain ddp would sum them.
-        line: the ranks between which the method sends.
+        ddp_group: the ranks over which plain ddp would sum them.
+        method_group: the ranks between which the method sends.
         sent_bytes: bytes that a rank sends between them per step, a mean over ``period`` steps.
         messages: approximate number of successive messages per step, a mean over ``period`` steps.
-        spent: returns the times so far.
-        beside: the method computes in a background thread.
+        times: returns the times so far.
+        in_background: the method computes in a background thread.
         period: number of steps after which the traffic repeats.
         warmup: number of steps at the start in which the method sends more.
         has_other_collectives: in a step the ranks also communicate within smaller groups.
     """
 
     method: str | None
-    without: str
+    opt_out: str
     bucket_bytes: Sequence[int]
-    group: Communicator
-    line: Communicator
+    ddp_group: Communicator
+    method_group: Communicator
     sent_bytes: float
     messages: float
-    spent: Callable[[], CommTimes]
-    beside: bool = False
+    times: Callable[[], CommTimes]
+    in_background: bool = False
     period: int = 1
     warmup: int = 0
     has_other_collectives: bool = False

@@ -265,7 +265,7 @@ class CompressedReducer(GradientReducer):
             sum(sum(sent.values()) for sent in sends),
             rounds * (group.size - 1),
             lambda: CommTimes(self.buckets.backward_s, self.method_s, self.moments_s),
-            beside=True,
+            in_background=True,
             warmup=settings.warmup_steps if is_sparse(settings) else 0,
         )
 

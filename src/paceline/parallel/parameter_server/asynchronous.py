@@ -23,11 +23,13 @@ from paceline.distributed.traffic import TRAFFIC, uncounted
 from paceline.parallel.base import MicroStep, OptimizerFactory
 from paceline.parallel.comm_profile import StrategyMetrics
 from paceline.parallel.gradients import clip_factor
-from paceline.parallel.parameter_server.client import RemoteEmbedding, rank_name
+from paceline.parallel.parameter_server.client import RemoteEmbedding, rank_name, send_gradients
 from paceline.parallel.parameter_server.collectives import ServerCommunicator
 from paceline.parallel.parameter_server.server import (
     DENSE,
+    LOCK,
     RowOptimizer,
+    Rows,
     sum_of_squares,
     sum_rows,
 )
@@ -36,7 +38,6 @@ from paceline.parallel.state import TensorShard
 
 #: Maximum number of steps between ranks without a bound, because pending counts are kept.
 _MAX_LAG = 64
-Rows = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class AsyncServerStrategy(ParameterServerStrategy):
@@ -122,11 +123,8 @@ class AsyncServerStrategy(ParameterServerStrategy):
         factor = float(group["lr"]) / peak if peak else 0.0
         calls = []
         for server, rows in self.rows.items():
-            dense = self._gradients_for(server)
-            tensors = [*dense.values(), *(tensor for pair in rows.values() for tensor in pair)]
-            TRAFFIC.add("push", sum(tensor.nbytes for tensor in tensors))
-            args = (self.world.rank, self.clock, rows, dense, factor)
-            calls.append(rpc.rpc_async(rank_name(server), apply_push, args=args))
+            args = (self.world.rank, self.clock, rows, self._gradients_for(server), factor)
+            calls.append(send_gradients(server, apply_push, *args))
         for call in calls:
             call.wait()
 
@@ -233,7 +231,7 @@ def apply_push(
             _STORE.rows.shards[number].gradient = gradient
         _STORE.rows.rate = float(_STORE.rows.defaults["lr"]) * factor
         _STORE.rows.step()
-        with DENSE.lock:
+        with LOCK:
             for name, parameter in DENSE.named.items():
                 parameter.grad = dense.get(name)
             DENSE.step(factor)

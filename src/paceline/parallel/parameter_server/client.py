@@ -3,13 +3,14 @@
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.distributed import rpc
 
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.traffic import uncounted
-from paceline.parallel.parameter_server.server import pull
+from paceline.distributed.traffic import TRAFFIC, uncounted
+from paceline.parallel.parameter_server.server import Rows, pull
 
 _THREADS = 4
 
@@ -97,6 +98,22 @@ class RemoteEmbedding:
                 yield self.first_server + server, rows, vectors.grad[start : start + len(rows)]
                 start += len(rows)
         self.pulled.clear()
+
+
+def send_gradients(
+    server: int,
+    function: Callable[..., None],
+    worker: int,
+    number: int,
+    rows: Rows,
+    dense: dict[str, torch.Tensor],
+    *options: float,
+) -> Any:
+    """Call ``function`` on a server with a worker's gradients. Their bytes are counted."""
+    tensors = [*dense.values(), *(tensor for pair in rows.values() for tensor in pair)]
+    TRAFFIC.add("push", sum(tensor.nbytes for tensor in tensors))
+    args = (worker, number, rows, dense, *options)
+    return rpc.rpc_async(rank_name(server), function, args=args)
 
 
 def rank_name(rank: int) -> str:

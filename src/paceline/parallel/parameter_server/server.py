@@ -11,7 +11,10 @@ from torch import nn
 
 from paceline.distributed.traffic import TRAFFIC
 
-_LOCK = threading.Lock()
+#: Gradients of rows: shard's number → (places of distinct rows, float32 [n, dim]).
+Rows = dict[int, tuple[torch.Tensor, torch.Tensor]]
+#: Guards the dense parameters, and the pushed gradients that are not merged yet.
+LOCK = threading.Lock()
 
 
 @dataclass
@@ -43,7 +46,7 @@ class TableShard:
             lost: workers whose pushes are left out.
             weight: factor of the sum.
         """
-        with _LOCK:
+        with LOCK:
             pushed, self.pushed = self.pushed, {}
         ordered = [pushed[key] for key in sorted(pushed) if key[0] not in lost]
         self.gradient = None
@@ -145,7 +148,6 @@ class DenseParameters:
     workers."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
         self.named: dict[str, nn.Parameter] = {}
         self.optimizer: torch.optim.Optimizer | None = None
         self.pushed: dict[int, dict[str, torch.Tensor]] = {}  # by worker
@@ -157,7 +159,7 @@ class DenseParameters:
     def merge(self, lost: Container[int], weight: float) -> None:
         """Sum the pushes of a step in order of worker, without those of ``lost``. A parameter for
         which no worker has a gradient gets zero, as with ``ddp``."""
-        with self.lock:
+        with LOCK:
             pushed, self.pushed = self.pushed, {}
         pushes = [pushed[worker] for worker in sorted(pushed) if worker not in lost]
         for name, parameter in self.named.items():
@@ -209,29 +211,25 @@ def pull(number: int, rows: torch.Tensor, trains: bool) -> torch.Tensor:
     return values
 
 
-def push(key: tuple[int, int], gradients: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Store gradients of a step on this server.
+def push(worker: int, number: int, rows: Rows, dense: dict[str, torch.Tensor]) -> None:
+    """Store a worker's gradients on this server.
 
     Args:
-        key: (worker, number of the push in its step).
-        gradients: shard's number → (places of distinct rows, float32 [n, dim]).
+        number: of the push in the worker's step.
+        dense: gradients of the dense parameters; empty except in one push of a step.
     """
-    with _LOCK:
-        for number, pushed in gradients.items():
-            _SHARDS[number].pushed[key] = pushed
+    with LOCK:
+        for place, pushed in rows.items():
+            _SHARDS[place].pushed[worker, number] = pushed
+        if dense:
+            DENSE.pushed[worker] = dense
 
 
 def pull_dense(trains: bool) -> dict[str, torch.Tensor]:
     """Return this server's parameters other than tables. ``trains``: they are for a training step,
     whose traffic is counted."""
-    with DENSE.lock:
+    with LOCK:
         values = {name: value.detach().clone() for name, value in DENSE.named.items()}
     if trains:
         TRAFFIC.add("pull", sum(value.nbytes for value in values.values()))
     return values
-
-
-def push_dense(worker: int, gradients: dict[str, torch.Tensor]) -> None:
-    """Store a worker's gradients of a step on this server."""
-    with DENSE.lock:
-        DENSE.pushed[worker] = gradients

@@ -38,17 +38,22 @@ from paceline.parallel.base import (
 )
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import changing_buffers, clip_factor
-from paceline.parallel.parameter_server.client import RemoteEmbedding, connect, rank_name
+from paceline.parallel.parameter_server.client import (
+    RemoteEmbedding,
+    connect,
+    rank_name,
+    send_gradients,
+)
 from paceline.parallel.parameter_server.collectives import ServerCommunicator
 from paceline.parallel.parameter_server.cost import assign_servers, row_ranges
 from paceline.parallel.parameter_server.roles import describe_roles
 from paceline.parallel.parameter_server.server import (
     DENSE,
     RowOptimizer,
+    Rows,
     TableShard,
     pull_dense,
     push,
-    push_dense,
     serve,
     sum_of_squares,
 )
@@ -250,13 +255,12 @@ class ParameterServerStrategy(Strategy):
             self._before_forward()
             for number in range(num_micro_batches):
                 loss = micro_step(number, self.model)
-                if number == num_micro_batches - 1 and not self.dense_on_servers:
+                is_last = number == num_micro_batches - 1
+                if is_last and not self.dense_on_servers:
                     self.buckets.start_reducing()
                 loss.backward()
-                pushes += self._push_rows(number)
-            if self.dense_on_servers:
-                pushes += self._push_dense()
-            else:
+                pushes += self._push(number, with_dense=is_last and self.dense_on_servers)
+            if not self.dense_on_servers:
                 self.buckets.finish()
             self.workers.broadcast(self.changing_buffers)
             for pushed in pushes:
@@ -288,30 +292,21 @@ class ParameterServerStrategy(Strategy):
             if parameter.grad is not None and self.owners[name] == server
         }
 
-    def _push_dense(self) -> list[Any]:
-        """Send the gradients of the dense parameters, one message per server."""
-        calls = []
-        for server in self.servers:
-            gradients = self._gradients_for(server)
-            self.world.traffic.add("push", sum(each.nbytes for each in gradients.values()))
-            args = (self.world.rank, gradients)
-            calls.append(rpc.rpc_async(rank_name(server), push_dense, args=args))
-        return calls
-
-    def _push_rows(self, number: int) -> list[Any]:
-        """Send the rows' gradients of a micro-batch, one message per server."""
-        by_server: dict[int, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+    def _push(self, number: int, with_dense: bool) -> list[Any]:
+        """Send the gradients of the rows of a micro-batch, and of the dense parameters, one message
+        per server."""
+        by_server: dict[int, Rows] = {server: {} for server in self.servers}
         for place, table in enumerate(self.tables.values()):
-            source = table.source
-            assert isinstance(source, RemoteEmbedding)
-            for server, rows, gradient in source.gradients():
-                by_server.setdefault(server, {})[place] = (rows, gradient)
-                self.world.traffic.add("push", rows.nbytes + gradient.nbytes)
-        key = (self.world.rank, number)
-        return [
-            rpc.rpc_async(rank_name(server), push, args=(key, gradients))
-            for server, gradients in by_server.items()
-        ]
+            assert isinstance(table.source, RemoteEmbedding)
+            for server, rows, gradient in table.source.gradients():
+                by_server[server][place] = (rows, gradient)
+        calls = []
+        for server, pushed in by_server.items():
+            dense = self._gradients_for(server) if with_dense else {}
+            if pushed or dense:
+                args = (self.world.rank, number, pushed, dense)
+                calls.append(send_gradients(server, push, *args))
+        return calls
 
     def _merge(self) -> None:
         """Sum the pushes when all have arrived. If a worker was lost before all of its pushes had
