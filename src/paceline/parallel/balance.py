@@ -17,8 +17,6 @@ from paceline.parallel.compression.settings import uses_local_moments
 
 #: Fewer micro-batches per step cannot express a useful ratio of speeds.
 MIN_MICRO_BATCHES = 4
-#: Strategies that support unequal shares, for messages.
-SUPPORTED = "`parallel.mode: ddp` and `zero1`"
 
 
 def text_of(config: Config) -> str:
@@ -49,7 +47,7 @@ def check_balance(
     if not (unequal_shares and whole_replicas):
         raise ConfigError(
             f"{setting} is not supported with `parallel.mode: {mode}`: {reason}",
-            allowed=SUPPORTED,
+            allowed="`parallel.mode: ddp` and `zero1`",
             fix="set `parallel.mode: ddp` or `zero1`, or `parallel.balance: equal`",
         )
     if config.compression.chain[:1] == ("signsgd",):

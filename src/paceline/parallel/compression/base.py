@@ -66,14 +66,16 @@ class Compressor(ABC):
     Args:
         settings: the config's section.
         seed: of the run. Random numbers are a function of (seed, step, bucket, rank).
+        momentum: of momentum correction, for `topk` and `randomk`; 0: none.
     """
 
     #: Keeps a residual from step to step.
     stateful = True
 
-    def __init__(self, settings: Compression, seed: int) -> None:
+    def __init__(self, settings: Compression, seed: int, momentum: float = 0.0) -> None:
         self.settings = settings
         self.seed = seed
+        self.momentum = momentum
         self.codec = CODECS.get(settings.chain[-1], FLOAT32)
 
     def initial_state(self, bucket: BucketShape, device: torch.device) -> CompressorState:

@@ -285,16 +285,20 @@ class CompressedReducer(GradientReducer):
         return {"communication": metrics}
 
 
-def make_compressor(settings: Compression, seed: int, momentum: float = 0.0) -> Compressor:
-    """Return the compressor for a section of the config.
+_COMPRESSORS: dict[str, type[Compressor]] = {
+    "bf16": CastCompressor,
+    "fp16": CastCompressor,
+    "int8": CastCompressor,
+    "topk": TopK,
+    "randomk": RandomK,
+    "powersgd": PowerSGD,
+    "signsgd": SignSGD,
+}
 
-    Args:
-        momentum: of momentum correction, for `topk` and `randomk`.
-    """
-    method = settings.chain[0]
-    if is_sparse(settings):
-        return (TopK if method == "topk" else RandomK)(settings, seed, momentum)
-    return {"powersgd": PowerSGD, "signsgd": SignSGD}.get(method, CastCompressor)(settings, seed)
+
+def make_compressor(settings: Compression, seed: int, momentum: float = 0.0) -> Compressor:
+    """Return the compressor for a section of the config."""
+    return _COMPRESSORS[settings.chain[0]](settings, seed, momentum)
 
 
 def make_buckets(

@@ -88,10 +88,9 @@ def kept_bytes(config: Config, bucket: BucketShape) -> int:
     """Return the bytes that a rank keeps of a bucket from step to step."""
     settings = config.compression
     size = 4 * bucket.size * (uses_local_moments(config) + (momentum_correction(config) > 0))
-    if is_sparse(settings):
-        size += 4 * bucket.size
+    if is_sparse(settings) or settings.chain[0] == "powersgd":
+        size += 4 * bucket.size  # the residual
     if settings.chain[0] == "powersgd":
-        size += 4 * bucket.size
         matrices = matrices_of(bucket, settings.rank)
         size += sum(4 * columns * rank for _, (_, columns, rank) in matrices)
     return size

@@ -5,7 +5,6 @@ import math
 
 import torch
 
-from paceline.config.schema.compression import Compression
 from paceline.distributed.communicator import Communicator
 from paceline.parallel.compression.base import SECOND_MOMENT, Compressor, CompressorState, blocks
 from paceline.parallel.compression.codecs import FLOAT32
@@ -18,16 +17,11 @@ _SAMPLE_ELEMENTS = 1 << 15
 class SparseCompressor(Compressor):
     """What `topk` and `randomk` have in common.
 
-    Args:
-        momentum: of momentum correction; 0: none. Each rank accumulates momentum of its local
-            gradient, and elements are chosen from the sum of that. The momentum of an element ends
-            when it is sent, because it is of an old gradient (Lin et al., "Deep Gradient
-            Compression", 2018, sections 3.1 and 3.2, algorithm 4).
+    With momentum correction each rank accumulates momentum of its local gradient, and elements are
+    chosen from the sum of that. The momentum of an element ends when it is sent, because it is of
+    an old gradient (Lin et al., "Deep Gradient Compression", 2018, sections 3.1 and 3.2, algorithm
+    4).
     """
-
-    def __init__(self, settings: Compression, seed: int, momentum: float = 0.0) -> None:
-        super().__init__(settings, seed)
-        self.momentum = momentum
 
     def initial_state(self, bucket: BucketShape, device: torch.device) -> CompressorState:
         state = super().initial_state(bucket, device)

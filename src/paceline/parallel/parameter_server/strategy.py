@@ -15,7 +15,7 @@ a worker exits.
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -125,10 +125,8 @@ class ParameterServerStrategy(Strategy):
     def set_token_counts(self, local: float, total: Callable[[], torch.Tensor]) -> None:
         self.local_count, self.total_count = local, total
 
-    @contextmanager
-    def model_init_context(self) -> Iterator[None]:
-        with tables_elsewhere():
-            yield
+    def model_init_context(self) -> AbstractContextManager[None]:
+        return tables_elsewhere()
 
     # -- setup
     def setup(self, model: nn.Module) -> nn.Module:
