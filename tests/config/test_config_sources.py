@@ -295,7 +295,7 @@ def test_every_key_of_a_dataset_info_is_read(
             {"file_name": "a.json", "columns": {"messages": "m", "kto_tag": "label"}},
             ["`kto_tag`", "KTO"],
         ),
-        ({"file_name": "a.json", "columns": {"images": "images"}}, ["images", "text alone"]),
+        ({"file_name": "a.json", "columns": {"images": "images"}}, ["images", "not supported"]),
         ({"hf_hub_url": "o/h", "folder": "python"}, ["`folder: python`", "download"]),
         ({"hf_hub_url": "o/h", "revision": "v2"}, ["`revision: v2`"]),
         ({"om_hub_url": "o/h"}, ["om_hub_url"]),

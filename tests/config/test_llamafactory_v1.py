@@ -68,12 +68,12 @@ def test_a_file_or_a_hub_id(load: Load, value: str) -> None:
 @pytest.mark.parametrize(
     ("data", "expected"),
     [
-        (None, "there is no file data.yaml"),
+        (None, "file not found: data.yaml"),
         ("a: {path: x, converter: pair}", "preference data"),
         ("a: {path: x, convertor: alpaca}", "did you mean `converter`"),
-        ("a: {converter: alpaca}", "names no data"),
-        ("[1, 2]", "does not list data sets"),
-        ("a: [", "cannot be read"),
+        ("a: {converter: alpaca}", "`path` is missing"),
+        ("[1, 2]", "expected a mapping of names"),
+        ("a: [", "cannot read data.yaml"),
     ],
 )
 def test_what_a_list_of_data_sets_cannot_be(

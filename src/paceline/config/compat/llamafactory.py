@@ -1,5 +1,5 @@
-"""LLaMA-Factory's own files and settings: ``dataset_info.json``, whose names stand for data, and of
-version 1 the data sets that a YAML file lists, and `peft_config`. Every key is read, or refused."""
+"""LLaMA-Factory's own files and settings: ``dataset_info.json``, and of version 1 the datasets that
+a YAML file lists and `peft_config`. Each key is either read or an error."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -8,10 +8,13 @@ from typing import Any
 from paceline.config.chat_names import CALL, ROLES
 from paceline.config.compat.conversion import (
     Conversion,
+    Convert,
+    Notice,
     UnsupportedValue,
     by_case,
     is_off,
     read_json_object,
+    to,
 )
 from paceline.config.compat.datasets import eval_sources, train_sources
 from paceline.config.compat.values import targets
@@ -20,7 +23,7 @@ from paceline.core.errors import ConfigError, did_you_mean
 
 FILE = "dataset_info.json"
 _SUFFIXES = ("", ".json", ".jsonl", ".csv", ".parquet", ".txt")
-#: their column → ours, in the alpaca and in the sharegpt format
+#: LLaMA-Factory's columns of the alpaca format → Paceline's.
 _ALPACA = {
     "prompt": "instruction",
     "query": "input",
@@ -42,32 +45,29 @@ _KNOWN = {
 
 
 def in_folder(sources: list[Any], folder: str, pretrain: bool, notes: list[str]) -> list[Any]:
-    """LLaMA-Factory's names of datasets as sources: by the folder's ``dataset_info.json``, or files
-    of their own name.
+    """Convert LLaMA-Factory's dataset names to sources, by the folder's ``dataset_info.json`` or by
+    file name.
 
     Args:
-        sources: what `dataset` names; mappings are left as they are.
-        folder: `dataset_dir`; `ONLINE` stands for the hub.
-        pretrain: the prompt's column is plain text.
-        notes: gets what the user should know.
+        sources: the names in `dataset`; mappings are returned unchanged.
+        folder: `dataset_dir`; `ONLINE` means the hub.
+        pretrain: read the prompt column as plain text.
+        notes: warnings for the user are appended here.
     """
     if folder == "ONLINE":
         return sources
     if folder.startswith("REMOTE:"):
         raise UnsupportedValue(
-            f"`{folder}` is a folder on the hub, which is not read",
-            f"download it, and give its path instead of `{folder}`",
+            f"`{folder}`: folders on the hub are not supported",
+            f"download it, and set its path instead of `{folder}`",
         )
     root = Path(folder)
-    has_table = (root / FILE).is_file()
-    table = (
-        read_json_object(root / FILE, "repair it, or give the files themselves")
-        if has_table
-        else {}
-    )
+    table: dict[str, YamlValue] = {}
+    if (root / FILE).is_file():
+        table = read_json_object(root / FILE, "fix it, or set the files themselves")
     return [
-        _source(one, root, table, pretrain, notes) if isinstance(one, str) else one
-        for one in sources
+        _source(source, root, table, pretrain, notes) if isinstance(source, str) else source
+        for source in sources
     ]
 
 
@@ -85,7 +85,7 @@ def _source(
 
 
 class _Entry:
-    """One dataset of the file, with errors that name it."""
+    """An entry of ``dataset_info.json``."""
 
     def __init__(self, name: str, values: dict[str, YamlValue], file: Path) -> None:
         self.name, self.values, self.file = name, values, file
@@ -95,10 +95,11 @@ class _Entry:
     def _mapping(self, key: str) -> dict[str, str]:
         value = self.values.get(key) or {}
         if not isinstance(value, dict):
-            raise self.refused(f"`{key}` is not a mapping", "write it as {...}")
+            raise self.unsupported(f"`{key}`: expected a mapping", "write it as {...}")
         return {str(name): str(column) for name, column in value.items() if column is not None}
 
-    def refused(self, why: str, fix: str) -> UnsupportedValue:
+    def unsupported(self, why: str, fix: str) -> UnsupportedValue:
+        """Return an error that names the entry and its file."""
         return UnsupportedValue(f"`{self.name}` in {self.file}: {why}", fix)
 
 
@@ -109,12 +110,12 @@ def _from_entry(
     unknown = sorted(set(entry.values) - _KNOWN)
     if unknown:
         notes.append(
-            f"`{entry.name}`: {', '.join(f'`{key}`' for key in unknown)} has no meaning in {FILE}"
+            f"`{entry.name}`: unknown keys in {FILE}: {', '.join(f'`{key}`' for key in unknown)}"
         )
     number = entry.values.get("num_samples")
     if number is not None and not mark:
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise entry.refused(
+            raise entry.unsupported(
                 f"`num_samples: {number}` is not a number of samples",
                 "write a number of at least 1",
             )
@@ -124,8 +125,11 @@ def _from_entry(
     source["format"] = form
     if columns:
         source["columns"] = columns
-    words = {role: entry.tags[tag] for tag, role in _ROLES.items() if tag in entry.tags}
-    roles = {role: word for role, word in words.items() if ROLES.get(word.lower()) != role}
+    roles = {
+        role: entry.tags[tag]
+        for tag, role in _ROLES.items()
+        if tag in entry.tags and ROLES.get(entry.tags[tag].lower()) != role
+    }
     if roles and form != "alpaca":
         source["roles"] = roles
     for theirs, ours in (("subset", "name"), ("split", "split")):
@@ -135,63 +139,60 @@ def _from_entry(
 
 
 def _check(entry: _Entry) -> None:
-    """Refuse data of another training method, media, and choices that cannot be made."""
-    supervised = "choose a dataset for supervised fine-tuning, or use the tool that has this method"
+    """Raise an error for data of another training method, media, and unsupported settings."""
+    supervised = "choose a dataset for supervised fine-tuning, or use a tool with this method"
     preference = (
-        "marks it as preference data, for DPO, ORPO, SimPO or reward modeling, which Paceline does"
-        " not have"
+        "marks preference data, for DPO, ORPO, SimPO or reward modeling, which are not supported"
     )
     if entry.values.get("ranking"):
-        raise entry.refused(f"`ranking: true` {preference}", supervised)
+        raise entry.unsupported(f"`ranking: true` {preference}", supervised)
     for column in entry.columns:
         if column in ("chosen", "rejected"):
-            raise entry.refused(f"the column `{column}` {preference}", supervised)
+            raise entry.unsupported(f"the column `{column}` {preference}", supervised)
         if column == "kto_tag":
-            raise entry.refused(
-                "`kto_tag` marks it as data for KTO, which Paceline does not have", supervised
+            raise entry.unsupported(
+                "`kto_tag` marks data for KTO, which is not supported", supervised
             )
         if column in _MEDIA:
-            raise entry.refused(
-                f"it has {column}, and `task: sft` reads text alone", "use a dataset of text"
+            raise entry.unsupported(
+                f"{column} are not supported with `task: sft`", "use a text-only dataset"
             )
     for key in ("folder", "revision"):
         value = entry.values.get(key)
         if value and (key, value) not in (("revision", "main"), ("revision", "master")):
-            raise entry.refused(
-                f"`{key}: {value}` of a hub dataset cannot be chosen",
-                "download it and give `file_name`",
+            raise entry.unsupported(
+                f"`{key}: {value}` of a hub dataset is not supported",
+                "download it and set `file_name`",
             )
 
 
 def _path(entry: _Entry, root: Path) -> str:
-    """As LLaMA-Factory chooses: the hub before a file."""
+    """Return the hub id or file of an entry; as in LLaMA-Factory, the hub comes first."""
     if entry.values.get("hf_hub_url"):
         return str(entry.values.get("hf_hub_url"))
     if entry.values.get("ms_hub_url"):
         return f"modelscope:{entry.values.get('ms_hub_url')}"
     for key in ("om_hub_url", "script_url", "cloud_file_name"):
         if entry.values.get(key):
-            raise entry.refused(
-                f"`{key}: {entry.values.get(key)}` is not read; `hf_hub_url`, `ms_hub_url` and"
+            raise entry.unsupported(
+                f"`{key}: {entry.values.get(key)}` is not supported; `hf_hub_url`, `ms_hub_url` and"
                 " `file_name` are",
-                "download it and give `file_name`",
+                "download it and set `file_name`",
             )
     if not entry.values.get("file_name"):
-        raise entry.refused(
+        raise entry.unsupported(
             "it has neither `file_name` nor `hf_hub_url` nor `ms_hub_url`", "add one of them"
         )
     return str(root / str(entry.values.get("file_name")))
 
 
 def _shape(entry: _Entry, pretrain: bool) -> tuple[str, dict[str, str]]:
-    """The format, and the names of its columns where they are not the usual ones."""
+    """Return the format, and the names of its columns that are not the default ones."""
     form = str(entry.values.get("formatting") or "alpaca").lower()
     if form == "alpaca":
         return _alpaca(entry, pretrain)
     if form not in ("sharegpt", "openai"):
-        raise entry.refused(
-            f"`formatting: {form}` is not known", "write alpaca, sharegpt or openai"
-        )
+        raise entry.unsupported(f"unknown `formatting: {form}`", "use alpaca, sharegpt or openai")
     role = entry.tags.get("role_tag", "role" if form == "openai" else "from")
     content = entry.tags.get("content_tag", "content" if form == "openai" else "value")
     messages = entry.columns.get("messages", "messages" if form == "openai" else "conversations")
@@ -215,7 +216,7 @@ def _alpaca(entry: _Entry, pretrain: bool) -> tuple[str, dict[str, str]]:
         ours: entry.columns[theirs] for theirs, ours in _ALPACA.items() if theirs in entry.columns
     }
     if columns and "input" not in columns:
-        # LLaMA-Factory does not read a column that an entry with columns leaves out
+        # LLaMA-Factory reads only the listed columns of an entry that lists columns.
         columns["input"] = ""
     return "alpaca", {ours: theirs for ours, theirs in columns.items() if ours != theirs}
 
@@ -228,53 +229,52 @@ _KEYS = (
 
 
 def train_dataset(value: Any) -> Conversion:
-    """`train_dataset`: a YAML file that lists data sets, a file of samples, or a hub id."""
+    """Convert `train_dataset`: a YAML file that lists datasets, a data file, or a hub id."""
     return _dataset(value, "dataset", train_sources)
 
 
 def eval_dataset(value: Any) -> Conversion:
-    """`eval_dataset`, which LLaMA-Factory v1 takes as a YAML file too."""
+    """Convert `eval_dataset`, which can also be a YAML file in LLaMA-Factory v1."""
     return _dataset(value, "val_dataset", eval_sources)
 
 
-def _dataset(value: Any, key: str, otherwise: Callable[[Any], Conversion]) -> Conversion:
+def _dataset(value: Any, key: str, convert: Callable[[Any], Conversion]) -> Conversion:
+    """Read the sources that a YAML file lists; ``convert`` reads any other value."""
     if not isinstance(value, str) or not value.endswith((".yaml", ".yml")):
-        return otherwise(value)
-    path = Path(value).expanduser()
-    if not path.is_file():
-        raise UnsupportedValue(
-            f"there is no file {value}, which is to list the data sets",
-            f"correct the path, or write {key}: [{{path: ...}}]",
-        )
+        return convert(value)
+    fix = f"correct it, or write {key}: [{{path: ...}}]"
     try:
-        tree = parse_yaml(path.read_text(encoding="utf-8"), value).value
+        tree = parse_yaml(Path(value).expanduser().read_text(encoding="utf-8"), value).value
+    except FileNotFoundError:
+        raise UnsupportedValue(f"file not found: {value}", fix) from None
     except (ConfigError, OSError, UnicodeDecodeError) as error:
+        raise UnsupportedValue(f"cannot read {value}: {error}", fix) from None
+    is_list_of_datasets = isinstance(tree, Mapping) and all(
+        isinstance(entry, Mapping) for entry in tree.values()
+    )
+    if not tree or not is_list_of_datasets:
         raise UnsupportedValue(
-            f"{value} cannot be read: {error}", f"correct it, or write {key}: [{{path: ...}}]"
-        ) from None
-    if (
-        not isinstance(tree, Mapping)
-        or not tree
-        or not all(isinstance(one, Mapping) for one in tree.values())
-    ):
-        raise UnsupportedValue(
-            f"{value} does not list data sets by name",
+            f"{value}: expected a mapping of names to datasets",
             "write NAME: {path: FILE, converter: alpaca}",
         )
     sources = [_yaml_source(name, entry, value) for name, entry in tree.items()]
-    return Conversion({key: sources}, notices=tuple(dict.fromkeys(_weights(tree))))
+    weighted = [name for name, entry in tree.items() if entry.get("weight") not in (None, 1)]
+    text = f"`weight` of {', '.join(weighted)}: every sample is used once per epoch"
+    return Conversion({key: sources}, notices=(("warning", text),) if weighted else ())
 
 
 def _yaml_source(name: str, entry: Mapping[str, YamlValue], file: str) -> dict[str, YamlValue]:
     for key in entry:
         if key not in _KEYS:
             raise UnsupportedValue(
-                f"`{name}` in {file} has `{key}`",
+                f"`{name}` in {file}: unknown key `{key}`",
                 did_you_mean(key, _KEYS, f"use {', '.join(_KEYS)}"),
             )
     path = entry.get("path") or entry.get("file_name") or entry.get("hf_hub_url")
     if not path:
-        raise UnsupportedValue(f"`{name}` in {file} names no data", "write path: FILE or a hub id")
+        raise UnsupportedValue(
+            f"`{name}` in {file}: `path` is missing", "write path: FILE or a hub id"
+        )
     if entry.get("dataset_dir") and entry.get("file_name"):
         path = str(Path(str(entry["dataset_dir"])) / str(path))
     converter = entry.get("converter")
@@ -284,8 +284,8 @@ def _yaml_source(name: str, entry: Mapping[str, YamlValue], file: str) -> dict[s
         )
     if converter not in _FORMATS:
         raise UnsupportedValue(
-            f"`{name}` in {file} has `converter: {converter}`",
-            "use alpaca or sharegpt, or leave it out",
+            f"`{name}` in {file}: unsupported `converter: {converter}`",
+            "use alpaca or sharegpt, or remove it",
         )
     count = entry.get("size") or entry.get("num_samples")
     source: dict[str, YamlValue] = {
@@ -295,39 +295,37 @@ def _yaml_source(name: str, entry: Mapping[str, YamlValue], file: str) -> dict[s
     return source | ({"split": entry["split"]} if entry.get("split") else {})
 
 
-def _weights(tree: Mapping[str, Mapping[str, YamlValue]]) -> list[tuple[str, str]]:
-    weighted = [name for name, entry in tree.items() if entry.get("weight") not in (None, 1, 1.0)]
-    return (
-        [("warning", f"`weight` of {', '.join(weighted)}: every sample is seen once per epoch")]
-        if weighted
-        else []
-    )
+#: Keys of `peft_config` → their converters.
+_PEFT_CONFIG: dict[str, Convert] = {
+    "name": by_case("tuner"),
+    "r": to("lora.rank"),
+    "lora_rank": to("lora.rank"),
+    "lora_alpha": to("lora.alpha"),
+    "lora_dropout": to("lora.dropout"),
+    "target_modules": targets,
+    "adapter_name_or_path": to("lora.adapter"),
+}
 
 
 def peft_config(value: Any) -> Conversion:
-    """`peft_config: {name: lora, r: 16, ...}`."""
+    """Convert `peft_config: {name: lora, r: 16, ...}`."""
     if is_off(value):
         return Conversion()
     if not isinstance(value, Mapping):
         raise UnsupportedValue("expected a mapping", "write peft_config: {name: lora, r: 16}")
-    rest = {key: one for key, one in value.items() if one is not None}
-    outs = [by_case("tuner")(rest.pop("name", "lora"))]
-    for key, name in (
-        ("r", "rank"),
-        ("lora_rank", "rank"),
-        ("lora_alpha", "alpha"),
-        ("lora_dropout", "dropout"),
-    ):
-        if key in rest:
-            outs.append(Conversion({f"lora.{name}": rest.pop(key)}))
-    if "target_modules" in rest:
-        outs.append(targets(rest.pop("target_modules")))
-    if "adapter_name_or_path" in rest:
-        outs.append(Conversion({"lora.adapter": rest.pop("adapter_name_or_path")}))
-    left = [key for key, one in rest.items() if not is_off(one)]
-    says = [line for out in outs for line in out.notices]
-    says += [("warning", f"without effect in it: {', '.join(left)}")] if left else []
-    sets = {key: one for out in outs for key, one in out.sets.items()}
-    return Conversion(
-        sets, weak={key: one for out in outs for key, one in out.weak.items()}, notices=tuple(says)
-    )
+    sets: dict[str, YamlValue] = {}
+    weak: dict[str, YamlValue] = {}
+    notices: list[Notice] = []
+    settings = {"name": "lora"} | {key: item for key, item in value.items() if item is not None}
+    for key, convert in _PEFT_CONFIG.items():
+        if key in settings:
+            result = convert(settings[key])
+            sets |= result.sets
+            weak |= result.weak
+            notices += result.notices
+    ignored = [
+        key for key, item in settings.items() if key not in _PEFT_CONFIG and not is_off(item)
+    ]
+    if ignored:
+        notices.append(("warning", f"no effect: {', '.join(ignored)}"))
+    return Conversion(sets, weak, tuple(notices))
