@@ -17,7 +17,8 @@ EXIT_SIGTERM = 143
 
 
 class PacelineError(Exception):
-    """A failure that is printed as one paragraph.
+    """A failure that is printed as one paragraph. Pickling keeps its attributes, because it can be
+    created from the paragraph alone.
 
     Args:
         what: what failed, with the offending key and value.
@@ -41,9 +42,6 @@ class PacelineError(Exception):
         if self.fix:
             parts.append(_sentence(f"To fix: {self.fix}"))
         return " ".join(parts)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.allowed, self.fix))
 
 
 class ConfigError(PacelineError):
@@ -81,9 +79,6 @@ class FaultError(RunError):
         super().__init__(what, allowed=allowed, fix=fix)
         self.ranks = None if ranks is None else list(ranks)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.allowed, self.fix), {"ranks": self.ranks})
-
 
 class ReportedError(RunError):
     """A failure that a rank has already described in one paragraph, with the exit code of its
@@ -103,9 +98,6 @@ class ReportedError(RunError):
     def paragraph(self) -> str:
         return self.what
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.what, self.exit_code, self.would_repeat))
-
 
 class StoppedError(RunError):
     """A run that a signal stopped, with the exit code of its process (130 for SIGINT, else 143)."""
@@ -114,19 +106,10 @@ class StoppedError(RunError):
         super().__init__(text)
         self.exit_code = exit_code
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (self.what, self.exit_code))
-
 
 class MismatchError(RunError):
     """The ranks have issued different collectives, which may be why other ranks ended without a
     message. It would happen again."""
-
-
-def _rebuild(
-    kind: type[PacelineError], what: str, allowed: str | None, fix: str | None
-) -> PacelineError:
-    return kind(what, allowed=allowed, fix=fix)
 
 
 def _sentence(text: str) -> str:

@@ -1,7 +1,6 @@
-"""The types of events, one record each: the lines of :mod:`paceline.core.event_log`.
+"""The types of events: the lines of :mod:`paceline.core.event_log`.
 
-Readers must not rely on a field: the log may have been
-written by another version of Paceline.
+Readers must not rely on a field, because another version of Paceline may have written the log.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class MemoryParts(TypedDict, total=False):
 
 
 class Prediction(TypedDict, total=False):
-    """As the strategy declares it: memory of the fullest rank, traffic of the busiest, which
-    ``traffic_bytes`` splits by collective."""
+    """Predicted by the cost model of the strategy: maximum over the ranks of memory and of traffic,
+    which ``traffic_bytes`` splits by collective."""
 
     memory_bytes: MemoryParts
     traffic_bytes_per_step: float
@@ -199,39 +198,36 @@ class StepShare(TypedDict, total=False):
     communication_s: float
 
 
-class StragglerEvent(_Logged, total=False):
-    """``slower_by_s``: per step, than the median of the other ranks. ``steps``: that were compared.
-    A rank whose process was paused in a step is reported by this alone, with ``steps`` 1."""
+class _RankReport(_Logged, total=False):
+    """A report about one rank."""
 
-    type: Literal["straggler"]
     text: str
     rank: int
     host: str
     step: int | None
+
+
+class StragglerEvent(_RankReport, total=False):
+    """``slower_by_s``: per step, than the median of the other ranks. ``steps``: that were compared.
+    A rank whose process was paused in a step is reported by this alone, with ``steps`` 1."""
+
+    type: Literal["straggler"]
     slower_by_s: float
     share: StepShare
     steps: int
 
 
-class StragglerEndEvent(_Logged, total=False):
+class StragglerEndEvent(_RankReport, total=False):
     """The rank is as fast as the others again."""
 
     type: Literal["straggler_end"]
-    text: str
-    rank: int
-    host: str
-    step: int | None
 
 
-class LinkEvent(_Logged, total=False):
+class LinkEvent(_RankReport, total=False):
     """``link``: this rank had to resend a share (0 to 1) of its last TCP segments to other hosts.
     ``link_end``: the link has recovered."""
 
     type: Literal["link", "link_end"]
-    text: str
-    rank: int
-    host: str
-    step: int | None
     resent_share: float
     segments: int
     seconds: float
@@ -298,7 +294,7 @@ class StepFigures(_Logged, total=False):
     continues: a phase is the time to queue its kernels, ``communication_s`` what the host waited,
     and ``other_s`` mostly the device's work that was waited for at the line. ``traffic``: bytes by
     collective that the rank which sends most sends in a step; if traffic has a period
-    (``local_sgd``, ``diloco``) over the last whole one, None before there was one. Collectives are
+    (``local_sgd``, ``diloco``) over the last complete one, None before the first. Collectives are
     counted as an algorithm with optimal bandwidth sends them. ``devices``: if NVML reports them,
     read every few seconds.
     """

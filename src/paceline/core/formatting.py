@@ -1,7 +1,8 @@
 """Numbers, sizes and durations as text; and integers split into shares, in a fixed order."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -83,6 +84,17 @@ def finite(value: Any) -> float | None:
     return figure if figure is not None and math.isfinite(figure) else None
 
 
+def _of_finite(format_figure: Callable[[float], str]) -> Callable[[Any], str]:
+    """Make the format of a finite number accept any value; others become :data:`UNKNOWN`."""
+
+    @wraps(format_figure)
+    def format_value(value: Any) -> str:
+        figure = finite(value)
+        return UNKNOWN if figure is None else format_figure(figure)
+
+    return format_value
+
+
 def loss(value: Any) -> str:
     """Return at least four digits: ``12.35``, ``1.2346``, ``0.01235``, ``1.2e-05``, ``nan``."""
     figure = number(value)
@@ -107,19 +119,15 @@ def rate(value: Any) -> str:
     return f"{digits.rstrip('0').rstrip('.')}e{int(exponent)}"
 
 
-def count(value: Any) -> str:
+@_of_finite
+def count(figure: float) -> str:
     """Return ``12,345``."""
-    figure = finite(value)
-    if figure is None:
-        return UNKNOWN
     return f"{figure:,.0f}" if figure == int(figure) else f"{figure:,.3g}"
 
 
-def short_count(value: Any) -> str:
+@_of_finite
+def short_count(figure: float) -> str:
     """Return ``950``, ``12.3k``, ``4.57M``: for a progress line."""
-    figure = finite(value)
-    if figure is None:
-        return UNKNOWN
     for unit in ("", "k", "M", "B"):
         if abs(figure) < 999.5:
             return f"{figure:.3g}{unit}"
@@ -127,11 +135,9 @@ def short_count(value: Any) -> str:
     return f"{figure:.3g}T"
 
 
-def duration(value: Any) -> str:
+@_of_finite
+def duration(seconds: float) -> str:
     """Return seconds as ``0.42 s``, ``12.3 s``, ``2 min 05 s``, ``3 h 07 min``, ``2 d 4 h``."""
-    seconds = finite(value)
-    if seconds is None:
-        return UNKNOWN
     if seconds < 59.95:
         return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
     minutes, rest_s = divmod(round(seconds), 60)
@@ -143,24 +149,20 @@ def duration(value: Any) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
-def short_duration(value: Any) -> str:
+@_of_finite
+def short_duration(seconds: float) -> str:
     """Return the seconds of a step or a message as ``0.12 ms``, ``12 ms``, ``2.8 s``; from a minute
     on as :func:`duration`."""
-    seconds = finite(value)
-    if seconds is None:
-        return UNKNOWN
     if abs(seconds) >= 59.95:
         return duration(seconds)
     figure, unit = (seconds, "s") if abs(seconds) >= 0.9995 else (seconds * 1e3, "ms")
     return f"{figure:.0f} {unit}" if abs(figure) >= 9.95 else f"{figure:.2g} {unit}"
 
 
-def bit_rate(bytes_per_s: Any) -> str:
+@_of_finite
+def bit_rate(bytes_per_s: float) -> str:
     """Return ``94 Mbit/s``."""
-    figure = finite(bytes_per_s)
-    if figure is None:
-        return UNKNOWN
-    rate, unit = 8 * figure / 1e3, "kbit/s"
+    rate, unit = 8 * bytes_per_s / 1e3, "kbit/s"
     for larger_unit in ("Mbit/s", "Gbit/s"):
         if rate >= 1e3:
             rate, unit = rate / 1e3, larger_unit
@@ -177,18 +179,16 @@ def clock(value: Any) -> str:
     return f"{hours}:{minutes:02d}:{rest_s:02d}" if hours else f"{minutes}:{rest_s:02d}"
 
 
-def size(value: Any) -> str:
+@_of_finite
+def size(size_bytes: float) -> str:
     """Return bytes as ``1.5 GiB``."""
-    figure = finite(value)
-    return UNKNOWN if figure is None else human_bytes(figure)
+    return human_bytes(size_bytes)
 
 
-def ranks(world_size: Any) -> str:
+@_of_finite
+def ranks(world_size: float) -> str:
     """Return ``1 rank``, ``4 ranks``."""
-    figure = finite(world_size)
-    if figure is None:
-        return UNKNOWN
-    return "1 rank" if figure == 1 else f"{figure:.0f} ranks"
+    return counted(round(world_size), "rank")
 
 
 def rank_names(ranks: Sequence[int]) -> str:
