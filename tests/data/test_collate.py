@@ -35,12 +35,12 @@ def test_padded_names_the_same_targets():
     assert sorted(targets.tolist()) == sorted(collate_packed(SAMPLES)["targets"].tolist())
     assert batch["num_labels"] == 5
     assert batch["num_tokens"] == 16
-    for row, one in enumerate(SAMPLES):
+    for row, sample in enumerate(SAMPLES):
         for column, target in zip(
             batch["keep"].tolist(), batch["targets"][row].tolist(), strict=True
         ):
             if target != -100:
-                assert one["input_ids"][column + 1] == target
+                assert sample["input_ids"][column + 1] == target
 
 
 def test_a_batch_without_labels_has_no_targets():

@@ -34,8 +34,8 @@ def run(first=0, last=6, rank=0, world=2, accumulation=2, workers=0, shares=None
 def same(left, right):
     return all(
         torch.equal(a[0], b[0]) and a[1:] == b[1:]
-        for one, other in zip(left, right, strict=True)
-        for a, b in zip(one, other, strict=True)
+        for first, second in zip(left, right, strict=True)
+        for a, b in zip(first, second, strict=True)
     )
 
 
@@ -50,15 +50,15 @@ def test_loader_processes_change_nothing():
 @pytest.mark.parametrize(("world", "accumulation"), [(1, 4), (2, 2), (4, 1)])
 def test_the_same_micro_batches_for_every_world(world, accumulation):
     reference = [batch for step in run(world=1, accumulation=4) for batch in step]
-    found = [run(rank=rank, world=world, accumulation=accumulation) for rank in range(world)]
-    flat = [batch for step in range(6) for rank in range(world) for batch in found[rank][step]]
+    results = [run(rank=rank, world=world, accumulation=accumulation) for rank in range(world)]
+    flat = [batch for step in range(6) for rank in range(world) for batch in results[rank][step]]
     assert same([reference], [flat])
 
 
 def test_a_short_last_batch_is_filled_with_weight_zero():
     order = SampleOrder(9, 8, seed=9)  # the second step has one sample for four micro-batches
     data = Noisy()
-    found = []
+    results = []
     for rank in range(4):
         steps = train_steps(
             data,
@@ -71,8 +71,8 @@ def test_a_short_last_batch_is_filled_with_weight_zero():
             last_step=2,
             options=LoaderOptions(),
         )
-        found += [(batch.weight, batch.samples) for step in steps for batch in step]
-    assert sorted(found) == [(0.0, 0), (0.0, 0), (0.0, 0), (1.0, 1)]
+        results += [(batch.weight, batch.samples) for step in steps for batch in step]
+    assert sorted(results) == [(0.0, 0), (0.0, 0), (0.0, 0), (1.0, 1)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -101,12 +101,12 @@ def test_evaluation_sees_every_row_once(world):
 @pytest.mark.parametrize("shares", [(3, 1), (1, 3), (2, 1, 1)])
 def test_unequal_shares_are_the_same_micro_batches(shares):
     reference = [batch for step in run(world=1, accumulation=4) for batch in step]
-    found = [
+    results = [
         run(rank=rank, world=len(shares), accumulation=4, shares=shares)
         for rank in range(len(shares))
     ]
-    assert [len(steps[0]) for steps in found] == list(shares)
+    assert [len(steps[0]) for steps in results] == list(shares)
     flat = [
-        batch for step in range(6) for rank in range(len(shares)) for batch in found[rank][step]
+        batch for step in range(6) for rank in range(len(shares)) for batch in results[rank][step]
     ]
     assert same([reference], [flat])

@@ -66,10 +66,10 @@ def test_micro_batches_depend_on_the_number_of_parts_alone():
     order = SampleOrder(64, 8, seed=5, lengths=np.random.default_rng(0).integers(1, 100, 64))
     again = SampleOrder(64, 8, seed=5, lengths=order.lengths)
     for step in (0, 3, 9):
-        for mine, other in zip(
+        for part, other in zip(
             order.micro_batches(step, 4), again.micro_batches(step, 4), strict=True
         ):
-            assert np.array_equal(mine, other)
+            assert np.array_equal(part, other)
 
 
 def test_tokens_are_shared_nearly_equally():

@@ -9,8 +9,7 @@ import pytest
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.stats import DatasetStats, dataset_stats, histogram
-from paceline.data.stats_view import render_page, table
+from paceline.data.stats import DatasetStats, dataset_stats, histogram, render_page, table
 from paceline.data.text.prepare import cached_lengths, prepare_tokens
 from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
@@ -45,20 +44,20 @@ def test_each_limit_is_what_training_then_does(chats: Path, overlong: str) -> No
     )
     assert figures["samples"] == 63
     assert figures["max_length"] == 40
-    told = {one["max_length"]: one for one in figures["limits"]}
-    assert sorted(told) == [40, 128, 256, 512, 1024, 2048, 4096, 8192]
+    limits = {limit["max_length"]: limit for limit in figures["limits"]}
+    assert sorted(limits) == [40, 128, 256, 512, 1024, 2048, 4096, 8192]
     for limit in (40, 128):
         prepared = prepare_tokens(
             config(chats, max_length=limit, truncation_strategy=overlong), "sft", resolve_model
         )
         assert (
             0
-            < told[limit]["samples_cut"]
+            < limits[limit]["samples_cut"]
             == prepared.counts.truncated + sum(prepared.counts.dropped.values())
         )
-        assert told[limit]["samples_left_out"] == sum(prepared.counts.dropped.values())
-        assert figures["tokens"] - told[limit]["tokens_lost"] == prepared.train_tokens
-    assert told[8192]["samples_cut"] == told[8192]["tokens_lost"] == 0
+        assert limits[limit]["samples_left_out"] == sum(prepared.counts.dropped.values())
+        assert figures["tokens"] - limits[limit]["tokens_lost"] == prepared.train_tokens
+    assert limits[8192]["samples_cut"] == limits[8192]["tokens_lost"] == 0
 
 
 def test_documents_are_cut_and_lose_lone_tokens_alone(tmp_path: Path) -> None:
@@ -69,30 +68,30 @@ def test_documents_are_cut_and_lose_lone_tokens_alone(tmp_path: Path) -> None:
     prepared = prepare_tokens(
         config(path, task="pretrain", max_length=16), "pretrain", resolve_model
     )
-    told = figures["limits"][0]
-    assert told["max_length"] == 16
-    assert figures["tokens"] - told["tokens_lost"] == prepared.train_tokens
-    assert 0 < told["tokens_lost"] < len(rows)
-    assert told["samples_left_out"] == 0
+    stats = figures["limits"][0]
+    assert stats["max_length"] == 16
+    assert figures["tokens"] - stats["tokens_lost"] == prepared.train_tokens
+    assert 0 < stats["tokens_lost"] < len(rows)
+    assert stats["samples_left_out"] == 0
 
 
 def test_duplicates_vocabulary_and_lengths(chats: Path) -> None:
-    given = config(chats, max_length=4096)
-    figures, prepared = dataset_stats(given, resolve_model)
+    settings = config(chats, max_length=4096)
+    figures, prepared = dataset_stats(settings, resolve_model)
     samples = [
-        tuple(one["input_ids"].tolist())
-        for one in map(TokenDataset(prepared.train_folder).__getitem__, range(63))
+        tuple(sample["input_ids"].tolist())
+        for sample in map(TokenDataset(prepared.train_folder).__getitem__, range(63))
     ]
     distinct = len(set(samples))
     assert figures["duplicates"]["distinct"] == distinct
     assert figures["duplicates"]["samples"] == 63 - distinct
-    most = figures["duplicates"]["most_repeated"][0]
-    assert (most["sample"], most["times"]) == (3, samples.count(samples[3]))
-    assert "Why?" in most["text"]
-    assert figures["vocabulary"]["used"] == len({token for one in samples for token in one})
+    repeat = figures["duplicates"]["most_repeated"][0]
+    assert (repeat["sample"], repeat["times"]) == (3, samples.count(samples[3]))
+    assert "Why?" in repeat["text"]
+    assert figures["vocabulary"]["used"] == len({token for sample in samples for token in sample})
     assert figures["vocabulary"]["size"] == load_tokenizer(Path(prepared.tokenizer_path)).vocab_size
     # What the planner reads are the same lengths.
-    planned = cached_lengths(given, "sft", resolve_model)
+    planned = cached_lengths(settings, "sft", resolve_model)
     assert planned is not None
     assert sorted(planned[0].tolist()) == sorted(map(len, samples))
     assert figures["label_tokens"] == int(planned[1].sum())
@@ -110,9 +109,10 @@ def test_the_histogram_holds_every_sample_once() -> None:
     ):
         bins = histogram(lengths)
         assert len(bins) <= 42
-        for one in bins:
-            assert one["samples"] == int(((lengths >= one["from"]) & (lengths < one["to"])).sum())
-        assert sum(one["samples"] for one in bins) == len(lengths)
+        for bin_ in bins:
+            inside = (lengths >= bin_["from"]) & (lengths < bin_["to"])
+            assert bin_["samples"] == int(inside.sum())
+        assert sum(bin_["samples"] for bin_ in bins) == len(lengths)
 
 
 def test_the_page_and_the_table_hold_the_figures(chats: Path) -> None:
@@ -123,9 +123,9 @@ def test_the_page_and_the_table_hold_the_figures(chats: Path) -> None:
     assert page.count("<svg") == 2
     assert "http" not in page
     assert "<script" not in page
-    for one in result["limits"]:
-        assert f"{one['tokens_lost']:,}" in page
-        assert f"{one['tokens_lost']:,}" in table(result)
+    for limit in result["limits"]:
+        assert f"{limit['tokens_lost']:,}" in page
+        assert f"{limit['tokens_lost']:,}" in table(result)
 
 
 def test_a_task_without_tokens_is_refused() -> None:

@@ -37,8 +37,8 @@ def loss_text(
     tokens = prepare_tokens(config, task, resolve_model)  # type: ignore[arg-type]
     tokenizer = load_tokenizer(folder)
     sample = TokenDataset(tokens.train_folder)[0]
-    whole = tokenizer.decode(sample["input_ids"].tolist())
-    return whole, tokenizer.decode(sample["input_ids"][sample["labels_mask"]].tolist())
+    full = tokenizer.decode(sample["input_ids"].tolist())
+    return full, tokenizer.decode(sample["input_ids"][sample["labels_mask"]].tolist())
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +68,20 @@ def first_token(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_chats_pairs_and_text_with_a_first_token(first_token: Path, tmp_path: Path) -> None:
-    whole, loss = loss_text(first_token, tmp_path)
+    full, loss = loss_text(first_token, tmp_path)
     # the template alone says where <s> stands
-    assert whole.replace(" ", "") == "[user]helloworld</s>[assistant]goodday</s>"
+    assert full.replace(" ", "") == "[user]helloworld</s>[assistant]goodday</s>"
     assert loss.replace(" ", "") == "goodday</s>"
-    whole, _ = loss_text(first_token, tmp_path, [{"text": "hello world"}], "pretrain")
-    assert whole.replace(" ", "") == "<s>helloworld</s>"
+    full, _ = loss_text(first_token, tmp_path, [{"text": "hello world"}], "pretrain")
+    assert full.replace(" ", "") == "<s>helloworld</s>"
     settings = json.loads((first_token / "tokenizer_config.json").read_text())
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "tokenizer.json").write_bytes((first_token / "tokenizer.json").read_bytes())
     settings.pop("chat_template", None)
     (bare / "tokenizer_config.json").write_text(json.dumps(settings))
-    whole, loss = loss_text(bare, tmp_path, [{"prompt": "hello world", "completion": "good day"}])
-    assert whole.replace(" ", "") == "<s>helloworldgoodday</s>"
+    full, loss = loss_text(bare, tmp_path, [{"prompt": "hello world", "completion": "good day"}])
+    assert full.replace(" ", "") == "<s>helloworldgoodday</s>"
     assert loss.replace(" ", "") == "goodday</s>"
 
 
@@ -93,11 +93,11 @@ def test_a_tokenizer_written_in_python(tmp_path: Path) -> None:
     folder = tmp_path / "bytes"
     tokenizer.save_pretrained(folder)
     assert load_tokenizer(folder).backend is None
-    whole, loss = loss_text(folder, tmp_path)
-    assert whole == "[user] hello world</s>[assistant] good day</s>"
+    full, loss = loss_text(folder, tmp_path)
+    assert full == "[user] hello world</s>[assistant] good day</s>"
     assert loss == "good day</s>"
-    whole, _ = loss_text(folder, tmp_path, [{"text": "hello"}], "pretrain")
-    assert whole == "hello</s>"
+    full, _ = loss_text(folder, tmp_path, [{"text": "hello"}], "pretrain")
+    assert full == "hello</s>"
 
 
 def test_loaded_directly_it_is_what_transformers_loads() -> None:

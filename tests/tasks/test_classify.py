@@ -181,7 +181,7 @@ def test_number_of_images_after_the_hash(tmp_path: Path) -> None:
     assert few is not None
     assert few.num_train == 8
     assert any(
-        "8 images; all are used" in text for level, text in few.notices if level == "warning"
+        "8 images; using all of them" in text for level, text in few.notices if level == "warning"
     )
 
 
@@ -202,7 +202,7 @@ def test_a_folder_is_learnt_and_what_cannot_be_read_is_counted(tmp_path: Path) -
     assert {"empty file", "in no class folder", "not an image"} <= set(counts["dropped"])
     warnings = " ".join(text for level, text in task.prepared.notices if level == "warning")
     assert "4 files dropped" in warnings
-    assert "`unused` holds no readable image" in warnings
+    assert "skipped `unused`, which has no readable images" in warnings
     image, label = task.build_datasets()[0][0]
     assert (image.shape, image.dtype) == ((3, 8, 8), torch.float32)
     assert 0 <= float(image.min()) <= float(image.max()) <= 1
@@ -218,7 +218,7 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
     file = folder / "a" / "00.png"
     file.write_bytes(file.read_bytes()[:3000])  # complete header, pixels cut off
     task = prepared_task(dataset=str(folder))
-    with pytest.raises(RunError, match=r"a/00\.png has a good header"):
+    with pytest.raises(RunError, match=r"a/00\.png has a valid header"):
         task.build_datasets()[0][0]
 
 
@@ -324,7 +324,7 @@ def test_settings_of_language_models_are_named_as_without_effect() -> None:
         ({"model": "builtin:small-cn"}, r"`model: builtin:small-cnn`"),
         ({"model": "./no/such/folder"}, r"does not exist"),
         ({"dataset": "builtin:python-docs"}, r"has no images.*builtin:digits"),
-        ({"dataset": "no-such-folder"}, r"not there"),
+        ({"dataset": "no-such-folder"}, r"does not exist"),
         ({"dataset": "builtin:digits#0"}, r"selects 0 images"),
         ({"dataset": ["builtin:digits", "builtin:digits"]}, r"several sources"),
         ({"lora": {"enable": True}}, r"lora\.enable"),
@@ -353,7 +353,7 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     for part in ("train", "val"):
         make_folder(tmp_path / "splits" / part, {"cat": 1, "dog": 1})
     with pytest.raises(
-        ConfigError, match=r"holds splits.*`dataset: .*/train` and `val_dataset: .*/val`"
+        ConfigError, match=r"contains splits.*`dataset: .*/train` and `val_dataset: .*/val`"
     ):
         prepared_task(dataset=str(tmp_path / "splits"))
 

@@ -24,7 +24,7 @@ from paceline.commands.options import (
 from paceline.core.errors import EXIT_DONE, EXIT_SIGINT, EXIT_SIGTERM, ConfigError, did_you_mean
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted, printable
-from paceline.data.count.job import LEAST_MEMORY_BYTES, CountResult, CountSpec, count_locally
+from paceline.data.count.job import MIN_MEMORY_BYTES, CountResult, CountSpec, count_locally
 from paceline.distributed.devices import cpu_cores
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class MemorySize:
     """Memory of each rank, in bytes."""
 
     allowed: str = (
-        f"a size of {human_bytes(LEAST_MEMORY_BYTES)} or more for each rank, as 256MB or 1GiB"
+        f"a size of {human_bytes(MIN_MEMORY_BYTES)} or more for each rank, as 256MB or 1GiB"
     )
 
     def __call__(self, text: str) -> int:

@@ -31,8 +31,7 @@ def add_arguments(parser: OptionParser) -> None:
 
 def run(args: Namespace) -> int:
     """Prepare the data, print its statistics, and write the page."""
-    from paceline.data.stats import dataset_stats
-    from paceline.data.stats_view import render_page, table
+    from paceline.data.stats import dataset_stats, render_page, table
     from paceline.models.builtin import resolve_model
 
     _add_default_model(args)

@@ -1,5 +1,5 @@
-"""Entries of the cache: keyed by what they are made from, built by one process at a time, there
-whole or not at all."""
+"""Cache entries, keyed by their inputs. One process at a time builds an entry, completely or not at
+all."""
 
 import errno
 import hashlib
@@ -14,20 +14,20 @@ from typing import Any
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import cache_dir, human_bytes, replace_dir
 
-#: Part of every key: raise it when what is stored, or how it is made, changes.
+#: Part of every key. Increase it when the stored data or its computation changes.
 LAYOUT = 2
-#: Files up to this size are hashed whole; of larger ones the size, the time, and both ends.
-HASH_WHOLE_BYTES = 256 << 20
+#: Files up to this size are hashed completely; of larger ones the size, the time and both ends.
+FULL_HASH_BYTES = 256 << 20
 _END_BYTES = 4 << 20
 
 
 def fingerprint(path: Path) -> list[Any]:
-    """What tells one version of a file from another: its content's hash, for a very large file
-    size, time and ends."""
+    """Return what identifies the version of a file: the hash of its content, or the size, time and
+    ends of a large file."""
     size = path.stat().st_size
     digest = hashlib.blake2b(digest_size=20)
     with open(path, "rb") as handle:
-        if size <= HASH_WHOLE_BYTES:
+        if size <= FULL_HASH_BYTES:
             while chunk := handle.read(1 << 20):
                 digest.update(chunk)
             return [digest.hexdigest()]
@@ -38,35 +38,39 @@ def fingerprint(path: Path) -> list[Any]:
 
 
 def key_of(parts: Any) -> str:
-    """A short key of a JSON value: 24 hexadecimal digits."""
+    """Return a short key of a JSON value: 24 hexadecimal digits."""
     raw = json.dumps([LAYOUT, parts], sort_keys=True, ensure_ascii=True, default=str).encode()
     return hashlib.blake2b(raw, digest_size=12).hexdigest()
 
 
 def build_once(final: Path, mark: str, build: Callable[[Path], None]) -> bool:
-    """Make the folder ``final`` unless it is there already; True where this call built it.
+    """Build the folder ``final`` unless it exists. Return whether this call built it.
 
-    ``build`` fills an empty folder aside, which then takes its place by a rename; an entry counts
-    as there when it holds the file ``mark``. Of several processes one builds and the others wait. A
-    lock dies with its process, and what a killed build left aside is cleared by the next one.
+    ``build`` fills an empty staging folder, which is then renamed. An entry exists if it has the
+    file ``mark``. Of several processes one builds and the others wait. A lock ends with its
+    process, and the next build removes the staging folder of a killed one.
+
+    Raises:
+        ConfigError: the cache is not writable.
+        RunError: the disk is full.
     """
     if (final / mark).is_file():
         return False
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(final) as alone:
+        with _lock(final) as is_locked:
             if (final / mark).is_file():
                 return False
-            if alone:
+            if is_locked:
                 for stale in final.parent.glob(f".{final.name}.*.tmp"):
                     shutil.rmtree(stale, ignore_errors=True)
-            aside = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-            aside.mkdir()
+            staging = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+            staging.mkdir()
             try:
-                build(aside)
-                replace_dir(aside, final)
+                build(staging)
+                replace_dir(staging, final)
             finally:
-                shutil.rmtree(aside, ignore_errors=True)
+                shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         if error.filename is not None and not str(error.filename).startswith(str(cache_dir())):
             raise
@@ -76,8 +80,7 @@ def build_once(final: Path, mark: str, build: Callable[[Path], None]) -> bool:
 
 @contextmanager
 def _lock(final: Path) -> Iterator[bool]:
-    """Hold the entry's lock; yields False where the file system has no locks (some network
-    homes)."""
+    """Hold the entry's lock. Yields False if the file system has no locks (some network homes)."""
     import fcntl
 
     folder = cache_dir() / "locks"
@@ -93,20 +96,15 @@ def _lock(final: Path) -> Iterator[bool]:
 
 def _cannot_write(final: Path, error: OSError) -> Exception:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        free = human_bytes(shutil.disk_usage(_existing(final)).free)
+        folder = next(path for path in (final, *final.parents) if path.exists())
+        free = human_bytes(shutil.disk_usage(folder).free)
         return RunError(
             f"the disk filled up while {final} was written ({free} free)",
-            fix="make room, or set XDG_CACHE_HOME to a folder on another disk",
+            fix="free disk space, or set XDG_CACHE_HOME to a folder on another disk",
         )
     if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
         return ConfigError(
-            f"the cache cannot be written at {final.parent} ({error.strerror})",
-            fix="set XDG_CACHE_HOME to a folder that you may write to",
+            f"the cache folder {final.parent} is not writable ({error.strerror})",
+            fix="set XDG_CACHE_HOME to a writable folder",
         )
     return error
-
-
-def _existing(path: Path) -> Path:
-    while not path.exists():
-        path = path.parent
-    return path

@@ -1,7 +1,7 @@
-"""Token samples to batches: packed into one row without padding, or padded.
+"""Collate token samples to batches: packed into one row without padding, or padded.
 
-Both give the same loss and gradient. The language-model head is needed only where the next token
-carries loss, so a batch names these positions and the rest of the logits are never computed.
+Both give the same loss and gradients. The language-model head is needed only where the next token
+carries loss, so a batch lists these positions and the other logits are never computed.
 """
 
 import copy
@@ -15,7 +15,7 @@ from paceline.data.text.token_dataset import TokenSample
 
 
 class TokenBatch(TypedDict, total=False):
-    """What :func:`collate_packed` and :func:`collate_padded` return."""
+    """The result of :func:`collate_packed` and :func:`collate_padded`."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
@@ -28,8 +28,8 @@ class TokenBatch(TypedDict, total=False):
 
 
 def collate_packed(samples: Sequence[TokenSample]) -> TokenBatch:
-    """Samples one after the other in one row; position_ids start at 0 with each, which keeps them
-    apart in attention.
+    """Concatenate the samples in one row. position_ids start at 0 for each sample, which separates
+    them in attention.
 
     Returns:
         input_ids, position_ids: int64 [1, tokens]; keep: int64 [labels], positions whose next token
@@ -42,21 +42,21 @@ def collate_packed(samples: Sequence[TokenSample]) -> TokenBatch:
         [np.arange(len(sample["input_ids"]), dtype=np.int64) for sample in samples]
     )
     mask = np.concatenate([sample["labels_mask"] for sample in samples]).copy()
-    mask[positions == 0] = False  # nothing comes before a sample's first token
-    target_places = np.flatnonzero(mask)
+    mask[positions == 0] = False  # no token precedes the first one
+    targets = np.flatnonzero(mask)
     return {
         "input_ids": torch.from_numpy(ids).unsqueeze(0),
         "position_ids": torch.from_numpy(positions).unsqueeze(0),
-        "keep": torch.from_numpy(target_places - 1),
-        "targets": torch.from_numpy(ids[target_places]),
+        "keep": torch.from_numpy(targets - 1),
+        "targets": torch.from_numpy(ids[targets]),
         "segment_lengths": tuple(len(sample["input_ids"]) for sample in samples),
-        "num_labels": len(target_places),
+        "num_labels": len(targets),
         "num_tokens": len(ids),
     }
 
 
 def collate_padded(samples: Sequence[TokenSample], pad_token_id: int) -> TokenBatch:
-    """A row a sample, padded on the right to the longest.
+    """Put each sample in one row, padded on the right to the longest.
 
     Returns:
         input_ids, attention_mask: int64 [rows, longest]; keep: int64 [columns], those where any
@@ -71,8 +71,8 @@ def collate_padded(samples: Sequence[TokenSample], pad_token_id: int) -> TokenBa
         tokens = sample["input_ids"]
         ids[row, : len(tokens)] = tokens
         attention[row, : len(tokens)] = 1
-        places = np.flatnonzero(sample["labels_mask"][1:])
-        next_targets[row, places] = tokens[places + 1]
+        positions = np.flatnonzero(sample["labels_mask"][1:])
+        next_targets[row, positions] = tokens[positions + 1]
     keep = np.flatnonzero((next_targets != -100).any(axis=0))
     targets = next_targets[:, keep]
     return {

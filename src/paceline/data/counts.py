@@ -7,9 +7,8 @@ from paceline.core.events import DataFigures
 
 @dataclass
 class DataCounts:
-    """What became of the rows: read = kept + everything dropped. ``truncated`` rows are kept.
-    ``excluded_turns``: assistant turns of the kept rows on which the data or the config switches
-    the loss off."""
+    """Numbers of rows: read = kept + all dropped. ``truncated`` rows are kept. ``excluded_turns``:
+    assistant turns of the kept rows whose loss the data or the config disables."""
 
     read: int = 0
     kept: int = 0

@@ -1,4 +1,4 @@
-"""Images and their classes: scikit-learn's digits, and folders with one subfolder a class."""
+"""Images and their classes: scikit-learn's digits, and folders with one subfolder per class."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.core.errors import ConfigError, RunError, did_you_mean
+from paceline.core.errors import ConfigError, RunError, did_you_mean, first_line
+from paceline.core.log import Notice
 from paceline.data.cache import key_of
 from paceline.data.sources.opening import take_count
+from paceline.data.sources.readers import SPLITS
 from paceline.distributed.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -21,17 +23,16 @@ if TYPE_CHECKING:
 
 DIGITS = "builtin:digits"
 _ALLOWED = (
-    f"{DIGITS}, or a folder with one subfolder of images a class; either as path#N for N images"
+    f"{DIGITS}, or a folder with one subfolder of images per class; either as path#N for N images"
 )
-_SPLIT_WORDS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
 
 
 @dataclass(frozen=True)
 class ImageForm:
-    """What a model takes: images float32 [channels, height, width], ``(x - mean) / std`` of pixels
-    in [0, 1].
+    """The input of a model: images float32 [channels, height, width], ``(x - mean) / std`` of
+    pixels in [0, 1].
 
-    ``height`` and ``width`` None keep the images' own size (digits: 8 by 8).
+    With ``height`` and ``width`` None the images keep their size (digits: 8 by 8).
     """
 
     channels: int
@@ -43,17 +44,16 @@ class ImageForm:
 
 @dataclass
 class ImageIndex:
-    """Where the images of one source are and what they show; the pixels are read later. Small and
-    picklable.
+    """The locations and classes of the images of one source, without pixels. Small and picklable.
 
     Args:
         source: DIGITS, or the folder as an absolute path.
         names: for a folder, each image's path below it; None for the digits.
         rows: for the digits, each image's row in scikit-learn's table; None for a folder.
-        labels: number of each image's class, int64 [num_images].
-        classes: names of the classes, in order of their number.
-        dropped: files that were left out, counted by reason.
-        notices: lines for the person, as (level, text).
+        labels: index of each image's class, int64 [num_images].
+        classes: names of the classes, by index.
+        dropped: number of skipped files, by reason.
+        notices: messages to log.
         sizes: for a folder, each file's size in bytes.
     """
 
@@ -63,14 +63,14 @@ class ImageIndex:
     labels: np.ndarray
     classes: list[str]
     dropped: dict[str, int] = field(default_factory=dict)
-    notices: list[tuple[str, str]] = field(default_factory=list)
+    notices: list[Notice] = field(default_factory=list)
     sizes: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def take(self, indices: np.ndarray) -> ImageIndex:
-        """The images at ``indices`` (int64), with nothing dropped."""
+        """Return the images at ``indices`` (int64), without counts and messages."""
         return replace(
             self,
             names=None if self.names is None else [self.names[index] for index in indices],
@@ -82,24 +82,24 @@ class ImageIndex:
         )
 
     def fingerprint(self) -> str:
-        """Changes with the images' names, sizes in bytes, order or classes."""
+        """Return a key of the images' names, sizes in bytes, order and classes."""
         rows = None if self.rows is None else self.rows.tolist()
         source = self.source if self.names is None else "folder"  # a folder may move
         return key_of([source, self.names, self.sizes, rows, self.labels.tolist(), self.classes])
 
 
-def open_images(given: str, seed: int) -> ImageIndex:
-    """Find the images that ``given`` names: read a folder's names and every file's header, no
+def open_images(path: str, seed: int) -> ImageIndex:
+    """Find the images of a dataset. Reads the names in a folder and the header of each file, but no
     pixels.
 
     Args:
-        given: ``builtin:digits`` or a folder, with ``#N`` for the first N of a shuffle that
-            ``seed`` fixes.
+        path: ``builtin:digits`` or a folder, with ``#N`` for the first N of a shuffle that ``seed``
+            fixes.
 
     Raises:
-        ConfigError: no such folder, no class subfolders, one class only, or no readable image.
+        ConfigError: the folder does not exist, or has no class subfolders or readable images.
     """
-    name, count = take_count(given, "images")
+    name, count = take_count(path, "images")
     if name.startswith("builtin:"):
         if name != DIGITS:
             raise ConfigError(
@@ -116,15 +116,15 @@ def open_images(given: str, seed: int) -> ImageIndex:
         return index
     notices = index.notices
     if count > len(index):
-        notices = [*notices, ("warning", f"{given}: it has {len(index):,} images; all are used")]
+        text = f"{path}: the dataset has {len(index):,} images; using all of them"
+        notices = [*notices, Notice("warning", text)]
     chosen = np.random.default_rng(derive_seed(seed, "take")).permutation(len(index))[:count]
     return replace(index.take(np.sort(chosen)), dropped=index.dropped, notices=notices)
 
 
-# -- digits
 def _digits_table() -> tuple[np.ndarray, np.ndarray]:
-    """(pixels float32 [1797, 1, 8, 8] in [0, 1], digits int64 [1797]), read without importing
-    scikit-learn, which is slow."""
+    """Return (pixels float32 [1797, 1, 8, 8] in [0, 1], digits int64 [1797]). Avoids the slow
+    import of scikit-learn if possible."""
     spec = importlib.util.find_spec("sklearn")
     folders = list(spec.submodule_search_locations or []) if spec is not None else []
     for folder in folders:
@@ -139,42 +139,42 @@ def _digits_table() -> tuple[np.ndarray, np.ndarray]:
     return (pixels.reshape(-1, 1, 8, 8) / 16.0).astype(np.float32), digits.astype(np.int64)
 
 
-# -- folders
 def _folder_index(folder: Path) -> ImageIndex:
     if not folder.is_dir():
-        fix = "give the folder of the images"
+        fix = "set the folder of the images"
         if folder.parent.is_dir() and not folder.exists():
             siblings = [path.name for path in folder.parent.iterdir()]
             fix = did_you_mean(folder.name, siblings, fix, f"`{folder.parent / '{}'}`")
         raise ConfigError(
-            f"`{folder}` is {'a file' if folder.exists() else 'not there'}",
+            f"`{folder}` is a file" if folder.exists() else f"`{folder}` does not exist",
             allowed=_ALLOWED,
             fix=fix,
         )
-    subfolders = sorted(
-        one for one in folder.iterdir() if one.is_dir() and not one.name.startswith((".", "__"))
-    )
+    entries = sorted(folder.iterdir())
+    subfolders = [
+        path for path in entries if path.is_dir() and not path.name.startswith((".", "__"))
+    ]
     if not subfolders:
-        found = ", ".join(sorted(one.name for one in folder.iterdir())[:5]) or "nothing"
+        shown = ", ".join(path.name for path in entries[:5]) or "nothing"
         raise ConfigError(
-            f"the folder `{folder}` has no class subfolders (found: {found})",
-            allowed="one subfolder a class, e.g. animals/cat/1.png and animals/dog/1.png",
-            fix="put each class's images into a folder of that name",
+            f"the folder `{folder}` has no class subfolders (found: {shown})",
+            allowed="one subfolder per class, e.g. animals/cat/1.png and animals/dog/1.png",
+            fix="move the images of each class to a folder with the name of the class",
         )
-    _refuse_splits(folder, subfolders)
+    _check_not_splits(folder, subfolders)
     names: list[str] = []
     labels: list[int] = []
     sizes: list[int] = []
     classes: list[str] = []
     dropped: Counter[str] = Counter()
-    notices: list[tuple[str, str]] = []
-    loose = sum(1 for one in folder.iterdir() if one.is_file() and not one.name.startswith("."))
-    if loose:
-        dropped["in no class folder"] += loose
+    notices: list[Notice] = []
+    num_loose = sum(path.is_file() and not path.name.startswith(".") for path in entries)
+    if num_loose:
+        dropped["in no class folder"] = num_loose
     for subfolder in subfolders:
         before = len(names)
-        for file in sorted(one for one in subfolder.rglob("*") if one.is_file()):
-            reason = _unreadable(file)
+        for file in sorted(path for path in subfolder.rglob("*") if path.is_file()):
+            reason = _read_problem(file)
             if reason is not None:
                 dropped[reason] += 1
                 continue
@@ -184,9 +184,8 @@ def _folder_index(folder: Path) -> ImageIndex:
         if len(names) > before:
             classes.append(subfolder.name)
         else:
-            notices.append(
-                ("warning", f"{folder}: `{subfolder.name}` holds no readable image and is no class")
-            )
+            text = f"{folder}: skipped `{subfolder.name}`, which has no readable images"
+            notices.append(Notice("warning", text))
     index = ImageIndex(
         str(folder.resolve()),
         names,
@@ -198,39 +197,39 @@ def _folder_index(folder: Path) -> ImageIndex:
         sizes,
     )
     if not names:
-        reasons = (
-            "; ".join(f"{reason}: {number:,}" for reason, number in dropped.most_common())
-            or "there are no files"
-        )
+        reasons = "; ".join(f"{reason}: {count:,}" for reason, count in dropped.most_common())
         raise ConfigError(
-            f"the folder `{folder}` has no readable image in its subfolders ({reasons})",
+            f"the folder `{folder}` has no readable images in its subfolders"
+            f" ({reasons or 'no files'})",
             allowed=_ALLOWED,
         )
     return index
 
 
-def _refuse_splits(folder: Path, subfolders: list[Path]) -> None:
-    by_word = {one.name: one for one in subfolders if one.name.lower() in _SPLIT_WORDS}
-    if len(by_word) < len(subfolders) or not all(
-        any(deep.is_dir() for deep in one.iterdir()) for one in subfolders
+def _check_not_splits(folder: Path, subfolders: list[Path]) -> None:
+    """Raise ConfigError if the subfolders are splits, which have class folders of their own."""
+    split_names = set().union(*SPLITS.values())
+    if not all(
+        path.name.lower() in split_names and any(entry.is_dir() for entry in path.iterdir())
+        for path in subfolders
     ):
         return
-    train = next(
-        (one for name, one in by_word.items() if name.lower().startswith("train")), subfolders[0]
-    )
-    rest = [one for one in subfolders if one != train]
-    other = next(
-        (one for one in rest if one.name.lower().startswith(("val", "dev"))),
-        rest[0] if rest else None,
-    )
+
+    def find(prefixes: tuple[str, ...], paths: list[Path]) -> Path | None:
+        matches = (path for path in paths if path.name.lower().startswith(prefixes))
+        return next(matches, paths[0] if paths else None)
+
+    train = find(("train",), subfolders)
+    validation = find(("val", "dev"), [path for path in subfolders if path != train])
+    names = ", ".join(path.name for path in subfolders)
     raise ConfigError(
-        f"the folder `{folder}` holds splits ({', '.join(sorted(by_word))}), not classes",
-        fix=f"set `dataset: {train}`" + (f" and `val_dataset: {other}`" if other else ""),
+        f"the folder `{folder}` contains splits ({names}), not classes",
+        fix=f"set `dataset: {train}`" + (f" and `val_dataset: {validation}`" if validation else ""),
     )
 
 
-def _unreadable(file: Path) -> str | None:
-    """Why this file is no image that can be read, by its header alone; None where it can."""
+def _read_problem(file: Path) -> str | None:
+    """Return why a file is not a readable image, judged by its header, or None."""
     from PIL import Image, UnidentifiedImageError
 
     if file.stat().st_size == 0:
@@ -241,52 +240,53 @@ def _unreadable(file: Path) -> str | None:
     except UnidentifiedImageError:
         return "not an image"
     except Image.DecompressionBombError:
-        return "image of too many pixels"
+        return "image with too many pixels"
     except PermissionError:
-        return "no permission to read"
-    except (OSError, ValueError, SyntaxError):  # what Pillow's plugins raise on broken headers
-        return "broken image"
+        return "permission denied"
+    except (OSError, ValueError, SyntaxError):  # raised by Pillow's plugins for corrupt headers
+        return "corrupt image"
 
 
-# -- samples
 class ImageDataset:
-    """Samples (image float32 [channels, height, width], class int64 []), looked up by number.
+    """Map-style dataset of samples (image float32 [channels, height, width], class int64 []).
 
-    Augmentation (a shift by up to an eighth of each side; for folders a flip left to right too)
-    draws from torch's global generator, which the loader sets for each (seed, epoch, sample).
+    Augmentation (a shift by up to an eighth of each side; for folders also a horizontal flip) uses
+    torch's global generator, which the loader seeds for each (seed, epoch, sample).
     """
 
     def __init__(self, index: ImageIndex, form: ImageForm, augment: bool = False) -> None:
         self.index = index
         self.form = form
         self.augment = augment
-        self.deterministic = not augment  # spares the loader the seeding
+        self.deterministic = not augment  # the loader does not need to seed
         self.pixels = None if index.rows is None else _digits_table()[0][index.rows]
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         import torch
 
-        image = self._file(number) if self.pixels is None else self._digit(number)
+        if self.index.names is not None:
+            image = read_image(Path(self.index.source) / self.index.names[index], self.form)
+        else:
+            image = self._digit(index)
         if self.augment:
             image = _shift(image)
-            # a digit in a mirror is no digit
+            # Mirrored digits are not digits.
             if self.pixels is None and bool(torch.rand(()) < 0.5):
                 image = image.flip(-1)
         if self.form.mean is not None and self.form.std is not None:
-            image = (image - torch.tensor(self.form.mean).view(-1, 1, 1)) / torch.tensor(
-                self.form.std
-            ).view(-1, 1, 1)
-        return image, torch.tensor(int(self.index.labels[number]))
+            mean, std = torch.tensor(self.form.mean), torch.tensor(self.form.std)
+            image = (image - mean.view(-1, 1, 1)) / std.view(-1, 1, 1)
+        return image, torch.tensor(int(self.index.labels[index]))
 
-    def _digit(self, number: int) -> torch.Tensor:
+    def _digit(self, index: int) -> torch.Tensor:
         import torch
         from torch.nn import functional
 
         assert self.pixels is not None
-        image = torch.from_numpy(self.pixels[number])
+        image = torch.from_numpy(self.pixels[index])
         if self.form.height is not None and self.form.width is not None:
             size = (self.form.height, self.form.width)
             image = functional.interpolate(
@@ -294,13 +294,9 @@ class ImageDataset:
             )[0]
         return image.expand(self.form.channels, -1, -1)
 
-    def _file(self, number: int) -> torch.Tensor:
-        assert self.index.names is not None
-        return read_image(Path(self.index.source) / self.index.names[number], self.form)
-
 
 def read_image(file: Path, form: ImageForm) -> torch.Tensor:
-    """An image file as float32 [channels, height, width] in [0, 1], resized to the form's size
+    """Read an image file as float32 [channels, height, width] in [0, 1], resized to the form's size
     (bilinear).
 
     Raises:
@@ -316,9 +312,8 @@ def read_image(file: Path, form: ImageForm) -> torch.Tensor:
             )
     except (OSError, ValueError, SyntaxError) as error:
         raise RunError(
-            f"the image {file} has a good header and cannot be decoded:"
-            f" {str(error) or type(error).__name__}",
-            fix="delete or replace that file, and start the command again",
+            f"the image {file} has a valid header but cannot be decoded: {first_line(error)}",
+            fix="delete or replace the file, and run the command again",
         ) from error
     if form.height is not None and form.width is not None:
         image = image.resize((form.width, form.height), Image.Resampling.BILINEAR)
@@ -327,17 +322,13 @@ def read_image(file: Path, form: ImageForm) -> torch.Tensor:
 
 
 def _shift(image: torch.Tensor) -> torch.Tensor:
-    """Move by up to an eighth of each side; what comes in is a copy of the edge."""
+    """Shift an image by up to an eighth of each side, and fill the gap with its edge."""
     import torch
     from torch.nn import functional
 
     height, width = image.shape[-2:]
-    most_y, most_x = max(1, height // 8), max(1, width // 8)
-    down, right = (
-        int(torch.randint(0, 2 * most_y + 1, ())),
-        int(torch.randint(0, 2 * most_x + 1, ())),
-    )
-    padded = functional.pad(image.unsqueeze(0), (most_x, most_x, most_y, most_y), mode="replicate")[
-        0
-    ]
-    return padded[:, down : down + height, right : right + width]
+    max_y, max_x = max(1, height // 8), max(1, width // 8)
+    down = int(torch.randint(0, 2 * max_y + 1, ()))
+    right = int(torch.randint(0, 2 * max_x + 1, ()))
+    padded = functional.pad(image.unsqueeze(0), (max_x, max_x, max_y, max_y), mode="replicate")
+    return padded[0, :, down : down + height, right : right + width]

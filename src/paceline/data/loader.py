@@ -1,5 +1,4 @@
-"""The loader: micro-batches of one rank, from any step on, with or without loader processes, always
-the same."""
+"""Load the micro-batches of one rank from any step on. Loader processes do not affect them."""
 
 from __future__ import annotations
 
@@ -25,22 +24,24 @@ Key = tuple[int, int]
 
 @dataclass
 class MicroBatch:
-    """A collated batch. ``weight`` is 0 for a filler that stands in where a short global batch
-    leaves a rank nothing."""
+    """A collated batch. ``samples`` is 0 for a filler, which a rank gets if a short global batch
+    has no samples for it."""
 
     data: Any
-    weight: float
     samples: int
 
+    @property
+    def weight(self) -> float:
+        return 1.0 if self.samples else 0.0
+
     def to(self, device: torch.device) -> MicroBatch:
-        data = map_tensors(self.data, lambda one: one.to(device, non_blocking=True))
-        return MicroBatch(data, self.weight, self.samples)
+        data = map_tensors(self.data, lambda tensor: tensor.to(device, non_blocking=True))
+        return MicroBatch(data, self.samples)
 
 
 class _KeyedDataset(Dataset):  # type: ignore[type-arg]
-    """Looks samples up by (epoch, index) with the random state set by them, so that augmentation
-    does not depend on which process draws it. Datasets that declare ``deterministic = True`` are
-    spared the seeding."""
+    """Look up samples by (epoch, index) and seed the random state with them, so that augmentation
+    does not depend on the process. Datasets with ``deterministic = True`` need no seeding."""
 
     def __init__(self, dataset: Any, seed: int, purpose: str) -> None:
         self.dataset = dataset
@@ -79,20 +80,18 @@ def _loader(
         num_workers=options.num_workers,
         prefetch_factor=options.prefetch_factor if options.num_workers else None,
         pin_memory=options.pin_memory,
-        # Forked from the rank itself; a rank's default, the fork server, would have to import
-        # everything anew.
+        # Processes of a rank's default, the fork server, would have to import everything again.
         multiprocessing_context="fork" if options.num_workers and sys.platform == "linux" else None,
         worker_init_fn=_loader_process_start if options.num_workers else None,
     )
 
 
 def _loader_process_start(_worker: int) -> None:
-    # A loader process must not outlive its rank, however the rank ends; torch's own watch takes
-    # seconds to notice.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Slurm, or a person, may send it to all: the rank then finishes its step
+    # Slurm or a user may send SIGTERM to all processes; the rank then finishes its step.
     end_by_parent_alone(signal.SIGTERM)
     torch.set_num_threads(1)
+    # However the rank ends, its loader processes must end too. Torch's check takes seconds.
     end_with_parent()
 
 
@@ -109,35 +108,28 @@ def train_steps(
     options: LoaderOptions,
     shares: Sequence[int] | None = None,
 ) -> Iterator[list[MicroBatch]]:
-    """For each step in [first_step, last_step), this rank's ``accumulation`` micro-batches.
+    """Yield this rank's ``accumulation`` micro-batches of each step in [first_step, last_step).
 
-    Rank r takes micro-batches r × accumulation … (r + 1) × accumulation - 1 of the world ×
-    accumulation the step is cut into. With ``shares`` (micro-batches of each rank, with the same
-    sum) it takes ``shares[r]``, those after the ranks before it.
+    Of the world size × accumulation micro-batches of a step, rank r has r × accumulation … (r + 1)
+    × accumulation - 1. With ``shares`` (micro-batches of each rank, with the same sum) it has
+    ``shares[r]``, after those of lower ranks.
     """
     num_parts, first = world_size * accumulation, rank * accumulation
     if shares is not None:
         num_parts, first, accumulation = sum(shares), sum(shares[:rank]), shares[rank]
-    mine = slice(first, first + accumulation)
-
-    def parts(step: int) -> list[np.ndarray]:
-        return order.micro_batches(step, num_parts)[mine]
 
     def keys() -> Iterator[list[Key]]:
         for step in range(first_step, last_step):
             epoch = step // order.steps_per_epoch
-            for part in parts(step):
+            parts = order.micro_batches(step, num_parts)
+            for part in parts[first : first + accumulation]:
                 sizes.append(len(part))
                 yield [(epoch, int(index)) for index in part] or [(epoch, 0)]
 
-    sizes: deque[int] = deque()  # the loader asks for keys ahead of the batches it hands out
+    sizes: deque[int] = deque()  # the loader requests keys before it returns their batches
     loader = iter(_loader(dataset, keys(), collate, options, order.seed, "sample"))
     for _ in range(first_step, last_step):
-        yield [_weighted(next(loader), sizes.popleft()) for _ in range(accumulation)]
-
-
-def _weighted(data: Any, samples: int) -> MicroBatch:
-    return MicroBatch(data, weight=1.0 if samples else 0.0, samples=samples)
+        yield [MicroBatch(next(loader), sizes.popleft()) for _ in range(accumulation)]
 
 
 def eval_batches(
@@ -150,17 +142,17 @@ def eval_batches(
     seed: int,
     options: LoaderOptions,
 ) -> Iterator[MicroBatch]:
-    """This rank's share of the whole set, each row on exactly one rank, every rank the same number
-    of batches.
+    """Yield this rank's share of the dataset. Each row is on exactly one rank, and every rank has
+    the same number of batches.
 
-    Rows are dealt batch by batch (batch_size × world_size rows at a time), balanced by tokens where
-    the dataset has ``lengths``; a rank that gets none of the last rows gets a filler of weight 0.
+    Rows are distributed in batches of batch_size × world_size, balanced by tokens if the dataset
+    has ``lengths``. A rank with none of the last rows gets a filler of weight 0.
     """
     lengths = getattr(dataset, "lengths", None)
     rows = np.arange(len(dataset))
     stride = batch_size * world_size
     if lengths is not None:
-        # near-equal lengths together: no wasted padding
+        # Rows of similar lengths need little padding.
         rows = rows[np.argsort(lengths, kind="stable")]
     shares: list[np.ndarray] = []
     for start in range(0, len(rows), stride):
@@ -172,7 +164,6 @@ def eval_batches(
         )
         shares.append(split[rank])
     keys = ([(0, int(index)) for index in share] or [(0, 0)] for share in shares)
-    for data, share in zip(
-        _loader(dataset, keys, collate, options, seed, "eval"), shares, strict=True
-    ):
-        yield _weighted(data, len(share))
+    loader = _loader(dataset, keys, collate, options, seed, "eval")
+    for data, share in zip(loader, shares, strict=True):
+        yield MicroBatch(data, len(share))

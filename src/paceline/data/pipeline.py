@@ -1,4 +1,4 @@
-"""The training batches of one rank, from any step on, and the evaluation set beside them."""
+"""The training batches of one rank from any step on, and the evaluation dataset."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,16 +8,17 @@ from paceline.data.order import SampleOrder
 
 
 class DataPipeline:
-    """Yields this rank's micro-batches of each step. The iterator is created on demand, so that
+    """Return this rank's micro-batches of each step. The iterator is created on demand, so
     :meth:`seek`, :meth:`reshard` and :meth:`set_shares` take effect at the next step.
 
     Args:
-        train_dataset, eval_dataset: as the task built them; no evaluation if the latter is None.
-        order: which samples make up each step.
-        collate: turns a list of samples into a batch.
+        train_dataset, eval_dataset: built by the task; no evaluation if the latter is None.
+        order: the samples of each step.
+        collate: converts a list of samples to a batch.
         last_step: number of steps of the run.
-        accumulation: micro-batches of a step on this rank; 0 on a rank with no share of the batch.
-        replica, num_replicas: which share of the global batch this rank has, of how many.
+        accumulation: micro-batches of a step on this rank; 0 on a rank without a share of the
+            batch.
+        replica, num_replicas: index of this rank's share of the global batch, and number of shares.
     """
 
     def __init__(
@@ -46,13 +47,24 @@ class DataPipeline:
         self.shares: tuple[int, ...] | None = None
         #: Called with the micro-batches of each step, before they are used.
         self.observers: list[Callable[[list[MicroBatch]], None]] = []
-        self._step = 0  # that :meth:`next` yields
+        self._step = 0  # of the next call of :meth:`next`
         self._iterator: Iterator[list[MicroBatch]] | None = None
 
     def next(self) -> list[MicroBatch]:
         """Return this rank's micro-batches of the next step."""
         if self._iterator is None:
-            self._iterator = self._iterate()
+            self._iterator = train_steps(
+                self.train_dataset,
+                self.order,
+                self.collate,
+                rank=self.replica,
+                world_size=self.num_replicas,
+                accumulation=self.accumulation,
+                first_step=self._step,
+                last_step=self.last_step,
+                options=self.options,
+                shares=self.shares,
+            )
         micro_batches = next(self._iterator)
         self._step += 1
         for observe in self.observers:
@@ -65,7 +77,7 @@ class DataPipeline:
         self._step = step
 
     def reshard(self, replica: int, num_replicas: int) -> None:
-        """Take another share of the global batches from the next step on."""
+        """Change the share of the global batches from the next step on."""
         self.close()
         self.replica, self.num_replicas = replica, num_replicas
 
@@ -88,21 +100,7 @@ class DataPipeline:
 
     @property
     def first_micro_batch(self) -> int:
-        """The number, within a step, of this rank's first micro-batch."""
+        """Return the index of this rank's first micro-batch within a step."""
         if self.shares is None:
             return self.replica * self.accumulation
         return sum(self.shares[: self.replica])
-
-    def _iterate(self) -> Iterator[list[MicroBatch]]:
-        return train_steps(
-            self.train_dataset,
-            self.order,
-            self.collate,
-            rank=self.replica,
-            world_size=self.num_replicas,
-            accumulation=self.accumulation,
-            first_step=self._step,
-            last_step=self.last_step,
-            options=self.options,
-            shares=self.shares,
-        )

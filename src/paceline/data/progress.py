@@ -1,4 +1,4 @@
-"""A progress line on standard error for work that takes long: rows, rate, time left."""
+"""A progress line on standard error for long work: rows, rate, remaining time."""
 
 import contextlib
 import sys
@@ -8,16 +8,16 @@ from typing import TextIO
 from paceline.core import formatting
 from paceline.core.log import is_shown
 
-_QUIET_S = 2.0  # short work needs no progress line
+_QUIET_S = 2.0  # no progress line for shorter work
 _TERMINAL_EVERY_S, _PLAIN_EVERY_S = 0.2, 10.0
 
 
 class Progress:
-    """Counts rows and prints how far tokenization is: redrawn in place on a terminal, elsewhere a
-    line now and then.
+    """Count rows and print the progress of tokenization: one line that is redrawn on a terminal,
+    otherwise a new line every few seconds.
 
     Args:
-        total_bytes: of all rows, or None if it is not known; then no time left is given.
+        total_bytes: size of all rows, or None if unknown; then no remaining time is printed.
     """
 
     def __init__(self, total_bytes: int | None, stream: TextIO | None = None) -> None:
@@ -30,16 +30,21 @@ class Progress:
         self._on_terminal = self.stream.isatty()
 
     def add(self, rows: int, size_bytes: int) -> None:
-        """Count rows that are done."""
+        """Count completed rows."""
         self.rows += rows
         self.done_bytes += size_bytes
         now = time.monotonic()
         if now >= self._next and is_shown():
             self._next = now + (_TERMINAL_EVERY_S if self._on_terminal else _PLAIN_EVERY_S)
-            self._print(self.text(now - self._begun))
+            text = self.text(now - self._begun)
+            if self._on_terminal:
+                self._write("\r" + text.ljust(self._width))
+                self._width = max(self._width, len(text))
+            else:
+                self._write(text + "\n")
 
     def text(self, elapsed_s: float) -> str:
-        """The line after ``elapsed_s`` seconds."""
+        """Return the line after ``elapsed_s`` seconds."""
         parts = [
             f"tokenizing: {self.rows:,} rows",
             f"{self.rows / max(elapsed_s, 1e-9):,.0f} rows/s",
@@ -57,14 +62,7 @@ class Progress:
             self._write("\r" + " " * self._width + "\r")
             self._width = 0
 
-    def _print(self, text: str) -> None:
-        if self._on_terminal:
-            self._write("\r" + text.ljust(self._width))
-            self._width = max(self._width, len(text))
-        else:
-            self._write(text + "\n")
-
     def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # whoever read this has gone
+        with contextlib.suppress(OSError, ValueError):  # the stream is closed
             self.stream.write(text)
             self.stream.flush()

@@ -1,9 +1,9 @@
-"""What a dataset holds, in tokens: lengths, exact duplicates, how much of the vocabulary is used,
-what a `max_length` cuts.
+"""Statistics of a dataset in tokens: lengths, exact duplicates, use of the vocabulary, and the
+effect of `max_length`; as JSON, text and a page.
 
-Everything is read from the token cache, through the same preparation as training. Where the
-config's own `max_length` has cut something, the dataset is tokenised a second time without a limit,
-into an entry of its own: what was cut is in no other place.
+Everything is read from the token cache, with the same preparation as for training. If the config's
+own `max_length` has cut something, the dataset is tokenized a second time without a limit, into a
+separate entry, because the removed tokens are stored nowhere else.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import numpy as np
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.core.events import DataFigures
+from paceline.core.formatting import counted, printable
 from paceline.core.log import Notice
 from paceline.data.sources.readers import is_text
 from paceline.data.sources.resolve import open_source
@@ -25,9 +26,11 @@ from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
 
 LIMITS = (128, 256, 512, 1024, 2048, 4096, 8192)
-#: no sample is as long; fits a signed 32-bit integer
+#: No sample is as long. Fits in a signed 32-bit integer.
 NO_LIMIT = 2**31 - 1
-_MOST_BINS = 40
+HEADS = ("max_length", "longer samples", "share", "dropped", "tokens lost", "share")
+_BAR_WIDTH = 40
+_MAX_BINS = 40
 _REPEATS_SHOWN = 5
 _TEXT_TOKENS = 24
 _PERCENTILES = (1, 10, 50, 90, 95, 99)
@@ -38,7 +41,7 @@ Bin = TypedDict("Bin", {"from": int, "to": int, "samples": int})
 
 
 class Repeat(TypedDict):
-    """A sample with the same tokens as ``times - 1`` later ones; ``text``: how it begins."""
+    """A sample with the same tokens as ``times - 1`` later ones. ``text``: its first tokens."""
 
     sample: int
     times: int
@@ -46,7 +49,8 @@ class Repeat(TypedDict):
 
 
 class Duplicates(TypedDict):
-    """Samples with the same tokens as an earlier one. ``repeated``: samples that come again."""
+    """Samples with the same tokens as an earlier one. ``repeated``: number of samples that
+    occur again."""
 
     samples: int
     share: float
@@ -56,7 +60,7 @@ class Duplicates(TypedDict):
 
 
 class LimitStats(TypedDict):
-    """What training with ``max_length`` would lose."""
+    """The loss of data in training with ``max_length``."""
 
     max_length: int
     samples_cut: int
@@ -67,7 +71,7 @@ class LimitStats(TypedDict):
 
 
 class VocabularyUse(TypedDict):
-    """Tokens of the vocabulary, those of them in the data, and their share."""
+    """Number of tokens in the vocabulary, number of those in the data, and their ratio."""
 
     size: int
     used: int
@@ -75,7 +79,7 @@ class VocabularyUse(TypedDict):
 
 
 class DatasetStats(TypedDict):
-    """The figures of a dataset. ``lengths``: min, mean, max and percentiles (``p50``) in tokens."""
+    """Statistics of a dataset. ``lengths``: min, mean, max and percentiles (``p50``) in tokens."""
 
     dataset: str
     samples: int
@@ -94,14 +98,13 @@ class DatasetStats(TypedDict):
 
 @dataclass(frozen=True)
 class Samples:
-    """One row a sample, uncut.
+    """Uncut samples.
 
     Args:
-        lengths: int64 [num_samples], tokens.
-        first_label: int64 [num_samples], place of the first token that carries loss (its length
-            where none does).
+        lengths: int64 [num_samples], in tokens.
+        first_label: int64 [num_samples], index of the first token that carries loss, or the length.
         digests: uint64 [num_samples, 2], a hash of the token ids (BLAKE2b, 128 bits).
-        vocabulary: int64 [ids], how often each token id stands in the data.
+        vocabulary: int64 [ids], number of occurrences of each token id.
     """
 
     lengths: np.ndarray
@@ -113,36 +116,36 @@ class Samples:
 def dataset_stats(
     config: Config, resolve_model: ResolveModel
 ) -> tuple[DatasetStats, PreparedTokens]:
-    """The figures of the config's `dataset` (what is held out for validation included), and its
-    preparation for training. ``resolve_model``: see :func:`prepare_tokens`.
+    """Return the statistics of the config's `dataset`, including the samples held out for
+    validation, and its preparation for training. ``resolve_model``: see :func:`prepare_tokens`.
 
     Raises:
-        ConfigError: a task whose samples have no tokens; whatever can be wrong with the data.
+        ConfigError: the samples of the task have no tokens, or the data is invalid.
     """
     if config.task not in ("sft", "pretrain"):
         raise ConfigError(
             f"the samples of `task: {config.task}` have no tokens",
             allowed="sft, pretrain",
-            fix="give a config of such a task",
+            fix="use a config with one of these tasks",
         )
     task: TextTask = "pretrain" if config.task == "pretrain" else "sft"
     prepared = prepare_tokens(config, task, resolve_model)
-    whole = prepared
+    uncut = prepared
     if _was_cut(prepared, config):
         args = config.train_args.model_copy(
             update={"max_length": NO_LIMIT, "truncation_strategy": "truncate"}
         )
-        whole = prepare_tokens(
+        uncut = prepare_tokens(
             config.model_copy(update={"train_args": args, "val_dataset": None}), task, resolve_model
         )
-    dataset = TokenDataset(whole.train_folder)
+    dataset = TokenDataset(uncut.train_folder)
     samples = read_samples(dataset)
     tokenizer = load_tokenizer(Path(prepared.tokenizer_path), config.trust_remote_code)
     documents = task == "pretrain" or all(_are_documents(config))
     if not documents and any(_are_documents(config)):
         text = (
-            "text files stand beside other data: what is lost of them is told as if they were"
-            " truncated, not cut into samples"
+            "text files are mixed with other data: the lost tokens are computed as if they were"
+            " truncated, although they are cut into samples"
         )
         prepared.notices.append(Notice("warning", text))
     limit, overlong = config.train_args.max_length, config.train_args.truncation_strategy
@@ -185,7 +188,7 @@ def dataset_stats(
 
 
 def _was_cut(prepared: PreparedTokens, config: Config) -> bool:
-    """Whether the entry for training lacks something of what was given. A cut document leaves a
+    """Return whether the entry for training lacks some tokens. A document that was cut leaves a
     sample of full length."""
     limit = config.train_args.max_length
     longest = int(TokenDataset(prepared.train_folder).lengths.max(initial=0))
@@ -197,16 +200,18 @@ def _was_cut(prepared: PreparedTokens, config: Config) -> bool:
 
 
 def _are_documents(config: Config) -> list[bool]:
-    """Of each file: plain text is a document under `sft` too, cut into samples, never truncated. A
-    hub dataset has rows."""
+    """Return whether each file is a document, which is cut into samples and never truncated (also
+    with `sft`). Plain text is; a hub dataset has rows."""
     sources = [open_source(source) for source in config.sources()]
     return [
-        kind for source in sources for kind in [is_text(file) for file in source.files] or [False]
+        is_document
+        for source in sources
+        for is_document in [is_text(file) for file in source.files] or [False]
     ]
 
 
 def read_samples(dataset: TokenDataset) -> Samples:
-    """One pass over a dataset's tokens, a sample in memory at a time."""
+    """Read a dataset's tokens in one pass, with one sample in memory at a time."""
     count = len(dataset)
     digests = np.zeros((count, 2), dtype=np.uint64)
     first = np.array(dataset.lengths)
@@ -217,13 +222,12 @@ def read_samples(dataset: TokenDataset) -> Samples:
         digests[index] = np.frombuffer(
             hashlib.blake2b(ids.tobytes(), digest_size=16).digest(), dtype=np.uint64
         )
-        labelled = np.flatnonzero(mask[1:])
-        if len(labelled):
-            first[index] = labelled[0] + 1
-        if (top := int(ids.max(initial=0))) >= len(vocabulary):
-            vocabulary = np.concatenate(
-                [vocabulary, np.zeros(top + 1 - len(vocabulary), dtype=np.int64)]
-            )
+        labeled = np.flatnonzero(mask[1:])
+        if len(labeled):
+            first[index] = labeled[0] + 1
+        missing = int(ids.max(initial=0)) + 1 - len(vocabulary)
+        if missing > 0:
+            vocabulary = np.pad(vocabulary, (0, missing))
         if len(ids) > len(vocabulary):
             vocabulary += np.bincount(ids, minlength=len(vocabulary))
         else:
@@ -241,45 +245,47 @@ def duplicates(samples: Samples) -> Duplicates:
         "distinct": len(first),
         "repeated": int(np.count_nonzero(times > 1)),
         "most_repeated": [
-            Repeat(sample=int(first[place]), times=int(times[place]), text="")
-            for place in order
-            if times[place] > 1
+            Repeat(sample=int(first[group]), times=int(times[group]), text="")
+            for group in order
+            if times[group] > 1
         ],
     }
 
 
 def cut_by(limit: int, samples: Samples, overlong: str, documents: bool) -> LimitStats:
-    """What training with ``max_length=limit`` would lose, as :mod:`paceline.data.text.build` cuts:
-    documents are cut into samples and lose only a last token that stands alone; other samples are
-    truncated, or left out whole where nothing that carries loss remains, or where
-    ``truncation_strategy`` is `drop`."""
+    """Return the loss of data in training with ``max_length=limit``.
+
+    As in :mod:`paceline.data.text.chunks`, documents are cut into samples and lose only a single
+    last token. Other samples are truncated, or dropped if no token that carries loss remains or if
+    ``truncation_strategy`` is `drop`.
+    """
     lengths = samples.lengths
     over = lengths > limit
     if documents:
-        left_out = np.zeros(len(lengths), dtype=bool)
+        dropped = np.zeros(len(lengths), dtype=bool)
         lost = np.where(over & (lengths % limit == 1), 1, 0)
     else:
-        left_out = over if overlong == "drop" else over & (samples.first_label >= limit)
-        lost = np.where(left_out, lengths, np.maximum(lengths - limit, 0))
+        dropped = over if overlong == "drop" else over & (samples.first_label >= limit)
+        lost = np.where(dropped, lengths, np.maximum(lengths - limit, 0))
     return {
         "max_length": limit,
         "samples_cut": int(over.sum()),
         "share_cut": float(over.mean()),
-        "samples_left_out": int(left_out.sum()),
+        "samples_left_out": int(dropped.sum()),
         "tokens_lost": int(lost.sum()),
         "share_lost": float(lost.sum() / lengths.sum()),
     }
 
 
 def histogram(lengths: np.ndarray) -> list[Bin]:
-    """At most 41 bins of equal width (1, 2 or 5 times a power of ten) up to the longest but one
-    percent of the samples, and one for the rest: ``from`` ≤ tokens < ``to``."""
+    """Return at most 41 bins of equal width (1, 2 or 5 times a power of ten) up to the 99th
+    percentile, and one for the rest: ``from`` ≤ tokens < ``to``."""
     reach = int(np.percentile(lengths, 99, method="inverted_cdf"))
     width = next(
         unit * 10**power
         for power in range(12)
         for unit in (1, 2, 5)
-        if unit * 10**power * _MOST_BINS > reach
+        if unit * 10**power * _MAX_BINS > reach
     )
     edges = list(range(int(lengths.min()) // width * width, reach + width + 1, width))
     longest = int(lengths.max())
@@ -290,3 +296,99 @@ def histogram(lengths: np.ndarray) -> list[Bin]:
         {"from": a, "to": b, "samples": int(n)}
         for a, b, n in zip(edges, edges[1:], counts, strict=False)
     ]
+
+
+def facts(result: DatasetStats) -> list[tuple[str, str]]:
+    """Return the statistics above the plots as pairs of label and value."""
+    lengths, repeats, vocabulary = result["lengths"], result["duplicates"], result["vocabulary"]
+    samples = f"{result['samples']:,}"
+    if result["overlong"] == "cut into samples":
+        samples += ", documents counted before they are cut"
+    if result["held_out"]:
+        samples += f", {result['held_out']:,} of them held out for validation"
+    return [
+        ("samples", samples),
+        ("tokens", f"{result['tokens']:,}, {result['label_tokens']:,} with loss"),
+        (
+            "length",
+            (
+                f"mean {lengths['mean']:,.1f}, median {lengths['p50']:,}, 99 % at most"
+                f" {lengths['p99']:,}, {lengths['min']:,} to {lengths['max']:,}"
+            ),
+        ),
+        (
+            "duplicates",
+            (
+                f"{repeats['samples']:,} ({100 * repeats['share']:.2f} %) have the same tokens as"
+                " an earlier sample"
+            ),
+        ),
+        (
+            "vocabulary",
+            (
+                f"{vocabulary['used']:,} of {vocabulary['size']:,} tokens are used"
+                f" ({100 * vocabulary['coverage']:.1f} %)"
+            ),
+        ),
+    ]
+
+
+def limit_rows(result: DatasetStats) -> list[list[str]]:
+    """Return one row for each `max_length`, with the columns of :data:`HEADS`."""
+    return [
+        [
+            f"{limit['max_length']:,}"
+            + (" (config)" if limit["max_length"] == result["max_length"] else ""),
+            f"{limit['samples_cut']:,}",
+            f"{100 * limit['share_cut']:.2f} %",
+            f"{limit['samples_left_out']:,}",
+            f"{limit['tokens_lost']:,}",
+            f"{100 * limit['share_lost']:.2f} %",
+        ]
+        for limit in result["limits"]
+    ]
+
+
+def overlong_text(result: DatasetStats) -> str:
+    """Describe the handling of samples that are too long."""
+    outcomes = {"truncate": "truncated", "drop": "dropped"}
+    outcome = outcomes.get(result["overlong"], result["overlong"])
+    return f"A sample longer than max_length is {outcome}."
+
+
+def table(result: DatasetStats) -> str:
+    """Return the statistics as text for a terminal."""
+    lines = [f"{label:<11} {value}" for label, value in facts(result)]
+    for sample in result["duplicates"]["most_repeated"]:
+        text = printable(sample["text"])
+        lines.append(f"            {counted(sample['times'], 'time')}: {text}")
+    highest = max(bin_["samples"] for bin_ in result["histogram"])
+    lines += ["", "tokens, samples"]
+    for bin_ in result["histogram"]:
+        bar = "█" * round(_BAR_WIDTH * bin_["samples"] / highest)
+        ends = f"{bin_['from']:>8,}–{bin_['to'] - 1:<8,}"
+        lines.append(f"{ends} {bin_['samples']:>9,}  {bar}".rstrip())
+    lines += ["", overlong_text(result), ""]
+    rows = [list(HEADS), *limit_rows(result)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS))]
+    lines += [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def render_page(result: DatasetStats) -> str:
+    """Return the statistics as one HTML page, which works offline."""
+    from jinja2 import Environment, FileSystemLoader
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, keep_trailing_newline=True
+    )
+    return environment.get_template("stats.html.jinja").render(
+        stats=result,
+        facts=facts(result),
+        heads=HEADS,
+        limit_rows=limit_rows(result),
+        overlong_text=overlong_text(result),
+    )

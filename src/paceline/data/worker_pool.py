@@ -1,4 +1,5 @@
-"""Worker processes for a long computation: spawned, deaf to Ctrl-C, and ended with their block."""
+"""Worker processes for a long computation. They are spawned, ignore Ctrl-C and end with their
+block."""
 
 import os
 import signal
@@ -15,40 +16,41 @@ from paceline.core.processes import hidden_main
 def worker_pool(
     num_workers: int, initialize: Callable[[], None], *, kill_on_error: bool = False
 ) -> Iterator[ProcessPoolExecutor]:
-    """Start ``num_workers`` processes, each of which calls ``initialize`` while this process goes
-    on. They end with the block, when the calls under way have returned, and with this process.
+    """Start ``num_workers`` processes, which call ``initialize`` in the background. They end with
+    the block, after the running calls have returned, and with this process.
 
     Args:
-        kill_on_error: an exception that leaves the block ends them at once. For small arguments
-            alone: before Python 3.12 a pool with full pipes cannot be ended so.
+        kill_on_error: kill them if an exception leaves the block. Only for small arguments: before
+            Python 3.12 a pool with full pipes cannot be killed.
     """
-    # Spawned: this process may have threads, whose locks a fork would copy as they are.
+    # A fork would copy the locks of this process's threads in their current state.
     context = get_context("spawn")
-    watched, held = context.Pipe(duplex=False)
+    worker_end, own_end = context.Pipe(duplex=False)
     with hidden_main():
         pool = ProcessPoolExecutor(
-            num_workers, context, initializer=_start_worker, initargs=(watched, initialize)
+            num_workers, context, initializer=_start_worker, initargs=(worker_end, initialize)
         )
         try:
             with _without_interrupts():
                 for _ in range(num_workers):
-                    pool.submit(_ready)  # starts a process, as none is idle
+                    pool.submit(int)  # starts a process, because none is idle
             yield pool
         except BaseException:
             if kill_on_error:
-                held.close()
+                own_end.close()
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-            held.close()
-            watched.close()
+            own_end.close()
+            worker_end.close()
 
 
 @contextmanager
 def _without_interrupts() -> Iterator[None]:
-    """Processes that start in the block never get Ctrl-C, which goes to the whole group: their
-    parent ends them."""
-    resource_tracker.ensure_running()  # else the first process starts it, which unblocks the signal
+    """Block SIGINT for processes started in the block. Ctrl-C is sent to the process group, but
+    their parent ends them."""
+    # Otherwise the first process starts the tracker, which unblocks the signal.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -56,14 +58,10 @@ def _without_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start_worker(watched: connection.Connection, initialize: Callable[[], None]) -> None:
+def _start_worker(worker_end: connection.Connection, initialize: Callable[[], None]) -> None:
     def end_with_parent() -> None:
-        connection.wait([watched])  # readable when the parent has closed its end, or is gone
+        connection.wait([worker_end])  # readable when the parent has closed its end or has exited
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     initialize()
-
-
-def _ready() -> None:
-    """What a process is started with."""

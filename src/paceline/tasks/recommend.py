@@ -19,8 +19,8 @@ from paceline.data.clicks.log import (
     Row,
     builtin_clicks,
     exact_auc,
-    open_stored,
-    stored_meta,
+    load_log,
+    load_meta,
 )
 from paceline.data.clicks.reader import read_clicks
 from paceline.data.counts import DataCounts
@@ -157,7 +157,7 @@ class RecommendTask(Task):
         rows, held_out = _split(handle)
         mean, std = rows.scale()
         handle = replace(handle, mean=mean, std=std, tables=rows.tables)
-        meta = stored_meta(train)
+        meta = load_meta(train)
         kept = len(rows) + (len(held_out) if held_out is not None and validation is None else 0)
         taken = meta["read"] if take is None else kept + sum(meta["dropped"].values())
         notices = language_settings_notices(config)
@@ -193,7 +193,7 @@ class RecommendTask(Task):
     def collate(self, samples: Sequence[Row]) -> dict[str, torch.Tensor | list[torch.Tensor]]:
         """``label`` float32 [N], ``dense`` float32 [N, D], ``ids`` and ``starts``: int64 [n] and [N
         + 1] for each table."""
-        places = np.array([row.place for row in samples], dtype=np.int64)
+        places = np.array([row.array_row for row in samples], dtype=np.int64)
         return {
             name: (
                 [torch.from_numpy(array) for array in value]
@@ -267,7 +267,7 @@ class RecommendTask(Task):
 
     def _save(self, folder: Path, dense: dict[str, torch.Tensor], table: Any) -> None:
         handle, settings = self._handle(), self.config.recommend
-        meta = stored_meta(handle.train)
+        meta = load_meta(handle.train)
         form = {
             "dense": settings.dense_features
             or [f"d{number + 1}" for number in range(len(handle.mean))],
@@ -304,9 +304,9 @@ def _split(handle: RecommendData) -> tuple[ClickLog, ClickLog | None]:
         order = np.random.default_rng(derive_seed(handle.seed, "take")).permutation(len(log))
         return log.take(np.sort(order[:take]))
 
-    rows, held_out = sample(open_stored(handle.train), handle.take), None
+    rows, held_out = sample(load_log(handle.train), handle.take), None
     if handle.evaluation is not None:
-        held_out = sample(open_stored(handle.evaluation), handle.take_evaluation)
+        held_out = sample(load_log(handle.evaluation), handle.take_evaluation)
     elif handle.split > 0:
         train_indices, held_out_indices = split_indices(len(rows), handle.split, handle.seed)
         if len(held_out_indices):

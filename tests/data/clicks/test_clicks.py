@@ -14,8 +14,8 @@ from paceline.data.clicks.log import (
     builtin_clicks,
     exact_auc,
     generate,
-    open_stored,
-    stored_meta,
+    load_log,
+    load_meta,
 )
 from paceline.data.clicks.reader import read_clicks
 
@@ -52,7 +52,7 @@ def test_auc_is_that_of_scikit_learn() -> None:
 def test_the_generative_model_is_what_it_says() -> None:
     log = generate(60_000)
     again = generate(60_000)
-    assert all(np.array_equal(one, other) for one, other in zip(log.ids, again.ids, strict=True))
+    assert all(np.array_equal(ids, other) for ids, other in zip(log.ids, again.ids, strict=True))
     assert np.array_equal(log.labels, again.labels)
     assert log.chance is not None
     # Clicks are drawn with the stated chances: in every tenth of them the share of clicks lies
@@ -71,8 +71,8 @@ def test_the_generative_model_is_what_it_says() -> None:
 
 def test_builtin_clicks_are_cached_and_others_refused() -> None:
     folder = builtin_clicks("builtin:clicks")
-    log = open_stored(folder)
-    assert (len(log), len(log.names)) == (stored_meta(folder)["read"], 6)
+    log = load_log(folder)
+    assert (len(log), len(log.names)) == (load_meta(folder)["read"], 6)
     before = (folder / "labels.npy").stat().st_mtime_ns
     assert builtin_clicks("builtin:clicks") == folder
     assert (folder / "labels.npy").stat().st_mtime_ns == before
@@ -92,14 +92,14 @@ LINES = [
 
 
 def settings(**keys: Any) -> Recommend:
-    given = {
+    values = {
         "label": "click",
         "dense_features": ["age"],
         "sparse_features": ["user", "tags"],
         "separator": "|",
         **keys,
     }
-    return Recommend.model_validate(given)
+    return Recommend.model_validate(values)
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
@@ -115,9 +115,9 @@ def test_a_file_becomes_bags_numbers_and_counts(tmp_path: Path, kind: str) -> No
             else table.to_json(file, orient="records", lines=True)
         )
     folder = read_clicks(str(file), settings(id_mapping="vocabulary"))
-    log, meta = open_stored(folder), stored_meta(folder)
+    log, meta = load_log(folder), load_meta(folder)
     assert (meta["read"], len(log)) == (6, 4)
-    assert meta["dropped"] == {"click is not 0 or 1": 1, "age is no number": 1}
+    assert meta["dropped"] == {"click is not 0 or 1": 1, "age is not a number": 1}
     # Rows by count, ties in order of coming: tags b 3, a 2, c 1; users ann, bob, cid once each; an
     # empty cell is an empty bag.
     assert meta["vocabulary"] == [{"ann": 1, "bob": 2, "cid": 3}, {"b": 1, "a": 2, "c": 3}]
@@ -125,36 +125,34 @@ def test_a_file_becomes_bags_numbers_and_counts(tmp_path: Path, kind: str) -> No
     batch = log.batch(np.array([3, 0, 1]))
     assert batch.label.tolist() == [1, 1, 0]
     assert batch.dense.ravel().tolist() == [20, 30, 0]
-    assert [one.tolist() for one in batch.ids] == [[1, 2], [1, 2, 1, 2]]
-    assert [one.tolist() for one in batch.starts] == [[0, 0, 1, 2], [0, 1, 4, 4]]
+    assert [ids.tolist() for ids in batch.ids] == [[1, 2], [1, 2, 1, 2]]
+    assert [starts.tolist() for starts in batch.starts] == [[0, 0, 1, 2], [0, 1, 4, 4]]
 
 
 def test_validation_data_take_the_vocabulary_of_training(tmp_path: Path) -> None:
     train = read_clicks(
         str(write(tmp_path / "train.csv", LINES)), settings(id_mapping="vocabulary", min_count=2)
     )
-    assert stored_meta(train)["vocabulary"] == [{}, {"b": 1, "a": 2}]
+    assert load_meta(train)["vocabulary"] == [{}, {"b": 1, "a": 2}]
     other = write(tmp_path / "val.csv", ["click,age,user,tags", "1,3,dan,a|z|b"])
-    log = open_stored(
-        read_clicks(str(other), settings(id_mapping="vocabulary", min_count=2), train)
-    )
-    assert log.tables == open_stored(train).tables == (1, 3)
-    assert [one.tolist() for one in log.ids] == [[0], [2, 0, 1]]
+    log = load_log(read_clicks(str(other), settings(id_mapping="vocabulary", min_count=2), train))
+    assert log.tables == load_log(train).tables == (1, 3)
+    assert [ids.tolist() for ids in log.ids] == [[0], [2, 0, 1]]
 
 
 def test_hashed_values_fall_on_the_same_rows_in_every_file(tmp_path: Path) -> None:
-    said = settings(table_size={"user": 7, "tags": 1000})
-    first = open_stored(read_clicks(str(write(tmp_path / "one.csv", LINES)), said))
-    second = open_stored(
-        read_clicks(str(write(tmp_path / "two.csv", [LINES[0], *reversed(LINES[1:])])), said)
+    recommend = settings(table_size={"user": 7, "tags": 1000})
+    first = load_log(read_clicks(str(write(tmp_path / "one.csv", LINES)), recommend))
+    second = load_log(
+        read_clicks(str(write(tmp_path / "two.csv", [LINES[0], *reversed(LINES[1:])])), recommend)
     )
     assert first.tables == (7, 1000)
-    mine, theirs = first.batch(np.array([0])), second.batch(np.array([3]))
-    assert all(np.array_equal(one, other) for one, other in zip(mine.ids, theirs.ids, strict=True))
+    batch, other = first.batch(np.array([0])), second.batch(np.array([3]))
+    assert all(np.array_equal(a, b) for a, b in zip(batch.ids, other.ids, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("lines", "keys", "words"),
+    ("lines", "keys", "texts"),
     [
         (
             ["click,item", "1,4", "0,5"],
@@ -172,7 +170,7 @@ def test_hashed_values_fall_on_the_same_rows_in_every_file(tmp_path: Path) -> No
     ],
 )
 def test_what_cannot_be_right_is_refused(
-    tmp_path: Path, lines: list[str], keys: dict[str, Any], words: list[str]
+    tmp_path: Path, lines: list[str], keys: dict[str, Any], texts: list[str]
 ) -> None:
     file = write(tmp_path / "log.csv", lines)
     with pytest.raises(ConfigError) as caught:
@@ -180,16 +178,16 @@ def test_what_cannot_be_right_is_refused(
             str(file),
             Recommend.model_validate({"label": "click", "sparse_features": ["item"], **keys}),
         )
-    for word in words:
-        assert word in str(caught.value)
+    for text in texts:
+        assert text in str(caught.value)
     assert not any((tmp_path / "cache").rglob("meta.json"))  # nothing half stays behind
 
 
 def test_ids_beyond_the_training_tables_are_refused(tmp_path: Path) -> None:
-    said = Recommend.model_validate(
+    recommend = Recommend.model_validate(
         {"label": "click", "sparse_features": ["item"], "id_mapping": "identity"}
     )
-    train = read_clicks(str(write(tmp_path / "train.csv", ["click,item", "1,3", "0,0"])), said)
+    train = read_clicks(str(write(tmp_path / "train.csv", ["click,item", "1,3", "0,0"])), recommend)
     assert json.loads((train / "meta.json").read_text())["tables"] == [4]
-    with pytest.raises(ConfigError, match=r"`item` has the id 4, and its table has 4 rows"):
-        read_clicks(str(write(tmp_path / "val.csv", ["click,item", "1,4"])), said, train)
+    with pytest.raises(ConfigError, match=r"`item` has the id 4, but its table has 4 rows"):
+        read_clicks(str(write(tmp_path / "val.csv", ["click,item", "1,4"])), recommend, train)

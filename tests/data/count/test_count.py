@@ -7,14 +7,15 @@ import multiprocessing
 import random
 import time
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from paceline.core.errors import ConfigError, RunError
 from paceline.data.count.job import CountSpec, count_locally, tables, write_table
-from paceline.data.count.runs import Spills, encoded
-from paceline.data.count.shards import ReadOptions, ScanStats, plan_shards, texts, white_space
+from paceline.data.count.runs import Spills, encode
+from paceline.data.count.shards import ReadOptions, ScanStats, plan_shards, read_texts, white_space
 from paceline.data.text.tokenizer import load_tokenizer
 from paceline.models.builtin import builtin_tokenizer
 
@@ -52,13 +53,13 @@ def save(path: Path, text: str | bytes) -> tuple[Path, int]:
 
 def corpus(folder: Path) -> tuple[list[tuple[Path, int]], Counter[str]]:
     """Files that are hard to cut, and what Python counts in them."""
-    given = [
+    contents = [
         nasty(1, 6000), "", nasty(2, 3), "no line end", "one giant line " * 500,
         "\u3000".join("中文" * 200),
         Path(json.__file__).read_text(encoding="utf-8"), "\n\n \u2028",
     ]  # fmt: skip
-    files = [save(folder / f"{number}.txt", text) for number, text in enumerate(given)]
-    return files, Counter(word for text in given for word in text.split())
+    files = [save(folder / f"{number}.txt", text) for number, text in enumerate(contents)]
+    return files, Counter(word for text in contents for word in text.split())
 
 
 def test_white_space_is_found_in_bytes_where_python_splits() -> None:
@@ -77,12 +78,12 @@ def test_shards_together_hold_every_word_once(
     files, expected = corpus(tmp_path)
     reading = ReadOptions(chunk_bytes=chunk_bytes)
     seen = ScanStats()
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for share in plan_shards(files, num_shards):
         for shard in share:
-            for text in texts(shard, reading, seen):
-                found.update(text.split())
-    assert found == expected
+            for text in read_texts(shard, reading, seen):
+                counts.update(text.split())
+    assert counts == expected
     assert seen.size_bytes == sum(size for _, size in files)
 
 
@@ -91,34 +92,34 @@ def test_shards_of_lines_hold_whole_lines(tmp_path: Path) -> None:
     files = [save(tmp_path / "a.txt", "\n".join(lines))]
     for num_shards in (1, 3, 8, 100):
         shards = [shard for share in plan_shards(files, num_shards) for shard in share]
-        found = [
+        texts = [
             text
             for shard in shards
-            for text in texts(shard, ReadOptions(lines=True, chunk_bytes=32), ScanStats())
+            for text in read_texts(shard, ReadOptions(lines=True, chunk_bytes=32), ScanStats())
         ]
-        assert all(text.endswith("\n") for text in found[:-1])
-        assert "".join(found).split("\n") == lines
+        assert all(text.endswith("\n") for text in texts[:-1])
+        assert "".join(texts).split("\n") == lines
 
 
 def test_compressed_files_and_fields(tmp_path: Path) -> None:
-    given = [nasty(7, 80), "", "a\tb\nc", "\ud800 lone"]
-    raw = "\n".join(["", *(json.dumps({"text": one, "n": 1}) for one in given)]).encode()
+    contents = [nasty(7, 80), "", "a\tb\nc", "\ud800 lone"]
+    raw = "\n".join(["", *(json.dumps({"text": text, "n": 1}) for text in contents)]).encode()
     plain = save(tmp_path / "a.jsonl", raw)
     packed = save(tmp_path / "b.jsonl.gz", gzip.compress(raw))
     for num_shards in (1, 4):
         shards = [
             shard for share in plan_shards([plain, packed, packed], num_shards) for shard in share
         ]
-        found = [
+        texts = [
             text
             for shard in shards
-            for text in texts(shard, ReadOptions(field="text", chunk_bytes=50), ScanStats())
+            for text in read_texts(shard, ReadOptions(field="text", chunk_bytes=50), ScanStats())
         ]
-        assert Counter(found) == Counter(given * 3)
+        assert Counter(texts) == Counter(contents * 3)
 
 
 @pytest.mark.parametrize(
-    ("name", "raw", "reading", "said"),
+    ("name", "raw", "reading", "message"),
     [
         ("a.txt", b"ab \xff c", ReadOptions(chunk_bytes=2), "0xff at offset 3"),
         ("a.txt", b"word " * 9 + b"\xe4\xb8", ReadOptions(chunk_bytes=8), "0xe4 at offset 45"),
@@ -129,18 +130,18 @@ def test_compressed_files_and_fields(tmp_path: Path) -> None:
             "a.txt.gz",
             gzip.compress(b"some words", mtime=0)[:-9],
             ReadOptions(),
-            "no whole gzip file",
+            "not a complete gzip file",
         ),
-        ("a.txt.gz", b"some words", ReadOptions(), "no whole gzip file"),
+        ("a.txt.gz", b"some words", ReadOptions(), "not a complete gzip file"),
     ],
 )
 def test_what_cannot_be_read_is_named(
-    tmp_path: Path, name: str, raw: bytes, reading: ReadOptions, said: str
+    tmp_path: Path, name: str, raw: bytes, reading: ReadOptions, message: str
 ) -> None:
     files = [save(tmp_path / name, raw)]
     with pytest.raises(ConfigError, match=name) as caught:
-        [*texts(plan_shards(files, 1)[0][0], reading, ScanStats())]
-    assert said in str(caught.value)
+        [*read_texts(plan_shards(files, 1)[0][0], reading, ScanStats())]
+    assert message in str(caught.value)
 
 
 def test_bytes_that_are_no_text_are_replaced_and_counted(tmp_path: Path) -> None:
@@ -150,13 +151,13 @@ def test_bytes_that_are_no_text_are_replaced_and_counted(tmp_path: Path) -> None
     for num_shards in (1, 3, 9):
         seen = ScanStats()
         shards = [shard for share in plan_shards(files, num_shards) for shard in share]
-        found = Counter(
+        counts = Counter(
             word
             for shard in shards
-            for text in texts(shard, ReadOptions(errors="replace", chunk_bytes=2), seen)
+            for text in read_texts(shard, ReadOptions(errors="replace", chunk_bytes=2), seen)
             for word in text.split()
         )
-        assert found == Counter(expected.split())
+        assert counts == Counter(expected.split())
         assert seen.replaced == expected.count("\ufffd") - 1  # one stood there before
 
 
@@ -164,16 +165,9 @@ def test_a_word_too_long_for_the_memory_is_refused(tmp_path: Path) -> None:
     files = [save(tmp_path / "a.txt", "a " + "x" * 5000 + " b")]
     for num_shards in (1, 3):
         shards = [shard for share in plan_shards(files, num_shards) for shard in share]
+        options = ReadOptions(chunk_bytes=64, longest_bytes=1000)
         with pytest.raises(RunError, match="--memory-per-rank"):
-            [
-                *(
-                    one
-                    for shard in shards
-                    for one in texts(
-                        shard, ReadOptions(chunk_bytes=64, longest_bytes=1000), ScanStats()
-                    )
-                )
-            ]
+            list(chain.from_iterable(read_texts(shard, options, ScanStats()) for shard in shards))
 
 
 def test_runs_merge_to_the_sum_in_the_order_of_words(tmp_path: Path) -> None:
@@ -185,12 +179,12 @@ def test_runs_merge_to_the_sum_in_the_order_of_words(tmp_path: Path) -> None:
         spills.add(table)
         total.update(table)
     run = spills.finish()
-    assert [one.name for one in tmp_path.iterdir()] == [run.path.name]
+    assert [path.name for path in tmp_path.iterdir()] == [run.path.name]
     parts = [list(run.part(rank, 512)) for rank in range(3)]
     for part in parts:
         assert part == sorted(part)
     assert Counter(dict(row for part in parts for row in part)) == Counter(
-        {encoded(word): n for word, n in total.items()}
+        {encode(word): n for word, n in total.items()}
     )
 
 
@@ -198,10 +192,10 @@ def test_memory_bounds_the_tables(tmp_path: Path) -> None:
     files = [save(tmp_path / "a.txt", " ".join(f"word-{number}" for number in range(40_000)))]
     spec = CountSpec(tuple(files), memory_bytes=1 << 20)
     seen = ScanStats()
-    found = list(tables(plan_shards(files, 1)[0], spec, seen))
+    count_tables = list(tables(plan_shards(files, 1)[0], spec, seen))
     assert seen.full_tables >= 10
-    assert max(map(len, found)) < 5000
-    assert Counter(word for table in found for word in table) == Counter(
+    assert max(map(len, count_tables)) < 5000
+    assert Counter(word for table in count_tables for word in table) == Counter(
         f"word-{number}" for number in range(40_000)
     )
 
@@ -212,25 +206,25 @@ def test_tokens_do_not_depend_on_the_shards(tmp_path: Path) -> None:
     folder = Path(builtin_tokenizer())
     backend = load_tokenizer(folder).backend
     lines = text.split("\n")
-    units = [f"{one}\n" for one in lines[:-1]] + lines[-1:]
+    units = [f"{line}\n" for line in lines[:-1]] + lines[-1:]
     expected = Counter(
-        token for one in units for token in backend.encode(one, add_special_tokens=False).tokens
+        token for unit in units for token in backend.encode(unit, add_special_tokens=False).tokens
     )
     for num_shards in (1, 3):
         spec = CountSpec(tuple(files), by="tokens", tokenizer=folder)
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for share in plan_shards(files, num_shards):
             for table in tables(share, spec, ScanStats()):
-                found.update(table)
-        assert found == expected
+                counts.update(table)
+        assert counts == expected
 
 
 @pytest.mark.parametrize("num_processes", [1, 3])
 def test_processes_count_what_python_counts(tmp_path: Path, num_processes: int) -> None:
     files, expected = corpus(tmp_path)
-    many = [f"{number:05d}-{'x' * 30}" for number in range(6000)]
-    files.append(save(tmp_path / "many.txt", "\n".join(many)))
-    expected.update(many)
+    extra_words = [f"{number:05d}-{'x' * 30}" for number in range(6000)]
+    files.append(save(tmp_path / "many.txt", "\n".join(extra_words)))
+    expected.update(extra_words)
     best = sorted(expected.items(), key=lambda entry: (-entry[1], entry[0]))[:25]
     for memory_bytes in (CountSpec.memory_bytes, 1 << 18):
         output = tmp_path / "table.tsv"
@@ -260,6 +254,6 @@ def test_a_process_that_fails_ends_the_others(tmp_path: Path) -> None:
 
 def test_a_table_of_odd_words_is_utf8(tmp_path: Path) -> None:
     output = tmp_path / "table.tsv"
-    write_table(output, iter([(encoded("\x00a"), 2), (encoded("x\ud800"), 1)]))
+    write_table(output, iter([(encode("\x00a"), 2), (encode("x\ud800"), 1)]))
     assert output.read_bytes().decode("utf-8") == "\x00a\t2\nx\\ud800\t1\n"
-    assert [one.name for one in tmp_path.iterdir()] == ["table.tsv"]
+    assert [path.name for path in tmp_path.iterdir()] == ["table.tsv"]

@@ -1,10 +1,10 @@
-"""Count words or tokens by several processes in three phases: map on shards, shuffle by hash,
-reduce. Exact, in bounded memory.
+"""Count words or tokens with several processes in three phases: map over shards, shuffle by hash,
+reduce. The result is exact, and memory is bounded.
 
-1. Map: each process counts its share of the bytes into a table. A table that is full is written to
-  disk as a sorted run, cut by the process that its words' hashes name.
+1. Map: each process counts its share of the bytes in a table. A full table is written to disk as a
+  sorted run, partitioned by the hashes of the words.
 2. Shuffle: each process merges its runs into one.
-3. Reduce: each process adds up its part of every run, one row of each in memory at a time.
+3. Reduce: each process adds up its part of every run, with one row of each in memory at a time.
 
 (J. Dean and S. Ghemawat, MapReduce: Simplified Data Processing on Large Clusters, OSDI 2004, with
 their combiner in the map.)
@@ -32,37 +32,44 @@ from paceline.data.count.runs import (
     Row,
     Run,
     Spills,
-    decoded,
-    lines,
+    decode,
+    format_rows,
+    merge,
     merge_buffer_bytes,
-    merged,
-    rows,
+    read_rows,
 )
-from paceline.data.count.shards import Errors, ReadOptions, ScanStats, TextShard, plan_shards, texts
+from paceline.data.count.shards import (
+    Errors,
+    ReadOptions,
+    ScanStats,
+    TextShard,
+    plan_shards,
+    read_texts,
+)
 from paceline.data.worker_pool import worker_pool
 from paceline.distributed.devices import cpu_cores
 
-#: below this a chunk of text does not fit beside the table
-LEAST_MEMORY_BYTES = 1 << 20
-_COUNT_BYTES = 32  # of an int that is a table's value
-_MOST_CHUNK_BYTES = 1 << 20
+#: With less memory, a chunk of text and the table do not fit.
+MIN_MEMORY_BYTES = 1 << 20
+_COUNT_BYTES = 32  # size of an int in a table
+_MAX_CHUNK_BYTES = 1 << 20
 _PIECE_CHARS = 1 << 18
-_SCRATCH_PREFIX = "paceline-count-"  # of the folder for what does not fit into memory
+_SCRATCH_PREFIX = "paceline-count-"
 
 
 @dataclass(frozen=True)
 class CountSpec:
-    """What is counted. Picklable: it is sent to every process.
+    """Settings of a count. Picklable, because every process receives it.
 
     Args:
         files: path and size in bytes.
-        by: words as ``str.split()`` gives them, or the tokens of each line (of each row, with
-            ``field``).
+        by: words as ``str.split()`` returns them, or the tokens of each line (with ``field`` of
+            each row).
         tokenizer: the folder of a tokenizer, with ``by="tokens"``.
         field: the files are JSON lines, and this key of each is the text.
         errors: as for ``bytes.decode``.
-        memory_bytes: what the tables and buffers of a process may take.
-        top: most frequent words to name.
+        memory_bytes: limit for the tables and buffers of a process.
+        top: number of most frequent words to return.
     """
 
     files: tuple[tuple[Path, int], ...]
@@ -75,24 +82,24 @@ class CountSpec:
 
     @property
     def reading(self) -> ReadOptions:
-        # The words of a chunk are up to 25 times its bytes as Python objects: the chunk is small
-        # beside the table.
-        chunk = min(_MOST_CHUNK_BYTES, self.memory_bytes // 64)
+        # As Python objects, the words of a chunk take up to 25 times its size, so a chunk must be
+        # much smaller than the table.
+        chunk_bytes = min(_MAX_CHUNK_BYTES, self.memory_bytes // 64)
         return ReadOptions(
-            self.by == "tokens", self.field, self.errors, chunk, self.memory_bytes // 8
+            self.by == "tokens", self.field, self.errors, chunk_bytes, self.memory_bytes // 8
         )
 
     @property
     def table_bytes(self) -> int:
-        """Of a table when it is written to disk. A growing dict is there twice for a moment, and is
-        sorted on its way out."""
+        """The size at which a table is written to disk. A dict that grows is briefly in memory
+        twice, and sorting needs memory too."""
         return self.memory_bytes // 3
 
 
 @dataclass
 class CountResult:
-    """What one process, or one engine, has counted. ``top``: (word, count), most frequent first,
-    then by word. ``seconds``: of each phase, the slowest process's."""
+    """The result of one process or engine. ``top``: (word, count), most frequent first, then by
+    word. ``seconds``: time of each phase in the slowest process."""
 
     total: int = 0
     distinct: int = 0
@@ -116,15 +123,14 @@ class MapResult:
 
 
 def count_locally(spec: CountSpec, num_processes: int, output: Path | None) -> CountResult:
-    """Count in ``num_processes`` processes of this machine. The table goes to ``output``, where one
-    is given.
+    """Count in ``num_processes`` processes of this machine, and write the table to ``output``
+    unless it is None.
 
     Raises:
-        ConfigError: text that is not as it must be.
+        ConfigError: the text is malformed.
         RunError: the disk is full, a word is too long, or a process was killed.
     """
-    # The processes end before the folder is removed: what they still write has nowhere to go
-    # otherwise.
+    # The processes must end before the folder that they write to is removed.
     with (
         Scratch(_SCRATCH_PREFIX) as folder,
         worker_pool(
@@ -137,32 +143,30 @@ def count_locally(spec: CountSpec, num_processes: int, output: Path | None) -> C
                 for rank, shards in enumerate(plan_shards(list(spec.files), num_processes))
             )
             runs = [mapped.run for mapped in maps]
-            tables = [
-                None if output is None else folder / f"table-{rank:03d}"
-                for rank in range(num_processes)
-            ]
+            tables = [folder / f"table-{rank:03d}" for rank in range(num_processes)]
             sums = _results(
-                pool.submit(reduce, runs, rank, spec, table) for rank, table in enumerate(tables)
+                pool.submit(reduce, runs, rank, spec, None if output is None else table)
+                for rank, table in enumerate(tables)
             )
         except BrokenProcessPool as error:
             raise RunError(
-                "a process that counts ended without a message (often: out of memory)",
-                fix="give fewer --ranks, or less --memory-per-rank to each",
+                "a counting process was killed, possibly by the out-of-memory killer",
+                fix="use fewer --ranks, or less --memory-per-rank to each",
             ) from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise RunError(
                     f"the disk filled up while counts were written to {folder}",
                     fix=(
-                        "make room, set TMPDIR to a folder on another disk, or give more with"
+                        "free disk space, set TMPDIR to a folder on another disk, or increase"
                         " --memory-per-rank"
                     ),
                 ) from error
             raise
         if output is not None:
-            sorted_rows = [rows(path, 0, path.stat().st_size, 1 << 18) for path in tables if path]
-            write_table(output, merged(sorted_rows))
-    return combined(maps, sums, spec.top)
+            sorted_rows = [read_rows(path, 0, path.stat().st_size, 1 << 18) for path in tables]
+            write_table(output, merge(sorted_rows))
+    return _combine(maps, sums, spec.top)
 
 
 def _share_cores(num_processes: int) -> None:
@@ -170,7 +174,7 @@ def _share_cores(num_processes: int) -> None:
 
 
 def _results(futures: Iterable[Future[Any]]) -> list[Any]:
-    """The results in order; the first failure ends the wait for the others."""
+    """Return the results in order. Raise the first failure without waiting for the others."""
     submitted = list(futures)
     done = wait(submitted, return_when=FIRST_EXCEPTION).done
     return [future.result() for future in sorted(done, key=submitted.index)]
@@ -179,10 +183,10 @@ def _results(futures: Iterable[Future[Any]]) -> list[Any]:
 def count_shards(
     shards: list[TextShard], spec: CountSpec, folder: Path, num_parts: int
 ) -> MapResult:
-    """The map of one process, and the merging of its runs, which are written into ``folder``.
+    """Run the map phase of one process, and merge its runs, which are in ``folder``.
 
     Raises:
-        ConfigError, RunError: as :func:`~paceline.data.count.shards.texts` does.
+        ConfigError, RunError: see :func:`~paceline.data.count.shards.read_texts`.
     """
     folder.mkdir(parents=True)
     stats = ScanStats()
@@ -203,45 +207,37 @@ def count_shards(
 
 
 def tables(shards: list[TextShard], spec: CountSpec, stats: ScanStats) -> Iterator[dict[str, int]]:
-    """The map: counts of the shards' words, a new table each time ``spec.table_bytes`` are full. A
-    word may be in several."""
-    split = (
-        _Tokens(spec.tokenizer) if spec.by == "tokens" and spec.tokenizer is not None else _Words()
-    )
+    """Run the map phase: yield the counts of the shards' words, as a new table whenever
+    ``spec.table_bytes`` are full. A word may be in several tables."""
+    tokens = _Tokens(spec) if spec.by == "tokens" else None
     table: Counter[Any] = Counter()
     size = 0
-    for text in chain.from_iterable(texts(shard, spec.reading, stats) for shard in shards):
+    for text in chain.from_iterable(read_texts(shard, spec.reading, stats) for shard in shards):
         before = len(table)
-        table.update(split(text, whole=spec.field is not None))
-        # the newest keys are the last
+        table.update(text.split() if tokens is None else tokens.split(text))
+        # Dicts keep their order, so new keys are at the end.
         size += sum(map(sys.getsizeof, islice(reversed(table), len(table) - before)))
         if size + _COUNT_BYTES * len(table) + sys.getsizeof(table) > spec.table_bytes:
             stats.full_tables += 1
-            yield split.named(table)
+            yield table if tokens is None else tokens.with_names(table)
             table, size = Counter(), 0
     if table:
-        yield split.named(table)
-
-
-class _Words:
-    def __call__(self, text: str, whole: bool) -> Iterable[str]:
-        return text.split()
-
-    def named(self, table: Counter[Any]) -> dict[str, int]:
-        return table
+        yield table if tokens is None else tokens.with_names(table)
 
 
 class _Tokens:
-    """Ids of the tokens of a text: of each of its lines (``whole``: of all of it), of long ones by
-    pieces of 2¹⁸ characters. So a count does not depend on where the text was cut into shards."""
+    """Split texts into token ids, by line (with a field by row) and pieces of at most 2¹⁸
+    characters, so that counts do not depend on the shards."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, spec: CountSpec) -> None:
         from paceline.data.text.tokenizer import load_tokenizer
 
-        self.tokenizer = load_tokenizer(folder)
+        assert spec.tokenizer is not None
+        self.tokenizer = load_tokenizer(spec.tokenizer)
+        self.is_row = spec.field is not None
 
-    def __call__(self, text: str, whole: bool) -> Iterable[int]:
-        units = [text] if whole else re.split(r"(?<=\n)", text)
+    def split(self, text: str) -> Iterable[int]:
+        units = [text] if self.is_row else re.split(r"(?<=\n)", text)
         pieces = [
             unit[start : start + _PIECE_CHARS]
             for unit in units
@@ -249,12 +245,12 @@ class _Tokens:
         ]
         return chain.from_iterable(self.tokenizer.encode_batch(pieces, add_special_tokens=False))
 
-    def named(self, table: Counter[Any]) -> dict[str, int]:
+    def with_names(self, table: Counter[Any]) -> dict[str, int]:
         return {self._name(token_id): count for token_id, count in table.items()}
 
     def _name(self, token_id: int) -> str:
-        """The token as the vocabulary writes it. White space in it, which would break the table's
-        lines, is escaped."""
+        """Return the token as it is in the vocabulary, with white space escaped, which would break
+        the lines of the table."""
         token = self.tokenizer.token(token_id)
         if token is None:
             return f"#{token_id}"
@@ -267,41 +263,40 @@ class _Tokens:
 
 
 def reduce(runs: list[Run], part: int, spec: CountSpec, table: Path | None) -> CountResult:
-    """Add up one part of all ``runs``: the figures, and the counts themselves as a run at
-    ``table``, where one is given."""
+    """Add up one part of all ``runs``, and write the counts as a run to ``table`` unless it is
+    None."""
     result = CountResult()
     started = time.perf_counter()
     buffer_bytes = merge_buffer_bytes(spec.memory_bytes)
-    stream = tally(merged([run.part(part, buffer_bytes) for run in runs]), result, spec.top)
+    stream = tally(merge([run.part(part, buffer_bytes) for run in runs]), result, spec.top)
     if table is None:
         deque(stream, maxlen=0)
     else:
         with open(table, "wb") as handle:
-            handle.writelines(lines(stream))
+            handle.writelines(format_rows(stream))
     result.shuffled_bytes = sum(
-        run.part_bytes(part) for number, run in enumerate(runs) if number != part
+        run.part_bytes(part) for rank, run in enumerate(runs) if rank != part
     )
     result.seconds["reduce"] = time.perf_counter() - started
     return result
 
 
 def tally(stream: Iterable[Row], result: CountResult, top: int) -> Iterator[Row]:
-    """The rows of ``stream``, each word once; ``result`` gets their figures on the way."""
-    heap: list[tuple[int, _Later]] = []
-    for word, count in stream:
+    """Yield the rows of ``stream``, which has each key once, and add their counts to ``result``."""
+    heap: list[tuple[int, _ReversedBytes]] = []
+    for key, count in stream:
         result.total += count
         result.distinct += 1
         if len(heap) < top:
-            heapq.heappush(heap, (count, _Later(word)))
+            heapq.heappush(heap, (count, _ReversedBytes(key)))
         elif heap and count >= heap[0][0]:
-            heapq.heappushpop(heap, (count, _Later(word)))
-        yield word, count
-    result.top = [(decoded(word), count) for count, word in sorted(heap, reverse=True)]
+            heapq.heappushpop(heap, (count, _ReversedBytes(key)))
+        yield key, count
+    result.top = [(decode(key), count) for count, key in sorted(heap, reverse=True)]
 
 
-class _Later(bytes):
-    """A word that is the smaller the later it comes in the order of words: of equal counts the
-    first word is the best."""
+class _ReversedBytes(bytes):
+    """Bytes with the reverse order: of words with equal counts the first ranks highest."""
 
     def __lt__(self, other: bytes) -> bool:
         return bytes.__gt__(self, other)
@@ -310,8 +305,8 @@ class _Later(bytes):
         return bytes.__lt__(self, other)
 
 
-def combined(maps: list[MapResult], sums: list[CountResult], top: int) -> CountResult:
-    """The figures of all processes as one: their words are disjoint."""
+def _combine(maps: list[MapResult], sums: list[CountResult], top: int) -> CountResult:
+    """Combine the results of all processes, whose words are disjoint."""
     best = (entry for part in sums for entry in part.top)
     return CountResult(
         total=sum(part.total for part in sums),
@@ -330,15 +325,15 @@ def combined(maps: list[MapResult], sums: list[CountResult], top: int) -> CountR
 
 
 def write_table(output: Path, stream: Iterable[Row]) -> None:
-    """The whole table as UTF-8 lines ``word <tab> count``, whole or not at all. Lone surrogates,
-    which JSON can hold and UTF-8 cannot, are written as ``\\udXXX``."""
-    aside = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    """Write the table as UTF-8 lines ``word <tab> count``, completely or not at all. Lone
+    surrogates, which are valid in JSON but not in UTF-8, are written as ``\\udXXX``."""
+    staging = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        with open(aside, "wb") as handle:
-            for batch in lines(stream):
-                handle.write(decoded(batch).encode("utf-8", "backslashreplace"))
+        with open(staging, "wb") as handle:
+            for batch in format_rows(stream):
+                handle.write(decode(batch).encode("utf-8", "backslashreplace"))
             handle.flush()
             os.fsync(handle.fileno())
-        os.replace(aside, output)
+        os.replace(staging, output)
     finally:
-        aside.unlink(missing_ok=True)
+        staging.unlink(missing_ok=True)

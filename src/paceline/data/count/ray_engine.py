@@ -1,5 +1,5 @@
-"""`paceline data count --engine ray`: the same job on Ray Data, which also runs it beyond one
-machine. An optional extra."""
+"""Engine `ray` of `paceline data count`: the same job on Ray Data, also on several machines.
+Requires the optional extra `ray`."""
 
 import json
 import logging
@@ -20,14 +20,14 @@ import numpy as np
 from paceline.core.errors import ConfigError, PacelineError, RunError
 from paceline.core.processes import temporary_environment
 from paceline.data.count.job import CountResult, CountSpec, tables, tally, write_table
-from paceline.data.count.runs import Row, encoded
+from paceline.data.count.runs import Row, encode
 from paceline.data.count.shards import ScanStats, TextShard, plan_shards
 
 _SHARD_BYTES = 64 << 20
 _STORE_BYTES = 128 << 20
 _BATCH_ROWS = 1 << 16
-#: A key that begins with a line end is no word, but what a map task reports beside its counts:
-#: [full tables, spilled bytes, replaced stretches, error] as JSON.
+#: Prefix of a key that is not a word but the report of a map task: [full tables, spilled bytes,
+#: replaced sequences, error] as JSON.
 _REPORT = b"\n"
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -39,40 +39,41 @@ _QUIET = {
 
 
 def check_ray() -> None:
-    """Before anything is started.
+    """Check that Ray is installed.
 
     Raises:
-        ConfigError: Ray is not installed.
+        ConfigError: it is not.
     """
     if find_spec("ray") is None or find_spec("pyarrow") is None:
         raise ConfigError(
-            "`--engine ray` needs Ray, which is not installed",
-            allowed="local, or ray where it is installed",
-            fix='install it with `pip install "paceline[ray]"`, or leave --engine out',
+            "`--engine ray` requires Ray, which is not installed",
+            allowed="local, or ray if it is installed",
+            fix='install it with `pip install "paceline[ray]"`, or remove --engine',
         )
 
 
 def count_on_ray(spec: CountSpec, num_cpus: int, output: Path | None) -> CountResult:
-    """Count on Ray Data: on the cluster that RAY_ADDRESS names, else on ``num_cpus`` processes of
-    this machine. The table goes to ``output``, where one is given.
+    """Count on Ray Data: on the cluster of RAY_ADDRESS, else on ``num_cpus`` processes of this
+    machine. Write the table to ``output`` unless it is None.
 
     Raises:
-        ConfigError, RunError: as the local engine does.
+        ConfigError, RunError: see :func:`~paceline.data.count.job.count_locally`.
     """
-    # Ray writes to its log as it starts; what a person sees is ours to say.
+    # Ray must not print its own messages.
     quiet = {name: value for name, value in _QUIET.items() if name not in os.environ}
     with temporary_environment(quiet), _cluster(num_cpus) as ray:
         started = time.perf_counter()
-        result, words = CountResult(), _dataset(ray, spec, num_cpus, output is not None)
+        result = CountResult()
+        dataset = _dataset(ray, spec, num_cpus, is_sorted=output is not None)
         try:
-            stream = tally(_rows(words, result), result, spec.top)
+            stream = tally(_rows(dataset, result), result, spec.top)
             if output is not None:
                 write_table(output, stream)
             else:
                 deque(stream, maxlen=0)
         except PacelineError:
             raise
-        except Exception as error:  # whatever Ray raises: its tasks' errors come in many wrappings
+        except Exception as error:  # Ray wraps the errors of its tasks in many types
             text = str(error).strip().splitlines()
             raise RunError(f"Ray failed: {text[-1] if text else type(error).__name__}") from error
         result.seconds = {"all": time.perf_counter() - started}
@@ -87,7 +88,7 @@ def _dataset(ray: Any, spec: CountSpec, num_cpus: int, is_sorted: bool) -> Any:
             "path": str(shard.path.absolute()),
             "start": shard.start,
             "stop": shard.stop,
-            "whole": shard.whole,
+            "is_compressed": shard.is_compressed,
         }
         for share in shares
         for shard in share
@@ -95,50 +96,46 @@ def _dataset(ray: Any, spec: CountSpec, num_cpus: int, is_sorted: bool) -> Any:
     mapped = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         map_shards, fn_args=(spec,), batch_size=1, batch_format="numpy"
     )
-    words = mapped.groupby(
-        "word", num_partitions=min(200, max(num_cpus, -(-total // _SHARD_BYTES)))
-    ).sum("count")
-    return words.sort("word") if is_sorted else words
+    num_partitions = min(200, max(num_cpus, -(-total // _SHARD_BYTES)))
+    counts = mapped.groupby("word", num_partitions=num_partitions).sum("count")
+    return counts.sort("word") if is_sorted else counts
 
 
 def map_shards(batch: dict[str, np.ndarray], spec: CountSpec) -> Iterator[dict[str, np.ndarray]]:
-    """The map task: batches of ``word`` and ``count`` of the shards in ``batch``, and a report."""
-    columns = (batch[name] for name in ("path", "start", "stop", "whole"))
+    """Run a map task: yield batches of ``word`` and ``count`` of the shards in ``batch``, and a
+    report."""
+    columns = (batch[name] for name in ("path", "start", "stop", "is_compressed"))
     shards = [
-        TextShard(Path(path), int(start), int(stop), bool(whole))
-        for path, start, stop, whole in zip(*columns, strict=True)
+        TextShard(Path(path), int(start), int(stop), bool(is_compressed))
+        for path, start, stop, is_compressed in zip(*columns, strict=True)
     ]
     stats = ScanStats()
     size = 0
     failure = None
     try:
         for table in tables(shards, spec, stats):
-            words = [encoded(word) for word in table]
-            size += sum(map(len, words))
-            yield _batch(words, list(table.values()))
+            keys = list(map(encode, table))
+            size += sum(map(len, keys))
+            yield _batch(keys, list(table.values()))
     except PacelineError as error:
         failure = [isinstance(error, ConfigError), error.what, error.allowed, error.fix]
     report = [stats.full_tables, size if stats.full_tables else 0, stats.replaced, failure]
     yield _batch([_REPORT + json.dumps(report).encode()], [1])
 
 
-def _batch(words: list[bytes], counts: list[int]) -> dict[str, np.ndarray]:
-    return {
-        "word": np.array(words, dtype=object),
-        "count": np.array(counts, dtype=np.int64),
-    }
+def _batch(keys: list[bytes], counts: list[int]) -> dict[str, np.ndarray]:
+    return {"word": np.array(keys, dtype=object), "count": np.array(counts, dtype=np.int64)}
 
 
-def _rows(words: Any, result: CountResult) -> Iterator[Row]:
-    """The words with their counts; ``result`` gets what the map tasks report."""
-    for batch in words.iter_batches(batch_size=_BATCH_ROWS, batch_format="pyarrow"):
-        for word, count in zip(
-            batch["word"].to_pylist(), batch["sum(count)"].to_pylist(), strict=True
-        ):
-            if word.startswith(_REPORT):
-                _add_report(word, count, result)
+def _rows(dataset: Any, result: CountResult) -> Iterator[Row]:
+    """Yield the keys with their counts, and add the reports of the map tasks to ``result``."""
+    for batch in dataset.iter_batches(batch_size=_BATCH_ROWS, batch_format="pyarrow"):
+        keys, counts = batch["word"].to_pylist(), batch["sum(count)"].to_pylist()
+        for key, count in zip(keys, counts, strict=True):
+            if key.startswith(_REPORT):
+                _add_report(key, count, result)
             else:
-                yield word, count
+                yield key, count
 
 
 def _add_report(key: bytes, num_tasks: int, result: CountResult) -> None:
@@ -153,7 +150,7 @@ def _add_report(key: bytes, num_tasks: int, result: CountResult) -> None:
 
 @contextmanager
 def _cluster(num_cpus: int) -> Iterator[Any]:
-    """Ray, connected; shut down at the end, its processes ended and its folder removed."""
+    """Connect to Ray or start it. Shut it down and remove its folder at the end."""
     import ray
     import ray.data
 
@@ -166,7 +163,7 @@ def _cluster(num_cpus: int) -> Iterator[Any]:
         if address:
             start(address)
         else:
-            # Sockets are made in it, and a socket's path is short.
+            # The folder has sockets, whose paths must be short.
             base = tempfile.gettempdir()
             folder = tempfile.mkdtemp(prefix="pl-ray-", dir=base if len(base) < 20 else "/tmp")
             start(

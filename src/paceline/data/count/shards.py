@@ -1,5 +1,4 @@
-"""Texts to count, cut into shards: byte ranges of files, between words or lines, so that nothing is
-cut in two."""
+"""Split texts into shards, which are byte ranges of files. Shards end between words or lines."""
 
 import gzip
 import json
@@ -14,7 +13,7 @@ from typing import IO, Any, Literal
 from paceline.core.errors import ConfigError, RunError
 from paceline.core.files import human_bytes
 
-_LOOK_BYTES = 4096
+_FIRST_READ_BYTES = 4096
 _BOM = b"\xef\xbb\xbf"
 _REPLACEMENT = "\ufffd"
 
@@ -23,15 +22,15 @@ Errors = Literal["strict", "replace"]
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How bytes become texts.
+    """How to convert bytes to texts.
 
     Args:
         lines: texts end at line ends; otherwise at white space.
         field: each line is a JSON object, and this key of it is the text; None: the file is the
             text.
-        errors: what is done with bytes that are not UTF-8.
-        chunk_bytes: read at a time.
-        longest_bytes: of one word (one line with ``lines``): it has to be held in memory.
+        errors: handling of bytes that are not UTF-8.
+        chunk_bytes: number of bytes to read at a time.
+        longest_bytes: maximum size of a word (with ``lines`` of a line), which must fit in memory.
     """
 
     lines: bool = False
@@ -47,19 +46,19 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class TextShard:
-    """Bytes [start, stop) of a file, as planned: what is read begins and ends at the next edge.
-    ``whole``: a compressed file, which can only be read from its beginning."""
+    """Planned bytes [start, stop) of a file. Reading starts and ends at the next edge.
+    ``is_compressed``: the file can only be read from its start."""
 
     path: Path
     start: int
     stop: int
-    whole: bool = False
+    is_compressed: bool = False
 
 
 @dataclass
 class ScanStats:
-    """What a process met while it read: ``size_bytes`` of text, the ``replaced`` stretches that
-    were not UTF-8, and the tables written to disk because they were full."""
+    """Counts of one process: ``size_bytes`` of text, ``replaced`` sequences that were not UTF-8,
+    and tables written to disk because they were full."""
 
     size_bytes: int = 0
     replaced: int = 0
@@ -67,18 +66,18 @@ class ScanStats:
 
 
 def plan_shards(files: list[tuple[Path, int]], num_shards: int) -> list[list[TextShard]]:
-    """Equal shares of the bytes of ``files`` (path, size), one list of shards a share. A compressed
-    file goes to the share in which it begins."""
+    """Split the bytes of ``files`` (path, size) into equal shares, each a list of shards. A
+    compressed file belongs to the share in which it starts."""
     total = sum(size for _, size in files)
-    edges = [total * number // num_shards for number in range(num_shards + 1)]
+    edges = [total * index // num_shards for index in range(num_shards + 1)]
     shares: list[list[TextShard]] = [[] for _ in range(num_shards)]
     offset = 0
     for path, size in files:
-        for number, share in enumerate(shares):
-            low, high = edges[number] - offset, edges[number + 1] - offset
+        for index, share in enumerate(shares):
+            low, high = edges[index] - offset, edges[index + 1] - offset
             if is_compressed(path):
                 if size and low <= 0 < high:
-                    share.append(TextShard(path, 0, size, whole=True))
+                    share.append(TextShard(path, 0, size, is_compressed=True))
             elif max(low, 0) < min(high, size):
                 share.append(TextShard(path, max(low, 0), min(high, size)))
         offset += size
@@ -91,68 +90,66 @@ def is_compressed(path: Path) -> bool:
 
 @cache
 def white_space() -> re.Pattern[bytes]:
-    """What ``str.split()`` splits at, in UTF-8. Each form starts with a byte that never continues a
-    character, so it is found in the bytes as they are."""
+    """Return a pattern for the white space at which ``str.split()`` splits, in UTF-8. Each match
+    starts with a byte that never continues a character, so the pattern can search raw bytes."""
     forms = (chr(code).encode() for code in range(0x10000) if chr(code).isspace())
     return re.compile(b"|".join(re.escape(form) for form in forms))
 
 
-def next_edge(handle: IO[bytes], at: int, size: int, reading: ReadOptions) -> int:
-    """The first place at or after byte ``at`` where the text may be cut. Both neighbours of a shard
-    find the same.
+def next_edge(handle: IO[bytes], offset: int, size: int, reading: ReadOptions) -> int:
+    """Return the first position at or after ``offset`` where the text may be split. Both neighbors
+    of an edge compute the same.
 
     Raises:
-        RunError: none within ``longest_bytes``.
+        RunError: there is none within ``longest_bytes``.
     """
-    if at <= 0:
+    if offset <= 0:
         return 0
-    handle.seek(at)
-    look, seen = _LOOK_BYTES, b""
-    while at + len(seen) < size:
-        block = handle.read(look)
+    handle.seek(offset)
+    scanned = b""
+    while offset + len(scanned) < size:
+        block = handle.read(len(scanned) or _FIRST_READ_BYTES)
         if not block:
             break
-        begin = max(0, len(seen) - 2)  # white space has up to three bytes
-        seen += block
+        start = max(0, len(scanned) - 2)  # white space has up to three bytes
+        scanned += block
         if reading.at_line_ends:
-            line_end = seen.find(b"\n", begin)
+            line_end = scanned.find(b"\n", start)
             if line_end >= 0:
-                return at + line_end + 1
-        elif match := white_space().search(seen, begin):
-            return at + match.start()
-        if len(seen) > reading.longest_bytes:
-            raise _too_long(handle.name, at, reading)
-        look = len(seen)
+                return offset + line_end + 1
+        elif match := white_space().search(scanned, start):
+            return offset + match.start()
+        if len(scanned) > reading.longest_bytes:
+            raise _too_long(handle.name, offset, reading)
     return size
 
 
-def texts(shard: TextShard, reading: ReadOptions, stats: ScanStats) -> Iterator[str]:
-    """The texts of a shard; none of them ends within a word, nor within a line with ``lines``. With
-    a field one text a row.
+def read_texts(shard: TextShard, reading: ReadOptions, stats: ScanStats) -> Iterator[str]:
+    """Yield the texts of a shard. None of them ends within a word, or with ``lines`` within a line.
+    With a field, each row is one text.
 
     Raises:
-        ConfigError: bytes that are not UTF-8, a row that is not as it must be, a broken compressed
-            file.
-        RunError: a word too long for the memory; a file that has changed.
+        ConfigError: the bytes are not UTF-8, a row is malformed, or a compressed file is corrupt.
+        RunError: a word does not fit in memory, or the file has changed.
     """
     for offset, chunk in _chunks(shard, reading):
         stats.size_bytes += len(chunk)
         if reading.field is None:
-            yield _decoded(chunk, shard.path, offset, reading, stats)
+            yield _decode(chunk, shard.path, offset, reading, stats)
         else:
             yield from _rows(chunk, shard.path, offset, reading, stats)
 
 
 def _chunks(shard: TextShard, reading: ReadOptions) -> Iterator[tuple[int, bytes]]:
-    """(place in the file, bytes), each cut at an edge."""
-    if shard.whole:
+    """Yield (offset in the file, bytes), each ending at an edge."""
+    if shard.is_compressed:
         try:
             with gzip.open(shard.path, "rb") as stream:
-                yield from _cut(stream, 0, None, shard.path, reading)
+                yield from _split(stream, 0, None, shard.path, reading)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ConfigError(
-                f"`{shard.path}` is no whole gzip file: {error}",
-                fix="check the file, or copy it anew",
+                f"`{shard.path}` is not a complete gzip file: {error}",
+                fix="check the file or copy it again",
             ) from error
         return
     size = shard.path.stat().st_size
@@ -162,17 +159,21 @@ def _chunks(shard: TextShard, reading: ReadOptions) -> Iterator[tuple[int, bytes
         start = next_edge(handle, shard.start, size, reading)
         stop = size if shard.stop >= size else next_edge(handle, shard.stop, size, reading)
         handle.seek(start)
-        yield from _cut(handle, start, stop, shard.path, reading)
+        yield from _split(handle, start, stop, shard.path, reading)
 
 
-def _cut(
-    stream: IO[bytes] | gzip.GzipFile, at: int, stop: int | None, path: Path, reading: ReadOptions
+def _split(
+    stream: IO[bytes] | gzip.GzipFile,
+    offset: int,
+    stop: int | None,
+    path: Path,
+    reading: ReadOptions,
 ) -> Iterator[tuple[int, bytes]]:
-    held: list[bytes] = []
-    begin = at  # where what is held begins
-    while stop is None or at < stop:
+    pending: list[bytes] = []
+    start = offset  # of the pending bytes
+    while stop is None or offset < stop:
         block = stream.read(
-            reading.chunk_bytes if stop is None else min(reading.chunk_bytes, stop - at)
+            reading.chunk_bytes if stop is None else min(reading.chunk_bytes, stop - offset)
         )
         if not block:
             if stop is not None:
@@ -180,17 +181,17 @@ def _cut(
             break
         edge = _last_edge(block, reading)
         if edge < 0:
-            held.append(block)
-            if at + len(block) - begin > reading.longest_bytes:
-                raise _too_long(str(path), begin, reading)
+            pending.append(block)
+            if offset + len(block) - start > reading.longest_bytes:
+                raise _too_long(str(path), start, reading)
         else:
-            chunk = b"".join([*held, block[:edge]])
-            yield begin, chunk
-            begin += len(chunk)
-            held = [block[edge:]]
-        at += len(block)
-    if any(held):
-        yield begin, b"".join(held)
+            chunk = b"".join([*pending, block[:edge]])
+            yield start, chunk
+            start += len(chunk)
+            pending = [block[edge:]]
+        offset += len(block)
+    if any(pending):
+        yield start, b"".join(pending)
 
 
 def _last_edge(block: bytes, reading: ReadOptions) -> int:
@@ -202,7 +203,7 @@ def _last_edge(block: bytes, reading: ReadOptions) -> int:
     return edge
 
 
-def _decoded(raw: bytes, path: Path, offset: int, reading: ReadOptions, stats: ScanStats) -> str:
+def _decode(raw: bytes, path: Path, offset: int, reading: ReadOptions, stats: ScanStats) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -210,9 +211,9 @@ def _decoded(raw: bytes, path: Path, offset: int, reading: ReadOptions, stats: S
             raise ConfigError(
                 f"`{path}` is not UTF-8 text: byte {raw[error.start]:#04x} at offset"
                 f" {offset + error.start:,}"
-                + (" of the text it holds" if is_compressed(path) else ""),
+                + (" of the decompressed text" if is_compressed(path) else ""),
                 fix=(
-                    f"convert the file, e.g. `iconv -f latin1 -t utf-8 {path.name}`, or give"
+                    f"convert the file, e.g. `iconv -f latin1 -t utf-8 {path.name}`, or set"
                     " `--decode-errors replace`"
                 ),
             ) from error
@@ -227,7 +228,7 @@ def _rows(
     for raw in chunk.split(b"\n"):
         line = raw.removeprefix(_BOM) if offset == 0 else raw
         if line.strip():
-            text = _decoded(line, path, offset + len(raw) - len(line), reading, stats)
+            text = _decode(line, path, offset + len(raw) - len(line), reading, stats)
             yield _field_of(text, path, offset, reading.field or "")
         offset += len(raw) + 1
 
@@ -238,35 +239,32 @@ def _field_of(line: str, path: Path, offset: int, name: str) -> str:
         row: Any = json.loads(line)
     except ValueError as error:
         raise ConfigError(
-            f"{place} is no valid JSON: {getattr(error, 'msg', error)}",
-            allowed="JSON lines, one object a line",
-            fix="correct that line, or leave --field out to count the file as plain text",
+            f"{place} is not valid JSON: {getattr(error, 'msg', error)}",
+            allowed="JSON lines, one object per line",
+            fix="correct this line, or remove --field to count the file as plain text",
         ) from error
     if not isinstance(row, dict) or not isinstance(row.get(name), str):
-        has = (
-            ", ".join(f"{key} ({type(value).__name__})" for key, value in row.items())
-            if isinstance(row, dict)
-            else ""
-        )
+        columns = row if isinstance(row, dict) else {}
+        shown = ", ".join(f"{key} ({type(value).__name__})" for key, value in columns.items())
         raise ConfigError(
             f"{place} has no text `{name}`",
-            allowed="a key whose value is a string" + (f"; found: {has}" if has else ""),
-            fix="name another one with --field",
+            allowed="a key whose value is a string" + (f"; found: {shown}" if shown else ""),
+            fix="select another key with --field",
         )
     return str(row[name])
 
 
-def _too_long(path: str, at: int, reading: ReadOptions) -> RunError:
-    what = "line" if reading.at_line_ends else "stretch without white space"
+def _too_long(path: str, offset: int, reading: ReadOptions) -> RunError:
+    unit = "line" if reading.at_line_ends else "sequence without white space"
     return RunError(
-        f"`{path}` has a {what} of more than {human_bytes(reading.longest_bytes)} around offset"
-        f" {at:,}: too much to hold",
-        fix="give more with --memory-per-rank",
+        f"`{path}` has a {unit} of more than {human_bytes(reading.longest_bytes)} near offset"
+        f" {offset:,}, which does not fit in memory",
+        fix="increase --memory-per-rank",
     )
 
 
 def _changed(path: Path) -> RunError:
     return RunError(
-        f"`{path}` became shorter while it was read",
-        fix="count it when nothing writes to it any more",
+        f"`{path}` was truncated while it was read",
+        fix="run the command again when no other process writes to the file",
     )

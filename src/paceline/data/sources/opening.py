@@ -1,15 +1,18 @@
 """Open data files that may be compressed (gzip, bzip2, xz, zstd) and may be UTF-8 or UTF-16
 text."""
 
+import bz2
 import codecs
+import gzip
 import io
+import lzma
 import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 from paceline.core.errors import ConfigError, first_line
 
@@ -64,6 +67,20 @@ class Position:
         return min(1.0, self._current())
 
 
+def _open_zstd(raw: IO[bytes]) -> IO[bytes]:
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.input_stream(raw, compression="zstd"), 1 << 18)
+
+
+_OPENERS: dict[str, Callable[[IO[bytes]], Any]] = {
+    "gzip": gzip.open,
+    "bzip2": bz2.open,
+    "xz": lzma.open,
+    "zstd": _open_zstd,
+}
+
+
 @contextmanager
 def open_data(path: Path, position: Position | None = None) -> Iterator[IO[bytes]]:
     """Open a file for reading bytes. It is decompressed if its first bytes are those of a
@@ -76,8 +93,6 @@ def open_data(path: Path, position: Position | None = None) -> Iterator[IO[bytes
         ConfigError: the compressed data is damaged or incomplete; also raised for errors inside the
             ``with`` block.
     """
-    import lzma
-
     kind = compression_of(path)
     raw = open(path, "rb")  # noqa: SIM115  (closed below)
     handle: IO[bytes] = raw
@@ -85,7 +100,8 @@ def open_data(path: Path, position: Position | None = None) -> Iterator[IO[bytes
         size = max(1, os.fstat(raw.fileno()).st_size)
         if position is not None:
             position.follow(lambda: 1.0 if raw.closed else raw.tell() / size)
-        handle = _decompressed(raw, kind)
+        if kind is not None:
+            handle = _OPENERS[kind](raw)
         yield handle
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         if kind is None:
@@ -105,45 +121,6 @@ def compression_of(path: Path) -> str | None:
     with open(path, "rb") as handle:
         head = handle.read(6)
     return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), None)
-
-
-def _decompressed(raw: IO[bytes], kind: str | None) -> IO[bytes]:
-    if kind == "gzip":
-        import gzip
-
-        return cast("IO[bytes]", gzip.GzipFile(fileobj=raw, mode="rb"))
-    if kind == "bzip2":
-        import bz2
-
-        return bz2.BZ2File(raw)
-    if kind == "xz":
-        import lzma
-
-        return lzma.LZMAFile(raw)
-    if kind == "zstd":
-        import pyarrow as pa
-
-        return io.BufferedReader(_Stream(pa.input_stream(raw, compression="zstd")), 1 << 18)
-    return raw
-
-
-class _Stream(io.RawIOBase):
-    """Adapt a pyarrow stream to :class:`io.RawIOBase`."""
-
-    def __init__(self, source: Any) -> None:
-        self._source = source
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._source.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        self._source.close()
-        super().close()
 
 
 def encoding_of(head: bytes, path: Path) -> str:

@@ -19,9 +19,11 @@ from paceline.data.text.chunks import (
     EncodedChunk,
     RowCounts,
     Setup,
+    encode_chunks,
     make_chunks,
     make_converter,
     make_encoder,
+    start_workers,
 )
 from paceline.data.text.encode import Encoder
 from paceline.data.text.formats import FORMATS, RowConverter, matching_formats
@@ -29,7 +31,6 @@ from paceline.data.text.refused_rows import MEDIA
 from paceline.data.text.templates import TemplateChoice
 from paceline.data.text.token_dataset import TokenWriter
 from paceline.data.text.tokenizer import load_tokenizer
-from paceline.data.text.workers import encode_chunks, start_workers
 from paceline.distributed.devices import cpu_cores
 
 #: For less text, starting worker processes takes longer than encoding.

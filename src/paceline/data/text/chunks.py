@@ -1,10 +1,19 @@
-"""Split the rows of sources into chunks and encode them. Chunks are encoded independently of each
-other."""
+"""Split the rows of sources into chunks, and encode these in this process or in several worker
+processes.
+
+Chunks are encoded independently of each other and returned in order, so the number of workers and
+their speed affect neither tokens nor counts.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import os
+import pickle
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +21,8 @@ from typing import Any
 import numpy as np
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError
+from paceline.core.errors import ConfigError, RunError
+from paceline.core.stop import poll
 from paceline.data.counts import DataCounts
 from paceline.data.sources.readers import DOCUMENT, LineBlock
 from paceline.data.sources.resolve import Place, ResolvedSource, rows_of_block
@@ -21,10 +31,12 @@ from paceline.data.text.chat_template import ChatTemplate
 from paceline.data.text.encode import Encoded, Encoder
 from paceline.data.text.formats import RowConverter, Sample
 from paceline.data.text.tokenizer import LoadedTokenizer, load_tokenizer
+from paceline.data.worker_pool import worker_pool
 
 TOO_LONG, NO_ANSWER = "longer than max_length", "no answer left after truncation"
 NO_LABELS = "no trainable tokens"
 _CHUNK_ROWS, _CHUNK_CHARS = 256, 2 << 20
+_CHUNKS_AHEAD = 4  # per worker: chunks that may wait for an earlier one
 
 
 @dataclass
@@ -103,10 +115,11 @@ class Chunk:
 
 @dataclass
 class EncodedChunk:
-    """The concatenated samples of a chunk, with counters.
+    """The samples of a chunk, with counters.
 
     Args:
-        tokens, mask: int32 and bool values as bytes.
+        max_length, drops_overlong: the limit of a sample, and whether longer ones are dropped.
+        tokens, mask: int32 and bool values of each sample as bytes.
         lengths, label_counts: of each sample, as in
             :class:`paceline.data.text.token_dataset.TokenDataset`.
         converted: the counters of the :class:`RowConverter`, by name.
@@ -115,14 +128,54 @@ class EncodedChunk:
 
     source: int
     size_bytes: int
-    tokens: bytes
-    mask: bytes
-    lengths: list[int]
-    label_counts: list[int]
-    counts: RowCounts
-    converted: dict[str, Counter[Any]]
-    facts: Counter[str]
-    refusals: Counter[str]
+    max_length: int
+    drops_overlong: bool
+    tokens: list[bytes] = field(default_factory=list)
+    mask: list[bytes] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    label_counts: list[int] = field(default_factory=list)
+    counts: RowCounts = field(default_factory=RowCounts)
+    converted: dict[str, Counter[Any]] = field(default_factory=dict)
+    facts: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+
+    def add(self, encoded: Encoded, place: Place) -> None:
+        """Add a sample, truncate or drop it."""
+        ids, mask, counts = encoded.input_ids, encoded.labels_mask, self.counts
+        if not mask[1:].any():
+            counts.drop(NO_LABELS, place)
+            return
+        if len(ids) > self.max_length:
+            counts.shortest_overlong = min(len(ids), counts.shortest_overlong or len(ids))
+            if self.drops_overlong:
+                counts.drop(TOO_LONG, place)
+                return
+            ids, mask = ids[: self.max_length], mask[: self.max_length]
+            if not mask[1:].any():
+                counts.drop(NO_ANSWER, place)
+                return
+            counts.truncated += 1
+        counts.kept += 1
+        counts.excluded_turns += encoded.excluded_turns
+        self._append(ids, mask)
+
+    def cut(self, encoded: Encoded) -> None:
+        """Cut a document into consecutive samples, the last one shorter. A single token is dropped,
+        because it has nothing to predict."""
+        self.counts.kept += 1
+        self.counts.documents_cut += len(encoded.input_ids) > self.max_length
+        for start in range(0, len(encoded.input_ids), self.max_length):
+            ids = encoded.input_ids[start : start + self.max_length]
+            if len(ids) < 2:
+                self.counts.lone_tokens += 1
+                continue
+            self._append(ids, encoded.labels_mask[start : start + self.max_length])
+
+    def _append(self, ids: np.ndarray, mask: np.ndarray) -> None:
+        self.tokens.append(np.ascontiguousarray(ids, dtype=np.int32).tobytes())
+        self.mask.append(np.ascontiguousarray(mask, dtype=np.bool_).tobytes())
+        self.lengths.append(len(ids))
+        self.label_counts.append(int(np.count_nonzero(mask[1:])))
 
 
 @dataclass(frozen=True)
@@ -214,78 +267,113 @@ class ChunkEncoder:
     def __call__(self, chunk: Chunk) -> EncodedChunk:
         converter = make_converter(self.sources[chunk.source], self.encoder, self.config)
         self.encoder.facts, self.encoder.refusals = Counter(), Counter()
-        samples = _Samples(self.config)
+        args = self.config.train_args
+        result = EncodedChunk(
+            chunk.source, chunk.size_bytes, args.max_length, args.truncation_strategy == "drop"
+        )
         places: list[Place] = []
-        converted: list[Sample] = []
+        samples: list[Sample] = []
         for place, row in chunk.rows():
-            samples.counts.read += 1
+            result.counts.read += 1
             try:
-                converted.append(converter(row))
+                samples.append(converter(row))
                 places.append(place)
             except MalformedRow as reason:
-                samples.counts.drop(str(reason), place)
+                result.counts.drop(str(reason), place)
             except Unsupported as error:
                 raise unsupported_row(error, place) from None
-        for place, encoded in zip(places, self.encoder(converted), strict=True):
+        for place, encoded in zip(places, self.encoder(samples), strict=True):
             if isinstance(encoded, str):
-                samples.counts.drop(encoded, place)
+                result.counts.drop(encoded, place)
             elif encoded.is_document:
-                samples.cut(encoded)
+                result.cut(encoded)
             else:
-                samples.add(encoded, place)
-        return EncodedChunk(
-            chunk.source, chunk.size_bytes, b"".join(samples.tokens), b"".join(samples.mask),
-            samples.lengths, samples.label_counts, samples.counts,
-            {name: getattr(converter, name) for name in COUNTERS},
-            self.encoder.facts, self.encoder.refusals,
-        )  # fmt: skip
+                result.add(encoded, place)
+        result.converted = {name: getattr(converter, name) for name in COUNTERS}
+        result.facts, result.refusals = self.encoder.facts, self.encoder.refusals
+        return result
 
 
-class _Samples:
-    """Collect the samples of a chunk and count its rows."""
+def encode_chunks(
+    chunks: Iterable[Chunk],
+    setup: Setup,
+    encoder: Encoder,
+    pool: ProcessPoolExecutor | None,
+    num_workers: int,
+    setup_file: Path,
+) -> Iterator[EncodedChunk]:
+    """Yield the encoded chunks in the order of ``chunks``.
 
-    def __init__(self, config: Config) -> None:
-        self.limit = config.train_args.max_length
-        self.drops_overlong = config.train_args.truncation_strategy == "drop"
-        self.counts = RowCounts()
-        self.tokens: list[bytes] = []
-        self.mask: list[bytes] = []
-        self.lengths: list[int] = []
-        self.label_counts: list[int] = []
+    Args:
+        encoder: used if this process encodes them.
+        pool: the result of :func:`start_workers`; None to encode in this process.
+        setup_file: the path at which ``setup`` is stored for the worker processes.
 
-    def add(self, encoded: Encoded, place: Place) -> None:
-        ids, mask, counts = encoded.input_ids, encoded.labels_mask, self.counts
-        if not mask[1:].any():
-            counts.drop(NO_LABELS, place)
-            return
-        if len(ids) > self.limit:
-            counts.shortest_overlong = min(len(ids), counts.shortest_overlong or len(ids))
-            if self.drops_overlong:
-                counts.drop(TOO_LONG, place)
-                return
-            ids, mask = ids[: self.limit], mask[: self.limit]
-            if not mask[1:].any():
-                counts.drop(NO_ANSWER, place)
-                return
-            counts.truncated += 1
-        counts.kept += 1
-        counts.excluded_turns += encoded.excluded_turns
-        self._append(ids, mask)
+    Raises:
+        ConfigError: the data cannot be used because of a row; of several, the first in row order.
+        RunError: a worker process was killed.
+    """
+    if pool is None:
+        encode = ChunkEncoder(setup, encoder)
+        for chunk in chunks:
+            poll()
+            yield encode(chunk)
+        return
+    # A pipe cannot buffer a tokenizer, so sending it would wait for each process in turn.
+    setup_file.write_bytes(pickle.dumps(setup))
+    try:
+        yield from _in_order(pool, num_workers, chunks, setup_file)
+    except BrokenProcessPool as error:
+        raise RunError(
+            "a worker process that tokenizes the data was killed, possibly by the out-of-memory"
+            " killer",
+            fix="free memory and run the command again; no tokens were stored",
+        ) from error
+    finally:
+        setup_file.unlink(missing_ok=True)
 
-    def cut(self, encoded: Encoded) -> None:
-        """Cut a document into consecutive samples, the last one shorter. A single token is dropped,
-        because it has nothing to predict."""
-        self.counts.kept += 1
-        self.counts.documents_cut += len(encoded.input_ids) > self.limit
-        for start in range(0, len(encoded.input_ids), self.limit):
-            ids = encoded.input_ids[start : start + self.limit]
-            if len(ids) < 2:
-                self.counts.lone_tokens += 1
-                continue
-            self._append(ids, encoded.labels_mask[start : start + self.limit])
 
-    def _append(self, ids: np.ndarray, mask: np.ndarray) -> None:
-        self.tokens.append(np.ascontiguousarray(ids, dtype=np.int32).tobytes())
-        self.mask.append(np.ascontiguousarray(mask, dtype=np.bool_).tobytes())
-        self.lengths.append(len(ids))
-        self.label_counts.append(int(np.count_nonzero(mask[1:])))
+def _in_order(
+    pool: ProcessPoolExecutor, num_workers: int, chunks: Iterable[Chunk], setup_file: Path
+) -> Iterator[EncodedChunk]:
+    pending: deque[Future[EncodedChunk]] = deque()
+    read_errors = []
+
+    def readable_chunks() -> Iterator[Chunk]:
+        try:
+            yield from chunks
+        except ConfigError as error:  # raised after the errors of earlier rows
+            read_errors.append(error)
+
+    for chunk in readable_chunks():
+        pending.append(pool.submit(_encode, setup_file, chunk))
+        while len(pending) >= num_workers * _CHUNKS_AHEAD or (pending and pending[0].done()):
+            poll()
+            yield pending.popleft().result()
+    while pending:
+        poll()
+        yield pending.popleft().result()
+    if read_errors:
+        raise read_errors[0]
+
+
+def start_workers(num_workers: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
+    """Start the processes that encode chunks; none for one worker. They import their modules while
+    this process loads the tokenizer, and end with the block."""
+    return worker_pool(num_workers, _import_encoders) if num_workers > 1 else nullcontext()
+
+
+def _import_encoders() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core per worker
+    import jinja2  # noqa: F401
+    import tokenizers  # noqa: F401
+
+
+_encoder: ChunkEncoder | None = None
+
+
+def _encode(setup_file: Path, chunk: Chunk) -> EncodedChunk:
+    global _encoder
+    if _encoder is None:
+        _encoder = ChunkEncoder(pickle.loads(setup_file.read_bytes()))
+    return _encoder(chunk)

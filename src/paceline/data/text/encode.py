@@ -97,7 +97,18 @@ class Encoder:
     def _render(self, sample: Sample) -> Rendered:
         messages = sample.messages if sample.messages is not None else as_chat(sample, self.system)
         if self.template is None:
-            raise no_chat_template()
+            raise ConfigError(
+                "no chat template: the dataset contains chats (or instructions), and the tokenizer"
+                " does not define how to format them",
+                allowed="`chat_template: chatml`, or another of "
+                + ", ".join(TEMPLATE_NAMES)
+                + ", or a file with a Jinja template",
+                fix=(
+                    "for a base model set `chat_template: chatml`; or use a chat model's tokenizer"
+                    " with `tokenizer: ...`; or train on plain text with `task: pretrain`, or on a"
+                    " dataset with prompt and completion"
+                ),
+            )
         excluded = sample.excluded
         if self.last_turn_only:
             answers = [
@@ -233,22 +244,6 @@ class Encoder:
         if not text:
             return []
         return self.tokenizer.encode_batch([text], add_special_tokens)[0]
-
-
-def no_chat_template() -> ConfigError:
-    """Return the error for chats with a tokenizer that has no chat template."""
-    return ConfigError(
-        "no chat template: the dataset contains chats (or instructions), and the tokenizer does not"
-        " define how to format them",
-        allowed="`chat_template: chatml`, or another of "
-        + ", ".join(TEMPLATE_NAMES)
-        + ", or a file with a Jinja template",
-        fix=(
-            "for a base model set `chat_template: chatml`; or use a chat model's tokenizer with"
-            " `tokenizer: ...`; or train on plain text with `task: pretrain`, or on a dataset with"
-            " prompt and completion"
-        ),
-    )
 
 
 def _token_span(encoding: Any, span: Span, num_tokens: int, num_chars: int) -> tuple[int, int]:

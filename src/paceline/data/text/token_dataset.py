@@ -85,12 +85,16 @@ class TokenWriter:
         self.label_counts = array("q")
 
     def extend(
-        self, tokens: bytes, mask: bytes, lengths: list[int], label_counts: list[int]
+        self,
+        tokens: list[bytes],
+        mask: list[bytes],
+        lengths: list[int],
+        label_counts: list[int],
     ) -> None:
-        """Append several samples: concatenated int32 and bool values, with the length and the
-        number of labels of each sample."""
-        self._tokens.write(tokens)
-        self._mask.write(mask)
+        """Append several samples: the int32 and bool values, the length and the number of labels of
+        each sample."""
+        self._tokens.writelines(tokens)
+        self._mask.writelines(mask)
         self.lengths.extend(lengths)
         self.label_counts.extend(label_counts)
 
