@@ -26,7 +26,7 @@ from typing import Any
 import common
 from common import BenchmarkFailed
 from quota import QuotaUnavailable, cpu_quota
-from run import _machine, _say, tell
+from run import _machine, log_line, report_results
 
 PER_DEVICE, ACCUMULATION, TOKENS = 2, 4, 256
 MODEL = "builtin:qwen2-tiny"
@@ -43,21 +43,21 @@ def main() -> int:
             for name, cores in (("one rank slowed", args.slow_cores), ("equal ranks", None)):
                 rounds = []
                 for _ in range(args.rounds):
-                    found = {
+                    figures = {
                         balance: train(Path(folder), args.steps, balance, cores)
                         for balance in ("equal", "speed")
                     }
-                    rounds.append(found)
-                    rates = {key: one["samples_per_second"] for key, one in found.items()}
-                    _say(
+                    rounds.append(figures)
+                    rates = {key: run["samples_per_second"] for key, run in figures.items()}
+                    log_line(
                         f"{name}: {rates['equal']:.2f} → {rates['speed']:.2f} samples/s, shares"
-                        f" {found['speed']['shares']}"
+                        f" {figures['speed']['shares']}"
                     )
                 setups.append(
                     {"setup": name, "slow_cores": cores, "rounds": rounds, **summary(rounds)}
                 )
         except (BenchmarkFailed, QuotaUnavailable) as error:
-            _say(f"error: {error}")
+            log_line(f"error: {error}")
             return 1
     result = {
         "date": date.today().isoformat(),
@@ -66,7 +66,7 @@ def main() -> int:
         "steps": args.steps,
         "setups": setups,
     }
-    return tell(args, result, as_markdown(result))
+    return report_results(args, result, as_markdown(result))
 
 
 def _arguments() -> argparse.Namespace:
@@ -184,26 +184,27 @@ def train(folder: Path, steps: int, balance: str, slow_cores: float | None) -> d
 
 def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     ratios = [
-        one["speed"]["samples_per_second"] / one["equal"]["samples_per_second"] for one in rounds
+        round_["speed"]["samples_per_second"] / round_["equal"]["samples_per_second"]
+        for round_ in rounds
     ]
-    apart = [
+    differences = [
         abs(speed - equal) / equal
-        for one in rounds
-        for speed, equal in zip(one["speed"]["losses"], one["equal"]["losses"], strict=True)
+        for round_ in rounds
+        for speed, equal in zip(round_["speed"]["losses"], round_["equal"]["losses"], strict=True)
     ]
-    return {"ratio": median(ratios), "ratios": ratios, "loss_rel_diff": max(apart)}
+    return {"ratio": median(ratios), "ratios": ratios, "loss_rel_diff": max(differences)}
 
 
-def as_markdown(found: dict[str, Any]) -> str:
-    machine = found["machine"]
+def as_markdown(result: dict[str, Any]) -> str:
+    machine = result["machine"]
     lines = [
-        f"# Shares by speed against equal shares: {found['date']}",
+        f"# Shares by speed against equal shares: {result['date']}",
         "",
         (
             f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB;"
             f" Python {machine['python']}, torch {machine['torch']}; load average at the end"
-            f" {found['load_average']:.1f}. Two CPU ranks with one thread each, ddp, {MODEL},"
-            f" {2 * ACCUMULATION} micro-batches of {PER_DEVICE} samples per step, {found['steps']}"
+            f" {result['load_average']:.1f}. Two CPU ranks with one thread each, ddp, {MODEL},"
+            f" {2 * ACCUMULATION} micro-batches of {PER_DEVICE} samples per step, {result['steps']}"
             f" steps, throughput after the first {SETTLED_STEPS}. The slow rank has a CPU quota by"
             " cgroup."
         ),
@@ -214,19 +215,21 @@ def as_markdown(found: dict[str, Any]) -> str:
         ),
         "|---|---|---|---|---|---|",
     ]
-    for one in found["setups"]:
+    for setup in result["setups"]:
         rates = {
-            key: median(round_[key]["samples_per_second"] for round_ in one["rounds"])
+            key: median(round_[key]["samples_per_second"] for round_ in setup["rounds"])
             for key in ("equal", "speed")
         }
         shares = ", ".join(
-            sorted({"+".join(map(str, round_["speed"]["shares"])) for round_ in one["rounds"]})
+            sorted({"+".join(map(str, round_["speed"]["shares"])) for round_ in setup["rounds"]})
         )
-        name = one["setup"] + (f" to {one['slow_cores']:.2f} cores" if one["slow_cores"] else "")
-        ratios = ", ".join(f"{ratio:.2f}" for ratio in one["ratios"])
+        name = setup["setup"] + (
+            f" to {setup['slow_cores']:.2f} cores" if setup["slow_cores"] else ""
+        )
+        ratios = ", ".join(f"{ratio:.2f}" for ratio in setup["ratios"])
         lines.append(
             f"| {name} | {rates['equal']:.2f} | {rates['speed']:.2f} | {shares} |"
-            f" {one['ratio']:.2f}× ({ratios}) | {one['loss_rel_diff']:.1e} |"
+            f" {setup['ratio']:.2f}× ({ratios}) | {setup['loss_rel_diff']:.1e} |"
         )
     return "\n".join([*lines, "", f"Expected with a rank slowed to a third: at least {AT_LEAST}×."])
 

@@ -71,7 +71,10 @@ class Work:
             for batch in self.batches
             for rank in range(WORLD_SIZE)
         ]
-        return float(sum(one.max() * len(one) for one in rows) / sum(one.sum() for one in rows))
+        return float(
+            sum(lengths.max() * len(lengths) for lengths in rows)
+            / sum(lengths.sum() for lengths in rows)
+        )
 
 
 def make_work(folder: Path, steps: int, even_tokens: int | None = None) -> Work:
@@ -98,10 +101,10 @@ def make_work(folder: Path, steps: int, even_tokens: int | None = None) -> Work:
     held_out = len(rows) // 10  # questions of the held-out chats are asked in no training chat
     num_rows = max(1024, steps * WORLD_SIZE * PER_DEVICE)
     train = make_chats(
-        [rows[one] for one in order[held_out:]], num_rows, tokenizer, rng, even_tokens
+        [rows[index] for index in order[held_out:]], num_rows, tokenizer, rng, even_tokens
     )
     evaluation = make_chats(
-        [rows[one] for one in order[:held_out]], EVAL_ROWS, tokenizer, rng, even_tokens
+        [rows[index] for index in order[:held_out]], EVAL_ROWS, tokenizer, rng, even_tokens
     )
     write_jsonl(folder / "train.jsonl", [chat for chat, _ in train])
     write_jsonl(folder / "eval.jsonl", [chat for chat, _ in evaluation])
@@ -122,7 +125,7 @@ def make_chats(
 ) -> list[tuple[list[Any], int]]:
     """``count`` chats with their lengths in tokens: turns are joined until a length drawn from the
     distribution is filled, or until they are longer than ``even_tokens``."""
-    sizes = np.array([turn_tokens(one, tokenizer) for one in rows])
+    sizes = np.array([turn_tokens(row, tokenizer) for row in rows])
     by_size = np.argsort(sizes, kind="stable")
     ordered = sizes[by_size]
     chats = []
@@ -149,7 +152,9 @@ def make_chats(
 
 
 def turn_tokens(messages: list[Any], tokenizer: Any) -> int:
-    text = "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in messages)
+    text = "".join(
+        f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages
+    )
     return len(tokenizer.encode(text).ids)
 
 
@@ -176,7 +181,7 @@ class Measured:
     state_bytes: int | None = None
 
 
-def run_rival(work: Work, script: str, **more: Any) -> Measured:
+def run_rival(work: Work, script: str, **overrides: Any) -> Measured:
     """Run ``rivals/SCRIPT.py`` under torchrun. ``more``: further or other entries of its spec."""
     result_file, spec_file = work.folder / "result.json", work.folder / "spec.json"
     result_file.unlink(missing_ok=True)
@@ -194,7 +199,7 @@ def run_rival(work: Work, script: str, **more: Any) -> Measured:
         "seed": SEED,
         "result_file": str(result_file),
         "scratch": str(work.folder / "scratch"),
-        **more,
+        **overrides,
     }
     spec_file.write_text(json.dumps(spec))
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]
@@ -206,7 +211,7 @@ def run_rival(work: Work, script: str, **more: Any) -> Measured:
     return Measured(ends[0] - given_at, _rate(work, ends), **result)
 
 
-def run_paceline(work: Work, **more: Any) -> Measured:
+def run_paceline(work: Work, **overrides: Any) -> Measured:
     """Run `paceline sft` with an empty token cache, and read its event log and report. ``more``:
     further or other settings, with two underscores for a dot."""
     output = work.folder / "run"
@@ -231,7 +236,7 @@ def run_paceline(work: Work, **more: Any) -> Measured:
         "train_args.max_steps": work.steps,
         "train_args.save_steps": 0,
         "train_args.seed": SEED,
-        **{key.replace("__", "."): value for key, value in more.items()},
+        **{key.replace("__", "."): value for key, value in overrides.items()},
     }
     command = [
         sys.executable,
@@ -243,17 +248,17 @@ def run_paceline(work: Work, **more: Any) -> Measured:
     given_at = run_command(command, work)
     report = json.loads((output / "report.json").read_text())
     events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
-    steps = [one for one in events if one["type"] == "step"]
-    evaluation = [one for one in events if one["type"] == "eval"][-1]
-    ends = [one["time"] for one in steps]
+    steps = [event for event in events if event["type"] == "step"]
+    evaluation = [event for event in events if event["type"] == "eval"][-1]
+    ends = [event["time"] for event in steps]
     return Measured(
         time_to_first_step_s=ends[0] - given_at,
         samples_per_second=_rate(work, ends),
         eval_loss=evaluation["loss"],
         eval_count=evaluation["count"],
         peak_memory_bytes=report["peak_memory_bytes"],
-        tokens=[one["tokens"] for one in steps],
-        losses=[one["loss"] for one in steps],
+        tokens=[event["tokens"] for event in steps],
+        losses=[event["loss"] for event in steps],
         state_bytes=report["state_memory_bytes"]["measured"],
     )
 

@@ -89,7 +89,7 @@ VARIANTS = {
 }
 
 
-def measure(words: list[str], options: argparse.Namespace, folder: Path) -> tuple[float, float]:
+def measure(overrides: list[str], options: argparse.Namespace, folder: Path) -> tuple[float, float]:
     """(mean training loss of the last tenth of the steps, loss on held-out samples)."""
     fixed = [
         "model=builtin:qwen2-micro", "dataset=builtin:python-docs#800", "split_dataset_ratio=0.1",
@@ -100,7 +100,7 @@ def measure(words: list[str], options: argparse.Namespace, folder: Path) -> tupl
     ]  # fmt: skip
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     subprocess.run(
-        [sys.executable, "-m", "paceline", "sft", *fixed, *words],
+        [sys.executable, "-m", "paceline", "sft", *fixed, *overrides],
         env={**os.environ, "PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -123,8 +123,8 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{'':30}{'training loss':>15}{'held-out loss':>15}")
     with tempfile.TemporaryDirectory() as folder:
-        for number, (name, words) in enumerate(VARIANTS.items()):
-            training, held_out = measure(words, options, Path(folder) / str(number))
+        for number, (name, overrides) in enumerate(VARIANTS.items()):
+            training, held_out = measure(overrides, options, Path(folder) / str(number))
             print(f"{name:30}{training:15.3f}{held_out:15.3f}", flush=True)
 
 

@@ -147,7 +147,7 @@ def main(arguments: list[str]) -> int:
         forward(
             float(delay),
             float(loss),
-            [(name, address) for name, address in (one.split(":") for one in hosts)],
+            [(name, address) for name, address in (host.split(":") for host in hosts)],
         )
     elif verb == "serve":
         serve(rest[0], int(rest[1]))

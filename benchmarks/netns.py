@@ -87,8 +87,8 @@ def parse_loss(text: str) -> float:
 
 
 def _parse(text: str, units: dict[str, float], allowed: str, lowest: float) -> float:
-    found = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]+)", text.strip().lower())
-    value = float(found[1]) * units[found[2]] if found and found[2] in units else -1.0
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]+)", text.strip().lower())
+    value = float(match[1]) * units[match[2]] if match and match[2] in units else -1.0
     if value < lowest:
         raise ValueError(f"{text!r}; allowed: {allowed}")
     return value
@@ -100,7 +100,7 @@ def check_machine() -> None:
         raise NetworkError(
             "hosts are network namespaces, which Linux alone has. To fix: run this on Linux"
         )
-    missing = [one for one in ("ip", "tc") if shutil.which(one) is None]
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         raise NetworkError(
             f"{' and '.join(missing)} not found. To fix: install iproute2 (on Debian and Ubuntu:"
@@ -265,7 +265,7 @@ class Network:
         """Bytes that each host's device has sent so far, with the headers of IP and TCP and with
         what was sent again."""
         shown = [_ip("-n", host, "-s", "-j", "link", "show", DEVICE) for host in self.hosts]
-        return [int(json.loads(one)[0]["stats64"]["tx"]["bytes"]) for one in shown]
+        return [int(json.loads(text)[0]["stats64"]["tx"]["bytes"]) for text in shown]
 
     def measure(self) -> dict[str, Any]:
         """The link from the last host to the first as it is: ``round_trip_s``,
@@ -280,14 +280,15 @@ class Network:
                 len(self.hosts) - 1,
                 [sys.executable, str(LINK), "measure", *address, str(_MEASURE_S)],
             )
-            found = json.loads(_run(*client))
+            result = json.loads(_run(*client))
         finally:
             end([server])
         settings = ("tcp_congestion_control", "tcp_slow_start_after_idle")
         values = [
-            _run(*self.on(0, ["cat", f"/proc/sys/net/ipv4/{one}"])).strip() for one in settings
+            _run(*self.on(0, ["cat", f"/proc/sys/net/ipv4/{setting}"])).strip()
+            for setting in settings
         ]
-        return {**found, "how": self.how, **dict(zip(settings, values, strict=True))}
+        return {**result, "how": self.how, **dict(zip(settings, values, strict=True))}
 
 
 # -- processes and namespaces
@@ -300,15 +301,15 @@ def start(command: list[str], **options: Any) -> Any:
 
 def end(processes: list[Any], grace_s: float = _GRACE_S) -> None:
     """End those that still run: politely, then by force."""
-    for one in processes:
-        if one.poll() is None:
-            one.terminate()
-    for one in processes:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
         try:
-            one.wait(grace_s)
+            process.wait(grace_s)
         except subprocess.TimeoutExpired:
-            one.kill()
-            one.wait()
+            process.kill()
+            process.wait()
 
 
 def remove_left_overs() -> None:

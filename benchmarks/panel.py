@@ -28,7 +28,7 @@ from typing import Any
 import common
 from common import BenchmarkFailed, Work
 from recovery import PER_DEVICE, TOKENS, interval, trimmed
-from run import _machine, _say, tell
+from run import _machine, log_line, report_results
 
 AT_MOST = 0.01  # of a step
 STRETCH_S = 2.5
@@ -56,7 +56,7 @@ def main() -> int:
         try:
             modes = [{"mode": mode, **measure(work, mode, args.viewers)} for mode in args.modes]
         except BenchmarkFailed as error:
-            _say(f"error: {error}")
+            log_line(f"error: {error}")
             return 1
     result = {
         "date": date.today().isoformat(),
@@ -69,7 +69,7 @@ def main() -> int:
         ),
         "modes": modes,
     }
-    return tell(args, result, as_markdown(result))
+    return report_results(args, result, as_markdown(result))
 
 
 def _arguments() -> argparse.Namespace:
@@ -116,25 +116,25 @@ def measure(work: Work, mode: str, viewers: int) -> dict[str, Any]:
     if failed:
         raise failed[0]
     lines = (work.folder / "run" / "events.jsonl").read_text().splitlines()
-    steps = [one for one in map(json.loads, lines) if one["type"] == "step"]
+    steps = [event for event in map(json.loads, lines) if event["type"] == "step"]
     inside = [
         [
-            one["step_time_s"]
-            for one in steps
-            if begin < one["time"] - one["step_time_s"] and one["time"] < end
+            event["step_time_s"]
+            for event in steps
+            if begin < event["time"] - event["step_time_s"] and event["time"] < end
         ]
         for begin, end, _ in stretches
     ]
     ratios = []
     for place in range(0, len(stretches) - 1, 2):
-        pair = {stretches[one][2]: inside[one] for one in (place, place + 1)}
+        pair = {stretches[index][2]: inside[index] for index in (place, place + 1)}
         if min(map(len, pair.values())) >= 3:
             ratios.append(median(pair[True]) / median(pair[False]) - 1)
     if len(ratios) < 5:
         raise BenchmarkFailed(f"{len(ratios)} pairs of stretches: too few; more --steps")
     cost, (low, high) = trimmed(ratios), interval(ratios)
     return {
-        "step_time_s": median(one["step_time_s"] for one in steps),
+        "step_time_s": median(event["step_time_s"] for event in steps),
         "cost": cost, "low": low, "high": high, "met": cost < AT_MOST, "pairs": ratios,
     }  # fmt: skip
 
@@ -149,7 +149,7 @@ def _watch(folder: Path, run: threading.Thread, viewers: int) -> list[tuple[floa
         and events.read_text().count('"type": "step"') > 10
     ):
         time.sleep(0.2)
-    words = [
+    command = [
         sys.executable,
         "-m",
         "paceline",
@@ -161,7 +161,7 @@ def _watch(folder: Path, run: threading.Thread, viewers: int) -> list[tuple[floa
         "--json",
     ]
     processes = [
-        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     ]
     stretches: list[tuple[float, float, bool]] = []
     try:
@@ -169,25 +169,25 @@ def _watch(folder: Path, run: threading.Thread, viewers: int) -> list[tuple[floa
         url = json.loads(processes[0].stdout.readline())["url"].partition("?")[0]
         with urllib.request.urlopen(f"{url}api/runs") as answer:
             runs = json.load(answer)["runs"]
-        run_id = next(one["id"] for one in runs if one["path"] == "run")
+        run_id = next(run["id"] for run in runs if run["path"] == "run")
         host, port = url.removeprefix("http://").rstrip("/").split(":")
-        words = [sys.executable, "-c", VIEWERS, host, port, run_id, str(viewers)]
-        processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
+        command = [sys.executable, "-c", VIEWERS, host, port, run_id, str(viewers)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         assert processes[1].stdout is not None
         processes[1].stdout.readline()
         time.sleep(2.0)  # they have been sent what was there
         while run.is_alive():
             on = ORDER[len(stretches) % len(ORDER)]
-            for one in processes:
-                os.kill(one.pid, signal.SIGCONT if on else signal.SIGSTOP)
+            for process in processes:
+                os.kill(process.pid, signal.SIGCONT if on else signal.SIGSTOP)
             begin = time.time()
             run.join(STRETCH_S)
             stretches.append((begin, time.time(), on))
     finally:
-        for one in processes:
+        for process in processes:
             with suppress(ProcessLookupError):
-                one.kill()
-            one.wait()
+                process.kill()
+            process.wait()
     return stretches
 
 
@@ -210,11 +210,11 @@ def as_markdown(result: dict[str, Any]) -> str:
         "| mode | a step | cost | pairs | under 1 % |",
         "| --- | --- | --- | --- | --- |",
     ]
-    for one in result["modes"]:
+    for mode in result["modes"]:
         lines.append(
-            f"| `{one['mode']}` | {1000 * one['step_time_s']:.1f} ms | {100 * one['cost']:+.2f} %"
-            f" ({100 * one['low']:+.2f} … {100 * one['high']:+.2f}) | {len(one['pairs'])} |"
-            f" {'yes' if one['met'] else 'NO'} |"
+            f"| `{mode['mode']}` | {1000 * mode['step_time_s']:.1f} ms | {100 * mode['cost']:+.2f}"
+            f" % ({100 * mode['low']:+.2f} … {100 * mode['high']:+.2f}) | {len(mode['pairs'])} |"
+            f" {'yes' if mode['met'] else 'NO'} |"
         )
     return "\n".join(lines) + "\n"
 

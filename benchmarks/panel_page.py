@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from run import _machine, _say, tell
+from run import _machine, log_line, report_results
 
 TESTS = Path(__file__).parents[1] / "tests" / "web"
 sys.path[:0] = [str(TESTS), str(TESTS / "browser")]
@@ -55,33 +55,33 @@ WATCH = """() => {
 
 def main() -> int:
     args = _arguments()
-    own = next((found for name in NAMES if (found := shutil.which(name))), None)
+    browser_path = next((path for name in NAMES if (path := shutil.which(name))), None)
     with (
         tempfile.TemporaryDirectory(prefix="paceline-bench-") as place,
         sync_playwright() as playwright,
     ):
-        browser = playwright.chromium.launch(executable_path=own, args=ARGUMENTS)
+        browser = playwright.chromium.launch(executable_path=browser_path, args=ARGUMENTS)
         folder = Path(place)
-        _say(f"{RUNS} runs of {RUN_STEPS} steps")
+        log_line(f"{RUNS} runs of {RUN_STEPS} steps")
         make_runs(folder / "many", folder / "boards")
-        found = {
+        result = {
             "panel": of_many(browser, panel(folder / "many"), args.rounds),
             "tensorboard": of_many(browser, tensorboard(folder / "boards"), args.rounds),
             "event": of_events(browser, folder / "live"),
         }
         shutil.rmtree(folder / "many")
-        _say(f"a run of {args.steps:,} steps and {RANKS} ranks")
+        log_line(f"a run of {args.steps:,} steps and {RANKS} ranks")
         event_logs.write_long(folder / "long/one/events.jsonl", args.steps, RANKS)
-        found["long"] = of_long(browser, folder / "long", args.rounds)
+        result["long"] = of_long(browser, folder / "long", args.rounds)
         browser.close()
     result = {
         "date": date.today().isoformat(),
         "machine": _machine(),
         "steps": args.steps,
         "rounds": args.rounds,
-        **found,
+        **result,
     }
-    return tell(args, result, as_markdown(result))
+    return report_results(args, result, as_markdown(result))
 
 
 def _arguments() -> argparse.Namespace:
@@ -123,14 +123,14 @@ def tensorboard(folder: Path) -> list[str]:
 
 
 @contextmanager
-def served(words: list[str]) -> Iterator[tuple[str, float, psutil.Process]]:
+def served(command: list[str]) -> Iterator[tuple[str, float, psutil.Process]]:
     """(address, seconds from the command to the first answer, process)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     begun = time.perf_counter()
     process = subprocess.Popen(
-        [*words, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [*command, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         url = f"http://127.0.0.1:{port}/"
@@ -152,12 +152,12 @@ def fresh(browser: Browser) -> Iterator[Page]:
     context.close()
 
 
-def of_many(browser: Browser, words: list[str], rounds: int) -> dict[str, list[float]]:
+def of_many(browser: Browser, command: list[str], rounds: int) -> dict[str, list[float]]:
     """Seconds: to the server's first answer, to the first paint, and until the last of the runs is
     on the page."""
     figures: dict[str, list[float]] = {"start_s": [], "first_paint_s": [], "list_s": []}
     for _ in range(rounds):
-        with served(words) as (url, start_s, _process), fresh(browser) as page:
+        with served(command) as (url, start_s, _process), fresh(browser) as page:
             begun = time.perf_counter()
             page.goto(url, wait_until="commit")
             page.get_by_text(f"run-{RUNS - 1:02d}").first.wait_for(
@@ -173,7 +173,7 @@ def of_events(browser: Browser, folder: Path) -> dict[str, list[float]]:
     """Seconds from the time in an event to the change on the page."""
     log = event_logs.begin(folder / "one", steps=1000)
     event_logs.emit_steps(log, 1, 5)
-    found = []
+    delays = []
     with served(panel(folder)) as (url, _, _process), fresh(browser) as page:
         page.goto(f"{url}#/run/{run_id('one')}/overview")
         page.get_by_role("application").first.wait_for()
@@ -184,9 +184,9 @@ def of_events(browser: Browser, folder: Path) -> dict[str, list[float]]:
             event_logs.emit_steps(log, step, step)
             while len(seen := page.evaluate("Object.values(window.seen)")) < step - 9:
                 time.sleep(0.02)
-            found.append(max(seen) / 1000 - written)
+            delays.append(max(seen) / 1000 - written)
     log.close()
-    return {"seen_s": found}
+    return {"seen_s": delays}
 
 
 def of_long(browser: Browser, folder: Path, rounds: int) -> dict[str, Any]:
@@ -218,14 +218,16 @@ def as_markdown(result: dict[str, Any]) -> str:
     def seconds(values: list[float]) -> str:
         return f"{median(values):.2f} s ({min(values):.2f} … {max(values):.2f})"
 
-    def line(name: str, values: list[float], most: float, rival: list[float] | None = None) -> str:
+    def line(
+        name: str, values: list[float], goal_s: float, rival: list[float] | None = None
+    ) -> str:
         beside = f"{seconds(rival)} | {median(rival) / median(values):.1f} ×" if rival else "– | –"
         return (
-            f"| {name} | {seconds(values)} | {most:g} s |"
-            f" {'yes' if median(values) < most else 'NO'} | {beside} |"
+            f"| {name} | {seconds(values)} | {goal_s:g} s |"
+            f" {'yes' if median(values) < goal_s else 'NO'} | {beside} |"
         )
 
-    own, other = result["panel"], result["tensorboard"]
+    panel, other = result["panel"], result["tensorboard"]
     memory = long["memory_bytes"]
     return "\n".join(
         [
@@ -242,19 +244,19 @@ def as_markdown(result: dict[str, Any]) -> str:
             "| --- | --- | --- | --- | --- | --- |",
             line(
                 "from the command to the server's first answer",
-                own["start_s"],
+                panel["start_s"],
                 START_S,
                 other["start_s"],
             ),
             line(
                 f"first paint with {RUNS} runs",
-                own["first_paint_s"],
+                panel["first_paint_s"],
                 FIRST_PAINT_S,
                 other["first_paint_s"],
             ),
             line(
                 f"until all {RUNS} runs are on the page",
-                own["list_s"],
+                panel["list_s"],
                 FIRST_PAINT_S,
                 other["list_s"],
             ),

@@ -24,7 +24,7 @@ from typing import Any
 
 import common
 from common import BenchmarkFailed, Work
-from run import _machine, _say, tell
+from run import _machine, log_line, report_results
 
 from paceline.config.schema.recovery import RecoveryConfig
 
@@ -44,15 +44,15 @@ def main() -> int:
         work = common.make_work(Path(folder), args.steps, even_tokens=TOKENS)
         try:
             for mode in args.modes:
-                found = [watching(work, mode) for _ in range(args.rounds)]
-                one = {"mode": mode, **cost(found), **recovery(work, mode, args.kills)}
-                modes.append(one)
-                _say(
-                    f"{mode:<8} {100 * one['cost']:+.2f} %; back after"
-                    f" {median(one['recovered_s']):.1f} s"
+                runs = [watching(work, mode) for _ in range(args.rounds)]
+                figures = {"mode": mode, **cost(runs), **recovery(work, mode, args.kills)}
+                modes.append(figures)
+                log_line(
+                    f"{mode:<8} {100 * figures['cost']:+.2f} %; back after"
+                    f" {median(figures['recovered_s']):.1f} s"
                 )
         except BenchmarkFailed as error:
-            _say(f"error: {error}")
+            log_line(f"error: {error}")
             return 1
     result = {
         "date": date.today().isoformat(),
@@ -64,7 +64,7 @@ def main() -> int:
         ),
         "modes": modes,
     }
-    return tell(args, result, as_markdown(result))
+    return report_results(args, result, as_markdown(result))
 
 
 def _arguments() -> argparse.Namespace:
@@ -96,7 +96,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def train(work: Work, mode: str, kind: str, max_steps: int, **settings: Any) -> common.Measured:
-    more = {
+    overrides = {
         "task": f"{TASK}:{kind}",
         "parallel.mode": mode,
         "lora.enable": "false",
@@ -105,7 +105,7 @@ def train(work: Work, mode: str, kind: str, max_steps: int, **settings: Any) -> 
         "train_args.max_steps": max_steps,
         **settings,
     }
-    return common.run_paceline(work, **more)
+    return common.run_paceline(work, **overrides)
 
 
 # -- what watching costs
@@ -117,17 +117,17 @@ def watching(work: Work, mode: str) -> dict[str, Any]:
         "task_args": json.dumps({"block": BLOCK, "file": str(file)}),
     }
     train(work, mode, "Switched", work.steps, **settings)
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
+    result: dict[str, Any] = json.loads(file.read_text())
+    return result
 
 
 def cost(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Shares of a step. ``low`` and ``high``: 90 % of the means over pairs drawn anew lie between
     them."""
     ratios, checks, usual = [], [], []
-    for run in (one["steps"] for one in runs):
+    for steps in (run["steps"] for run in runs):
         blocks: dict[int, tuple[bool, list[float]]] = {}
-        for (step, begun, on), (_, ended, _) in pairwise(run):
+        for (step, begun, on), (_, ended, _) in pairwise(steps):
             place, within = divmod(step - 1, BLOCK)
             times = blocks.setdefault(place, (on, []))[1]
             if step % CHECK_EVERY == 0:
@@ -136,7 +136,7 @@ def cost(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 times.append(ended - begun)
         usual += [median(times) for on, times in blocks.values() if not on]
         for first in range(2, len(blocks) - 1, 2):  # the first two warm up
-            pair = dict(blocks[one] for one in (first, first + 1))
+            pair = dict(blocks[index] for index in (first, first + 1))
             if pair[True] and pair[False]:  # the last block may be cut
                 ratios.append(median(pair[True]) / median(pair[False]) - 1)
     step_s = median(usual)
@@ -147,7 +147,7 @@ def cost(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "watchdog": trimmed(ratios),
         "watchdog_low": low,
         "watchdog_high": high,
-        "thread": median(one["thread"] for one in runs),
+        "thread": median(run["thread"] for run in runs),
         "check_s": median(checks),
         "check": check,
         "cost": trimmed(ratios) + check,
@@ -159,8 +159,8 @@ def cost(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def trimmed(values: list[float]) -> float:
     """Mean without the lowest and the highest fifth."""
     cut = len(values) // 5
-    kept = sorted(values)[cut : len(values) - cut]
-    return sum(kept) / len(kept)
+    middle = sorted(values)[cut : len(values) - cut]
+    return sum(middle) / len(middle)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -177,32 +177,37 @@ def recovery(work: Work, mode: str, kills: int) -> dict[str, Any]:
     """A rank kills itself at steps of which none is a checkpoint's. ``recovered_s``: from each kill
     to the end of the next step that had not been made before, with those made once more."""
     at = [
-        SAVE_STEPS * (one + 1) + random.Random(one).randrange(2, SAVE_STEPS) for one in range(kills)
+        SAVE_STEPS * (kill + 1) + random.Random(kill).randrange(2, SAVE_STEPS)
+        for kill in range(kills)
     ]
     flags = work.folder / "kills"
     flags.mkdir(exist_ok=True)
-    for one in flags.iterdir():
-        one.unlink()
+    for flag in flags.iterdir():
+        flag.unlink()
     settings = {
         "train_args.save_steps": SAVE_STEPS,
         "task_args": json.dumps({"at": at, "folder": str(flags)}),
     }
     measured = train(work, mode, "Killed", at[-1] + SAVE_STEPS, **settings)
     lines = (work.folder / "run" / "events.jsonl").read_text().splitlines()
-    steps = [one for one in map(json.loads, lines) if one["type"] == "step"]
-    found = []
+    steps = [event for event in map(json.loads, lines) if event["type"] == "step"]
+    recovered_s = []
     for step in at:
         killed_at = float((flags / str(step)).read_text())
-        found.append(
-            next(one["time"] for one in steps if one["time"] > killed_at and one["step"] >= step)
+        recovered_s.append(
+            next(
+                event["time"]
+                for event in steps
+                if event["time"] > killed_at and event["step"] >= step
+            )
             - killed_at
         )
     first = measured.time_to_first_step_s
     return {
         "first_step_s": first,
-        "recovered_s": found,
-        "ratio": median(found) / first,
-        "met_recovery": max(found) < AT_MOST_RECOVERY * first,
+        "recovered_s": recovered_s,
+        "ratio": median(recovered_s) / first,
+        "met_recovery": max(recovered_s) < AT_MOST_RECOVERY * first,
     }
 
 
@@ -228,13 +233,13 @@ def as_markdown(result: dict[str, Any]) -> str:
         ),
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for one in result["modes"]:
+    for mode in result["modes"]:
         lines.append(
-            f"| `{one['mode']}` | {1000 * one['step_time_s']:.1f} ms | {100 * one['watchdog']:+.2f}"
-            f" % ({100 * one['watchdog_low']:+.2f} … {100 * one['watchdog_high']:+.2f}) |"
-            f" {100 * one['thread']:.2f} % | {1000 * one['check_s']:.1f} ms |"
-            f" {100 * one['check']:+.3f} % | {100 * one['cost']:+.2f} % |"
-            f" {'yes' if one['met'] else 'NO'} |"
+            f"| `{mode['mode']}` | {1000 * mode['step_time_s']:.1f} ms |"
+            f" {100 * mode['watchdog']:+.2f} % ({100 * mode['watchdog_low']:+.2f} …"
+            f" {100 * mode['watchdog_high']:+.2f}) | {100 * mode['thread']:.2f} % |"
+            f" {1000 * mode['check_s']:.1f} ms | {100 * mode['check']:+.3f} % |"
+            f" {100 * mode['cost']:+.2f} % | {'yes' if mode['met'] else 'NO'} |"
         )
     lines += [
         "",
@@ -250,11 +255,12 @@ def as_markdown(result: dict[str, Any]) -> str:
         ),
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for one in result["modes"]:
-        found = one["recovered_s"]
+    for mode in result["modes"]:
+        recovered_s = mode["recovered_s"]
         lines.append(
-            f"| `{one['mode']}` | {one['first_step_s']:.1f} s | {median(found):.1f} s |"
-            f" {max(found):.1f} s | {one['ratio']:.2f} | {'yes' if one['met_recovery'] else 'NO'} |"
+            f"| `{mode['mode']}` | {mode['first_step_s']:.1f} s | {median(recovered_s):.1f} s |"
+            f" {max(recovered_s):.1f} s | {mode['ratio']:.2f} |"
+            f" {'yes' if mode['met_recovery'] else 'NO'} |"
         )
     return "\n".join(lines) + "\n"
 

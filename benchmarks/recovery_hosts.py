@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 from netns import Link, Network, NetworkError
-from run import _machine, _say, tell
+from run import _machine, log_line, report_results
 
 sys.path[:0] = [
     str(Path(__file__).resolve().parents[1] / "tests" / name) for name in ("cluster", "launch", "")
@@ -67,7 +67,7 @@ def main() -> int:
     try:
         figures = measure(args.rounds)
     except NetworkError as error:
-        _say(f"error: {error}")
+        log_line(f"error: {error}")
         return 2
     result = {
         "date": date.today().isoformat(),
@@ -75,7 +75,7 @@ def main() -> int:
         "load_before": round(load_before, 1),
         "figures": figures,
     }
-    return tell(args, result, as_markdown(result))
+    return report_results(args, result, as_markdown(result))
 
 
 def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
@@ -93,7 +93,7 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 def add(figures: dict[str, list[float]], name: str, seconds: Sequence[float]) -> None:
     figures.setdefault(name, []).extend(seconds)
-    _say(f"{name}: {', '.join(f'{one:.1f}' for one in seconds)} s")
+    log_line(f"{name}: {', '.join(f'{value:.1f}' for value in seconds)} s")
 
 
 # -- contenders
@@ -166,14 +166,16 @@ def step_after(cluster: Cluster, begin: float, world_size: int) -> float:
     """Seconds from ``begin`` to the first step of the life that has started since."""
 
     def first() -> float | None:
-        later = [one for one in cluster.events("run_start", "step") if one["time"] > begin]
+        later = [event for event in cluster.events("run_start", "step") if event["time"] > begin]
         starts = [
             place
-            for place, one in enumerate(later)
-            if one["type"] == "run_start" and one["world_size"] == world_size
+            for place, event in enumerate(later)
+            if event["type"] == "run_start" and event["world_size"] == world_size
         ]
         steps = (
-            [one["time"] for one in later[starts[-1] :] if one["type"] == "step"] if starts else []
+            [event["time"] for event in later[starts[-1] :] if event["type"] == "step"]
+            if starts
+            else []
         )
         return steps[0] - begin if steps else None
 

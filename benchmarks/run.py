@@ -58,16 +58,16 @@ class Goal:
         return f"≤ {self.at_most}" if self.at_most is not None else f"≥ {self.at_least}"
 
 
-def first_step(one: Measured) -> float:
-    return one.time_to_first_step_s
+def first_step(measured: Measured) -> float:
+    return measured.time_to_first_step_s
 
 
-def rate(one: Measured) -> float:
-    return one.samples_per_second
+def rate(measured: Measured) -> float:
+    return measured.samples_per_second
 
 
-def peak(one: Measured) -> float:
-    return float(max(one.peak_memory_bytes))
+def peak(measured: Measured) -> float:
+    return float(max(measured.peak_memory_bytes))
 
 
 GOALS = [
@@ -85,11 +85,11 @@ WARM_UP_STEPS = 2
 def main() -> int:
     args = _arguments()
     signal.signal(signal.SIGTERM, _on_sigterm)
-    names = [one for one in CONTENDERS if one in args.only]
+    names = [name for name in CONTENDERS if name in args.only]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         work = common.make_work(Path(folder), args.steps)
         for line in describe(work):
-            _say(line)
+            log_line(line)
         runs: Runs = {name: [] for name in names}
         try:
             for number in range(args.rounds + 1):
@@ -97,18 +97,18 @@ def main() -> int:
                 this = work if number else replace(work, batches=work.batches[:WARM_UP_STEPS])
                 for name in names:
                     measured = CONTENDERS[name](this)
-                    _say(_progress(number, name, measured))
+                    log_line(_progress(number, name, measured))
                     if number > 0:
                         runs[name].append(measured)
         except BenchmarkFailed as error:
-            _say(f"error: {error}")
+            log_line(f"error: {error}")
             return 1
-        found = summary(work, runs, args.rounds)
-    return tell(args, found, as_markdown(found))
+        result = summary(work, runs, args.rounds)
+    return report_results(args, result, as_markdown(result))
 
 
 def _on_sigterm(*_: object) -> None:
-    _say("SIGTERM: the contender under way is ended, nothing is written")
+    log_line("SIGTERM: the running contender was stopped, nothing was written")
     sys.exit(143)
 
 
@@ -141,28 +141,28 @@ def _arguments() -> argparse.Namespace:
 
 def _names(text: str) -> list[str]:
     names = text.split(",")
-    unknown = [one for one in names if one not in CONTENDERS]
+    unknown = [name for name in names if name not in CONTENDERS]
     if unknown:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; allowed: {', '.join(CONTENDERS)}")
     return names
 
 
-def _say(text: str) -> None:
+def log_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _progress(number: int, name: str, one: Measured) -> str:
+def _progress(number: int, name: str, measured: Measured) -> str:
     label = f"round {number}" if number else "warm-up"
     return (
-        f"{label:<8} {name:<12} first step {one.time_to_first_step_s:5.2f} s  "
-        f" {one.samples_per_second:6.2f} samples/s   eval loss {one.eval_loss:.4f}   peak"
-        f" {peak(one) / 2**20:6.0f} MiB"
+        f"{label:<8} {name:<12} first step {measured.time_to_first_step_s:5.2f} s  "
+        f" {measured.samples_per_second:6.2f} samples/s   eval loss {measured.eval_loss:.4f}   peak"
+        f" {peak(measured) / 2**20:6.0f} MiB"
     )
 
 
 def describe(work: Work) -> list[str]:
     low, first, half, third, high = (
-        int(one) for one in np.percentile(work.lengths, [0, 25, 50, 75, 100])
+        int(size) for size in np.percentile(work.lengths, [0, 25, 50, 75, 100])
     )
     return [
         (
@@ -187,10 +187,10 @@ def summary(work: Work, runs: Runs, rounds: int) -> dict[str, Any]:
     for goal in GOALS:
         if "paceline" in runs and goal.rival in runs:
             ours, theirs = (
-                [goal.figure(one) for one in runs[name]] for name in ("paceline", goal.rival)
+                [goal.figure(run) for run in runs[name]] for name in ("paceline", goal.rival)
             )
             ratio = median(ours) / median(theirs)
-            spread = sorted(mine / other for mine, other in zip(ours, theirs, strict=True))
+            spread = sorted(our / their for our, their in zip(ours, theirs, strict=True))
             goals.append(
                 {
                     "what": goal.what,
@@ -224,7 +224,7 @@ def summary(work: Work, runs: Runs, rounds: int) -> dict[str, Any]:
         "medians": medians,
         "goals": goals,
         "same_work": _same_work(work, runs),
-        "runs": {name: [asdict(one) for one in measured] for name, measured in runs.items()},
+        "runs": {name: [asdict(run) for run in measured] for name, measured in runs.items()},
     }
 
 
@@ -233,17 +233,17 @@ def _medians(measured: list[Measured]) -> dict[str, float]:
         "time_to_first_step_s": median(map(first_step, measured)),
         "samples_per_second": median(map(rate, measured)),
         "peak_memory_bytes": median(map(peak, measured)),
-        "eval_loss": median(one.eval_loss for one in measured),
+        "eval_loss": median(run.eval_loss for run in measured),
     }
 
 
 def _same_work(work: Work, runs: Runs) -> dict[str, bool]:
     """Whether each contender saw the tokens of the plan in every step, and all evaluated over the
     same number of labels."""
-    every = [one for measured in runs.values() for one in measured]
+    every = [run for measured in runs.values() for run in measured]
     return {
-        "tokens_of_every_step": all(one.tokens == work.batch_lengths for one in every),
-        "labels_of_the_held_out_set": len({one.eval_count for one in every}) == 1,
+        "tokens_of_every_step": all(run.tokens == work.batch_lengths for run in every),
+        "labels_of_the_held_out_set": len({run.eval_count for run in every}) == 1,
     }
 
 
@@ -260,40 +260,40 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def as_markdown(found: dict[str, Any]) -> str:
-    machine = found["machine"]
+def as_markdown(result: dict[str, Any]) -> str:
+    machine = result["machine"]
     lines = [
-        f"# Two CPU ranks, LoRA on ragged chats: {found['date']}",
+        f"# Two CPU ranks, LoRA on ragged chats: {result['date']}",
         "",
         f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB; Python"
         f" {machine['python']}, "
         + ", ".join(
             f"{name} {machine[name]}" for name in ("torch", "transformers", "peft", "accelerate")
         )
-        + f". Medians of {found['rounds']} alternating rounds after one warm-up.",
+        + f". Medians of {result['rounds']} alternating rounds after one warm-up.",
         "",
-        *(f"- {one}" for one in found["work"]),
+        *(f"- {line}" for line in result["work"]),
         (
             "- every step saw the planned tokens:"
-            f" {_yes(found['same_work']['tokens_of_every_step'])}; same held-out labels:"
-            f" {_yes(found['same_work']['labels_of_the_held_out_set'])}"
+            f" {_yes(result['same_work']['tokens_of_every_step'])}; same held-out labels:"
+            f" {_yes(result['same_work']['labels_of_the_held_out_set'])}"
         ),
         "",
         "| | first step (s) | samples/s after it | final eval loss | peak of a rank (MiB) |",
         "|---|---:|---:|---:|---:|",
     ]
-    for name, one in found["medians"].items():
+    for name, line in result["medians"].items():
         lines.append(
-            f"| {TITLES[name]} | {one['time_to_first_step_s']:.2f} |"
-            f" {one['samples_per_second']:.2f} | {one['eval_loss']:.4f} |"
-            f" {one['peak_memory_bytes'] / 2**20:.0f} |"
+            f"| {TITLES[name]} | {line['time_to_first_step_s']:.2f} |"
+            f" {line['samples_per_second']:.2f} | {line['eval_loss']:.4f} |"
+            f" {line['peak_memory_bytes'] / 2**20:.0f} |"
         )
     lines += [
         "",
         "| Paceline against | what | ratio | lowest to highest of a round | goal | |",
         "|---|---|---:|---:|---:|---|",
     ]
-    for goal in found["goals"]:
+    for goal in result["goals"]:
         lines.append(
             f"| {TITLES[goal['rival']]} | {goal['what']} | {goal['ratio']:.4f} |"
             f" {goal['lowest']:.4f} to {goal['highest']:.4f} | {goal['bound']} |"
@@ -306,21 +306,21 @@ def _yes(value: bool) -> str:
     return "yes" if value else "NO"
 
 
-def tell(args: argparse.Namespace, found: dict[str, Any], text: str) -> int:
+def report_results(args: argparse.Namespace, result: dict[str, Any], text: str) -> int:
     """Write and print a result as ``--output`` and ``--json`` ask for; the exit code."""
     if args.output is not None:
-        for path in write_results(args.output, found, text):
-            _say(f"written: {path}")
-    print(json.dumps(found, indent=2) if args.json else text)
+        for path in write_results(args.output, result, text):
+            log_line(f"wrote {path}")
+    print(json.dumps(result, indent=2) if args.json else text)
     return 0
 
 
-def write_results(path: Path, found: dict[str, Any], text: str) -> list[Path]:
+def write_results(path: Path, result: dict[str, Any], text: str) -> list[Path]:
     base = path.with_suffix("") if path.suffix in (".md", ".json") else path
     base.parent.mkdir(parents=True, exist_ok=True)
     written = [base.with_name(base.name + ".md"), base.with_name(base.name + ".json")]
     written[0].write_text(text + "\n", encoding="utf-8")
-    written[1].write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    written[1].write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return written
 
 

@@ -24,7 +24,7 @@ from typing import Any
 import netns
 from common import BenchmarkFailed
 from netns import Link, Network, NetworkError
-from run import _machine, _say, write_results
+from run import _machine, log_line, write_results
 from slow_network_report import Run, as_markdown, as_svg, read_run, summary
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,39 +97,39 @@ def main() -> int:
         ):
             link = network.measure()
             for line in _describe(args, network, link):
-                _say(line)
+                log_line(line)
             runs: dict[str, Run] = {}
             for name in args.methods:
                 steps = args.steps if name == "ddp" else args.steps + args.extra
                 runs[name] = run_method(network, Path(folder), name, steps, args)
-                _say(f"{name:<10} {runs[name].text(args.steps)}")
+                log_line(f"{name:<10} {runs[name].text(args.steps)}")
     except NetworkError as error:
-        _say(f"error: {error}")
+        log_line(f"error: {error}")
         return 2
     except BenchmarkFailed as error:
-        _say(f"error: {error}")
+        log_line(f"error: {error}")
         return 1
     except KeyboardInterrupt:
-        _say("stopped: the hosts are taken down, nothing is written")
+        log_line("stopped: the hosts were removed, nothing was written")
         return 130
-    found = summary(runs, args.steps, about(args, network, link))
-    text = as_markdown(found, {name: METHODS[name][1] for name in runs})
+    result = summary(runs, args.steps, about(args, network, link))
+    text = as_markdown(result, {name: METHODS[name][1] for name in runs})
     if args.output is not None:
-        written = write_results(args.output, found, text)
+        written = write_results(args.output, result, text)
         written.append(written[0].with_suffix(".svg"))
         written[-1].write_text(as_svg(runs), encoding="utf-8")
         for path in written:
-            _say(f"written: {path}")
-    print(json.dumps(found, indent=2) if args.json else text)
+            log_line(f"wrote {path}")
+    print(json.dumps(result, indent=2) if args.json else text)
     return 0
 
 
 def _on_sigterm(*_: object) -> None:
-    _say("SIGTERM: the hosts are taken down, nothing is written")
+    log_line("SIGTERM: the hosts were removed, nothing was written")
     sys.exit(143)
 
 
-def read_arguments(given: list[str]) -> argparse.Namespace:
+def read_arguments(arguments: list[str]) -> argparse.Namespace:
     """The command line; what is wrong with it ends the process with 2."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -174,7 +174,7 @@ def read_arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, help="write FILE.md (the tables), FILE.svg (the plots) and FILE.json"
     )
-    args = parser.parse_args(given)
+    args = parser.parse_args(arguments)
     if not 2 <= args.hosts <= netns.MAX_HOSTS:
         parser.error(f"--hosts {args.hosts}; allowed: 2 to {netns.MAX_HOSTS}")
     if (
@@ -207,7 +207,7 @@ def _checked(parse: Callable[[str], float]) -> Callable[[str], float]:
 def _names(text: str) -> list[str]:
     """``ddp`` comes first, asked for or not: it is what the others are measured against."""
     names = text.split(",")
-    unknown = [one for one in names if one not in METHODS]
+    unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; allowed: {', '.join(METHODS)}")
     return list(dict.fromkeys(["ddp", *names]))
@@ -278,7 +278,7 @@ def run_method(
 def _run_ranks(
     network: Network, command: list[str], folder: Path, name: str, timeout_s: float
 ) -> None:
-    """To the end of all; where one fails the others are ended."""
+    """Wait for all processes. If one fails, stop the others."""
     world = len(network.hosts)
     shared = {
         "WORLD_SIZE": world,
@@ -306,12 +306,12 @@ def _run_ranks(
                     netns.start(network.on(rank, command), stdout=handle, stderr=handle, env=env)
                 )
         deadline = time.monotonic() + timeout_s
-        while any(one.poll() is None for one in processes):
-            if any(one.poll() for one in processes) or time.monotonic() > deadline:
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes) or time.monotonic() > deadline:
                 break
             time.sleep(_POLL_S)
-        failed = next((rank for rank, one in enumerate(processes) if one.poll()), None)
-        running = any(one.poll() is None for one in processes)
+        failed = next((rank for rank, process in enumerate(processes) if process.poll()), None)
+        running = any(process.poll() is None for process in processes)
     finally:
         netns.end(processes)
     if failed is not None or running:

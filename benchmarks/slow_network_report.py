@@ -75,7 +75,7 @@ class Run:
         return next((seconds, comm) for at, seconds, comm, _ in self.trained if at == step)
 
     def loss_at(self, step: int) -> float:
-        return next(one.loss for one in self.evaluations if one.step == step)
+        return next(evaluation.loss for evaluation in self.evaluations if evaluation.step == step)
 
     def text(self, steps: int) -> str:
         """A line for who waits."""
@@ -96,15 +96,15 @@ def read_run(name: str, folder: Path, wire_bytes: list[int], wall_s: float) -> R
     trained: list[tuple[int, float, float, float]] = []
     evaluations = []
     last, seconds, comm = 0, 0.0, 0.0
-    for one in events:
-        if one["type"] == "step":
-            seconds += (one["step"] - last) * one["step_time_s"]
-            comm += (one["step"] - last) * one["comm_wait_s"]
-            last = one["step"]
-            trained.append((last, seconds, comm, one["loss"]))
-        elif one["type"] == "eval":
-            evaluations.append(Evaluation(one["step"], seconds, one["loss"]))
-    parameters = next(one for one in events if one["type"] == "run_start")["model"][
+    for event in events:
+        if event["type"] == "step":
+            seconds += (event["step"] - last) * event["step_time_s"]
+            comm += (event["step"] - last) * event["comm_wait_s"]
+            last = event["step"]
+            trained.append((last, seconds, comm, event["loss"]))
+        elif event["type"] == "eval":
+            evaluations.append(Evaluation(event["step"], seconds, event["loss"]))
+    parameters = next(event for event in events if event["type"] == "run_start")["model"][
         "trainable_parameters"
     ]
     return Run(
@@ -139,7 +139,9 @@ def summary(runs: dict[str, Run], steps: int, conditions: dict[str, Any]) -> dic
     rows: list[dict[str, Any]] = []
     for name, run in runs.items():
         seconds, comm = run.at(steps)
-        to_mark = reached([(one.seconds, one.loss) for one in run.evaluations], mark)
+        to_mark = reached(
+            [(evaluation.seconds, evaluation.loss) for evaluation in run.evaluations], mark
+        )
         first = rows[0] if rows else None
         row = {
             "method": name,
@@ -150,7 +152,9 @@ def summary(runs: dict[str, Run], steps: int, conditions: dict[str, Any]) -> dic
             "final_steps": run.evaluations[-1].step,
             "final_loss": run.evaluations[-1].loss,
             "final_comm_s": run.trained[-1][2],
-            "steps_to_mark": reached([(one.step, one.loss) for one in run.evaluations], mark),
+            "steps_to_mark": reached(
+                [(evaluation.step, evaluation.loss) for evaluation in run.evaluations], mark
+            ),
             "seconds_to_mark": to_mark,
         }
         base = first or row
@@ -183,24 +187,29 @@ def summary(runs: dict[str, Run], steps: int, conditions: dict[str, Any]) -> dic
 def goals(rows: list[dict[str, Any]], link: dict[str, Any], hosts: int) -> list[dict[str, Any]]:
     """What is asked over this link; nothing over others than the two for which bounds are
     stated."""
-    found = {one["method"]: one for one in rows}
+    by_method = {row["method"]: row for row in rows}
     rate, delay, loss = link["rate_bits_per_s"], link["delay_s"], link["loss"]
-    asked: list[tuple[str, str, str, bool]] = []
+    bounds: list[tuple[str, str, str, bool]] = []
     if (hosts, rate, delay, loss) == (2, 1e8, 1e-2, 0.0):
         for name, key, bound in SLOW_GOALS:
-            if name in found:
-                value = found[name][key]
+            if name in by_method:
+                value = by_method[name][key]
                 if key == "final_loss_difference":
-                    asked.append((name, key, f"≤ {bound}", value <= bound))
+                    bounds.append((name, key, f"≤ {bound}", value <= bound))
                 else:
-                    asked.append((name, key, f"≥ {bound:g}", value is not None and value >= bound))
+                    bounds.append((name, key, f"≥ {bound:g}", value is not None and value >= bound))
     if rate == FAST_RATE:
-        for name in list(found)[1:]:
-            asked.append(
-                (name, "step_ratio", f"≤ {FAST_AT_MOST}", found[name]["step_ratio"] <= FAST_AT_MOST)
+        for name in list(by_method)[1:]:
+            bounds.append(
+                (
+                    name,
+                    "step_ratio",
+                    f"≤ {FAST_AT_MOST}",
+                    by_method[name]["step_ratio"] <= FAST_AT_MOST,
+                )
             )
-    return [{"method": name, "what": key, "value": found[name][key], "bound": bound, "met": met}
-            for name, key, bound, met in asked]  # fmt: skip
+    return [{"method": name, "what": key, "value": by_method[name][key], "bound": bound, "met": met}
+            for name, key, bound, met in bounds]  # fmt: skip
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -215,12 +224,12 @@ def verdict(row: dict[str, Any]) -> str:
 # -- words and pictures
 
 
-def as_markdown(found: dict[str, Any], why: dict[str, str]) -> str:
-    machine, link, steps = found["machine"], found["link_measured"], found["steps"]
+def as_markdown(result: dict[str, Any], why: dict[str, str]) -> str:
+    machine, link, steps = result["machine"], result["link_measured"], result["steps"]
     lines = [
-        f"# A slow network, {found['link']['text']}: {found['date']}",
+        f"# A slow network, {result['link']['text']}: {result['date']}",
         "",
-        f"{found['hosts']} hosts (network namespaces), one CPU rank on each, of a machine of "
+        f"{result['hosts']} hosts (network namespaces), one CPU rank on each, of a machine of "
         f"{machine['cores']} cores "
         f"({machine['architecture']}), {machine['memory_gib']} GiB; Python {machine['python']}, "
         f"torch {machine['torch']}.",
@@ -230,14 +239,14 @@ def as_markdown(found: dict[str, Any], why: dict[str, str]) -> str:
         f"stream {link['stream_bits_per_s'] / 1e6:.1f} Mbit/s (congestion control "
         f"{link['tcp_congestion_control']}, "
         f"tcp_slow_start_after_idle {link['tcp_slow_start_after_idle']})",
-        f"- the work: `examples/demo.yaml` with all {found['parameters']:,} parameters trained, "
+        f"- the work: `examples/demo.yaml` with all {result['parameters']:,} parameters trained, "
         "float32, at a learning rate "
-        f"that stays after its warm-up; an evaluation every {found['evaluate_every']} steps",
+        f"that stays after its warm-up; an evaluation every {result['evaluate_every']} steps",
         "- seconds are those in training steps; evaluations, the start and the checkpoint are left "
         "out, for all alike",
-        f"- the mark: {found['mark']:.4f}, plain DDP's evaluation loss after {steps} steps; the "
+        f"- the mark: {result['mark']:.4f}, plain DDP's evaluation loss after {steps} steps; the "
         "others may take "
-        f"{found['extra_steps']} steps more to come to it, and so may `diloco`, whose "
+        f"{result['extra_steps']} steps more to come to it, and so may `diloco`, whose "
         "communication in all is that of all its "
         "steps. Between evaluations a line is drawn, and its first point at the mark counts, DDP's "
         "own too",
@@ -247,7 +256,7 @@ def as_markdown(found: dict[str, Any], why: dict[str, str]) -> str:
         "steps to the mark | s to the mark | × sooner | × less communication | × fewer bytes | |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
-    for row in found["methods"]:
+    for row in result["methods"]:
         cells = [
             f"`{row['method']}`",
             f"{row['seconds_per_step']:.3f}",
@@ -264,22 +273,24 @@ def as_markdown(found: dict[str, Any], why: dict[str, str]) -> str:
             verdict(row),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    if found["goals"]:
+    if result["goals"]:
         lines += ["", "| method | what | | goal | |", "|---|---|---:|---|---|"]
-        for one in found["goals"]:
-            digits = ".4f" if one["what"] == "final_loss_difference" else ".2f"
+        for goal in result["goals"]:
+            digits = ".4f" if goal["what"] == "final_loss_difference" else ".2f"
             lines.append(
-                f"| `{one['method']}` | {WHAT[one['what']]} | {_or_dash(one['value'], digits)} | "
-                f"{one['bound']} | "
-                f"{'met' if one['met'] else 'missed'} |"
+                f"| `{goal['method']}` | {WHAT[goal['what']]} | {_or_dash(goal['value'], digits)} | "
+                f"{goal['bound']} | "
+                f"{'met' if goal['met'] else 'missed'} |"
             )
     lines += ["", "The settings of each:", ""]
-    plain = found["settings"]["ddp"]
-    for name, settings in found["settings"].items():
-        own = " ".join(
+    plain = result["settings"]["ddp"]
+    for name, settings in result["settings"].items():
+        settings_of_method = " ".join(
             f"{key}={value}" for key, value in settings.items() if plain.get(key) != value
         )
-        lines.append(f"- `{name}`: {f'`{own}`: ' if own else ''}{why[name]}")
+        lines.append(
+            f"- `{name}`: {f'`{settings_of_method}`: ' if settings_of_method else ''}{why[name]}"
+        )
     return "\n".join(lines)
 
 
@@ -297,12 +308,15 @@ def as_svg(runs: dict[str, Run]) -> str:
         series = [
             Series(
                 name,
-                [(float(getattr(one, key)), one.loss) for one in run.evaluations],
+                [
+                    (float(getattr(evaluation, key)), evaluation.loss)
+                    for evaluation in run.evaluations
+                ],
                 _COLOURS[index % len(_COLOURS)],
             )
             for index, (name, run) in enumerate(runs.items())
         ]
-        high = max(x for one in series for x, _ in one.points)
+        high = max(x for curve in series for x, _ in curve.points)
         drawn = draw(Plot(title, "loss", series), (0.0, high), [])
         panels.append(
             _panel(

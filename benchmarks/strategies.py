@@ -15,7 +15,7 @@ from typing import Any
 
 import common
 from common import BenchmarkFailed, Measured, Work
-from run import _machine, _say, tell
+from run import _machine, log_line, report_results
 
 #: mode → (settings of Paceline, the rival's mode)
 MODES: dict[str, tuple[dict[str, Any], str]] = {
@@ -41,7 +41,7 @@ WARM_UP_STEPS = 2
 def main() -> int:
     args = _arguments()
     common.PER_DEVICE, common.MAX_LENGTH = PER_DEVICE, TOKENS
-    names = [one for one in MODES if one in args.only]
+    names = [name for name in MODES if name in args.only]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         work = common.make_work(Path(folder), args.steps, even_tokens=TOKENS)
         runs: dict[str, tuple[list[Measured], list[Measured]]] = {name: ([], []) for name in names}
@@ -53,17 +53,17 @@ def main() -> int:
                     if number:
                         runs[name][0].append(ours)
                         runs[name][1].append(theirs)
-                    _say(
+                    log_line(
                         f"round {number} {name:<10} {steps_per_second(ours):.3f} steps/s, by hand "
                         f"{steps_per_second(theirs):.3f} "
                         f" last loss {ours.losses[-1]:.5f}, by hand {theirs.losses[-1]:.5f}"
                     )
             state = None if args.no_state else state_bytes(work)
         except BenchmarkFailed as error:
-            _say(f"error: {error}")
+            log_line(f"error: {error}")
             return 1
-        found = summary(work, runs, state, args.rounds)
-    return tell(args, found, as_markdown(found))
+        result = summary(work, runs, state, args.rounds)
+    return report_results(args, result, as_markdown(result))
 
 
 def _arguments() -> argparse.Namespace:
@@ -92,7 +92,7 @@ def _arguments() -> argparse.Namespace:
         "--output", type=Path, help="write FILE.md (the tables) and FILE.json (everything measured)"
     )
     args = parser.parse_args()
-    unknown = [one for one in args.only if one not in MODES]
+    unknown = [name for name in args.only if name not in MODES]
     if unknown:
         parser.error(f"{', '.join(unknown)}; allowed: {', '.join(MODES)}")
     return args
@@ -113,8 +113,8 @@ def measure(work: Work, name: str) -> tuple[Measured, Measured]:
     return ours, theirs
 
 
-def steps_per_second(one: Measured) -> float:
-    return one.samples_per_second / (common.WORLD_SIZE * PER_DEVICE)
+def steps_per_second(measured: Measured) -> float:
+    return measured.samples_per_second / (common.WORLD_SIZE * PER_DEVICE)
 
 
 def state_bytes(work: Work) -> dict[str, int]:
@@ -144,10 +144,10 @@ def summary(work: Work, runs: Any, state: dict[str, int] | None, rounds: int) ->
                 "ratio": ratio,
                 "met": ratio >= AT_LEAST,
                 "loss_difference": max(
-                    abs(mine / other - 1)
-                    for mine, other in zip(ours[0].losses, theirs[0].losses, strict=True)
+                    abs(ours_loss / other - 1)
+                    for ours_loss, other in zip(ours[0].losses, theirs[0].losses, strict=True)
                 ),
-                "same_tokens": all(one.tokens == work.batch_lengths for one in [*ours, *theirs]),
+                "same_tokens": all(run.tokens == work.batch_lengths for run in [*ours, *theirs]),
             }
         )
     return {
@@ -162,25 +162,25 @@ def summary(work: Work, runs: Any, state: dict[str, int] | None, rounds: int) ->
         "modes": rows,
         "state_bytes_on_4_ranks": state,
         "runs": {
-            name: {"paceline": [asdict(one) for one in a], "rival": [asdict(one) for one in b]}
+            name: {"paceline": [asdict(run) for run in a], "rival": [asdict(run) for run in b]}
             for name, (a, b) in runs.items()
         },
     }
 
 
-def as_markdown(found: dict[str, Any]) -> str:
-    machine = found["machine"]
+def as_markdown(result: dict[str, Any]) -> str:
+    machine = result["machine"]
     lines = [
-        f"# Strategies against hand-written loops: {found['date']}",
+        f"# Strategies against hand-written loops: {result['date']}",
         "",
         (
             f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB;"
             f" Python {machine['python']}, torch {machine['torch']}, transformers"
-            f" {machine['transformers']}. Medians of {found['rounds']} alternating rounds after a"
+            f" {machine['transformers']}. Medians of {result['rounds']} alternating rounds after a"
             " warm-up."
         ),
         "",
-        f"- {found['work']}",
+        f"- {result['work']}",
         "",
         (
             "| mode | the same by hand | steps/s | by hand | ratio | goal | | losses differ by at"
@@ -188,14 +188,14 @@ def as_markdown(found: dict[str, Any]) -> str:
         ),
         "|---|---|---:|---:|---:|---|---|---:|---|",
     ]
-    for row in found["modes"]:
+    for row in result["modes"]:
         lines.append(
             f"| `{row['mode']}` | {row['rival']} | {row['steps_per_second']:.3f} |"
             f" {row['rival_steps_per_second']:.3f} | {row['ratio']:.3f} | ≥ {AT_LEAST} |"
             f" {'met' if row['met'] else 'missed'} | {row['loss_difference']:.1e} |"
             f" {'yes' if row['same_tokens'] else 'NO'} |"
         )
-    state = found["state_bytes_on_4_ranks"]
+    state = result["state_bytes_on_4_ranks"]
     if state is not None:
         share = state["zero3"] / state["ddp"]
         lines += [

@@ -87,16 +87,19 @@ def write_rows(path: Path, count: int) -> None:
     """Rows of about 780 bytes, as those of the alpaca dataset."""
     import pydoc_data.topics
 
-    words = [
-        one for text in pydoc_data.topics.topics.values() for one in text.split() if one.isalpha()
+    vocabulary = [
+        token
+        for text in pydoc_data.topics.topics.values()
+        for token in text.split()
+        if token.isalpha()
     ]
     chance = random.Random(42)
     with open(path, "w") as handle:
         for number in range(count):
             row = {
-                "instruction": " ".join(chance.choices(words, k=30)),
-                "input": " ".join(chance.choices(words, k=20)) if number % 3 == 0 else "",
-                "output": " ".join(chance.choices(words, k=90)),
+                "instruction": " ".join(chance.choices(vocabulary, k=30)),
+                "input": " ".join(chance.choices(vocabulary, k=20)) if number % 3 == 0 else "",
+                "output": " ".join(chance.choices(vocabulary, k=90)),
             }
             handle.write(json.dumps(row) + "\n")
 
@@ -168,7 +171,7 @@ def main() -> None:
         "|---|---|---|---|",
     ]
     for name, values in seconds.items():
-        ratios = [one / other for one, other in zip(values, seconds[parallel], strict=True)]
+        ratios = [ours / other for ours, other in zip(values, seconds[parallel], strict=True)]
         text.append(
             f"| {name} | {statistics.median(values):.1f} s | {min(values):.1f} to {max(values):.1f}"
             f" s | {statistics.median(ratios):.2f} |"

@@ -46,13 +46,13 @@ class Switched(LanguageTask):
             on_s = sum(
                 after - before for (_, before, on), (_, after, _) in pairwise(self.seen) if on
             )
-            found = {"steps": self.seen, "thread": (busy_s() - self.busy_from_s) / on_s}
-            Path(args["file"]).write_text(json.dumps(found))
+            result = {"steps": self.seen, "thread": (busy_s() - self.busy_from_s) / on_s}
+            Path(args["file"]).write_text(json.dumps(result))
 
 
 def busy_s():
     """How long the watchdog's thread has been on a core: the first number of its schedstat."""
-    thread = next(one for one in threading.enumerate() if one.name == "watchdog")
+    thread = next(thread for thread in threading.enumerate() if thread.name == "watchdog")
     return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) * 1e-9
 
 

@@ -32,8 +32,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     chats = read_chats(spec["train_file"])
     size = spec["per_device_batch_size"]
-    mine = [chats[index] for batch in spec["batches"] for index in batch[rank::world_size]]
-    samples = encode(tokenizer, mine, spec["max_length"])
+    local_chats = [chats[index] for batch in spec["batches"] for index in batch[rank::world_size]]
+    samples = encode(tokenizer, local_chats, spec["max_length"])
 
     base = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
     lora = LoraConfig(
@@ -44,7 +44,7 @@ def main() -> None:
         task_type="CAUSAL_LM",
     )
     model = DistributedDataParallel(get_peft_model(base, lora))
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=spec["learning_rate"], weight_decay=0.0)
 
     record = Record()

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 def pack(samples: list[Sample]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Inputs of the model (one row, positions that start again with each sample), and the target of
     each logit kept."""
-    ids = torch.tensor([token for one in samples for token in one["input_ids"]])
+    ids = torch.tensor([token for sample in samples for token in sample["input_ids"]])
     # The first token of a sample is nobody's target: what stands before it belongs to another
     # sample.
-    labels = torch.tensor([label for one in samples for label in (-100, *one["labels"][1:])])
-    positions = torch.cat([torch.arange(len(one["input_ids"])) for one in samples])
+    labels = torch.tensor([label for sample in samples for label in (-100, *sample["labels"][1:])])
+    positions = torch.cat([torch.arange(len(sample["input_ids"])) for sample in samples])
     places = (labels != -100).nonzero().flatten()
     inputs = {"input_ids": ids[None], "position_ids": positions[None], "logits_to_keep": places - 1}
     return inputs, labels[places]
@@ -35,8 +35,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     chats = read_chats(spec["train_file"])
     size = spec["per_device_batch_size"]
-    mine = [chats[index] for batch in spec["batches"] for index in batch[rank::world_size]]
-    samples = encode(tokenizer, mine, spec["max_length"])
+    local_chats = [chats[index] for batch in spec["batches"] for index in batch[rank::world_size]]
+    samples = encode(tokenizer, local_chats, spec["max_length"])
 
     base = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
     lora = LoraConfig(
@@ -47,7 +47,7 @@ def main() -> None:
         task_type="CAUSAL_LM",
     )
     model = DistributedDataParallel(get_peft_model(base, lora))
-    trained = [one for one in model.parameters() if one.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=spec["learning_rate"], weight_decay=0.0)
 
     record = Record()

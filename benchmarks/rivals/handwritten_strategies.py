@@ -71,8 +71,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     chats = read_chats(spec["train_file"])
     size = spec["per_device_batch_size"]
-    mine = [chats[index] for batch in spec["batches"] for index in batch[rank::world_size]]
-    samples = encode(tokenizer, mine, spec["max_length"])
+    local_chats = [chats[index] for batch in spec["batches"] for index in batch[rank::world_size]]
+    samples = encode(tokenizer, local_chats, spec["max_length"])
 
     model, optimizer = place(
         AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),

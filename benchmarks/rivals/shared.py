@@ -26,7 +26,7 @@ def read_chats(path: str) -> list[list[dict[str, str]]]:
 
 def encode(tokenizer: Any, chats: list[list[dict[str, str]]], max_length: int) -> list[Sample]:
     """Token ids and labels of each chat; -100 wherever the token is not part of an answer."""
-    found = tokenizer.apply_chat_template(
+    encoded = tokenizer.apply_chat_template(
         chats,
         return_dict=True,
         return_assistant_tokens_mask=True,
@@ -36,21 +36,23 @@ def encode(tokenizer: Any, chats: list[list[dict[str, str]]], max_length: int) -
     return [
         {
             "input_ids": ids,
-            "labels": [token if kept else -100 for token, kept in zip(ids, mask, strict=True)],
+            "labels": [
+                token if has_loss else -100 for token, has_loss in zip(ids, mask, strict=True)
+            ],
         }
-        for ids, mask in zip(found["input_ids"], found["assistant_masks"], strict=True)
+        for ids, mask in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True)
     ]
 
 
 def pad(samples: list[Sample], pad_token_id: int) -> dict[str, torch.Tensor]:
     """input_ids, attention_mask and labels, int64 [rows, longest], padded on the right."""
-    longest = max(len(one["input_ids"]) for one in samples)
+    longest = max(len(sample["input_ids"]) for sample in samples)
     rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
-    for one in samples:
-        size, gap = len(one["input_ids"]), longest - len(one["input_ids"])
-        rows["input_ids"].append(one["input_ids"] + [pad_token_id] * gap)
+    for sample in samples:
+        size, gap = len(sample["input_ids"]), longest - len(sample["input_ids"])
+        rows["input_ids"].append(sample["input_ids"] + [pad_token_id] * gap)
         rows["attention_mask"].append([1] * size + [0] * gap)
-        rows["labels"].append(one["labels"] + [-100] * gap)
+        rows["labels"].append(sample["labels"] + [-100] * gap)
     return {name: torch.tensor(values) for name, values in rows.items()}
 
 
@@ -62,7 +64,7 @@ def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def num_labels(samples: list[Sample]) -> int:
-    return sum(label != -100 for one in samples for label in one["labels"][1:])
+    return sum(label != -100 for sample in samples for label in sample["labels"][1:])
 
 
 class Record:
@@ -76,29 +78,31 @@ class Record:
 
     def step_done(self, samples: list[Sample]) -> None:
         self.step_ends.append(time.time())
-        self.tokens.append(sum(len(one["input_ids"]) for one in samples))
+        self.tokens.append(sum(len(sample["input_ids"]) for sample in samples))
 
 
 def finish(spec: dict[str, Any], record: Record, model: Any, tokenizer: Any) -> None:
     """Evaluate on the held-out chats, then write what was measured, on rank 0. The peak is that of
     training alone."""
-    mine = {
+    local = {
         "tokens": record.tokens,
         "losses": record.losses,
         "peak_memory_bytes": peak_memory_bytes(),
     }
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
+    dist.all_gather_object(ranks, local)
     loss, count = evaluate(spec, model, tokenizer)
     if dist.get_rank() == 0:
         result = {
             "step_ends": record.step_ends,
-            "tokens": [sum(parts) for parts in zip(*(one["tokens"] for one in ranks), strict=True)],
+            "tokens": [
+                sum(parts) for parts in zip(*(rank["tokens"] for rank in ranks), strict=True)
+            ],
             "losses": [
                 sum(parts) / len(parts)
-                for parts in zip(*(one["losses"] for one in ranks), strict=True)
+                for parts in zip(*(rank["losses"] for rank in ranks), strict=True)
             ],
-            "peak_memory_bytes": [one["peak_memory_bytes"] for one in ranks],
+            "peak_memory_bytes": [rank["peak_memory_bytes"] for rank in ranks],
             "eval_loss": loss,
             "eval_count": count,
         }

@@ -51,7 +51,7 @@ def test_rates_times_and_shares_are_read_as_tc_writes_them():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--rate", "fast"), "'fast'; allowed: a rate such as 100mbit"),
         (("--rate", "100"), "'100'; allowed: a rate"),
@@ -67,12 +67,12 @@ def test_rates_times_and_shares_are_read_as_tc_writes_them():
         (("--set", "zip:compression.ratio=1"), "or METHOD:KEY=VALUE"),
     ],
 )
-def test_a_wrong_argument_is_told_with_what_is_allowed(arguments, said, capsys):
+def test_invalid_arguments_are_reported_with_the_allowed_values(arguments, message, capsys):
     key, value = arguments
     with pytest.raises(SystemExit) as ended:
         slow_network.read_arguments([f"{key}={value}"])
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_without_iproute2_it_says_what_to_install():
@@ -88,20 +88,20 @@ def test_without_root_it_says_so(monkeypatch):
         netns.check_machine()
 
 
-def test_every_method_differs_from_ddp_in_its_own_settings_alone():
+def test_every_method_differs_from_ddp_only_in_its_settings():
     args = slow_network.read_arguments(["--methods", ",".join(slow_network.METHODS)])
     plain = slow_network.settings_of("ddp", 200, args)
-    for name, (own, _) in slow_network.METHODS.items():
+    for name, (changed, _) in slow_network.METHODS.items():
         settings = slow_network.settings_of(name, 200, args)
-        assert {key for key in settings if settings[key] != plain.get(key)} <= set(own)
+        assert {key for key in settings if settings[key] != plain.get(key)} <= set(changed)
     assert args.methods[0] == "ddp"
 
 
 def test_a_setting_is_for_all_methods_or_for_one():
-    given = ["--set", "train_args.seed=7", "--set", "topk:compression.ratio=0.02"]
-    args = slow_network.read_arguments(given)
+    arguments = ["--set", "train_args.seed=7", "--set", "topk:compression.ratio=0.02"]
+    args = slow_network.read_arguments(arguments)
     changed = {name: slow_network.settings_of(name, 200, args) for name in ("ddp", "topk")}
-    assert [one["train_args.seed"] for one in changed.values()] == ["7", "7"]
+    assert [settings["train_args.seed"] for settings in changed.values()] == ["7", "7"]
     assert changed["topk"]["compression.ratio"] == "0.02"
     assert "compression.ratio" not in changed["ddp"]
 
@@ -136,7 +136,7 @@ def folder_of(path, step_s, comm_s, losses, bytes_per_step, every=10):
             "comm_wait_s": comm_s,
         }
         events += [step, {"type": "eval", "step": number * every, "loss": loss}]
-    (path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
+    (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     (path / "report.json").write_text(
         json.dumps({"traffic_bytes_per_step": {"measured": bytes_per_step}})
     )
@@ -173,7 +173,7 @@ def conditions(rate=1e8, delay=0.01):
         "ddp": {"parallel.mode": "ddp"},
         "topk": {"parallel.mode": "ddp", "compression.method": "topk"},
     }
-    found = {
+    result = {
         "date": "2030-01-31",
         "machine": machine,
         "hosts": 2,
@@ -181,20 +181,23 @@ def conditions(rate=1e8, delay=0.01):
         "link_measured": measured,
         "steps": 20,
     }
-    return {**found, "extra_steps": 10, "evaluate_every": 10, "settings": settings}
+    return {**result, "extra_steps": 10, "evaluate_every": 10, "settings": settings}
 
 
 def test_seconds_are_added_up_over_the_windows_of_the_log(runs):
     ddp = runs["ddp"]
     assert ddp.at(20) == (pytest.approx(6.0 + 19 * 3.0), pytest.approx(20 * 2.5))
-    assert [one.seconds for one in ddp.evaluations] == [pytest.approx(33.0), pytest.approx(63.0)]
+    assert [evaluation.seconds for evaluation in ddp.evaluations] == [
+        pytest.approx(33.0),
+        pytest.approx(63.0),
+    ]
     assert (ddp.loss_at(20), ddp.parameters, ddp.bytes_per_step) == (6.0, 9_000_000, 1000)
 
 
 def test_ratios_are_to_plain_ddp_at_the_loss_of_its_last_step(runs):
-    found = report.summary(runs, 20, conditions())
-    rows = {one["method"]: one for one in found["methods"]}
-    assert found["mark"] == 6.0
+    summary = report.summary(runs, 20, conditions())
+    rows = {row["method"]: row for row in summary["methods"]}
+    assert summary["mark"] == 6.0
     assert rows["ddp"]["sooner"] == rows["ddp"]["less_comm"] == 1.0
     assert rows["topk"]["steps_to_mark"] == pytest.approx(25.0)
     assert rows["topk"]["seconds_to_mark"] == pytest.approx(13.0)
@@ -204,7 +207,7 @@ def test_ratios_are_to_plain_ddp_at_the_loss_of_its_last_step(runs):
     assert rows["diloco"]["less_comm_in_all"] == pytest.approx(50 / 3)  # over its 30 steps
     assert rows["diloco"]["final_loss_difference"] == pytest.approx(5.5 / 6 - 1)
     assert rows["signsgd"]["sooner"] is None
-    assert {name: report.verdict(one) for name, one in rows.items()} == {
+    assert {name: report.verdict(row) for name, row in rows.items()} == {
         "ddp": "the measure",
         "topk": "pays",
         "diloco": "pays",
@@ -218,7 +221,7 @@ def test_goals_belong_to_the_links_and_lengths_they_are_stated_for(runs, tmp_pat
 
     def met(rate, delay):
         link = {"rate_bits_per_s": rate, "delay_s": delay, "loss": 0.0}
-        return {(one["method"], one["what"]): one["met"] for one in report.goals(rows, link, 2)}
+        return {(goal["method"], goal["what"]): goal["met"] for goal in report.goals(rows, link, 2)}
 
     slow = [("topk", "sooner"), ("diloco", "less_comm_in_all"), ("diloco", "final_loss_difference")]
     assert met(1e8, 0.01) == dict.fromkeys(slow, True)
@@ -231,9 +234,11 @@ def test_goals_belong_to_the_links_and_lengths_they_are_stated_for(runs, tmp_pat
         "ddp": report.read_run("ddp", long, [1, 2], 9.0),
         "topk": report.read_run("topk", long, [1, 2], 9.0),
     }
-    found = report.summary(over, 200, conditions() | {"steps": 200})
-    assert [(one["method"], one["met"]) for one in found["goals"]] == [("topk", False)]
-    assert "| ≥ 4 | missed |" in report.as_markdown(found, {"ddp": "plain", "topk": "one per cent"})
+    summary = report.summary(over, 200, conditions() | {"steps": 200})
+    assert [(goal["method"], goal["met"]) for goal in summary["goals"]] == [("topk", False)]
+    assert "| ≥ 4 | missed |" in report.as_markdown(
+        summary, {"ddp": "plain", "topk": "one per cent"}
+    )
 
 
 def test_the_table_tells_the_link_as_measured_and_what_was_not_reached(runs):
@@ -264,9 +269,9 @@ def left_over():
         ["ip", "netns", "list"], capture_output=True, text=True, check=True
     ).stdout.split()
     return [
-        one
-        for one in every
-        if one.startswith("paceline-") and not Path(f"/proc/{one.split('-')[1]}").exists()
+        name
+        for name in every
+        if name.startswith("paceline-") and not Path(f"/proc/{name.split('-')[1]}").exists()
     ]
 
 
@@ -274,24 +279,24 @@ def left_over():
 @pytest.mark.parametrize(
     ("hosts", "delay", "loss"), [(2, 0.01, 0.0), (3, 0.005, 0.01), (2, 0.0, 0.0)]
 )
-def test_a_link_is_as_slow_as_asked_and_gone_afterwards(hosts, delay, loss):
+def test_a_link_has_the_requested_speed_and_is_removed_afterwards(hosts, delay, loss):
     with netns.Network(hosts, netns.Link(5e7, delay, loss)) as network:
         assert len(namespaces(os.getpid())) == hosts + 1
-        found = network.measure()
+        measured = network.measure()
         sent = network.sent_bytes()
-    assert found["round_trip_s"] >= 2 * delay
-    assert 0 < found["stream_bits_per_s"] <= 1.02 * 5e7
+    assert measured["round_trip_s"] >= 2 * delay
+    assert 0 < measured["stream_bits_per_s"] <= 1.02 * 5e7
     assert sent[-1] > sent[0] > 0
     assert namespaces(os.getpid()) == []
 
 
 @pytest.mark.soak
 def test_what_a_killed_run_left_is_removed_by_the_next():
-    gone = subprocess.Popen([sys.executable, "-c", ""])
-    gone.wait()
-    subprocess.run(["ip", "netns", "add", f"paceline-{gone.pid}-h0"], check=True)
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    subprocess.run(["ip", "netns", "add", f"paceline-{killed.pid}-h0"], check=True)
     netns.remove_left_overs()
-    assert namespaces(gone.pid) == []
+    assert namespaces(killed.pid) == []
 
 
 @pytest.mark.soak
