@@ -278,19 +278,17 @@ def as_markdown(result: dict[str, Any], why: dict[str, str]) -> str:
         for goal in result["goals"]:
             digits = ".4f" if goal["what"] == "final_loss_difference" else ".2f"
             lines.append(
-                f"| `{goal['method']}` | {WHAT[goal['what']]} | {_or_dash(goal['value'], digits)} | "
-                f"{goal['bound']} | "
+                f"| `{goal['method']}` | {WHAT[goal['what']]} |"
+                f" {_or_dash(goal['value'], digits)} | {goal['bound']} | "
                 f"{'met' if goal['met'] else 'missed'} |"
             )
     lines += ["", "The settings of each:", ""]
     plain = result["settings"]["ddp"]
     for name, settings in result["settings"].items():
-        settings_of_method = " ".join(
+        changes = " ".join(
             f"{key}={value}" for key, value in settings.items() if plain.get(key) != value
         )
-        lines.append(
-            f"- `{name}`: {f'`{settings_of_method}`: ' if settings_of_method else ''}{why[name]}"
-        )
+        lines.append(f"- `{name}`: {f'`{changes}`: ' if changes else ''}{why[name]}")
     return "\n".join(lines)
 
 

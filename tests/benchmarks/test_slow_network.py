@@ -316,9 +316,9 @@ def test_a_job_runs_over_the_link_and_its_table_is_written(tmp_path):
     done = run_script(*arguments, "--delay", "1ms", "--output", str(tmp_path / "table"))
     assert done.returncode == 0, done.stderr
     assert "| `topk` |" in done.stdout
-    found = json.loads((tmp_path / "table.json").read_text())
-    ddp, topk = found["runs"]["ddp"], found["runs"]["topk"]
-    assert ddp["bytes_per_step"] >= 4 * found["parameters"]
+    table = json.loads((tmp_path / "table.json").read_text())
+    ddp, topk = table["runs"]["ddp"], table["runs"]["topk"]
+    assert ddp["bytes_per_step"] >= 4 * table["parameters"]
     assert ddp["bytes_per_step"] >= 40 * topk["bytes_per_step"]
     assert min(ddp["wire_bytes"]) >= 4 * ddp["bytes_per_step"]
     assert (tmp_path / "table.svg").read_text().startswith("<svg")
