@@ -117,7 +117,7 @@ class Compressor(ABC):
         """Sum float32 values [n] over the ranks, every number sent in the format of ``codec``. A
         collective.
 
-        An all-to-all brings each rank its range of everybody's values; it adds them up in float32
+        An all-to-all brings each rank its range of all ranks' values; it adds them up in float32
         in order of rank, and an all-gather distributes the sums. So a rank sends 2(N-1)/N of the
         encoded bytes, as in an all-reduce, and sums never overflow.
 

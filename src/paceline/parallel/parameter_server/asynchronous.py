@@ -20,15 +20,14 @@ from torch.distributed import rpc
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import TRAFFIC, uncounted
-from paceline.parallel.base import MicroStep, OptimizerFactory
+from paceline.parallel.base import MicroStep
 from paceline.parallel.comm_profile import StrategyMetrics
 from paceline.parallel.gradients import clip_factor
 from paceline.parallel.parameter_server.client import RemoteEmbedding, rank_name, send_gradients
 from paceline.parallel.parameter_server.collectives import ServerCommunicator
 from paceline.parallel.parameter_server.server import (
-    DENSE,
     LOCK,
-    RowOptimizer,
+    SERVED,
     Rows,
     sum_of_squares,
     sum_rows,
@@ -51,21 +50,12 @@ class AsyncServerStrategy(ParameterServerStrategy):
         self.count_group = world.split([[rank] for rank in range(world.size)])
         self.bound = self.options.max_staleness if self.options.consistency == "bounded" else None
         self.clock = 0
+        if self.is_server:
+            _STORE.open(self.num_workers)
 
     @property
     def max_count_lag(self) -> int:
         return _MAX_LAG if self.bound is None else self.bound + 1
-
-    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
-        if self.is_server:
-            _STORE.open(self.num_workers)
-        optimizer = super().setup_optimizer(build)
-        if self.is_server:
-            assert isinstance(optimizer, RowOptimizer)
-            _STORE.rows = optimizer
-        with uncounted():
-            self.world.barrier()
-        return optimizer
 
     def _clock_of(self, rank: int) -> int:
         return _STORE.drop(rank)
@@ -164,15 +154,14 @@ def _sum_for(
 
 # -- calls that run on a server
 class ServerStore:
-    """The optimizer of this server's rows, and, on the first server, the workers' clocks: the step
-    that each has started, and the last one that was applied."""
+    """The workers' clocks on the first server: the step that each has started, and the last one
+    that was applied. Every server also holds the lock while it applies gradients."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.max_lead = 0
         self.clocks: dict[int, int] = {}
         self.applied: dict[int, int] = {}
-        self.rows: RowOptimizer
         #: (clock that the slowest worker must reach, future of the worker that waits for it)
         self.waiting: list[tuple[int, torch.futures.Future[int]]] = []
 
@@ -227,12 +216,14 @@ def apply_push(
 ) -> None:
     """Apply a worker's gradients of its step ``clock``. ``factor``: of the peak learning rates."""
     with _STORE.lock:
+        optimizer = SERVED.row_optimizer
+        assert optimizer is not None
         for number, gradient in rows.items():
-            _STORE.rows.shards[number].gradient = gradient
-        _STORE.rows.rate = float(_STORE.rows.defaults["lr"]) * factor
-        _STORE.rows.step()
+            SERVED.shards[number].gradient = gradient
+        optimizer.rate = float(optimizer.defaults["lr"]) * factor
+        optimizer.step()
         with LOCK:
-            for name, parameter in DENSE.named.items():
+            for name, parameter in SERVED.named.items():
                 parameter.grad = dense.get(name)
-            DENSE.step(factor)
+            SERVED.step(factor)
         _STORE.applied[worker] = clock

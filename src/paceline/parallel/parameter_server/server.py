@@ -143,11 +143,13 @@ class RowOptimizer(torch.optim.Optimizer):
             values[rows] -= size * mean / (square.sqrt() + self.eps)
 
 
-class DenseParameters:
-    """This server's parameters other than tables, their optimizer, and the gradients pushed by
-    workers."""
+class ServedParameters:
+    """What this server stores: its rows of the tables, its dense parameters, which are those other
+    than tables, their optimizers, and the gradients of dense parameters pushed by workers."""
 
     def __init__(self) -> None:
+        self.shards: list[TableShard] = []
+        self.row_optimizer: RowOptimizer | None = None
         self.named: dict[str, nn.Parameter] = {}
         self.optimizer: torch.optim.Optimizer | None = None
         self.pushed: dict[int, dict[str, torch.Tensor]] = {}  # by worker
@@ -188,13 +190,7 @@ def sum_of_squares(tensors: Iterable[torch.Tensor]) -> float:
 
 
 # -- calls
-DENSE = DenseParameters()
-_SHARDS: list[TableShard] = []
-
-
-def serve(shards: list[TableShard]) -> None:
-    """Make these shards available to :func:`pull` and :func:`push` in this process."""
-    _SHARDS[:] = shards
+SERVED = ServedParameters()
 
 
 def pull(number: int, rows: torch.Tensor, trains: bool) -> torch.Tensor:
@@ -205,7 +201,7 @@ def pull(number: int, rows: torch.Tensor, trains: bool) -> torch.Tensor:
         trains: the rows are for a training step, whose traffic is counted.
     """
     with torch.no_grad():
-        values = _SHARDS[number].values[rows]
+        values = SERVED.shards[number].values[rows]
     if trains:
         TRAFFIC.add("pull", values.nbytes)
     return values
@@ -220,16 +216,16 @@ def push(worker: int, number: int, rows: Rows, dense: dict[str, torch.Tensor]) -
     """
     with LOCK:
         for place, pushed in rows.items():
-            _SHARDS[place].pushed[worker, number] = pushed
+            SERVED.shards[place].pushed[worker, number] = pushed
         if dense:
-            DENSE.pushed[worker] = dense
+            SERVED.pushed[worker] = dense
 
 
 def pull_dense(trains: bool) -> dict[str, torch.Tensor]:
     """Return this server's parameters other than tables. ``trains``: they are for a training step,
     whose traffic is counted."""
     with LOCK:
-        values = {name: value.detach().clone() for name, value in DENSE.named.items()}
+        values = {name: value.detach().clone() for name, value in SERVED.named.items()}
     if trains:
         TRAFFIC.add("pull", sum(value.nbytes for value in values.values()))
     return values

@@ -48,13 +48,12 @@ from paceline.parallel.parameter_server.collectives import ServerCommunicator
 from paceline.parallel.parameter_server.cost import assign_servers, row_ranges
 from paceline.parallel.parameter_server.roles import describe_roles
 from paceline.parallel.parameter_server.server import (
-    DENSE,
+    SERVED,
     RowOptimizer,
     Rows,
     TableShard,
     pull_dense,
     push,
-    serve,
     sum_of_squares,
 )
 from paceline.parallel.protocols import RankLoss
@@ -131,7 +130,7 @@ class ParameterServerStrategy(Strategy):
     # -- setup
     def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
-        DENSE.open({}, None)
+        SERVED.open({}, None)
         if self.dense_on_servers:  # a table on the meta device has no values yet
             tensors = [*model.parameters(), *model.buffers()]
             self.world.broadcast([tensor for tensor in tensors if not tensor.is_meta])
@@ -188,7 +187,7 @@ class ParameterServerStrategy(Strategy):
             values = torch.empty(end - start, table.dim)
             table.fill(values, start)
             self.shards.append(TableShard(name, table.rows, start, nn.Parameter(values)))
-        serve(self.shards)
+        SERVED.shards = self.shards
         self.trained = {
             name: nn.Parameter(parameter.detach().clone())
             for name, parameter in self.trained.items()
@@ -233,14 +232,14 @@ class ParameterServerStrategy(Strategy):
         if self.is_server:
             args, kind = self.config.train_args, self.options.optimizer
             rows = [(shard.name, shard.values) for shard in self.shards]
-            self.optimizer = RowOptimizer(
+            self.optimizer = SERVED.row_optimizer = RowOptimizer(
                 self.shards,
                 kind,
                 self.options.learning_rate or build(rows).defaults["lr"],
                 (args.adam_beta1, args.adam_beta2),
                 args.adam_epsilon if kind == "adam" else None,
             )
-            DENSE.open(self.trained, build(list(self.trained.items())) if self.trained else None)
+            SERVED.open(self.trained, build(list(self.trained.items())) if self.trained else None)
         else:  # with dense parameters on servers, it only sets their learning rate
             self.optimizer = build(list(self.trained.items()))
         with uncounted():
@@ -320,7 +319,7 @@ class ParameterServerStrategy(Strategy):
             weight = float(self.total_count()) / arrived
         for shard in self.shards:
             shard.merge(self.world.lost, weight)
-        DENSE.merge(self.world.lost, weight)
+        SERVED.merge(self.world.lost, weight)
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         rows = [shard.gradient[1] for shard in self.shards if shard.gradient is not None]
@@ -332,14 +331,14 @@ class ParameterServerStrategy(Strategy):
             factor = clip_factor(norm, max_norm)
             if not self.is_server and not self.dense_on_servers:
                 self.buckets.scale(factor)
-            for gradient in (*rows, *DENSE.gradients()):
+            for gradient in (*rows, *SERVED.gradients()):
                 gradient.mul_(factor)
         return norm
 
     def _squares(self, rows: list[torch.Tensor]) -> float:
         """Return the sum of squares of the gradients that are counted on this rank."""
         if self.is_server:
-            return sum_of_squares(rows) + sum_of_squares(DENSE.gradients())
+            return sum_of_squares(rows) + sum_of_squares(SERVED.gradients())
         # The buckets are the same on each worker.
         counts = self.world.is_rank_zero and not self.dense_on_servers
         return float(self.buckets.norm()) ** 2 if counts else 0.0
@@ -351,7 +350,7 @@ class ParameterServerStrategy(Strategy):
             factor = float(rate) / float(peak) if peak else 0.0
             updated = apply(self.optimizer)
             if updated:
-                DENSE.step(factor)
+                SERVED.step(factor)
         with uncounted():
             self.world.barrier()  # no worker pulls values of the previous step
         return updated
@@ -380,8 +379,8 @@ class ParameterServerStrategy(Strategy):
                 yield TensorShard.whole(name, buffer, owned=owned)
 
     def optimizer_entries(self, shard: TensorShard) -> dict[str, torch.Tensor]:
-        if DENSE.optimizer is not None and shard.key in DENSE.optimizer.state:
-            return entries_of(DENSE.optimizer, shard)
+        if SERVED.optimizer is not None and shard.key in SERVED.optimizer.state:
+            return entries_of(SERVED.optimizer, shard)
         return entries_of(self.optimizer, shard)
 
     def state_shards(self) -> list[TensorShard]:
@@ -413,9 +412,9 @@ class ParameterServerStrategy(Strategy):
                 )
 
     def after_load(self) -> None:
-        if DENSE.optimizer is not None:
+        if SERVED.optimizer is not None:
             for parameter in self.trained.values():
-                DENSE.optimizer.state[parameter].update(self.optimizer.state.pop(parameter, {}))
+                SERVED.optimizer.state[parameter].update(self.optimizer.state.pop(parameter, {}))
         with uncounted():
             self.world.barrier()  # no worker pulls before all servers have loaded their rows
 
@@ -431,7 +430,7 @@ class ParameterServerStrategy(Strategy):
     def memory_tensors(self) -> list[Any]:
         if self.is_server:
             rows = [shard.values for shard in self.shards]
-            dense = [] if DENSE.optimizer is None else optimizer_tensors(DENSE.optimizer)
+            dense = [] if SERVED.optimizer is None else optimizer_tensors(SERVED.optimizer)
             return [*rows, *self.trained.values(), *dense, *optimizer_tensors(self.optimizer)]
         weights = [*self._dense(self.model).values(), *self.model.buffers()]
         if not self.dense_on_servers:
