@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sphinx.search.en import SearchEnglish
+
 from paceline.version import __version__
 
 if TYPE_CHECKING:
@@ -19,8 +21,7 @@ autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
 html_theme = "furo"
 html_title = f"Paceline {release}"
-# Splits Chinese text into words, and English text as usual.
-html_search_language = "zh"
+html_search_language = "en-zh"
 
 DOCS = Path(__file__).parent.resolve()
 ROOT = DOCS.parent
@@ -32,6 +33,30 @@ PAGES = {
     "benchmarks": "benchmarks/README.md",
 }
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)(#[^)\s]*)?\)")
+
+
+class SearchEnglishAndChinese(SearchEnglish):
+    """Search for English words and for pairs of Chinese characters, which need no dictionary."""
+
+    lang = "en-zh"
+    _chinese = re.compile("[\u4e00-\u9fff]+")
+    js_splitter_code = """
+function splitQuery(query) {
+  const terms = [];
+  for (const [run] of query.matchAll(/[\\u4e00-\\u9fff]+|[a-zA-Z0-9_]+/g)) {
+    if (!/[\\u4e00-\\u9fff]/.test(run) || run.length === 1) terms.push(run);
+    else [...run].slice(1).forEach((character, at) => terms.push(run[at] + character));
+  }
+  return terms;
+}
+"""
+
+    def split(self, input: str) -> list[str]:
+        """Return the terms of a text."""
+        pairs = [
+            run[at : at + 2] for run in self._chinese.findall(input) for at in range(len(run) - 1)
+        ]
+        return re.findall(r"[a-zA-Z0-9_]+", input) + pairs
 
 
 def read_page(app: "Sphinx", docname: str, source: list[str]) -> None:
@@ -61,4 +86,5 @@ def _relinked(text: str, file_folder: Path, page_folder: Path) -> str:
 
 
 def setup(app: "Sphinx") -> None:
+    app.add_search_language(SearchEnglishAndChinese)
     app.connect("source-read", read_page)
