@@ -1,4 +1,4 @@
-// The panel's frame: the bar at the top, which page the address names, and whether the server answers.
+// The frame of the panel: the top bar, routing, and the connection state.
 
 import * as api from "./lib/api.js";
 import { h, put } from "./lib/dom.js";
@@ -8,8 +8,8 @@ import { announce, emptyState, errorState, hideBubble, icon } from "./lib/ui.js"
 
 api.takeToken();
 
-// The first that fits is taken. A page: `show(root, params, ctx)`, which returns what takes it down. Where that has an `update`
-// and the address changes within the page, `update(params)` is called in place of a new `show`.
+// The first matching route is used. A page has `show(root, params, ctx)`, which returns a function that removes the page. If that
+// function has an `update` and the address changes within the page, `update(params)` is called instead of a new `show`.
 const ROUTES = [
   [/^\/?$/, [], () => import("./pages/runs.js"), "runs"],
   [/^\/new$/, [], () => import("./pages/start.js"), "new"],
@@ -34,14 +34,14 @@ document.body.append(
   h("div", { id: "announcer", class: "sr", role: "status", "aria-live": "polite" }),
 );
 
-/** What a page is given beside its root and the address's parts. */
+/** The `ctx` argument of a page. */
 const ctx = {
   api,
   announce,
   hasToken: api.hasToken,
-  /** Goes to another page, as `#/run/ID/overview`. */
+  /** Go to another page, such as `#/run/ID/overview`. */
   go: (hash) => (location.hash = hash),
-  /** Sets or (null) removes parts of the address behind its `?`, without a new entry in the browser's history. */
+  /** Set or (null) remove query parameters of the address, without a new entry in the browser's history. */
   setQuery(values) {
     const [path, query] = split();
     for (const [name, value] of Object.entries(values)) {
@@ -104,7 +104,7 @@ async function route({ again = false } = {}) {
   }
 }
 
-// A page's module that cannot be fetched is the server that is gone.
+// If the module of a page cannot be fetched, the server is not reachable.
 const loadError = (error) => (/dynamically imported|module/i.test(error.message) ? { what: "no-answer" } : error);
 
 function takeDown() {

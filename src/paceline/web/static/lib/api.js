@@ -1,8 +1,8 @@
-// Talking to the server: requests, streams of events, and whether it is there at all.
+// Requests to the server, event streams, and the connection state.
 
 const TOKEN = "paceline-token";
 
-/** An answer that is an error: `what` was wrong, what is `allowed`, how to `fix` it. `status` 0: no answer at all. */
+/** An error response: `what` is wrong, what is `allowed`, how to `fix` it. `status` 0: no response. */
 export class ApiError extends Error {
   constructor(status, { what, allowed = null, fix = null, ...more }) {
     super(what);
@@ -10,7 +10,7 @@ export class ApiError extends Error {
   }
 }
 
-/** Takes the token out of the address, so that it is not in a link that somebody copies. */
+/** Remove the token from the address, so that it is not in a link that a user copies. */
 export function takeToken() {
   const query = new URLSearchParams(location.search);
   if (!query.has("token")) return;
@@ -27,7 +27,7 @@ export const post = (path, body, options) => request("POST", path, body, options
 export const put = (path, body, options) => request("PUT", path, body, options);
 export const del = (path, options) => request("DELETE", path, undefined, options);
 
-/** The text of a file that the server gives, such as a config. */
+/** Return the text of a file of the server, such as a config. */
 export async function getText(path, options = {}) {
   return (await answer("GET", path, undefined, options)).text();
 }
@@ -64,25 +64,25 @@ async function errorOf(response) {
   try {
     error = (await response.json()).error;
   } catch {
-    // Not of our making (a proxy's page, say): the status is all that is known.
+    // Not a response of this server (of a proxy, for example): only the status is known.
   }
   return new ApiError(response.status, error?.what ? error : { what: `${response.status} ${response.statusText}` });
 }
 
-// --- Is the server there? ---------------------------------------------------------------------------------------------------
+// --- Connection state --------------------------------------------------------------------------------------------------------
 
 const watchers = new Set();
 let connection = { state: "there", retryAt: 0 };
 let wake = new Set();
 
-/** `watcher({state: "there" | "lost", retryAt})`, now and at each change. Returns what ends it. */
+/** Call `watcher({state: "there" | "lost", retryAt})` now and at each change. Return a function that ends it. */
 export function onConnection(watcher) {
   watchers.add(watcher);
   watcher(connection);
   return () => watchers.delete(watcher);
 }
 
-/** Streams that wait before they try again do so now. */
+/** Reconnect all waiting streams now. */
 export function tryNow() {
   for (const one of [...wake]) one();
 }
@@ -96,10 +96,10 @@ function setConnection(state, retryAt = 0) {
 // --- Streams ----------------------------------------------------------------------------------------------------------------
 
 /**
- * Server-sent events. `path`: text, or a function that gives it anew at each connection. `handlers`: one by the name of each
- * event, called with its data; `open()` at each connection; `problem(ApiError)` where the server refuses (no further try).
- * A GET reconnects by itself and rests while the page is hidden; with `body` it is one POST, which ends with the answer:
- * then `closed()`, or `problem` where it broke off. Returns a function that ends it.
+ * Server-sent events. `path`: a text, or a function that is called at each connection. `handlers`: one for the name of each
+ * event, called with its data; `open()` at each connection; `problem(ApiError)` if the server refuses (it is not retried).
+ * A GET reconnects automatically and pauses while the page is hidden. With `body` it is a single POST, which ends with the
+ * response: then `closed()` is called, or `problem` if it was interrupted. Return a function that ends it.
  */
 export function stream(path, handlers, { body } = {}) {
   let ended = false;
@@ -147,7 +147,7 @@ export function stream(path, handlers, { body } = {}) {
     return undefined;
   }
 
-  // A browser keeps six connections to a server: pages that nobody looks at must not take them all.
+  // A browser keeps six connections to a server; hidden pages must not use all of them.
   const hide = () => document.hidden && control?.abort();
   if (!once) document.addEventListener("visibilitychange", hide);
   run();

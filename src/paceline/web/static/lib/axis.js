@@ -1,4 +1,4 @@
-// What the charts' x is: steps, tokens or time since the start.
+// The x axis of the charts: steps, tokens or time since the start.
 
 import { count, duration, short } from "./format.js";
 import { t } from "./i18n.js";
@@ -6,7 +6,7 @@ import { TIMES, WHOLE } from "./chart.js";
 
 export const AXES = ["step", "tokens", "time"];
 
-/** The axis as a chart wants it. */
+/** Return the axis for a chart. */
 export function axis(kind) {
   return {
     name: t(`x.${kind}`),
@@ -15,26 +15,26 @@ export function axis(kind) {
   };
 }
 
-/** The x of each point of a series' answer. `started_at`: what times count from. */
+/** Return the x of each point of a series response. `started_at`: the zero of the time axis. */
 export function xsOf(answer, kind, started_at) {
   if (kind === "step") return answer.step;
   if (kind === "tokens") return answer.tokens.map((one) => one ?? null);
   return answer.time.map((one) => one - started_at);
 }
 
-/** The x of something that happened at `{step, time}`, such as an evaluation. */
+/** Return the x of an event at `{step, time}`, such as an evaluation. */
 export function xOf({ step, time }, answer, kind, started_at) {
   if (kind === "step") return step;
   if (kind === "time") return time - started_at;
   return between(step, answer.step, answer.tokens);
 }
 
-/** The step that belongs to an x, for asking the server for a range. */
+/** Return the step at an x, to request a range from the server. */
 export function stepOf(x, answer, kind, started_at) {
   return Math.round(kind === "step" ? x : between(x, xsOf(answer, kind, started_at), answer.step));
 }
 
-/** `to` at `value` of the ascending `from`, straight between the points. */
+/** Linear interpolation: the value of `to` at `value` of the ascending `from`. */
 function between(value, from, to) {
   let low = 0;
   let high = from.length - 1;
@@ -50,7 +50,7 @@ function between(value, from, to) {
   return to[low] + share * (to[high] - to[low]);
 }
 
-/** Puts points of another x (evaluations) into the lines' x: `[xs, index of each old x, index of each new one]`. */
+/** Merge the x of other points (evaluations) into that of the lines: `[xs, index of each old x, index of each new x]`. */
 export function merged(xs, others) {
   const all = [...new Set([...xs, ...others].filter(Number.isFinite))].sort((one, two) => one - two);
   const at = new Map(all.map((x, index) => [x, index]));

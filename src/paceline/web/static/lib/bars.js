@@ -1,11 +1,11 @@
-// Bars that stand beside each other to be compared: predicted beside measured, a collective beside the others.
+// Horizontal bars for comparison, such as predicted and measured values.
 
 import { h } from "./dom.js";
 import { t } from "./i18n.js";
 
 /**
- * Rows of bars over one scale. `rows`: [{name, parts: [{name, value, kind}], text}]; `kind` 1 to 6 is a colour with its own
- * pattern. Each row's `text` says its figure; the bars are only a picture of it.
+ * Rows of bars on a common scale. `rows`: [{name, parts: [{name, value, kind}], text}]; `kind` 1 to 6 is a color with its own
+ * pattern. `text` has the value of a row, which the bars only illustrate.
  */
 export function bars(rows) {
   const longest = Math.max(...rows.map(({ parts }) => parts.reduce((sum, one) => sum + (one.value ?? 0), 0)), 1e-12);
@@ -36,7 +36,7 @@ export function bars(rows) {
   );
 }
 
-/** What the fills mean. `kinds`: [[kind, node or text]]. */
+/** The legend of the fills. `kinds`: [[kind, node or text]]. */
 export const fillLegend = (kinds) =>
   h(
     "ul",
@@ -44,7 +44,7 @@ export const fillLegend = (kinds) =>
     kinds.map(([kind, text]) => h("li", {}, h("span", { class: `swatch fill fill-${kind}`, "aria-hidden": "true" }), text)),
   );
 
-/** "predicted 5.2 % less" of what was measured; empty where one of them is not known. */
+/** Return by how much the prediction differs from the measurement; empty if one of them is unknown. */
 export function difference(predicted, measured) {
   if (!(predicted > 0) || !(measured > 0)) return "";
   const share = (predicted - measured) / measured;

@@ -1,4 +1,4 @@
-// Line charts over uPlot: colours from the theme, legends with dashes, marks on the axis, zoom by dragging or by keys.
+// Line charts with uPlot: colors of the theme, legends with dashes, marks on the axis, zoom by dragging or by keyboard.
 
 import uPlot from "../vendor/uPlot.esm.js";
 import { h, newId, put, svg } from "./dom.js";
@@ -8,7 +8,7 @@ import { bytes, digits, duration } from "./format.js";
 
 export const COLOURS = ["--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7", "--s8"];
 export const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [14, 4], [4, 2, 1, 2], [1, 4], [8, 2, 2, 2, 2, 2]];
-// Distances between the ticks of an axis: whole numbers, times as clocks divide them, bytes as memory does.
+// Distances between the ticks of an axis: integers, times in units of a clock, bytes in binary units.
 export const WHOLE = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((one) => one * 10 ** power)).flat();
 export const TIMES = [
   ...[-6, -5, -4, -3, -2, -1].flatMap((power) => [1, 2, 5].map((one) => one * 10 ** power)),
@@ -37,10 +37,10 @@ const MARK_LEVEL = { error: "--bad", warning: "--warn", info: "--line-strong" };
 /**
  * A line chart.
  *
- * `name`: what it shows. `height`: of the plot, in px. `x`: `{name, format(value)}`. `y`: `{format(value), min, log}`.
+ * `name`: its title. `height`: of the plot, in px. `x`: `{name, format(value)}`. `y`: `{format(value), min, log}`.
  * `series`: [{name, colour: "--s1", dash: [..], width, faint, points, format}]; `band: [i, j]` on one fills between two of them.
- * `zoomed(min, max)`: somebody chose that range of x (null, null: all of it). `sync`: charts of one key share their cursor.
- * Returns `{node, set(data, marks), series(), canvas(), end()}`; `data` as uPlot's: [x, y1, y2, …];
+ * `zoomed(min, max)`: the user selected this range of x (null, null: everything). `sync`: charts with the same key share a cursor.
+ * Return `{node, set(data, marks), series(), canvas(), end()}`; `data` as in uPlot: [x, y1, y2, …];
  * `marks`: [{x, level, type, text}].
  */
 export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync }) {
@@ -168,7 +168,7 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
   const nearMarks = (plotted) =>
     marks.filter((one) => Math.abs(plotted.valToPos(one.x, "x") - plotted.cursor.left) < 6).slice(0, 3);
 
-  // A mark: a thin line down the plot and a small shape on the axis: a triangle for trouble, a square for a restart, a dot else.
+  // A mark is a thin vertical line with a shape on the axis: a triangle for a problem, a square for a restart, otherwise a dot.
   function drawMarks(plotted) {
     const { ctx, bbox } = plotted;
     const unit = devicePixelRatio || 1;
@@ -301,7 +301,7 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
   };
 }
 
-/** The sample of a line beside its name: colour, dash and all. */
+/** The legend sample of a line. */
 export function key({ colour: property, dash = [], points, faint, width = 1.75 }) {
   return svg(
     "svg",

@@ -1,11 +1,11 @@
-// The controls that every page of curves has: the horizontal axis, and how much the lines are smoothed.
+// Controls of all pages with curves: the horizontal axis and the smoothing.
 
 import { AXES } from "./axis.js";
 import { h } from "./dom.js";
 import { t } from "./i18n.js";
 import { choice, termOf } from "./ui.js";
 
-/** Step, tokens or time. */
+/** Select step, tokens or time. */
 export const axisChoice = (value, changed) =>
   choice(
     t("x"),
@@ -14,7 +14,7 @@ export const axisChoice = (value, changed) =>
     changed,
   );
 
-/** How much of the past each point of a smoothed line holds: 0 to 0.99. */
+/** Select the weight of earlier steps in the smoothed line: 0 to 0.99. */
 export function smoothField(value, changed) {
   const shown = h("output", { class: "number" }, value.toFixed(2));
   const slider = h("input", {

@@ -1,28 +1,28 @@
-// Building the page. Text is always text: nothing here parses markup, so what a run calls itself cannot become an element.
+// Create elements. Nothing here parses markup, so the name of a run cannot become an element.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 /**
- * An element. `attrs`: attributes by name; `class`; `on: {event: listener}`; `style: {"--name" or property: value}`;
- * `data: {name: value}`; `prop: {name: value}` for what is a property only. null, undefined and false leave an attribute out.
- * Children: nodes, texts, numbers, arrays of these; null and false are passed over.
+ * Create an element. `attrs`: attributes by name; `class`; `on: {event: listener}`; `style: {"--name" or property: value}`;
+ * `data: {name: value}`; `prop: {name: value}` for properties. Attributes that are null, undefined or false are left out.
+ * Children: nodes, texts, numbers, and arrays of these; null and false are ignored.
  */
 export function h(tag, attrs, ...children) {
   return fill(document.createElement(tag), attrs, children);
 }
 
-/** An element of SVG; as `h`. */
+/** Create an SVG element, like `h`. */
 export function svg(tag, attrs, ...children) {
   return fill(document.createElementNS(SVG, tag), attrs, children);
 }
 
-/** Replaces what is in `node`. Returns it. */
+/** Replace the children of `node`. Return it. */
 export function put(node, ...children) {
   node.replaceChildren();
   return append(node, children);
 }
 
-/** A new id, for labels and descriptions. */
+/** Return a new id for labels and descriptions. */
 export function newId(word = "id") {
   newId.last = (newId.last ?? 0) + 1;
   return `${word}-${newId.last}`;

@@ -1,4 +1,4 @@
-// Numbers for people: each with its unit, none more exact than it is. null is "–": not known is not zero.
+// Format numbers with units. null, which means unknown, is "–".
 
 import { getLanguage, t } from "./i18n.js";
 
@@ -26,7 +26,7 @@ export function short(value) {
   return Number.isInteger(Number(value)) ? String(value) : digits(value);
 }
 
-/** Three digits that count. */
+/** Three significant digits. */
 export function digits(value) {
   if (!known(value)) return typeof value === "string" ? value : NONE;
   const size = Math.abs(value);
@@ -35,7 +35,7 @@ export function digits(value) {
   return String(Number(Number(value).toPrecision(size >= 100 ? Math.max(3, Math.ceil(Math.log10(size + 1))) : 3)));
 }
 
-/** A loss: four decimals; "nan" and "inf" as they are. */
+/** A loss with four decimals; "nan" and "inf" are unchanged. */
 export function loss(value) {
   if (!known(value)) return typeof value === "string" && value ? value : NONE;
   return Math.abs(value) >= 1000 ? short(value) : Number(value).toFixed(4);
@@ -86,7 +86,7 @@ export const rate = (value) => (known(value) ? `${short(value)} ${t("unit.tokens
 /** 12.5 % */
 export const percent = (share) => (known(share) ? `${digits(share * 100)} %` : NONE);
 
-/** "3 minutes ago"; the exact time stands in the `title` beside it. */
+/** "3 minutes ago". */
 export function ago(time_s, now_s = Date.now() / 1000) {
   if (!known(time_s)) return NONE;
   const past_s = Math.max(0, now_s - time_s);
@@ -101,7 +101,7 @@ export function ago(time_s, now_s = Date.now() / 1000) {
   return format.format(-Math.floor(past_s), "second");
 }
 
-/** The date and time, in this place's time; `style` "short" without the seconds. */
+/** The local date and time; `style` "short" without seconds. */
 export function time(time_s, style = "medium") {
   if (!known(time_s)) return NONE;
   return new Date(time_s * 1000).toLocaleString(locale(), { dateStyle: "medium", timeStyle: style });

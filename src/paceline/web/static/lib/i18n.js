@@ -1,4 +1,4 @@
-// The words of the page, in English and Chinese.
+// The texts of the page in English and Chinese.
 
 import { en } from "../i18n/en.js";
 import { zh } from "../i18n/zh.js";
@@ -9,14 +9,14 @@ const watchers = new Set();
 export const LANGUAGES = { en: "English", zh: "中文" };
 let language = first();
 
-/** A module's own words: `{en: {key: text}, zh: {key: text}}`. */
+/** Add the texts of a module: `{en: {key: text}, zh: {key: text}}`. */
 export function addWords(words) {
   for (const [name, table] of Object.entries(words)) Object.assign(tables[name], table);
 }
 
 /**
- * The text of `key`. `{name}` in it stands for `values.name`; of "one|many" the first is taken where `values.n` is 1.
- * A key without a text is given back as it is: it shows at once what is missing.
+ * Return the text of `key`. `{name}` is replaced by `values.name`; of "singular|plural" the first is used if `values.n` is 1.
+ * A key without a text is returned unchanged, so that missing texts are visible.
  */
 export function t(key, values = {}) {
   let text = tables[language][key] ?? tables.en[key] ?? key;
@@ -24,7 +24,7 @@ export function t(key, values = {}) {
   return text.replace(/\{(\w+)\}/g, (whole, name) => (name in values ? String(values[name]) : whole));
 }
 
-/** Whether there is a text for `key`. */
+/** Return whether `key` has a text. */
 export const has = (key) => key in tables.en;
 
 export const getLanguage = () => language;

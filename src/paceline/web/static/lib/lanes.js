@@ -1,4 +1,4 @@
-// A lane for each rank, drawn on one canvas: where the time of each step went, as stacked bars with a pattern for each phase.
+// A lane for each rank on one canvas: the time breakdown of each step as stacked bars, with a pattern for each phase.
 
 import { colour, onTheme } from "./theme.js";
 import { h, put } from "./dom.js";
@@ -16,7 +16,7 @@ export const PHASES = [
 const GUTTER = 52;
 const FOOT = 24;
 
-/** A fill for a phase: its colour as a pattern that is told apart without the colour. `unit`: device pixels a CSS pixel. */
+/** The fill of a phase: a pattern that is distinguishable without its color. `unit`: device pixels per CSS pixel. */
 function patternOf(context, { colour: property, pattern }, unit, card) {
   const ink = colour(property);
   const size = 6 * unit;
@@ -46,7 +46,7 @@ function patternOf(context, { colour: property, pattern }, unit, card) {
   return context.createPattern(tile, "repeat");
 }
 
-/** A swatch for the legend, with the pattern of its phase. */
+/** A legend swatch with the pattern of a phase. */
 function swatch(phase) {
   const unit = devicePixelRatio || 1;
   const canvas = h("canvas", { class: "swatch", width: 22 * unit, height: 12 * unit, "aria-hidden": "true" });
@@ -60,8 +60,8 @@ function swatch(phase) {
 }
 
 /**
- * The lanes. `set(answer, share)`: the answer of `api/runs/ID/ranks`; `share`: each step as 100 %, else in seconds.
- * Returns `{node, set, end}`. Arrow keys go from step to step and from rank to rank.
+ * The lanes. `set(answer, share)`: the response of `api/runs/ID/ranks`; `share`: show each step as 100 % instead of in seconds.
+ * Return `{node, set, end}`. Arrow keys move between steps and ranks.
  */
 export function lanes() {
   const canvas = h("canvas", { class: "lanes", tabindex: 0, role: "application", "aria-roledescription": t("lanes.role") });

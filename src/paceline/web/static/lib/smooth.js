@@ -1,8 +1,8 @@
-// Smoothing for the eye; the raw values stay behind it.
+// Smoothing of curves. The raw values are drawn behind the smoothed line.
 
 /**
- * An exponential mean without the pull of its start (Kingma and Ba 2015, section 3, the same correction as Adam's).
- * `weight` 0 (as it is) to below 1; null and non-numbers are passed over and stay null.
+ * Exponential moving average with the bias correction of Adam (Kingma and Ba 2015, section 3).
+ * `weight`: from 0 (no smoothing) to below 1. null and non-numbers are skipped and stay null.
  */
 export function smooth(values, weight) {
   if (!weight) return values;
@@ -16,5 +16,5 @@ export function smooth(values, weight) {
   });
 }
 
-/** Numbers as they are; "nan", "inf" and the like as null, which a chart leaves open. */
+/** Return numbers unchanged, and null for "nan", "inf" and other values: a gap in a chart. */
 export const numbers = (values) => values.map((value) => (typeof value === "number" && Number.isFinite(value) ? value : null));

@@ -1,4 +1,4 @@
-// Light and dark: the system's choice, or the one kept from the switch.
+// Light and dark theme: the system's, or the one selected on the page.
 
 const KEY = "paceline-theme";
 const watchers = new Set();
@@ -14,13 +14,13 @@ export function setTheme(name) {
   apply();
 }
 
-/** `watcher()` after the colours have changed: what is drawn on a canvas is drawn anew. */
+/** Call `watcher()` after the colors have changed, so that canvases are redrawn. */
 export function onTheme(watcher) {
   watchers.add(watcher);
   return () => watchers.delete(watcher);
 }
 
-/** The colour of a custom property, as `--accent`, as a canvas understands it. */
+/** Return the color of a custom property such as `--accent` for a canvas. */
 export function colour(name) {
   const probe = document.createElement("i");
   probe.style.setProperty("color", `var(${name})`);

@@ -1,4 +1,4 @@
-// What every page is made of: terms that explain themselves, figures, badges, tabs, empty and error states.
+// Common elements of the pages: terms with explanations, figures, badges, tabs, empty and error states.
 
 import { h, newId, put, svg } from "./dom.js";
 import { t, has } from "./i18n.js";
@@ -32,20 +32,20 @@ const ICONS = {
   chat: "M4 5h16v11H9l-5 4z",
 };
 
-/** A small picture beside a word; never alone, so readers pass it over. */
+/** An icon next to a text. It is hidden from screen readers. */
 export function icon(name) {
   const path = svg("path", { d: ICONS[name] ?? ICONS.notice });
   return svg("svg", { viewBox: "0 0 24 24", class: `icon icon-${name}`, "aria-hidden": "true", focusable: "false" }, path);
 }
 
-/** A run's status: a picture and a word. */
+/** The status of a run: an icon and a text. */
 export const badge = (status) => h("span", { class: `badge badge-${status}` }, icon(status), t(`status.${status}`));
 
-// --- Terms: a dotted word that says what it means when pointed at, focused or touched ------------------------------------------
+// --- Terms: an underlined text with an explanation on hover, focus and touch ----------------------------------------------------
 
 let bubble = null;
 
-/** `text` with its meaning: shown on hover, focus and touch, and read out as its description. */
+/** `text` with its explanation, which is shown on hover, focus and touch, and is the description for screen readers. */
 export function term(text, meaning) {
   const id = newId("meaning");
   const hidden = h("span", { id, class: "sr" }, meaning);
@@ -78,7 +78,7 @@ export function hideBubble() {
 
 // --- Figures ----------------------------------------------------------------------------------------------------
 
-/** A figure: its name (with a meaning), its value and what stands beside it. */
+/** A figure: its name (with an explanation), its value and a note. */
 export function figure(key, value, beside = null) {
   return h(
     "div",
@@ -91,7 +91,7 @@ export function figure(key, value, beside = null) {
 
 export const figures = (...all) => h("div", { class: "figures" }, ...all);
 
-/** A card with a heading. `beside`: what stands at the right of the heading. */
+/** A card with a heading. `beside`: a node to the right of the heading. */
 export function card(title, beside, ...children) {
   return h(
     "section",
@@ -101,7 +101,7 @@ export function card(title, beside, ...children) {
   );
 }
 
-/** A table that scrolls by itself on a narrow screen, also by keyboard. `columns`: [{text or node, number}]. */
+/** A table that scrolls horizontally on a narrow screen, also by keyboard. `columns`: [{text or node, number}]. */
 export function table(caption, columns, rows, attrs = {}) {
   return h(
     "div",
@@ -133,14 +133,14 @@ export const row = (cells, columns) =>
     ),
   );
 
-// --- States that say what to do --------------------------------------------------------------------------------
+// --- Empty and error states -------------------------------------------------------------------------------------
 
-/** Nothing there: why, and what to do. */
+/** An empty state: why there is nothing to show, and what to do. */
 export function emptyState(title, text, ...more) {
   return h("div", { class: "state" }, h("h2", {}, title), h("p", {}, text), ...more);
 }
 
-/** An error: what, allowed, fix. `again`: a listener for a button "Try again". */
+/** An error: what, allowed, fix. `again`: a listener for a Retry button. */
 export function errorState(error, again = null) {
   const none = error.what === "no-answer";
   return h(
@@ -163,7 +163,7 @@ export function command(text) {
   return h("div", { class: "command" }, h("code", { tabindex: 0 }, text), button);
 }
 
-/** Puts `text` on the clipboard; false where the browser does not let us. */
+/** Copy `text` to the clipboard. Return false if the browser does not allow it. */
 export async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -173,14 +173,14 @@ export async function copy(text) {
   }
 }
 
-/** Hands a file to the browser's downloads. `content`: text or a Blob. */
+/** Download a file. `content`: text or a Blob. */
 export function download(name, content, type = "text/plain") {
   const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
   h("a", { href: url, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
-/** One of several, as buttons in a row. `choices`: [[value, text]]. Returns the element; its `set(value)` sets it. */
+/** A row of buttons of which one is selected. `choices`: [[value, text]]. Return the element; its `set(value)` selects. */
 export function choice(label, choices, value, changed) {
   const name = newId("choice");
   const boxes = choices.map(([one, text]) => {
@@ -203,7 +203,7 @@ export function choice(label, choices, value, changed) {
   return node;
 }
 
-/** Links that are tabs of a page: the address names the tab, so these are links and one is the current. */
+/** The tabs of a page, as links: the address contains the current tab. */
 export function tabLinks(label, tabs, current) {
   return h(
     "nav",
@@ -214,7 +214,7 @@ export function tabLinks(label, tabs, current) {
   );
 }
 
-/** Says something to a screen reader, without moving the focus. */
+/** Announce a text to screen readers without moving the focus. */
 export function announce(text) {
   const place = document.getElementById("announcer");
   if (place) put(place, text);

@@ -1,4 +1,4 @@
-// Chat with the trained model, beside its base; the model as one folder; the report.
+// Chat with the trained model and its base model, export, and the report.
 
 import { get, stream } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
@@ -69,7 +69,7 @@ export async function show(root, params, ctx) {
     question.focus({ preventScroll: true });
   }
 
-  // Each model goes on with the answers it gave itself; where it gave none, with the other's.
+  // Each model gets its own earlier answers, or those of the other model if it has none.
   function messages(side) {
     const all = system.value.trim() ? [{ role: "system", content: system.value.trim() }] : [];
     for (const turn of state.turns) {
@@ -118,7 +118,7 @@ const bounded = (input, low, high, otherwise) => {
 const setting = (id, name, input, meaning) =>
   h("div", { class: "form-field" }, h("label", { for: id }, name), (input.setAttribute("aria-describedby", `${id}-is`), input), h("p", { class: "muted small", id: `${id}-is` }, meaning));
 
-/** A question with the answers to it, one a side. */
+/** A question with the answer of each model. */
 function makeTurn(text, sides) {
   const places = {};
   const texts = {};
@@ -147,7 +147,7 @@ function makeTurn(text, sides) {
   };
 }
 
-/** What else there is after a run: the whole model in one folder, and the report. */
+/** Links to the export and the report. */
 function after(id, run) {
   const { button, said } = exportModel(id);
   return h("section", { class: "card" }, h("h2", {}, t("export.title")), h("p", { class: "muted small" }, t("export.is")), button, said,

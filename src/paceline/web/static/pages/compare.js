@@ -1,4 +1,4 @@
-// Several runs side by side: curves, figures, what their configs differ in, and what a person notes on them.
+// Comparison of several runs: curves, results, config differences, and notes.
 
 import { get } from "../lib/api.js";
 import { AXES, axis, merged, xOf, xsOf } from "../lib/axis.js";
@@ -179,7 +179,7 @@ export async function show(root, params, ctx) {
   };
 }
 
-// A run that is gone must not take the others with it.
+// A run that no longer exists must not affect the others.
 async function runsOf(ids) {
   try {
     return { ...(await get(`api/compare?ids=${ids.map(encodeURIComponent).join(",")}`)), missing: [] };
@@ -193,7 +193,7 @@ async function runsOf(ids) {
   return { ...(await get(`api/compare?ids=${there.join(",")}`)), missing };
 }
 
-/** Names that differ: where two runs have the same, their paths. */
+/** Unique names: the paths of runs that have the same name. */
 function namesOf(runs) {
   return runs.map((run) => (runs.filter((one) => one.name === run.name).length > 1 ? run.path : run.name));
 }

@@ -1,11 +1,11 @@
-// The trained model as one folder, to take elsewhere.
+// Export of the trained model.
 
 import { post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
 import { t } from "../lib/i18n.js";
 import { command, errorState, icon } from "../lib/ui.js";
 
-/** A button that writes it, and the place where it is said how that went: `{button, said}`. */
+/** A button that exports the model, and the node that shows the result: `{button, said}`. */
 export function exportModel(id) {
   const said = h("div", { "aria-live": "polite" });
   const button = h("button", { type: "button", id: "export", on: { click } }, icon("save"), t("export.do"));

@@ -1,4 +1,4 @@
-// A run: its header, its tabs, and the one stream of events that all of them listen to.
+// A run: its header, its tabs, and the event stream that they share.
 
 import { get, post, stream } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
@@ -11,7 +11,7 @@ import { axesInWords, inWords } from "./run/strategy.js";
 addWords(words);
 
 const TABS = ["overview", "ranks", "traffic", "memory", "world", "samples", "log", "config", "checkpoints", "report"];
-// Events after which what is said once of a run is said anew.
+// Events after which the details of a run are requested again.
 const TOLD_ONCE = ["memory", "run_end", "sample", "checkpoint", "eval"];
 const LOADED = {
   overview: () => import("./run/overview.js"),
@@ -87,9 +87,9 @@ export async function show(root, params, ctx) {
 const gone = () => emptyState(t("run.gone"), t("run.gone.text"), h("a", { class: "button", href: "#/" }, t("nav.runs")));
 
 /**
- * What is known of the run. `run`: the answer of `api/runs/ID`, its summary renewed by the stream. `on(name, listener)`: `change`
- * (the summary), `append` (new events, an array), `again` (everything may be otherwise: read anew), `gone` (deleted).
- * `bytes`: up to where the log has been read, so that `listen()` leaves out nothing.
+ * The state of the run. `run`: the response of `api/runs/ID`, whose summary the stream updates. `on(name, listener)`: `change`
+ * (the summary), `append` (an array of new events), `again` (everything may have changed: read it again), `gone` (deleted).
+ * `bytes`: the byte up to which the log has been read, so that `listen()` misses nothing.
  */
 async function makeStore(id) {
   const listeners = { change: new Set(), append: new Set(), again: new Set(), gone: new Set() };

@@ -1,4 +1,4 @@
-// The list of runs: live ones first, searched, filtered, and chosen to compare.
+// The list of runs, live ones first, with search, filters and selection for comparison.
 
 import { get, stream } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
@@ -237,7 +237,7 @@ function frame(state, ctx, redraw) {
     return undefined;
   }
 
-  // A row is drawn anew only where its run has changed, and moved only where the order has: the focus stays where it is.
+  // A row is redrawn only if its run has changed, and moved only if the order has, so that the focus stays.
   function fillRows(found) {
     const wanted = new Set(found.map((run) => run.id));
     for (const [id, one] of rows)

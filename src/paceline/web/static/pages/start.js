@@ -1,4 +1,4 @@
-// Starting a run, or resuming one with changes: form and YAML side by side and in step, checks and the plan as one edits.
+// Start a run, or resume one with changes: form and YAML side by side and synchronized, with checks and a plan while editing.
 
 import { get, post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
@@ -53,8 +53,8 @@ export async function show(root, params, ctx) {
 }
 
 /**
- * The config as it is now. `yaml`: its text, which is the one truth; `found`: the answer of the last check. Listeners: `text` (the
- * text has changed; told who changed it), `checked` (`found` is of the present text), `busy` (it is no longer).
+ * The current config. `yaml`: its text, the single source of truth; `found`: the result of the last check. Listeners: `text` (the
+ * text has changed; with its source), `checked` (`found` belongs to the current text), `busy` (it no longer does).
  */
 function makeState(yaml) {
   const listeners = { text: new Set(), checked: new Set(), busy: new Set() };
@@ -73,7 +73,7 @@ function makeState(yaml) {
       tell("text", by);
       state.check();
     },
-    /** Sets keys and takes others out, by the server, which leaves the rest of the text as it is. One edit after the other. */
+    /** Set keys and remove others. The server does this and leaves the rest of the text unchanged. Edits are sequential. */
     edit(values, remove = []) {
       tell("busy");
       edits = edits.then(async () => {
@@ -129,7 +129,7 @@ function presetRow(presets, state, launch) {
     }, h("strong", {}, t(`preset.${one.id}`)), h("span", {}, t(`preset.${one.id}.is`)))));
 }
 
-/** On a narrow screen the text, the plan and the button stand below a long form: ways to get there. */
+/** Links to the text, the plan and the button, which are below a long form on a narrow screen. */
 function jumps() {
   const to = (id, text) => h("button", { type: "button", on: { click: () => {
     const place = document.getElementById(id);
@@ -151,7 +151,7 @@ function readDraft() {
 
 const writeDraft = (draft) => sessionStorage.setItem(DRAFT, JSON.stringify(draft));
 
-/** What is wrong, as a list; a place in the text is a button that goes there. */
+/** The list of errors. The line of an error is a button that goes there. */
 export function mistakes(errors, go) {
   return h("ul", { class: "mistakes" }, errors.map((one) => h("li", {},
     one.line ? h("button", { type: "button", class: "quiet place", on: { click: () => go(one.line) } }, t("start.line", { line: one.line })) : null,

@@ -1,4 +1,4 @@
-// What a resumed run's config changes, and which of it must be allowed.
+// The config changes of a resumed run, and whether they must be allowed.
 
 import { post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
@@ -6,7 +6,7 @@ import { t } from "../lib/i18n.js";
 import { card, icon } from "../lib/ui.js";
 import { spelt } from "./start_form.js";
 
-/** Its `changed()`, `ready()` and `allowed()` are for the button that resumes; `onChange` is called when they may be otherwise. */
+/** `changed()`, `ready()` and `allowed()` are for the Resume button; `onChange` is called when they may have changed. */
 export function changesCard(state, id) {
   const body = h("div", { "aria-live": "polite" }, h("p", { class: "muted" }, t("loading")));
   const box = h("input", { type: "checkbox", id: "allow", on: { change: () => one.onChange() } });

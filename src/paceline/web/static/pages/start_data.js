@@ -1,4 +1,4 @@
-// The data of a run: choosing a file of the folder, uploading one, and its first rows as the model will see them.
+// Datasets: choose a file of the folder, upload one, and preview its first rows as the model gets them.
 
 import { get, post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
@@ -112,7 +112,7 @@ function drawRows(found) {
   ];
 }
 
-/** Images as the model takes them; rows of a click log. */
+/** Images as the model gets them, or rows of a click log. */
 function drawSamples({ task, rows, notices }) {
   const label = (one) => h("mark", { class: "label" }, t("data.sample.label", { label: one.label }));
   const body =

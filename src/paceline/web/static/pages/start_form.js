@@ -1,4 +1,4 @@
-// The form: a control a key of the config, as the schema has it. What it shows is what the text says.
+// The form: a control for each config key, generated from the schema. It shows the values of the text.
 
 import { h, newId, put } from "../lib/dom.js";
 import { getLanguage, has, t } from "../lib/i18n.js";
@@ -6,7 +6,7 @@ import { help as chinese } from "../i18n/start_help.js";
 
 const EDIT_MS = 250;
 
-/** `form`: the answer of api/schema. Returns its node, and `slot(group)`: a place at the end of a group. */
+/** `form`: the response of api/schema. Return its node, and `slot(group)`: a place at the end of a group. */
 export function makeForm({ fields, groups }, state) {
   const controls = new Map();
   const slots = {};
@@ -101,7 +101,7 @@ function control(field, state) {
   return { node, set };
 }
 
-// What stands in the box may spell the same value otherwise (1e-4 and 0.0001): then it is left as it is.
+// The input may write the same value in another way (1e-4 and 0.0001); then it is left unchanged.
 const same = (value, text) => value !== undefined && text !== "" && (spelt(value) === text || (typeof value === "number" && Number(text) === value));
 
 function widget(field, id, send) {
@@ -120,7 +120,7 @@ function widget(field, id, send) {
   return list ? Object.assign(input, { suggestions: list }) : input;
 }
 
-/** A value as one types it. */
+/** A value as the user would type it. */
 export function spelt(value) {
   if (value === null || value === undefined) return "null";
   return typeof value === "object" ? JSON.stringify(value) : String(value);
@@ -133,7 +133,7 @@ function bounds({ minimum, maximum, exclusive, kind }) {
   return `(${[low, high].filter(Boolean).join(t("start.and"))})`;
 }
 
-/** Text in which what stands between backticks is code. */
+/** Text with code between backticks. */
 export function coded(text) {
   return text.split("`").map((part, at) => (at % 2 ? h("code", {}, part) : part));
 }

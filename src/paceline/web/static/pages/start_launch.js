@@ -1,4 +1,4 @@
-// The name of a run and the button that starts it; what it says while it begins, and why it did not.
+// The name of a run and the button that starts it, its output while it starts, and the error if it fails.
 
 import { get, post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
@@ -70,7 +70,7 @@ export function launchCard(state, ctx, { resume, changes, kept, presets }) {
     }
   }
 
-  // It reads data, or downloads a model: what it prints meanwhile.
+  // Show the output of a run that reads data or downloads a model.
   async function until(id) {
     const lines = h("pre", { class: "said", tabindex: 0 });
     put(said, h("p", {}, t("start.preparing")), lines);
@@ -91,7 +91,7 @@ export function launchCard(state, ctx, { resume, changes, kept, presets }) {
   };
 }
 
-/** `lora-0314-0915`: what it is and when. */
+/** A name such as `lora-0314-0915`: the kind and the date and time. */
 function proposed(word) {
   const now = new Date();
   const two = (value) => String(value).padStart(2, "0");

@@ -1,4 +1,4 @@
-// The plan, made anew as one edits: does it fit, by which strategy, how long.
+// The plan, updated while editing: whether the run fits in memory, its strategy and its duration.
 
 import { post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";

@@ -1,4 +1,4 @@
-// The config as text, with line numbers, and what is wrong with it.
+// The config as text, with line numbers and its errors.
 
 import { h, put } from "../lib/dom.js";
 import { t } from "../lib/i18n.js";
@@ -21,7 +21,7 @@ export function makeEditor(state) {
   const node = h("section", { class: "card yaml" }, h("div", { class: "card-head" }, h("h2", {}, t("start.yaml")), copied),
     h("div", { class: "yaml-box" }, numbers, text), h("p", { class: "sr", id: "yaml-hint" }, t("start.yaml.tab")), verdict);
 
-  // A Tab goes on to the next control, as everywhere; Enter keeps the indentation.
+  // Tab moves to the next control, as everywhere; Enter keeps the indentation.
   function tab(event) {
     if (event.key !== "Enter" || event.isComposing) return;
     const start = text.value.lastIndexOf("\n", text.selectionStart - 1) + 1;

@@ -1,4 +1,4 @@
-// What the configs of several runs differ in.
+// The config keys in which several runs differ.
 
 import { h, put } from "../../lib/dom.js";
 import { t } from "../../lib/i18n.js";
@@ -6,7 +6,7 @@ import { card, row, table } from "../../lib/ui.js";
 
 const KEYS_SHOWN = 20;
 
-/** `differences`: as `api/compare` gives them. */
+/** `differences`: as in the response of `api/compare`. */
 export function configCard(differences, runs, names) {
   const title = t("compare.config");
   if (!differences.length) return card(title, null, h("p", { class: "muted" }, t("compare.config.none")));

@@ -1,4 +1,4 @@
-// The reports' figures side by side, sorted by any of them.
+// The results of the reports side by side, sorted by any of them.
 
 import { key } from "../../lib/chart.js";
 import { h } from "../../lib/dom.js";
@@ -10,7 +10,7 @@ const ended = (run) => !["live", "waiting"].includes(run.status); // what has no
 const largest = (values) =>
   Array.isArray(values) && values.some(Number.isFinite) ? Math.max(...values.filter(Number.isFinite)) : null;
 
-// What is compared: where it comes from, how it is shown, and which way is better (1: more, -1: less, 0: neither).
+// The results: where each comes from, its format, and whether more (1), less (-1) or neither (0) is better.
 const FIGURES = [
   { name: "strategy", of: (run) => run.strategy, show: (value) => value ?? format.NONE, better: 0, text: true },
   { name: "world_size", of: (run) => run.world_size, show: format.count, better: 0 },
@@ -31,7 +31,7 @@ const FIGURES = [
   { name: "restarts", of: (run) => run.report?.restarts ?? run.restarts, show: format.count, better: 0 },
 ];
 
-/** `sort`: a figure's name, "-" before it for the largest first, or empty. `sorted(sort)` is called with a new one. */
+/** `sort`: the name of a result, with "-" before it for descending order, or empty. `sorted(sort)` is called with a new one. */
 export function figureTable(runs, names, sort, look, sorted) {
   const down = sort.startsWith("-");
   const by = FIGURES.find((one) => one.name === sort.replace("-", ""));
@@ -99,7 +99,7 @@ function bestOf({ of, better }, runs) {
   return better > 0 ? Math.max(...known) : Math.min(...known);
 }
 
-// What is not known comes last, whichever way.
+// Unknown values come last in both directions.
 function compare(one, two, down) {
   const [first, second] = [one, two].map((value) => value === null || value === undefined);
   if (first || second) return first - second;

@@ -1,11 +1,11 @@
-// What a person notes on runs. It is kept by the panel, never in a run.
+// Notes on runs. The panel stores them outside of the run folders.
 
 import { hasToken, put as send } from "../../lib/api.js";
 import { h, put } from "../../lib/dom.js";
 import { t } from "../../lib/i18n.js";
 import { icon } from "../../lib/ui.js";
 
-/** A note and tags for each of the runs. */
+/** The note and the tags of each run. */
 export function notesCard(runs, names, ctx) {
   const may = hasToken();
   return h(

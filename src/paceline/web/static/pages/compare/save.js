@@ -1,8 +1,8 @@
-// Taking a comparison away: as CSV, and as a picture.
+// Download a comparison as CSV or as a picture.
 
 import { colour } from "../../lib/theme.js";
 
-/** All curves in long form: a line for each run and point. Unsmoothed. */
+/** All raw curves in long form: a line for each run and point. */
 export function curvesCsv(runs, names, answers) {
   const series = Object.keys(answers.values().next().value.series);
   const lines = [["run", "step", "tokens", "time_s", ...series].join(",")];
@@ -24,7 +24,7 @@ export function curvesCsv(runs, names, answers) {
   return `${lines.join("\n")}\n`;
 }
 
-// A spreadsheet takes a cell that begins so for a formula; a run may be called anything.
+// A spreadsheet would interpret a cell that begins like this as a formula.
 function cell(text) {
   const safe = /^[=+\-@\t\r]/.test(text) ? `'${text}` : text;
   return /[",\n\r]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;

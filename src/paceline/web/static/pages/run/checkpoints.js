@@ -1,4 +1,4 @@
-// A run's checkpoints, and the model to take away.
+// The checkpoints of a run, and the export of its model.
 
 import { h, put } from "../../lib/dom.js";
 import * as format from "../../lib/format.js";

@@ -1,4 +1,4 @@
-// The resolved config, what followed from it, and the versions it ran with.
+// The resolved config, derived values, and versions.
 
 import { getText } from "../../lib/api.js";
 import { h, put } from "../../lib/dom.js";

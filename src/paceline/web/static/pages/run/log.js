@@ -1,4 +1,4 @@
-// What the run said, newest last.
+// The log of the run, newest last.
 
 import { get } from "../../lib/api.js";
 import { h, put } from "../../lib/dom.js";

@@ -1,4 +1,4 @@
-// What lies in each rank's memory, predicted beside measured.
+// The memory of each rank, predicted and measured.
 
 import { bars, difference, fillLegend } from "../../lib/bars.js";
 import { h, put } from "../../lib/dom.js";
@@ -39,7 +39,7 @@ export async function show(root, store) {
 
 const totalOf = (one) => one.total ?? PARTS.reduce((sum, name) => sum + (one[name] ?? 0), 0);
 
-// Only what was measured is held against the prediction: activations are not known on every device.
+// Only measured parts are compared with the prediction: activations are not known on every device.
 function compared(predicted, one) {
   const parts = PARTS.filter((part) => known(one[part]));
   if (!predicted || parts.length === 0) return "";

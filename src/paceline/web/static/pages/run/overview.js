@@ -1,4 +1,4 @@
-// A run at a glance: its curves, and what happened along the way.
+// Overview of a run: its curves and its events.
 
 import { axis, merged, stepOf, xOf, xsOf } from "../../lib/axis.js";
 import { lineChart } from "../../lib/chart.js";
@@ -212,7 +212,7 @@ export async function show(root, store, ctx) {
 
 const numberOf = (text) => (text === null || text === "" || !Number.isFinite(Number(text)) ? null : Number(text));
 
-/** Calls `draw` at most once a frame, however often it is asked for. */
+/** Call `draw` at most once per frame. */
 export function inFrames(draw) {
   let asked = false;
   return () => {
@@ -316,7 +316,7 @@ function marksCard(marks) {
   );
 }
 
-// What is worth a mark: not what was said at the start, nor what has a place of its own.
+// The events that get a mark: not those of the start, nor those shown elsewhere.
 const telling = ({ type, level }) =>
   !["run_start", "memory", "sample", "eval"].includes(type) && !(type === "notice" && level === "info");
 

@@ -88,14 +88,14 @@ export async function show(root, store) {
   }
   draw();
 
-  // Where each rank is just now does not wait for a step: of a run that hangs there is none.
+  // The current state of the ranks is requested regularly, because a hung run has no new steps.
   async function listen() {
     if (document.hidden || !["live", "lost"].includes(store.run.status)) return;
     try {
       beats = byRank((await get(`api/runs/${store.id}/heartbeats`)).ranks);
       drawTable();
     } catch {
-      // The banner says that the server is gone.
+      // The banner reports the lost connection.
     }
   }
   listen();
@@ -108,7 +108,7 @@ export async function show(root, store) {
       answer = await get(`api/runs/${store.id}/ranks?points=200`);
       draw();
     } catch {
-      // The banner says that the server is gone; what is drawn stays.
+      // The banner reports the lost connection; the page stays as it is.
     }
     timer = null;
     if (wanted) later();
@@ -143,7 +143,7 @@ function mean(values) {
 
 const STATES = { T: "T", t: "T", D: "D", Z: "gone", X: "gone", gone: "gone" };
 
-/** What a rank does, and since when without a sign of progress. */
+/** What a rank is doing, and for how long it has made no progress. */
 function doing(beat) {
   if (!beat) return format.NONE;
   const still_s = Date.now() / 1000 - beat.moved_at;

@@ -1,4 +1,4 @@
-// The run's own report, in a frame that can do nothing but show it.
+// The report of the run, in a sandboxed frame.
 
 import { h, put } from "../../lib/dom.js";
 import { t } from "../../lib/i18n.js";

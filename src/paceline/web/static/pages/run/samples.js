@@ -1,4 +1,4 @@
-// What the model wrote at each evaluation.
+// Samples that the model generated at each evaluation.
 
 import { h, put } from "../../lib/dom.js";
 import * as format from "../../lib/format.js";

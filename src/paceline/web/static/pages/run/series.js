@@ -1,4 +1,4 @@
-// A run's series: asked from the server, and lengthened by the events that arrive.
+// The series of a run: requested from the server, and extended by new events.
 
 import { get } from "../../lib/api.js";
 
@@ -15,7 +15,7 @@ export const NAMES = [
 ];
 const POINTS = 1200;
 
-/** The answer of `api/runs/ID/series` for a range of steps (null: open). */
+/** The response of `api/runs/ID/series` for a range of steps (null: open). */
 export function ask(id, { start = null, end = null, names = NAMES, points = POINTS } = {}) {
   const query = new URLSearchParams({ names: names.join(","), points });
   if (start !== null) query.set("start", start);
@@ -23,7 +23,7 @@ export function ask(id, { start = null, end = null, names = NAMES, points = POIN
   return get(`api/runs/${id}/series?${query}`);
 }
 
-/** Puts new events at the end of an answer. False where they do not belong there (a step that was there before): ask anew. */
+/** Append new events to a response. Return false if they do not belong at its end (a repeated step): request it again. */
 export function lengthen(answer, events) {
   for (const event of events) {
     const last = answer.step.at(-1) ?? 0;
@@ -73,7 +73,7 @@ const MARKS = {
   run_end: "info",
 };
 
-// The text of a mark is the server's; one that arrives live is in its own words until the next reading.
+// The server formats the text of a mark. A mark that arrives live has the text of its event until the next request.
 function markOf(event) {
   const text =
     event.text ??

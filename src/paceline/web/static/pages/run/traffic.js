@@ -1,4 +1,4 @@
-// What the network carries: bytes of each collective in a step, predicted beside measured.
+// Traffic: bytes of each collective per step, predicted and measured.
 
 import { get } from "../../lib/api.js";
 import { bars, difference } from "../../lib/bars.js";

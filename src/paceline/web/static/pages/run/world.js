@@ -1,4 +1,4 @@
-// The world of a run as a picture: hosts, devices, the mesh's axes, and who talks to whom.
+// The topology of a run: hosts, devices, the axes of the mesh, and the communication groups.
 
 import { key } from "../../lib/chart.js";
 import { h, put, svg } from "../../lib/dom.js";
@@ -54,7 +54,7 @@ export async function show(root, store) {
 const columnsIn = (place) =>
   Math.max(2, Math.min(8, Math.floor((place.clientWidth - 32 + CHIP.across) / (CHIP.width + CHIP.across))));
 
-/** The ranks that differ along one axis alone: [[rank, …], …]. */
+/** The groups of ranks that differ along one axis only: [[rank, …], …]. */
 function groupsOf(mesh, axis) {
   const groups = new Map();
   for (const one of mesh.ranks) {
@@ -131,7 +131,7 @@ function drawing(mesh, axes, columns) {
   );
 }
 
-// A group is joined as a ring; the stages of a pipeline as a line.
+// A group is drawn as a ring; the stages of a pipeline as a line.
 function pairs(group, axis) {
   const all = group.slice(1).map((rank, index) => [group[index], rank]);
   if (axis !== "pipeline" && group.length > 2) all.push([group.at(-1), group[0]]);

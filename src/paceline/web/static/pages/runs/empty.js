@@ -1,10 +1,10 @@
-// The list without a run to show: why, and what to do.
+// Empty states of the list of runs.
 
 import { h } from "../../lib/dom.js";
 import { t } from "../../lib/i18n.js";
 import { command, emptyState, icon } from "../../lib/ui.js";
 
-/** There is no run in the folder. */
+/** The folder has no runs. */
 export function nothing(folder) {
   return emptyState(
     t("runs.none", { folder }),
@@ -16,7 +16,7 @@ export function nothing(folder) {
 
 const quoted = (path) => (/^[\w./@:+-]+$/.test(path) ? path : `'${path.replaceAll("'", `'\\''`)}'`);
 
-/** The search leaves all out. */
+/** No run matches the search. */
 export const noMatch = (n, clear) =>
   emptyState(
     t("runs.none.match"),

@@ -5,10 +5,10 @@ import * as format from "../../lib/format.js";
 import { t } from "../../lib/i18n.js";
 import { badge, icon } from "../../lib/ui.js";
 
-/** The ids of the runs that are chosen to compare; they stay chosen while one looks at other pages. */
+/** The ids of the runs selected for comparison. They stay selected while other pages are shown. */
 export const chosen = new Set();
 
-/** The cells of a run. `drawPick()` is called where it is chosen or not any more. */
+/** The cells of a run. `drawPick()` is called when its selection changes. */
 export function cells(run, drawPick) {
   const box = h("input", {
     type: "checkbox",
@@ -77,7 +77,7 @@ function runMore(run) {
   return h("div", { class: "run-more" }, lines);
 }
 
-/** A run's progress as a bar with its words. */
+/** The progress of a run as a bar with a text. */
 export function progress(run) {
   const share = run.steps ? Math.min(1, (run.step ?? 0) / run.steps) : null;
   const words =
@@ -116,10 +116,10 @@ export function when(time_s) {
   );
 }
 
-/** Puts `next` in the place of a cell; a link that has the focus stays. */
+/** Replace a cell by `next`; a focused link stays. */
 export function replaceCell(old, next) {
   if (old.contains(document.activeElement) && old.querySelector("a")) {
-    // Somebody is on this run's link: its text may change, the link itself stays.
+    // The link of this run has the focus: its text may change, but the link stays.
     old.querySelector("a").textContent = next.querySelector("a").textContent;
     for (const kind of [".badge", ".run-more"]) old.querySelector(kind)?.replaceWith(next.querySelector(kind) ?? "");
   } else old.replaceWith(next);
