@@ -5,11 +5,11 @@ import json
 import pytest
 from starts import ask
 
+from paceline.core.errors import ConfigError
 from paceline.data.sources.builtin import BUILTIN_DATASETS
 from paceline.data.sources.readers import TABLE_SUFFIXES, TEXT_SUFFIXES
 from paceline.web.api import datasets
-from paceline.web.api import upload as uploading
-from paceline.web.api.upload import SUFFIXES, safe_name
+from paceline.web.api.datasets import SUFFIXES, safe_name, take_upload
 
 ROW = json.dumps({"prompt": "What is a pace line?", "completion": "Riders in a row."}) + "\n"
 
@@ -66,7 +66,7 @@ def test_a_name_is_reduced_to_a_safe_one(file_name, name):
     "file_name", ["x.py", "x.pkl", "x.pt", ".jsonl", "", "..", "x.jsonl/", "x.safetensors", "x"]
 )
 def test_what_is_no_data_is_refused(serve, tmp_path, file_name):
-    with pytest.raises(uploading.ConfigError, match="not a supported data file"):
+    with pytest.raises(ConfigError, match="not a supported data file"):
         safe_name(file_name)
 
 
@@ -80,7 +80,7 @@ def test_bytes_are_counted_as_they_come(serve, tmp_path, monkeypatch):
     monkeypatch.setattr(
         datasets,
         "take_upload",
-        lambda request, folder: uploading.take_upload(request, folder, 100_000),
+        lambda request, folder: take_upload(request, folder, 100_000),
     )
     served = serve(tmp_path)
     assert upload(served, "small.csv", b"x" * 90_000)["size_bytes"] == 90_000

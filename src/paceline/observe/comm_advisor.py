@@ -334,8 +334,7 @@ class CommAdvisor:
         num_steps = self.metrics.train_steps
         if num_steps < _MIN_STEPS:
             return None
-        step_s = self.metrics.train_s / num_steps
-        return StepTimings(num_steps, step_s, None, None, CommTimes(0.0))
+        return StepTimings(num_steps, self.metrics.train_s / num_steps, None, None, CommTimes(0.0))
 
     def sends_s(self, link: Link) -> float:
         """Return the seconds that sending the method's data of a step should take on a link."""

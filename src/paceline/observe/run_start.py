@@ -84,8 +84,9 @@ class RunInfo:
             batch for step in steps for batch in self.order.micro_batches(step, num_parts)
         )
         counts = [count_ids(batch) for batch in micro_batches if len(batch)]
-        num_servers = self.config.parameter_server.num_servers
-        return distinct_ids(counts, self.train_dataset.tables, num_servers)
+        return distinct_ids(
+            counts, self.train_dataset.tables, self.config.parameter_server.num_servers
+        )
 
 
 def emit_run_start(

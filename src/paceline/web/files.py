@@ -26,7 +26,7 @@ def open_inside(path: Path) -> IO[bytes] | None:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         return None
-    return open(handle, "rb", buffering=0)
+    return open(handle, "rb")
 
 
 def stat_inside(path: Path | str) -> os.stat_result | None:
@@ -44,11 +44,7 @@ def read_inside(path: Path, limit_bytes: int = 4 << 20) -> bytes | None:
     if handle is None:
         return None
     with handle:
-        parts, left = [], limit_bytes
-        while left > 0 and (part := handle.read(left)):
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
+        return handle.read(limit_bytes)
 
 
 def json_inside(path: Path) -> JSONObject | None:

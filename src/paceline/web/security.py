@@ -148,8 +148,9 @@ class HeaderInjector:
             headers = MutableHeaders(scope=message)
             for name, value in _HEADERS.items():
                 headers.setdefault(name, value)
-            is_api = self._path.startswith("/api")
-            headers.setdefault("cache-control", "no-store" if is_api else "no-cache")
+            headers.setdefault(
+                "cache-control", "no-store" if self._path.startswith("/api") else "no-cache"
+            )
             if self._cookie:
                 headers.append("set-cookie", self._cookie)
         await self._send(message)

@@ -50,10 +50,8 @@ class AppState:
 
     def launched(self, id: str) -> Launched | None:
         """Return the run with this id if this server started it."""
-        for launched in self.launches.all():
-            if self.id_of(launched.folder) == id:
-                return launched
-        return None
+        runs = self.launches.by_folder.values()
+        return next((launched for launched in runs if self.id_of(launched.folder) == id), None)
 
     def run_folder(self, id: str) -> Path:
         """Return the folder of the run with this id, which may still be starting.
@@ -69,7 +67,7 @@ class AppState:
     async def close(self) -> None:
         """End the child processes that serve this server only. Runs continue."""
         self.streams.close()
-        self.runs.close()
+        self.runs.indexer.close()
         self.commands.close()
         worker = self.chat.close()
         if worker is not None:

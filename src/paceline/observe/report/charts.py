@@ -41,6 +41,9 @@ class Plot:
     wide: bool = False
     notes: list[str] = field(default_factory=list)
 
+    def has_values(self) -> bool:
+        return any(y is not None for series in self.series for _, y in series.points)
+
 
 def downsample(points: Sequence[Point], limit: int) -> list[Point]:
     """Return at most ``limit`` (≥ 5) of the points: the first and the last, and of each bucket of
@@ -338,11 +341,7 @@ def draw_plots(
     markers = [(step, f"resumed at step {step:,}") for step in resumed_from]
     all_steps = [event["step"] for event in (*steps, *evals)]
     x_range = (min(all_steps), max(all_steps))
-    return [draw(plot, x_range, markers) for plot in plots if plot.notes or _has_values(plot)]
-
-
-def _has_values(plot: Plot) -> bool:
-    return any(y is not None for series in plot.series for _, y in series.points)
+    return [draw(plot, x_range, markers) for plot in plots if plot.notes or plot.has_values()]
 
 
 def _points(events: Sequence[StepEvent | EvalEvent], key: str) -> list[Point]:

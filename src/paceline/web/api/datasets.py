@@ -1,23 +1,40 @@
-"""Routes for datasets: list those in the folder, upload one, and preview its rows."""
+"""Routes for datasets: list those in the folder, upload one, and preview its rows.
 
+An uploaded file is stored while it is received: its size is limited, its name is made safe, and no
+existing file is replaced.
+"""
+
+import asyncio
 import contextlib
 import os
+import re
+import tempfile
+import unicodedata
 from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
-from typing import Annotated
+from typing import IO, Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.responses import Response
 
-from paceline.web.api.upload import SUFFIXES, TooLarge, take_upload
+from paceline.core.errors import ConfigError, RunError
+from paceline.core.files import human_bytes
 from paceline.web.files import JSONObject, shown, stat_inside
 from paceline.web.responses import problem
 from paceline.web.runs.discovery import is_run
 from paceline.web.state import Panel
 
 router = APIRouter()
+
+LIMIT_BYTES = 1 << 30
+#: The file types that can be uploaded: those that paceline.data reads.
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".md")
+_MIN_FREE_BYTES = 1 << 28  # reserved for the runs
+_MAX_NAME_BYTES = 100
 
 #: Built-in datasets, and the task that each is for.
 BUILT_IN = {
@@ -117,3 +134,166 @@ async def preview(body: Preview, panel: Panel) -> JSONObject:
     """Return the first rows as the model gets them (``paceline data preview --json``)."""
     args = ["data", "preview", "CONFIG", "--rows", str(body.rows)]
     return await panel.commands.run("preview", args, body.yaml)
+
+
+class TooLarge(ConfigError):
+    """The file is larger than the limit (413)."""
+
+
+def safe_name(file_name: str) -> str:
+    """Return the base name of an uploaded file, reduced to letters, digits, ``-``, ``_`` and ``.``.
+
+    Raises:
+        ConfigError: no name is left, or the file type is not supported.
+    """
+    base = unicodedata.normalize("NFC", file_name).replace("\\", "/").rpartition("/")[2]
+    name = re.sub(r"[^\w.-]+", "_", base).strip("._- ")
+    stem, suffix = os.path.splitext(name)
+    if suffix.lower() not in SUFFIXES or not stem:
+        raise ConfigError(
+            f"`{base[:100]}` is not a supported data file",
+            allowed=", ".join(SUFFIXES),
+            fix="rename the file so that its extension matches its contents",
+        )
+    while len(os.fsencode(stem)) > _MAX_NAME_BYTES:
+        stem = stem[:-1]
+    return stem + suffix.lower()
+
+
+class _Part:
+    """The file of a multipart form, written to ``output`` while it is received."""
+
+    def __init__(self, output: IO[bytes]) -> None:
+        self.output = output
+        self.name: str | None = None
+        self.size_bytes = 0
+        self._field = self._value = b""
+        self._headers: dict[bytes, bytes] = {}
+        self._is_file = False
+
+    def parser(self, boundary: bytes) -> MultipartParser:
+        return MultipartParser(
+            boundary,
+            {
+                "on_part_begin": self._begin,
+                "on_header_field": self._add_to_field,
+                "on_header_value": self._add_to_value,
+                "on_header_end": self._header,
+                "on_headers_finished": self._headers_finished,
+                "on_part_data": self._data,
+            },
+        )
+
+    def _add_to_field(self, data: bytes, start: int, end: int) -> None:
+        self._field += data[start:end]
+
+    def _add_to_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _begin(self) -> None:
+        self._headers, self._is_file = {}, False
+
+    def _header(self) -> None:
+        self._headers[self._field.lower()] = self._value
+        self._field = self._value = b""
+
+    def _headers_finished(self) -> None:
+        _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
+        file_name = options.get(b"filename")
+        if file_name is None:
+            return
+        if self.name is not None:
+            raise ConfigError(
+                "the upload contains more than one file", fix="upload one file at a time"
+            )
+        self.name, self._is_file = safe_name(file_name.decode("utf-8", "replace")), True
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        if self._is_file:
+            self.size_bytes += end - start
+            self.output.write(data[start:end])
+
+
+async def take_upload(
+    request: Request, folder: Path, limit_bytes: int = LIMIT_BYTES
+) -> tuple[Path, int]:
+    """Store the file of a multipart form in ``folder``, with a number added to its name if that is
+    taken.
+
+    Returns:
+        Its path and its size in bytes.
+
+    Raises:
+        TooLarge: the request is larger than ``limit_bytes``.
+        ConfigError: the request has no file, or not a supported one.
+        RunError: the file cannot be written.
+    """
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    boundary = options.get(b"boundary")
+    if kind != b"multipart/form-data" or not boundary:
+        raise ConfigError(
+            "the request contains no file",
+            allowed="multipart/form-data with one file",
+            fix="choose a file and try again",
+        )
+    try:
+        folder.mkdir(exist_ok=True)
+        if os.path.realpath(folder) != str(folder):
+            raise ConfigError(f"{folder} is a symbolic link", fix="replace it with a folder")
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".upload-") as output:
+            part = _Part(output)
+            try:
+                await _take(request, part.parser(boundary), folder, limit_bytes)
+            except FormParserError as error:
+                raise ConfigError(
+                    f"cannot parse the upload: {error}", fix="choose the file and try again"
+                ) from None
+            if part.name is None:
+                raise ConfigError("the request contains no file", fix="choose a file and try again")
+            output.flush()
+            os.fsync(output.fileno())
+            return _rename(output.name, folder, part.name), part.size_bytes
+    except OSError as error:
+        raise RunError(
+            f"cannot write the file: {error.strerror or error}", fix="free some disk space"
+        ) from error
+
+
+async def _take(request: Request, parser: MultipartParser, folder: Path, limit_bytes: int) -> None:
+    received_bytes, last_check = 0, -1
+    async for chunk in request.stream():
+        received_bytes += len(chunk)
+        if received_bytes > limit_bytes:
+            raise TooLarge(
+                f"the file is larger than {human_bytes(limit_bytes)}",
+                fix="copy it into the served folder, and choose it from the list",
+            )
+        if received_bytes >> 26 != last_check:  # every 64 MiB
+            last_check = received_bytes >> 26
+            disk = os.statvfs(folder)
+            if disk.f_bavail * disk.f_frsize < _MIN_FREE_BYTES:
+                raise RunError(
+                    f"less than {human_bytes(_MIN_FREE_BYTES)} of disk space would be left for"
+                    " the runs",
+                    fix="free some disk space",
+                )
+        await asyncio.to_thread(parser.write, chunk)
+    parser.finalize()
+
+
+def _rename(temporary: str, folder: Path, name: str) -> Path:
+    """Rename a temporary file to a name that no other file has. An empty file is created first to
+    reserve the name."""
+    stem, suffix = os.path.splitext(name)
+    for number in range(1, 1000):
+        path = folder / (name if number == 1 else f"{stem}-{number}{suffix}")
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            continue
+        os.replace(temporary, path)
+        # NamedTemporaryFile removes its file at the end, and fails if that does not exist.
+        Path(temporary).touch()
+        os.chmod(path, 0o644)
+        return path
+    raise ConfigError(f"there are already 1,000 files named {name}", fix="rename the file")

@@ -101,8 +101,9 @@ async def plan(body: Text, panel: Panel) -> JSONObject:
 async def steps(body: Text, panel: Panel) -> JSONObject:
     """Return the steps, batch size and warm-up that follow from the data
     (``paceline sft --dry-run --json``). The data is read and tokenized, and cached for the run."""
-    args = ["sft", "CONFIG", "--dry-run"]
-    return await panel.commands.run("steps", args, body.yaml, timeout_s=900.0)
+    return await panel.commands.run(
+        "steps", ["sft", "CONFIG", "--dry-run"], body.yaml, timeout_s=900.0
+    )
 
 
 @router.post("/api/start")
@@ -131,8 +132,11 @@ def launch(id: RunId, panel: Panel) -> dict[str, str | bool]:
         return {"shows": True, "ended": False, "output": ""}
     panel.launches.check_ended(launched)
     has_ended = launched.process.poll() is not None
-    output = launched.output()[-4000:]
-    return {"shows": launched.has_events(), "ended": has_ended, "output": output}
+    return {
+        "shows": launched.has_events(),
+        "ended": has_ended,
+        "output": launched.output()[-4000:],
+    }
 
 
 @router.post("/api/runs/{id}/stop")
@@ -184,6 +188,7 @@ async def export(id: RunId, panel: Panel) -> JSONObject:
         return {"path": str(model), "merged": False}
     if exported.is_dir() and exported.stat().st_mtime >= model.stat().st_mtime:
         return {"path": str(exported), "merged": True}
-    args = ["export", str(run), "--merge"]
-    result = await panel.commands.run(f"export {id}", args, timeout_s=3600.0)
+    result = await panel.commands.run(
+        f"export {id}", ["export", str(run), "--merge"], timeout_s=3600.0
+    )
     return {"path": result["path"], "merged": True}

@@ -47,13 +47,12 @@ class Note(BaseModel):
 @router.get("/api/runs")
 def runs(panel: Panel) -> StrictJSONResponse:
     """Return all runs below the folder, the latest first."""
-    entries = panel.runs.entries()
     return StrictJSONResponse(
         {
             "folder": panel.shown_folder,
             "token_needed": True,
             "problem": panel.runs.problem,
-            "runs": entries,
+            "runs": panel.runs.entries(),
         }
     )
 
@@ -209,8 +208,12 @@ def newest_marks(run: Run) -> list[TimelineEvent]:
 def _checkpoint(run: Run, event: Event) -> JSONObject:
     name = os.path.basename(str(event.get("path") or "").rstrip("/"))
     exists = name not in ("", ".", "..") and (run.run_dir.checkpoints / name).is_dir()
-    size_bytes = finite(event.get("size_bytes"))
-    return {**_without_type(event), "name": name, "exists": exists, "size_bytes": size_bytes}
+    return {
+        **_without_type(event),
+        "name": name,
+        "exists": exists,
+        "size_bytes": finite(event.get("size_bytes")),
+    }
 
 
 def _without_type(event: Event) -> JSONObject:

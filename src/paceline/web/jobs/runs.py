@@ -85,22 +85,17 @@ def check_name(folder: Path, name: str) -> Path:
 
 
 class RunLauncher:
-    """Starts runs, and keeps those that it started by their folder.
+    """Starts runs.
 
     Attributes:
+        by_folder: the runs that it started.
         stop_requests: for each run that was asked to stop, the process that received the request.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.stop_requests: dict[Path, int] = {}
-        self._by_folder: dict[Path, Launched] = {}
-
-    def find(self, run: Path) -> Launched | None:
-        return self._by_folder.get(run)
-
-    def all(self) -> list[Launched]:
-        return list(self._by_folder.values())
+        self.by_folder: dict[Path, Launched] = {}
 
     def start(self, name: str, yaml: str) -> Launched:
         """Start a new run in its own folder, which also gets the config as it was typed."""
@@ -157,7 +152,7 @@ class RunLauncher:
         )
         events_before = events.stat().st_size if events.exists() else 0
         launched = Launched(run, process, log_start, events_before, is_new)
-        self._by_folder[run] = launched
+        self.by_folder[run] = launched
         return launched
 
     async def wait(self, launched: Launched, timeout_s: float = _WAIT_S) -> bool:
@@ -182,7 +177,7 @@ class RunLauncher:
         code = launched.process.returncode
         if code in (None, EXIT_DONE) or launched.has_events() or launched.is_stopping:
             return
-        self._by_folder.pop(launched.folder, None)
+        self.by_folder.pop(launched.folder, None)
         error = error_of(
             launched.output(), code, f"the run ended with exit code {code} before its first event"
         )
@@ -248,7 +243,7 @@ def stop(run: Path, launches: RunLauncher, now: bool = False) -> int:
         ConfigError: the run is not in progress, or it runs on another host.
         Conflict: the run was already asked to stop.
     """
-    launched = launches.find(run)
+    launched = launches.by_folder.get(run)
     pid, seen_at = _launcher(run, launched)
     # A pidfd refers to this process even if its number is given to another one meanwhile. Older
     # kernels and other systems do not have it.

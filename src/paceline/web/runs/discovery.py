@@ -160,7 +160,12 @@ class Runs:
         """Return all runs. ``fresh``: search now, however recent the last search is."""
         with self._lock:
             if fresh or time.monotonic() - self._searched_at > _MAX_AGE_S:
-                self._search()
+                known = {run.root: run for run in self._runs.values()}
+                runs = [
+                    known.get(root) or Run(self.folder, root, self.notes) for root in self._roots()
+                ]
+                self._runs = {run.id: run for run in runs}
+                self._searched_at = time.monotonic()
             return list(self._runs.values())
 
     def entries(self) -> list[RunEntry]:
@@ -187,15 +192,6 @@ class Runs:
                 fix="it may have been moved or deleted; go back to the list of runs",
             )
         return run
-
-    def close(self) -> None:
-        self.indexer.close()
-
-    def _search(self) -> None:
-        known = {run.root: run for run in self._runs.values()}
-        runs = [known.get(root) or Run(self.folder, root, self.notes) for root in self._roots()]
-        self._runs = {run.id: run for run in runs}
-        self._searched_at = time.monotonic()
 
     def _roots(self) -> list[Path]:
         roots, num_folders = [], 0

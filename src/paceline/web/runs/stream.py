@@ -110,7 +110,6 @@ class EventStream(StreamingResponse):
     def __init__(
         self,
         subscribe: Callable[[SSEClient], AbstractAsyncContextManager[None]],
-        status_code: int = 200,
     ) -> None:
         async def send() -> AsyncIterator[bytes]:
             yield b"retry: 1000\n\n"
@@ -119,7 +118,7 @@ class EventStream(StreamingResponse):
                 async for message in viewer.messages():
                     yield message
 
-        super().__init__(send(), status_code, headers={"x-accel-buffering": "no"})
+        super().__init__(send(), headers={"x-accel-buffering": "no"})
 
 
 class _Source:
@@ -224,9 +223,8 @@ def read_events(run: Run, begin: int, end: int) -> tuple[list[Event], int, int]:
             num_skipped, begin = _count_lines(file, begin, end - _READ_BYTES)
         block = os.pread(file, max(0, end - begin), begin)
     size = block.rfind(b"\n") + 1
-    lines = block[:size].split(b"\n")
-    events = [event for line in lines if line and (event := parse(line)) is not None]
-    return events, begin + size, num_skipped
+    events = [parse(line) for line in block[:size].split(b"\n") if line]
+    return [event for event in events if event is not None], begin + size, num_skipped
 
 
 _counting = threading.Lock()  # one long log at a time

@@ -276,8 +276,7 @@ class RunSummary:
             is_held = holder_alive(self.run_dir)
             is_alive = is_alive if is_held is None else is_held
         if is_alive is False and since_event_s > _RESTART_S:
-            pid = self.start.get("pid")
-            return "lost", f"process {pid} ended without a final event"
+            return "lost", f"process {self.start.get('pid')} ended without a final event"
         if is_alive is None and since_event_s > _OLD_LOG_S:
             host = clean(self.start.get("host") or "unknown")
             text = f"no events for over {_OLD_LOG_S / 60:.0f} minutes; the process on host {host}"

@@ -48,7 +48,7 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
   const legend = h("ul", { class: "legend", "aria-hidden": "true" });
   const tip = h("div", { class: "chart-tip", hidden: true, "aria-hidden": "true" });
   const hintId = newId("hint");
-  const said = h("div", { class: "sr", role: "status", "aria-live": "polite" });
+  const feedback = h("div", { class: "sr", role: "status", "aria-live": "polite" });
   const frame = h(
     "div",
     { class: "chart", role: "application", tabindex: 0, "aria-roledescription": t("chart.role"), "aria-describedby": hintId },
@@ -61,7 +61,7 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
     legend,
     frame,
     h("span", { id: hintId, class: "sr" }, t(zoomed ? "chart.keys.zoom" : "chart.keys")),
-    said,
+    feedback,
   );
   let chart = null;
   let data = [[]];
@@ -229,7 +229,7 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
     chart.setCursor({ left: chart.valToPos(data[0][at], "x"), top: chart.valToPos(data[first + 1]?.[at] ?? 0, "y") });
     if (from !== null) markRange(at);
     put(
-      said,
+      feedback,
       `${x.name} ${(x.format ?? digits)(data[0][at])}: ` +
         series
           .map((one, index) =>
@@ -246,7 +246,7 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
     event.preventDefault();
     if (from === null) {
       from = at;
-      put(said, t("chart.from", { at: (x.format ?? digits)(data[0][at]) }));
+      put(feedback, t("chart.from", { at: (x.format ?? digits)(data[0][at]) }));
       return;
     }
     const [low, high] = [Math.min(from, at), Math.max(from, at)];

@@ -67,14 +67,14 @@ export function lanes() {
   const canvas = h("canvas", { class: "lanes", tabindex: 0, role: "application", "aria-roledescription": t("lanes.role") });
   const tip = h("div", { class: "chart-tip", hidden: true, "aria-hidden": "true" });
   const mark = h("div", { class: "lane-mark", hidden: true }); // over the canvas, which is not drawn anew for it
-  const said = h("div", { class: "sr", role: "status", "aria-live": "polite" });
+  const feedback = h("div", { class: "sr", role: "status", "aria-live": "polite" });
   const swatches = PHASES.map((phase) => ({ phase, ...swatch(phase) }));
   const legend = h(
     "ul",
     { class: "legend" },
     swatches.map(({ phase, canvas: one }) => h("li", {}, one, t(`phase.${phase.name}`))),
   );
-  const node = h("div", { class: "chart-wrap" }, legend, h("div", { class: "chart" }, canvas, mark, tip), said);
+  const node = h("div", { class: "chart-wrap" }, legend, h("div", { class: "chart" }, canvas, mark, tip), feedback);
   let answer = null;
   let share = true;
   let at = null; // {step: index, rank: index}
@@ -181,7 +181,7 @@ export function lanes() {
     tip.style.left = left > width / 2 ? "auto" : `${left + 12}px`;
     tip.style.right = left > width / 2 ? `${width - left + 12}px` : "auto";
     tip.style.top = `${top}px`;
-    if (aloud) put(said, `${head} ${parts.map(([phase, value]) => `${t(`phase.${phase.name}`)} ${value}`).join(", ")}`);
+    if (aloud) put(feedback, `${head} ${parts.map(([phase, value]) => `${t(`phase.${phase.name}`)} ${value}`).join(", ")}`);
   }
 
   canvas.addEventListener("mousemove", (event) => {

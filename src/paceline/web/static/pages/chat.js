@@ -17,7 +17,7 @@ export async function show(root, params, ctx) {
   ctx.title(`${t("chat.title")} · ${run.name}`);
   const state = { turns: [], which: "tuned", ending: null, ended: false };
   const log = h("div", { class: "chat-log", role: "log", "aria-label": t("chat.title"), tabindex: 0 });
-  const said = h("div", { "aria-live": "polite" });
+  const feedback = h("div", { "aria-live": "polite" });
   const system = h("input", { type: "text", id: "chat-system", placeholder: t("chat.system.hint"), prop: { value: run.config?.system ?? "" } });
   const most = h("input", { type: "number", id: "chat-most", min: 1, max: 4096, step: 1, prop: { value: 256 } });
   const heat = h("input", { type: "number", id: "chat-heat", min: 0, max: 5, step: 0.1, prop: { value: 0 } });
@@ -32,7 +32,7 @@ export async function show(root, params, ctx) {
     h("div", { class: "page-head" }, h("a", { href: `#/run/${params.id}`, class: "button quiet" }, "‹ ", run.name), h("h1", {}, t("chat.title"))),
     ctx.hasToken() ? null : errorState({ what: t("start.no_token"), fix: t("start.no_token.fix") }),
     h("div", { class: "chat" },
-      h("section", { class: "card chat-main" }, h("div", { class: "toolbar" }, which, clear), log, said,
+      h("section", { class: "card chat-main" }, h("div", { class: "toolbar" }, which, clear), log, feedback,
         h("form", { class: "chat-form", on: { submit: (event) => { event.preventDefault(); ask(); } } }, question, h("div", { class: "toolbar" }, send, stop))),
       h("div", { class: "stack" },
         h("section", { class: "card" }, h("h2", {}, t("chat.settings")),
@@ -87,7 +87,7 @@ export async function show(root, params, ctx) {
       const finish = (words) => { turn.done(side, words); resolve(); };
       const close = stream(`api/runs/${params.id}/chat`, {
         state: ({ state: now, device, beside_run: beside }) => {
-          put(said, beside ? h("p", { class: "muted small" }, t("chat.beside")) : "");
+          put(feedback, beside ? h("p", { class: "muted small" }, t("chat.beside")) : "");
           turn.busy(side, now === "loading" ? t("chat.loading") : t("chat.answers", { device: device ?? "" }));
         },
         token: ({ text }) => {
@@ -149,7 +149,7 @@ function makeTurn(text, sides) {
 
 /** Links to the export and the report. */
 function after(id, run) {
-  const { button, said } = exportModel(id);
-  return h("section", { class: "card" }, h("h2", {}, t("export.title")), h("p", { class: "muted small" }, t("export.is")), button, said,
+  const { button, feedback } = exportModel(id);
+  return h("section", { class: "card" }, h("h2", {}, t("export.title")), h("p", { class: "muted small" }, t("export.is")), button, feedback,
     run.report ? h("p", {}, h("a", { href: `#/run/${id}/report` }, t("export.report"))) : null);
 }

@@ -5,21 +5,21 @@ import { h, put } from "../lib/dom.js";
 import { t } from "../lib/i18n.js";
 import { command, errorState, icon } from "../lib/ui.js";
 
-/** A button that exports the model, and the node that shows the result: `{button, said}`. */
+/** A button that exports the model, and the node that shows the result: `{button, feedback}`. */
 export function exportModel(id) {
-  const said = h("div", { "aria-live": "polite" });
+  const feedback = h("div", { "aria-live": "polite" });
   const button = h("button", { type: "button", id: "export", on: { click } }, icon("save"), t("export.do"));
   async function click() {
     button.disabled = true;
-    put(said, h("p", { class: "muted" }, t("export.going")));
+    put(feedback, h("p", { class: "muted" }, t("export.going")));
     try {
       const { path, merged } = await post(`api/runs/${id}/export`, {});
-      put(said, h("p", { class: "good" }, icon("done"), t(merged ? "export.done" : "export.whole")), command(path));
+      put(feedback, h("p", { class: "good" }, icon("done"), t(merged ? "export.done" : "export.whole")), command(path));
     } catch (error) {
-      put(said, errorState(error));
+      put(feedback, errorState(error));
     }
     button.disabled = false;
     button.focus();
   }
-  return { button, said };
+  return { button, feedback };
 }

@@ -232,7 +232,7 @@ function actions(store, running, ctx) {
 }
 
 function stopButton(store, ctx) {
-  const now = store.isStopping; // asked once already: the next is for those who will not wait
+  const now = store.isStopping; // the second request ends the run at once
   const click = () => stop(store, ctx, now);
   return h("button", { type: "button", id: "stop", on: { click } }, icon("stopped"), t(now ? "run.end_now" : "run.stop"));
 }
@@ -263,7 +263,7 @@ async function stop(store, ctx, now) {
     ctx.announce(t(`${name}.sent`));
     store.renew().catch(() => {});
   } catch (error) {
-    if (error.status === 409) store.isStopping = true; // it was asked before, perhaps from another page
+    if (error.status === 409) store.isStopping = true; // a stop was requested before, perhaps on another page
     await store.renew().catch(() => {});
     document.querySelector(".run-head")?.append(errorState(error));
   }

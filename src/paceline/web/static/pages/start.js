@@ -24,8 +24,8 @@ export async function show(root, params, ctx) {
   const [form, { presets }, run, old] = await Promise.all([
     get("api/schema"), get("api/presets"), resume ? get(`api/runs/${resume}`) : null, resume ? get(`api/runs/${resume}/resume`) : null,
   ]);
-  const kept = resume ? null : readDraft();
-  const state = makeState(old?.yaml ?? kept?.yaml ?? presets[0].yaml);
+  const draft = resume ? null : readDraft();
+  const state = makeState(old?.yaml ?? draft?.yaml ?? presets[0].yaml);
 
   const editor = makeEditor(state);
   const fields = makeForm(form, state);
@@ -33,7 +33,7 @@ export async function show(root, params, ctx) {
   fields.slot("data").append(data.node);
   const plan = planCard(state);
   const changes = resume ? changesCard(state, resume) : null;
-  const launch = launchCard(state, ctx, { resume, run, changes, presets, kept });
+  const launch = launchCard(state, ctx, { resume, run, changes, presets, draft });
 
   put(root,
     h("div", { class: "page-head" }, resume ? h("a", { href: `#/run/${resume}`, class: "button quiet" }, "‹ ", run.name) : null,

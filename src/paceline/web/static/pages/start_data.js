@@ -11,7 +11,7 @@ const DATA_KEYS = ["model", "tokenizer", "task", "dataset", "format", "system", 
 
 export function datasetTools(state) {
   const rows = h("div", { id: "preview", "aria-live": "polite" });
-  const said = h("div", { "aria-live": "polite" });
+  const feedback = h("div", { "aria-live": "polite" });
   const look = h("button", { type: "button", id: "look", on: { click: () => preview() } }, icon("search"), t("data.look"));
   const number = h("select", { id: "rows", on: { change: () => shown !== null && preview() } }, [3, 5, 10, 25].map((one) => h("option", { value: one, prop: { selected: one === 5 } }, t("data.rows", { n: one }))));
   const choose = h("button", { type: "button", id: "choose-data", on: { click: chooseFile } }, t("data.choose"));
@@ -19,7 +19,7 @@ export function datasetTools(state) {
   const uploadButton = h("label", { for: "upload", class: "button file" }, icon("plus"), t("data.upload"));
   const node = h("div", { class: "data-tools" },
     h("div", { class: "toolbar" }, choose, h("span", { class: "file-wrap" }, file, uploadButton), h("span", { class: "toolbar end" }, h("label", { class: "sr", for: "rows" }, t("data.rows.label")), number, look)),
-    said, rows);
+    feedback, rows);
   let shown = null; // the settings that the rows shown are of
   let control = null;
 
@@ -53,15 +53,15 @@ export function datasetTools(state) {
   async function upload(one) {
     const stop = new AbortController();
     const cancel = h("button", { type: "button", on: { click: () => stop.abort() } }, t("cancel"));
-    put(said, h("p", {}, t("data.uploading", { name: one.name, size: format.bytes(one.size) }), " ", cancel));
+    put(feedback, h("p", {}, t("data.uploading", { name: one.name, size: format.bytes(one.size) }), " ", cancel));
     const body = new FormData();
     body.append("file", one);
     try {
       const found = await post("api/upload", body, { signal: stop.signal });
-      put(said, h("p", { class: "good" }, icon("done"), t("data.uploaded", { path: found.path, size: format.bytes(found.size_bytes) })));
+      put(feedback, h("p", { class: "good" }, icon("done"), t("data.uploaded", { path: found.path, size: format.bytes(found.size_bytes) })));
       await state.edit({ dataset: found.path });
     } catch (error) {
-      put(said, error.name === "AbortError" ? h("p", { class: "muted" }, t("data.cancelled")) : errorState(error));
+      put(feedback, error.name === "AbortError" ? h("p", { class: "muted" }, t("data.cancelled")) : errorState(error));
     } finally {
       file.value = "";
     }

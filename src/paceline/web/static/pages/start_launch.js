@@ -8,7 +8,7 @@ import { announce, card, errorState, icon } from "../lib/ui.js";
 const NAME = /^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$/;
 const ASK_MS = 1000;
 
-export function launchCard(state, ctx, { resume, changes, kept, presets }) {
+export function launchCard(state, ctx, { resume, changes, draft, presets }) {
   let ended = false;
   let going = false;
   let taken = new Set(); // names of runs; of what else lies in the folder the server tells
@@ -17,11 +17,11 @@ export function launchCard(state, ctx, { resume, changes, kept, presets }) {
       taken = new Set(runs.map((run) => run.path));
       draw();
     }, () => {});
-  const said = h("div", { "aria-live": "polite" });
+  const feedback = h("div", { "aria-live": "polite" });
   const nameWrong = h("p", { class: "bad small", id: "name-wrong" });
   const name = h("input", {
     type: "text", id: "run-name", spellcheck: "false", autocapitalize: "off", autocomplete: "off", maxlength: 100,
-    "aria-describedby": "name-wrong name-hint", prop: { value: kept?.name ?? proposed(presets[0].id) }, on: { input: () => { touched = true; draw(); } },
+    "aria-describedby": "name-wrong name-hint", prop: { value: draft?.name ?? proposed(presets[0].id) }, on: { input: () => { touched = true; draw(); } },
   });
   let touched = false;
   const button = h("button", { type: "submit", class: "main", id: "start" }, icon("play"), t(resume ? "start.resume" : "start.start"));
@@ -29,7 +29,7 @@ export function launchCard(state, ctx, { resume, changes, kept, presets }) {
   const form = h("form", { class: "launch", on: { submit: (event) => { event.preventDefault(); start(); } } },
     resume ? null : h("div", { class: "form-field" }, h("label", { for: "run-name" }, t("start.name")), name, nameWrong, h("p", { class: "muted small", id: "name-hint" }, t("start.name.is"))),
     h("div", { class: "toolbar" }, button, why));
-  const node = card(t(resume ? "start.resume" : "start.start"), null, form, said);
+  const node = card(t(resume ? "start.resume" : "start.start"), null, form, feedback);
 
   state.on("busy", draw);
   state.on("checked", draw);
@@ -50,7 +50,7 @@ export function launchCard(state, ctx, { resume, changes, kept, presets }) {
     if (button.disabled) return;
     going = true;
     draw();
-    put(said, h("p", { class: "muted" }, t("start.starting.is")));
+    put(feedback, h("p", { class: "muted" }, t("start.starting.is")));
     try {
       const answer = resume
         ? await post(`api/runs/${resume}/resume`, { yaml: changes.changed() ? state.yaml : null, allow_config_change: changes.allowed() })
@@ -62,8 +62,8 @@ export function launchCard(state, ctx, { resume, changes, kept, presets }) {
       ctx.go(`#/run/${answer.id}`);
     } catch (error) {
       if (ended) return;
-      put(said, errorState(error));
-      said.scrollIntoView({ block: "nearest" });
+      put(feedback, errorState(error));
+      feedback.scrollIntoView({ block: "nearest" });
     } finally {
       going = false;
       if (!ended) draw();
@@ -72,8 +72,8 @@ export function launchCard(state, ctx, { resume, changes, kept, presets }) {
 
   // Show the output of a run that reads data or downloads a model.
   async function until(id) {
-    const lines = h("pre", { class: "said", tabindex: 0 });
-    put(said, h("p", {}, t("start.preparing")), lines);
+    const lines = h("pre", { class: "output", tabindex: 0 });
+    put(feedback, h("p", {}, t("start.preparing")), lines);
     while (!ended) {
       const found = await get(`api/launches/${id}`);
       put(lines, found.output.trimEnd().split("\n").slice(-12).join("\n"));

@@ -85,10 +85,10 @@ export function planCard(state) {
   }
 
   function stepsButton(plan) {
-    const said = h("span", { class: "small" });
+    const feedback = h("span", { class: "small" });
     const button = h("button", { type: "button", id: "steps", on: { click: async () => {
       button.disabled = true;
-      put(said, t("plan.reading"));
+      put(feedback, t("plan.reading"));
       const yaml = state.yaml;
       try {
         const found = await post("api/steps", { yaml });
@@ -97,10 +97,10 @@ export function planCard(state) {
         draw(plan);
       } catch (error) {
         button.disabled = false;
-        put(said, String(error.what), error.fix ? ` ${t("error.fix", { fix: error.fix })}` : "");
+        put(feedback, String(error.what), error.fix ? ` ${t("error.fix", { fix: error.fix })}` : "");
       }
     } } }, t("plan.read"));
-    return [button, said];
+    return [button, feedback];
   }
 
   return { node, end: () => { clearTimeout(timer); control?.abort(); } };

@@ -37,8 +37,8 @@ function noteForm(run, name, may, ctx) {
     prop: { value: (run.tags ?? []).join(", ") },
   });
   const button = h("button", { disabled: !may }, t("save"));
-  const said = h("span", { class: "small", role: "status" });
-  const form = h("form", {}, h("div", { class: "name" }, name), note, tags, h("div", {}, button, " ", said));
+  const feedback = h("span", { class: "small", role: "status" });
+  const form = h("form", {}, h("div", { class: "name" }, name), note, tags, h("div", {}, button, " ", feedback));
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     try {
@@ -51,9 +51,9 @@ function noteForm(run, name, may, ctx) {
       });
       Object.assign(run, kept);
       tags.value = (kept?.tags ?? run.tags).join(", ");
-      put(said, icon("done"), " ", t("compare.saved"));
+      put(feedback, icon("done"), " ", t("compare.saved"));
     } catch (error) {
-      put(said, h("span", { class: "mark-error" }, icon("failed"), " ", error.what, error.fix ? ` – ${error.fix}` : ""));
+      put(feedback, h("span", { class: "mark-error" }, icon("failed"), " ", error.what, error.fix ? ` – ${error.fix}` : ""));
       ctx.announce(error.what);
     }
   });

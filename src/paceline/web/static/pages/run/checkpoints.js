@@ -7,7 +7,7 @@ import { command, emptyState, icon, row, table, termOf } from "../../lib/ui.js";
 import { exportModel } from "../export.js";
 
 export async function show(root, store) {
-  const { button, said } = exportModel(store.id);
+  const { button, feedback } = exportModel(store.id);
   let key = "";
   function draw() {
     const all = store.run.checkpoints ?? [];
@@ -50,7 +50,7 @@ export async function show(root, store) {
         h("div", { class: "card-head" }, h("h2", {}, t("tab.checkpoints")), store.run.has?.model ? button : null),
         table(t("tab.checkpoints"), heads, rows),
       ),
-      said,
+      feedback,
       h(
         "section",
         { class: "card" },
