@@ -178,7 +178,7 @@ def test_free_mappings_and_sources_are_merged(load: Load) -> None:
         (BASE + "parallel: {num_gpus: 0}\n", ["line 3", "`auto` or a whole number of at least 1"]),
         (BASE + "split_dataset_ratio: -1\n", ["line 3", "less than 1"]),
         ("model: [a]\ndataset: d\n", ["line 1", "model: [a]", "text"]),
-        ("model: m\ndataset: {pth: x}\n", ["line 2", "no `path`"]),
+        ("model: m\ndataset: {pth: x}\n", ["line 2", "`path` of the data source"]),
         ("model: m\ndataset: {path: x, format: alpca}\n", ["line 2", "did you mean `alpaca`?"]),
         ("model: m\ndataset: {path: x, splt: y}\n", ["line 2", "`splt`", "did you mean `split`?"]),
         ("model: m\ndataset: []\n", ["line 2", "empty list"]),
@@ -303,7 +303,7 @@ def test_split_cli_refuses(tmp_path: Path) -> None:
         ([str(tmp_path / "rum.yaml")], "did you mean"),
         (["rank"], "neither a config file nor an override"),
         (["--config"], "no file"),
-        ([str(tmp_path / "run.yaml"), str(tmp_path / "b.yaml")], "two config files"),
+        ([str(tmp_path / "run.yaml"), str(tmp_path / "b.yaml")], "expected one config file"),
         (["-x"], "two dashes"),
     ]:
         with pytest.raises(ConfigError, match=fragment):

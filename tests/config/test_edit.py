@@ -134,7 +134,7 @@ def test_an_anchor_is_not_edited_through_its_alias():
 def test_text_that_is_no_config_is_refused():
     with pytest.raises(ConfigError, match="line 1"):
         edit_yaml("model: [a", {"model": "b"})
-    with pytest.raises(ConfigError, match="no mapping"):
+    with pytest.raises(ConfigError, match="expected a mapping"):
         edit_yaml("- a\n- b\n", {"model": "b"})
     with pytest.raises(ConfigError, match="unknown key `trian`"):
         edit_yaml("model: a", {"trian": 1})

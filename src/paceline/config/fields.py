@@ -1,4 +1,4 @@
-"""The schema, looked at from outside: every key by its dotted name, and its type in plain words."""
+"""Introspection of the schema: every key by its dotted name, and descriptions of types."""
 
 import types
 import typing
@@ -11,52 +11,51 @@ from paceline.config.schema.base import Section
 from paceline.config.schema.data import DatasetSource
 
 
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-def _walk() -> tuple[dict[str, FieldInfo], dict[str, type[Section]]]:
+def _keys() -> dict[str, FieldInfo]:
     keys: dict[str, FieldInfo] = {}
-    sections: dict[str, type[Section]] = {}
     for name, info in Config.model_fields.items():
-        if _is_section(info.annotation):
-            kind = typing.cast("type[Section]", info.annotation)
-            sections[name] = kind
-            keys.update({f"{name}.{sub}": sub_info for sub, sub_info in kind.model_fields.items()})
+        if name in SECTIONS:
+            fields = SECTIONS[name].model_fields
+            keys.update({f"{name}.{key}": field for key, field in fields.items()})
         else:
             keys[name] = info
-    return keys, sections
+    return keys
 
 
-#: dotted key → field, for every key of the schema; and the sections
-KEYS, SECTIONS = _walk()
-#: keys whose value is a free mapping
+#: The sections by name.
+SECTIONS: dict[str, type[Section]] = {
+    name: info.annotation
+    for name, info in Config.model_fields.items()
+    if isinstance(info.annotation, type) and issubclass(info.annotation, Section)
+}
+#: Dotted key → field, for every key of the schema.
+KEYS = _keys()
+#: Keys whose value is a free mapping.
 FREE = tuple(key for key, info in KEYS.items() if get_origin(info.annotation) is dict)
 SOURCE_KEYS = ("dataset", "val_dataset")
 
 
 def _parts(annotation: Any, metadata: list[Any] | None = None) -> list[tuple[Any, list[Any]]]:
-    """The members of a union, each with its constraints."""
+    """Return the members of a union, each with its constraints."""
     metadata = list(metadata or [])
     origin = get_origin(annotation)
     if origin is typing.Annotated:
-        inner, *more = get_args(annotation)
-        flat: list[Any] = []
-        for one in more:
-            flat.extend(one.metadata if isinstance(one, FieldInfo) else [one])
-        return _parts(inner, metadata + flat)
+        inner, *constraints = get_args(annotation)
+        for constraint in constraints:
+            metadata += constraint.metadata if isinstance(constraint, FieldInfo) else [constraint]
+        return _parts(inner, metadata)
     if origin in (Union, types.UnionType):
-        return [part for one in get_args(annotation) for part in _parts(one, metadata)]
+        return [part for member in get_args(annotation) for part in _parts(member, metadata)]
     return [(annotation, metadata)]
 
 
 def literals(info: FieldInfo) -> list[str]:
-    """The words a field takes, where it takes only some."""
+    """Return the literal values that a field accepts."""
     return [
-        str(word)
+        str(value)
         for kind, _ in _parts(info.annotation, info.metadata)
         if get_origin(kind) is Literal
-        for word in get_args(kind)
+        for value in get_args(kind)
     ]
 
 
@@ -65,8 +64,7 @@ def takes_none(info: FieldInfo) -> bool:
 
 
 def takes(info: FieldInfo, *kinds: type) -> bool:
-    """True where a member of the field's type is one of ``kinds`` (``list`` stands for any
-    list)."""
+    """Return whether the field accepts one of ``kinds`` (``list`` means any list)."""
     return any(
         kind in kinds or get_origin(kind) in kinds
         for kind, _ in _parts(info.annotation, info.metadata)
@@ -74,21 +72,20 @@ def takes(info: FieldInfo, *kinds: type) -> bool:
 
 
 def describe(info: FieldInfo) -> str:
-    """What a field takes, in plain words: ``a whole number of at least 1``, ``` `auto` or
+    """Describe what a field accepts: ``a whole number of at least 1``, ``` `auto` or
     true/false ```."""
-    words = [_one(kind, metadata) for kind, metadata in _parts(info.annotation, info.metadata)]
-    return " or ".join(dict.fromkeys(words))
+    members = [_describe(*part) for part in _parts(info.annotation, info.metadata)]
+    return " or ".join(dict.fromkeys(members))
 
 
-def _one(kind: Any, metadata: list[Any]) -> str:
+def _describe(kind: Any, metadata: list[Any]) -> str:
     origin = get_origin(kind)
     if origin is Literal:
-        return ", ".join(f"`{word}`" for word in get_args(kind))
+        return ", ".join(f"`{value}`" for value in get_args(kind))
     if origin is list:
         (inner,) = get_args(kind)
-        return "a list of " + " or ".join(
-            dict.fromkeys(_one(k, m).removeprefix("a ") for k, m in _parts(inner))
-        )
+        members = [_describe(*part).removeprefix("a ") for part in _parts(inner)]
+        return "a list of " + " or ".join(dict.fromkeys(members))
     if origin is dict:
         return "a mapping"
     if kind is DatasetSource:
@@ -104,14 +101,11 @@ def _one(kind: Any, metadata: list[Any]) -> str:
 
 
 def _range(metadata: list[Any]) -> str:
-    low = high = ""
-    for one in metadata:
-        if (value := getattr(one, "ge", None)) is not None:
-            low = f"at least {value}"
-        elif (value := getattr(one, "gt", None)) is not None:
-            low = f"more than {value}"
-        elif (value := getattr(one, "le", None)) is not None:
-            high = f"at most {value}"
-        elif (value := getattr(one, "lt", None)) is not None:
-            high = f"less than {value}"
-    return " of " + " and ".join(part for part in (low, high) if part) if low or high else ""
+    bounds = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    limits = [
+        f"{text} {getattr(constraint, name)}"
+        for name, text in bounds.items()
+        for constraint in metadata
+        if getattr(constraint, name, None) is not None
+    ]
+    return f" of {' and '.join(limits)}" if limits else ""

@@ -1,4 +1,4 @@
-"""The schema's complaints in plain words: what was given, what is allowed, how to fix it."""
+"""Describe validation errors of the schema: the value, what is allowed, how to fix it."""
 
 import math
 from collections.abc import Callable
@@ -21,35 +21,34 @@ _EXAMPLES = {
 
 
 def explain(error: ValidationError, data: dict[str, YamlValue], find: Find) -> list[Problem]:
-    """One problem for each key the schema refuses. ``find`` gives the entry that set a native
-    key."""
+    """Return a problem for each key that the schema rejects. ``find`` returns the entry that sets a
+    native key."""
     by_key: dict[str, list[ErrorDetails]] = {}
-    for one in error.errors(include_url=False):
-        loc = one["loc"]
-        key = ".".join(
-            str(part)
-            for part in (loc[:2] if loc and loc[0] in SECTIONS and len(loc) > 1 else loc[:1])
-        )
-        by_key.setdefault(key, []).append(one)
-    return [_one(key, errors, data, find) for key, errors in by_key.items()]
+    for details in error.errors(include_url=False):
+        loc = details["loc"]
+        depth = 2 if loc and loc[0] in SECTIONS else 1
+        by_key.setdefault(".".join(str(part) for part in loc[:depth]), []).append(details)
+    return [_describe(key, errors, data, find) for key, errors in by_key.items()]
 
 
-def _one(key: str, errors: list[ErrorDetails], data: dict[str, YamlValue], find: Find) -> Problem:
+def _describe(
+    key: str, errors: list[ErrorDetails], data: dict[str, YamlValue], find: Find
+) -> Problem:
     first = errors[0]
     if first["type"] == "missing" and key in _EXAMPLES and first["loc"] == (key,):
         return Problem(
             f"`{key}` is missing", fix=f"{_EXAMPLES[key]} (or {key}=... on the command line)"
         )
     if key not in KEYS or first["type"] == "value_error":
-        return _between_keys(key, first, find)
+        return _combination(key, first, find)
     value, entry = _lookup(data, key), find(key)
     if key in SOURCE_KEYS:
         return _source(key, value, errors, entry)
-    return refuse(key, value, entry, _reason(value, [one["type"] for one in errors]))
+    return reject(key, value, entry, _reason(value, [details["type"] for details in errors]))
 
 
-def refuse(key: str, value: Any, entry: ConfigEntry | None, reason: str) -> Problem:
-    """The problem of a value that a native key does not take."""
+def reject(key: str, value: Any, entry: ConfigEntry | None, reason: str) -> Problem:
+    """Describe a value that a native key does not accept."""
     info = KEYS[key]
     shown = f"`{key}: {short(value)}`"
     if entry is not None and (entry.key != key or entry.token):
@@ -60,56 +59,40 @@ def refuse(key: str, value: Any, entry: ConfigEntry | None, reason: str) -> Prob
 
 
 def _reason(value: Any, types: list[str]) -> str:
-    if any(one.startswith(("greater_than", "less_than")) for one in types):
+    if any(name.startswith(("greater_than", "less_than")) for name in types):
         return "is out of range"
-    if all(one in ("literal_error", "list_type") for one in types) and isinstance(
-        value, str | list
-    ):
-        return "is not one of the values it takes"
+    if set(types) <= {"literal_error", "list_type"} and isinstance(value, str | list):
+        return "is not one of the accepted values"
     if "int_from_float" in types:
         return "is not a whole number"
-    return (
-        "holds a value it does not take"
-        if isinstance(value, list | dict)
-        else f"is {kind_of(value)}, which it does not take"
-    )
+    if isinstance(value, list | dict):
+        return "contains an unsupported value"
+    return f"is {kind_of(value)}, which is not accepted"
 
 
 def _source(key: str, value: Any, errors: list[ErrorDetails], entry: ConfigEntry | None) -> Problem:
-    """Of a union's complaints, those about a mapping say most."""
-    inner = [
-        one
-        for one in errors
-        if "DatasetSource" in one["loc"] and one["type"] not in ("model_type",)
-    ]
+    """Describe the first error about a mapping, as it is the most specific one of the union."""
     shown = entry.shown() if entry else f"`{key}: {short(value)}`"
-    fix: str | None
-    for one in inner:
-        name = str(one["loc"][-1])
-        if one["type"] == "missing":
-            return Problem(
-                f"{shown}: a source of samples has no `path`",
-                entry,
-                fix="add path: a file, a folder or a hub id",
-            )
-        if one["type"] == "extra_forbidden":
-            fix = did_you_mean(name, DatasetSource.model_fields, "remove it")
-            return Problem(
-                f"{shown}: a source of samples has no key `{name}`", entry, describe(KEYS[key]), fix
-            )
+    for details in errors:
+        if "DatasetSource" not in details["loc"] or details["type"] == "model_type":
+            continue
+        name = str(details["loc"][-1])
         info = DatasetSource.model_fields.get(name)
+        if details["type"] == "missing":
+            fix = "add path: a file, a folder or a hub id"
+            return Problem(f"{shown}: `path` of the data source is missing", entry, fix=fix)
+        if details["type"] == "extra_forbidden":
+            fix = did_you_mean(name, DatasetSource.model_fields, "remove it")
+            what = f"{shown}: unknown key `{name}` of a data source"
+            return Problem(what, entry, describe(KEYS[key]), fix)
         if info is not None:
-            fix = did_you_mean(str(one["input"]), literals(info))
-            return Problem(
-                f"{shown}: `{name}: {short(one['input'])}` is not taken",
-                entry,
-                f"for `{name}`: {describe(info)}",
-                fix,
-            )
-    return Problem(f"{shown} is not a source of samples", entry, describe(KEYS[key]))
+            fix = did_you_mean(str(details["input"]), literals(info))
+            what = f"{shown}: unsupported value `{name}: {short(details['input'])}`"
+            return Problem(what, entry, f"for `{name}`: {describe(info)}", fix)
+    return Problem(f"{shown} is not a data source", entry, describe(KEYS[key]))
 
 
-def _between_keys(key: str, first: ErrorDetails, find: Find) -> Problem:
+def _combination(key: str, first: ErrorDetails, find: Find) -> Problem:
     """Describe a violated rule about several keys, with the place of each key that it names."""
     message = str(first["msg"]).removeprefix("Value error, ")
     tokens = {token.rstrip(":") for token in message.replace("`", " ").split()}
@@ -129,19 +112,19 @@ def _lookup(data: dict[str, YamlValue], key: str) -> Any:
 
 
 def strict_problems(data: dict[str, YamlValue], find: Find) -> list[Problem]:
-    """What the schema would let pass: true and false as numbers, text as true or false, numbers
-    that are not finite."""
+    """Return the problems that pydantic would convert silently: true and false as numbers, text as
+    true or false, non-finite numbers."""
     out = []
     for key, info in KEYS.items():
         value = _lookup(data, key)
         if isinstance(value, bool) and takes(info, int, float) and not takes(info, bool):
-            out.append(refuse(key, value, find(key), "is true/false, not a number"))
+            out.append(reject(key, value, find(key), "is true/false, not a number"))
         elif isinstance(value, float) and not math.isfinite(value):
-            out.append(refuse(key, value, find(key), "is not a finite number"))
+            out.append(reject(key, value, find(key), "is not a finite number"))
         elif (
             takes(info, bool)
             and not isinstance(value, bool | None)
             and not (isinstance(value, str) and value in literals(info))
         ):
-            out.append(refuse(key, value, find(key), f"is {kind_of(value)}, not true or false"))
+            out.append(reject(key, value, find(key), f"is {kind_of(value)}, not true or false"))
     return out

@@ -1,4 +1,4 @@
-"""The words of a command line after the verb: a config file, then overrides."""
+"""Parse the command line after the command name: a config file, then overrides."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from paceline.config.yaml_read import missing_file, parse_value
 from paceline.core.errors import ConfigError
 
 _PAIR = re.compile(r"^(?P<key>[A-Za-z_][\w.]*)=(?P<value>.*)$", re.DOTALL)
-_WORDS = {"true", "false", "yes", "no", "on", "off", "auto", "0", "1"}
+_FLAG_VALUES = {"true", "false", "yes", "no", "on", "off", "auto", "0", "1"}
 _FLAGS = {
     "use_dora",
     "push_to_hub",
@@ -31,14 +31,14 @@ _FLAGS = {
 
 
 def split_cli(tokens: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Split the words after a verb into the config file (or None) and the overrides.
+    """Split the arguments after a command into the config file (or None) and the overrides.
 
-    Takes ``config.yaml key=value``, ``--config config.yaml --key value``, ``--key=value``,
-    ``--flag``; the file may be left out. The overrides come back as ``key=value``, for
+    Accepts ``config.yaml key=value``, ``--config config.yaml --key value``, ``--key=value``,
+    ``--flag``; the file is optional. The overrides are returned as ``key=value``, for
     :func:`paceline.config.load.load_config`.
 
     Raises:
-        ConfigError: for a word that is neither, a file that is not there, or two files.
+        ConfigError: an argument is neither, the file does not exist, or there are two files.
     """
     files: list[str] = []
     overrides: list[str] = []
@@ -48,7 +48,7 @@ def split_cli(tokens: Sequence[str]) -> tuple[Path | None, list[str]]:
         if token.startswith("--"):
             key, values = _option(token, rest)
             if key == "config":
-                files.extend(str(one) for one in values)
+                files.extend(values)
             else:
                 overrides.append(f"{key}={_joined(values)}")
         elif _PAIR.match(token):
@@ -57,8 +57,8 @@ def split_cli(tokens: Sequence[str]) -> tuple[Path | None, list[str]]:
             files.append(_as_file(token))
     if len(files) > 1:
         raise ConfigError(
-            f"two config files are given: {files[0]} and {files[1]}",
-            fix="give one, and change its keys with key=value",
+            f"expected one config file, got {files[0]} and {files[1]}",
+            fix="pass one of them, and change its keys with key=value",
         )
     path = Path(files[0]) if files else None
     if path is not None and not path.exists():
@@ -67,10 +67,10 @@ def split_cli(tokens: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def parse_tokens(tokens: Iterable[str]) -> list[tuple[str, Any, str]]:
-    """Overrides as (dotted key, value, the words as given).
+    """Parse overrides into (dotted key, value, the argument as written).
 
     Raises:
-        ConfigError: for a word that is no override.
+        ConfigError: an argument is not an override.
     """
     out: list[tuple[str, Any, str]] = []
     rest = list(tokens)
@@ -97,7 +97,7 @@ def parse_tokens(tokens: Iterable[str]) -> list[tuple[str, Any, str]]:
 
 
 def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:
-    """The key and the words of an option; takes its words off ``rest``."""
+    """Return the key and the values of an option, and remove these from ``rest``."""
     name, equals, inline = token[2:].partition("=")
     key = name.replace("-", "_")
     if not re.fullmatch(r"[A-Za-z_][\w.]*", key):
@@ -108,11 +108,11 @@ def _option(token: str, rest: list[str]) -> tuple[str, list[str]]:
         )
     if equals:
         return key, [inline]
-    if not rest or _is_next(rest[0]) or (_is_flag(key) and rest[0].lower() not in _WORDS):
+    if not rest or _is_next(rest[0]) or (_is_flag(key) and rest[0].lower() not in _FLAG_VALUES):
         if not _is_flag(key) and key != "config" and _target(key) is not None:
             raise ConfigError(f"`{token}` has no value", fix=f"write {token} VALUE")
         if key == "config":
-            raise ConfigError("`--config` names no file", fix="write --config FILE.yaml")
+            raise ConfigError("`--config` has no value", fix="write --config FILE.yaml")
         return key, ["true"]
     values = [rest.pop(0)]
     while (
@@ -134,7 +134,7 @@ def _is_next(token: str) -> bool:
 
 
 def _target(key: str) -> str | None:
-    """The native key that a key of the command line sets, if one is known."""
+    """Return the native key that a key of the command line sets, or None."""
     for name in (key, f"train_args.{key}"):
         if name in KEYS:
             return name
@@ -160,11 +160,10 @@ def _is_flag(key: str) -> bool:
 
 
 def _takes_several(key: str) -> bool:
-    """True for lists, and for keys of other tools, which may take several words (`--loss_scale a
-    b`)."""
-    if key not in KEYS and f"train_args.{key}" not in KEYS:
-        return True
-    return takes(KEYS[str(_target(key))], list)
+    """Return whether an option may have several values: lists, and keys of other tools
+    (`--loss_scale a b`)."""
+    info = KEYS.get(key) or KEYS.get(f"train_args.{key}")
+    return info is None or takes(info, list)
 
 
 def _as_file(token: str) -> str:

@@ -1,7 +1,7 @@
-"""Writes the generated pages of ``docs/``: config.md, config.schema.json and
-keys-of-other-tools.md.
+"""Generate pages of ``docs/``: config.md, config.schema.json and keys-of-other-tools.md.
 
-``python -m paceline.config.reference`` writes them, ``--check`` exits with 1 where they are stale.
+``python -m paceline.config.reference`` writes them; with ``--check`` it exits with 1 if they are
+stale.
 """
 
 import json
@@ -51,14 +51,13 @@ def markdown() -> str:
 
 
 def by_tool() -> str:
-    """Return the text of docs/keys-of-other-tools.md: every key of each tool, and what becomes of
-    it."""
+    """Return the text of docs/keys-of-other-tools.md: every key of each tool and how it is read."""
     tools = {tool: dict(sorted(_keys_of(letter).items())) for letter, tool in TOOLS.items()}
     return _environment().get_template("keys_of_other_tools.md.jinja").render(tools=tools)
 
 
 def _keys_of(letter: str) -> dict[str, tuple[str, str]]:
-    """What each key of a tool becomes, and how or why."""
+    """Return (how it is read, conversion or reason) for each key of a tool."""
     rows = {}
     for key, alias in alias_tables().aliases.items():
         if letter in alias.tools:
@@ -97,7 +96,7 @@ def schema_json() -> str:
 
 
 def _cell(text: str | None) -> str:
-    """Fit text into a cell of a Markdown table."""
+    """Format text for a cell of a Markdown table."""
     return " ".join((text or "").split()).replace("|", "\\|")
 
 
@@ -108,7 +107,7 @@ def _default(info: FieldInfo) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the files, or with ``--check`` say which are stale. Returns the exit code."""
+    """Write the files, or with ``--check`` print which are stale. Returns the exit code."""
     folder = Path(__file__).resolve().parents[3] / "docs"
     texts = {
         folder / "config.md": markdown(),
@@ -121,12 +120,12 @@ def main(arguments: Sequence[str]) -> int:
             for path, text in texts.items()
             if not path.is_file() or path.read_text(encoding="utf-8") != text
         ]
-        if stale:
-            print(
-                f"stale: {', '.join(stale)}; run python -m paceline.config.reference",
-                file=sys.stderr,
-            )
-        return 1 if stale else 0
+        if not stale:
+            return 0
+        print(
+            f"stale: {', '.join(stale)}; run python -m paceline.config.reference", file=sys.stderr
+        )
+        return 1
     folder.mkdir(exist_ok=True)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")

@@ -1,5 +1,5 @@
-"""Changing keys in a config's text and nothing else in it: comments, order and spelling of all
-other lines stay as they are."""
+"""Change keys in the text of a config without changing comments, order and spelling of other
+lines."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ from paceline.config.fields import KEYS, SECTIONS, takes
 from paceline.config.yaml_read import Dumper, YamlValue, parse_value, parse_yaml, scalar
 from paceline.core.errors import ConfigError
 
-_ORDER = list(dict.fromkeys(key.split(".")[0] for key in KEYS)) + [
-    one for one in SECTIONS if one not in KEYS
-]
+_ORDER = list(dict.fromkeys(key.split(".")[0] for key in KEYS))
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A key in the text: the mapping it stands in, its node and its value's, and that of the
-    section around it."""
+    """A key in the text: its node, that of its value, its mapping, and its section."""
 
     key: yaml.Node
     value: yaml.Node
@@ -35,20 +32,20 @@ class _Place:
 def edit_yaml(
     text: str, values: Mapping[str, YamlValue], remove: Iterable[str] = ()
 ) -> tuple[str, bool]:
-    """Set keys of a config's text, and take others out.
+    """Set keys in the text of a config, and remove others.
 
     Args:
-        text: YAML, perhaps empty.
-        values: dotted native key → value. Text for a key that takes numbers, lists or mappings is
-            read as YAML would read it, and a number stays as it is spelt.
-        remove: dotted native keys to take out, which gives them their defaults.
+        text: YAML, possibly empty.
+        values: dotted native key → value. Text for a key that accepts numbers, lists or mappings
+            is parsed as YAML, and the spelling of a number is preserved.
+        remove: dotted native keys to remove, which resets them to their defaults.
 
     Returns:
-        The new text, and whether all the rest of it is as it was (False: it had to be written anew,
+        The new text, and whether the rest of it is unchanged (False: it had to be rewritten
         without comments).
 
     Raises:
-        ConfigError: the text is no YAML mapping, or a key is not known.
+        ConfigError: the text is not a YAML mapping, or a key is unknown.
     """
     text = text.removeprefix("\ufeff")
     for key in [*values, *remove]:
@@ -56,34 +53,37 @@ def edit_yaml(
             raise ConfigError(f"unknown key `{key}`", fix="docs/config.md lists all keys")
     if not isinstance(parse_yaml(text, "the config").value, dict | None):
         raise ConfigError(
-            "the text is no mapping of keys to values",
+            "expected a mapping of keys to values",
             fix="write lines such as `model: Qwen/Qwen2.5-0.5B`",
         )
-    kept = True
+    rest_is_unchanged = True
     for key, value in [*((key, None) for key in remove), *values.items()]:
-        wanted, written = (_REMOVED, "") if key not in values else _spelt(key, value)
-        expected = _with(_native(text), key, wanted)
-        edited = _edited(text, key, None if wanted is _REMOVED else written)
+        native = _native(text)
+        expected = {name: old for name, old in native.items() if _target(split_key(name)) != key}
+        written = None
+        if key in values:
+            expected[key], written = _spell(key, value)
+        edited = _edited(text, key, written)
         if edited is None or not _reads_as(edited, expected):
-            edited, kept = _anew(expected), False
+            edited, rest_is_unchanged = _rewritten(expected), False
         text = edited
-    return text, kept
+    return text, rest_is_unchanged
 
 
 def _edited(text: str, key: str, written: str | None) -> str | None:
-    """The text with one key set, or taken out (None); None where it holds what PyYAML's own parser,
-    which knows the places of things, reads otherwise than libyaml does."""
+    """Return the text with one key set, or removed (``written`` is None).
+
+    Returns None for text that PyYAML's own parser, which reports positions, reads differently from
+    libyaml.
+    """
     try:
         return _remove(text, key) if written is None else _set(text, key, written)
     except (yaml.YAMLError, ValueError, IndexError, RecursionError):
         return None
 
 
-_REMOVED = object()
-
-
-def _spelt(key: str, value: Any) -> tuple[Any, str]:
-    """The value that is meant, and how to write it on one line."""
+def _spell(key: str, value: Any) -> tuple[Any, str]:
+    """Return the value that is meant, and its spelling on one line."""
     info = KEYS[key]
     if isinstance(value, str):
         stripped = value.strip()
@@ -104,56 +104,49 @@ def _spelt(key: str, value: Any) -> tuple[Any, str]:
             sort_keys=False,
         )
     except RecursionError:
-        raise ConfigError(f"the value of `{key}` is nested too deeply to be a config's") from None
+        raise ConfigError(f"the value of `{key}` is nested too deeply") from None
     return value, line.removesuffix("\n").removesuffix("\n...")
 
 
 def _number(text: str) -> int | float | None:
     try:
-        found = scalar(text) if text else None
-    except ValueError:  # more digits than Python reads
+        number = scalar(text) if text else None
+    except ValueError:  # more digits than Python accepts
         return None
-    return found if isinstance(found, int | float) and not isinstance(found, bool) else None
+    return number if isinstance(number, int | float) and not isinstance(number, bool) else None
 
 
-# -- what the text says
+# -- the content of the text
 def _native(text: str) -> dict[str, YamlValue]:
-    """Native key → value for what is written under such a key; keys of other tools under their own
-    names."""
+    """Return the values by native key, and those of other tools' keys under their own names."""
     tree = parse_yaml(text, "the config").value
-    walk = EntryCollector(FILE)
-    walk.add_tree(tree if isinstance(tree, dict) else {})
-    return {bind_key(one).target or one.key: one.value for one in walk.entries}
+    collector = EntryCollector(FILE)
+    collector.add_tree(tree if isinstance(tree, dict) else {})
+    return {bind_key(entry).target or entry.key: entry.value for entry in collector.entries}
 
 
-def _means(path: tuple[str, ...]) -> str | None:
-    """The native key that a path in the text sets, under whatever name."""
-    meaning = bind_key(ConfigEntry(path, None, FILE))
-    target = meaning.target or (meaning.alias.target if meaning.alias else None)
+def _target(path: tuple[str, ...]) -> str | None:
+    """Return the native key that a path in the text sets, under any of its names."""
+    binding = bind_key(ConfigEntry(path, None, FILE))
+    target = binding.target or (binding.alias.target if binding.alias else None)
     if target is None or target in KEYS:
         return target
     return next((key for key in KEYS if target.startswith(f"{key}.")), None)
 
 
-def _with(native: dict[str, YamlValue], key: str, value: Any) -> dict[str, YamlValue]:
-    rest = {name: one for name, one in native.items() if _means(split_key(name)) != key}
-    return rest if value is _REMOVED else {**rest, key: value}
-
-
 def _reads_as(text: str, expected: dict[str, YamlValue]) -> bool:
     try:
-        found = _native(text)
+        actual = _native(text)
     except ConfigError:
         return False
-    flat = {
-        name: one
-        for name, one in expected.items()
-        if not (isinstance(one, dict) and name in SECTIONS)
+    return actual == {
+        name: value
+        for name, value in expected.items()
+        if not (isinstance(value, dict) and name in SECTIONS)
     }
-    return found == flat
 
 
-def _anew(native: dict[str, YamlValue]) -> str:
+def _rewritten(native: dict[str, YamlValue]) -> str:
     tree: dict[str, Any] = {}
     for key, value in native.items():
         section, _, name = key.partition(".")
@@ -166,38 +159,36 @@ def _anew(native: dict[str, YamlValue]) -> str:
 
 # -- places in the text
 def _root(text: str) -> yaml.MappingNode | None:
-    # its marks count characters; values are not read from it
-    found = yaml.compose(text, Loader=yaml.SafeLoader)
-    return found if isinstance(found, yaml.MappingNode) else None
+    # Only the marks of its nodes are used, which count characters.
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    return root if isinstance(root, yaml.MappingNode) else None
 
 
 def _places(root: yaml.MappingNode, key: str) -> list[_Place]:
-    """Every place that sets ``key``."""
-    found = []
+    """Return every place that sets ``key``."""
+    places = []
     for name, value in root.value:
         place = _Place(name, value, root)
         path = split_key(str(name.value))
         if len(path) == 1 and path[0] in SECTIONS and isinstance(value, yaml.MappingNode):
-            inner = [(one, (path[0], *str(one[0].value).split("."))) for one in value.value]
-            found += [
-                _Place(key_node, of_it, value, place)
-                for (key_node, of_it), inner_path in inner
-                if _means(inner_path) == key
+            places += [
+                _Place(key_node, value_node, value, place)
+                for key_node, value_node in value.value
+                if _target((path[0], *str(key_node.value).split("."))) == key
             ]
-        elif _means(path) == key:
-            found.append(place)
-    return found
+        elif _target(path) == key:
+            places.append(place)
+    return places
 
 
 def _is_native(place: _Place, key: str) -> bool:
-    """Whether the place has the key's own name (the section may be left out), and may so be given
-    another value."""
+    """Return whether the place uses the key's native name (with or without its section), so that
+    its value can be replaced."""
     return str(place.key.value).rpartition(".")[2] == key.rpartition(".")[2]
 
 
 def _end(text: str, place: _Place) -> int:
-    """Where the value ends, without what follows it (PyYAML lets a block reach up to the next
-    key)."""
+    """Return where the value ends. PyYAML extends a block up to the next key."""
     key, value = place.key, place.value
     if value.start_mark.index < key.end_mark.index:  # an alias: the node is that of its anchor
         match = re.compile(r"\s*:[^\n,}#]*").match(text, key.end_mark.index)
@@ -216,9 +207,9 @@ def _end(text: str, place: _Place) -> int:
 
 
 def _line_end(text: str, index: int) -> int:
-    """Just after the line that holds the character before ``index``."""
-    found = text.find("\n", max(index - 1, 0) if index and text[index - 1] == "\n" else index)
-    return len(text) if found < 0 else found + 1
+    """Return the position after the line with the character before ``index``."""
+    end = text.find("\n", max(index - 1, 0) if index and text[index - 1] == "\n" else index)
+    return len(text) if end < 0 else end + 1
 
 
 def _set(text: str, key: str, written: str) -> str:
@@ -226,33 +217,35 @@ def _set(text: str, key: str, written: str) -> str:
     if root is None:
         return f"{_with_newline(text)}{_as_line(key, written)}"
     places = _places(root, key)
-    own = next((one for one in places if _is_native(one, key)), None)
-    if own is None or len(places) > 1:
+    native = next((place for place in places if _is_native(place, key)), None)
+    if native is None or len(places) > 1:
+        keep = None if native is None else native.key.start_mark.index
         for _ in places:
-            text = _remove_one(text, key, keep=None if own is None else own.key.start_mark.index)
-        if own is None:
+            text = _remove_last(text, key, keep=keep)
+        if native is None:
             return _insert(text, key, written)
         return _set(text, key, written) if len(_places(_root(text) or root, key)) == 1 else text
-    colon = text.index(":", own.key.end_mark.index)
-    return f"{text[: colon + 1]} {written}{text[max(_end(text, own), colon + 1) :]}"
+    colon = text.index(":", native.key.end_mark.index)
+    return f"{text[: colon + 1]} {written}{text[max(_end(text, native), colon + 1) :]}"
 
 
 def _remove(text: str, key: str) -> str:
     root = _root(text)
     for _ in _places(root, key) if root else []:
-        text = _remove_one(text, key)
+        text = _remove_last(text, key)
     return text
 
 
-def _remove_one(text: str, key: str, keep: int | None = None) -> str:
-    """Take out the last place that sets ``key``, other than the one that begins at ``keep``."""
+def _remove_last(text: str, key: str, keep: int | None = None) -> str:
+    """Remove the last place that sets ``key``, except the one that begins at ``keep``."""
     root = _root(text)
-    places = [one for one in _places(root, key) if one.key.start_mark.index != keep] if root else []
+    places = _places(root, key) if root else []
+    places = [place for place in places if place.key.start_mark.index != keep]
     if not places:
         return text
     place = places[-1]
     if place.section is not None and len(place.mapping.value) == 1:
-        place = place.section  # nothing is left in the section
+        place = place.section  # The section would be empty.
     if place.mapping.flow_style:
         start, end = place.key.start_mark.index, _end(text, place)
         after = re.compile(r"\s*,\s*").match(text, end)
@@ -273,20 +266,17 @@ def _insert(text: str, key: str, written: str) -> str:
         return _set(text, key, written)
     if not section:
         return _insert_into(text, root, name, written)
-    inside = next((value for one, value in root.value if one.value == section), None)
-    if isinstance(inside, yaml.MappingNode) and inside.value:
-        return _insert_into(text, inside, name, written)
-    if inside is None:
-        return _insert_into(
-            text,
-            root,
-            section,
-            f"{{{name}: {written}}}" if root.flow_style else f"\n  {name}: {written}",
-        )
+    place = next(
+        (_Place(node, value, root) for node, value in root.value if node.value == section), None
+    )
+    if place is None:
+        value = f"{{{name}: {written}}}" if root.flow_style else f"\n  {name}: {written}"
+        return _insert_into(text, root, section, value)
+    if isinstance(place.value, yaml.MappingNode) and place.value.value:
+        return _insert_into(text, place.value, name, written)
     # `lora:` or `lora: {}`
-    holder = next(_Place(one, value, root) for one, value in root.value if one.value == section)
-    colon = text.index(":", holder.key.end_mark.index)
-    return f"{text[: colon + 1]} {{{name}: {written}}}{text[max(_end(text, holder), colon + 1) :]}"
+    colon = text.index(":", place.key.end_mark.index)
+    return f"{text[: colon + 1]} {{{name}: {written}}}{text[max(_end(text, place), colon + 1) :]}"
 
 
 def _insert_into(text: str, mapping: yaml.MappingNode, name: str, written: str) -> str:
@@ -297,9 +287,10 @@ def _insert_into(text: str, mapping: yaml.MappingNode, name: str, written: str) 
         return f"{head}{'' if head.endswith(('{', ',')) else ', '}{line}{text[end:]}"
     rank = _ORDER.index(name) if name in _ORDER and mapping.start_mark.column == 0 else len(_ORDER)
     before = [
-        (one, value) for one, value in mapping.value
-        if rank == len(_ORDER) or (str(one.value) in _ORDER and _ORDER.index(str(one.value)) < rank)
-    ]  # fmt: skip
+        (node, value)
+        for node, value in mapping.value
+        if rank == len(_ORDER) or str(node.value) in _ORDER[:rank]
+    ]
     indent = " " * mapping.start_mark.column
     if not before:
         at = text.rfind("\n", 0, mapping.value[0][0].start_mark.index) + 1
