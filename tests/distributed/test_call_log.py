@@ -29,9 +29,9 @@ def test_the_last_calls_come_back_in_order() -> None:
     for number in range(40):
         box.write(call(number, numel=number % 5))
     box.write(call(None))
-    found = CallLogReader(os.getpid(), box.file).calls()
-    assert [one["number"] for one in found] == [*range(9, 40), None]
-    assert found[0] == {
+    calls = CallLogReader(os.getpid(), box.file).calls()
+    assert [call["number"] for call in calls] == [*range(9, 40), None]
+    assert calls[0] == {
         "number": 9, "function": "all_reduce", "dtype": "float32", "numel": 4, "group": "0",
         "site": [where(CODE, 7)],
     }  # fmt: skip
@@ -55,11 +55,11 @@ def _write_and_wait(pipe: Any) -> None:
 
 def test_it_outlives_its_process() -> None:
     context = multiprocessing.get_context("forkserver")
-    mine, theirs = context.Pipe()
-    process = context.Process(target=_write_and_wait, args=(theirs,))
+    receiver, sender = context.Pipe()
+    process = context.Process(target=_write_and_wait, args=(sender,))
     process.start()
     assert process.pid is not None
-    opened = CallLogReader(process.pid, mine.recv())
+    opened = CallLogReader(process.pid, receiver.recv())
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    assert [one["number"] for one in opened.calls()] == [5]
+    assert [call["number"] for call in opened.calls()] == [5]

@@ -41,8 +41,8 @@ def _expected(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack(every).sum(dim=0).to(dtype)
 
 
-def _same(one: torch.Tensor, other: torch.Tensor, what: object) -> None:
-    assert torch.equal(one, other), f"{what}: {one} instead of {other}"
+def _same(tensor: torch.Tensor, other: torch.Tensor, what: object) -> None:
+    assert torch.equal(tensor, other), f"{what}: {tensor} instead of {other}"
 
 
 def sent_bytes(algorithm: str, world_size: int, rank: int, numel: int, element_size: int) -> int:
@@ -128,7 +128,7 @@ def _check_against_backend(world: Communicator) -> None:
             dist.all_reduce(native, op)
             torch.testing.assert_close(tensor, native, msg=f"{algorithm} {op}")
             every = world.gather_objects(tensor.tolist())
-            assert all(one == every[0] for one in every), "ranks end with different bits"
+            assert all(values == every[0] for values in every), "ranks end with different bits"
     world.barrier()
 
 
@@ -158,7 +158,7 @@ def _check_strides_and_gradients(world: Communicator) -> None:
     assert float(scalar) == sum(range(world.size))
     with pytest.raises(ValueError, match="no order"):
         all_reduce(world, torch.zeros(3, dtype=torch.complex64), "ring", op=dist.ReduceOp.MAX)
-    with pytest.raises(ValueError, match="no rank 9"):
+    with pytest.raises(ValueError, match="root is rank 9"):
         broadcast(world, scalar, "tree", root=9)
     _check_against_backend(world)
 
@@ -179,16 +179,16 @@ def _check_counts(world: Communicator) -> dict[str, Any]:
 
     dist.batch_isend_irecv = counting
     before = world.traffic.total
-    found = {}
+    sent_by_algorithm = {}
     for algorithm in ALGORITHMS["all-reduce"]:
         passed.clear()
         done = all_reduce(world, torch.ones(1000), algorithm)
         assert (sum(passed), len(passed)) == (done.bytes, done.messages)
         assert done == sent(algorithm, world.size, 1000, 4)[world.rank]
-        found[algorithm] = done.bytes
-    assert world.traffic.total - before == sum(found.values())
+        sent_by_algorithm[algorithm] = done.bytes
+    assert world.traffic.total - before == sum(sent_by_algorithm.values())
     world.barrier()
-    return found
+    return sent_by_algorithm
 
 
 @pytest.mark.parametrize("size", [2, 4, 5, 8])
@@ -222,8 +222,8 @@ def test_a_trace_tells_each_step() -> None:
         assert {send.target for send in sends} == {(rank + 1) % 5}
         # After the scatter-reduce, rank r holds the whole sum of chunk r + 1 and of no other.
         chunk = (rank + 1) % 5
-        whole = [number for number, value in enumerate(trace.values[4]) if value == 31.0]
-        assert whole == [2 * chunk, 2 * chunk + 1]
+        complete = [number for number, value in enumerate(trace.values[4]) if value == 31.0]
+        assert complete == [2 * chunk, 2 * chunk + 1]
 
 
 def _check_groups(world: Communicator) -> None:

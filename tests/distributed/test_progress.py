@@ -20,100 +20,100 @@ FILE = __file__
 
 def issued(only: str | None = None) -> list[dict[str, Any]]:
     return [
-        one
-        for one in (call.record() for call in PROGRESS.ring)
-        if only is None or one["function"] == only
+        call
+        for call in (recorded.record() for recorded in PROGRESS.ring)
+        if only is None or call["function"] == only
     ]
 
 
 def test_time_of_the_data_is_without_the_waits() -> None:
-    pulse = ProgressTracker()
-    pulse.start()
-    pulse.begin_step(7)
-    with pulse.waiting("others"):
+    tracker = ProgressTracker()
+    tracker.start()
+    tracker.begin_step(7)
+    with tracker.waiting("others"):
         time.sleep(0.05)
-    pulse.enter("forward")
-    assert pulse.phase == "forward"
-    pulse.end_step(disturbed=True)
-    (one,) = pulse.steps
-    assert (one.step, one.disturbed) == (7, True)
-    assert one.wait_s >= 0.05
-    assert one.data_s < one.wait_s
-    assert one.wall_s >= one.data_s + one.wait_s
+    tracker.enter("forward")
+    assert tracker.phase == "forward"
+    tracker.end_step(disturbed=True)
+    (times,) = tracker.steps
+    assert (times.step, times.disturbed) == (7, True)
+    assert times.wait_s >= 0.05
+    assert times.data_s < times.wait_s
+    assert times.wall_s >= times.data_s + times.wait_s
 
 
 def test_phases_and_waits_add_up_to_the_step() -> None:
-    pulse = ProgressTracker()
-    pulse.start()
-    pulse.enter("evaluation")  # of no step
+    tracker = ProgressTracker()
+    tracker.start()
+    tracker.enter("evaluation")  # of no step
     for number in (1, 2):
-        pulse.begin_step(number)
+        tracker.begin_step(number)
         for phase in ("forward", "backward", "forward", "backward"):
-            pulse.enter(phase)
+            tracker.enter(phase)
             time.sleep(0.005)
-            with pulse.waiting("others"):
+            with tracker.waiting("others"):
                 time.sleep(0.02 * (phase == "backward"))
-        pulse.enter("optimizer")
-        pulse.end_step()
-    assert set(pulse.spent_s) == {"data", "forward", "backward", "optimizer"}
-    assert pulse.spent_s["forward"] >= 0.01
-    assert pulse.spent_s["backward"] >= 0.01
-    assert pulse.step_wait_s >= 0.04  # of the second step alone: it does not add up over steps
-    assert sum(pulse.spent_s.values()) + pulse.step_wait_s == pytest.approx(
-        pulse.steps[-1].wall_s, abs=1e-9
+        tracker.enter("optimizer")
+        tracker.end_step()
+    assert set(tracker.spent_s) == {"data", "forward", "backward", "optimizer"}
+    assert tracker.spent_s["forward"] >= 0.01
+    assert tracker.spent_s["backward"] >= 0.01
+    assert tracker.step_wait_s >= 0.04  # of the second step alone: it does not add up over steps
+    assert sum(tracker.spent_s.values()) + tracker.step_wait_s == pytest.approx(
+        tracker.steps[-1].wall_s, abs=1e-9
     )
 
 
 def test_phases_add_up_where_threads_enter_them() -> None:
-    pulse = ProgressTracker()
-    pulse.start()
-    pulse.begin_step(1)
+    tracker = ProgressTracker()
+    tracker.start()
+    tracker.begin_step(1)
 
     def micro_batches(phase: str) -> None:
         for _ in range(2000):
-            pulse.enter(phase)
+            tracker.enter(phase)
 
     threads = [
         threading.Thread(target=micro_batches, args=(phase,))
         for phase in ("forward", "backward", "forward")
     ]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
-    pulse.end_step()
-    assert set(pulse.spent_s) == {"data", "forward", "backward"}
-    assert min(pulse.spent_s.values()) >= 0
-    assert sum(pulse.spent_s.values()) == pytest.approx(pulse.steps[-1].wall_s, abs=1e-9)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tracker.end_step()
+    assert set(tracker.spent_s) == {"data", "forward", "backward"}
+    assert min(tracker.spent_s.values()) >= 0
+    assert sum(tracker.spent_s.values()) == pytest.approx(tracker.steps[-1].wall_s, abs=1e-9)
 
 
 def test_a_phase_within_a_phase_and_signs_of_progress() -> None:
-    pulse = ProgressTracker()
-    pulse.start()
-    pulse.enter("logging")
-    marks = pulse.marks
-    with pulse.during("evaluation"):
-        assert pulse.phase == "evaluation"
-        pulse.tick()
-    assert pulse.phase == "logging"
-    assert pulse.marks == marks + 3
+    tracker = ProgressTracker()
+    tracker.start()
+    tracker.enter("logging")
+    marks = tracker.marks
+    with tracker.during("evaluation"):
+        assert tracker.phase == "evaluation"
+        tracker.tick()
+    assert tracker.phase == "logging"
+    assert tracker.marks == marks + 3
 
 
 def test_waits_of_other_threads_do_not_count() -> None:
-    pulse = ProgressTracker()
-    pulse.start()
+    tracker = ProgressTracker()
+    tracker.start()
 
     def wait() -> None:
-        with pulse.waiting("others"):
-            assert pulse.waits_for is None
+        with tracker.waiting("others"):
+            assert tracker.waits_for is None
             time.sleep(0.02)
 
     thread = threading.Thread(target=wait)
     thread.start()
     thread.join()
-    assert pulse.waited_s == 0.0
-    with pulse.waiting("first"), pulse.waiting("second"):
-        assert pulse.waits_for == "first"
+    assert tracker.waited_s == 0.0
+    with tracker.waiting("first"), tracker.waiting("second"):
+        assert tracker.waits_for == "first"
 
 
 def test_the_stack_names_this_place() -> None:
@@ -138,14 +138,14 @@ def _collectives(world: Communicator) -> dict[str, Any]:
 
 
 def test_collectives_are_numbered_in_their_group_and_placed() -> None:
-    told = run_ranks(_collectives, 4)
+    ranks = run_ranks(_collectives, 4)
     kinds = [
         [
-            (one["number"], one["function"], one["dtype"], one["numel"])
-            for one in rank["calls"]
-            if one["number"] is not None
+            (call["number"], call["function"], call["dtype"], call["numel"])
+            for call in rank["calls"]
+            if call["number"] is not None
         ]
-        for rank in told
+        for rank in ranks
     ]
     assert kinds[0] == [
         (0, "all_reduce", "float64", 2),
@@ -155,15 +155,15 @@ def test_collectives_are_numbered_in_their_group_and_placed() -> None:
         (3, "ring all-reduce", "float32", 5),
     ]
     assert kinds[1] == kinds[2] == kinds[3] == kinds[0]
-    group = told[0]["calls"][0]["group"]
-    assert told[2]["issued"][group] == 4
-    assert sorted(told[3]["groups"].values()) == [[0, 1, 2, 3], [2, 3]]
+    group = ranks[0]["calls"][0]["group"]
+    assert ranks[2]["issued"][group] == 4
+    assert sorted(ranks[3]["groups"].values()) == [[0, 1, 2, 3], [2, 3]]
     assert all(
-        "_collectives" in one["site"][0] and FILE in one["site"][0]
-        for rank in told
-        for one in rank["calls"]
+        "_collectives" in call["site"][0] and FILE in call["site"][0]
+        for rank in ranks
+        for call in rank["calls"]
     )
-    assert [one["function"] for one in told[1]["calls"] if one["number"] is None] == ["recv"]
+    assert [call["function"] for call in ranks[1]["calls"] if call["number"] is None] == ["recv"]
 
 
 def _wait_for_the_slow(world: Communicator, how: str) -> float:

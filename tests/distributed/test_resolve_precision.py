@@ -64,9 +64,9 @@ def test_a_cpu_is_float32_and_an_unknown_accelerator_too() -> None:
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "32"])
 def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     capabilities(monkeypatch, 7)
-    given = config(precision=precision)
-    assert with_precision(given, "cuda", ["Tesla T4"]) == (given, f"precision: {precision}")
-    assert with_precision(given, "cpu") == (given, f"precision: {precision}")
+    requested = config(precision=precision)
+    assert with_precision(requested, "cuda", ["Tesla T4"]) == (requested, f"precision: {precision}")
+    assert with_precision(requested, "cpu") == (requested, f"precision: {precision}")
 
 
 class Ranks(Communicator):

@@ -30,16 +30,18 @@ def test_other_arguments_give_other_draws(other: tuple[int, str, int]) -> None:
     seed_everything(42, "step", 3, 1)
     first = draws()
     seed_everything(*other)
-    assert all(one != two for one, two in zip(first, draws(), strict=True))
+    assert all(
+        first_draw != second_draw for first_draw, second_draw in zip(first, draws(), strict=True)
+    )
 
 
 def test_seeds_are_fixed_for_all_time_and_spread_out() -> None:
     assert derive_seed(42, "order", 0) == derive_seed(42, "order", np.int64(0))
     seeds = {
-        derive_seed(seed, purpose, one)
+        derive_seed(seed, purpose, counter)
         for seed in range(20)
         for purpose in ("a", "b")
-        for one in range(50)
+        for counter in range(50)
     }
     assert len(seeds) == 2000
-    assert all(0 <= one < 1 << 63 for one in seeds)
+    assert all(0 <= seed < 1 << 63 for seed in seeds)

@@ -60,7 +60,7 @@ def test_connections_within_a_host_do_not_count() -> None:
 
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
-        socket.create_connection(server.getsockname()) as one,
+        socket.create_connection(server.getsockname()) as connection,
     ):
-        one.sendall(bytes(10_000))
+        connection.sendall(bytes(10_000))
         assert SegmentCounter().read().sent == 0

@@ -115,7 +115,7 @@ def test_more_than_are_visible_is_an_error(tmp_path: Path) -> None:
     done = run(
         *WORDS, f"output_dir={tmp_path / 'run'}", "parallel.num_gpus=2", expect=2, env=visible(0)
     )
-    assert "`parallel.num_gpus: 2` was asked for, and 1 × cuda are visible" in done.stderr
+    assert "`parallel.num_gpus: 2`: only 1 × cuda visible" in done.stderr
     assert "parallel.device=cpu" in done.stderr
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = run(

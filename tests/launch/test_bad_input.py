@@ -202,7 +202,7 @@ def test_gpus_that_are_not_there(here: Path, refused: Refused) -> None:
 def test_a_folder_that_is_no_model(here: Path, refused: Refused) -> None:
     (here / "notes").mkdir()
     (here / "notes" / "todo.txt").write_text("x")
-    one_line(refused("model=./notes"), "notes", "is no model", "config.json", "todo.txt")
+    one_line(refused("model=./notes"), "notes", "is not a model", "config.json", "todo.txt")
     one_line(refused("model=./nots"), "nots", "does not exist")
     one_line(refused("model=./pairs.jsonl"), "is a file")
     one_line(refused("model=builtin:qwen3-micro"), "builtin:qwen2-micro")
@@ -241,7 +241,7 @@ def test_no_adapter_there(here: Path, refused: Refused) -> None:
     )
     (here / "empty").mkdir()
     one_line(refused("lora.enable=true", "lora.adapter=./empty"), "adapter_config.json")
-    one_line(refused("lora.adapter=./empty"), "lora.adapter", "set `lora.enable: true` too")
+    one_line(refused("lora.adapter=./empty"), "lora.adapter", "set `lora.enable: true`")
 
 
 def test_no_chat_template(here: Path, refused: Refused) -> None:

@@ -172,23 +172,23 @@ def reference_logits(folder: Path, ids: Tensor) -> Tensor:
 def train_ranks(text: str, num_merges: int) -> dict[bytes, int]:
     """Byte-pair ranks: the single bytes, then the most frequent pairs of the words of ``text``."""
     ranks = {bytes([byte]): byte for byte in range(256)}
-    words = [[bytes([byte]) for byte in word.encode()] for word in regex.findall(WORDS, text)]
+    tokens = [[bytes([byte]) for byte in token.encode()] for token in regex.findall(WORDS, text)]
     for _ in range(num_merges):
         counts: dict[tuple[bytes, bytes], int] = {}
-        for word in words:
-            for pair in pairwise(word):
+        for token in tokens:
+            for pair in pairwise(token):
                 counts[pair] = counts.get(pair, 0) + 1
         if not counts:
             break
         pair = max(counts, key=lambda pair: (counts[pair], pair))
         ranks.setdefault(pair[0] + pair[1], len(ranks))
-        words = [merged(word, pair) for word in words]
+        tokens = [merged(token, pair) for token in tokens]
     return ranks
 
 
-def merged(word: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
+def merged(token: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
     result: list[bytes] = []
-    for part in word:
+    for part in token:
         if result and (result[-1], part) == pair:
             result[-1] += part
         else:
@@ -209,8 +209,8 @@ def reference_tokens(folder: Path, text: str) -> list[int]:
         if part in special:
             ids.append(special[part])
             continue
-        for word in regex.findall(WORDS, part):
-            pieces = [bytes([byte]) for byte in word.encode()]
+        for token in regex.findall(WORDS, part):
+            pieces = [bytes([byte]) for byte in token.encode()]
             while True:
                 pairs = [
                     (ranks.get(a + b, math.inf), at) for at, (a, b) in enumerate(pairwise(pieces))

@@ -61,21 +61,21 @@ def forward(model: Any, config: Config) -> torch.Tensor:
 def kept_for_backward(model: Any, config: Config) -> int:
     """Bytes of the distinct storages that autograd keeps, weights and their low-precision copies
     left out."""
-    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
-    shapes = {tuple(one.shape) for one in model.parameters()} | {
-        tuple(one.t().shape) for one in model.parameters() if one.dim() == 2
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    shapes = {tuple(parameter.shape) for parameter in model.parameters()} | {
+        tuple(parameter.t().shape) for parameter in model.parameters() if parameter.dim() == 2
     }
-    kept: dict[int, torch.Tensor] = {}
+    saved: dict[int, torch.Tensor] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage().data_ptr() not in weights and tuple(tensor.shape) not in shapes:
             # held, so that no address is used twice
-            kept[tensor.untyped_storage().data_ptr()] = tensor
+            saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         forward(model, config)
-    return sum(one.untyped_storage().nbytes() for one in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -91,8 +91,8 @@ def test_what_autograd_keeps(lora: bool, bf16: bool, again: bool) -> None:
     dims = dims_of(WIDTHS)
     assert dims is not None
     declared = language_activations(dims, config, sum(LENGTHS), LABELS, mask_bytes=4)
-    assert declared.kept == pytest.approx(kept_for_backward(build(config), config), rel=0.08)
-    assert declared.total > declared.kept
+    assert declared.saved == pytest.approx(kept_for_backward(build(config), config), rel=0.08)
+    assert declared.total > declared.saved
 
 
 def test_operations_are_those_that_torch_counts() -> None:

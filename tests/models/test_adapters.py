@@ -27,16 +27,16 @@ QUICK = ("mixtral", "mamba2")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "qwen3_next")
 
 
-def config_for(model: Path, **more: Any) -> Config:
-    lora = {"enable": True, **more.pop("lora", {})}
-    args = {"max_length": 48, "packing": False, **more.pop("train_args", {})}
+def config_for(model: Path, **extra: Any) -> Config:
+    lora = {"enable": True, **extra.pop("lora", {})}
+    args = {"max_length": 48, "packing": False, **extra.pop("train_args", {})}
     return Config(
         model=str(model),
         tokenizer="builtin:qwen2-micro",
         dataset="builtin:python-docs#6",
         lora=lora,
         train_args=args,
-        **more,
+        **extra,
     )
 
 
@@ -51,22 +51,29 @@ def trained(config: Config) -> tuple[LanguageTask, Any, list[tuple[str, str]]]:
     model = task.build_model()
     notices = task.setup(model)
     model.train()
-    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    parameters = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     assert parameters
-    assert all("lora_" in name and one.dtype == torch.float32 for name, one in parameters.items())
+    assert all(
+        "lora_" in name and parameter.dtype == torch.float32
+        for name, parameter in parameters.items()
+    )
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2)
     for step in range(2):
         batch = task.collate([data[index] for index in range(2 * step, 2 * step + 2)])
         (task.loss(model, batch) / task.count(batch)).backward()
         unreached = [
             name
-            for name, one in parameters.items()
-            if one.grad is None or not one.grad.isfinite().all()
+            for name, parameter in parameters.items()
+            if parameter.grad is None or not parameter.grad.isfinite().all()
         ]
         optimizer.step()
         assert unreached == []
         optimizer.zero_grad()
-    assert [name for name, one in parameters.items() if "lora_B" in name and not one.any()] == []
+    assert [
+        name for name, parameter in parameters.items() if "lora_B" in name and not parameter.any()
+    ] == []
     return task, model.eval(), notices
 
 
@@ -83,10 +90,14 @@ def test_default_lora_trains_reloads_and_merges(kind: str, tmp_path: Path) -> No
     base = make_family(kind, tmp_path / "base")
     config = config_for(base)
     on_meta = {
-        name for name, one in language_model_on_meta(config).named_parameters() if one.requires_grad
+        name
+        for name, parameter in language_model_on_meta(config).named_parameters()
+        if parameter.requires_grad
     }
     task, model, notices = trained(config)
-    assert on_meta == {name for name, one in model.named_parameters() if one.requires_grad}
+    assert on_meta == {
+        name for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     expected = logits(model)
     folder = tmp_path / "run" / "model"
     folder.mkdir(parents=True)
@@ -96,8 +107,8 @@ def test_default_lora_trains_reloads_and_merges(kind: str, tmp_path: Path) -> No
     )
     merged = load_model(export(tmp_path / "run", merge=True))[0]
     torch.testing.assert_close(logits(merged), expected, rtol=1e-3, atol=1e-3)
-    said = " ".join(text for _, text in notices)
-    assert ("peft cannot apply dropout" in said) == (kind in EXPERTS)
+    text = " ".join(text for _, text in notices)
+    assert ("peft cannot apply dropout" in text) == (kind in EXPERTS)
     if kind in EXPERTS:
         linear = [
             layer for _, layer in adapter_layers(model) if not hasattr(layer, "parameter_name")
@@ -106,7 +117,7 @@ def test_default_lora_trains_reloads_and_merges(kind: str, tmp_path: Path) -> No
         assert {layer.lora_dropout["default"].p for layer in linear} == {0.05}
         again = trained(config_for(base, lora={"adapter": str(folder)}))[1]
         dropouts = [layer.lora_dropout["default"] for _, layer in adapter_layers(again)]
-        assert sorted({getattr(one, "p", 0.0) for one in dropouts}) == [0.0, 0.05]
+        assert sorted({getattr(dropout, "p", 0.0) for dropout in dropouts}) == [0.0, 0.05]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -195,7 +206,9 @@ def test_dropout_that_was_asked_for_is_reported(tmp_path: Path) -> None:
     for lora, level in (({}, "info"), ({"dropout": 0.1}, "warning"), ({"dropout": 0.0}, None)):
         config = config_for(folder, lora=lora)
         notices = adapter_notices(language_model_on_meta(config), config)
-        assert [one for one, text in notices if "dropout" in text] == ([level] if level else [])
+        assert [notice_level for notice_level, text in notices if "dropout" in text] == (
+            [level] if level else []
+        )
         if level:
             assert "mlp.experts.down_proj, mlp.experts.gate_up_proj" in notices[0][1]
 

@@ -42,9 +42,11 @@ def models():
 def test_packed_logits_and_gradients_are_those_of_each_sample_alone(name, model):
     model.eval()
     samples = [torch.randint(0, 97, (1, length)) for length in LENGTHS]
-    alone = torch.cat([model(input_ids=one, use_cache=False).logits for one in samples], dim=1)
+    alone = torch.cat(
+        [model(input_ids=sample, use_cache=False).logits for sample in samples], dim=1
+    )
     alone.square().sum().backward()
-    expected = {key: one.grad.clone() for key, one in model.named_parameters()}
+    expected = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
     model.zero_grad()
     assert choose_packing(model, torch.device("cpu")) == "segments"
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
@@ -56,8 +58,8 @@ def test_packed_logits_and_gradients_are_those_of_each_sample_alone(name, model)
     ).logits
     torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
     packed.square().sum().backward()
-    for key, one in model.named_parameters():
-        torch.testing.assert_close(one.grad, expected[key], rtol=1e-3, atol=1e-4)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-3, atol=1e-4)
 
 
 def test_eager_attention_keeps_its_own_and_is_told_by_positions():

@@ -28,7 +28,7 @@ def test_transformers_loads_it_whole(
     assert isinstance(model, Qwen2ForCausalLM)
     assert not any(report.values()), report
     low, high = SIZES[name]
-    assert low <= sum(one.numel() for one in model.parameters()) <= high
+    assert low <= sum(parameter.numel() for parameter in model.parameters()) <= high
     assert model.dtype == torch.float32
     assert model.lm_head.weight is model.model.embed_tokens.weight
     for weight in (model.lm_head.weight, model.model.layers[1].mlp.down_proj.weight):
@@ -57,12 +57,12 @@ def test_the_same_bytes_in_another_cache_and_without_modelling_code(tmp_path: Pa
         " set(sys.modules)"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONHASHSEED": "1"}
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     )
-    here, there = Path(resolve_model("builtin:qwen2-tiny")), Path(found.stdout.strip())
-    assert tmp_path in there.parents
-    names = sorted(one.name for one in here.iterdir())
+    folder, other_folder = Path(resolve_model("builtin:qwen2-tiny")), Path(done.stdout.strip())
+    assert tmp_path in other_folder.parents
+    names = sorted(file.name for file in folder.iterdir())
     assert names == [
         "config.json",
         "generation_config.json",
@@ -70,8 +70,8 @@ def test_the_same_bytes_in_another_cache_and_without_modelling_code(tmp_path: Pa
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    assert [sha256_file(there / name) for name in names] == [
-        sha256_file(here / name) for name in names
+    assert [sha256_file(other_folder / name) for name in names] == [
+        sha256_file(folder / name) for name in names
     ]
 
 

@@ -15,13 +15,13 @@ from paceline.models.language import load_language_model
 
 
 def config(model: str, precision: str, lora: bool) -> Config:
-    given = {
+    values = {
         "model": model,
         "dataset": "d",
         "train_args": {"precision": precision},
         "lora": {"enable": lora, "rank": 4},
     }
-    return Config.model_validate(given)
+    return Config.model_validate(values)
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,14 @@ def config(model: str, precision: str, lora: bool) -> Config:
 )
 def test_lora(precision: str, frozen: torch.dtype) -> None:
     model = load_language_model(config("builtin:qwen2-micro", precision, lora=True))
-    dtypes = {(one.requires_grad, one.dtype) for one in model.parameters()}
+    dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
     assert dtypes == {(False, frozen), (True, torch.float32)}
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "32"])
 def test_full_training(precision: str) -> None:
     model = load_language_model(config("builtin:qwen2-micro", precision, lora=False))
-    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.fixture

@@ -48,7 +48,9 @@ def test_every_model_has_the_parameters_that_the_hub_states(rows: list[dict[str,
         config = AutoConfig.for_model(**content)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        assert sum(one.numel() for one in model.parameters()) == row["parameters"], row["ids"]
+        assert sum(parameter.numel() for parameter in model.parameters()) == row["parameters"], row[
+            "ids"
+        ]
         dims = dims_of(content)
         assert dims is not None
         assert dims.parameters_at_most >= 0.98 * row["parameters"], row["ids"]

@@ -41,7 +41,7 @@ def test_modules_to_save_beside_all_linear_are_trained_in_full() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lora", "words"),
+    ("lora", "fragments"),
     [
         (
             {"target_modules": "q_pro.*x"},
@@ -53,8 +53,8 @@ def test_modules_to_save_beside_all_linear_are_trained_in_full() -> None:
         ({"modules_to_save": ["wte"]}, ["`wte`", "lora.modules_to_save", "embed_tokens"]),
     ],
 )
-def test_what_matches_nothing_is_refused(lora: dict[str, Any], words: list[str]) -> None:
+def test_what_matches_nothing_is_refused(lora: dict[str, Any], fragments: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         build(**lora)
-    for word in words:
-        assert word in caught.value.paragraph()
+    for fragment in fragments:
+        assert fragment in caught.value.paragraph()

@@ -44,8 +44,8 @@ def test_the_downloaded_folder_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path
             module, name, lambda repo, name=name: calls.append(f"{name} {repo}") or str(tmp_path)
         )
     hub.snapshot_download = module  # type: ignore[attr-defined]
-    for one in (package, hub, module):
-        monkeypatch.setitem(sys.modules, one.__name__, one)
+    for fake_module in (package, hub, module):
+        monkeypatch.setitem(sys.modules, fake_module.__name__, fake_module)
     assert resolve_model("modelscope:a/b") == str(tmp_path)
     assert [row for _, row in open_source(DatasetSource(path="modelscope:c/d#1")).rows(0)] == [
         {"prompt": "a", "completion": "b"}

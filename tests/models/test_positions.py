@@ -54,9 +54,9 @@ from paceline.models.positions import fit_length, position_limit
 def test_the_limit_of_a_configuration(
     content: dict[str, Any], tokens: int, key: str, is_fixed: bool
 ) -> None:
-    found = position_limit(content)
-    assert found is not None
-    assert (found.tokens, found.key, found.is_fixed) == (tokens, key, is_fixed)
+    limit = position_limit(content)
+    assert limit is not None
+    assert (limit.tokens, limit.key, limit.is_fixed) == (tokens, key, is_fixed)
 
 
 def test_a_model_without_positions_has_no_limit() -> None:
@@ -84,11 +84,11 @@ def test_a_model_without_positions_has_no_limit() -> None:
 )
 def test_rope_scaling_extends_the_limit(scaling: dict[str, Any] | None, tokens: int) -> None:
     for key in ("rope_scaling", "rope_parameters"):
-        found = position_limit(
+        limit = position_limit(
             {"model_type": "llama", "max_position_embeddings": 4096, key: scaling}
         )
-        assert found is not None
-        assert found.tokens == tokens
+        assert limit is not None
+        assert limit.tokens == tokens
 
 
 def folder(path: Path, **content: Any) -> Path:
@@ -100,27 +100,27 @@ def folder(path: Path, **content: Any) -> Path:
 
 def test_the_default_is_lowered_and_a_value_of_the_users_is_refused(tmp_path: Path) -> None:
     model = folder(tmp_path / "m", model_type="gpt2", n_positions=512)
-    words = [f"model={model}", "dataset=builtin:python-docs#4"]
-    lowered = fit_length(load_config(None, words))
+    args = [f"model={model}", "dataset=builtin:python-docs#4"]
+    lowered = fit_length(load_config(None, args))
     assert lowered.config.train_args.max_length == 512
     assert "max_length: 1024 (the default) → 512" in lowered.notices[-1][1]
     with pytest.raises(
-        ConfigError, match=r"`train_args.max_length: 1024` is beyond the 512 positions.*n_positions"
+        ConfigError, match=r"`train_args.max_length: 1024` exceeds the 512 positions.*n_positions"
     ):
-        fit_length(load_config(None, [*words, "max_length=1024"]))
+        fit_length(load_config(None, [*args, "max_length=1024"]))
     assert (
-        fit_length(load_config(None, [*words, "max_length=512"])).notices
-        == load_config(None, words).notices
+        fit_length(load_config(None, [*args, "max_length=512"])).notices
+        == load_config(None, args).notices
     )
 
 
 def test_a_model_without_a_fixed_limit_is_a_warning(tmp_path: Path) -> None:
     model = folder(tmp_path / "m", model_type="bloom", seq_length=512)
-    found = fit_length(load_config(None, [f"model={model}", "dataset=d", "max_length=700"]))
-    assert found.config.train_args.max_length == 700
-    level, text = found.notices[-1]
+    loaded = fit_length(load_config(None, [f"model={model}", "dataset=d", "max_length=700"]))
+    assert loaded.config.train_args.max_length == 700
+    level, text = loaded.notices[-1]
     assert level == "warning"
-    assert "beyond the 512 tokens" in text
+    assert "exceeds the 512 tokens" in text
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_every_verb_refuses_it(
     verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = folder(tmp_path / "m", model_type="gpt2", n_positions=512)
-    words = [
+    args = [
         f"model={model}",
         "tokenizer=builtin:qwen2-micro",
         "dataset=builtin:python-docs#4",
         "max_length=600",
     ]
-    assert main([*verb, *words, f"output_dir={tmp_path / 'run'}"]) == 2
+    assert main([*verb, *args, f"output_dir={tmp_path / 'run'}"]) == 2
     assert "set `train_args.max_length: 512`" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -108,7 +108,7 @@ def test_plan_needs_no_weights(checkpoint: Path, tmp_path: Path) -> None:
         {"model": str(tmp_path), "dataset": "builtin:python-docs#20"}, world_size=2, device="A10"
     )
     model = load_language_model(config(checkpoint))
-    assert result["parameters"] == sum(one.numel() for one in model.parameters())
+    assert result["parameters"] == sum(parameter.numel() for parameter in model.parameters())
 
 
 def check_and_load(chosen: Config) -> None:
@@ -124,7 +124,7 @@ def refusal(folder: Path, **keys: Any) -> str:
 
 def test_longer_samples_than_the_model_was_trained_on_are_refused(checkpoint: Path) -> None:
     text = refusal(checkpoint, train_args={"max_length": SEQ_LENGTH + 1})
-    assert f"`train_args.max_length: {SEQ_LENGTH + 1}` is above the {SEQ_LENGTH} tokens" in text
+    assert f"`train_args.max_length: {SEQ_LENGTH + 1}` exceeds the {SEQ_LENGTH} tokens" in text
     assert f"set `train_args.max_length: {SEQ_LENGTH}`" in text
     assert "above the 8192 tokens" in refusal(Path("qwen/qwen-7b"), train_args={"max_length": 8193})
 
@@ -150,8 +150,8 @@ def test_what_qwen2_does_not_have_is_refused(
 def test_damaged_and_pickled_checkpoints_are_refused(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", "some text")
     second = folder / "model-00002-of-00002.safetensors"
-    whole = second.read_bytes()
-    second.write_bytes(whole[:-100])
+    content = second.read_bytes()
+    second.write_bytes(content[:-100])
     assert "is not a complete safetensors file" in refusal(folder)
     second.write_bytes(b"\xff" * 40)
     assert "is not a complete safetensors file" in refusal(folder)

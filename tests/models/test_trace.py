@@ -92,8 +92,8 @@ class Functional(nn.Module):
         self.shared = nn.Linear(4, 4)
         self.within = within
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.words(words)
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.words(ids)
         for number, layer in enumerate(self.layers):
             x = layer(x)
             if self.within and number == 0:
@@ -101,16 +101,16 @@ class Functional(nn.Module):
         return functional.linear(x * self.embedding_scale, self.words.weight)
 
 
-def words(model: nn.Module) -> object:
+def run_forward(model: nn.Module) -> object:
     return model(torch.arange(5))
 
 
 def test_a_weight_used_at_both_ends_is_held_at_both_ends() -> None:
     model = Functional()
-    found = trace(model, words)
-    assert found.phases == {"words.weight": {"before", "after"}, "embedding_scale": {"after"}}
+    result = trace(model, run_forward)
+    assert result.phases == {"words.weight": {"before", "after"}, "embedding_scale": {"after"}}
     blocks = find_blocks(model)
-    division = divide_model(model, blocks, 2, check_blocks(model, blocks, words)[1])
+    division = divide_model(model, blocks, 2, check_blocks(model, blocks, run_forward)[1])
     assert division.regions == {"words": "both", "embedding_scale": "after", "shared": "after"}
     assert division.stages["words.weight"] == (0, 1)
     assert division.stages["embedding_scale"] == (1,)
@@ -122,7 +122,7 @@ def test_the_true_reason_is_given_for_what_cannot_be_cut() -> None:
         ConfigError,
         match=r"`shared\.weight` lies outside the blocks and is used between two blocks",
     ):
-        check_blocks(model, find_blocks(model), words)
+        check_blocks(model, find_blocks(model), run_forward)
     with pytest.raises(ConfigError, match=r"the order of its modules failed .RuntimeError: "):
         check_blocks(model, find_blocks(model), lambda module: module(torch.ones(2, 3)))
 

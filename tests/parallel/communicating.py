@@ -22,7 +22,7 @@ def packed(sources):
     """Sources by name as bytes: handed to a process as they are, each of their tensors would take a
     file descriptor."""
     buffer = io.BytesIO()
-    torch.save({name: one.whole for name, one in sources.items()}, buffer)
+    torch.save({name: source.whole for name, source in sources.items()}, buffer)
     return buffer.getvalue()
 
 
@@ -70,12 +70,12 @@ def train(
     rows = ROWS // world.axes.replicas
     for step in range(first, first + steps):
         words = torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(step))
-        mine = words[replica_of(strategy)[0] * rows : (replica_of(strategy)[0] + 1) * rows]
+        inputs = words[replica_of(strategy)[0] * rows : (replica_of(strategy)[0] + 1) * rows]
         seen = []
 
-        def micro_step(number, module, mine=mine, seen=seen):
+        def micro_step(number, module, inputs=inputs, seen=seen):
             loss = (
-                functional.cross_entropy(module(mine), (mine * 7 + 1) % WORDS, reduction="sum")
+                functional.cross_entropy(module(inputs), (inputs * 7 + 1) % WORDS, reduction="sum")
                 / ROWS
             )
             seen.append(float(loss.detach()))
@@ -94,7 +94,9 @@ def train(
         "losses": losses,
         "norms": norms,
         "parts": copied(state_shards(strategy)),
-        "weights": {name: one.detach().clone() for name, one in model.named_parameters()},
+        "weights": {
+            name: parameter.detach().clone() for name, parameter in model.named_parameters()
+        },
         "state": memory_bytes(strategy),
         "cost": estimate_cost(strategy.name, shape, world.axes, Workload(), config),
         "traffic": {name: size for name, size in traffic.items() if size},

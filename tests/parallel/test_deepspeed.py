@@ -82,7 +82,7 @@ class Run:
 
     def train(self, first, last):
         """(loss, norm of the gradient) of each step."""
-        found = []
+        results = []
         count = MICRO_BATCHES // self.world.size
         for step in range(first, last):
             seen = torch.zeros(())
@@ -105,8 +105,8 @@ class Run:
             norm = self.strategy.clip_grad_norm(0.5)
             decision = UpdateDecision(None)
             assert self.strategy.optimizer_step(partial(self.precision.step, decision=decision))
-            found.append((self.world.sum(float(seen))[0] / (4 * MICRO_BATCHES), float(norm)))
-        return found
+            results.append((self.world.sum(float(seen))[0] / (4 * MICRO_BATCHES), float(norm)))
+        return results
 
     def saved(self):
         return assemble(self.world.gather_objects(copied(state_shards(self.strategy))))
@@ -184,21 +184,21 @@ def test_a_stage_trains_saves_loads_and_costs_as_it_says(single, stage, world_si
     first = results[0]
     close = {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(first["losses"], reference, **close)
-    assert all(one["losses"] == first["losses"] for one in results)
+    assert all(result["losses"] == first["losses"] for result in results)
     assert reference[-1][0] < reference[0][0]
-    assert all(one["evaluated"] == first["evaluated"] for one in results)
+    assert all(result["evaluated"] == first["evaluated"] for result in results)
 
     assert first["last"].keys() == last.keys()
-    for name, one in last.items():
-        assert first["last"][name].dtype == one.dtype, name
-        torch.testing.assert_close(first["last"][name], one, rtol=1e-4, atol=2e-5, msg=name)
+    for name, value in last.items():
+        assert first["last"][name].dtype == value.dtype, name
+        torch.testing.assert_close(first["last"][name], value, rtol=1e-4, atol=2e-5, msg=name)
         assert torch.equal(first["last"][name], first["resumed_last"][name]), name
     assert first["resumed"] == first["losses"][5:]
     torch.testing.assert_close(first["moved"], reference[5:], **close)
 
-    most = max(range(world_size), key=lambda rank: results[rank]["costs"][0][0])
+    fullest = max(range(world_size), key=lambda rank: results[rank]["costs"][0][0])
     for number in (0, 1):  # float32, bf16
-        state_bytes, cost, sent, low = results[most]["costs"][number]
+        state_bytes, cost, sent, low = results[fullest]["costs"][number]
         assert state_bytes == pytest.approx(cost.state, rel=0.02)
         # A module that is called twice is gathered twice at stage 3: `twice`, of 272 elements, in
         # forward and in backward. The model's shape does not tell of it.
@@ -242,17 +242,17 @@ def test_it_says_nothing_leaves_no_file_and_shares_running_statistics(tmp_path):
     assert files == {"said-0": "", "said-1": ""}
 
 
-def said_of(code, *paths):
+def error_message_of(code, *paths):
     """What a new interpreter prints of the ConfigError that ``code`` ends in. ``paths``: found
     before all others."""
     code = (
         f"from paceline.core.errors import ConfigError\ntry:\n    {code}\nexcept ConfigError as"
         " error:\n    print(error)\n"
     )
-    found = os.pathsep.join([*paths, *(one for one in sys.path if one)])
+    python_path = os.pathsep.join([*paths, *(path for path in sys.path if path)])
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": found},
+        env={**os.environ, "PYTHONPATH": python_path},
         capture_output=True,
         text=True,
         timeout=120,
@@ -283,20 +283,20 @@ def test_not_installed_is_said_with_the_command(tmp_path):
         " dataset='d', parallel={'deepspeed_stage': 3}); "
     )
     check += "check_strategy('deepspeed', config, ParallelDims(data=2))"
-    said = said_of(check, str(tmp_path))
-    assert "DeepSpeed is not installed" in said
-    assert "pip install 'paceline[deepspeed]'" in said
-    assert "`parallel.mode: zero3`" in said
+    message = error_message_of(check, str(tmp_path))
+    assert "DeepSpeed is not installed" in message
+    assert "pip install 'paceline[deepspeed]'" in message
+    assert "`parallel.mode: zero3`" in message
 
 
 @pytest.mark.soak
 def test_one_that_does_not_load_is_a_rank_s_error_with_its_reason(tmp_path):
     (tmp_path / "deepspeed.py").write_text("raise RuntimeError('no compiler')\n")
-    said = said_of(
+    message = error_message_of(
         "from paceline.parallel.deepspeed.package import import_deepspeed; import_deepspeed('cpu')",
         str(tmp_path),
     )
-    assert "DeepSpeed does not load here: RuntimeError: no compiler" in said
+    assert "DeepSpeed cannot be imported: RuntimeError: no compiler" in message
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
@@ -314,7 +314,7 @@ def test_running_statistics_in_half_precision_are_refused(precision):
     [
         ({}, {"train_args": {"optim": "adafactor"}}, "train_args.optim: adamw"),
         ({"deepspeed_stage": 3}, {"evaluation": {"mode": "rank0"}}, "evaluation.mode"),
-        ({"cpu_offload": "optimizer", "device": "cpu"}, {}, "needs an accelerator"),
+        ({"cpu_offload": "optimizer", "device": "cpu"}, {}, "requires an accelerator"),
         ({"cpu_offload": "all", "deepspeed_stage": 1}, {}, "deepspeed_stage: 3"),
     ],
 )

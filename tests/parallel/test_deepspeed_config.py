@@ -19,17 +19,17 @@ from paceline.parallel.deepspeed.cost import estimate
 from paceline.parallel.deepspeed.strategy import DeepSpeedStrategy
 
 
-def configured(given, stage=2, **train_args):
+def configured(content, stage=2, **train_args):
     return Config(
         model="m",
         dataset="d",
-        parallel={"mode": "deepspeed", "deepspeed_stage": stage, "deepspeed_config": given},
+        parallel={"mode": "deepspeed", "deepspeed_stage": stage, "deepspeed_config": content},
         train_args=train_args,
     )
 
 
 def test_a_file_that_agrees_is_honoured(tmp_path):
-    given = {
+    content = {
         "train_batch_size": 48,
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": 3,
@@ -54,7 +54,7 @@ def test_a_file_that_agrees_is_honoured(tmp_path):
         },
     }
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps(given))
+    path.write_text(json.dumps(content))
     settings = {
         "precision": "bf16-mixed",
         "gradient_accumulation_steps": 3,
@@ -62,8 +62,8 @@ def test_a_file_that_agrees_is_honoured(tmp_path):
         "learning_rate": 1e-3,
         "adam_beta2": 0.95,
     }
-    for one in (str(path), given):
-        config = configured(one, stage=3, **settings)
+    for value in (str(path), content):
+        config = configured(value, stage=3, **settings)
         check_json(config, num_ranks=4)
         made = engine_config(config, 10_000_000)
         assert made["bf16"] == {"enabled": True}
@@ -300,9 +300,9 @@ STOCK = {
 
 @pytest.mark.parametrize("name", STOCK)
 def test_stock_files_are_accepted_with_their_stage_and_offload(name, tmp_path):
-    given, stage, offload = STOCK[name]
+    content, stage, offload = STOCK[name]
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps(given))
+    path.write_text(json.dumps(content))
     for key in ("deepspeed", "parallel.deepspeed_config"):
         config = load_config(None, {"model": "m", "dataset": "d", key: str(path)}).config
         parallel = config.parallel
@@ -321,7 +321,7 @@ def test_stock_files_are_accepted_with_their_stage_and_offload(name, tmp_path):
             "none" if offload == "none" else "cpu"
         )
         assert section["reduce_bucket_size"] <= 10_000_000
-        for key_in_file, value in given["zero_optimization"].items():
+        for key_in_file, value in content["zero_optimization"].items():
             honoured = {"max_live_parameters": "stage3_max_live_parameters"}.get(
                 key_in_file, key_in_file
             )
@@ -340,7 +340,7 @@ def test_the_stage_of_a_file_counts_without_a_loaded_config_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("content", "says"),
     [
         ({"train_batch_size": 7}, "train_args.per_device_train_batch_size"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale"),
@@ -380,20 +380,20 @@ def test_the_stage_of_a_file_counts_without_a_loaded_config_too(tmp_path):
         ({"nonsense": "auto"}, "nonsense"),
     ],
 )
-def test_each_setting_that_cannot_be_honoured_is_named(given, says):
+def test_each_setting_that_cannot_be_honoured_is_named(content, says):
     with pytest.raises(ConfigError) as caught:
-        check_json(configured(given), num_ranks=2)
+        check_json(configured(content), num_ranks=2)
     assert says in str(caught.value)
 
 
 def test_all_mistakes_are_named_at_once_and_every_feature_has_a_reason():
-    given = {key: {"enabled": True} for key in REFUSED if "." not in key}
+    content = {key: {"enabled": True} for key in REFUSED if "." not in key}
     with pytest.raises(ConfigError) as caught:
-        check_json(configured(given), num_ranks=2)
-    for key in given:
+        check_json(configured(content), num_ranks=2)
+    for key in content:
         assert f"{key}: {REFUSED[key].reason}" in str(caught.value)
     check_json(configured(dict.fromkeys([*REFUSED, *IGNORED], "auto")), num_ranks=2)
-    check_json(configured({key: {"enabled": False, "size": 3} for key in given}), num_ranks=2)
+    check_json(configured({key: {"enabled": False, "size": 3} for key in content}), num_ranks=2)
     check_json(
         configured({key: {"enabled": True} for key, rule in IGNORED.items() if rule.reason}),
         num_ranks=2,
@@ -414,7 +414,8 @@ def test_the_stages_of_a_large_model_cost_what_the_paper_says():
     """ZeRO's own figures (7.5 B parameters, 64 ranks) for the optimizer's share, 12/N bytes a
     parameter, and the weights'."""
     shape = ModelShape(
-        tuple(TensorShape(f"w{one}", (7_500_000, 100), 4, True) for one in range(10)), low_bytes=2
+        tuple(TensorShape(f"w{number}", (7_500_000, 100), 4, True) for number in range(10)),
+        low_bytes=2,
     )
     costs = {
         stage: estimate(

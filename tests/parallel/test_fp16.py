@@ -36,9 +36,9 @@ class HalfFrozen(Adapted):
 
     def __init__(self):
         super().__init__()
-        for one in self.parameters():
-            if not one.requires_grad:
-                one.data = one.data.half()
+        for parameter in self.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.half()
 
 
 CASES["frozen weights in zero3"] = {"mode": "zero3", "net": HalfFrozen}

@@ -63,7 +63,7 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first=0, st
     strategy = (SingleDeviceStrategy if axes.size == 1 else HybridStrategy)(config, world)
     model = strategy.setup(make(lora, **train_args))
     optimizer = strategy.setup_optimizer(
-        lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-3)
+        lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3)
     )
     if state is not None:
         load_state(strategy, state)
@@ -93,13 +93,13 @@ def train(world, axes, parallel, train_args, lora=False, state=None, first=0, st
         before = world.traffic.total
         strategy.forward_backward(micro_step, each)
         norms.append(float(strategy.clip_grad_norm(0.5)))
-        strategy.optimizer_step(lambda one: (one.step(), True)[1])
+        strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
         sent = world.traffic.total - before
         losses.append(world.sum(float(sum(seen)) if reports_loss(strategy) else 0.0)[0])
-    found = losses, norms, sent, memory_bytes(strategy), copied(state_shards(strategy))
+    results = losses, norms, sent, memory_bytes(strategy), copied(state_shards(strategy))
     assert optimizer is strategy.optimizer
     world.barrier()
-    return found
+    return results
 
 
 LAYOUTS = [
@@ -122,13 +122,13 @@ LAYOUTS = [
 @pytest.mark.parametrize(("axes", "parallel", "train_args", "lora"), LAYOUTS)
 def test_layouts_train_as_one_rank_does_and_cost_what_they_say(axes, parallel, train_args, lora):
     alone = run_ranks(train, 1, ParallelDims(), {}, train_args, lora)[0]
-    found = run_ranks(train, axes.size, axes, parallel, train_args, lora)
-    for losses, norms, *_ in found:
+    ranks = run_ranks(train, axes.size, axes, parallel, train_args, lora)
+    for losses, norms, *_ in ranks:
         torch.testing.assert_close(losses, alone[0], rtol=1e-5, atol=0)
         torch.testing.assert_close(norms, alone[1], rtol=1e-3, atol=0)
-    expected, whole = assemble([alone[4]]).whole, assemble([one[4] for one in found]).whole
-    assert whole.keys() == expected.keys()
-    for name, value in whole.items():
+    expected, state = assemble([alone[4]]).whole, assemble([rank[4] for rank in ranks]).whole
+    assert state.keys() == expected.keys()
+    for name, value in state.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4, msg=name)
     shape = outline(make(lora, **train_args), config_of(parallel, train_args))
     cost = estimate_cost(
@@ -138,17 +138,17 @@ def test_layouts_train_as_one_rank_does_and_cost_what_they_say(axes, parallel, t
         Workload(MICRO // axes.replicas, TOKENS),
         config_of(parallel, train_args),
     )
-    assert max(one[3] for one in found) == pytest.approx(cost.state, rel=0.02)
-    assert max(one[2] for one in found) == pytest.approx(cost.traffic_per_step, rel=0.02)
+    assert max(rank[3] for rank in ranks) == pytest.approx(cost.state, rel=0.02)
+    assert max(rank[2] for rank in ranks) == pytest.approx(cost.traffic_per_step, rel=0.02)
 
 
 @pytest.mark.soak
 def test_bf16_stays_near_one_rank():
     train_args = {"precision": "bf16-mixed"}
     alone = run_ranks(train, 1, ParallelDims(), {}, train_args)[0]
-    found = run_ranks(train, 2, ParallelDims(tensor=2), {}, train_args)
-    torch.testing.assert_close(found[0][0], alone[0], rtol=1e-2, atol=0)
-    assert found[0][0] == found[1][0]
+    ranks = run_ranks(train, 2, ParallelDims(tensor=2), {}, train_args)
+    torch.testing.assert_close(ranks[0][0], alone[0], rtol=1e-2, atol=0)
+    assert ranks[0][0] == ranks[1][0]
 
 
 @pytest.mark.soak
@@ -157,7 +157,7 @@ def test_state_moves_from_a_hybrid_to_one_rank_and_back():
     hybrid = ParallelDims(shard=2, tensor=2)
     start = run_ranks(train, 4, hybrid, {}, {}, False, None, 0, 4)
     middle = run_ranks(
-        train, 1, ParallelDims(), {}, {}, False, assemble([one[4] for one in start]), 4, 4
+        train, 1, ParallelDims(), {}, {}, False, assemble([rank[4] for rank in start]), 4, 4
     )
     end = run_ranks(train, 4, hybrid, {}, {}, False, assemble([middle[0][4]]), 8, 4)
     torch.testing.assert_close(

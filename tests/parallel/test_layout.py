@@ -16,7 +16,7 @@ from paceline.parallel.registry import STRATEGIES, get_spec, layout, load_object
 
 
 @pytest.mark.parametrize(
-    ("given", "devices", "strategy", "axes"),
+    ("settings", "devices", "strategy", "axes"),
     [
         ({}, 1, "single", ParallelDims()),
         ({}, 3, "ddp", ParallelDims(data=3)),
@@ -44,18 +44,20 @@ from paceline.parallel.registry import STRATEGIES, get_spec, layout, load_object
         ),
     ],
 )
-def test_what_fits(given: dict[str, Any], devices: int, strategy: str, axes: ParallelDims) -> None:
-    found = layout(Parallel(**given), devices)
-    assert (found.strategy, found.axes, found.num_processes) == (strategy, axes, devices)
+def test_what_fits(
+    settings: dict[str, Any], devices: int, strategy: str, axes: ParallelDims
+) -> None:
+    result = layout(Parallel(**settings), devices)
+    assert (result.strategy, result.axes, result.num_processes) == (strategy, axes, devices)
 
 
 def test_dp_is_one_process() -> None:
-    found = layout(Parallel(mode="dp"), 4)
-    assert (found.num_processes, found.world_size, found.axes.replicas) == (1, 4, 4)
+    result = layout(Parallel(mode="dp"), 4)
+    assert (result.num_processes, result.world_size, result.axes.replicas) == (1, 4, 4)
 
 
 @pytest.mark.parametrize(
-    ("given", "devices", "words"),
+    ("settings", "devices", "fragments"),
     [
         ({"tensor": 3}, 4, ["`parallel.tensor: 3`", "4 ranks", "1, 2, 4"]),
         (
@@ -73,11 +75,11 @@ def test_dp_is_one_process() -> None:
         ({"mode": "ddp", "data": 2}, 4, ["`parallel.data: 2`", "4 ranks"]),
     ],
 )
-def test_what_does_not(given: dict[str, Any], devices: int, words: list[str]) -> None:
+def test_what_does_not(settings: dict[str, Any], devices: int, fragments: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        layout(Parallel(**given), devices)
-    for word in words:
-        assert word in caught.value.paragraph()
+        layout(Parallel(**settings), devices)
+    for fragment in fragments:
+        assert fragment in caught.value.paragraph()
 
 
 def test_modes_and_their_classes() -> None:

@@ -51,18 +51,18 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 def tried(switch: str, folder: Path) -> dict[str, tuple[str, str]]:
     """mode → (cell of the table, reason), from the strategies' own training of three steps."""
-    given = SWITCHES[switch]
+    extra = SWITCHES[switch]
     arguments = {
-        **(MICRO["train_args"] if "model" not in given else {}),
-        **given.get("train_args", {}),
+        **(MICRO["train_args"] if "model" not in extra else {}),
+        **extra.get("train_args", {}),
     }
-    config = {**MICRO, **given, "train_args": arguments, "parallel": {"device": "cpu"}}
+    config = {**MICRO, **extra, "train_args": arguments, "parallel": {"device": "cpu"}}
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
     done = run(
         str(file), "--world-size", "2", "--steps", "3", "--json", verb="verify", timeout_s=400.0
     )
-    rows = {one["mode"]: one for one in json.loads(done.stdout)["modes"]}
+    rows = {row["mode"]: row for row in json.loads(done.stdout)["modes"]}
     cells = {}
     for mode in MODES:
         row = rows.get(mode) or rows[mode.removesuffix("-2")]  # stage 2 is what the config asks for
@@ -80,11 +80,11 @@ def test_the_table_in_the_docs_is_fresh() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_what_is_said_to_work_does(switch: str, tmp_path: Path) -> None:
-    given = {
+    settings = {
         key: SWITCHES[switch][key] for key in SWITCHES[switch] if key in ("lora", "train_args")
     }
     expected = {
-        name: support_table.reason_against(mode, dims, parallel, given)
+        name: support_table.reason_against(mode, dims, parallel, settings)
         for name, mode, dims, parallel in support_table.rows()
         if name in MODES
     }

@@ -58,7 +58,7 @@ def language_step(lengths: Any, low: bool, number: int, model: Any) -> torch.Ten
     generator = torch.Generator().manual_seed(number)
     total = sum(lengths[number])
     ids = torch.randint(0, 50, (1, total), generator=generator)
-    positions = torch.cat([torch.arange(one) for one in lengths[number]]).unsqueeze(0)
+    positions = torch.cat([torch.arange(length) for length in lengths[number]]).unsqueeze(0)
     keep = torch.arange(1, total)
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
         logits = model(
@@ -92,11 +92,11 @@ def compare(
 ) -> dict[str, Any]:
     """Train nothing, but take the gradients of the whole model and of the pipeline; what
     differs."""
-    whole, count = copy.deepcopy(model), len(LENGTHS)
-    expected = [step(number, whole) for number in range(count)]
+    full, count = copy.deepcopy(model), len(LENGTHS)
+    expected = [step(number, full) for number in range(count)]
     for loss in expected:
         loss.backward()
-    truth = dict(whole.named_parameters())
+    truth = dict(full.named_parameters())
     pipeline = PipelineRunner(model, world, config)
     for _ in range(steps):
         model.zero_grad()
@@ -115,25 +115,26 @@ def compare(
         sent = world.traffic.total - before
     worst = 0.0
     names = []
-    for name, one in model.named_parameters():
+    for name, parameter in model.named_parameters():
         names.append(name)
-        assert set(pipeline.division.stages[name]) & set(pipeline.mine), name
-        if not one.requires_grad:
+        assert set(pipeline.division.stages[name]) & set(pipeline.local_stages), name
+        if not parameter.requires_grad:
             continue
         expected_grad = truth[name].grad
         if expected_grad is None:
-            assert one.grad is None or not one.grad.any(), name
+            assert parameter.grad is None or not parameter.grad.any(), name
             continue
-        assert one.grad is not None, name
+        assert parameter.grad is not None, name
         scale = expected_grad.abs().max().clamp(min=1e-3)
-        worst = max(worst, float((one.grad - expected_grad).abs().max() / scale))
+        worst = max(worst, float((parameter.grad - expected_grad).abs().max() / scale))
     if losses:
         worst = max(
-            worst, max(abs(losses[one] - float(expected[one].detach())) for one in range(count))
+            worst,
+            max(abs(losses[number] - float(expected[number].detach())) for number in range(count)),
         )
-    found = pipeline.evaluate(lambda module: {"loss": step(2, module)}, model)
+    evaluated = pipeline.evaluate(lambda module: {"loss": step(2, module)}, model)
     with torch.no_grad():
-        wanted = float(step(2, whole))
+        wanted = float(step(2, full))
     return {
         "worst": worst,
         "names": names,
@@ -141,7 +142,7 @@ def compare(
         "owned": [name for name in truth if pipeline.owns(name)],
         "sent": sent,
         "losses": sorted(losses),
-        "evaluated": None if found is None else abs(float(found["loss"]) - wanted),
+        "evaluated": None if evaluated is None else abs(float(evaluated["loss"]) - wanted),
         "notices": pipeline.notices,
     }
 
@@ -170,28 +171,28 @@ def recomputed_images() -> nn.Module:
 
 def on_two_ranks(world: Communicator) -> dict[str, Any]:
     plain = partial(language_step, LENGTHS, False)
-    found = {
+    results = {
         schedule: compare(world, language_model(), plain, make_config(schedule), steps=2)
         for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
     }
     for schedule in ("1f1b", "zero_bubble"):
-        found[f"tied {schedule}"] = compare(
+        results[f"tied {schedule}"] = compare(
             world, language_model(tied=True), plain, make_config(schedule)
         )
-        found[f"recomputed {schedule}"] = compare(
+        results[f"recomputed {schedule}"] = compare(
             world, recomputed(language_model()), plain, make_config(schedule)
         )
     low = partial(language_step, LENGTHS, True)
-    found["bf16"] = compare(world, language_model(), low, make_config("1f1b"))
-    found["adapters"] = compare(
+    results["bf16"] = compare(world, language_model(), low, make_config("1f1b"))
+    results["adapters"] = compare(
         world, with_adapters(language_model()), low, make_config("interleaved_1f1b")
     )
-    found["images"] = compare(world, image_model(), image_step, make_config("1f1b"), steps=2)
-    found["images recomputed"] = compare(
+    results["images"] = compare(world, image_model(), image_step, make_config("1f1b"), steps=2)
+    results["images recomputed"] = compare(
         world, recomputed_images(), image_step, make_config("gpipe")
     )
     world.barrier()
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -204,19 +205,19 @@ def test_gradients_losses_and_evaluation_are_those_of_the_whole_model(
 ) -> None:
     for name in two_ranks[0]:
         bound = 2e-2 if name in ("bf16", "adapters") else 1e-5
-        for rank, found in enumerate(one[name] for one in two_ranks):
-            assert found["worst"] < bound, f"{name} on rank {rank}"
-            assert found["losses"] == ([] if rank == 0 else [0, 1, 2, 3]), name
-            assert (found["evaluated"] is None) == (rank == 0), name
-            assert rank == 0 or found["evaluated"] < bound, name
-            assert found["notices"] == [], name
+        for rank, result in enumerate(rank[name] for rank in two_ranks):
+            assert result["worst"] < bound, f"{name} on rank {rank}"
+            assert result["losses"] == ([] if rank == 0 else [0, 1, 2, 3]), name
+            assert (result["evaluated"] is None) == (rank == 0), name
+            assert rank == 0 or result["evaluated"] < bound, name
+            assert result["notices"] == [], name
 
 
 def test_each_parameter_is_kept_where_it_is_used_and_owned_once(
     two_ranks: list[dict[str, Any]],
 ) -> None:
     for name in two_ranks[0]:
-        first, second = (one[name] for one in two_ranks)
+        first, second = (rank[name] for rank in two_ranks)
         assert sorted(first["owned"] + second["owned"]) == sorted(first["all"]), name
         both = set(first["names"]) & set(second["names"])
         assert both == ({"model.embed_tokens.weight"} if name.startswith("tied") else set()), name
@@ -243,8 +244,10 @@ def test_bytes_sent_are_those_predicted(
     cost = pipeline_cost(
         shape, 2, 2, schedule, Workload(micro_batches=len(LENGTHS), positions=positions)
     )
-    assert tuple(one[name]["sent"] for one in two_ranks) == cost.send_bytes
-    assert [set(one) for one in cost.parameters] == [set(one[name]["names"]) for one in two_ranks]
+    assert tuple(rank[name]["sent"] for rank in two_ranks) == cost.send_bytes
+    assert [set(rank) for rank in cost.parameters] == [
+        set(rank[name]["names"]) for rank in two_ranks
+    ]
 
 
 class Crossed(nn.Module):
@@ -275,7 +278,7 @@ def simple_step(number: int, model: nn.Module) -> torch.Tensor:
 
 def on_four_ranks(world: Communicator) -> dict[str, Any]:
     plain = partial(language_step, LENGTHS, False)
-    found = {
+    results = {
         schedule: compare(world, language_model(layers=8, tied=True), plain, make_config(schedule))
         for schedule in ("1f1b", "zero_bubble")
     }
@@ -285,27 +288,27 @@ def on_four_ranks(world: Communicator) -> dict[str, Any]:
         RankEnv(world.rank, 4, world.rank, 4), world.device, ParallelDims(data=2, pipeline=2)
     )
     line = grid.subgroup("pipeline")
-    found["lines"] = compare(line, language_model(), plain, make_config("interleaved_1f1b"))
+    results["lines"] = compare(line, language_model(), plain, make_config("interleaved_1f1b"))
     # Three micro-batches do not fill the schedule.
     pipeline = PipelineRunner(language_model(), world, make_config("1f1b"))
     pipeline.backward(partial(language_step, LENGTHS, False), 3)
-    found["notices"] = pipeline.notices
+    results["notices"] = pipeline.notices
     world.barrier()
-    return found
+    return results
 
 
 @pytest.mark.soak
 def test_four_ranks() -> None:
     ranks = run_ranks(on_four_ranks, 4, timeout_s=240)
     for name in ("1f1b", "zero_bubble", "lines"):
-        assert [one[name]["worst"] < 1e-5 for one in ranks] == [True] * 4, name
-    assert [one["lines"]["evaluated"] is None for one in ranks] == [True, True, False, False]
-    for one in ranks:
-        assert len(one["notices"]) == 1
-        assert one["notices"][0][0] == "warning"
-        assert "gpipe" in one["notices"][0][1]
-    kept = [len(one["1f1b"]["names"]) for one in ranks]
-    assert sum(kept) == len(ranks[0]["1f1b"]["all"]) + 1  # the tied weight twice
+        assert [rank[name]["worst"] < 1e-5 for rank in ranks] == [True] * 4, name
+    assert [rank["lines"]["evaluated"] is None for rank in ranks] == [True, True, False, False]
+    for rank in ranks:
+        assert len(rank["notices"]) == 1
+        assert rank["notices"][0][0] == "warning"
+        assert "gpipe" in rank["notices"][0][1]
+    counts = [len(rank["1f1b"]["names"]) for rank in ranks]
+    assert sum(counts) == len(ranks[0]["1f1b"]["all"]) + 1  # the tied weight twice
 
 
 def alone(model: nn.Module) -> PipelineRunner:
@@ -318,9 +321,9 @@ def test_models_that_are_no_chain_of_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match="no ModuleList or Sequential"):
         alone(nn.Linear(2, 2))
     layer = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="several places"):
+    with pytest.raises(ConfigError, match="occurs several times"):
         alone(nn.Sequential(layer, nn.Linear(2, 2), layer))
-    with pytest.raises(ConfigError, match="1 layer to deal out"):
+    with pytest.raises(ConfigError, match="but the model has 1 layer"):
         alone(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     twice = language_model()
     twice.model.layers[2].forward = lambda hidden, **others: twice.model.layers[1](hidden, **others)
@@ -337,7 +340,7 @@ def cut_in_two(model: nn.Module) -> PartitionedModel:
 
 def test_what_passes_beside_the_blocks_shows_in_the_first_step() -> None:
     model = Between()
-    with pytest.raises(RunError, match="something is done to the output of block 1"):
+    with pytest.raises(RunError, match="changes the output of block 1 before block 2"):
         cut_in_two(model).run(0, partial(simple_step, 0, model), None)
     model = Crossed()
     cut = cut_in_two(model)

@@ -17,14 +17,14 @@ ALGORITHMS = ("native", "ring", "tree", "halving", "naive")
 
 
 def train_by_each(world):
-    found = {}
+    results = {}
     for algorithm in ALGORITHMS:
-        one = train(world, Net, 5, parallel={"all_reduce_algorithm": algorithm})
-        found[algorithm] = {
-            key: one[key] for key in ("losses", "norms", "weights", "traffic", "cost")
+        result = train(world, Net, 5, parallel={"all_reduce_algorithm": algorithm})
+        results[algorithm] = {
+            key: result[key] for key in ("losses", "norms", "weights", "traffic", "cost")
         }
     world.barrier()
-    return found
+    return results
 
 
 @pytest.mark.soak
@@ -42,7 +42,7 @@ def test_losses_and_weights_are_those_of_the_backends_all_reduce(world_size):
             torch.testing.assert_close(weight, native["weights"][name], rtol=0, atol=1e-4)
             for other in results[1:]:
                 assert torch.equal(weight, other[algorithm]["weights"][name]), (algorithm, name)
-        sent = [one[algorithm]["traffic"]["send"] for one in results]
+        sent = [result[algorithm]["traffic"]["send"] for result in results]
         assert ours["cost"].traffic["send"] == max(sent), algorithm
         if algorithm == "ring":
             assert max(sent) <= 1.02 * native["traffic"]["all_reduce"]
@@ -60,9 +60,14 @@ def hybrid_data_axis(world):
             3,
             mode="hybrid",
             axes=axes,
-            parallel={"all_reduce_algorithm": one, "data": 2, "tensor": 2, "tensor_plan": plan},
+            parallel={
+                "all_reduce_algorithm": algorithm,
+                "data": 2,
+                "tensor": 2,
+                "tensor_plan": plan,
+            },
         )["losses"]
-        for one in ("native", "ring")
+        for algorithm in ("native", "ring")
     ]
 
 
@@ -78,40 +83,41 @@ def in_order(world):
     thread = CommThread(world, "data", timeout_s=30.0)
     tensors = [torch.full((1000,), float(number + world.rank)) for number in range(20)]
     pending = [
-        thread.submit(lambda line, one=one: line.wait(line.all_reduce(one))) for one in tensors
+        thread.submit(lambda line, tensor=tensor: line.wait(line.all_reduce(tensor)))
+        for tensor in tensors
     ]
     summed = [world.sum(1.0)[0] for _ in range(20)]
-    for one in pending:
-        one.wait()
+    for work in pending:
+        work.wait()
     ran = []
 
     def fail(line):
         raise ValueError("wrong in the thread")
 
     bad, after = thread.submit(fail), thread.submit(lambda line: ran.append(1))
-    said = []
-    for one in (bad, after):
+    messages = []
+    for work in (bad, after):
         try:
-            one.wait()
+            work.wait()
         except ValueError as error:
-            said.append(str(error))
+            messages.append(str(error))
     world.barrier()
     return (
-        [float(one[0]) for one in tensors],
+        [float(tensor[0]) for tensor in tensors],
         summed,
-        said,
+        messages,
         ran,
         thread.world.waits is not world.waits,
     )
 
 
 def test_a_lane_runs_in_order_and_hands_errors_on():
-    for values, summed, said, ran, own in run_ranks(in_order, 2):
+    for values, summed, messages, ran, is_separate in run_ranks(in_order, 2):
         assert values == [2.0 * number + 1 for number in range(20)]
         assert summed == [2.0] * 20
-        assert said == ["wrong in the thread"] * 2
+        assert messages == ["wrong in the thread"] * 2
         assert not ran
-        assert own
+        assert is_separate
 
 
 @pytest.mark.parametrize(

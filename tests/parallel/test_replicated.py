@@ -43,7 +43,9 @@ def make(world, cap_mb=25.0, optimizer=torch.optim.AdamW):
     config = Config(model="m", dataset="d", parallel={"bucket_cap_mb": cap_mb})
     strategy = DDPStrategy(config, world)
     model = strategy.setup(Net())
-    made = strategy.setup_optimizer(lambda named: optimizer([one for _, one in named], lr=1e-2))
+    made = strategy.setup_optimizer(
+        lambda named: optimizer([parameter for _, parameter in named], lr=1e-2)
+    )
     return strategy, model, made
 
 
@@ -58,8 +60,8 @@ def gradients(world, cap_mb):
     strategy.forward_backward(
         lambda micro, module: module(batch(world.rank, micro, 0), world.rank == 0).square().sum(), 2
     )
-    grads = {name: one.grad.clone() for name, one in strategy.trained.items()}
-    weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+    grads = {name: parameter.grad.clone() for name, parameter in strategy.trained.items()}
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return grads, weights, strategy.clip_grad_norm(0.0), len(strategy.buckets.buckets)
 
 
@@ -74,8 +76,8 @@ def test_gradient_is_the_sum_over_ranks_and_micro_batches(world_size, cap_mb):
         for micro in range(2):
             alone(batch(rank, micro, 0), rank == 0).square().sum().backward()
     expected = {
-        name: one.grad if one.grad is not None else torch.zeros_like(one)
-        for name, one in alone.named_parameters()
+        name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+        for name, parameter in alone.named_parameters()
     }
     for grads, weights, norm, buckets in results:
         assert "frozen.weight" not in grads
@@ -109,16 +111,17 @@ def train_some(world, steps, state=None, first=0):
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_going_on_from_the_state_is_bitwise_equal(world_size):
-    whole = run_ranks(train_some, world_size, 6)
+    unbroken = run_ranks(train_some, world_size, 6)
     half = run_ranks(train_some, world_size, 3)
     resumed = run_ranks(train_some, world_size, 3, assemble([parts for parts, _ in half]), 3)
-    ours, theirs = (assemble([parts for parts, _ in found]).whole for found in (whole, resumed))
+    ours, theirs = (assemble([parts for parts, _ in ranks]).whole for ranks in (unbroken, resumed))
     assert set(ours) == set(theirs)
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
-    assert all(not parts for parts, _ in whole[1:])  # the first rank writes it all
-    for _, statistics in whole[1:]:
-        assert torch.equal(statistics, whole[0][1])  # running statistics are the same on every rank
+    assert all(not parts for parts, _ in unbroken[1:])  # the first rank writes it all
+    for _, statistics in unbroken[1:]:
+        # running statistics are the same on every rank
+        assert torch.equal(statistics, unbroken[0][1])
 
 
 def test_state_names():
@@ -137,7 +140,7 @@ def test_state_bytes_and_traffic_are_what_the_cost_says():
     strategy.forward_backward(lambda micro, module: module(batch(0, 0, 0), True).sum(), 1)
     optimizer.step()
     cost = estimate_cost("ddp", shape, ParallelDims(data=4), Workload(), strategy.config)
-    elements = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert cost.gradients == 4 * elements
     assert cost.optimizer == 8 * elements
     assert cost.traffic_per_step == all_reduce_bytes(4 * elements, 4) == round(1.5 * 4 * elements)
@@ -166,5 +169,5 @@ def test_one_order_of_collectives_whatever_order_gradients_come_in():
     # Rank 0 never reaches `rare`, rank 1 does: were buckets sent as they fill, the ranks would
     # issue different collectives.
     left, right = run_ranks(uneven, 2)
-    for one, other in zip(left, right, strict=True):
-        assert torch.equal(one, other)
+    for value, other in zip(left, right, strict=True):
+        assert torch.equal(value, other)

@@ -35,21 +35,21 @@ def train_alone(world):
 
 def two_ranks(world, source):
     axes = ParallelDims(shard=2)
-    found = {mode: train(world, mode, axes, steps=20) for mode in ("zero2", "zero3")}
+    results = {mode: train(world, mode, axes, steps=20) for mode in ("zero2", "zero3")}
     for mode in ("zero2", "zero3"):
         half = assemble(world.gather_objects(train(world, mode, axes, steps=3)["parts"]))
-        found[f"{mode} resumed"] = train(world, mode, axes, steps=3, first=3, source=half)
-        found[f"{mode} unbroken"] = train(world, mode, axes, steps=6)
-        found[f"{mode} moved"] = train(world, mode, axes, steps=3, first=3, source=source)
+        results[f"{mode} resumed"] = train(world, mode, axes, steps=3, first=3, source=half)
+        results[f"{mode} unbroken"] = train(world, mode, axes, steps=6)
+        results[f"{mode} moved"] = train(world, mode, axes, steps=3, first=3, source=source)
     # A state goes from strategy to strategy, through all of them.
     for mode, next_axes in (("zero3", axes), ("zero1", None), ("zero2", axes), ("ddp", None)):
         last = train(
-            world, mode, next_axes, steps=1, first=found.get("steps", 0) + 3, source=source
+            world, mode, next_axes, steps=1, first=results.get("steps", 0) + 3, source=source
         )
         source = assemble(world.gather_objects(last["parts"]))
-        found["steps"] = found.get("steps", 0) + 1
-        found.setdefault("chain", []).extend(last["losses"])
-    found["held"] = [
+        results["steps"] = results.get("steps", 0) + 1
+        results.setdefault("chain", []).extend(last["losses"])
+    results["held"] = [
         train(world, mode, axes, steps=2, net=net, bf16=low)
         for mode in ("zero2", "zero3")
         for net, low in (
@@ -60,26 +60,26 @@ def two_ranks(world, source):
             (SingleUse, False),
         )
     ]
-    return found
+    return results
 
 
 def four_ranks(world):
     hybrid = ParallelDims(data=2, shard=2)
-    found = {
+    results = {
         mode: train(world, mode, hybrid, steps=6, net=SingleUse, micro_batches=1)
         for mode in ("zero2", "zero3")
     }
     for mode in ("zero2", "zero3"):
-        found[f"{mode} accumulated"] = train(world, mode, hybrid, steps=6)
-    found["zero3 bf16"] = train(world, "zero3", hybrid, steps=2, net=Plain, bf16=True)
-    found["zero3 wide"] = train(
+        results[f"{mode} accumulated"] = train(world, mode, hybrid, steps=6)
+    results["zero3 bf16"] = train(world, "zero3", hybrid, steps=2, net=Plain, bf16=True)
+    results["zero3 wide"] = train(
         world, "zero3", ParallelDims(shard=4), steps=2, net=Adapted, micro_batches=1
     )
-    found["ddp"] = train(world, "ddp", steps=2, net=Plain, micro_batches=1)
-    found["zero3 plain"] = train(
+    results["ddp"] = train(world, "ddp", steps=2, net=Plain, micro_batches=1)
+    results["zero3 plain"] = train(
         world, "zero3", ParallelDims(shard=4), steps=2, net=Plain, micro_batches=1
     )
-    return found
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_losses_norms_and_weights_are_those_of_one_rank(mode, alone, two):
         )
     assert (
         largest_difference(
-            assemble([one[mode]["parts"] for one in two]), assemble([alone["whole"]["parts"]])
+            assemble([rank[mode]["parts"] for rank in two]), assemble([alone["whole"]["parts"]])
         )
         < 1e-5
     )
@@ -116,8 +116,8 @@ def test_losses_norms_and_weights_are_those_of_one_rank(mode, alone, two):
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
 def test_going_on(mode, alone, two):
     """Bitwise in the same layout; from one rank's state to rounding."""
-    unbroken = assemble([one[f"{mode} unbroken"]["parts"] for one in two]).whole
-    resumed = assemble([one[f"{mode} resumed"]["parts"] for one in two]).whole
+    unbroken = assemble([rank[f"{mode} unbroken"]["parts"] for rank in two]).whole
+    resumed = assemble([rank[f"{mode} resumed"]["parts"] for rank in two]).whole
     for name, value in unbroken.items():
         assert torch.equal(value, resumed[name]), name
     assert two[0][f"{mode} unbroken"]["losses"][3:] == two[0][f"{mode} resumed"]["losses"]
@@ -130,17 +130,17 @@ def test_a_state_goes_through_all_strategies(alone, two):
 
 @pytest.mark.soak
 def test_state_and_traffic_are_what_the_cost_says(two, four):
-    results = [[one["held"][number] for one in two] for number in range(len(two[0]["held"]))]
+    results = [[rank["held"][number] for rank in two] for number in range(len(two[0]["held"]))]
     results += [
-        [one[key] for one in four] for key in ("zero2", "zero3", "zero3 bf16", "zero3 wide")
+        [rank[key] for rank in four] for key in ("zero2", "zero3", "zero3 bf16", "zero3 wide")
     ]
     for ranks in results:
         cost = ranks[0]["cost"]
-        assert max(one["state"] for one in ranks) == pytest.approx(cost.state, rel=0.02)
-        assert max(sum(one["traffic"].values()) for one in ranks) == pytest.approx(
+        assert max(rank["state"] for rank in ranks) == pytest.approx(cost.state, rel=0.02)
+        assert max(sum(rank["traffic"].values()) for rank in ranks) == pytest.approx(
             cost.traffic_per_step, rel=0.02
         )
-        assert all(one["state_after_evaluation"] == one["state"] for one in ranks)
+        assert all(rank["state_after_evaluation"] == rank["state"] for rank in ranks)
 
 
 @pytest.mark.parametrize("low", [False, True])
@@ -164,15 +164,15 @@ def test_frozen_weights_are_sent_by_zero3_only(low, two):
 
 
 def test_a_quarter_of_the_state_on_four_ranks(four):
-    assert max(one["zero3 plain"]["state"] for one in four) <= 0.27 * four[0]["ddp"]["state"]
+    assert max(rank["zero3 plain"]["state"] for rank in four) <= 0.27 * four[0]["ddp"]["state"]
 
 
 def test_shards_that_are_repeated(alone, four):
     """Two replicas of two shards: one writer for each element, one all-reduce of a shard a step."""
     for mode in ("zero2", "zero3"):
-        state = assemble([one[mode]["parts"] for one in four])
+        state = assemble([rank[mode]["parts"] for rank in four])
         assert set(state.whole) == set(assemble([alone["half"]["parts"]]).whole)
-        assert len({tuple(one[mode]["losses"]) for one in four}) == 1
+        assert len({tuple(rank[mode]["losses"]) for rank in four}) == 1
     assert four[0]["zero2"]["losses"] == pytest.approx(four[0]["zero3"]["losses"], rel=1e-6)
     reduced = four[0]["zero3"]["traffic"]["all_reduce"]
     assert reduced == pytest.approx(four[0]["zero3"]["cost"].gradients, rel=0.02)
@@ -180,12 +180,12 @@ def test_shards_that_are_repeated(alone, four):
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
 def test_replicas_of_shards_train_as_one_rank_does(mode, alone, four):
-    results = [one[f"{mode} accumulated"] for one in four]
+    results = [rank[f"{mode} accumulated"] for rank in four]
     for result in results:
         assert result["losses"] == pytest.approx(alone["six"]["losses"], rel=1e-6)
         assert result["norms"] == pytest.approx(alone["six"]["norms"], rel=1e-5)
     difference = largest_difference(
-        assemble([one["parts"] for one in results]), assemble([alone["six"]["parts"]])
+        assemble([rank["parts"] for rank in results]), assemble([alone["six"]["parts"]])
     )
     assert difference < 1e-5
 
@@ -205,7 +205,7 @@ def as_a_component(world):
     sharding.begin_step()
     model(torch.full((2, 6), world.rank + 1.0)).sum().backward()
     sharding.end_step()
-    norms = [sharding.squared_norm(), sharding.squared_norm(among={"2.bias"})]
+    norms = [sharding.squared_norm(), sharding.squared_norm(names={"2.bias"})]
     sharding.scale(torch.tensor(0.5))
     return (
         world.sum(*map(float, norms)),
@@ -242,7 +242,7 @@ def test_formulas_of_the_paper(strategy, gigabytes, volume):
 
 
 @pytest.mark.parametrize(
-    ("section", "word"),
+    ("section", "message"),
     [
         ({"train_args": {"optim": "adafactor"}}, "adamw"),
         ({"evaluation": {"mode": "rank0"}}, "mode: distributed"),
@@ -250,9 +250,9 @@ def test_formulas_of_the_paper(strategy, gigabytes, volume):
         ({"parallel": {"cpu_offload": "all", "device": "cpu"}}, "accelerator"),
     ],
 )
-def test_what_does_not_fit_is_refused(section, word):
+def test_what_does_not_fit_is_refused(section, message):
     for mode in ("zero2", "zero3"):
-        with pytest.raises(ConfigError, match=word):
+        with pytest.raises(ConfigError, match=message):
             check_strategy(mode, Config(model="m", dataset="d", **section), ParallelDims(shard=2))
 
 

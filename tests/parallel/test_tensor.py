@@ -55,7 +55,7 @@ NETS = {
 
 
 def outputs_and_gradients(world):
-    found = {}
+    results = {}
     for key, (build, plan) in NETS.items():
         torch.manual_seed(0)
         model = build()
@@ -68,30 +68,34 @@ def outputs_and_gradients(world):
         out.square().sum().backward()
         sent = world.traffic.total - before
         if split is not None:
-            split.sum_over_copies([(one.grad, split.group.size) for one in split.partial])
+            split.sum_over_copies(
+                [(parameter.grad, split.group.size) for parameter in split.partial]
+            )
         where = {} if split is None else split.cuts
-        grads = {name: (one.grad, where.get(name)) for name, one in model.named_parameters()}
-        found[key] = out.detach(), x.grad, grads, sent
+        grads = {
+            name: (parameter.grad, where.get(name)) for name, parameter in model.named_parameters()
+        }
+        results[key] = out.detach(), x.grad, grads, sent
     world.barrier()
-    return found
+    return results
 
 
 def test_outputs_and_gradients_are_those_of_the_whole_layers():
     alone = run_ranks(outputs_and_gradients, 1)[0]
-    for found in run_ranks(outputs_and_gradients, 2):
-        for key, (out, at_input, grads, _) in found.items():
+    for results in run_ranks(outputs_and_gradients, 2):
+        for key, (out, at_input, grads, _) in results.items():
             torch.testing.assert_close(out, alone[key][0], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(at_input, alone[key][1], rtol=1e-5, atol=1e-4)
             for name, (grad, cut) in grads.items():
-                whole = alone[key][2][name][0]
+                full = alone[key][2][name][0]
                 if cut is not None:
-                    assert cut.shape == tuple(whole.shape)
-                    whole = whole.narrow(cut.dim, cut.start, grad.shape[cut.dim])
-                torch.testing.assert_close(grad, whole, rtol=1e-5, atol=1e-4, msg=f"{key} {name}")
-        assert any(cut is not None for _, cut in found["chain"][2].values())
+                    assert cut.shape == tuple(full.shape)
+                    full = full.narrow(cut.dim, cut.start, grad.shape[cut.dim])
+                torch.testing.assert_close(grad, full, rtol=1e-5, atol=1e-4, msg=f"{key} {name}")
+        assert any(cut is not None for _, cut in results["chain"][2].values())
         # The two layers that share an input share one all-reduce of its gradient: 15 rows of 8
         # floats.
-        assert found["heads"][3] == 15 * 8 * 4
+        assert results["heads"][3] == 15 * 8 * 4
 
 
 def test_sizes_that_do_not_divide_are_refused_with_those_that_would():
@@ -120,7 +124,7 @@ class Tied(nn.Module):
 
 
 def refusals(world):
-    found = []
+    messages = []
     pair = {"up": "colwise", "down": "rowwise"}
     modules = nn.ModuleDict({"up": nn.Conv1d(8, 8, 1), "down": nn.Linear(8, 8)})
     for model, settings in (
@@ -130,15 +134,15 @@ def refusals(world):
     ):
         try:
             TensorParallelizer(model, world, settings)
-            found.append("")
+            messages.append("")
         except ConfigError as error:
-            found.append(str(error))
+            messages.append(str(error))
     world.barrier()
-    return found
+    return messages
 
 
 def test_what_cannot_be_cut_is_refused_by_name():
     tied, convolution, blocks = run_ranks(refusals, 2)[0]
     assert "embed.weight, up.weight" in tied
-    assert "`up` is a Conv1d" in convolution
+    assert "with `up`: it is a Conv1d" in convolution
     assert "sequence_parallel: false" in blocks

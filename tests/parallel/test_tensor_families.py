@@ -88,8 +88,8 @@ def make(name: str) -> Any:
         AutoConfig.for_model(kind, **numbers), dtype=torch.float32
     )
     with torch.no_grad():
-        for one in model.parameters():
-            one.add_(torch.randn_like(one) * 0.02)
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -100,36 +100,40 @@ def train(
     world: Communicator, name: str, axes: ParallelDims, state: Any, first: int, steps: int
 ) -> tuple[Any, float, list[float]]:
     """(whole state, elements of the blocks on this rank, gradient norms)."""
-    here = (
+    world_of_rank = (
         Communicator(world.env, world.device, axes)
         if axes.size > 1
         else Communicator(RankEnv(), world.device, ParallelDims())
     )
     strategy: Any = (HybridStrategy if axes.size > 1 else SingleDeviceStrategy)(
-        Config(model="m", dataset="d"), here
+        Config(model="m", dataset="d"), world_of_rank
     )
     model = strategy.setup(make(name))
-    strategy.setup_optimizer(lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2))
+    strategy.setup_optimizer(
+        lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-2)
+    )
     if state is not None:
         load_state(strategy, state)
     norms = []
     for step in range(first, first + steps):
-        words = torch.randint(0, 96, (2, 14), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(0, 96, (2, 14), generator=torch.Generator().manual_seed(step))
 
-        def micro_step(number: int, module: Any, words: torch.Tensor = words) -> torch.Tensor:
-            logits = module(input_ids=words, use_cache=False).logits[:, :-1]
+        def micro_step(number: int, module: Any, tokens: torch.Tensor = tokens) -> torch.Tensor:
+            logits = module(input_ids=tokens, use_cache=False).logits[:, :-1]
             # Every replica has the same words, and gradients are summed over replicas.
             return (
-                functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten())
-                / here.axes.replicas
+                functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+                / world_of_rank.axes.replicas
             )
 
         strategy.forward_backward(micro_step, 1)
         norms.append(float(strategy.clip_grad_norm(0.1)))
-        strategy.optimizer_step(lambda one: (one.step(), True)[1])
+        strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
     parts = copied(state_shards(strategy))
-    gathered = here.gather_objects(parts) if axes.size > 1 else [parts]
-    elements = sum(one.numel() for _, block in find_blocks(model) for one in block.parameters())
+    gathered = world_of_rank.gather_objects(parts) if axes.size > 1 else [parts]
+    elements = sum(
+        parameter.numel() for _, block in find_blocks(model) for parameter in block.parameters()
+    )
     return assemble(gathered), elements, norms
 
 
@@ -138,36 +142,36 @@ def worst(ours: Any, theirs: Any) -> tuple[float, str]:
     return max(
         (
             float(
-                (one.float() - theirs.whole[name].float()).norm()
+                (value.float() - theirs.whole[name].float()).norm()
                 / theirs.whole[name].float().norm().clamp(min=1e-3)
             ),
             name,
         )
-        for name, one in ours.whole.items()
+        for name, value in ours.whole.items()
         if name.startswith("model/")
     )
 
 
 def move(world: Communicator, axes: ParallelDims, names: list[str]) -> dict[str, Any]:
-    found = {}
+    results = {}
     for name in names:
         unbroken, whole_elements, norms = train(world, name, ParallelDims(), None, 0, 4)
         half, _, _ = train(world, name, ParallelDims(), None, 0, 2)
         cut_half, elements, cut_norms = train(world, name, axes, None, 0, 2)
-        to_one, _, _ = train(world, name, ParallelDims(), cut_half, 2, 2)
+        to_one_rank, _, _ = train(world, name, ParallelDims(), cut_half, 2, 2)
         to_many, _, _ = train(world, name, axes, half, 2, 2)
-        differences = [worst(one, unbroken) for one in (to_one, to_many)]
-        found[name] = (
+        differences = [worst(state, unbroken) for state in (to_one_rank, to_many)]
+        results[name] = (
             differences,
             elements / whole_elements,
             max(abs(a / b - 1) for a, b in zip(cut_norms, norms, strict=False)),
         )
         world.barrier()
-    return found
+    return results
 
 
-def check(found: dict[str, Any], largest_share: float) -> None:
-    for name, (differences, share, norm) in found.items():
+def check(results: dict[str, Any], largest_share: float) -> None:
+    for name, (differences, share, norm) in results.items():
         # AdamW makes steps of rounding where a gradient is 0 (a bias of keys): its tensors are near
         # 0 themselves.
         assert all(difference < 2e-3 for difference, _ in differences), (name, differences)
@@ -177,8 +181,8 @@ def check(found: dict[str, Any], largest_share: float) -> None:
 
 @pytest.mark.soak
 def test_weights_are_cut_in_half_and_states_move_between_one_rank_and_two() -> None:
-    for found in run_ranks(move, 2, ParallelDims(tensor=2), list(MODELS), timeout_s=240):
-        check(found, LARGEST_SHARE)
+    for results in run_ranks(move, 2, ParallelDims(tensor=2), list(MODELS), timeout_s=240):
+        check(results, LARGEST_SHARE)
 
 
 @pytest.mark.soak
@@ -190,8 +194,8 @@ def test_states_move_between_one_rank_and_four(axes: ParallelDims) -> None:
     names = ["gpt2", "falcon multi-query", "gemma, one key head", "mpt", "mixtral"]
     if axes.tensor == 4:
         names.remove("mixtral")  # two key heads: refused
-    for found in run_ranks(move, 4, axes, names, timeout_s=400):
-        check(found, 1.0)
+    for results in run_ranks(move, 4, axes, names, timeout_s=400):
+        check(results, 1.0)
 
 
 def test_ranges_of_fused_weights_make_the_whole() -> None:
@@ -205,15 +209,15 @@ def test_ranges_of_fused_weights_make_the_whole() -> None:
     ):
         counted = torch.zeros(length)
         for rank in range(size):
-            for one in ranges(style, length, size, rank):
-                counted[one.start : one.start + one.length] += one.owned
+            for part in ranges(style, length, size, rank):
+                counted[part.start : part.start + part.length] += part.owned
         assert counted.tolist() == [1.0] * length, style
-    assert [(one.start, one.length) for one in ranges("packed_colwise:3", 24, 4, 1)] == [
+    assert [(part.start, part.length) for part in ranges("packed_colwise:3", 24, 4, 1)] == [
         (2, 2),
         (10, 2),
         (18, 2),
     ]
-    assert [(one.start, one.copies, one.owned) for one in ranges("kv_colwise:2", 6, 4, 3)] == [
+    assert [(part.start, part.copies, part.owned) for part in ranges("kv_colwise:2", 6, 4, 3)] == [
         (3, 2, False)
     ]
 

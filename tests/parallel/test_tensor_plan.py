@@ -56,7 +56,7 @@ def test_a_transformers_model_is_cut_by_its_own_plan_and_the_head_stays_whole():
     assert plan["model.layers.0.mlp.down_proj"] == "rowwise"
     assert len(plan) == 14
     assert not any("lm_head" in name or "embed" in name for name in plan)
-    assert list(plan)[:4] == [f"model.layers.0.self_attn.{one}_proj" for one in "qkvo"]
+    assert list(plan)[:4] == [f"model.layers.0.self_attn.{letter}_proj" for letter in "qkvo"]
 
 
 def test_a_users_plan_goes_before_the_models_and_takes_short_names():
@@ -110,19 +110,23 @@ def test_a_style_of_a_models_own_plan_that_is_not_built_in_is_refused_by_name():
 
 def test_what_is_cut_of_a_layer_and_of_its_adapter():
     plan = {"a.q": "colwise", "a.o": "rowwise"}
-    assert [cut_dim(f"a.q.{one}", dims, plan) for one, dims in (("weight", 2), ("bias", 1))] == [
+    assert [cut_dim(f"a.q.{leaf}", dims, plan) for leaf, dims in (("weight", 2), ("bias", 1))] == [
         0,
         0,
     ]
-    assert [cut_dim(f"a.o.{one}", dims, plan) for one, dims in (("weight", 2), ("bias", 1))] == [
+    assert [cut_dim(f"a.o.{leaf}", dims, plan) for leaf, dims in (("weight", 2), ("bias", 1))] == [
         1,
         None,
     ]
-    assert [cut_dim(f"a.q.{one}.default.weight", 2, plan) for one in ("lora_A", "lora_B")] == [
+    assert [
+        cut_dim(f"a.q.{matrix}.default.weight", 2, plan) for matrix in ("lora_A", "lora_B")
+    ] == [
         None,
         0,
     ]
-    assert [cut_dim(f"a.o.{one}.default.weight", 2, plan) for one in ("lora_A", "lora_B")] == [
+    assert [
+        cut_dim(f"a.o.{matrix}.default.weight", 2, plan) for matrix in ("lora_A", "lora_B")
+    ] == [
         1,
         None,
     ]

@@ -48,7 +48,7 @@ def train(strategy, steps, micro_batches, eval_norm):
     if eval_norm:
         model.eval()
     optimizer = strategy.setup_optimizer(
-        lambda named: torch.optim.AdamW([one for _, one in named], lr=1e-2)
+        lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-2)
     )
     losses = []
     for step in range(steps):
@@ -64,9 +64,9 @@ def train(strategy, steps, micro_batches, eval_norm):
 
         strategy.forward_backward(micro_step, micro_batches)
         strategy.clip_grad_norm(1.0)
-        strategy.optimizer_step(lambda one: bool(one.step()) or True)
+        strategy.optimizer_step(lambda optimizer: bool(optimizer.step()) or True)
         losses.append(sum(seen[number] for number in sorted(seen)))
-    weights = {name: one.detach().clone() for name, one in model.named_parameters()}
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return losses, weights, optimizer
 
 
@@ -87,8 +87,8 @@ def test_losses_are_those_of_single_and_repeat_to_the_bit(num_devices, micro_bat
     alone, weights, (first, again) = run_ranks(trained_both_ways, 1, num_devices, micro_batches)[0]
     assert alone[-1] < alone[0]
     torch.testing.assert_close(first[0], alone, rtol=1e-5, atol=0)
-    for name, one in weights.items():
-        torch.testing.assert_close(first[1][name], one, rtol=1e-4, atol=1e-5)
+    for name, value in weights.items():
+        torch.testing.assert_close(first[1][name], value, rtol=1e-4, atol=1e-5)
         assert torch.equal(first[1][name], again[1][name]), name
     assert first[0] == again[0]
 
@@ -107,7 +107,7 @@ def measured(world):
     )
     model, *replicas = strategy.replicas
     storages = [
-        {one.untyped_storage().data_ptr() for one in each.parameters()}
+        {parameter.untyped_storage().data_ptr() for parameter in each.parameters()}
         for each in strategy.replicas
     ]
     shared = storages[0] & storages[1] | storages[1] & storages[2] | storages[0] & storages[2]

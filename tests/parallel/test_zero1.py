@@ -20,24 +20,24 @@ from paceline.train.optimizer import build_optimizer
 def chain(world, source):
     """All that three ranks are asked, in one start: a run without a break, its second half from its
     own middle and from another's, and what runs of other kinds hold."""
-    whole = train(world, "zero1", steps=20)
+    unbroken = train(world, "zero1", steps=20)
     half = train(world, "zero1", steps=3)
     gathered = world.gather_objects(half["parts"])
     resumed = train(world, "zero1", steps=3, first=3, source=assemble(gathered))
     unbroken = train(world, "zero1", steps=6)
     moved = train(world, "zero1", steps=3, first=3, source=source)
-    held = [
+    costs = [
         train(world, "zero1", steps=2, net=net, bf16=low)
         for net in (Plain, Adapted)
         for low in (False, True)
     ]
     moving = train(world, "zero1", steps=2, train_mode=True)
     return {
-        "whole": whole,
+        "whole": unbroken,
         "resumed": resumed,
         "unbroken": unbroken,
         "moved": moved,
-        "held": held,
+        "held": costs,
         "moving": moving,
     }
 
@@ -97,13 +97,13 @@ def test_state_and_traffic_are_what_the_cost_says(three):
 
 
 def test_running_statistics_are_the_first_rank_s_everywhere(three):
-    found = [
+    shards = [
         part
         for part in three[0]["moving"]["parts"]
         if part.name == "buffer/statistics.running_mean"
     ]
-    assert len(found) == 1
-    assert found[0].tensor.abs().sum() > 0
+    assert len(shards) == 1
+    assert shards[0].tensor.abs().sum() > 0
     for result in three[1:]:
         assert not any(part.name.startswith("buffer/") for part in result["moving"]["parts"])
         torch.testing.assert_close(
@@ -164,14 +164,14 @@ def test_formula_of_the_paper():
 
 
 @pytest.mark.parametrize(
-    ("section", "word"),
+    ("section", "message"),
     [
         ({"train_args": {"optim": "adafactor"}}, "adamw"),
         ({"parallel": {"cpu_offload": "all"}}, "zero3"),
     ],
 )
-def test_what_does_not_fit_is_refused(section, word):
-    with pytest.raises(ConfigError, match=word):
+def test_what_does_not_fit_is_refused(section, message):
+    with pytest.raises(ConfigError, match=message):
         check_strategy("zero1", Config(model="m", dataset="d", **section), ParallelDims(data=2))
 
 

@@ -90,7 +90,7 @@ class Plain(nn.Sequential):
     """No difficulty; wide enough that step counts and scalars do not show."""
 
     def __init__(self):
-        blocks = [one for _ in range(2) for one in (nn.Linear(64, 64), nn.Tanh())]
+        blocks = [layer for _ in range(2) for layer in (nn.Linear(64, 64), nn.Tanh())]
         super().__init__(nn.Embedding(WORDS, 64), *blocks, nn.Linear(64, WORDS))
 
 
@@ -140,11 +140,11 @@ def train(
 
         def micro_step(number, module, words=words, seen=seen):
             begin = (replica_of(strategy)[0] * micro_batches + number) * rows
-            mine = words[begin : begin + rows]
+            inputs = words[begin : begin + rows]
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-                logits = module(mine)
+                logits = module(inputs)
             loss = (
-                functional.cross_entropy(logits.float(), (mine * 7 + 1) % WORDS, reduction="sum")
+                functional.cross_entropy(logits.float(), (inputs * 7 + 1) % WORDS, reduction="sum")
                 / ROWS
             )
             seen.append(float(loss.detach()))
@@ -189,7 +189,7 @@ def largest_difference(ours, theirs):
     """Largest relative difference of two states' trained weights, and of nothing else."""
     assert set(ours.whole) == set(theirs.whole), set(ours.whole) ^ set(theirs.whole)
     return max(
-        float((one - theirs.whole[name]).norm() / theirs.whole[name].norm().clamp(min=1e-3))
-        for name, one in ours.whole.items()
+        float((value - theirs.whole[name]).norm() / theirs.whole[name].norm().clamp(min=1e-3))
+        for name, value in ours.whole.items()
         if name.startswith("model/")
     )

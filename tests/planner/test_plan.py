@@ -185,7 +185,7 @@ def test_a_config_json_that_does_not_fit_together(
         '{"model_type": "qwen2", "hidden_size": -1, "num_hidden_layers": 2}'
     )
     assert main(["plan", f"model={tmp_path}", "dataset=none", "--device", "T4"]) == 2
-    assert "cannot be laid out from its config.json" in capsys.readouterr().err
+    assert "cannot be built from its config.json" in capsys.readouterr().err
 
 
 def test_token_counts_come_from_the_cache(capsys: pytest.CaptureFixture[str]) -> None:

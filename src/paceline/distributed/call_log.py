@@ -1,8 +1,7 @@
-"""The last collectives of a rank, where they outlive it: gloo ends the process at once when a
-message of another size arrives than it waits for, with no chance to say what it was doing.
+"""A log of a rank's last collectives that survives the rank.
 
-A piece of anonymous memory that the ranks of the same host map as well. No file: it is gone with
-the last of them.
+Gloo ends a process at once when it receives a message of an unexpected size, so the log is in
+anonymous shared memory, which the other ranks of the host read. It is freed with the last of them.
 """
 
 from __future__ import annotations
@@ -14,34 +13,34 @@ import os
 from typing import Any, BinaryIO, TypedDict
 
 _SLOTS, _SLOT_BYTES = 32, 768
-#: Sizes may be new in each step.
-_MOST_KNOWN = 4096
+#: Limit of cached records, since sizes may be new in each step.
+_MAX_KNOWN = 4096
 
 
 class CallRecord(TypedDict):
-    """A collective that a rank has issued, for JSON."""
+    """A collective that a rank has issued, as JSON."""
 
-    number: int | None  # among those of its group, from 0; None between two ranks
+    number: int | None  # within its group, from 0; None for communication between two ranks
     function: str
     dtype: str | None
-    numel: int | None  # None where ranks may differ in it
+    numel: int | None  # None if ranks may differ in it
     group: str
-    site: list[str]  # innermost first
+    site: list[str]  # innermost frame first
 
 
 class CallLog:
-    """Written by its rank. Make one with :meth:`make`."""
+    """Writes the log of this rank. Create one with :meth:`make`."""
 
     def __init__(self, memory: BinaryIO) -> None:
         self._opened = memory
         self.file = memory.fileno()
         self._memory = mmap.mmap(self.file, _SLOTS * _SLOT_BYTES)
         self._count = 0
-        self._known: dict[Any, bytes] = {}  # what of a call is the same each time
+        self._known: dict[Any, bytes] = {}  # the part of a record that repeated calls share
 
     @staticmethod
     def make() -> CallLog | None:
-        """None where the system has no such memory."""
+        """Create a log, or return None if this system has no such memory."""
         if not hasattr(os, "memfd_create"):
             return None
         try:
@@ -57,10 +56,10 @@ class CallLog:
         key = (call.function, call.dtype, call.numel, call.group, id(frame[0]), frame[1])
         known = self._known.get(key)
         if known is None:
-            if len(self._known) > _MOST_KNOWN:
+            if len(self._known) > _MAX_KNOWN:
                 self._known.clear()
             fields = call.record()
-            fields["site"] = [line[-200:] for line in fields["site"]]  # cut to what a slot holds
+            fields["site"] = [line[-200:] for line in fields["site"]]  # so that it fits a slot
             known = self._known[key] = json.dumps(fields).encode()[: _SLOT_BYTES - 48]
         begin = self._count % _SLOTS * _SLOT_BYTES
         line = b"%d %d " % (self._count, -1 if call.number is None else call.number) + known
@@ -69,24 +68,23 @@ class CallLog:
 
 
 class CallLogReader:
-    """The box of another rank of this host.
+    """Reads the log of another rank of this host.
 
     Raises:
-        OSError: it cannot be had.
+        OSError: the log cannot be opened.
     """
 
     def __init__(self, pid: int, file: int) -> None:
         opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY)
         try:
             self._memory = mmap.mmap(opened, _SLOTS * _SLOT_BYTES, prot=mmap.PROT_READ)
-        except ValueError as error:  # of another size
+        except ValueError as error:  # the file has another size
             raise OSError(str(error)) from error
         finally:
             os.close(opened)
 
     def calls(self) -> list[CallRecord]:
-        """The calls, the oldest first; one that was cut off by the end of the process is passed
-        over."""
+        """Return the calls, oldest first, without one that the end of the process cut off."""
         calls: list[tuple[int, CallRecord]] = []
         for slot in range(_SLOTS):
             line, _, _ = self._memory[slot * _SLOT_BYTES : (slot + 1) * _SLOT_BYTES].partition(

@@ -1,4 +1,4 @@
-"""A thread with a process group of its own, so that communication made of many calls runs beside
+"""A background thread with a separate process group, to overlap multi-step communication with
 backward."""
 
 import queue
@@ -14,7 +14,7 @@ Work = Callable[[Communicator], object]
 
 
 class PendingComm:
-    """Work that a thread was given. ``wait`` as that of torch's own works."""
+    """Work that was submitted to a thread, with the ``wait`` of torch's works."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -22,8 +22,10 @@ class PendingComm:
         self._done: torch.Event | None = None
 
     def wait(self) -> None:
-        """Until it is done; on an accelerator the current stream waits, not the host. Raises what
-        was raised in the thread."""
+        """Wait until the work is done, and raise its error.
+
+        On an accelerator the current stream waits instead of the host.
+        """
         self._ended.wait()
         if self._error is not None:
             raise self._error
@@ -36,16 +38,16 @@ class PendingComm:
 
 
 class CommThread:
-    """Runs what it is given in one thread, one after another, in the order given.
+    """Runs submitted work in one thread, in order.
 
-    Every rank of a group gives the same work in the same order; so the collectives within come in
-    one order on every rank, whatever else the ranks do meanwhile on other groups. After an error
-    nothing more is run: the ranks would no longer agree.
+    Every rank of a group submits the same work in the same order, so that its collectives have the
+    same order on every rank, independent of communication on other groups. After an error no
+    further work runs, since the ranks would no longer agree. The constructor is a collective: every
+    rank of ``world`` creates its threads in the same order.
 
     Args:
         world: all ranks.
-        axes: the group along which the work communicates. A collective: every rank of ``world``
-            makes its threads in one order.
+        axes: the axes along which the work communicates.
     """
 
     def __init__(self, world: Communicator, *axes: str, timeout_s: float = 600.0) -> None:
@@ -60,7 +62,7 @@ class CommThread:
         weakref.finalize(self, self._todo.put, None)
 
     def submit(self, work: Work) -> PendingComm:
-        """Have ``work(group)`` run; on an accelerator after what the current stream has by now."""
+        """Schedule ``work(group)``; on an accelerator it runs after the current stream's work."""
         pending = PendingComm()
         ready = None
         if self.world.device.type != "cpu":
@@ -95,4 +97,4 @@ def _run(
             except BaseException as error:
                 failed = error
         pending.end(failed, done)
-        del task, work, pending  # else the last one would live until the next comes
+        del task, work, pending  # free their tensors before the next work is submitted

@@ -8,6 +8,7 @@ import gc
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Protocol, TypeVar, cast
 
@@ -32,29 +33,29 @@ _KEPT_BYTES = 1 << 30
 
 
 class Waitable(Protocol):
-    """Communication that has been started: a `torch.distributed.Work` or a :class:`PendingComm`."""
+    """Communication in progress: a `torch.distributed.Work` or a :class:`PendingComm`."""
 
     def wait(self) -> object: ...
 
 
 class CommWaitTime:
-    """Seconds this rank has stood still for communication."""
+    """Seconds that this rank has waited for communication."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
 
 class Communicator:
-    """This rank, its device, and the collectives among the ranks of one group: all of them, or a
+    """This rank, its device, and the collectives among the ranks of one group: all ranks, or a
     subgroup of the mesh. With one rank each collective is the identity.
 
     Args:
         env: rank and sizes within this group.
         device: where this rank computes.
-        axes: the mesh; a plain data-parallel one where not given.
-        group: the process group (None: all ranks).
+        axes: the mesh; default: all ranks on the data axis.
+        group: the process group; None for all ranks.
         ranks: global rank of each member, in order.
-        waits: shared by all subgroups of a rank.
+        waits: counts the seconds waited, in all subgroups of a rank.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Communicator:
         self.ranks = ranks if ranks is not None else list(range(env.world_size))
         self.waits = waits or CommWaitTime()
         self._subgroups: dict[tuple[str, ...], Communicator] = {}
-        #: Types of the devices of all ranks; set where the process group was made.
+        #: Types of the devices of all ranks.
         self.device_types = frozenset({device.type})
 
     @property
@@ -81,7 +82,7 @@ class Communicator:
         """Whether the ranks' devices differ in type. All ranks use Gloo then."""
         return len(self.device_types) > 1
 
-    #: The process group existed before the run, and whoever made it closes it.
+    #: The process group existed before the run, and its creator closes it.
     has_adopted_group = False
 
     @property
@@ -90,7 +91,7 @@ class Communicator:
 
     @property
     def wait_s(self) -> float:
-        """Seconds this rank has stood still for communication, in any group."""
+        """Seconds that this rank has waited for communication, in any group."""
         return self.waits.seconds
 
     @property
@@ -103,7 +104,7 @@ class Communicator:
 
     @property
     def first(self) -> int:
-        """The rank that speaks and writes for all."""
+        """The rank that logs and writes files."""
         return 0
 
     @property
@@ -112,17 +113,20 @@ class Communicator:
 
     @property
     def lost(self) -> frozenset[int]:
-        """Ranks that have ended and that the others do without."""
+        """Ranks that have ended, without which the others continue."""
         return frozenset()
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """This rank's place on each axis of the mesh."""
+        """This rank's coordinate on each axis of the mesh."""
         return self.axes.coordinates(self.ranks[self.rank])
 
     def subgroup(self, *axes: str) -> Communicator:
-        """The ranks that differ from this one in ``axes`` alone, as a world of their own. A
-        collective the first time: every rank asks for the same groups in the same order."""
+        """Return a communicator of the ranks that differ from this one only in ``axes``.
+
+        The first call for some axes is a collective: every rank makes the same groups in the same
+        order.
+        """
         key = tuple(sorted(axes))
         if key not in self._subgroups:
             groups = self.axes.subgroups(key)
@@ -136,33 +140,32 @@ class Communicator:
         waits: CommWaitTime | None = None,
         timeout_s: float | None = None,
     ) -> Communicator:
-        """The one of ``groups`` that this rank is in, with a process group of its own. A
-        collective.
+        """Create a process group for each of ``groups`` and return this rank's one. A collective.
 
         Args:
             groups: ranks; each rank is in one group.
-            waits: counts the seconds waited; a new count where not given.
+            waits: counts the seconds waited; default: a new count.
         """
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        for ranks in groups:  # every rank takes part in making every group
+        for ranks in groups:  # every rank takes part in the creation of every group
             members = [self.ranks[rank] for rank in ranks]
             group = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
             if self.rank in ranks:
-                place, size = ranks.index(self.rank), len(members)
-                env = RankEnv(place, size, self.env.local_rank, self.env.local_world_size)
-                mine = Communicator(env, self.device, self.axes, group, members, waits)
-        return mine
+                env = replace(self.env, rank=ranks.index(self.rank), world_size=len(members))
+                local = Communicator(env, self.device, self.axes, group, members, waits)
+        return local
 
     def all_reduce(
         self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> dist.Work | None:
-        """Start an all-reduce in place; pass the result to :meth:`wait`. None with one rank."""
+        """Start an all-reduce in place. Pass the result, which is None with one rank, to
+        :meth:`wait`."""
         if self.size == 1:
             return None
         return cast(dist.Work, dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work | None:
-        """Start adding up ``tensor`` [N × n] over the ranks, each keeping its part in ``output``
+        """Start to sum ``tensor`` [N × n] over the ranks, each of which gets its part in ``output``
         [n]."""
         if self.size == 1:
             output.copy_(tensor)
@@ -171,7 +174,7 @@ class Communicator:
         return _start(names, output, tensor, self.group)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work | None:
-        """Start gathering each rank's ``tensor`` [n] into ``output`` [N × n]."""
+        """Start to gather each rank's ``tensor`` [n] into ``output`` [N × n]."""
         if self.size == 1:
             output.copy_(tensor)
             return None
@@ -179,7 +182,7 @@ class Communicator:
         return _start(names, output, tensor, self.group)
 
     def wait(self, work: Waitable | None) -> None:
-        """Wait for a collective, and count the seconds it took."""
+        """Wait for a collective, and count the seconds."""
         if work is None:
             return
         start = time.perf_counter()
@@ -188,7 +191,7 @@ class Communicator:
         self.waits.seconds += time.perf_counter() - start
 
     def sum(self, *values: float) -> list[float]:
-        """Sum of each value over the ranks, in float64 where the device has it."""
+        """Sum each value over the ranks, in float64 if the device supports it."""
         if self.size == 1:
             return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=self.wide_dtype, device=self.device)
@@ -201,8 +204,7 @@ class Communicator:
         return wide_dtype(self.device)
 
     def broadcast(self, tensors: Iterable[torch.Tensor], chunk_bytes: int = 64 << 20) -> None:
-        """Copy rank 0's values into every rank's tensors, in place, packed into few messages by
-        dtype."""
+        """Copy rank 0's values into every rank's tensors, in place, in few messages."""
         if self.size == 1:
             return
         group: list[torch.Tensor] = []
@@ -212,7 +214,7 @@ class Communicator:
                 self._broadcast_group(group)
                 group, size = [], 0
             group.append(tensor)
-            size += tensor.numel() * tensor.element_size()
+            size += tensor.nbytes
         if group:
             self._broadcast_group(group)
 
@@ -221,13 +223,12 @@ class Communicator:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors]).to(self.device)
             dist.broadcast(flat, src=self.ranks[0], group=self.group)
             if self.rank != 0:
-                for tensor, part in zip(
-                    tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
-                ):
+                parts = flat.split([tensor.numel() for tensor in tensors])
+                for tensor, part in zip(tensors, parts, strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
     def broadcast_object(self, value: T) -> T:
-        """Rank 0's value on every rank (a small picklable object)."""
+        """Return rank 0's value (a small picklable object) on every rank."""
         if self.size == 1:
             return value
         box = [value]
@@ -236,7 +237,7 @@ class Communicator:
         return box[0]
 
     def gather_objects(self, value: T) -> list[T]:
-        """Each rank's (small, picklable) object, in order of rank, on every rank."""
+        """Return each rank's (small, picklable) object, in order of rank, on every rank."""
         if self.size == 1:
             return [value]
         values: list[T] = [value] * self.size
@@ -244,7 +245,7 @@ class Communicator:
         return values
 
     def gather_numbers(self, value: float) -> list[float]:
-        """Each rank's value, in order of rank, on every rank."""
+        """Return each rank's value, in order of rank, on every rank."""
         if self.size == 1:
             return [float(value)]
         tensor = torch.zeros(self.size, dtype=self.wide_dtype, device=self.device)
@@ -257,32 +258,35 @@ class Communicator:
             self.sum(0.0)
 
     def close(self) -> None:
-        """Leave the process group. Gloo's is left to the end of the process: to destroy it joins
-        its threads, which can wait for the very interpreter lock that the caller holds; every rank
-        has passed the last barrier by then, and the sockets close with the process."""
+        """Destroy the process group, except one of Gloo.
+
+        To destroy it joins its threads, which can wait for the interpreter lock that the caller
+        holds. Every rank has passed the last barrier, and the sockets close with the process.
+        """
         if dist.is_initialized() and dist.get_backend() != "gloo" and not self.has_adopted_group:
             dist.destroy_process_group()
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The widest floating type that a device has."""
+    """Return the widest floating-point dtype that a device supports."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def init_communicator(
     env: RankEnv, device_type: str, timeout_s: float, axes: ParallelDims | None = None
 ) -> Communicator:
-    """Choose this rank's device, set the number of threads, and join the process group (where there
-    are several ranks).
+    """Choose this rank's device, set the number of threads, and join the process group.
 
-    The backend is the one torch names as the default for the device (nccl, gloo, xccl…); Gloo if
-    the ranks' devices differ in type. CPU ranks of one host share its cores evenly. ``axes``: the
-    mesh (default: all ranks on the data axis). A process group that exists already is adopted: Ray
-    Train makes one before it calls the training function, and so may a script.
+    The backend is torch's default for the device (nccl, gloo, xccl…), or Gloo if the ranks' devices
+    differ in type. CPU ranks of one host share its cores evenly. An existing process group is used:
+    Ray Train creates one before it calls the training function, and a script may do so too.
+
+    Args:
+        axes: the mesh; default: all ranks on the data axis.
 
     Raises:
-        RunError: the process group that exists has other ranks, or a backend that the device cannot
-            use.
+        RunError: the existing process group has other ranks, or a backend that does not support the
+            device.
     """
     tune_allocator(device_type)
     if device_type == "cpu":
@@ -327,8 +331,7 @@ def init_communicator(
 
 
 def _exchange_device_types(store: dist.Store, world_size: int, device_type: str) -> frozenset[str]:
-    """Return the device types of all ranks. The backend depends on them, so this comes before the
-    process group."""
+    """Return the device types of all ranks, on which the backend of the process group depends."""
     store.append("types", f"{device_type} ")  # type: ignore[attr-defined]
     if store.add("ranks", 1) == world_size:
         store.set("complete", "1")
@@ -337,32 +340,31 @@ def _exchange_device_types(store: dist.Store, world_size: int, device_type: str)
 
 
 def _check_adopted(env: RankEnv, device: torch.device) -> None:
-    """Raise RunError if the default process group is not one that this rank can train with."""
+    """Raise RunError if this rank cannot train with the existing process group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) != (env.rank, env.world_size):
         raise RunError(
-            f"this is rank {rank} of {size} in the process group that exists already, and rank"
-            f" {env.rank} of {env.world_size} by the environment",
+            f"this process is rank {rank} of {size} in the existing process group, but rank"
+            f" {env.rank} of {env.world_size} in the environment",
             fix=(
                 "call `torch.distributed.destroy_process_group()` before `paceline.train()`, which"
-                " makes its own group"
+                " creates a process group"
             ),
         )
     backends = {part.rpartition(":")[2] for part in str(dist.get_backend_config()).split(",")}
     needed = dist.get_default_backend_for_device(device)
     if needed not in backends:
         raise RunError(
-            f"the process group that exists already uses {', '.join(sorted(backends))}, and"
-            f" {device.type} needs {needed}",
+            f"the existing process group uses {', '.join(sorted(backends))}, but {device.type}"
+            f" requires {needed}",
             fix=(
-                f"make it with `backend={needed!r}`, or set `parallel.device` to a device that it"
-                " can be used with"
+                f"create it with `backend={needed!r}`, or set `parallel.device` to a device that it"
+                " supports"
             ),
         )
 
 
-#: torch's own record of the last collectives on an accelerator, of which the watchdog writes a copy
-#: where a rank hangs.
+#: Number of collectives in torch's flight recorder, which the watchdog dumps if a rank hangs.
 _FLIGHT_RECORDER_COLLECTIVES = "2000"
 
 
@@ -372,23 +374,21 @@ def _start(
     tensor: torch.Tensor,
     group: dist.ProcessGroup | None,
 ) -> dist.Work:
-    """Start a collective that older releases of torch have under the second name only."""
+    """Start a collective, which older releases of torch have only under the second name."""
     function = getattr(dist, names[0], None) or getattr(dist, names[1])
     return cast(dist.Work, function(output, tensor, group=group, async_op=True))
 
 
 def tune_allocator(device_type: str) -> None:
-    """Once a process knows that it is a rank, and has imported what it needs.
+    """Tune garbage collection and memory allocation; called once a rank has imported its modules.
 
-    The objects of all those modules are put out of the garbage collector's sight
-    (:func:`gc.freeze`): a full collection otherwise walks over a million of them in the middle of a
-    step, and in a forked rank makes a copy of every page it touches (seen: 21,000 page faults and
-    half a second).
+    The existing objects are excluded from garbage collection (:func:`gc.freeze`): a full collection
+    would otherwise visit a million of them within a step, and in a forked rank copy every page it
+    touches (measured: 21,000 page faults and half a second).
 
-    Where training runs on the CPU, memory that a step frees stays with the process for the next
-    step, up to 1 GiB: by default glibc's malloc hands it back to the system, which clears every
-    page anew when it is asked for again. What the user set in the environment is kept, and so is
-    another allocator.
+    In training on a CPU, the process keeps up to 1 GiB of memory that a step frees: by default
+    glibc's malloc returns it to the system, which clears every page when it is allocated again.
+    Settings in the environment and other allocators are respected.
     """
     gc.freeze()
     if device_type == "cpu" and not any(
@@ -401,8 +401,8 @@ def tune_allocator(device_type: str) -> None:
 
 
 def set_cpu_threads(local_world_size: int) -> None:
-    """Give this CPU rank its share of the cores as threads; OMP_NUM_THREADS, where the user set it,
-    is kept."""
+    """Set the number of threads of a CPU rank to its share of the cores, unless OMP_NUM_THREADS is
+    set."""
     if "OMP_NUM_THREADS" in os.environ:
         return
     torch.set_num_threads(max(1, cpu_cores() // local_world_size))

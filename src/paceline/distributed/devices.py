@@ -1,5 +1,4 @@
-"""Which devices a run takes. Never a silent fallback: what was asked for is there, or it is an
-error."""
+"""Chooses the devices and the precision of a run. A device that is not available is an error."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from paceline.core.formatting import counted
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of this host that a run takes, one rank each."""
+    """The devices of this host that a run uses, one per rank."""
 
     type: str
     count: int
@@ -25,25 +24,27 @@ class Devices:
 def without_idle_offload(
     parallel: Parallel, device_type: str
 ) -> tuple[Parallel, list[tuple[str, str]]]:
-    """``parallel`` without ``cpu_offload`` on a CPU, where all state is in the host's memory
-    already, and the notice of it."""
+    """Turn `parallel.cpu_offload` off on a CPU, where it has no effect; return the settings and the
+    notices."""
     if device_type != "cpu" or parallel.cpu_offload == "none":
         return parallel, []
     text = (
         f"`parallel.cpu_offload: {parallel.cpu_offload}` has no effect on a CPU: all state is"
-        " in the host's"
-        " memory already"
+        " already in the host's memory"
     )
     return parallel.model_copy(update={"cpu_offload": "none"}), [("info", text)]
 
 
 def cpu_cores() -> int:
-    """Cores this process may run on."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def accelerators() -> tuple[str | None, list[str]]:
-    """(accelerator type or None, the names of the visible ones). Initialises no device context."""
+    """Return the type of accelerator, or None, and the names of the visible ones.
+
+    Initializes no device context.
+    """
     import torch
 
     if not torch.accelerator.is_available():
@@ -62,38 +63,39 @@ def accelerators() -> tuple[str | None, list[str]]:
 
 
 def choose_devices(parallel: Parallel, ranks_given: int | None = None) -> Devices:
-    """The devices for a config, on this host. ``ranks_given``: the number of ranks an outer
-    launcher started here.
+    """Choose the devices of this host for a config.
+
+    Args:
+        ranks_given: the number of ranks that an outer launcher started on this host.
 
     Raises:
-        ConfigError: asked-for devices are not there; the text says what was found and how to run on
-            the CPU.
+        ConfigError: the requested devices are not available.
     """
-    wanted = None if parallel.num_gpus == "auto" else int(parallel.num_gpus)
+    count = None if parallel.num_gpus == "auto" else int(parallel.num_gpus)
     if ranks_given is not None:
-        if wanted not in (None, ranks_given):
+        if count not in (None, ranks_given):
             raise ConfigError(
-                f"`parallel.num_gpus` is {wanted}, and the outer launcher started {ranks_given}"
-                " ranks on this host",
-                fix=f"start it with `--nproc-per-node {wanted}`, or leave `parallel.num_gpus` out",
+                f"`parallel.num_gpus: {count}` contradicts the outer launcher, which started"
+                f" {ranks_given} ranks on this host",
+                fix=f"start it with `--nproc-per-node {count}`, or leave `parallel.num_gpus` out",
             )
-        wanted = ranks_given
+        count = ranks_given
     if parallel.mode == "single":
-        if wanted not in (None, 1):
+        if count not in (None, 1):
             raise ConfigError(
-                "`parallel.mode: single` trains on one device, and `parallel.num_gpus` is"
-                f" {wanted}",
+                f"`parallel.num_gpus: {count}` is not supported with `parallel.mode: single`: it"
+                " trains on one device",
                 fix="set `parallel.num_gpus: 1`, or `parallel.mode: ddp`",
             )
-        wanted = 1
+        count = 1
     if parallel.device == "cpu":
-        return _cpu(wanted, "asked for by `parallel.device: cpu`")
+        return _cpu(count, "`parallel.device: cpu`")
     kind, names = accelerators()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     limited = f" (CUDA_VISIBLE_DEVICES={visible!r})" if visible is not None else ""
     if parallel.device not in ("auto", kind):
         raise ConfigError(
-            f"`parallel.device: {parallel.device}` was asked for, and "
+            f"`parallel.device: {parallel.device}` is not available: "
             + (
                 f"this machine has {len(names)} × {kind}"
                 if kind
@@ -104,55 +106,50 @@ def choose_devices(parallel: Parallel, ranks_given: int | None = None) -> Device
         )
     if kind is None or not names:
         if parallel.num_gpus != "auto" and ranks_given is None:
-            ranks = counted(int(parallel.num_gpus), "rank")
             raise ConfigError(
-                f"`parallel.num_gpus: {wanted}` was asked for, and no GPU was found{limited}",
+                f"`parallel.num_gpus: {count}`: no GPU was found{limited}",
                 fix=(
-                    f"check the driver with `nvidia-smi`; or run on the CPU with {ranks} by"
-                    " `parallel.device=cpu`"
+                    "check the driver with `nvidia-smi`; or set `parallel.device=cpu` to run"
+                    f" {counted(int(parallel.num_gpus), 'rank')} on the CPU"
                 ),
             )
-        return _cpu(wanted, f"no GPU was found{limited}")
-    if wanted is not None and wanted > len(names):
+        return _cpu(count, f"no GPU was found{limited}")
+    if count is not None and count > len(names):
         raise ConfigError(
-            f"`parallel.num_gpus: {wanted}` was asked for, and {len(names)} × {kind} are"
-            f" visible{limited}: {', '.join(names)}",
+            f"`parallel.num_gpus: {count}`: only {len(names)} × {kind} visible{limited}:"
+            f" {', '.join(names)}",
             allowed=f"1 to {len(names)}, or auto",
             fix=(
-                f"set `parallel.num_gpus={len(names)}`; or run {wanted} ranks on the CPU with"
-                " `parallel.device=cpu`"
+                f"set `parallel.num_gpus={len(names)}`; or set `parallel.device=cpu` to run"
+                f" {count} ranks on the CPU"
             ),
         )
-    taken = names[: wanted or len(names)]
-    listing = ", ".join(f"{kind}:{index} {name}" for index, name in enumerate(taken))
-    notices = [("info", f"devices: {len(taken)} of {len(names)} visible{limited}: {listing}")]
-    return Devices(kind, len(taken), taken, notices)
+    chosen = names[: count or len(names)]
+    listing = ", ".join(f"{kind}:{index} {name}" for index, name in enumerate(chosen))
+    notices = [("info", f"devices: {len(chosen)} of {len(names)} visible{limited}: {listing}")]
+    return Devices(kind, len(chosen), chosen, notices)
 
 
-def _cpu(wanted: int | None, why: str) -> Devices:
+def _cpu(requested: int | None, reason: str) -> Devices:
     cores = cpu_cores()
-    count = wanted if wanted is not None else min(2, cores)
-    notices = [
-        ("info", f"devices: CPU ({why}), {count} rank{'s' if count > 1 else ''} on {cores} cores")
-    ]
+    count = requested if requested is not None else min(2, cores)
+    notices = [("info", f"devices: CPU ({reason}), {counted(count, 'rank')} on {cores} cores")]
     if count > cores:
-        notices.append(
-            (
-                "warning",
-                f"{count} CPU ranks share {cores} cores: right, but slower than {cores} ranks",
-            )
-        )
+        text = f"{count} CPU ranks share {cores} cores: slower than {cores} ranks"
+        notices.append(("warning", text))
     return Devices("cpu", count, ["cpu"] * count, notices)
 
 
 def with_precision(
     config: Config, device_type: str, names: Sequence[str] = ()
 ) -> tuple[Config, str]:
-    """The config with ``auto`` replaced by the precision for these devices, and a line for the
-    user.
+    """Replace ``train_args.precision: auto`` by the precision for these devices.
 
     Args:
-        names: of the devices of this machine that are used, from index 0 on.
+        names: the names of the used devices of this machine, from index 0 on.
+
+    Returns:
+        The config and a message about the choice.
     """
     args = config.train_args
     if args.precision != "auto":
@@ -166,7 +163,7 @@ def with_precision(
 
 
 def resolve(device_type: str, names: Sequence[str] = ()) -> tuple[str, str]:
-    """What ``auto`` is on devices of this machine, and why."""
+    """Return the precision that ``auto`` selects on devices of this machine, and the reason."""
     if device_type == "cpu":
         return "32", "float32 on a CPU"
     indices = range(max(1, len(names)))
@@ -185,19 +182,19 @@ def resolve(device_type: str, names: Sequence[str] = ()) -> tuple[str, str]:
 
 
 def _supports_bf16(device_type: str, index: int) -> bool | None:
-    """Whether the device computes in bfloat16 without emulation; None if torch cannot tell."""
+    """Return whether the device supports bfloat16 without emulation; None if torch cannot tell."""
     import torch
 
     if device_type == "cuda":
-        # As torch.cuda.is_bf16_supported(including_emulation=False), which looks at the current
-        # device alone.
+        # As torch.cuda.is_bf16_supported(including_emulation=False), which checks only the current
+        # device.
         return bool(torch.version.hip) or torch.cuda.get_device_properties(index).major >= 8
     if device_type == "xpu":
         return bool(torch.xpu.get_device_properties(index).has_bfloat16_conversions)
     if device_type == "mps":
-        # Metal has bfloat16 from macOS 14 on
+        # Metal supports bfloat16 since macOS 14
         return bool(torch.backends.mps.is_macos_or_newer(14, 0))
     module: Any = getattr(torch, device_type, None)
-    # which torch.autocast asks of other accelerators
+    # torch.autocast calls this for other accelerators
     known = getattr(module, "get_amp_supported_dtype", None)
     return None if known is None else torch.bfloat16 in known()

@@ -1,6 +1,7 @@
-"""What lies between the ranks of a group: latency and bandwidth as an all-reduce over it meets
-them, by the α–β model, and what follows for the gradients' all-reduce. Importing this does not
-import torch."""
+"""The α–β model of the link between the ranks of a group: the latency and bandwidth of all-reduces.
+
+Importing this module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +21,25 @@ if TYPE_CHECKING:
 
     from paceline.distributed.communicator import Communicator
 
-#: Elements (float32) of the small all-reduce, whose time is latency alone, and of the larger ones,
-#: tried one after the other for as long as the budget lasts.
-_SMALL = 1
-_MIDDLE = (1 << 14, 1 << 16, 1 << 18, 1 << 20)
-#: About what all of them together may take.
+#: Elements (float32) of the measured all-reduces. The time of the first is latency alone.
+_NUMELS = (1, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
+#: All of them together take about this long at most.
 _BUDGET_S = 1.5
 
 
 @dataclass(frozen=True)
 class Link:
-    """An all-reduce over ``num_ranks`` takes ``latency_s`` for each of 2(N-1) messages in a row and
+    """An all-reduce over N ranks takes ``latency_s`` for each of 2(N-1) successive messages, and
     the bytes that a rank sends divided by ``bandwidth_bytes_s``.
 
     Args:
-        latency_s: of a message.
-        bandwidth_bytes_s: what a rank sends in a second, while the others do the same; None where
-            larger messages took no longer.
-        num_ranks: of the group that was measured.
+        latency_s: latency of a message.
+        bandwidth_bytes_s: bytes that each rank sends per second while the others do the same; None
+            if larger messages took no longer.
+        num_ranks: ranks of the measured group.
         residual: root mean square of (model - measured) / measured.
-        sent_bytes: what each rank sent to measure. Not in the count of traffic.
-        wall_s: how long that took.
+        sent_bytes: bytes that each rank sent for the measurement, which traffic does not include.
+        wall_s: duration of the measurement.
     """
 
     latency_s: float
@@ -51,37 +50,39 @@ class Link:
     wall_s: float = 0.0
 
     def seconds(self, messages: float, sent_bytes: float) -> float:
-        """Of ``messages``, one after the other, that are ``sent_bytes`` in all."""
+        """Return the seconds for successive messages with a total of ``sent_bytes``."""
         return messages * self.latency_s + (
             sent_bytes / self.bandwidth_bytes_s if self.bandwidth_bytes_s else 0.0
         )
 
     def all_reduce_s(self, size_bytes: float) -> float:
-        """Seconds of an all-reduce of ``size_bytes``."""
+        """Return the seconds of an all-reduce of ``size_bytes``."""
         return self.seconds(2 * (self.num_ranks - 1), all_reduce_bytes(size_bytes, self.num_ranks))
 
     def exposed_s(self, buckets: Sequence[int], backward_s: float) -> float:
-        """Seconds that plain data parallelism waits, after a backward of ``backward_s``, for the
-        all-reduces of its buckets, given by their bytes in the order in which they are filled.
+        """Return the seconds that data parallelism waits for all-reduces after backward.
 
-        Gradients are taken to come in evenly over backward; a bucket's all-reduce begins when it is
-        full and the one before is done (Li et al., "PyTorch Distributed: Experiences on
-        Accelerating Data Parallel Training", 2020, section 3.2.3).
+        Gradients are assumed to be computed evenly over backward. The all-reduce of a bucket begins
+        when it is full and the one before is finished (Li et al., "PyTorch Distributed: Experiences
+        on Accelerating Data Parallel Training", 2020, section 3.2.3).
+
+        Args:
+            buckets: bytes of each bucket, in the order in which they are filled.
+            backward_s: duration of backward.
         """
         total = sum(buckets)
         end = 0.0
-        for size, so_far in zip(buckets, accumulate(buckets), strict=True):
-            end = max(end, backward_s * so_far / total if total else 0.0) + self.all_reduce_s(size)
+        for size, filled in zip(buckets, accumulate(buckets), strict=True):
+            end = max(end, backward_s * filled / total if total else 0.0) + self.all_reduce_s(size)
         return max(0.0, end - backward_s)
 
 
 def measure_link(world: Communicator) -> Link | None:
-    """Measure by all-reduces over the ranks of ``world``, a small one and ever larger ones: tens of
-    milliseconds on a fast link, about a second on a slow one. None with one rank.
+    """Measure the link by all-reduces of increasing size; None with one rank.
 
-    A collective; on an accelerator it waits for the device. What is sent is left out of the count
-    of traffic, and the waiting for it is not that of training. All ranks get the same answer (but
-    for ``wall_s``).
+    This takes tens of milliseconds on a fast link and about a second on a slow one. It is a
+    collective, and on an accelerator it waits for the device. Neither its traffic nor its waits
+    count as those of the training. All ranks return the same link, except for ``wall_s``.
     """
     import torch
 
@@ -94,9 +95,9 @@ def measure_link(world: Communicator) -> Link | None:
     points: list[tuple[float, float, float]] = []
     sent_bytes, spent_s = 0, 0.0
     with uncounted():
-        for numel in (_SMALL, *_MIDDLE):
-            # Four times the elements take up to four times as long, and are sent once to warm up
-            # and once at least to measure.
+        for numel in _NUMELS:
+            # Four times the elements take up to four times as long, and they are sent at least
+            # twice: to warm up and to measure.
             if len(points) > 1 and spent_s + 2 * 4 * points[-1][2] > _BUDGET_S:
                 break
             tensor = torch.zeros(numel, device=world.device)
@@ -110,8 +111,8 @@ def measure_link(world: Communicator) -> Link | None:
             sent_bytes += size * (repeats + 1)
             spent_s += seconds * (repeats + 1)
     world.waits.seconds = waited
-    # What a switch or a shaper lets through at once, before it slows down, makes the sizes between
-    # look too fast.
+    # Only the two largest sizes are used, since bursts through a switch or a traffic shaper make
+    # medium sizes look too fast.
     model = fit(points[:1] + points[1:][-2:])
     assert model is not None
     beta = model["beta_s_per_byte"]
@@ -137,18 +138,18 @@ def time_collective(
     longest_warm_up_s: float = math.inf,
     starts_together: bool = False,
 ) -> tuple[list[float], int]:
-    """Time collectives over the ranks of ``world``, after warming up (connections, the window that
-    TCP dares to send at once). They take turns, so that whatever else the machine does meets all
-    of them alike. A collective.
+    """Time collectives over the ranks of ``world``, after a warm-up. A collective.
+
+    They run in turns, so that other load of the machine affects all of them equally.
 
     Args:
         runs: each runs one collective and waits for it.
-        num_warm_up: runs of each before those that count.
-        budget_s: about what the repeats of the slowest one may take, between ``min_repeats`` and
-            ``max_repeats`` of them.
-        longest_warm_up_s: where a warm-up takes longer, it is the measurement.
-        starts_together: all ranks meet before each run, so that a rank's time holds no wait for
-            one that comes late.
+        num_warm_up: runs of each before the measured ones.
+        budget_s: approximate limit for the repeats of the slowest one, between ``min_repeats`` and
+            ``max_repeats``.
+        longest_warm_up_s: a warm-up that takes longer is the measurement.
+        starts_together: run a barrier before each run, so that a rank's time does not include
+            waiting for a late one.
 
     Returns:
         The seconds of each (the median over the repeats of the slowest rank's time) and the number
@@ -164,7 +165,7 @@ def time_collective(
         return times
 
     def slowest(rounds: list[list[float]]) -> list[float]:
-        """Of several rounds of times, the median of each run's on the slowest rank."""
+        """Return the median over the rounds of each run's time on the slowest rank."""
         by_rank: list[Any] = world.gather_objects(rounds)
         return [
             median(max(times[number][run] for times in by_rank) for number in range(len(rounds)))
@@ -180,7 +181,7 @@ def time_collective(
 
 
 def time_once(world: Communicator, run: Callable[[], object]) -> float:
-    """Seconds of ``run`` on this rank, until its device is done."""
+    """Return the seconds of ``run`` on this rank, until its device is idle."""
     import torch
 
     start = time.perf_counter()
@@ -191,9 +192,9 @@ def time_once(world: Communicator, run: Callable[[], object]) -> float:
 
 
 def fit(points: Sequence[tuple[float, float, float]]) -> dict[str, float] | None:
-    """Fit t = α · messages + β · bytes by least squares of the relative error (so that small
-    messages count as large ones do), α and β ≥ 0 (Hockney, "The communication challenge for MPP",
-    1994).
+    """Fit t = α · messages + β · bytes with α and β ≥ 0 (Hockney, "The communication challenge for
+    MPP", 1994), by least squares of the relative error, so that small messages count as much as
+    large ones.
 
     Args:
         points: messages, bytes, seconds.
@@ -207,7 +208,7 @@ def fit(points: Sequence[tuple[float, float, float]]) -> dict[str, float] | None
         return None
     rows = np.array([(messages / seconds, size / seconds) for messages, size, seconds in points])
     solutions = [np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0]]
-    if solutions[0].min() < 0:  # the better model with one of the two parts
+    if solutions[0].min() < 0:  # use the better model with only one of the two terms
         solutions = list(np.diag(rows.sum(axis=0) / (rows**2).sum(axis=0)))
 
     def residual(solution: np.ndarray) -> float:

@@ -1,12 +1,10 @@
-"""How the ranks are laid out: the sizes of the axes, and where a rank stands on them. No torch
-here."""
+"""The mesh of ranks: the sizes of its axes and the coordinates of ranks. Imports no torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
 
-#: Outermost first. Ranks that differ in the last axis alone are neighbours: tensor parallelism
-#: talks most, so its ranks share a host; pipeline stages talk least.
+#: Outermost first. Ranks that differ only in the last axis are adjacent: tensor parallelism
+#: communicates most, so its ranks share a host; pipeline stages communicate least.
 AXES = ("pipeline", "data", "shard", "tensor")
 
 
@@ -15,11 +13,11 @@ class ParallelDims:
     """Sizes of the mesh's axes; their product is the number of ranks.
 
     Args:
-        data: replicas of what the other axes hold.
-        shard: parts that parameters, gradients and optimizer state are cut into; each still has its
-            own part of the batch.
-        tensor: parts that each layer is cut into.
-        pipeline: stages that the layers are dealt to.
+        data: replicas of the other axes' ranks.
+        shard: shards of parameters, gradients and optimizer state; each shard's ranks train on a
+            separate part of the batch.
+        tensor: parts of each tensor-parallel layer.
+        pipeline: pipeline stages.
     """
 
     data: int = 1
@@ -33,46 +31,36 @@ class ParallelDims:
 
     @property
     def replicas(self) -> int:
-        """Ranks, or groups of ranks, that see a part of the batch of their own."""
+        """Number of ranks, or groups of ranks, with a separate part of the batch."""
         return self.data * self.shard
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Place of a rank on each axis."""
+        """Return the coordinate of a rank on each axis."""
         places = {}
         for axis in reversed(AXES):
             rank, places[axis] = divmod(rank, getattr(self, axis))
         return places
 
-    def rank_at(self, **places: int) -> int:
-        rank = 0
-        for axis in AXES:
-            rank = rank * getattr(self, axis) + places.get(axis, 0)
-        return rank
-
     def replica(self, rank: int) -> int:
-        """Which of the :attr:`replicas` a rank belongs to."""
+        """Return the number of the replica that a rank belongs to."""
         at = self.coordinates(rank)
         return at["data"] * self.shard + at["shard"]
 
     def subgroups(self, axes: Iterable[str]) -> list[list[int]]:
-        """The groups of ranks that differ in ``axes`` alone, each in order; every rank is in
-        exactly one."""
-        along = [axis for axis in AXES if axis in set(axes)]
-        across = [axis for axis in AXES if axis not in along]
-        result = []
-        for fixed in product(*(range(getattr(self, axis)) for axis in across)):
-            places = dict(zip(across, fixed, strict=True))
-            moves = product(*(range(getattr(self, axis)) for axis in along))
-            result.append(
-                [self.rank_at(**places, **dict(zip(along, move, strict=True))) for move in moves]
-            )
-        return result
+        """Return the groups of ranks that differ only in ``axes``, each in order."""
+        fixed = set(AXES).difference(axes)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            coordinates = self.coordinates(rank)
+            key = tuple(coordinates[axis] for axis in AXES if axis in fixed)
+            groups.setdefault(key, []).append(rank)
+        return list(groups.values())
 
     def text(self) -> str:
-        """``data 2 × tensor 2``; ``one rank`` where every axis is 1."""
-        named = [
+        """Return such as ``data 2 × tensor 2``; ``one rank`` if every axis is 1."""
+        sizes = [
             f"{axis} {getattr(self, axis)}"
             for axis in ("data", "shard", "tensor", "pipeline")
             if getattr(self, axis) > 1
         ]
-        return " × ".join(named) or "one rank"
+        return " × ".join(sizes) or "one rank"

@@ -1,10 +1,10 @@
-"""Where this process stands: its phase and step, the collectives that it has issued, and the time
-that it stood still for them.
+"""Progress of this process: its phase and step, issued collectives, and time spent waiting for
+them.
 
-Marks cost about a microsecond and are made all the time; whoever wants to know reads them from
-another thread (the watchdog). Collectives are marked by the wrappers of
-:mod:`paceline.distributed.traffic`. Waits are marked in ``wait`` of torch's own works and futures,
-so those of FSDP, DeepSpeed and the pipeline schedules are seen as well.
+Recording takes about a microsecond; the watchdog reads the records from another thread. Collectives
+are recorded by the wrappers of :mod:`paceline.distributed.traffic`, and waits in ``wait`` of
+torch's own works and futures, so that those of FSDP, DeepSpeed and the pipeline schedules are
+included.
 """
 
 from __future__ import annotations
@@ -28,20 +28,18 @@ import torch.distributed as dist
 
 from paceline.distributed.call_log import CallLog, CallRecord
 
-#: Collectives that are remembered.
-_KEPT = 32
-#: Steps whose times are remembered: as many as pass between two looks of the watchdog, where steps
-#: are short.
-KEPT_STEPS = 64
-#: CollectiveCall sites: so many frames of each.
-_FRAMES = 3
-#: Frames that a call site does not lie in.
-_BELOW = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+_NUM_CALLS = 32
+#: At least the number of short steps between two polls of the watchdog.
+_NUM_STEPS = 64
+#: Frames of a call site.
+_NUM_FRAMES = 3
+#: Folders whose frames are not part of a call site.
+_INTERNAL_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
-#: Of a call: by position, and by name.
+#: Positional and keyword arguments of a call.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-#: function of torch.distributed → (position and name of the tensor or list of tensors, those of the
-#: group). Without a tensor: of no size that ranks must have in common.
+#: function of torch.distributed → (position and name of the tensor or list of tensors, position and
+#: name of the group). Position None: the ranks' tensors may differ in size.
 ARGUMENTS: dict[str, tuple[int | None, str, int, str]] = {
     "all_reduce": (0, "tensor", 2, "group"),
     "broadcast": (0, "tensor", 2, "group"),
@@ -65,19 +63,19 @@ ARGUMENTS: dict[str, tuple[int | None, str, int, str]] = {
     "send": (0, "tensor", 2, "group"),
     "recv": (0, "tensor", 2, "group"),
 }
-#: Between two ranks: these have no number in their group.
-_BETWEEN_TWO = frozenset({"send", "recv", "batch_isend_irecv"})
+#: Functions that communicate between two ranks; their calls are not numbered.
+_POINT_TO_POINT = frozenset({"send", "recv", "batch_isend_irecv"})
 
 
 class CollectiveCall(NamedTuple):
     """A collective that was issued."""
 
-    number: int | None  # among those of its group, from 0; None between two ranks
+    number: int | None  # within its group, from 0; None for communication between two ranks
     function: str
     dtype: torch.dtype | None
-    numel: int | None  # None where ranks may differ in it
+    numel: int | None  # None if ranks may differ in it
     group: str
-    site: tuple[tuple[CodeType, int], ...]  # innermost first
+    site: tuple[tuple[CodeType, int], ...]  # innermost frame first
 
     def record(self) -> CallRecord:
         return {
@@ -91,16 +89,14 @@ class CollectiveCall(NamedTuple):
 
 
 class StepTimes(NamedTuple):
-    """Seconds of one step on this rank. ``wait_s``: of them in communication; ``data_s``: of them
-    for data, less such waits; ``held_s``: of them without such waits, in which the thread could run
-    and got no core (0 where the system does not tell)."""
+    """Seconds of one step on this rank."""
 
     step: int
     wall_s: float
-    data_s: float
-    wait_s: float
-    held_s: float
-    disturbed: bool  # by a checkpoint that was written beside it
+    data_s: float  # for data, without waits for communication
+    wait_s: float  # waiting for communication
+    held_s: float  # outside such waits, runnable but without a core; 0 if the system cannot tell
+    disturbed: bool  # a checkpoint was written at the same time
 
 
 @dataclass
@@ -111,7 +107,8 @@ class _Group:
 
 
 class ProgressTracker:
-    """The marks of one process. All are made in the main thread but those of collectives."""
+    """Records the progress of one process. Only collectives may be issued in other threads than the
+    main one."""
 
     def __init__(self) -> None:
         self._cores: SchedulerDelayReader | None = None
@@ -119,34 +116,40 @@ class ProgressTracker:
         self.start(active=False)
 
     def start(self, active: bool = True, on_cpu: bool = True) -> None:
-        """Begin anew, in the thread that trains. Where not ``active`` collectives are not marked.
-        ``on_cpu``: it computes by itself, so that it matters whether it has a core."""
+        """Reset the records; called in the thread that trains.
+
+        Args:
+            active: False records no collectives.
+            on_cpu: the thread computes itself, so its scheduling delay is measured.
+        """
         self.active = active
         self.box = CallLog.make() if active else None
-        self._cores = SchedulerDelayReader.open() if active and on_cpu else None
+        self._delays = SchedulerDelayReader.open() if active and on_cpu else None
         self.held_s = self._held_from = 0.0
         self.thread = threading.get_ident()
         self.phase = "starting"
         self.step: int | None = None
         self.marks = 0  # grows with each sign of progress
-        self.waits_for: str | None = None  # what the main thread stands still for
-        self.waited_s = self.step_wait_s = 0.0  # in all, and in the last step
+        self.waits_for: str | None = None  # what the main thread waits for
+        self.waited_s = self.step_wait_s = 0.0  # total, and in the last step
         self.last: CollectiveCall | None = None  # issued by the main thread
-        self.ring: deque[CollectiveCall] = deque(maxlen=_KEPT)
-        self.steps: deque[StepTimes] = deque(maxlen=KEPT_STEPS)
+        self.ring: deque[CollectiveCall] = deque(maxlen=_NUM_CALLS)
+        self.steps: deque[StepTimes] = deque(maxlen=_NUM_STEPS)
         self._groups: dict[str, _Group] = {}
-        #: Seconds of the last step by phase, less the waits for others (``step_wait_s``); with
-        #: these they add up to it.
+        #: Seconds of the last step by phase, without waits for other ranks (``step_wait_s``).
         self.spent_s: dict[str, float] = {}
-        # where micro-batches run in threads, these enter phases
+        # threads that run micro-batches enter phases
         self._phase_lock = threading.Lock()
         self.marked_at = self._phase_at = time.perf_counter()
         self._phase_waited = self._step_at = self._step_waited = self._step_held = 0.0
 
     # -- phases and steps
     def enter(self, phase: str) -> None:
-        """From here on: data, forward, backward, optimizer, logging, evaluation, saving, loading;
-        by whichever thread."""
+        """Start a phase: data, forward, backward, optimizer, logging, evaluation, saving or
+        loading.
+
+        Any thread may call this.
+        """
         with self._phase_lock:
             now, waited = time.perf_counter(), self.waited_s
             spent = now - self._phase_at - (waited - self._phase_waited)
@@ -157,7 +160,7 @@ class ProgressTracker:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """A phase within another."""
+        """Run a phase within another."""
         before = self.phase
         self.enter(phase)
         try:
@@ -166,12 +169,12 @@ class ProgressTracker:
             self.enter(before)
 
     def tick(self) -> None:
-        """A sign of progress within a phase."""
+        """Record progress within a phase."""
         self.marks += 1
         self.marked_at = time.perf_counter()
 
     def begin_step(self, step: int) -> None:
-        """``step``: its number, from 1. The phase is then `data`."""
+        """Start step number ``step``, counted from 1, with the phase `data`."""
         self.step = step
         self.enter("data")
         self.spent_s.clear()
@@ -180,8 +183,11 @@ class ProgressTracker:
         self._step_held = self.held_s
 
     def end_step(self, disturbed: bool = False) -> None:
-        """Between steps the phase is `logging`. ``disturbed``: its time is not a measure of this
-        rank's pace."""
+        """End a step. Until the next one the phase is `logging`.
+
+        Args:
+            disturbed: the time of the step is no measure of this rank's speed.
+        """
         self.enter("logging")
         self._add_held()
         self.step_wait_s = self.waited_s - self._step_waited
@@ -198,13 +204,16 @@ class ProgressTracker:
 
     # -- collectives
     def issue(self, function: str, tensor: Any, group: dist.ProcessGroup | None) -> None:
-        """A collective, or a message between two ranks, is about to be issued. ``tensor``: or a
-        list, or None."""
+        """Record a collective, or a message between two ranks, before it is issued.
+
+        Args:
+            tensor: its tensor or list of tensors, or None.
+        """
         if not self.active:
             return
         name, known = self._group(group)
         number = None
-        if known is not None and function not in _BETWEEN_TWO:
+        if known is not None and function not in _POINT_TO_POINT:
             number = next(known.numbers)
             known.issued = number + 1
         if isinstance(tensor, list | tuple):
@@ -223,15 +232,14 @@ class ProgressTracker:
             self.box.write(call)
         if threading.get_ident() == self.thread:
             self.last = call
-            self.marks += 1
-            self.marked_at = time.perf_counter()
+            self.tick()
 
     def _group(self, group: dist.ProcessGroup | None) -> tuple[str, _Group | None]:
         if group is None:
             group = dist.group.WORLD
         name = getattr(group, "group_name", None)
         if name is None:
-            return "", None  # a group that this rank is not in
+            return "", None  # this rank is not in the group
         known = self._groups.get(name)
         if known is None:
             known = self._groups.setdefault(name, _Group(dist.get_process_group_ranks(group)))
@@ -250,40 +258,32 @@ class ProgressTracker:
     # -- waits
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """The main thread stands still for others meanwhile; waits within count once."""
+        """Count the time of the main thread as waiting for others. Nested waits count once."""
         if threading.get_ident() != self.thread or self.waits_for is not None:
             yield
             return
-        begun = self.begin_wait(what)
+        self._add_held()
+        self.waits_for = what
+        self.tick()
+        begun = self.marked_at
         try:
             yield
         finally:
-            self.end_wait(begun)
+            self.waits_for = None
+            self.tick()
+            self.waited_s += self.marked_at - begun
+            if self._delays is not None:
+                self._held_from = self._delays.read_s()
 
     def _add_held(self) -> None:
-        if self._cores is not None:
-            now = self._cores.read_s()
+        if self._delays is not None:
+            now = self._delays.read_s()
             self.held_s += now - self._held_from
             self._held_from = now
 
-    def begin_wait(self, what: str) -> float:
-        self._add_held()
-        self.waits_for = what
-        self.marks += 1
-        self.marked_at = time.perf_counter()
-        return self.marked_at
-
-    def end_wait(self, begun: float) -> None:
-        self.waits_for = None
-        self.marks += 1
-        self.marked_at = now = time.perf_counter()
-        self.waited_s += now - begun
-        if self._cores is not None:
-            self._held_from = self._cores.read_s()
-
 
 class SchedulerDelayReader:
-    """How long this thread could have run and got no core: the second number of
+    """Reads how long this thread was runnable without a core: the second number in
     `/proc/thread-self/schedstat`."""
 
     def __init__(self) -> None:
@@ -292,7 +292,7 @@ class SchedulerDelayReader:
 
     @classmethod
     def open(cls) -> SchedulerDelayReader | None:
-        """None where this system has no such file."""
+        """Return a reader, or None if this system has no such file."""
         with suppress(OSError, IndexError, ValueError):
             reader = cls()
             reader.read_s()
@@ -303,38 +303,33 @@ class SchedulerDelayReader:
         return int(os.pread(self._number, 64, 0).split()[1]) * 1e-9
 
 
-#: of this process
+#: The progress of this process.
 PROGRESS = ProgressTracker()
 COLLECTIVE = "a collective"
 
 
 def watch_wait(wait: Callable[..., Any], is_work: bool) -> Callable[..., Any]:
-    """Wrap ``wait`` of torch's works (``is_work``) or futures so that the time in it is counted."""
+    """Wrap ``wait`` of torch's works (``is_work``) or futures so that its time is counted."""
     what = COLLECTIVE if is_work else "an answer of another rank"
-    pulse = PROGRESS
 
     @wraps(wait)
-    def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not pulse.active or pulse.waits_for is not None or threading.get_ident() != pulse.thread:
+    def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not PROGRESS.active:
             return wait(self, *args, **kwargs)
-        begun = pulse.begin_wait(what)
-        try:
+        with PROGRESS.waiting(what):
             return wait(self, *args, **kwargs)
-        finally:
-            pulse.end_wait(begun)
 
-    return marked
+    return timed
 
 
-def argument(call: Arguments, place: int, name: str) -> Any:
-    """An argument of a call, which was passed by position or by name; None if it was not."""
+def argument(call: Arguments, position: int, name: str) -> Any:
+    """Return an argument of a call, passed by position or by name; None if it was not passed."""
     args, kwargs = call
-    return args[place] if len(args) > place else kwargs.get(name)
+    return args[position] if len(args) > position else kwargs.get(name)
 
 
 def issue_from(function: str, call: Arguments) -> None:
-    """As :meth:`ProgressTracker.issue`, from the arguments of a function of
-    ``torch.distributed``."""
+    """Record a call of a function of ``torch.distributed``; see :meth:`ProgressTracker.issue`."""
     if not PROGRESS.active:
         return
     if function == "batch_isend_irecv":
@@ -342,49 +337,43 @@ def issue_from(function: str, call: Arguments) -> None:
         tensor = operations[0].tensor if operations else None
         PROGRESS.issue(function, tensor, operations[0].group if operations else None)
         return
-    place, name, group_place, group_name = ARGUMENTS[function]
-    tensor = None if place is None else argument(call, place, name)
-    PROGRESS.issue(function, tensor, argument(call, group_place, group_name))
+    position, name, group_position, group_name = ARGUMENTS[function]
+    tensor = None if position is None else argument(call, position, name)
+    PROGRESS.issue(function, tensor, argument(call, group_position, group_name))
 
 
 # -- frames
-_IS_BELOW: dict[CodeType, bool] = {}
+_IS_INTERNAL: dict[CodeType, bool] = {}
 
 
 def call_site(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...]:
-    """The innermost frames outside torch and this package's collectives."""
-    result: list[tuple[CodeType, int]] = []
-    while frame is not None and len(result) < _FRAMES:
+    """Return the innermost frames outside torch and this package's collectives."""
+    site: list[tuple[CodeType, int]] = []
+    while frame is not None and len(site) < _NUM_FRAMES:
         code = frame.f_code
-        below = _IS_BELOW.get(code)
-        if below is None:
-            below = _IS_BELOW[code] = code.co_filename.startswith(_BELOW)
-        if not below:
-            result.append((code, frame.f_lineno))
+        is_internal = _IS_INTERNAL.get(code)
+        if is_internal is None:
+            is_internal = _IS_INTERNAL[code] = code.co_filename.startswith(_INTERNAL_FOLDERS)
+        if not is_internal:
+            site.append((code, frame.f_lineno))
         frame = frame.f_back
-    return tuple(result)
+    return tuple(site)
 
 
 def where(code: CodeType, line: int) -> str:
-    """``file.py:12 in f``."""
+    """Return ``file.py:12 in f``."""
     return f"{code.co_filename}:{line} in {code.co_name}"
 
 
 def stack_of(thread: int, limit: int = 8) -> list[str]:
-    """Where a thread of this process stands, innermost frame first: that one, and the first ``limit
-    - 1`` outside torch."""
+    """Return the stack of a thread of this process: the innermost frame, and the next ``limit - 1``
+    outside torch."""
     frame = sys._current_frames().get(thread)
-    while frame is not None and frame.f_code.co_filename == __file__:  # the marks themselves
+    stack: list[str] = []
+    while frame is not None and len(stack) < limit:
+        file = frame.f_code.co_filename
+        in_torch = bool(stack) and file.startswith(_INTERNAL_FOLDERS[0])
+        if file != __file__ and not in_torch:
+            stack.append(where(frame.f_code, frame.f_lineno))
         frame = frame.f_back
-    if frame is None:
-        return []
-    result = [where(frame.f_code, frame.f_lineno)]
-    frame = frame.f_back
-    while frame is not None and len(result) < limit:
-        if (
-            not frame.f_code.co_filename.startswith(_BELOW[0])
-            and frame.f_code.co_filename != __file__
-        ):
-            result.append(where(frame.f_code, frame.f_lineno))
-        frame = frame.f_back
-    return result
+    return stack

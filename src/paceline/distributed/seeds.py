@@ -1,8 +1,8 @@
-"""Randomness as a pure function of (seed, purpose, counters): nothing to save, nothing to replay.
+"""Random seeds as a pure function of (seed, purpose, counters).
 
-Every use of chance draws from a state set afresh from these numbers: the order of an epoch, the
-augmentation of a sample, dropout in a micro-batch. So a resumed run needs no saved generator, and
-the number of ranks or loader workers plays no part.
+Every use of randomness, such as the order of an epoch, the augmentation of a sample or dropout in a
+micro-batch, is seeded from these numbers. So a resumed run needs no saved generator, and results do
+not depend on the number of loader workers.
 """
 
 import hashlib
@@ -15,8 +15,7 @@ _MASK_63 = (1 << 63) - 1
 
 
 def derive_seed(seed: int, purpose: str, *counters: int) -> int:
-    """A 63-bit seed from the run's seed, a purpose, and counters; independent for any two different
-    arguments."""
+    """Derive a 63-bit seed from the run's seed, a purpose, and counters."""
     text = f"{seed}/{purpose}/" + "/".join(str(int(counter)) for counter in counters)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & _MASK_63
@@ -30,8 +29,8 @@ def seed_everything(seed: int, purpose: str, *counters: int) -> None:
     value = derive_seed(seed, purpose, *counters)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    # Not torch.manual_seed: where no accelerator is in use it records a stack trace each time, a
-    # hundred times the cost.
+    # Not torch.manual_seed, which records a stack trace if no accelerator is in use and then takes
+    # a hundred times as long.
     torch.default_generator.manual_seed(value)
     seeding = _accelerator_seeding()
     if seeding is not None:
@@ -42,8 +41,8 @@ def seed_everything(seed: int, purpose: str, *counters: int) -> None:
 
 @cache
 def _accelerator_seeding() -> tuple[Callable[[], bool], Callable[[int], object]] | None:
-    """Return (whether the accelerator is in use, what seeds all of its devices); None without an
-    accelerator."""
+    """Return the functions that tell whether the accelerator is in use and that seed all of its
+    devices; None without an accelerator."""
     import torch
 
     if not torch.accelerator.is_available():

@@ -1,9 +1,8 @@
-"""How many TCP segments this process has sent to other hosts, and how many of them it had to send
-again.
+"""Counts the TCP segments that this process has sent and retransmitted to other hosts.
 
-Read from the kernel with ``TCP_INFO`` (``linux/tcp.h``), for the sockets of Gloo, of NCCL's socket
-transport and of the stores alike. RDMA bypasses TCP and is not counted. Systems other than Linux
-report nothing.
+The counts are read from the kernel with ``TCP_INFO`` (``linux/tcp.h``), for the sockets of Gloo, of
+NCCL's socket transport and of the stores. RDMA bypasses TCP and is not counted. Systems other than
+Linux report nothing.
 """
 
 import contextlib
@@ -21,34 +20,32 @@ _RESENT, _SENT, _SIZE = 100, 156, 160
 
 @dataclass(frozen=True)
 class Segments:
-    """Totals since the process started. ``sent`` includes those that were sent again."""
+    """Totals since the process started. ``sent`` includes retransmitted segments."""
 
     sent: int = 0
     resent: int = 0
 
 
 class SegmentCounter:
-    """Adds up the counts of sockets, including those that have been closed since they were last
-    read."""
+    """Adds up the counts of all sockets, including those that have been closed since."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, int]] = {}  # socket → its counts at the last reading
         self._sent = self._resent = 0
 
     def read(self) -> Segments:
-        """The totals up to now. Costs some microseconds for each open file."""
-        result = dict(_sockets())
-        for name, (sent, resent) in result.items():
+        """Return the current totals. Takes some microseconds per open file."""
+        counts = dict(_sockets())
+        for name, (sent, resent) in counts.items():
             sent_before, resent_before = self._last.get(name, (0, 0))
             self._sent += max(0, sent - sent_before)
             self._resent += max(0, resent - resent_before)
-        self._last = result
+        self._last = counts
         return Segments(self._sent, self._resent)
 
 
 def _sockets() -> Iterator[tuple[str, tuple[int, int]]]:
-    """(inode, (segments sent, sent again)) of each TCP connection of this process to another
-    host."""
+    """Yield (inode, (segments sent, retransmitted)) of each TCP connection to another host."""
     if sys.platform != "linux":
         return
     for number in os.listdir("/proc/self/fd"):
@@ -56,8 +53,7 @@ def _sockets() -> Iterator[tuple[str, tuple[int, int]]]:
             name = os.readlink(f"/proc/self/fd/{number}")
             if not name.startswith("socket:"):
                 continue
-            # A descriptor of our own, so that nothing happens to the connection whatever becomes of
-            # the other connection meanwhile.
+            # A duplicate, since the process may close the descriptor meanwhile.
             with contextlib.closing(socket.socket(fileno=os.dup(int(number)))) as connection:
                 if (
                     connection.family in _STREAM
@@ -75,5 +71,5 @@ def _sockets() -> Iterator[tuple[str, tuple[int, int]]]:
 
 
 def _leaves_host(connection: socket.socket) -> bool:
-    here, there = connection.getsockname()[0], connection.getpeername()[0]
-    return bool(here != there and not there.removeprefix("::ffff:").startswith("127."))
+    local, peer = connection.getsockname()[0], connection.getpeername()[0]
+    return bool(local != peer and not peer.removeprefix("::ffff:").startswith("127."))

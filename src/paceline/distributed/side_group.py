@@ -1,10 +1,10 @@
-"""Transfers between rank 0 and the ranks that do not see the run's folder, on a Gloo group separate
-from the training's groups.
+"""Transfers between rank 0 and the ranks that do not see the run's folder, on a separate Gloo
+group.
 
-Messages are point to point. They may run in a background thread while the training's collectives
-run on their own groups. A transfer is a sequence of chunks of fixed size followed by a frame (JSON)
+Messages are point to point. They may run in a background thread while collectives of the training
+run on other groups. A transfer is a sequence of chunks of fixed size followed by a frame (JSON)
 that reports how it ended. Both ends know the size beforehand, so a sender that fails fills the rest
-with zeros and says so in the frame: the two ends never lose step.
+with zeros and reports the failure in the frame, and the two ends stay synchronized.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FRAME_BYTES = 4096
 _MAX_FRAME_BYTES = 1 << 30
 #: A transfer in progress fails if nothing arrives for this long.
 STALL_TIMEOUT_S = 900.0
-#: A rank waits for its turn this long. A peer that dies is noticed at once, whatever the timeout.
+#: A rank waits for its turn this long. The death of a peer is noticed at once.
 _TURN_TIMEOUT = timedelta(days=7)
 _PROBE_BYTES, _LARGE_PROBE_BYTES = 1 << 18, 1 << 24
 _SHORT_PROBE_S = 0.1
@@ -76,12 +76,12 @@ class SideGroup:
         with uncounted():
             flags = world.gather_numbers(float(sees_run_folder))
         if not flags[cls.root]:
-            raise RunError(f"rank {cls.root} does not see the run's folder, which it writes")
+            raise RunError(f"rank {cls.root} cannot access the run's folder, which it writes")
         remote_ranks = [rank for rank, flag in enumerate(flags) if not flag]
         return cls(world, remote_ranks) if remote_ranks else None
 
     def reopen(self) -> None:
-        """Make new connections. A collective of all ranks."""
+        """Open new connections. A collective of all ranks."""
         ranks = [self.world.ranks[rank] for rank in self.members]
         # Gloo keeps an old group's threads until the process ends; this happens only after a failed
         # transfer.
@@ -90,7 +90,8 @@ class SideGroup:
 
     # -- frames
     def send_frame(self, peer: int, value: Any) -> None:
-        """Send a JSON value to rank ``peer``. Waits until the peer receives it, for any time."""
+        """Send a JSON value to rank ``peer`` and wait, without a time limit, until it receives
+        it."""
         raw = json.dumps(value).encode()
         first = np.zeros(_FRAME_BYTES, np.uint8)
         first[:8] = np.frombuffer(len(raw).to_bytes(8, "little"), np.uint8)
@@ -102,8 +103,11 @@ class SideGroup:
             self._wait(self._send(peer, rest[start : start + CHUNK_BYTES]))
 
     def receive_frame(self, peer: int, any_time: bool = False) -> Any:
-        """Receive a JSON value from rank ``peer``. With ``any_time`` only the end of the peer ends
-        the wait."""
+        """Receive a JSON value from rank ``peer``.
+
+        Args:
+            any_time: wait without a time limit, until the peer ends.
+        """
         first = np.empty(_FRAME_BYTES, np.uint8)
         self._wait(self._receive(peer, first), _TURN_TIMEOUT if any_time else None)
         return self._rest_of_frame(peer, first)
@@ -123,12 +127,15 @@ class SideGroup:
     def outgoing(
         self, peer: int, size_bytes: int, tick: Callable[[], None] = lambda: None
     ) -> Outgoing:
-        """Begin a transfer of ``size_bytes`` to rank ``peer``."""
+        """Start a transfer of ``size_bytes`` to rank ``peer``."""
         return Outgoing(self, peer, size_bytes, tick)
 
     def receive(self, peer: int, size_bytes: int, consume: Consume) -> Any:
-        """Receive a transfer, handing each chunk to ``consume``, which must not keep it. Returns
-        the frame that ends it."""
+        """Receive a transfer and return the frame that ends it.
+
+        Args:
+            consume: called with each chunk, whose memory is reused afterwards.
+        """
         staging = _make_staging(size_bytes)
         buffers = (
             staging[start // CHUNK_BYTES % _WINDOW][: size_bytes - start]
@@ -137,7 +144,7 @@ class SideGroup:
         return self._receive_all(peer, buffers, consume)
 
     def receive_into(self, peer: int, memory: np.ndarray[Any, Any], consume: Consume) -> Any:
-        """As :meth:`receive`, straight into ``memory`` (contiguous uint8)."""
+        """Receive a transfer directly into ``memory`` (contiguous uint8); see :meth:`receive`."""
         buffers = (
             memory[start : start + CHUNK_BYTES] for start in range(0, len(memory), CHUNK_BYTES)
         )
@@ -166,10 +173,9 @@ class SideGroup:
         if buffer is not ending:
             consume(buffer.data)
 
-    # -- messages
-    # The group's own methods, not those of torch.distributed: these would count the bytes as
-    # traffic of the training and put the calls among the collectives that the watchdog compares
-    # between ranks.
+    # -- messages These use the methods of the group instead of those of torch.distributed, which
+    # would count the bytes as traffic of the training and record the calls among the collectives
+    # that the watchdog compares between ranks.
     def _send(self, peer: int, data: np.ndarray[Any, Any]) -> dist.Work:
         with self._failing():
             work = self._group.send([torch.from_numpy(data)], self.members.index(peer), 0)
@@ -201,8 +207,8 @@ class SideGroup:
 
     # -- measurement
     def measure_bytes_per_s(self) -> float | None:
-        """Measure how many bytes a second arrive at rank 0 from the slowest of the hosts that do
-        not see the folder. A collective of the members; None on ranks that are not members."""
+        """Measure the bytes per second from the slowest host that does not see the folder to rank
+        0. A collective of the members; None on other ranks."""
         if not (self.is_root or self.is_remote):
             return None
         if self.is_remote:
@@ -233,9 +239,11 @@ class SideGroup:
 
 
 class Outgoing:
-    """The sending end of a transfer: takes bytes as a file without a buffer does. Use it in a
-    ``with``; what was not written by its end is sent as zeros. Call :meth:`finish` with the frame
-    that ends the transfer."""
+    """The sending end of a transfer, written like an unbuffered file.
+
+    Use it in a ``with``: bytes that were not written by its end are sent as zeros. Call
+    :meth:`finish` with the frame that ends the transfer.
+    """
 
     def __init__(
         self, side: SideGroup, peer: int, size_bytes: int, tick: Callable[[], None]
@@ -268,9 +276,11 @@ class Outgoing:
         self.ending = ending
 
     def write(self, data: memoryview, /) -> int:
-        """Returns how many bytes were taken."""
+        """Write the beginning of ``data`` and return its number of bytes."""
         if len(data) > self.left_bytes:
-            raise ValueError(f"{len(data) - self.left_bytes:,} bytes more than the transfer holds")
+            raise ValueError(
+                f"{len(data):,} bytes exceed the {self.left_bytes:,} that are left of the transfer"
+            )
         staging = self._staging[self._number % _WINDOW]
         count = min(len(data), len(staging) - self._used)
         staging[self._used : self._used + count] = np.frombuffer(data[:count], np.uint8)
@@ -286,5 +296,5 @@ class Outgoing:
 
 
 def _make_staging(size_bytes: int) -> list[np.ndarray[Any, Any]]:
-    """The buffers of a transfer."""
+    """Return the staging buffers of a transfer."""
     return [np.empty(min(CHUNK_BYTES, max(1, size_bytes)), np.uint8) for _ in range(_WINDOW)]

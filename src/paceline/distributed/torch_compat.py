@@ -1,9 +1,9 @@
-"""The private names of torch that Paceline needs, each behind a function of its own.
+"""Wrappers for the private names of torch that Paceline uses.
 
-No other module touches private names of torch, but for
-:mod:`paceline.parallel.pipeline.schedule`, whose stage implements the interface of torch's pipeline
-schedules. A name that the installed torch lacks raises a ConfigError that names the supported
-range, or is replaced by a loop over public functions where that gives the same numbers.
+No other module uses private names of torch, except :mod:`paceline.parallel.pipeline.schedule`,
+whose stage implements the interface of torch's pipeline schedules. If the installed torch lacks a
+name, the wrapper raises a ConfigError with the supported range, or loops over public functions that
+compute the same numbers.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from paceline.core.errors import ConfigError
-
-__all__ = ["TorchDispatchMode"]
 
 SUPPORTED = "torch>=2.11,<2.14"
 _MISSING = object()
@@ -26,7 +24,7 @@ def _find(owner: Any, path: str, default: Any = _MISSING) -> Any:
     """Return the attribute at a dotted path below ``owner``.
 
     Raises:
-        ConfigError: this torch has no such attribute, and there is no ``default``.
+        ConfigError: this torch lacks the attribute, and there is no ``default``.
     """
     try:
         return attrgetter(path)(owner)
@@ -35,7 +33,7 @@ def _find(owner: Any, path: str, default: Any = _MISSING) -> Any:
             return default
         raise ConfigError(
             f"torch {torch.__version__} has no `{getattr(owner, '__name__', owner)}.{path}`, which"
-            " Paceline uses.",
+            " Paceline requires",
             allowed=SUPPORTED,
             fix=f"run `pip install '{SUPPORTED}'`",
         ) from error
@@ -50,14 +48,15 @@ def hook_collectives(
     wrap_function: Callable[[str, Callable[..., Any]], Callable[..., Any]],
     wrap_wait: Callable[[Callable[..., Any], bool], Callable[..., Any]],
 ) -> None:
-    """Replace functions of ``torch.distributed``, and ``wait`` of its works and futures, by
-    wrappers. Only the first call in a process has an effect.
+    """Wrap functions of ``torch.distributed``, and ``wait`` of its works and futures.
+
+    Only the first call in a process has an effect.
 
     Args:
         functions: names in ``torch.distributed``; those that this torch lacks are skipped.
-        wrap_function: gets a name and the function, returns its replacement.
-        wrap_wait: gets a method and whether it is that of a work (else of a future), returns its
-            replacement.
+        wrap_function: returns the replacement for a name and its function.
+        wrap_wait: returns the replacement for a method and whether it is that of a work (else of a
+            future).
     """
     global _is_hooked
     if _is_hooked:
@@ -74,13 +73,13 @@ def hook_collectives(
 
 # -- the process group
 def default_store() -> dist.Store:
-    """The store by which the ranks of the default process group met, whoever made the group."""
+    """Return the rendezvous store of the default process group."""
     return _find(dist, "distributed_c10d._get_default_store")()  # type: ignore[no-any-return]
 
 
 def _find_flight_recorder() -> tuple[str, Callable[[], bytes] | None]:
-    """The environment variable that sizes torch's flight recorder, and the function that writes
-    its contents as JSON."""
+    """Return the environment variable for the size of torch's flight recorder, and the function
+    that returns its contents as JSON."""
     c10d = _find(torch, "_C._distributed_c10d")
     dump = _find(c10d, "_dump_fr_trace_json", None)
     if dump is not None:
@@ -89,13 +88,12 @@ def _find_flight_recorder() -> tuple[str, Callable[[], bytes] | None]:
 
 
 def flight_recorder_variable() -> str:
-    """The environment variable with the number of collectives that torch's flight recorder
-    keeps."""
+    """Return the environment variable for the number of collectives in torch's flight recorder."""
     return _find_flight_recorder()[0]
 
 
 def dump_flight_recorder() -> bytes:
-    """What torch's flight recorder holds, as JSON; empty where this torch has none."""
+    """Return the contents of torch's flight recorder as JSON; empty if this torch has none."""
     dump = _find_flight_recorder()[1]
     return b"" if dump is None else dump()
 
@@ -108,8 +106,10 @@ def _foreach(
     args: tuple[Any, ...] = (),
     **options: Any,
 ) -> list[Any]:
-    """Run torch's kernel for many tensors, or else ``operation`` on each; both take ``args`` after
-    the tensors, and ``options``."""
+    """Run torch's kernel for many tensors, or ``operation`` on each if this torch lacks it.
+
+    Both take ``args`` after the tensors, and ``options``.
+    """
     with torch.no_grad():
         kernel = _find(torch, kernel_name, None)
         if kernel is not None:
@@ -130,7 +130,7 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 def foreach_add_(
     tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], alpha: float = 1.0
 ) -> None:
-    """Add ``alpha`` times its counterpart to each tensor."""
+    """Add ``alpha`` times the corresponding one of ``others`` to each tensor."""
     _foreach("_foreach_add_", torch.Tensor.add_, tensors, others, alpha=alpha)
 
 
@@ -140,34 +140,34 @@ def foreach_mul_(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) 
 
 
 def foreach_norm(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """The 2-norm of each tensor, computed in ``dtype``."""
+    """Return the 2-norm of each tensor, computed in ``dtype``."""
     norm = torch.linalg.vector_norm
     return _foreach("_foreach_norm", norm, tensors, args=(2,), dtype=dtype)
 
 
 # -- tensors, operations, optimizers
 def tensor_version(tensor: torch.Tensor) -> int:
-    """A number that grows with each change of the tensor in place."""
+    """Return a number that grows with each in-place change of the tensor."""
     return _find(tensor, "_version")  # type: ignore[no-any-return]
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """A number that tensors on one storage share, also on the meta device, which has no addresses.
-    It can be used again once the storage is freed."""
+    """Return a number that identifies the tensor's storage, also on the meta device, which has no
+    addresses. It can be reused once the storage is freed."""
     return _find(tensor.untyped_storage(), "_cdata")  # type: ignore[no-any-return]
 
 
 def is_mutable_op(op: Any) -> bool:
-    """Whether an operation, as ``__torch_dispatch__`` gets it, changes one of its arguments."""
+    """Return whether an operation in ``__torch_dispatch__`` changes one of its arguments."""
     return _find(op, "_schema.is_mutable")  # type: ignore[no-any-return]
 
 
 def is_item_op(op: Any) -> bool:
-    """Whether an operation reads a number out of a tensor, as ``Tensor.item`` does."""
+    """Return whether an operation reads a number from a tensor, as ``Tensor.item`` does."""
     return op is _find(torch.ops.aten, "_local_scalar_dense.default")
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer leaves a step out where its attribute ``found_inf`` says so, as torch's
+    """Return whether the optimizer skips a step if its attribute ``found_inf`` is set, as torch's
     fused optimizers do for GradScaler."""
     return bool(_find(optimizer, "_step_supports_amp_scaling", False))

@@ -1,13 +1,13 @@
-"""Bytes that this rank sends, counted at torch.distributed's own functions, whoever calls them.
+"""Counts the bytes that this rank sends, at the functions of torch.distributed.
 
 FSDP, DeepSpeed, the pipeline schedules and :class:`~paceline.distributed.communicator.Communicator`
-all go through the functions of the ``torch.distributed`` package, so these are wrapped, once a
-process, to add up what passes. What is counted is what an algorithm optimal in bandwidth sends: the
-figure by which strategies are compared, and the same for every backend. The same wrappers tell the
-process's :data:`~paceline.distributed.progress.PROGRESS` which collectives were issued.
+all call functions of the ``torch.distributed`` package, which are wrapped once per process. They
+count the bytes that a bandwidth-optimal algorithm sends, by which strategies are compared and which
+are the same for every backend. The wrappers also report issued collectives to
+:data:`~paceline.distributed.progress.PROGRESS`.
 
-Objects (``broadcast_object_list`` and its like) are not counted: they go through the functions'
-module, not the package, and are no part of a step.
+Objects (``broadcast_object_list`` and similar) are not counted: they do not go through the wrapped
+names, and are not part of a step.
 """
 
 import threading
@@ -22,8 +22,8 @@ from paceline.distributed import progress, torch_compat
 from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter_bytes
 from paceline.distributed.progress import Arguments, argument
 
-#: Names in the count: collectives, messages between two ranks, copies between the devices of one
-#: process, and what workers fetch from the servers of a parameter server and send them.
+#: Kinds of traffic: collectives, messages between two ranks, copies between the devices of one
+#: process, and what workers of a parameter server fetch from servers and send to them.
 KINDS = (
     "all_reduce",
     "all_gather",
@@ -39,8 +39,7 @@ KINDS = (
 
 
 class Traffic:
-    """Bytes sent by this rank, by collective (of :data:`KINDS`). Threads may add at the same
-    time."""
+    """Bytes sent by this rank, by kind (of :data:`KINDS`). Thread-safe."""
 
     def __init__(self) -> None:
         self.bytes_by_collective: dict[str, int] = {}
@@ -57,13 +56,13 @@ class Traffic:
         with self._lock:
             return sum(self.bytes_by_collective.values())
 
-    def so_far(self) -> dict[str, int]:
-        """A copy of the count."""
+    def snapshot(self) -> dict[str, int]:
+        """Return a copy of the counts."""
         with self._lock:
             return dict(self.bytes_by_collective)
 
 
-#: what this process has sent
+#: The traffic of this process.
 TRAFFIC = Traffic()
 _MUTED = threading.local()
 
@@ -79,30 +78,29 @@ def _muted(setting: str, value: object) -> Iterator[None]:
 
 
 def uncounted(*collectives: str) -> AbstractContextManager[None]:
-    """Leave what this thread sends meanwhile out of the count: it is not part of a training step (a
-    check, a gather for the report). ``collectives``: names in the count; all where none is given.
+    """Do not count what this thread sends, which is not part of a training step.
+
+    Args:
+        collectives: kinds of traffic; default: all.
     """
     return _muted("on", frozenset(collectives) or True)
 
 
 @contextmanager
 def inside_collective() -> Iterator[None]:
-    """As :func:`uncounted`, for the calls of which a collective of our own consists: the call log
-    has the collective itself."""
+    """Neither count nor record the calls within one of Paceline's collectives, which is recorded
+    itself."""
     with _muted("nested", True), uncounted():
         yield
 
 
 def counted_again() -> AbstractContextManager[None]:
-    """Within :func:`uncounted`, a stretch that is counted after all."""
+    """Count again within :func:`uncounted`."""
     return _muted("on", False)
 
 
-#: What a function sends, from its arguments.
-_SizeOf = Callable[[Arguments], int]
-#: function → (name in the count, what it sends). Position and name of the tensor, then those of the
-#: group.
-_COUNTERS: dict[str, tuple[str, _SizeOf]] = {
+#: function → (kind of traffic, returns the bytes that it sends with its arguments).
+_COUNTERS: dict[str, tuple[str, Callable[[Arguments], int]]] = {
     "all_reduce": (
         "all_reduce",
         lambda call: all_reduce_bytes(
@@ -137,7 +135,7 @@ _COUNTERS: dict[str, tuple[str, _SizeOf]] = {
         ),
     ),
     "broadcast": ("broadcast", lambda call: argument(call, 0, "tensor").nbytes),
-    # All but the destination send what they hold.
+    # All ranks but the destination send their tensor.
     "reduce": ("reduce", lambda call: argument(call, 0, "tensor").nbytes),
     "all_to_all_single": (
         "all_to_all",
@@ -153,18 +151,13 @@ _COUNTERS: dict[str, tuple[str, _SizeOf]] = {
     ),
     "send": ("send", lambda call: argument(call, 0, "tensor").nbytes),
 }
-#: Names that torch 2.13 prefers for the same functions; FSDP calls these.
-_COUNTERS |= {
-    new: _COUNTERS[old]
-    for new, old in {
-        "all_gather_single": "all_gather_into_tensor",
-        "reduce_scatter_single": "reduce_scatter_tensor",
-    }.items()
-}
+#: New names of the same functions since torch 2.13, which FSDP calls.
+_COUNTERS["all_gather_single"] = _COUNTERS["all_gather_into_tensor"]
+_COUNTERS["reduce_scatter_single"] = _COUNTERS["reduce_scatter_tensor"]
 
 
 def count_collectives() -> Traffic:
-    """Wrap the functions of ``torch.distributed`` (once a process). Returns the process's count."""
+    """Wrap the functions of ``torch.distributed``, once per process, and return its traffic."""
     # `isend` cannot be wrapped: P2POp compares it with the function itself.
     torch_compat.hook_collectives(
         _COUNTERS.keys() | progress.ARGUMENTS.keys(), _watched, progress.watch_wait

@@ -20,7 +20,7 @@ from typing import Any, TypedDict
 
 from paceline.core.errors import Outcome
 from paceline.core.files import Scratch, write_atomic
-from paceline.distributed.environment import LOST_KEY, MEETING_KEY
+from paceline.distributed.environment import CONTINUE_KEY, LOST_KEY
 from paceline.launch.worker import STOP_FILE, RunRank, outcome_file, pid_file, worker_main
 
 #: How long the other ranks may take to end by themselves after one has failed, to leave a message
@@ -164,7 +164,7 @@ class RankProcesses:
     def _continue_without(self, ended: list[int], outcomes: dict[int, Outcome]) -> bool:
         """Let the other ranks continue without these. Return False if they cannot."""
         lost = {*ended, *self.lost_ranks}
-        if not lost < self.expendable or not self.store.check([MEETING_KEY]):
+        if not lost < self.expendable or not self.store.check([CONTINUE_KEY]):
             return False
         for rank in ended:
             reason = self.exit_text(rank)

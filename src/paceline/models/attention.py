@@ -1,7 +1,7 @@
 """Attention for packed rows: each sample attends to itself, and nothing is computed between
 samples.
 
-With position_ids alone, transformers masks the whole row: its cost grows with the square of the
+With position_ids alone, transformers masks the full row, so its cost grows with the square of the
 row. Here it grows with the square of each sample, and no mask is built.
 """
 
@@ -24,28 +24,30 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each segment of a row, in the form of transformers' attention
-    functions.
+    """Compute causal attention within each segment of a row, as an attention function of
+    transformers.
 
     Args:
         query: [1, heads, tokens, size]; key, value: [1, key_value_heads, tokens, size].
         attention_mask: must be None.
         segment_lengths: tokens of each sample, in order; their sum is ``tokens``.
-        sliding_window: most tokens that a token looks back, itself included.
+        sliding_window: number of tokens that a token attends to, including itself.
 
     Returns:
         ([1, tokens, heads, size], None).
 
     Raises:
-        NotImplementedError: the model asks for what this function does not do (a mask, soft-capped
-            logits, sinks); the caller then keeps the model's own attention.
+        NotImplementedError: the model requires an unsupported feature (a mask, soft-capped logits,
+            sinks); the caller then uses the model's own attention.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    asked = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-    if segment_lengths is None or attention_mask is not None or asked or query.shape[0] != 1:
+    features = ("softcap", "s_aux", "position_bias")
+    used = [name for name in features if kwargs.get(name) is not None]
+    if segment_lengths is None or attention_mask is not None or used or query.shape[0] != 1:
         raise NotImplementedError(
-            f"packed attention without segment lengths, or with a mask or {asked}"
+            "packed attention requires segment lengths, and supports neither a mask nor"
+            f" {', '.join(features)}"
         )
     outputs = []
     parts = zip(
@@ -68,8 +70,8 @@ def packed_attention(
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Boolean [1, 1, length, length], true where a token looks; None where plain causal attention
-    is the same."""
+    """Return a boolean mask [1, 1, length, length], True where a token attends; None if plain
+    causal attention is the same."""
     if window is None or length <= window:
         return None
     distance = torch.arange(length, device=device).unsqueeze(1) - torch.arange(
@@ -79,7 +81,7 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> torch
 
 
 def attention_of(model: Any) -> str | None:
-    """The name of the attention that a transformers model uses; None for other models."""
+    """Return the name of the attention that a transformers model uses; None for other models."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
@@ -88,7 +90,7 @@ def install(model: Any) -> str | None:
     :func:`packed_attention`.
 
     Returns:
-        The name of the attention it used before, or None where nothing was changed.
+        The name of the attention it used before, or None if nothing was changed.
     """
     from transformers import AttentionInterface
 

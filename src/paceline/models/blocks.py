@@ -1,5 +1,5 @@
-"""The repeated blocks of a model: the units of sharding, of activation checkpointing and of
-pipeline stages."""
+"""The repeated blocks of a model: the units of sharding, activation checkpointing and pipeline
+stages."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ def base_model(model: Any) -> Any:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further name → first name of each parameter that is used under several."""
+    """Return other name → first name of parameters with several names."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         name: first[id(parameter)]
@@ -50,8 +50,11 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:
-    """Have ``wrapper(original, …)`` run in the place of ``module.forward``, where ``original`` is
-    that method. Returns what undoes it."""
+    """Replace ``module.forward`` by ``wrapper(original, …)``, where ``original`` is that method.
+
+    Returns:
+        A function that restores it.
+    """
     original = module.forward
     module.forward = partial(wrapper, original)
     return partial(setattr, module, "forward", original)
@@ -59,7 +62,7 @@ def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> Callable[[],
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Within it, running statistics stay as they are and nothing is dropped."""
+    """Put a model into evaluation mode: running statistics do not change and dropout is off."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -70,20 +73,20 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(dotted name, module) of each block, in the order of the model: the children of the
-    ModuleList or Sequential that holds the most parameters; empty where there is none.
+    """Return (dotted name, module) of each block, in the model's order: the children of the
+    ModuleList or Sequential with the most parameters.
 
-    Of nested lists the outermost counts. Children without parameters (activations between layers)
-    are blocks too: who cuts a model into stages must run them.
+    Of nested lists the outermost is used. Children without parameters (activations between layers)
+    are blocks too, since pipeline stages must run them.
     """
     best: list[tuple[str, nn.Module]] = []
-    most = 0
+    max_size = 0
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
             continue
         size = sum(parameter.numel() for parameter in module.parameters())
-        if size > most:
-            most = size
+        if size > max_size:
+            max_size = size
             best = [
                 (f"{name}.{key}" if name else key, child) for key, child in module.named_children()
             ]

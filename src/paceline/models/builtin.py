@@ -1,9 +1,9 @@
-"""The built-in models: small Qwen2-style language models with random weights, made on this machine,
-without a download.
+"""The built-in models: small Qwen2-style language models with random weights, which need no
+download.
 
-Each becomes an ordinary Hugging Face folder in the cache, so nothing else in the house knows a
-built-in from any other. Configuration, weights and tokenizer are written directly: the modelling
-code takes seconds to import and is not needed.
+Each is written as a Hugging Face folder in the cache, so that other code need not distinguish
+built-in models. Configuration, weights and tokenizer are written without importing the modeling
+code, which takes seconds.
 """
 
 from __future__ import annotations
@@ -73,15 +73,18 @@ _SHAPES = {
 
 
 def resolve_model(name: str) -> str:
-    """``builtin:NAME`` to the folder that holds it, made on first use; ``modelscope:OWNER/NAME`` to
-    the folder it is downloaded to; a well-known hub id to the hub's spelling of it; any other name
-    comes back as it is.
+    """Resolve the name of a model to a folder or hub id.
 
-    The folder has ``config.json``, ``model.safetensors`` (float32), ``tokenizer.json``,
-    ``tokenizer_config.json`` with the chat template, and ``generation_config.json``.
+    ``builtin:NAME`` becomes the folder of the model, which is created on first use;
+    ``modelscope:OWNER/NAME`` the folder to which it is downloaded; a well-known hub id the hub's
+    spelling. Any other name is returned unchanged.
+
+    The folder of a built-in model has ``config.json``, ``model.safetensors`` (float32),
+    ``tokenizer.json``, ``tokenizer_config.json`` with the chat template, and
+    ``generation_config.json``.
 
     Raises:
-        ConfigError: no built-in model of that name.
+        ConfigError: unknown built-in model.
     """
     if name.startswith(MODELSCOPE_PREFIX):
         return download_from_modelscope(name, "model")
@@ -92,7 +95,7 @@ def resolve_model(name: str) -> str:
         known = [f"builtin:{shape}" for shape in _SHAPES]
         raise unknown_name("built-in language model", name, known)
     folder = cache_dir() / "models" / f"{short}-{python_version()}-v{_LAYOUT}"
-    build_once(folder, "config.json", lambda aside: _write_model(aside, _SHAPES[short]))
+    build_once(folder, "config.json", lambda staging_dir: _write_model(staging_dir, _SHAPES[short]))
     return str(folder)
 
 
@@ -160,10 +163,10 @@ def _weights(shape: _Shape) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _normal(name: str, size: tuple[int, int]) -> np.ndarray:
-    """Float32 [rows, columns], near normal with standard deviation 0.02, the same bits on every
-    machine.
+    """Return nearly normal float32 values [rows, columns] with standard deviation 0.02, bit-equal
+    on every machine.
 
-    A sum of four 16-bit integers (Irwin-Hall): numpy's own normal goes through the C library's
+    They are sums of four 16-bit integers (Irwin-Hall). numpy's normal uses the C library's
     logarithm, whose last bit differs between platforms.
     """
     import numpy as np
@@ -172,14 +175,14 @@ def _normal(name: str, size: tuple[int, int]) -> np.ndarray:
     raw = np.random.PCG64([_SEED, zlib.crc32(name.encode())]).random_raw(count)
     halves = raw.astype("<u8").view("<u2").reshape(count, 4)
     total = halves.sum(axis=1, dtype=np.int64) - 4 * 65535 // 2
-    std = 65536 / 3**0.5  # of the sum of four uniform numbers of that width
+    std = 65536 / 3**0.5  # of a sum of four uniform 16-bit integers
     weights: np.ndarray = (total.astype(np.float64) * (_INIT_STD / std)).astype(np.float32)
     return weights.reshape(size)
 
 
 def builtin_tokenizer() -> Path:
-    """Folder of the tokenizer that the built-in models share, trained on the built-in data on first
-    use."""
+    """Return the folder of the built-in models' tokenizer, which is trained on the built-in data on
+    first use."""
     folder = cache_dir() / "models" / f"tokenizer-{python_version()}-v{_LAYOUT}"
     build_once(folder, "tokenizer_config.json", _write_tokenizer)
     return folder
@@ -197,8 +200,7 @@ def _write_tokenizer(folder: Path) -> None:
         trainers,
     )
 
-    # The pipeline of Qwen2's own tokenizer: transformers builds that one for every folder whose
-    # model is a qwen2.
+    # The same pipeline as that of Qwen2, which transformers builds for every qwen2 model.
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -238,7 +240,7 @@ def _training_text() -> Iterator[str]:
     for row in _rows("python-docs"):
         yield from (f"{message['role']}\n{message['content']}" for message in row["messages"])
     for number, row in enumerate(_rows("python-source")):
-        if number % 3 == 0:  # enough to know what code looks like
+        if number % 3 == 0:  # a third of the code is enough for the tokenizer
             yield row["text"]
 
 
@@ -253,8 +255,8 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def config_numbers(name: str) -> dict[str, JsonValue]:
-    """``config.json`` of a local folder or a well-known hub id, without importing anything; empty
-    if it cannot be read."""
+    """Return the ``config.json`` of a local folder or a well-known hub id, without importing
+    libraries; empty if it cannot be read."""
     try:
         return read_config(resolve_model(name)) or {}
     except ConfigError:  # reported by the task's own check
@@ -262,6 +264,7 @@ def config_numbers(name: str) -> dict[str, JsonValue]:
 
 
 def model_type(name: str) -> str | None:
-    """The ``model_type`` of a local folder or a well-known hub id; None if it cannot be read."""
+    """Return the ``model_type`` of a local folder or a well-known hub id; None if it cannot be
+    read."""
     kind = config_numbers(name).get("model_type")
     return kind if isinstance(kind, str) and kind.isidentifier() else None

@@ -1,5 +1,4 @@
-"""What can be seen of a model's folder without importing anything, so that it is said before
-anything starts."""
+"""Checks a model's folder without importing libraries, before a run starts."""
 
 import json
 from pathlib import Path
@@ -19,10 +18,10 @@ _WEIGHTS = (
 
 
 def check_files(config: Config) -> None:
-    """Look into the local folders that ``model`` and ``lora.adapter`` name.
+    """Check the local folders of ``model`` and ``lora.adapter``.
 
     Raises:
-        ConfigError: a folder that is not there, JSON that does not parse, no weights.
+        ConfigError: a folder does not exist, has invalid JSON, or has no weights.
     """
     name = config.model
     folder = Path(name).expanduser()
@@ -35,12 +34,13 @@ def check_files(config: Config) -> None:
 
 
 def check_hub(config: Config) -> None:
-    """Check that what ``model``, ``tokenizer`` and ``lora.adapter`` name on the hub can be had: the
-    hub answers, or it was downloaded before. In the latter case the hub's libraries make no
-    request.
+    """Check that hub ids in ``model``, ``tokenizer`` and ``lora.adapter`` can be downloaded, or are
+    in the cache.
+
+    If the hub cannot be reached, its libraries are switched to offline mode.
 
     Raises:
-        ConfigError: the hub cannot be reached, and there is no copy.
+        ConfigError: the hub cannot be reached, and there is no cached copy.
     """
     for key, name, mark in (
         ("model", config.model, "config.json"),
@@ -78,7 +78,6 @@ def _check_folder(folder: Path) -> None:
             allowed="the folder that holds config.json and the weights",
         )
     if not (folder / "config.json").is_file():
-        result = ", ".join(sorted(file.name for file in folder.iterdir())[:6]) or "nothing"
         hint = ""
         if (folder / "adapter_config.json").is_file():
             base = _read_object(folder / "adapter_config.json", f"`model: {folder}`").get(
@@ -89,7 +88,7 @@ def _check_folder(folder: Path) -> None:
                 f" {folder}}}`"
             )
         raise ConfigError(
-            f"`model: {folder}` is no model: it has no config.json (found: {result})",
+            f"`model: {folder}` is not a model: it has no config.json (found: {_listing(folder)})",
             allowed="a folder that save_pretrained wrote, with config.json and weights",
             fix=hint or "check the path",
         )
@@ -102,17 +101,17 @@ def _check_model(folder: Path) -> None:
     if (folder / "config.json").is_file() and not any(
         any(folder.glob(pattern)) for pattern in _WEIGHTS
     ):
-        result = ", ".join(sorted(file.name for file in folder.iterdir())[:6])
         raise ConfigError(
-            f"`model: {folder}` has no weights (found: {result})",
+            f"`model: {folder}` has no weights (found: {_listing(folder)})",
             allowed=(
                 "a folder with config.json and model.safetensors (or its shards and their index)"
             ),
-            fix=(
-                "copy the weights too; of a repository cloned with git, get them with `git lfs"
-                " pull`"
-            ),
+            fix="copy the weights too; in a repository cloned with git, run `git lfs pull`",
         )
+
+
+def _listing(folder: Path) -> str:
+    return ", ".join(sorted(file.name for file in folder.iterdir())[:6]) or "nothing"
 
 
 def _check_adapter(config: Config) -> None:
@@ -120,8 +119,8 @@ def _check_adapter(config: Config) -> None:
     folder = Path(name).expanduser()
     if not config.lora.enable:
         raise ConfigError(
-            f"`lora.adapter: {name}` is given, and `lora.enable` is false",
-            fix="set `lora.enable: true` too",
+            f"`lora.adapter: {name}` requires `lora.enable: true`",
+            fix="set `lora.enable: true`, or leave `lora.adapter` out",
         )
     if not folder.exists() and (name.startswith((".", "/", "~")) or name.count("/") != 1):
         raise ConfigError(
@@ -148,9 +147,9 @@ def _read_object(file: Path, key: str) -> JsonObject:
         content = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(content, dict):
             return content
-        reason = f"it holds a {type(content).__name__}, not an object"
+        reason = f"expected an object, found a {type(content).__name__}"
     except (OSError, ValueError) as error:
         reason = str(error)
     raise ConfigError(
-        f"{key}: its {file.name} cannot be read: {reason}", fix="copy the folder anew"
+        f"{key}: its {file.name} cannot be read: {reason}", fix="copy the folder again"
     )

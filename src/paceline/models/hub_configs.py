@@ -1,8 +1,5 @@
-"""The config.json of a model, read without a network: from a folder, the hub's cache, or the table
-of well-known models.
-
-No torch here.
-"""
+"""Reads the config.json of a model without a network: from a folder, the hub's cache, or the table
+of well-known models. Imports no torch."""
 
 import contextlib
 import json
@@ -17,34 +14,33 @@ from paceline.models.qwen import as_qwen2_config
 
 
 def canonical_id(name: str) -> str:
-    """A hub id of the table as the hub spells it (``qwen/qwen-7b`` → ``Qwen/Qwen-7B``); any other
-    name as it is."""
+    """Return the hub's spelling of a well-known id (``qwen/qwen-7b`` → ``Qwen/Qwen-7B``); any other
+    name is returned unchanged."""
     if Path(name).expanduser().exists():
         return name
     return _table().get(name.lower(), (name, {}))[0]
 
 
 def known_ids() -> list[str]:
-    """The hub ids whose config.json is in the table."""
+    """Return the hub ids whose config.json is in the table."""
     return [model_id for model_id, _ in _table().values()]
 
 
 def read_config(name: str) -> dict[str, JsonValue] | None:
-    """The config.json of ``name`` (a folder or a hub id) as transformers reads it; None if a
-    network would be needed.
+    """Return the config.json of a folder or hub id as transformers reads it; None if it would have
+    to be downloaded.
 
-    The config of a first-generation Qwen model is returned in the Qwen2 form, in which it is
-    trained.
+    The config of a first-generation Qwen model is converted to Qwen2, as which it is trained.
 
     Raises:
-        ConfigError: a first-generation Qwen model that cannot be converted.
+        ConfigError: a first-generation Qwen model cannot be converted.
     """
     content = read_raw_config(name)
     return content if content is None else as_qwen2_config(content, name)
 
 
 def read_raw_config(name: str) -> dict[str, JsonValue] | None:
-    """As :func:`read_config`, as it is stored."""
+    """Return the stored config.json; see :func:`read_config`."""
     folder = config_folder(name)
     if folder is not None:
         return read_object(folder / "config.json")
@@ -53,8 +49,8 @@ def read_raw_config(name: str) -> dict[str, JsonValue] | None:
 
 
 def config_folder(name: str) -> Path | None:
-    """The local folder that holds the config.json of ``name``: the folder itself, or its snapshot
-    in the hub's cache."""
+    """Return the local folder with the config.json of ``name``: the folder itself, or its snapshot
+    in the hub's cache; None if there is none."""
     path = Path(name).expanduser()
     if path.exists():
         return path
@@ -63,7 +59,7 @@ def config_folder(name: str) -> Path | None:
 
 
 def cached_file(name: str, file_name: str) -> Path | None:
-    """A file of a hub id, if it is in the hub's cache."""
+    """Return the path of a hub id's file in the hub's cache; None if it is not there."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -74,18 +70,20 @@ def cached_file(name: str, file_name: str) -> Path | None:
 
 
 def download_config(name: str) -> None:
-    """Download the config.json of a hub id into the hub's cache, if it can be: a failure is
-    reported by who needs the file."""
+    """Try to download the config.json of a hub id into the hub's cache.
+
+    Failures are ignored: the code that needs the file reports them.
+    """
     from huggingface_hub import hf_hub_download
 
-    # every kind of network trouble: each client library has its own
+    # each client library has its own network errors
     with contextlib.suppress(Exception):
         hf_hub_download(canonical_id(name), "config.json")
 
 
 @cache
 def _table() -> dict[str, tuple[str, dict[str, JsonValue]]]:
-    """Hub id in lower case → (id, fields of its config.json)."""
+    """Return hub id in lower case → (id, fields of its config.json)."""
     content = json.loads(
         (files("paceline.models") / "hub_configs.json").read_text(encoding="utf-8")
     )

@@ -1,4 +1,4 @@
-"""The content of a model's config.json and of files like it. No torch here."""
+"""Reads a model's config.json and similar files. Imports no torch."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ JsonObject = Mapping[str, JsonValue]
 
 
 def read_object(file: Path) -> dict[str, JsonValue] | None:
-    """The object in a JSON file; None if there is none."""
+    """Return the object in a JSON file; None if the file cannot be read or contains no object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -19,13 +19,13 @@ def read_object(file: Path) -> dict[str, JsonValue] | None:
 
 
 def language_fields(content: JsonObject) -> JsonObject:
-    """The fields of a config.json, those of the language model within it first."""
+    """Return the fields of a config.json, overridden by those of the language model in it."""
     nested = content.get("text_config")
     return {**content, **nested} if isinstance(nested, Mapping) else content
 
 
 def first_number(content: JsonObject, *names: str) -> int | None:
-    """The first of these fields that is a positive whole number."""
+    """Return the first of these fields that is a positive integer."""
     for name in names:
         value = content.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

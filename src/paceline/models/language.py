@@ -1,4 +1,4 @@
-"""Hugging Face causal language models: loading, also without weights; saving."""
+"""Loads and saves Hugging Face causal language models."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_DOWNLOAD = "download the model where there is a network and set `model=/path/to/folder`"
+
 
 def load_language_model(config: Config) -> nn.Module:
-    """Load the model to train, on the CPU: in float32, or, with LoRA in mixed precision, straight
-    in the compute type, as its weights are frozen. With LoRA the adapters are added, in float32.
+    """Load the model to train, on the CPU.
+
+    It is in float32. With LoRA in mixed precision, the frozen weights are in the compute dtype and
+    the added adapters in float32.
 
     Raises:
-        ConfigError: the model cannot be loaded, or some of its frozen weights are not finite in
-            float16.
+        ConfigError: the model cannot be loaded, or frozen weights are not finite in float16.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -61,10 +64,7 @@ def load_language_model(config: Config) -> nn.Module:
                 "a folder with config.json and weights, a hub id that this machine can download, or"
                 " builtin:qwen2-tiny"
             ),
-            fix=(
-                "download the model where there is a network and give its folder:"
-                " `model=/path/to/folder`"
-            ),
+            fix=_DOWNLOAD,
         ) from error
     check_length(config, model.config.to_dict())
     model.config.use_cache = False
@@ -77,11 +77,10 @@ def load_language_model(config: Config) -> nn.Module:
 
 
 def language_model_on_meta(config: Config) -> nn.Module:
-    """The model as :func:`paceline.models.language.load_language_model` gives it, adapters and
-    precision included, without values. Needs its config.json alone.
+    """Build the model of :func:`load_language_model` on the meta device, from its config.json.
 
     Raises:
-        ConfigError: there is none, or transformers knows no such model.
+        ConfigError: there is no config.json, or transformers does not support the model.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -93,10 +92,10 @@ def language_model_on_meta(config: Config) -> nn.Module:
     low = getattr(torch, args.mixed_dtype or "float32")
     with _quiet():
         try:
-            result = _config_of(name, config.trust_remote_code)
+            model_config = _config_of(name, config.trust_remote_code)
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(
-                    result,
+                    model_config,
                     dtype=low if config.lora.enable else torch.float32,
                     trust_remote_code=config.trust_remote_code,
                 )
@@ -104,16 +103,14 @@ def language_model_on_meta(config: Config) -> nn.Module:
                     model = add_adapters(model, config, read_weights=False)
         except ConfigError:
             raise
-        except (
-            Exception
-        ) as error:  # transformers raises what it likes on a config.json that does not fit together
+        except Exception as error:  # transformers raises many types for an inconsistent config.json
             raise ConfigError(
-                f"`model: {config.model}` cannot be laid out from its config.json:"
+                f"`model: {config.model}` cannot be built from its config.json:"
                 f" {first_line(error)}",
                 allowed=(
                     "a folder with the config.json of a causal language model, one of the"
-                    f" {len(known_ids())} hub ids whose config.json comes with Paceline, another"
-                    " hub id if it can be downloaded, or builtin:qwen2-tiny"
+                    f" {len(known_ids())} hub ids whose config.json is part of Paceline, another"
+                    " hub id that can be downloaded, or builtin:qwen2-tiny"
                 ),
                 fix=(
                     "check the name; without a network give a folder with the model's config.json:"
@@ -124,7 +121,7 @@ def language_model_on_meta(config: Config) -> nn.Module:
 
 
 def _config_of(name: str, trust_remote_code: bool) -> Any:
-    """The transformers config of a folder or hub id, from the hub only if nothing here has it."""
+    """Return the transformers config of a folder or hub id; it is downloaded only if necessary."""
     from transformers import AutoConfig
 
     content = read_config(name)
@@ -142,7 +139,7 @@ def _config_of(name: str, trust_remote_code: bool) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the warnings of libraries about what nobody here could change."""
+    """Suppress warnings of libraries, which the user cannot act on."""
     from transformers.utils import logging as transformers_logging
 
     before = transformers_logging.get_verbosity()
@@ -156,39 +153,39 @@ def _quiet() -> Iterator[None]:
 
 
 def check_finite(model: nn.Module, config: Config) -> None:
-    """Raise ConfigError if weights that float16 was loaded into are not finite: float16 ends at
-    65,504."""
+    """Raise ConfigError if float16 weights are not finite: the largest float16 is 65,504."""
     import torch
 
     if config.train_args.mixed_dtype != "float16":
         return
-    lost = [
+    overflowed = [
         name
         for name, parameter in model.named_parameters()
         if parameter.dtype == torch.float16 and not bool(parameter.detach().isfinite().all())
     ]
-    if lost:
-        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+    if overflowed:
+        names = ", ".join(overflowed[:5])
+        if len(overflowed) > 5:
+            names += f" and {len(overflowed) - 5} more"
         raise ConfigError(
             f"`precision: fp16-mixed`: frozen weights of `{config.model}` are not finite in"
-            f" float16, whose largest number is 65,504: {', '.join(lost[:5])}{more}",
+            f" float16, whose largest number is 65,504: {names}",
             allowed=(
                 "`precision: bf16-mixed` (slow on V100 and T4, which emulate it) or `precision: 32`"
             ),
             fix=(
-                "set `train_args.precision: bf16-mixed`, or `32` if the memory is enough; if the"
-                " weights are not finite in the model's files either, replace the files"
+                "set `train_args.precision: bf16-mixed`, or `32` if there is enough memory; if the"
+                " weights in the model's files are not finite either, replace the files"
             ),
         )
 
 
 def check_first_generation_qwen(config: Config) -> None:
-    """Check what can be seen of a first-generation Qwen model before anything starts. Other models
-    pass.
+    """Check a first-generation Qwen model before a run starts. Other models pass.
 
     Raises:
-        ConfigError: it cannot be converted, has no safetensors files, or ``max_length`` is above
-            its trained length.
+        ConfigError: it cannot be converted, has no safetensors files, or ``max_length`` exceeds its
+            trained length.
     """
     content = read_raw_config(resolve_model(config.model))
     if not qwen.is_qwen(content):
@@ -201,8 +198,8 @@ def check_first_generation_qwen(config: Config) -> None:
 
 
 def qwen_folder(name: str) -> Path | None:
-    """The local folder of a first-generation Qwen model in its original form, downloaded if
-    ``name`` is a hub id; None for other models.
+    """Return the local folder of a first-generation Qwen model in its original form, which is
+    downloaded if ``name`` is a hub id; None for other models.
 
     Raises:
         ConfigError: it cannot be downloaded.
@@ -225,7 +222,7 @@ def qwen_folder(name: str) -> Path | None:
     ]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # every kind of network trouble: each client library has its own
+    except Exception as error:  # each client library has its own network errors
         try:
             return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
         except Exception:
@@ -235,19 +232,16 @@ def qwen_folder(name: str) -> Path | None:
                     "a folder with the original repository's config.json, qwen.tiktoken and"
                     " *.safetensors"
                 ),
-                fix=(
-                    "download the model where there is a network and give its folder:"
-                    " `model=/path/to/folder`"
-                ),
+                fix=_DOWNLOAD,
             ) from error
 
 
 def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) -> None:
-    """Write what plain ``transformers`` (or, with adapters, ``peft``) loads: weights, config,
-    tokenizer."""
+    """Write weights, config and tokenizer in the form that ``transformers`` (or, with adapters,
+    ``peft``) loads."""
     use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = True
-    # "auto" would ask the hub whether the base model's vocabulary changed; here it never does.
+    # "auto" would query the hub whether the base model's vocabulary changed; here it never does.
     options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
     try:
         model.save_pretrained(str(folder), **options)
@@ -258,8 +252,7 @@ def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) ->
 
 
 def copy_tokenizer(source: str, folder: Path) -> None:
-    """Put the tokenizer's files beside the weights: copied as they are from a folder, written by
-    transformers from a hub id."""
+    """Write the tokenizer's files: copied from a folder, or saved by transformers for a hub id."""
     path = Path(source).expanduser()
     if not path.is_dir():
         from transformers import AutoTokenizer
@@ -281,12 +274,14 @@ def copy_tokenizer(source: str, folder: Path) -> None:
 
 
 def choose_packing(model: Any, device: torch.device) -> str:
-    """How samples can share a row: "segments" (attention within each sample only), "positions" (the
-    model's own attention, told by position_ids where a sample begins), or "none".
+    """Choose how samples share a row, and switch the model to that attention.
 
-    Found by trying: two short samples are run alone and in one row, and the logits must agree. Some
-    architectures (state-space models, attention of an older make) mix the samples: those are
-    trained padded. Leaves the model with the attention that was chosen.
+    Two short samples are run separately and in one row, and the logits must agree. Architectures
+    that mix the samples (state-space models, older attention) are trained with padding.
+
+    Returns:
+        "segments" (attention within each sample only), "positions" (the model's own attention, with
+        samples separated by position_ids), or "none".
     """
     import torch
 
@@ -295,7 +290,7 @@ def choose_packing(model: Any, device: torch.device) -> str:
     base = base_model(model)
     numbers = base.config.get_text_config()
     if getattr(numbers, "attention_chunk_size", None):
-        # chunks are counted from the beginning of the row, which two short samples do not show
+        # chunks start at the beginning of the row, which two short samples cannot show
         return "none"
     vocabulary = int(getattr(numbers, "vocab_size", 0))
     generator = torch.Generator().manual_seed(0)

@@ -24,22 +24,21 @@ _READS_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|siz
 
 _WHY_BYPASSED = "the model's code reads these weights instead of calling the modules"
 
-#: The names that peft knows of an expert's router and projections.
+#: Names of an expert's router and projections that peft supports.
 _EXPERT_PROJECTIONS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
-#: Layers of peft that refuse dropout.
+#: Layers of peft that do not support dropout.
 _WITHOUT_DROPOUT = ("ParamWrapper", "MultiheadAttention")
 
 
 def add_adapters(model: Any, config: Config, read_weights: bool = True) -> nn.Module:
-    """Put the config's adapters into ``model``, on whatever device it is. Trained parameters are
-    float32.
+    """Add the config's adapters to ``model``, on its device. Trained parameters are float32.
 
     Args:
-        read_weights: False: of ``lora.adapter`` read the configuration only.
+        read_weights: False reads only the configuration of ``lora.adapter``.
 
     Raises:
-        ConfigError: the adapters do not fit the model, with the names of the modules that it has.
+        ConfigError: the adapters do not fit the model; lists the names of its modules.
     """
     import torch
 
@@ -72,8 +71,8 @@ def _load_adapters(model: Any, config: Config, read_weights: bool) -> Any:
         raise ConfigError(
             f"`lora.adapter: {lora.adapter}` cannot be loaded: {first_line(error)}"
         ) from error
-    if any(_refuses_dropout(layer) for _, layer in adapter_layers(adapted)):
-        # such an adapter is saved without its dropout: peft would not load it
+    if any(not _supports_dropout(layer) for _, layer in adapter_layers(adapted)):
+        # such an adapter is saved without its dropout, since peft would not load it
         set_dropout(adapted, lora.dropout)
     return adapted
 
@@ -83,7 +82,7 @@ def _create_adapters(model: Any, config: Config) -> Any:
 
     lora = config.lora
     targets = lora.target_modules
-    # peft replaces modules as it goes: after an error the names would be those of its wrappers.
+    # peft replaces modules, so after an error the names would be those of its wrappers.
     allowed = "all-linear, or some of: " + ", ".join(target_names(model))
     _check_names(model, config)
     selects_all = _selects_all_linear(config)
@@ -91,7 +90,7 @@ def _create_adapters(model: Any, config: Config) -> Any:
     settings = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        lora_dropout=0.0,  # set afterwards, on the layers that can have it
+        lora_dropout=0.0,  # set afterwards, on the layers that support it
         target_modules=targets if isinstance(targets, str) else list(targets),
         exclude_modules=_pattern_of(bypassed) if bypassed else None,
         modules_to_save=list(lora.modules_to_save) or None,
@@ -100,7 +99,7 @@ def _create_adapters(model: Any, config: Config) -> Any:
     )
     try:
         with warnings.catch_warnings():
-            # peft tells of what it does by itself: transposed weights (GPT-2), ranks of fused
+            # peft warns about its automatic choices: transposed weights (GPT-2), ranks of fused
             # experts.
             warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
             warnings.filterwarnings("ignore", message="The following (rank|alpha)_pattern keys")
@@ -132,13 +131,15 @@ def _selects_all_linear(config: Config) -> bool:
 
 
 def set_dropout(adapted: Any, dropout: float) -> None:
-    """Apply ``dropout`` to the input of every adapter that can have it. peft cannot drop the input
-    of an adapter on a parameter (the experts of a mixture), and refuses to load an adapter of such
-    parameters that names a dropout."""
+    """Apply ``dropout`` to the input of every adapter that supports it.
+
+    peft does not support dropout for an adapter on a parameter (the experts of a mixture), and does
+    not load an adapter of such parameters whose configuration has a dropout.
+    """
     if dropout <= 0:
         return
     layers = [layer for _, layer in adapter_layers(adapted)]
-    accepting = [layer for layer in layers if not _refuses_dropout(layer)]
+    accepting = [layer for layer in layers if _supports_dropout(layer)]
     for layer in accepting:
         layer.lora_dropout[_ADAPTER] = nn.Dropout(dropout).train(layer.training)
     if len(accepting) == len(layers):
@@ -146,7 +147,7 @@ def set_dropout(adapted: Any, dropout: float) -> None:
 
 
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Return each layer of peft that holds a LoRA adapter, with its name."""
+    """Return each layer of peft that contains a LoRA adapter, with its name."""
     from peft.tuners.lora import LoraLayer
 
     return (
@@ -154,14 +155,15 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     )
 
 
-def _refuses_dropout(layer: Any) -> bool:
-    return type(layer).__name__ in _WITHOUT_DROPOUT
+def _supports_dropout(layer: Any) -> bool:
+    return type(layer).__name__ not in _WITHOUT_DROPOUT
 
 
 # -- the modules of a model
 # --------------------------------------------------------------------------------------------------
 def _linear_modules(model: Any) -> dict[str, nn.Module]:
-    """The linear modules by name, without the output head: what ``all-linear`` stands for."""
+    """Return the linear modules by name, without the output head: those that ``all-linear``
+    selects."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -174,15 +176,15 @@ def _linear_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def target_names(model: Any) -> list[str]:
-    """The names that ``lora.target_modules`` can list: the last part of each linear module's name,
-    and peft's names for the projections of experts that transformers keeps in one parameter."""
+    """Return the names that ``lora.target_modules`` can list: the last part of each linear module's
+    name, and peft's names for the projections of experts that are one parameter in transformers."""
     return sorted(
         {name.rpartition(".")[2] for name in _linear_modules(model)} | _expert_names(model)
     )
 
 
 def _expert_names(model: Any) -> frozenset[str]:
-    """Names of projections that no module has, which peft maps to parameters of this architecture's
+    """Return the names of projections that peft maps to parameters of this architecture's
     experts."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -193,8 +195,8 @@ def _expert_names(model: Any) -> frozenset[str]:
 
 
 def _check_names(model: Any, config: Config) -> None:
-    """Refuse names, or a regular expression, that no module has: peft ignores such names if others
-    match."""
+    """Raise ConfigError for names, or a regular expression, that match no module: peft ignores such
+    names if others match."""
     lora, paths = config.lora, [path for path, _ in model.named_modules() if path]
     experts = _expert_names(model)
     targets, names = lora.target_modules, target_names(model)
@@ -242,7 +244,7 @@ def _regex_matches(pattern: str, model: Any, paths: list[str], experts: Iterable
         ) from error
     if any(regex.fullmatch(path) for path in paths):
         return True
-    # peft tries the names that the projections of the experts had before they became one parameter.
+    # peft also tries the names of the experts' projections before they became one parameter.
     containers = (
         {
             name.rpartition(".")[0]
@@ -270,13 +272,14 @@ def _quoted(names: Iterable[str]) -> str:
 
 
 def bypassed_modules(model: Any) -> list[str]:
-    """Linear modules whose weight the model's code reads instead of calling the module, such as
-    `out_proj` in Mamba: an adapter would have no effect, always or with the fused kernels."""
+    """Return the linear modules whose weight the model's code reads instead of calling the module,
+    such as `out_proj` in Mamba: an adapter would have no effect, always or with fused kernels."""
     return _read_by_parent(model, _linear_modules(model))
 
 
 def ineffective_adapters(adapted: Any) -> list[str]:
-    """The adapters whose module the model's code does not call, see :func:`bypassed_modules`."""
+    """Return the adapters whose module the model's code does not call; see
+    :func:`bypassed_modules`."""
     return _read_by_parent(
         adapted,
         [name for name, layer in adapter_layers(adapted) if not hasattr(layer, "parameter_name")],
@@ -295,20 +298,19 @@ def _read_by_parent(model: Any, names: Iterable[str]) -> list[str]:
 def _weights_read_by(kind: type) -> frozenset[str]:
     try:
         return frozenset(_READS_WEIGHT.findall(inspect.getsource(kind)))
-    except (OSError, TypeError):  # no source at hand
+    except (OSError, TypeError):  # no source code
         return frozenset()
 
 
 def _pattern_of(names: Iterable[str]) -> str:
-    """A regular expression that matches exactly these names, with any number for a layer."""
+    """Return a regular expression that matches exactly these names, with any layer number."""
     return "|".join(
         sorted({re.sub(r"(?<=\\\.)\d+(?=\\\.)", r"\\d+", re.escape(name)) for name in names})
     )
 
 
 def _short_names(names: Iterable[str]) -> str:
-    """Names without what differs from layer to layer: ``model.layers.3.mlp.experts.w`` →
-    ``mlp.experts.w``."""
+    """Return names without their layers: ``model.layers.3.mlp.experts.w`` → ``mlp.experts.w``."""
     short = (
         re.sub(
             r"^.*\.\d+\.(?=\D)",
@@ -320,48 +322,43 @@ def _short_names(names: Iterable[str]) -> str:
     return ", ".join(sorted(set(short)))
 
 
-# -- what the user should know
+# -- notices
 # ------------------------------------------------------------------------------------------------
 def adapter_notices(adapted: Any, config: Config) -> list[Notice]:
-    """What is not as the config says or as its reader would expect: dropout that cannot be applied,
-    modules without an adapter."""
+    """Return notices about dropout that cannot be applied and modules without an adapter."""
     lora = config.lora
-    result: list[Notice] = []
+    notices: list[Notice] = []
     layers = dict(adapter_layers(adapted))
     without = [
         f"{name}.{getattr(layer, 'parameter_name', '')}".rstrip(".")
         for name, layer in layers.items()
-        if _refuses_dropout(layer)
+        if not _supports_dropout(layer)
     ]
     if without and lora.dropout > 0:
         level = "warning" if "dropout" in lora.model_fields_set else "info"
-        where = "the other adapters only" if len(without) < len(layers) else "no adapter"
-        result.append(
-            (
-                level,
-                (
-                    f"lora.dropout: {lora.dropout:g} applies to {where}; peft cannot apply dropout"
-                    f" to {_short_names(without)}"
-                ),
-            )
+        applies_to = "the other adapters only" if len(without) < len(layers) else "no adapter"
+        text = (
+            f"lora.dropout: {lora.dropout:g} applies to {applies_to}; peft cannot apply dropout to"
+            f" {_short_names(without)}"
         )
+        notices.append((level, text))
     if _selects_all_linear(config) and lora.adapter is None:
-        result += _left_out(adapted.get_base_model(), lora.modules_to_save)
+        notices += _left_out(adapted.get_base_model(), lora.modules_to_save)
     elif ineffective := ineffective_adapters(adapted):
         names = _short_names(ineffective)
-        result.append(
+        notices.append(
             ("warning", f"LoRA: the adapters on {names} may have no effect: {_WHY_BYPASSED}")
         )
-    return result
+    return notices
 
 
 def _left_out(base: Any, saved: list[str]) -> list[Notice]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    result: list[Notice] = []
+    notices: list[Notice] = []
     bypassed = bypassed_modules(base)
     if bypassed:
-        result.append(("info", f"LoRA: no adapter on {_short_names(bypassed)}: {_WHY_BYPASSED}"))
+        notices.append(("info", f"LoRA: no adapter on {_short_names(bypassed)}: {_WHY_BYPASSED}"))
     inside = tuple(
         f"{name}." for name, module in base.named_modules() if isinstance(module, BaseTunerLayer)
     )
@@ -379,13 +376,9 @@ def _left_out(base: Any, saved: list[str]) -> list[Notice]:
     ]
     plain = [*linear, *(name for name in experts if not name.startswith(inside))]
     if plain:
-        result.append(
-            (
-                "info",
-                (
-                    f"LoRA: no adapter on {_short_names(plain)}: peft does not select these in this"
-                    " architecture"
-                ),
-            )
+        text = (
+            f"LoRA: no adapter on {_short_names(plain)}: peft does not select these in this"
+            " architecture"
         )
-    return result
+        notices.append(("info", text))
+    return notices

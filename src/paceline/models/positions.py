@@ -1,5 +1,5 @@
-"""How many positions a language model has, from its configuration alone, and whether ``max_length``
-fits in. No torch here."""
+"""Reads the number of positions of a language model from its config.json, and checks
+``max_length`` against it. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from paceline.core.errors import ConfigError
 from paceline.models.builtin import config_numbers
 from paceline.models.json_config import JsonObject, first_number, language_fields
 
-#: Names of the number in a config.json, the most telling first.
+#: Names of the number in a config.json, the most reliable first.
 _KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -35,12 +35,12 @@ _OFFSET = frozenset({
 
 @dataclass(frozen=True)
 class PositionLimit:
-    """The most tokens of a sample.
+    """The maximum number of tokens in a sample.
 
     Args:
         tokens: the limit.
-        key: where it comes from, e.g. ``n_positions``.
-        is_fixed: False if the model computes on longer samples as well.
+        key: its key in config.json, e.g. ``n_positions``.
+        is_fixed: False if the model can process longer samples.
     """
 
     tokens: int
@@ -64,7 +64,7 @@ def position_limit(content: JsonObject) -> PositionLimit | None:
 
 
 def _scaled(content: JsonObject, positions: int) -> int:
-    """The positions that rope scaling covers; 0 without it."""
+    """Return the positions that rope scaling covers; 0 without it."""
     scaling = content.get("rope_scaling") or content.get("rope_parameters")
     if not isinstance(scaling, Mapping):
         return 0
@@ -84,11 +84,11 @@ def _scaled_by(scaling: JsonObject, positions: int) -> int:
 
 
 def fit_length(loaded: Loaded) -> Loaded:
-    """Check ``train_args.max_length`` against the positions of the model, if its configuration can
-    be read here. The default is lowered to the limit, with a notice.
+    """Check ``train_args.max_length`` against the positions of the model, if its config.json can be
+    read. A default value is lowered to the limit, with a notice.
 
     Raises:
-        ConfigError: a value of the user's that is beyond a fixed limit.
+        ConfigError: a configured value exceeds a fixed limit.
     """
     config = loaded.config
     if config.task not in ("sft", "pretrain"):
@@ -99,9 +99,9 @@ def fit_length(loaded: Loaded) -> Loaded:
         return loaded
     if not limit.is_fixed:
         text = (
-            f"train_args.max_length: {args.max_length} is beyond the {limit.tokens} tokens of the"
-            f" model's `{limit.key}`. The model has no fixed limit, so longer samples are trained"
-            " on as they are"
+            f"`train_args.max_length: {args.max_length}` exceeds the {limit.tokens} tokens of the"
+            f" model's `{limit.key}`. The model has no fixed limit, so longer samples are used"
+            " unchanged"
         )
         return replace(loaded, notices=[*loaded.notices, ("warning", text)])
     if "max_length" in args.model_fields_set:
@@ -119,11 +119,11 @@ def fit_length(loaded: Loaded) -> Loaded:
 
 
 def check_length(config: Config, content: JsonObject) -> None:
-    """The same check where the model itself is at hand: a model of the hub has no configuration
+    """Check ``max_length`` against a loaded model, whose config.json may not have been available
     before.
 
     Raises:
-        ConfigError: ``max_length`` is beyond a fixed limit.
+        ConfigError: ``max_length`` exceeds a fixed limit.
     """
     limit = position_limit(content)
     if limit is not None and limit.is_fixed and config.train_args.max_length > limit.tokens:
@@ -132,7 +132,7 @@ def check_length(config: Config, content: JsonObject) -> None:
 
 def _too_long(config: Config, limit: PositionLimit) -> ConfigError:
     return ConfigError(
-        f"`train_args.max_length: {config.train_args.max_length}` is beyond the {limit.tokens}"
+        f"`train_args.max_length: {config.train_args.max_length}` exceeds the {limit.tokens}"
         f" positions of the model (`{limit.key}` in its config.json)",
         allowed=(
             f"at most {limit.tokens}; a model with rotary positions can be extended by"

@@ -1,4 +1,4 @@
-"""First-generation Qwen models (``model_type: qwen``: Qwen-1.8B to Qwen-72B) in the form of Qwen2.
+"""Converts first-generation Qwen models (``model_type: qwen``: Qwen-1.8B to Qwen-72B) to Qwen2.
 
 Their own modeling code needs transformers 4. The architecture is that of Qwen2 with the projections
 of attention fused and without grouped heads, so the checkpoint is converted by names and shapes
@@ -59,15 +59,16 @@ _BUFFERS = re.compile(r"transformer\.(.+\.)?(rotary_emb\.inv_freq|masked_bias|lo
 
 # -- config.json
 def is_qwen(content: JsonObject | None) -> bool:
-    """Whether a config.json is that of a first-generation Qwen model."""
+    """Return whether a config.json is that of a first-generation Qwen model."""
     return content is not None and content.get("model_type") == MODEL_TYPE
 
 
 def as_qwen2_config(content: dict[str, JsonValue], name: str) -> dict[str, JsonValue]:
-    """``content`` in the Qwen2 form if it is that of a first-generation Qwen model, else as it is.
+    """Convert the config.json of a first-generation Qwen model to Qwen2; others are returned
+    unchanged.
 
     Raises:
-        ConfigError: a model of that generation with a part that Qwen2 does not have.
+        ConfigError: a first-generation model has a feature that Qwen2 lacks.
     """
     if not is_qwen(content):
         return content
@@ -125,36 +126,35 @@ def as_qwen2_config(content: dict[str, JsonValue], name: str) -> dict[str, JsonV
 
 
 def trained_length(content: JsonObject, name: str) -> int:
-    """Tokens up to which the converted model computes what the original does."""
+    """Return the number of tokens up to which the converted model equals the original."""
     return _number(content, name, "seq_length", "n_ctx")
 
 
 def check_length(config: Config, content: JsonObject | None) -> None:
-    """Refuse samples longer than the model was trained on: the original would change its attention
-    for them.
+    """Check that samples are not longer than those the model was trained on, for which the original
+    changes its attention.
 
     Raises:
-        ConfigError: ``train_args.max_length`` is above the model's ``seq_length``.
+        ConfigError: ``train_args.max_length`` exceeds the model's ``seq_length``.
     """
     if not is_qwen(content):
         return
     assert content is not None
-    longest, given = trained_length(content, config.model), config.train_args.max_length
-    if given > longest:
+    limit, max_length = trained_length(content, config.model), config.train_args.max_length
+    if max_length > limit:
         raise ConfigError(
-            f"`train_args.max_length: {given}` is above the {longest} tokens that {config.model}"
+            f"`train_args.max_length: {max_length}` exceeds the {limit} tokens that {config.model}"
             " was trained on (`seq_length`)",
             allowed=(
-                f"at most {longest}: for longer samples the original applies dynamic NTK scaling"
-                " and log-n attention, which Qwen2, the form in which it is trained here, does not"
-                " have"
+                f"at most {limit}: for longer samples the original applies dynamic NTK scaling and"
+                " log-n attention, which Qwen2, to which it is converted, does not have"
             ),
-            fix=f"set `train_args.max_length: {longest}`",
+            fix=f"set `train_args.max_length: {limit}`",
         )
 
 
 # -- names of modules in `lora`
-#: What configs for the original models name, and where it is in the Qwen2 form.
+#: Module of the original models → modules in the Qwen2 form.
 _MODULES = {
     "c_attn": ["q_proj", "k_proj", "v_proj"],
     "c_proj": ["o_proj", "down_proj"],
@@ -167,8 +167,7 @@ _MODULES = {
 
 
 def with_qwen2_modules(config: Config) -> Config:
-    """The config with module names of the original Qwen models in ``lora`` replaced by those of the
-    Qwen2 form."""
+    """Replace module names of the original Qwen models in ``lora`` by those of the Qwen2 form."""
     lora = config.lora
     targets = lora.target_modules
     if isinstance(targets, str):
@@ -180,7 +179,7 @@ def with_qwen2_modules(config: Config) -> Config:
 
 
 def module_notice(config: Config) -> str:
-    """Which of the config's module names were replaced, for a person; empty if none."""
+    """Return a message about the replaced module names; empty if there are none."""
     targets = config.lora.target_modules
     names = [targets] if isinstance(targets, str) else targets
     replaced = [name for name in (*names, *config.lora.modules_to_save) if name in _MODULES]
@@ -197,7 +196,7 @@ def _number(content: JsonObject, name: str, *keys: str) -> int:
     if value is None:
         raise _unsupported(
             name,
-            f"its config.json has no number `{keys[0]}`",
+            f"`{keys[0]}` in its config.json is missing or not a number",
             "the config.json of the original repository",
         )
     return value
@@ -208,23 +207,23 @@ def _unsupported(name: str, what: str, allowed: str) -> ConfigError:
         f"`model: {name}` is a first-generation Qwen model that cannot be converted to Qwen2:"
         f" {what}",
         allowed=allowed,
-        fix="use the original text model, or one of Qwen1.5 or later, which need no conversion",
+        fix="use the original text model, or Qwen1.5 or later, which need no conversion",
     )
 
 
 # -- weights
 def check_weights(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
+    """Return the safetensors files of a checkpoint.
 
     Raises:
-        ConfigError: there are none; pickled weights (.bin) are not read.
+        ConfigError: there are none; pickled weights (.bin) are not supported.
     """
     weights = sorted(folder.glob("*.safetensors"))
     if weights:
         return weights
     pickled = any(folder.glob("*.bin"))
     raise ConfigError(
-        f"{folder} has {'only pickled weights (.bin)' if pickled else 'no weights'}, and a"
+        f"{folder} has {'only pickled weights (.bin)' if pickled else 'no weights'}, but a"
         " first-generation Qwen model is converted from safetensors files",
         allowed="model*.safetensors, as in the hub's current revision of the repository",
         fix="download the repository's *.safetensors files"
@@ -233,12 +232,11 @@ def check_weights(folder: Path) -> list[Path]:
 
 
 def converted_folder(folder: Path) -> Path:
-    """The Qwen2 form of the model in ``folder``: a folder in the cache, made on first use, with
-    config, weights and tokenizer.
+    """Return the folder of the converted model, which is created in the cache on first use.
 
     Raises:
-        ConfigError: the checkpoint is incomplete or has unknown tensors, or the cache's disk is too
-            small.
+        ConfigError: the checkpoint is incomplete or has unknown tensors, or the cache's disk is
+            full.
     """
     from paceline.data.cache import build_once, key_of
 
@@ -249,7 +247,11 @@ def converted_folder(folder: Path) -> Path:
     final = cache_dir() / "models" / f"{folder.resolve().name}-as-qwen2-{key}"
     if not (final / "config.json").is_file():
         _check_space(final, sum(size for _, size, _ in stats))
-    build_once(final, "config.json", lambda aside: _convert(folder, weights, content, aside))
+    build_once(
+        final,
+        "config.json",
+        lambda staging_dir: _convert(folder, weights, content, staging_dir),
+    )
     return final
 
 
@@ -258,9 +260,9 @@ def _check_space(final: Path, needed: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise ConfigError(
-            f"converting the model to Qwen2 writes {human_bytes(needed)} to {final.parent}, and"
-            f" {human_bytes(free)} are free",
-            fix="make room, or set XDG_CACHE_HOME to a folder on another disk",
+            f"converting the model to Qwen2 writes {human_bytes(needed)} to {final.parent}, where"
+            f" only {human_bytes(free)} are free",
+            fix="free space, or set XDG_CACHE_HOME to a folder on another disk",
         )
 
 
@@ -300,14 +302,14 @@ def _convert(
 
 
 def _generation_config(source: Path) -> dict[str, JsonValue]:
-    """Those of its settings that transformers knows."""
+    """Return the settings of generation_config.json that transformers supports."""
     known = ("do_sample", "top_k", "top_p", "temperature", "repetition_penalty", "max_new_tokens")
     content = read_object(source / "generation_config.json") or {}
     return {key: content[key] for key in known if content.get(key) is not None}
 
 
 def _convert_file(source: Path, target: Path) -> list[str]:
-    """Copy a safetensors file under Qwen2's names; returns these."""
+    """Copy a safetensors file with Qwen2's tensor names, and return these."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
@@ -325,7 +327,7 @@ def _convert_file(source: Path, target: Path) -> list[str]:
 
 
 def _renamed(name: str, tensor: torch.Tensor, source: Path) -> dict[str, torch.Tensor]:
-    """Qwen2's tensors for one of the original: none for a constant, three for the fused
+    """Return Qwen2's tensors for an original one: none for a constant, three for the fused
     projection."""
     if _BUFFERS.fullmatch(name):
         return {}
@@ -345,7 +347,7 @@ def _renamed(name: str, tensor: torch.Tensor, source: Path) -> dict[str, torch.T
         f"{source} has a tensor `{name}` of shape {shape} that the original Qwen models do not"
         " have",
         allowed="the tensors of modeling_qwen.py in https://huggingface.co/Qwen/Qwen-7B",
-        fix="merge adapters into the weights before, and give the checkpoint of the whole model",
+        fix="merge adapters into the weights first, and use the checkpoint of the full model",
     )
 
 

@@ -27,39 +27,41 @@ _FILE_BYTES = 128 << 20
 
 
 class RowSource(Protocol):
-    """Where a table's rows come from when they are not in this process."""
+    """The source of a table's rows if they are in other processes."""
 
-    def ask(self, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to fetch the rows ``ids`` (int64 [n], distinct); what is returned waits for them:
-        float32 [n, dim]."""
+    def fetch(self, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to fetch the rows ``ids`` (int64 [n], distinct).
+
+        Returns:
+            A function that waits for the rows, float32 [n, dim].
+        """
 
 
 class Table(nn.Module):
-    """An embedding table, whose rows may lie in other processes: then ``weight`` has a shape and no
-    values, and ``source`` gives the rows of a batch.
+    """An embedding table.
 
-    The values at the start are a function of the table's seed and the row alone (uniform within
-    1/sqrt(rows), as in the paper's code), so that any range of rows can be made anywhere.
+    If its rows are in other processes, ``weight`` is on the meta device and ``source`` fetches the
+    rows of a batch. The initial values are a function of the table's seed and the row (uniform
+    within 1/sqrt(rows), as in the paper's code), so any process can create any range of rows.
     """
 
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__()
         self.rows = rows
         self.dim = dim
-        # Drawn even where no values are made: the layers after this one start the same.
+        # Drawn even without values, so that the following layers start the same.
         self.seed = int(torch.randint(0, 2**62, (), device="cpu"))
-        device = torch.device("meta") if _elsewhere else torch.get_default_device()
+        device = torch.device("meta") if _without_values else torch.get_default_device()
         self.weight = nn.Parameter(torch.empty(rows, dim, device=device))
         self.source: RowSource | None = None
-        # where a trained table's rows lie: (file, name, first row, rows)
+        # files of a trained table's rows: (file, name, first row, rows)
         self.files: list[tuple[Path, str, int, int]] = []
         if device.type != "meta":
             self.fill(self.weight, 0)
 
     @torch.no_grad()
     def fill(self, target: torch.Tensor, start: int) -> None:
-        """Write the values with which this table starts, from row ``start`` on, into ``target`` [n,
-        dim]."""
+        """Write the initial values from row ``start`` on into ``target`` [n, dim]."""
         if not self.files:
             fill_rows(target, self.seed, self.rows, start)
             return
@@ -74,41 +76,44 @@ class Table(nn.Module):
                         low - first : high - first
                     ]
 
-    def ask(self, ids: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """Start to fetch the rows of ``ids`` (int64 [n]). What is returned gives (vectors, the ids'
-        places among them)."""
+    def fetch(self, ids: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """Start to fetch the rows of ``ids`` (int64 [n]).
+
+        Returns:
+            A function that waits for them and returns (vectors, positions of the ids among them).
+        """
         if self.source is None:
             return lambda: (self.weight, ids)
-        distinct, places = torch.unique(ids, return_inverse=True)
-        wait = self.source.ask(distinct)
-        return lambda: (wait(), places)
+        distinct, positions = torch.unique(ids, return_inverse=True)
+        wait = self.source.fetch(distinct)
+        return lambda: (wait(), positions)
 
     def forward(
-        self, asked: Callable[[], tuple[torch.Tensor, torch.Tensor]], starts: torch.Tensor
+        self, fetched: Callable[[], tuple[torch.Tensor, torch.Tensor]], starts: torch.Tensor
     ) -> torch.Tensor:
-        """The sum of each bag's rows [num_bags, dim]; ``starts`` int64 [num_bags + 1]."""
-        vectors, places = asked()
+        """Sum each bag's rows, [num_bags, dim]; ``starts`` is int64 [num_bags + 1]."""
+        vectors, positions = fetched()
         return functional.embedding_bag(
-            places, vectors, starts, mode="sum", include_last_offset=True
+            positions, vectors, starts, mode="sum", include_last_offset=True
         )
 
 
-_elsewhere = False
+_without_values = False
 
 
 @contextmanager
-def tables_elsewhere() -> Iterator[None]:
-    """Tables that are made within have a shape and no values."""
-    global _elsewhere
-    before, _elsewhere = _elsewhere, True
+def tables_without_values() -> Iterator[None]:
+    """Create tables on the meta device."""
+    global _without_values
+    before, _without_values = _without_values, True
     try:
         yield
     finally:
-        _elsewhere = before
+        _without_values = before
 
 
 def named_tables(model: nn.Module) -> dict[str, Table]:
-    """The tables of a model, by the names of their parameters."""
+    """Return the tables of a model, by the names of their parameters."""
     return {
         f"{name}.weight": module
         for name, module in model.named_modules()
@@ -117,8 +122,8 @@ def named_tables(model: nn.Module) -> dict[str, Table]:
 
 
 def fill_rows(target: torch.Tensor, seed: int, rows: int, start: int) -> None:
-    """Write the first values of the rows from ``start`` on into ``target`` [n, dim], of a table of
-    ``rows`` rows. The values come block by block, each block from a state of its own."""
+    """Write the initial values of a table with ``rows`` rows, from row ``start`` on, into
+    ``target`` [n, dim]. Each block of rows has a separate random state."""
     bound, dim = 1.0 / math.sqrt(rows), target.shape[1]
     end = start + target.shape[0]
     for block in range(start // _BLOCK_ROWS, math.ceil(end / _BLOCK_ROWS)):
@@ -148,8 +153,8 @@ class _SavedModel(TypedDict):
 
 
 class ClickModel(nn.Module):
-    """``model(dense [N, D], ids, starts)`` gives the logit of a click [N]; ``ids`` and ``starts``
-    have one tensor a table."""
+    """Computes the logit of a click [N] from (dense [N, D], ids, starts), where ``ids`` and
+    ``starts`` have one tensor per table."""
 
     def __init__(
         self,
@@ -171,34 +176,33 @@ class ClickModel(nn.Module):
     def forward(
         self, dense: torch.Tensor, ids: Sequence[torch.Tensor], starts: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        asked = [table.ask(column) for table, column in zip(self.tables, ids, strict=True)]  # type: ignore[operator]
+        fetched = [table.fetch(column) for table, column in zip(self.tables, ids, strict=True)]  # type: ignore[operator]
         vectors = [] if self.bottom is None else [self.bottom(dense)]
         vectors += [
             table(rows, begin)
-            for table, rows, begin in zip(self.tables, asked, starts, strict=True)
+            for table, rows, begin in zip(self.tables, fetched, starts, strict=True)
         ]
         # [N, vectors, dim]
         stacked = torch.stack([vector.to(vectors[0].dtype) for vector in vectors], dim=1)
         dots = torch.bmm(stacked, stacked.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
-        # The vectors themselves go up too, beside their products: an id's own weight needs no
-        # partner.
+        # The vectors are inputs too, beside their products: an id can have a weight alone.
         scores: torch.Tensor = self.top(torch.cat([stacked.flatten(1), dots], dim=1))
         return scores.squeeze(1)
 
 
 def _layers(widths: Sequence[int], last: bool = False) -> nn.Sequential:
-    result: list[nn.Module] = []
-    for number, (inner, outer) in enumerate(pairwise(widths)):
-        result.append(nn.Linear(inner, outer))
+    layers: list[nn.Module] = []
+    for number, (inputs, outputs) in enumerate(pairwise(widths)):
+        layers.append(nn.Linear(inputs, outputs))
         if last or number < len(widths) - 2:
-            result.append(nn.ReLU())
-    return nn.Sequential(*result)
+            layers.append(nn.ReLU())
+    return nn.Sequential(*layers)
 
 
 # -- building, saving and loading
 # -----------------------------------------------------------------------------------------
 def model_args(config: Config, num_dense: int, tables: Sequence[int]) -> ClickModelArgs:
-    """Arguments of :class:`ClickModel` as the config says."""
+    """Return the arguments of :class:`ClickModel` for a config."""
     return {
         "num_dense": num_dense,
         "tables": list(tables),
@@ -209,21 +213,21 @@ def model_args(config: Config, num_dense: int, tables: Sequence[int]) -> ClickMo
 
 
 def check_click_model(name: str) -> None:
-    """Raise ConfigError where ``model`` names no click model."""
+    """Raise ConfigError if ``model`` is not a click model."""
     if name == DLRM or _spec(Path(name).expanduser()) is not None:
         return
     raise ConfigError(
-        f"`model: {name}` is no click model",
+        f"`model: {name}` is not a click model",
         allowed=f"{DLRM}, or the `model` folder of a run of `task: recommend`",
     )
 
 
 def build_click_model(name: str, args: ClickModelArgs) -> ClickModel:
-    """The model that ``model`` names, for data of this form: fresh, or with the weights of a run's
+    """Build the model that ``model`` names: with initial weights, or with those of a run's
     ``model`` folder.
 
     Raises:
-        ConfigError: the folder's model has another form.
+        ConfigError: the folder's model has other arguments.
     """
     model = ClickModel(**args)
     if name == DLRM:
@@ -232,9 +236,9 @@ def build_click_model(name: str, args: ClickModelArgs) -> ClickModel:
     spec = _spec(folder)
     if spec is None or spec["args"] != args:
         raise ConfigError(
-            f"`model: {name}` has another form than the data and `recommend` say:"
-            f" {spec and spec['args']}, not {args}",
-            fix=f"set `recommend` and the data as they were, or `model: {DLRM}`",
+            f"`model: {name}` does not match `recommend` and the data: its arguments are"
+            f" {spec and spec['args']}, expected {args}",
+            fix=f"use the `recommend` section and the data of that run, or `model: {DLRM}`",
         )
     _fill(model, folder, spec)
     return model
@@ -247,13 +251,15 @@ def save_click_model(
     dense: dict[str, torch.Tensor],
     tables: Iterable[tuple[str, int, Callable[[int, int], torch.Tensor]]],
 ) -> None:
-    """Write what :func:`load_recommender` reads. A table goes into several files, a range of rows
-    each, so that no process need hold it whole.
+    """Write a model for :func:`load_recommender`.
+
+    A table is written to several files with a range of rows each, so that no process needs memory
+    for all rows.
 
     Args:
-        form: what else a user of the model must know, such as the columns and their scale.
-        dense: all weights but the tables', by name.
-        tables: (name, rows, what gives the rows from a to b as a tensor) of each table.
+        form: the form of the model's inputs, such as the columns and their scale.
+        dense: all weights except the tables, by name.
+        tables: (name, rows, function that returns the rows [begin, beyond)) of each table.
     """
     from safetensors.torch import save_file
 
@@ -276,16 +282,19 @@ def save_click_model(
 
 
 def load_recommender(folder: str | Path) -> tuple[ClickModel, dict[str, JsonValue]]:
-    """A trained click model: (model in evaluation mode on the CPU, what its inputs are).
+    """Load a trained click model.
+
+    Returns:
+        The model, in evaluation mode on the CPU, and the form of its inputs.
 
     Raises:
-        ConfigError: the folder holds no click model.
+        ConfigError: the folder does not contain a click model.
     """
     folder = Path(folder).expanduser()
     spec = _spec(folder)
     if spec is None:
         raise ConfigError(
-            f"{folder} holds no click model",
+            f"{folder} does not contain a click model",
             allowed="the `model` folder of a run of `task: recommend`",
         )
     model = ClickModel(**spec["args"])
@@ -308,6 +317,6 @@ def _fill(model: ClickModel, folder: Path, spec: _SavedModel) -> None:
 
 
 def _spec(folder: Path) -> _SavedModel | None:
-    """The config.json of a folder that this module wrote, else None."""
+    """Return the config.json of a folder that this module wrote, else None."""
     content = read_object(folder / "config.json") or {}
     return cast(_SavedModel, content) if content.get("format") == _FORMAT else None

@@ -1,4 +1,4 @@
-"""Image classifiers: two small built-in ones, and any of Hugging Face's."""
+"""Image classifiers: two small built-in ones, and those of Hugging Face."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from paceline.config.schema import Config
-from paceline.core.errors import ConfigError, first_line, nearest
+from paceline.core.errors import ConfigError, first_line, unknown_name
 from paceline.core.files import write_json_atomic
 from paceline.core.hub import go_offline_if_unreachable
 from paceline.data.images import ImageForm
@@ -32,12 +32,11 @@ _FORMAT = "paceline-image-classifier"
 def build_small_cnn(
     *, in_channels: int, image_size: int, hidden: int, num_classes: int
 ) -> nn.Module:
-    """Three convolutions with GroupNorm, then the mean over the positions: [N, C, H, W] to logits
-    [N, num_classes].
+    """Build a CNN from images [N, C, H, W] to logits [N, num_classes]: three convolutions with
+    GroupNorm, then the mean over positions.
 
-    No BatchNorm: its statistics would be those of a micro-batch on one rank, and so would the
-    result depend on the number of ranks and on accumulation. ``image_size`` is not needed: the mean
-    takes any.
+    BatchNorm would compute statistics of a micro-batch on one rank, so that results depend on the
+    number of ranks and on accumulation. ``image_size`` is not used: the mean supports any size.
     """
     from torch import nn
 
@@ -59,7 +58,7 @@ def build_small_cnn(
 
 
 def build_mlp(*, in_channels: int, image_size: int, hidden: int, num_classes: int) -> nn.Module:
-    """Two hidden layers over the pixels: [N, C, image_size, image_size] to logits [N,
+    """Build an MLP with two hidden layers from [N, C, image_size, image_size] to logits [N,
     num_classes]."""
     from torch import nn
 
@@ -82,19 +81,14 @@ def is_builtin(name: str) -> bool:
     return name.startswith("builtin:")
 
 
-# -- before any rank exists
+# -- before ranks start
 def check_image_model(config: Config) -> None:
-    """Raise ConfigError for a name or folder that is no image classifier. Reads a local config.json
-    at most."""
+    """Raise ConfigError for a name or folder that is not an image classifier. Reads at most a local
+    config.json."""
     name = config.model
     if is_builtin(name):
         if name not in BUILT_IN:
-            near = nearest(name, BUILT_IN)
-            raise ConfigError(
-                f"`model: {name}` is no image model, and `task: classify` needs one",
-                allowed=_ALLOWED,
-                fix=f"write `model: {near or BUILT_IN[0]}`",
-            )
+            raise unknown_name("built-in image model", name, BUILT_IN, allowed=_ALLOWED)
         return
     folder = Path(name).expanduser()
     if not folder.exists():
@@ -105,19 +99,19 @@ def check_image_model(config: Config) -> None:
         return
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"`model: {name}` is no model: it has no config.json",
+            f"`model: {name}` is not a model: it has no config.json",
             allowed=_ALLOWED,
             fix="check the path",
         )
     try:
-        result = json.loads((folder / "config.json").read_text())
+        content = json.loads((folder / "config.json").read_text())
     except ValueError as error:
-        raise ConfigError(f"{folder / 'config.json'} is not JSON: {error}") from error
-    if result.get("format") == _FORMAT:
+        raise ConfigError(f"{folder / 'config.json'} is not valid JSON: {error}") from error
+    if content.get("format") == _FORMAT:
         return
     language = [
         architecture
-        for architecture in result.get("architectures") or []
+        for architecture in content.get("architectures") or []
         if architecture.endswith(("ForCausalLM", "LMHeadModel"))
     ]
     if language:
@@ -126,43 +120,37 @@ def check_image_model(config: Config) -> None:
 
 def _not_an_image_model(name: str, kind: str) -> ConfigError:
     return ConfigError(
-        f"`model: {name}` is a {kind}, and `task: classify` trains image classifiers",
+        f"`model: {name}` is a {kind}, but `task: classify` trains image classifiers",
         allowed=_ALLOWED,
         fix="set `task: sft` for a language model, or name an image model",
     )
 
 
 def find_form(config: Config, *, digits: bool) -> tuple[ImageForm, list[tuple[str, str]]]:
-    """What the model takes, and what a person should know of it. Loads no weights.
+    """Return the form of the model's inputs, and notices about it. Loads no weights.
 
-    Built-in models take digits as they are and a folder's images in RGB at ``classify.image_size``;
-    others say in their config.json and preprocessor_config.json what they were trained with.
+    Built-in models take digits unchanged and a folder's images in RGB at ``classify.image_size``.
+    The config.json and preprocessor_config.json of other models contain the form of their training.
     """
     size = config.classify.image_size
     if is_builtin(config.model):
         return (ImageForm(1, 8, 8) if digits else ImageForm(3, size, size)), []
-    own = _own_spec(config.model)
-    if own is not None:
-        side = own["args"]["image_size"]
-        return ImageForm(own["args"]["in_channels"], side, side), []
+    saved = _saved_model(config.model)
+    if saved is not None:
+        side = saved["args"]["image_size"]
+        return ImageForm(saved["args"]["in_channels"], side, side), []
     model_config = _hub_config(config)
     notices: list[tuple[str, str]] = []
-    wanted = getattr(model_config, "image_size", None)
-    height, width = (
-        (wanted if isinstance(wanted, list | tuple) else (wanted, wanted))
-        if wanted
-        else (size, size)
-    )
+    image_size = getattr(model_config, "image_size", None) or size
+    height, width = image_size if isinstance(image_size, list | tuple) else (image_size, image_size)
     if (height, width) != (size, size):
         notices.append(
-            ("info", f"images are resized to {height} × {width}, as {config.model} takes them")
+            ("info", f"images are resized to {height} × {width}, the size of {config.model}")
         )
     channels = int(getattr(model_config, "num_channels", 3))
-    mean, std = _normalisation(config.model)
+    mean, std = _normalization(config.model)
     if mean is None or std is None:
-        notices.append(
-            ("info", f"{config.model} asks for no normalisation of the pixels: they stay in [0, 1]")
-        )
+        notices.append(("info", f"{config.model} does not normalize pixels: they stay in [0, 1]"))
     elif len(mean) != channels or len(std) != channels:
         raise ConfigError(
             f"{_PREPROCESSOR} of {config.model} has {len(mean)} means for {channels} channels"
@@ -175,18 +163,18 @@ def _hub_config(config: Config) -> Any:
 
     go_offline_if_unreachable(config.model)
     try:
-        result = AutoConfig.from_pretrained(
+        hub_config = AutoConfig.from_pretrained(
             _local(config.model), trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, ImportError) as error:
         raise _cannot_load(config.model, error) from error
-    remote = "AutoModelForImageClassification" in (getattr(result, "auto_map", None) or {})
-    if not remote and type(result) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
-        raise _not_an_image_model(config.model, f"model of type {result.model_type}")
-    return result
+    is_remote = "AutoModelForImageClassification" in (getattr(hub_config, "auto_map", None) or {})
+    if not is_remote and type(hub_config) not in MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING:
+        raise _not_an_image_model(config.model, f"model of type {hub_config.model_type}")
+    return hub_config
 
 
-def _normalisation(name: str) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+def _normalization(name: str) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
     file = _preprocessor_file(name)
     content = {} if file is None else json.loads(file.read_text())
     mean, std = content.get("image_mean"), content.get("image_std")
@@ -207,26 +195,26 @@ def _preprocessor_file(name: str) -> Path | None:
         return None
     from transformers.utils.hub import cached_file
 
-    result = cached_file(name, _PREPROCESSOR, _raise_exceptions_for_missing_entries=False)
-    return None if result is None else Path(result)
+    file = cached_file(name, _PREPROCESSOR, _raise_exceptions_for_missing_entries=False)
+    return None if file is None else Path(file)
 
 
 # -- on every rank
 def load_image_model(config: Config, form: ImageForm, classes: list[str]) -> nn.Module:
-    """The model to train, on the CPU in float32: [N, C, H, W] to logits [N, num_classes].
+    """Load the model to train, on the CPU in float32: [N, C, H, W] to logits [N, num_classes].
 
     Raises:
-        ConfigError: it cannot be loaded; the text says how to give a local path.
+        ConfigError: the model cannot be loaded.
     """
     if is_builtin(config.model):
         return _BUILDERS[config.model](**builtin_args(config, form, len(classes)))
-    own = _own_spec(config.model)
-    if own is not None:
-        if own["classes"] != classes:
+    saved = _saved_model(config.model)
+    if saved is not None:
+        if saved["classes"] != classes:
             raise ConfigError(
-                f"`model: {config.model}` was trained on the classes {_few(own['classes'])}; the"
-                f" data has {_few(classes)}",
-                fix="give data of the same classes, or start from a built-in model",
+                f"`model: {config.model}` was trained on the classes {_few(saved['classes'])}, but"
+                f" the data has {_few(classes)}",
+                fix="use data with the same classes, or start from a built-in model",
             )
         return load_classifier(config.model)[0].train()
     import torch
@@ -248,7 +236,7 @@ def load_image_model(config: Config, form: ImageForm, classes: list[str]) -> nn.
 
 
 def builtin_args(config: Config, form: ImageForm, num_classes: int) -> dict[str, int]:
-    """The arguments that a built-in model is made with."""
+    """Return the arguments of a built-in model."""
     assert form.height is not None
     return {
         "in_channels": form.channels,
@@ -259,9 +247,9 @@ def builtin_args(config: Config, form: ImageForm, num_classes: int) -> dict[str,
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """A model's output as logits [N, num_classes]: the tensor itself, or its ``logits``."""
-    result: torch.Tensor = output.logits if hasattr(output, "logits") else output
-    return result
+    """Return a model's output as logits [N, num_classes]: the tensor, or its ``logits``."""
+    logits: torch.Tensor = output.logits if hasattr(output, "logits") else output
+    return logits
 
 
 def _local(name: str) -> str:
@@ -273,10 +261,7 @@ def _cannot_load(name: str, error: BaseException) -> ConfigError:
     return ConfigError(
         f"`model: {name}` cannot be loaded: {first_line(error)}",
         allowed=_ALLOWED,
-        fix=(
-            "download the model where there is a network and give its folder:"
-            " `model=/path/to/folder`"
-        ),
+        fix="download the model where there is a network and set `model=/path/to/folder`",
     )
 
 
@@ -288,10 +273,10 @@ def _few(names: list[str]) -> str:
 def save_image_model(
     model: Any, config: Config, form: ImageForm, classes: list[str], folder: Path
 ) -> None:
-    """Write what :func:`load_classifier` reads; of a Hugging Face model, what plain
-    ``transformers`` reads too."""
-    own = _own_spec(config.model)
-    if not is_builtin(config.model) and own is None:
+    """Write a model for :func:`load_classifier`, and a Hugging Face model also for
+    ``transformers``."""
+    saved = _saved_model(config.model)
+    if not is_builtin(config.model) and saved is None:
         model.save_pretrained(str(folder))
         preprocessor = _preprocessor_file(config.model)
         if preprocessor is not None:
@@ -300,7 +285,7 @@ def save_image_model(
     from safetensors.torch import save_model
 
     save_model(model, str(folder / "model.safetensors"))
-    spec = own or {
+    spec = saved or {
         "format": _FORMAT,
         "model": config.model,
         "args": builtin_args(config, form, len(classes)),
@@ -318,30 +303,33 @@ class _SavedModel(TypedDict):
     classes: list[str]
 
 
-def _own_spec(name: str) -> _SavedModel | None:
-    """The config.json of a folder that this module wrote, else None."""
+def _saved_model(name: str) -> _SavedModel | None:
+    """Return the config.json of a folder that this module wrote, else None."""
     content = read_object(Path(name).expanduser() / "config.json") or {}
     return cast(_SavedModel, content) if content.get("format") == _FORMAT else None
 
 
 def load_classifier(folder: str | Path) -> tuple[nn.Module, list[str]]:
-    """A trained image classifier: (model in evaluation mode on the CPU, names of its classes).
+    """Load a trained image classifier.
+
+    Returns:
+        The model, in evaluation mode on the CPU, and the names of its classes.
 
     Example::
 
         model, classes = load_classifier("output/digits/model")
         # images: float32 [N, C, H, W] in [0, 1]; logits: [N, len(classes)]
         logits = model(images)
-        names = [classes[one] for one in logits.argmax(dim=1)]
+        names = [classes[index] for index in logits.argmax(dim=1)]
 
-    A Hugging Face classifier comes back as ``transformers`` loads it: its logits are
+    A Hugging Face classifier is returned as ``transformers`` loads it: its logits are
     ``model(images).logits``.
 
     Raises:
-        ConfigError: the folder holds no image classifier.
+        ConfigError: the folder does not contain an image classifier.
     """
     folder = Path(folder).expanduser()
-    spec = _own_spec(str(folder))
+    spec = _saved_model(str(folder))
     if spec is not None:
         from safetensors.torch import load_model
 
@@ -350,7 +338,7 @@ def load_classifier(folder: str | Path) -> tuple[nn.Module, list[str]]:
         return model.eval(), list(spec["classes"])
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{folder} holds no image classifier: it has no config.json",
+            f"{folder} is not an image classifier: it has no config.json",
             allowed="the `model` folder of a run",
         )
     from transformers import AutoModelForImageClassification

@@ -100,7 +100,7 @@ def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> d
     # What existed during the step only: gathered weights, messages in transit, gradients that an
     # update has freed.
     temporary = max(0, memory_bytes(strategy) - storage_bytes(strategy.memory_tensors()))
-    freed_gradients = min(temporary, getattr(strategy, "most_gradient_bytes", 0))
+    freed_gradients = min(temporary, getattr(strategy, "peak_gradient_bytes", 0))
     sizes["gradients"] += freed_gradients
     sizes[default] += temporary - freed_gradients
     return sizes

@@ -65,7 +65,7 @@ class StepMetrics:
         self.last_step_s = self.last_wait_s = 0.0
         self.train_counts = [0.0, 0.0, 0.0]
         self.extra_by_rank: list[list[float]] = []
-        self._sent_before = self._sent_at_gather = Counter(world.traffic.so_far())
+        self._sent_before = self._sent_at_gather = Counter(world.traffic.snapshot())
         self._sent_in_period: deque[Counter[str]] = deque(maxlen=max(1, traffic_period))
         self._steps_done = 0
         self.reset()
@@ -84,7 +84,7 @@ class StepMetrics:
         """Begin a step."""
         self._start = time.perf_counter()
         self._wait_before = self.world.wait_s
-        self._sent_before = Counter(self.world.traffic.so_far())
+        self._sent_before = Counter(self.world.traffic.snapshot())
 
     def data_ready(self) -> None:
         """Record that the batch of the step has been received."""
@@ -115,7 +115,7 @@ class StepMetrics:
         self.last_step_s = max(time.perf_counter() - self._start, sum(parts_s.values()))
         self._comm_s += self.last_wait_s
         self._window_s += self.last_step_s
-        sent = Counter(self.world.traffic.so_far()) - self._sent_before
+        sent = Counter(self.world.traffic.snapshot()) - self._sent_before
         self.traffic_per_step.append(sent.total())
         self._sent_in_period.append(sent)
         self._sent.update(sent)
@@ -181,7 +181,7 @@ class StepMetrics:
         gather. If traffic has a period, the mean over the last complete one; unknown before."""
         sent = self._sent
         if self.serves:
-            now = Counter(self.world.traffic.so_far())
+            now = Counter(self.world.traffic.snapshot())
             sent, self._sent_at_gather = now - self._sent_at_gather, now
         elif self.traffic_period > 1:
             if len(self._sent_in_period) < self.traffic_period:

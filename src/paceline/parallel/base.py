@@ -46,6 +46,9 @@ class Strategy(Protocol):
     #: Called in :meth:`forward_backward` after the last micro-batch, before waiting for other
     #: ranks. Set while speeds are measured.
     on_computed: Callable[[], None] | None = None
+    #: The parameters that this rank updates, by name; :meth:`setup` sets it for the default
+    #: :meth:`setup_optimizer`.
+    trained: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     #: For float16 training, set after :meth:`setup_optimizer`. The loss in
     #: :meth:`forward_backward` is multiplied by its scale.
@@ -76,6 +79,8 @@ class Strategy(Protocol):
         Args:
             build: a function of (name, parameter) pairs, with names as in the task's model.
         """
+        self.optimizer = build(list(self.trained.items()))
+        return self.optimizer
 
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         """Run forward and backward over this replica's micro-batches. Afterwards the gradient is
@@ -88,6 +93,7 @@ class Strategy(Protocol):
     def optimizer_step(self, apply: OptimizerStep) -> bool:
         """Run the optimizer's step with ``apply``, then update the weights of the next forward
         pass. Returns whether the update was made."""
+        return apply(self.optimizer)
 
     def tensor_shards(self) -> Iterable[TensorShard]:
         """Return this rank's shards of the trained parameters and persistent buffers; of master

@@ -1,8 +1,7 @@
-"""All-reduce and broadcast of our own, over torch's point-to-point calls.
+"""All-reduce and broadcast over torch's point-to-point calls.
 
-A schedule (:mod:`paceline.distributed.collectives.schedules`) says who sends what when; its steps
-are run one by one. Results are the same bits on every rank: each element is summed on one rank and
-copied to the others.
+The steps of a schedule (:mod:`paceline.distributed.collectives.schedules`) run one by one. Results
+are bit-equal on all ranks: each element is summed on one rank and copied to the others.
 """
 
 import weakref
@@ -24,10 +23,10 @@ Combine = Callable[[torch.Tensor, torch.Tensor], Any]
 
 @dataclass
 class Trace:
-    """What a collective did, as one rank saw it.
+    """A record of a collective on one rank.
 
     Args:
-        steps: of the schedule, those that were run.
+        steps: the steps that were run.
         values: this rank's values before the first step and after each.
     """
 
@@ -35,11 +34,11 @@ class Trace:
     values: list[list[float]] = field(default_factory=list)
 
 
-#: How a value that arrived is combined with the rank's own, in place.
+#: Combines received values into local ones, in place.
 _COMBINE: dict[Any, Combine] = {
     dist.ReduceOp.SUM: torch.Tensor.add_,
-    dist.ReduceOp.MAX: lambda mine, arrived: torch.maximum(mine, arrived, out=mine),
-    dist.ReduceOp.MIN: lambda mine, arrived: torch.minimum(mine, arrived, out=mine),
+    dist.ReduceOp.MAX: lambda local, received: torch.maximum(local, received, out=local),
+    dist.ReduceOp.MIN: lambda local, received: torch.minimum(local, received, out=local),
     dist.ReduceOp.PRODUCT: torch.Tensor.mul_,
 }
 
@@ -51,27 +50,28 @@ def all_reduce(
     trace: Trace | None = None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Sent:
-    """Reduce ``tensor`` over the ranks of a group, in place; returns when it is done, with what
-    this rank sent. A collective: every rank of the group calls it, with a tensor of the same number
-    of elements and dtype. Any shape and strides, also without an element. The sum of bool is "or".
+    """Reduce ``tensor`` over the ranks of a group, in place, and return what this rank sent.
 
-    Calls on one group come one after another; threads that call at the same time each need a group
-    of their own.
+    A collective: every rank of the group calls it, with a tensor of the same dtype and number of
+    elements, of any shape and strides, possibly empty. The sum of bool is "or". Threads that
+    communicate at the same time need separate groups.
 
     Args:
         algorithm: ring, tree, halving (recursive halving and doubling) or naive.
-        trace: gets every step.
+        trace: records every step.
         op: SUM, MAX, MIN or PRODUCT.
 
     Raises:
-        ConfigError: no such algorithm.
-        ValueError: no such operation for this dtype.
+        ConfigError: unknown algorithm.
+        ValueError: the operation is not supported for this dtype.
     """
     check_algorithm(algorithm)
     if op not in _COMBINE:
-        raise ValueError(f"no reduction by {op}; there are SUM, MAX, MIN and PRODUCT")
+        raise ValueError(f"unsupported reduction {op}; expected SUM, MAX, MIN or PRODUCT")
     if tensor.is_complex() and op in (dist.ReduceOp.MAX, dist.ReduceOp.MIN):
-        raise ValueError(f"complex numbers have no order: no reduction by {op}")
+        raise ValueError(
+            f"{op} is not supported with {tensor.dtype}: complex numbers have no order"
+        )
     return _run(comm, tensor, ("all-reduce", algorithm, 0), _COMBINE[op], trace)
 
 
@@ -82,11 +82,14 @@ def broadcast(
     root: int = 0,
     trace: Trace | None = None,
 ) -> Sent:
-    """Copy the values of rank ``root`` (of the group) into ``tensor`` on every rank, in place. As
-    :func:`all_reduce`; the algorithms are ring (chunks passed along the ranks), tree and naive."""
+    """Copy the values of rank ``root`` (of the group) into ``tensor`` on every rank, in place.
+
+    Args and errors are those of :func:`all_reduce`; the algorithms are ring (chunks passed along
+    the ranks), tree and naive.
+    """
     check_algorithm(algorithm, "broadcast")
     if not 0 <= root < comm.size:
-        raise ValueError(f"there is no rank {root} among {comm.size}")
+        raise ValueError(f"root is rank {root}; expected 0 to {comm.size - 1}")
     return _run(comm, tensor, ("broadcast", algorithm, root), torch.Tensor.add_, trace)
 
 
@@ -117,8 +120,8 @@ def _steps(collective: str, algorithm: str, root: int, size: int, numel: int) ->
     return tuple(steps(algorithm, size, numel, collective, root))
 
 
-# Communicators whose ranks have all met in a collective.
-_MET: weakref.WeakSet[Communicator] = weakref.WeakSet()
+#: Communicators on whose group a collective of all ranks has run.
+_CONNECTED: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def _run_steps(
@@ -128,15 +131,15 @@ def _run_steps(
     combine: Combine,
     trace: Trace | None,
 ) -> Sent:
-    """Each step's messages as one batch (NCCL runs the calls of a batch together: no order of calls
-    can lock up the ranks)."""
-    if flat.device.type != "cpu" and world not in _MET:
-        # The first call on a group must have all its ranks in it
-        # (torch.distributed.batch_isend_irecv); a tree's has not.
+    """Run each step's messages as one batch: NCCL runs the calls of a batch together, so their
+    order cannot cause a deadlock."""
+    if flat.device.type != "cpu" and world not in _CONNECTED:
+        # All ranks must take part in the first call on a group
+        # (torch.distributed.batch_isend_irecv), unlike in that of a tree.
         with uncounted():
             dist.all_reduce(torch.zeros(1, device=flat.device), group=world.group)
-        _MET.add(world)
-    raw = flat.view(torch.uint8)  # so every dtype can be sent
+        _CONNECTED.add(world)
+    raw = flat.view(torch.uint8)  # supported by every backend
     wide, rank = flat.element_size(), world.rank
     num_bytes = num_messages = 0
     if trace is not None:
@@ -164,8 +167,8 @@ def _run_steps(
             for work in works:
                 work.wait()
         for send, into in zip(takes, arrived, strict=True):
-            values, mine = into.view(flat.dtype), flat[send.start : send.stop]
-            combine(mine, values) if send.add else mine.copy_(values)
+            values, local = into.view(flat.dtype), flat[send.start : send.stop]
+            combine(local, values) if send.add else local.copy_(values)
         if trace is not None:
             trace.steps.append(step)
             trace.values.append(flat.tolist())

@@ -1,8 +1,8 @@
-"""Who sends what to whom, and when, in each of our collectives: numbers alone, no torch here.
+"""The messages of Paceline's collectives. Imports no torch.
 
-A collective is a list of :class:`Step`. Within a step all messages go at once; a rank sends what it
-held before the step. The executor (:mod:`paceline.distributed.collectives.run`) runs these lists,
-the page of ``paceline explain`` shows them, the tests count them.
+A collective is a list of :class:`Step`. The messages of a step are sent at the same time, with the
+values before the step. :mod:`paceline.distributed.collectives.run` runs these lists, and the page
+of ``paceline explain`` shows them.
 
 Sources: ring, Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations" (2009), section 3; halving-doubling and the binomial tree, Thakur, Rabenseifner &
@@ -11,9 +11,9 @@ Gropp, "Optimization of collective communication operations in MPICH" (2005), se
 
 from dataclasses import dataclass, replace
 
-from paceline.core.errors import ConfigError, did_you_mean
+from paceline.core.errors import unknown_name
 
-#: what each collective can be run by
+#: The algorithms of each collective.
 ALGORITHMS = {
     "all-reduce": ("ring", "tree", "halving", "naive"),
     "broadcast": ("ring", "tree", "naive"),
@@ -22,12 +22,12 @@ ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Send:
-    """One message: elements ``start`` to ``stop`` of the flattened tensor, from ``source`` to
+    """A message: elements ``start`` to ``stop`` of the flattened tensor, from ``source`` to
     ``target`` (ranks of the group).
 
     Args:
-        chunk: number of the first chunk in it.
-        add: the target adds it to what it has; else it takes its place.
+        chunk: number of its first chunk.
+        add: the target adds the values to its own, instead of replacing these.
     """
 
     source: int
@@ -44,7 +44,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Step:
-    """Messages that go at the same time. ``step`` counts from 0 within its ``phase``."""
+    """Messages that are sent at the same time. ``step`` counts from 0 within its ``phase``."""
 
     phase: str
     step: int
@@ -53,42 +53,36 @@ class Step:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank sends in a collective."""
+    """The amount that one rank sends in a collective."""
 
     bytes: int
     messages: int
 
 
 def all_reduce_bytes(size_bytes: float, num_ranks: int) -> int:
-    """Bytes one rank sends in a bandwidth-optimal all-reduce of ``size_bytes``: 2(N-1)/N of them
+    """Return the bytes that a rank sends in a bandwidth-optimal all-reduce: 2(N-1)/N × size
     (Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009,
     section 3)."""
     return round(2 * (num_ranks - 1) / num_ranks * size_bytes)
 
 
 def scatter_bytes(size_bytes: float, num_ranks: int) -> int:
-    """Bytes one rank sends in a reduce-scatter of, or an all-gather to, ``size_bytes``: half of an
-    all-reduce."""
+    """Return the bytes that a rank sends in a reduce-scatter of, or an all-gather to,
+    ``size_bytes``: half of an all-reduce."""
     return round((num_ranks - 1) / num_ranks * size_bytes)
 
 
 def check_algorithm(algorithm: str, collective: str = "all-reduce") -> None:
-    """Raises:
-    ConfigError: no such algorithm for this collective.
-    """
+    """Raise ConfigError for an unknown algorithm of a collective."""
     known = ALGORITHMS[collective]
     if algorithm not in known:
-        raise ConfigError(
-            f"`{algorithm}` is no algorithm for {collective}",
-            allowed=", ".join(known),
-            fix=did_you_mean(algorithm, known, f"write `{known[0]}`"),
-        )
+        raise unknown_name(f"{collective} algorithm", algorithm, known, allowed=", ".join(known))
 
 
 def sent(
     algorithm: str, world_size: int, numel: int, element_size: int, collective: str = "all-reduce"
 ) -> list[Sent]:
-    """Bytes and messages of each rank, added up over the :func:`steps`. ``element_size``: bytes."""
+    """Return what each rank sends in all of the :func:`steps`. ``element_size`` is in bytes."""
     ranks: list[list[Send]] = [[] for _ in range(world_size)]
     for step in steps(algorithm, world_size, numel, collective):
         for send in step.sends:
@@ -99,28 +93,27 @@ def sent(
 def steps(
     algorithm: str, world_size: int, numel: int, collective: str = "all-reduce", root: int = 0
 ) -> list[Step]:
-    """The steps of a collective over ``numel`` elements. Messages without an element are left out;
-    with one rank there is no step.
+    """Return the steps of a collective over ``numel`` elements, without empty messages.
 
     Args:
-        root: the rank whose values a broadcast hands out.
+        root: the rank whose values are broadcast.
 
     Raises:
-        ConfigError: no such algorithm.
+        ConfigError: unknown algorithm.
     """
     check_algorithm(algorithm, collective)
     if world_size == 1 or numel == 0:
         return []
     make = _ALL_REDUCE[algorithm] if collective == "all-reduce" else _BROADCAST[algorithm]
     rounds = [
-        Step(phase, number, tuple(_turned(send, root, world_size) for send in sends if send.count))
+        Step(phase, number, tuple(_rotated(send, root, world_size) for send in sends if send.count))
         for phase, number, sends in make(world_size, numel)
     ]
     return [step for step in rounds if step.sends]
 
 
 def bounds(chunk: int, num_chunks: int, numel: int) -> tuple[int, int]:
-    """First element of a chunk, and the one after its last. Sizes differ by one element at most."""
+    """Return the range [first, beyond) of a chunk. Sizes differ by at most one element."""
     return numel * chunk // num_chunks, numel * (chunk + 1) // num_chunks
 
 
@@ -211,14 +204,11 @@ _ALL_REDUCE = {"ring": _ring, "tree": _tree, "halving": _halving, "naive": _naiv
 _BROADCAST = {"ring": _ring_broadcast, "tree": _tree_broadcast, "naive": _naive_broadcast}
 
 
-def _turned(send: Send, root: int, size: int) -> Send:
-    """The same message where the rank that begins is ``root`` instead of 0."""
-    if root == 0:
-        return send
-    source, target = (send.source + root) % size, (send.target + root) % size
-    return replace(send, source=source, target=target)
+def _rotated(send: Send, root: int, size: int) -> Send:
+    """Return the message with ranks rotated so that ``root`` takes the place of rank 0."""
+    return replace(send, source=(send.source + root) % size, target=(send.target + root) % size)
 
 
 def _powers(size: int) -> list[int]:
-    """1, 2, 4 … below ``size``."""
+    """Return 1, 2, 4 … below ``size``."""
     return [1 << power for power in range(size.bit_length()) if 1 << power < size]

@@ -1,12 +1,11 @@
-"""What a language model keeps for backward and computes, from the numbers in its config.json.
-No torch here.
+"""Estimates the activations and FLOPs of a language model from its config.json. Imports no torch.
 
 The model is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models" (2022), section 4: each operation keeps its inputs. Their layer of ``sbh(34 + 5as/h)`` bytes
-is one of 2-byte activations, dropout, an ungated MLP of width 4h and attention whose scores are
-stored. Here the widths are the model's own (gated MLP, grouped keys and values), fused attention
-stores no scores (their section 5; Dao et al., "FlashAttention", 2022, section 3.1), the norms
-compute in float32, and a frozen weight keeps no input of its own (Hu et al., "LoRA", 2021).
+Models" (2022), section 4: each operation saves its inputs. Their layer of ``sbh(34 + 5as/h)`` bytes
+has 2-byte activations, dropout, an ungated MLP of width 4h and attention with stored scores. Here
+the widths are those of the model (gated MLP, grouped keys and values), fused attention stores no
+scores (their section 5; Dao et al., "FlashAttention", 2022, section 3.1), the norms compute in
+float32, and a frozen weight saves no input (Hu et al., "LoRA", 2021).
 """
 
 import re
@@ -21,7 +20,7 @@ _UNGATED = {
     "gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "codegen", "phi",
     "starcoder2", "gpt_bigcode", "xglm", "biogpt", "nemotron",
 }  # fmt: skip
-#: Model types that normalise queries and keys.
+#: Model types that normalize queries and keys.
 _NORMED_QUERIES = {"qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "smollm3"}
 _FLOAT32 = 4
 
@@ -33,11 +32,11 @@ class LanguageDims:
     Args:
         queries, keys: outputs of the query projection, and of the key (and value) projection: heads
             × head size.
-        feed_forward: inner width of the MLP, of one expert where there are several.
+        feed_forward: inner width of the MLP, or of one expert.
         experts, experts_per_token: 1 and 1 in a dense model.
         gated: the MLP has a gate beside its up projection.
         tied: the output head is the token embedding.
-        positions: rows of a learned table of positions, 0 without one.
+        positions: rows of a learned table of positions; 0 without one.
     """
 
     hidden: int
@@ -67,7 +66,7 @@ class LanguageDims:
 
     @property
     def parameters_at_most(self) -> int:
-        """Parameters, with room for biases and norms."""
+        """Upper bound of the parameters, including biases and norms."""
         layer = self.attention_weights + self.experts * (self.expert_weights + self.hidden)
         small = (
             8 * self.hidden
@@ -80,8 +79,7 @@ class LanguageDims:
 
 
 def dims_of(config: JsonObject) -> LanguageDims | None:
-    """The widths in the content of a config.json; None where it is not that of a decoder this
-    module knows how to read."""
+    """Return the widths in a config.json; None if it is not that of a supported decoder."""
     config = language_fields(config)
     number = partial(first_number, config)
     hidden = number("hidden_size", "n_embd", "d_model")
@@ -119,14 +117,14 @@ def dims_of(config: JsonObject) -> LanguageDims | None:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes for one micro-batch on a rank that holds the whole model.
+    """Bytes for one micro-batch on a rank that holds the full model.
 
     Args:
-        block: kept of each block from its forward to its backward.
-        recomputed: of one block while it is computed again; 0 without activation checkpointing.
-        ends: of what is not in a block: the last norm, the head.
-        logits: of the head's output and the two gradients beside it at the start of backward, all
-            float32 (the rest of a micro-batch's activations is still there at that moment).
+        block: saved by each block from its forward to its backward.
+        recomputed: of one block during its recomputation; 0 without activation checkpointing.
+        ends: of the layers outside the blocks: the last norm, the head.
+        logits: of the head's output and two gradients at the start of backward, all float32, when
+            the other activations of the micro-batch still exist.
     """
 
     block: float
@@ -137,13 +135,13 @@ class Activations:
 
     @property
     def total(self) -> int:
-        """At the fullest moment: the start of backward, or the last block's recomputation, when the
-        logits are gone."""
+        """The peak: the start of backward, or the last block's recomputation, when the logits have
+        been freed."""
         return round(self.layers * self.block + self.ends + max(self.logits, self.recomputed))
 
     @property
-    def kept(self) -> int:
-        """From forward to backward: of the logits the log-probabilities alone."""
+    def saved(self) -> int:
+        """Saved from forward to backward: only the log-probabilities of the logits."""
         return round(self.layers * self.block + self.ends + self.logits / 3)
 
     @property
@@ -161,23 +159,23 @@ def language_activations(
     fused_attention: bool = True,
     longest: float = 0.0,
 ) -> Activations:
-    """Activations of a micro-batch of ``tokens`` tokens, of which ``labels`` carry loss.
+    """Estimate the activations of a micro-batch of ``tokens`` tokens, of which ``labels`` have a
+    loss.
 
     Args:
-        mask_bytes: of an element's dropout mask: 1 on accelerators; 4 on a CPU, where torch keeps
-            it in float32.
-        fused_attention: False where the model stores the attention's scores: ``longest`` is then
-            the tokens of its longest sample.
+        mask_bytes: bytes per element of a dropout mask: 1 on accelerators; 4 on a CPU, where torch
+            stores it in float32.
+        fused_attention: False if the model stores attention scores.
+        longest: tokens of the longest sample, for attention scores.
     """
     args = config.train_args
     low = 2 if args.mixed_dtype else _FLOAT32
     frozen = config.lora.enable
-    # Autocast leaves the sums of the residual stream in float32; frozen weights in low precision
-    # make them low too.
+    # Autocast leaves the residual stream in float32; with frozen weights in low precision it is in
+    # low precision too.
     stream = low if frozen else _FLOAT32
     norm = _norm(dims.hidden, frozen)
-    # What the projections take: one copy for all in float32; autocast makes one for each (it keeps
-    # copies of weights alone).
+    # Inputs of the projections: one for all in float32; autocast casts one for each.
     inputs = 0 if frozen else low * dims.hidden * (2 if low == _FLOAT32 else 5 if dims.gated else 4)
     # queries, keys, values, result; row sums
     attention: float = low * (2 * dims.queries + 2 * dims.keys) + _FLOAT32 * dims.heads
@@ -189,8 +187,8 @@ def language_activations(
         # scores after softmax, and their copy in the inputs' precision
         attention += dims.heads * longest * 2 * low
     wide = dims.feed_forward * dims.experts_per_token
-    kept_inner = (3 if frozen else 4) if dims.gated else (1 if frozen else 2)
-    layer: float = 2 * norm + inputs + attention + low * kept_inner * wide
+    inner = (3 if frozen else 4) if dims.gated else (1 if frozen else 2)
+    layer: float = 2 * norm + inputs + attention + low * inner * wide
     if frozen:
         layer += _adapters(dims, config, low, mask_bytes)
     block, recomputed = (
@@ -205,18 +203,19 @@ def language_activations(
 def language_flops(
     dims: LanguageDims, config: Config, tokens: float, labels: float, sample_tokens: float
 ) -> float:
-    """Operations of forward and backward over a micro-batch.
+    """Estimate the FLOPs of forward and backward over a micro-batch.
 
-    A weight that multiplies each token costs 2 forward, 2 for the gradient of its input and 2 for
-    its own (Kaplan et al., "Scaling Laws for Neural Language Models", 2020, section 2.1: 6 a
-    parameter and token); with adapters the frozen weights have no gradient of their own (4), and
-    recomputation adds a forward (Korthikanti et al., 2022, appendix A: 8). Attention's two products
-    cost 4 × queries × tokens looked back at, half of the sample on average, and twice that
+    A weight that multiplies each token takes 2 FLOPs in forward, 2 for the gradient of its input
+    and 2 for its own gradient (Kaplan et al., "Scaling Laws for Neural Language Models", 2020,
+    section 2.1: 6 per parameter and token). With adapters the frozen weights have no gradient (4),
+    and recomputation adds a forward (Korthikanti et al., 2022, appendix A: 8). Attention's two
+    products take 4 × queries × attended tokens, half of the sample on average, and twice that in
     backward.
 
     Args:
-        tokens: of the micro-batch; labels: those that go through the head; sample_tokens: of a
-            sample.
+        tokens: tokens of the micro-batch.
+        labels: tokens that the head processes.
+        sample_tokens: tokens of a sample.
     """
     weights = dims.attention_weights + dims.experts_per_token * dims.expert_weights
     again = 1 if config.train_args.gradient_checkpointing else 0
@@ -227,14 +226,14 @@ def language_flops(
 
 
 def _norm(width: int, frozen: bool) -> int:
-    """Bytes a token of a root-mean-square norm: its input and its result before scaling, in
-    float32; frozen, the input alone."""
+    """Return the bytes per token of a root-mean-square norm in float32: its input and its result
+    before scaling, or only the input if it is frozen."""
     return _FLOAT32 * width * (1 if frozen else 2)
 
 
 def _adapters(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> float:
-    """Bytes a token of one layer's adapters: each keeps its input (with dropout one of its own, and
-    a mask) and rank numbers."""
+    """Return the bytes per token of one layer's adapters: each saves its input (with dropout a
+    separate one and a mask) and rank numbers."""
     lora = config.lora
     layers = {
         "q_proj": dims.hidden, "k_proj": dims.hidden, "v_proj": dims.hidden, "o_proj": dims.queries,
@@ -252,24 +251,21 @@ def _adapters(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> 
             name for name in layers if any(re.fullmatch(named, place + name) for place in places)
         ]
     if isinstance(named, list):
-        result = {
-            name: width
-            for name, width in layers.items()
-            if any(name == target.rpartition(".")[2] for target in named)
-        }
-        layers = result or layers
+        targets = {target.rpartition(".")[2] for target in named}
+        selected = {name: width for name, width in layers.items() if name in targets}
+        layers = selected or layers
     if lora.dropout > 0:
-        kept = sum((low + mask_bytes) * width for width in layers.values())
-    else:  # q, k and v share one input, so do gate and up
+        inputs = sum((low + mask_bytes) * width for width in layers.values())
+    else:  # q, k and v share one input, and so do gate and up
         groups = (
             {"q_proj", "k_proj", "v_proj"},
             {"up_proj", "gate_proj"},
             {"o_proj"},
             {"down_proj"},
         )
-        kept = sum(
+        inputs = sum(
             low * max(layers[name] for name in group & layers.keys())
             for group in groups
             if group & layers.keys()
         )
-    return kept + low * lora.rank * len(layers)
+    return inputs + low * lora.rank * len(layers)

@@ -1,5 +1,4 @@
-"""A model's shape, read from the module itself: on a device, on the CPU, or on torch's meta device,
-where nothing is stored."""
+"""Reads the shape of a model from its modules, on any device, also torch's meta device."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,15 +19,15 @@ from paceline.models.tensor_plan.plan import find_tensor_plan
 
 @dataclass(frozen=True)
 class Probe:
-    """A forward through a model on a batch of ``rows`` samples: shows what its blocks give out,
-    where nothing else tells."""
+    """Runs a forward of a model on a batch of ``rows`` samples, to find the outputs of its blocks
+    if its config does not tell them."""
 
     run: Callable[[nn.Module], object]
     rows: int
 
 
 def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> ModelShape:
-    """The shape of ``model`` as the task built it, before a strategy has placed it."""
+    """Return the shape of the model that the task built, before the strategy's setup."""
     args = config.train_args
     return ModelShape(
         parameters=tuple(
@@ -52,9 +51,11 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
 
 
 def _phases(model: nn.Module, probe: Probe | None) -> dict[str, tuple[str, ...]] | None:
-    """When parameters outside the blocks are used. Traced for a pipeline, and on the meta device,
-    where it costs little; there some models cannot run their blocks, and what was not used before
-    the first block counts as used after the last."""
+    """Return when parameters outside the blocks are used, if a trace is possible.
+
+    It is traced with a probe, and on the meta device, where it is cheap. There some models cannot
+    run their blocks, and parameters not used before the first block count as used after the last.
+    """
     if probe is None and not on_meta(model):
         return None
     result = trace_model(model, None if probe is None else probe.run)
@@ -67,11 +68,11 @@ def _tensor_plan(model: nn.Module, config: Config) -> dict[str, str]:
     try:
         return find_tensor_plan(model, config.parallel.tensor_plan)
     except ConfigError:
-        return {}  # said where tensor parallelism is asked for
+        return {}  # reported if tensor parallelism is requested
 
 
 def _block_outputs(model: nn.Module, probe: Probe | None) -> tuple[float, ...]:
-    """Elements that each block gives out for each token or sample; empty where not known."""
+    """Return the elements of each block's output per token or sample; empty if unknown."""
     blocks = find_blocks(model)
     inner = base_model(model)
     config: Any = getattr(inner, "config", None)

@@ -1,16 +1,18 @@
-"""A model as numbers: what its cost follows from. No torch here."""
+"""A model as numbers, from which cost models estimate memory and traffic. Imports no torch."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A parameter or buffer: ``name`` in the model, ``shape``, bytes an element as the task built
-    it, whether it is trained."""
+    """A parameter or buffer: its name in the model, its shape, bytes per element in the model that
+    the task built, and whether it is trained."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,23 +30,22 @@ class TensorShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What training state a model makes. A weight that is used under several names stands once,
-    under the first.
+    """The tensors of a model. A weight with several names is listed once, under the first.
 
     Args:
         parameters: in the model's order.
         buffers: persistent or not.
-        optimizer_bytes_per_element: of float32 state for each trained element, e.g. 8 for Adam's
-            two moments.
-        low_bytes: bytes an element of the mixed precision's type (2), or 0 without mixed precision.
+        optimizer_bytes_per_element: bytes of optimizer state per trained element, e.g. 8 for the
+            two float32 moments of Adam.
+        low_bytes: bytes per element of the low-precision dtype (2), or 0 without mixed precision.
         blocks: dotted names of the repeated blocks in the order in which they run
             ("model.layers.0", …).
-        tensor_plan: dotted module name → how tensor parallelism cuts it ("colwise", "rowwise", …).
-        aliases: further name → first name, of weights used under several names.
-        block_output_elements: elements that each block hands to the next, for each token (or
-            sample); empty where not known.
+        tensor_plan: dotted module name → its tensor-parallel style ("colwise", "rowwise", …).
+        aliases: other name → first name of weights with several names.
+        block_output_elements: elements that each block passes to the next per token (or sample);
+            empty if unknown.
         phases: parameter outside the blocks → when a traced forward uses it ("before" or "after"
-            the blocks); None without one.
+            the blocks); None without a trace.
     """
 
     parameters: tuple[TensorShape, ...]
@@ -58,14 +59,27 @@ class ModelShape:
     phases: Mapping[str, tuple[str, ...]] | None = None
 
     @cached_property
-    def memo(self) -> dict[object, Any]:
-        """Results derived from this shape, by key. A plan for many ranks asks for the same ones in
-        every mode. A copy made by ``dataclasses.replace`` starts empty."""
+    def _results(self) -> dict[Hashable, Any]:
         return {}
+
+    def memoize(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """Return the result of ``compute``, which is called once per key.
+
+        A plan for many ranks needs the same results in every mode. A copy made by
+        ``dataclasses.replace`` starts without results.
+        """
+        if key not in self._results:
+            self._results[key] = compute()
+        result: T = self._results[key]
+        return result
 
     @property
     def trained(self) -> list[TensorShape]:
         return [tensor for tensor in self.parameters if tensor.trainable]
+
+    @property
+    def trained_elements(self) -> int:
+        return sum(tensor.numel for tensor in self.trained)
 
     @property
     def parameter_bytes(self) -> int:
@@ -78,7 +92,7 @@ class ModelShape:
 
 @lru_cache(maxsize=1 << 16)
 def modules_around(name: str) -> tuple[str, ...]:
-    """The dotted names of the modules that hold what is called ``name``, the outermost first:
+    """Return the dotted names of the modules that contain ``name``, the outermost first:
     ``a.b.weight`` → a, a.b."""
     return tuple(name[:at] for at, letter in enumerate(name) if letter == ".")
 

@@ -1,5 +1,4 @@
-"""When a model uses its parameters: before, inside or after its blocks. Observed in a forward, not
-read from names."""
+"""Traces a forward to find when a model uses its parameters: before, inside or after its blocks."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.core.errors import first_line
 from paceline.data.collate import find_tensors
 from paceline.distributed import torch_compat
 from paceline.distributed.torch_compat import TorchDispatchMode
@@ -32,16 +32,16 @@ _ERRORS = (
 
 @dataclass
 class Trace:
-    """What a forward showed.
+    """The result of a traced forward.
 
     Args:
-        phases: parameter outside the blocks → when it was used. A tied weight counts under the name
-            of the module that used it.
+        phases: parameter outside the blocks → when it was used. A tied weight is listed under the
+            name in the module that used it.
         order: numbers of the blocks, in the order in which they ran.
-        outputs: number of a block → entries of the tuple that it returned; 0 for a plain tensor.
-        altered: blocks whose input was not the output of the block before them.
+        outputs: number of a block → entries of the tuple that it returned; 0 for a tensor.
+        altered: blocks whose input was not the output of the block before.
         written: parameters that the forward changed in place.
-        error: why the forward did not complete; None if it did.
+        error: why the forward failed; None if it did not.
     """
 
     phases: dict[str, set[str]] = field(default_factory=dict)
@@ -53,21 +53,20 @@ class Trace:
 
 
 def trace(model: nn.Module, run: Callable[[nn.Module], object]) -> Trace:
-    """Run ``run(model)`` once, in evaluation mode and without gradients, and record what it uses.
-    The model may be on the meta device."""
+    """Run ``run(model)`` once, in evaluation mode and without gradients, and record its use of
+    parameters. The model may be on the meta device."""
     recorder = _Recorder(model)
     with evaluation_mode(model), recorder.hooks(), torch.no_grad(), recorder:
         try:
             run(model)
         except _ERRORS as error:
-            message = (str(error).strip() or "no message").splitlines()[0][:300]
-            recorder.trace.error = f"{type(error).__name__}: {message}"
+            recorder.trace.error = f"{type(error).__name__}: {first_line(error)}"
     return recorder.trace
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every operation, and so every use of a parameter, also of one that is used without
-    calling its module."""
+    """Records every operation, and so every use of a parameter, also without a call of its
+    module."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,7 +78,7 @@ class _Recorder(TorchDispatchMode):
             for name, module in model.named_modules()
             if id(module) not in inside and any(True for _ in module.parameters(recurse=False))
         }
-        self.names: dict[int, dict[int, str]] = {}  # parameter → {module that has it: name}
+        self.names: dict[int, dict[int, str]] = {}  # parameter → {its module: name}
         for prefix, module in self.owners.items():
             for name, parameter in module.named_parameters(
                 prefix, recurse=False, remove_duplicate=False
@@ -109,7 +108,7 @@ class _Recorder(TorchDispatchMode):
         if args and id(args[0]) in self.all_names and torch_compat.is_mutable_op(func):
             self.trace.written.append(self.all_names[id(args[0])])
         if torch_compat.is_item_op(func) and args[0].device.type == "meta":
-            # a guess: "nothing is padded or packed"
+            # assumes that nothing is padded or packed
             return args[0].dtype.is_floating_point or args[0].dtype == torch.bool
         return func(*args, **(kwargs or {}))
 
@@ -148,27 +147,27 @@ class _Recorder(TorchDispatchMode):
 
 
 def made_up_inputs(model: nn.Module) -> dict[str, torch.Tensor | tuple[int, ...] | bool] | None:
-    """A few tokens or one image for a Hugging Face model; None for other models: what those take is
-    not known here."""
+    """Return a few tokens or one image for a Hugging Face model; None for other models, whose
+    inputs are unknown."""
     config = getattr(model, "config", None)
     first = next(model.parameters(), None)
     base = base_model(model)
     if config is None or first is None:
         return None
-    taken = inspect.signature(base.forward).parameters
-    if "input_ids" in taken and "decoder_input_ids" not in taken:
+    arguments = inspect.signature(base.forward).parameters
+    if "input_ids" in arguments and "decoder_input_ids" not in arguments:
         inputs: dict[str, torch.Tensor | tuple[int, ...] | bool] = {
             "input_ids": torch.zeros((1, 2), dtype=torch.int64, device=first.device)
         }
-        # it must be given the samples' lengths
+        # packed attention requires the samples' lengths
         if attention.attention_of(base) == attention.NAME:
             inputs |= {
                 "position_ids": torch.arange(2, device=first.device).unsqueeze(0),
                 "segment_lengths": (2,),
             }
-        return inputs | ({"use_cache": False} if "use_cache" in taken else {})
+        return inputs | ({"use_cache": False} if "use_cache" in arguments else {})
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
-    if "pixel_values" in taken and isinstance(size, int):
+    if "pixel_values" in arguments and isinstance(size, int):
         return {
             "pixel_values": torch.zeros(
                 (1, channels, size, size), device=first.device, dtype=first.dtype
@@ -178,8 +177,8 @@ def made_up_inputs(model: nn.Module) -> dict[str, torch.Tensor | tuple[int, ...]
 
 
 def trace_model(model: nn.Module, run: Callable[[nn.Module], object] | None = None) -> Trace | None:
-    """The trace of a forward over made-up inputs or, if the model's inputs are not known or do not
-    suit it, of ``run``. None if there is neither."""
+    """Trace a forward over made-up inputs or, if the inputs are unknown or the forward fails, trace
+    ``run``. Return None if neither is possible."""
     inputs = made_up_inputs(model)
     result = None if inputs is None else trace(model, lambda module: module(**inputs))
     if run is not None and (result is None or result.error is not None) and not on_meta(model):

@@ -1,1 +1,1 @@
-"""Which layers tensor parallelism splits, and how."""
+"""Tensor-parallel plans: which layers are split, and how."""

@@ -1,9 +1,9 @@
-"""Plans for tensor parallelism of model families for which transformers has none, or only one for a
-part of their layers.
+"""Tensor-parallel plans of model families for which transformers has none, or only one for some of
+their layers.
 
 The keys are ``model_type`` of a model's config. A pattern names modules below the base model; ``*``
-stands for one part of a name. A plan that transformers has for the model counts too, except for
-modules that are named here.
+matches one part of a name. Plans of transformers apply too, except for modules that are listed
+here.
 """
 
 from collections.abc import Mapping
@@ -75,7 +75,7 @@ PLANS: dict[str, dict[str, str]] = {
         ),
         **_under("layers.*.feed_forward", {"w1": _C, "w3": _C, "w2": _R}),
     },
-    # transformers cuts their experts alone.
+    # transformers has a plan only for their experts.
     "deepseek_v3": _under(
         "layers.*.self_attn",
         {
@@ -87,16 +87,15 @@ PLANS: dict[str, dict[str, str]] = {
         },
     ),
     "granitemoe": _LLAMA_ATTENTION,
-    # The same parts as transformers' colwise_gather_output, with one all-reduce in the place of two
-    # gatherings.
+    # The same parts as transformers' colwise_gather_output, with one all-reduce instead of two
+    # all-gathers.
     "qwen3_next": {"layers.*.linear_attn.out_proj": "rowwise_split_input"},
     "phimoe": _LLAMA_ATTENTION,
     "jamba": {**_LLAMA_ATTENTION, **_under("layers.*.feed_forward", _GATED)},
 }
 
-#: Numbers that a module of these families computes with and that belong to its share of the heads:
-#: divided by the ranks. Modules of other families take what they need from the shapes of their
-#: weights.
+#: Attributes with which modules of these families compute and that are divided by the ranks.
+#: Modules of other families use the shapes of their weights.
 HEAD_NUMBERS = (
     "num_heads",
     "num_attention_heads",
@@ -108,13 +107,13 @@ HEAD_NUMBERS = (
     "split_size",
     "embed_dim",
 )
-#: Arguments of an attention module with one row for each head (ALiBi): each rank takes those of its
-#: heads.
+#: Arguments of an attention module with one row per head (ALiBi), of which each rank uses those of
+#: its heads.
 HEAD_ARGUMENTS = ("alibi", "position_bias", "attention_mask")
 
 
 def family_plan(config: Any) -> dict[str, str]:
-    """The plan of a transformers model's config: pattern → style; empty if its family is not in
+    """Return pattern → style for a transformers model's config; empty if its family is not in
     :data:`PLANS`."""
     kind = getattr(config, "model_type", None)
     plan = dict(PLANS.get(kind or "", {}))
@@ -127,17 +126,17 @@ def family_plan(config: Any) -> dict[str, str]:
 
 
 def unsupported(config: Any) -> str | None:
-    """Why tensor parallelism cannot cut a model of this config, although its family has a plan;
-    None if it can."""
+    """Return why tensor parallelism does not support a model of this config although its family has
+    a plan; None if it does."""
     kind = getattr(config, "model_type", None)
     if (
         kind == "bloom"
         and getattr(config, "slow_but_exact", False)
         and getattr(config, "pretraining_tp", 1) > 1
     ):
-        return "`slow_but_exact` with `pretraining_tp` computes with slices of whole weights"
+        return "`slow_but_exact` with `pretraining_tp` computes with slices of full weights"
     if kind in ("llama4", "llama4_text"):
-        return "its experts take every token once for each expert"
+        return "its experts process every token once per expert"
     if kind == "stablelm" and getattr(config, "qk_layernorm", False):
-        return "`qk_layernorm` has a norm with weights for each head"
+        return "`qk_layernorm` has a norm with separate weights per head"
     return None

@@ -1,8 +1,6 @@
-"""Which layers tensor parallelism cuts, and how: read from the model's own plan, the user's, or a
-plain chain of layers.
+"""Finds the tensor-parallel plan of a model: its own, the user's, or that of a chain of layers.
 
-Importing this imports no torch: what follows from names and sizes alone serves the launcher and the
-cost too.
+Importing this module does not import torch: the launcher and cost models use it too.
 """
 
 from __future__ import annotations
@@ -34,52 +32,57 @@ if TYPE_CHECKING:
     from torch import nn
 
 _SYNONYMS = {"colwise_rep": COLUMN_GATHERED, "rowwise_rep": ROW_SPLIT}
-#: Of embeddings and heads: they stay whole on each rank, which is right with or without a plan.
-_LEFT_WHOLE = ("embedding_rowwise", "embedding_colwise", "replicate")
-#: Says that a module computes with its parameters as they lie on the rank: true here of every
-#: module.
-_NOTHING_TO_DO = ("local_params",)
+#: Styles of embeddings and heads, which every rank holds in full, and of modules that compute with
+#: their local parameters, as all modules do here.
+_IGNORED = ("embedding_rowwise", "embedding_colwise", "replicate", "local_params")
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 _PEFT_PREFIX = "base_model.model."
+_WITHOUT_TENSOR = "set `parallel.mode: zero3`, which supports every model"
 
 
-def find_tensor_plan(model: nn.Module, given: Mapping[str, str]) -> dict[str, str]:
-    """Dotted name of each module (or parameter, of experts) that is cut → its style, in the model's
-    order.
+def find_tensor_plan(model: nn.Module, configured: Mapping[str, str]) -> dict[str, str]:
+    """Return dotted name → style of each module (or parameter, of experts) that is split, in the
+    model's order.
 
     Args:
-        model: as the task built it, LoRA included; on any device, meta too.
-        given: ``parallel.tensor_plan``: pattern → style. A pattern is a dotted name in which ``*``
-            stands for one part of it, with or without the prefix of the base model. It goes before
-            the model's own plan.
+        model: the model that the task built, with LoRA; on any device, also meta.
+        configured: ``parallel.tensor_plan``: pattern → style, which overrides the model's own plan.
+            A pattern is a dotted name in which ``*`` matches one part, with or without the prefix
+            of the base model.
 
     Raises:
-        ConfigError: no plan, a style that cannot be had, or a pattern that fits nothing.
+        ConfigError: there is no plan, a style is not supported, or a pattern matches nothing.
     """
     names = {name: module for name, module in model.named_modules() if name}
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    plan = _own_plan(model, names, parameters)
-    plan.update(_given_plan(model, names, given))
+    plan = _model_plan(model, names, parameters)
+    plan.update(_configured_plan(model, names, configured))
     if not any(
         kind_of(style) in (COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT) for style in plan.values()
     ):
         plan.update(_chain(model))
     if not plan:
         raise ConfigError(
-            f"`parallel.tensor`: {_class_name(model)} does not say how its layers are cut (a module"
-            " without a plan)",
+            f"`parallel.tensor` is not supported with {_class_name(model)}: it has no plan for"
+            " splitting its layers",
             allowed=(
-                "transformers' models that have a base_model_tp_plan; the families of"
+                "models of transformers with a base_model_tp_plan; the families of"
                 " models/tensor_plan/families.py (GPT-2, OPT, BLOOM, Falcon, MPT, …); an"
                 " nn.Sequential with Linear → activation → Linear; or a plan in the config"
             ),
             fix=(
-                "name pairs of layers, the first cut by rows of its weight, the second by columns: "
-                "`parallel.tensor_plan: {layers.*.up: colwise, layers.*.down: rowwise}`"
+                "list pairs of layers, the first split by rows of its weight, the second by"
+                " columns: `parallel.tensor_plan: {layers.*.up: colwise, layers.*.down: rowwise}`"
             ),
         )
     _check_pairs(plan)
-    _check_experts(plan)
+    for name, style in plan.items():
+        if kind_of(style) == EXPERTS and not any(other.startswith(f"{name}.") for other in plan):
+            raise ConfigError(
+                f"`parallel.tensor`: the weights of the experts `{name}` are not found at their"
+                " names in the model's plan, because they have an adapter",
+                fix="remove the experts from `lora.target_modules`, or set `parallel.mode: zero3`",
+            )
     order = {
         name: number for number, name in enumerate(dict.fromkeys(_in_order(names, parameters)))
     }
@@ -88,71 +91,65 @@ def find_tensor_plan(model: nn.Module, given: Mapping[str, str]) -> dict[str, st
     }
 
 
-def _own_plan(
+def _model_plan(
     model: nn.Module, names: Mapping[str, nn.Module], parameters: Iterable[str]
 ) -> dict[str, str]:
     inner = base_model(model)
     config = getattr(inner, "config", None)
     prefix = _PEFT_PREFIX if inner is not model else ""
-    before = getattr(inner, "base_model_prefix", "")
-    before = f"{before}." if before and hasattr(inner, before) else ""
-    own = dict(getattr(inner, "tp_plan", None) or {})
-    if not own and getattr(config, "base_model_tp_plan", None):
-        own = {before + key: style for key, style in config.base_model_tp_plan.items()}  # type: ignore[union-attr]
+    base = getattr(inner, "base_model_prefix", "")
+    base = f"{base}." if base and hasattr(inner, base) else ""
+    patterns = dict(getattr(inner, "tp_plan", None) or {})
+    if not patterns and getattr(config, "base_model_tp_plan", None):
+        patterns = {base + key: style for key, style in config.base_model_tp_plan.items()}  # type: ignore[union-attr]
     problem = unsupported(config)
     if problem is not None:
         raise ConfigError(
-            f"`parallel.tensor`: {_class_name(model)} cannot be cut: {problem}",
-            fix="leave tensor parallelism out: `parallel.mode: zero3` cuts every model",
+            f"`parallel.tensor` is not supported with {_class_name(model)}: {problem}",
+            fix=_WITHOUT_TENSOR,
         )
-    own.update({before + key: style for key, style in family_plan(config).items()})
+    patterns.update({base + key: style for key, style in family_plan(config).items()})
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     plan = {}
-    for pattern, style in own.items():
-        result = [
+    for pattern, style in patterns.items():
+        matches = [
             name
             for name in _matching(prefix + pattern, names)
             if any(True for _ in names[name].parameters())
         ]
-        result = result or _matching(prefix + pattern, parameters)
-        if style in (*_LEFT_WHOLE, *_NOTHING_TO_DO) or (
-            style in (COLUMN_GATHERED, "colwise_rep", ROW_SPLIT)
-            and any(names.get(name) is head for name in result)
-        ):
-            continue
-        if not result:
+        matches = matches or _matching(prefix + pattern, parameters)
+        is_head = style in (COLUMN_GATHERED, "colwise_rep", ROW_SPLIT) and any(
+            names.get(name) is head for name in matches
+        )
+        if not matches or style in _IGNORED or is_head:
             continue
         style = _with_number(_style(style, pattern, "the model's own plan"), pattern, config)
-        plan.update(dict.fromkeys(result, style))
+        plan.update(dict.fromkeys(matches, style))
     return plan
 
 
 def _with_number(style: str, pattern: str, config: Any) -> str:
-    """Complete a style by a number of the model's config."""
+    """Add a number of the model's config to a style."""
     numbers = config.get_text_config() if hasattr(config, "get_text_config") else config
     if style == LATENT:
         return f"{style}:{numbers.qk_rope_head_dim}"
     if style == EXPERTS:
         return f"{style}:{getattr(numbers, 'num_experts_per_tok', None) or 1}"
-    one_head = getattr(numbers, "num_key_value_heads", None) == 1
-    return (
-        f"{KV_COLUMN}:1"
-        if style == COLUMN and one_head and pattern.endswith(_KEYS_AND_VALUES)
-        else style
-    )
+    has_single_head = getattr(numbers, "num_key_value_heads", None) == 1
+    if style == COLUMN and has_single_head and pattern.endswith(_KEYS_AND_VALUES):
+        return f"{KV_COLUMN}:1"
+    return style
 
 
 def _stored(style: str, module: nn.Module | None) -> str:
-    """The style, with a note if the module stores its weight the other way round."""
+    """Return the style, marked if the module stores its weight transposed."""
     linear = getattr(module, "base_layer", module)
-    return (
-        f"{style}/transposed" if type(linear).__name__ == "Conv1D" and "/" not in style else style
-    )
+    is_transposed = type(linear).__name__ == "Conv1D" and "/" not in style
+    return f"{style}/transposed" if is_transposed else style
 
 
 def _in_order(names: Iterable[str], parameters: Iterable[str]) -> Iterator[str]:
-    """Modules and parameters as they are registered, a parameter right after the module that has
-    it."""
+    """Yield modules and parameters in the order of registration, parameters after their module."""
     of_module: dict[str, list[str]] = {}
     for name in parameters:
         of_module.setdefault(name.rpartition(".")[0], []).append(name)
@@ -161,47 +158,36 @@ def _in_order(names: Iterable[str], parameters: Iterable[str]) -> Iterator[str]:
         yield from of_module.get(name, [])
 
 
-def _check_experts(plan: Mapping[str, str]) -> None:
-    for name, style in plan.items():
-        if kind_of(style) == EXPERTS and not any(other.startswith(f"{name}.") for other in plan):
-            raise ConfigError(
-                f"`parallel.tensor`: the weights of the experts `{name}` are not found where the"
-                " model's plan expects them: an adapter is in between",
-                fix="take the experts out of `lora.target_modules`, or set `parallel.mode: zero3`",
-            )
-
-
-def _given_plan(
-    model: nn.Module, names: Mapping[str, nn.Module], given: Mapping[str, str]
+def _configured_plan(
+    model: nn.Module, names: Mapping[str, nn.Module], configured: Mapping[str, str]
 ) -> dict[str, str]:
-    inner = base_model(model)
-    before = getattr(inner, "base_model_prefix", "") or ""
-    prefixes = {"", _PEFT_PREFIX, f"{before}.", f"{_PEFT_PREFIX}{before}."}
+    base = getattr(base_model(model), "base_model_prefix", "") or ""
+    prefixes = {"", _PEFT_PREFIX, f"{base}.", f"{_PEFT_PREFIX}{base}."}
     plan = {}
-    for pattern, style in given.items():
-        result = sorted(
+    for pattern, style in configured.items():
+        matches = sorted(
             {name for prefix in prefixes for name in _matching(prefix + pattern, names)}
         )
-        if not result:
+        if not matches:
             near = nearest(pattern, {re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names})
             raise ConfigError(
-                f"`parallel.tensor_plan`: `{pattern}` is no module of {_class_name(model)}",
+                f"`parallel.tensor_plan`: `{pattern}` matches no module of {_class_name(model)}",
                 allowed="dotted names of modules, `*` for one part of a name",
                 fix=f"write `{near}`" if near else None,
             )
-        plan.update(dict.fromkeys(result, _style(style, pattern, "`parallel.tensor_plan`")))
+        plan.update(dict.fromkeys(matches, _style(style, pattern, "`parallel.tensor_plan`")))
     return plan
 
 
-def _style(style: str, pattern: str, where: str) -> str:
+def _style(style: str, pattern: str, source: str) -> str:
     style = _SYNONYMS.get(style, style)
     try:
         parse_style(style)
     except (KeyError, ValueError):
         raise ConfigError(
-            f"`parallel.tensor`: {where} cuts `{pattern}` as {style}, which is not built in",
+            f"`parallel.tensor`: {source} has `{pattern}: {style}`, an unsupported style",
             allowed=", ".join(STYLES),
-            fix="leave tensor parallelism out: `parallel.mode: zero3` cuts every model",
+            fix=_WITHOUT_TENSOR,
         ) from None
     return style
 
@@ -217,26 +203,27 @@ def _check_pairs(plan: Mapping[str, str]) -> None:
     if bool(columns) != bool(rows):
         lone, missing = (columns[0], ROW) if columns else (rows[0], COLUMN)
         raise ConfigError(
-            f"`parallel.tensor`: `{lone}` is cut as {plan[lone]}, and no layer is {missing} to put"
-            " the parts together",
-            fix=f"name the layer that comes {'after' if columns else 'before'} it as {missing}",
+            f"`parallel.tensor`: `{lone}` has the style {plan[lone]}, but no layer has the style"
+            f" {missing}, which completes the pair",
+            fix=f"set the style of the layer {'after' if columns else 'before'} it to {missing}",
         )
 
 
 def _chain(model: nn.Module) -> dict[str, str]:
-    """Pairs Linear → element-wise activation → Linear. Only where the root is an nn.Sequential of
-    nothing but layers and further nn.Sequentials: their forward is known, so between the two of a
-    pair nobody else sees the cut activation."""
+    """Return a plan for pairs Linear → element-wise activation → Linear.
+
+    The model must be an nn.Sequential of layers and further nn.Sequentials: their forward is known,
+    so no other module uses the split activation of a pair.
+    """
     from torch import nn
 
     if type(model) is not nn.Sequential:
         return {}
-    seen = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
-    leaves = list(_leaves(model, ""))
+    ids = [id(module) for _, module in model.named_modules(remove_duplicate=False)]
     plan: dict[str, str] = {}
     start: tuple[str, Any] | None = None
-    for name, layer in leaves:
-        if type(layer) is nn.Linear and seen.count(id(layer)) == 1:
+    for name, layer in _leaves(model, ""):
+        if type(layer) is nn.Linear and ids.count(id(layer)) == 1:
             if start is not None and layer.in_features == start[1].out_features:
                 plan[start[0]], plan[name] = COLUMN, ROW
                 start = None
@@ -272,31 +259,29 @@ def _class_name(model: Any) -> str:
 
 
 def fitting_sizes(numbers: Iterable[int]) -> list[int]:
-    """Sizes of the tensor axis that divide all ``numbers``."""
+    """Return the sizes of the tensor axis that divide all ``numbers``."""
     common = math.gcd(*numbers)
     return [size for size in range(1, min(common, 1024) + 1) if common % size == 0]
 
 
 def check_sizes(config_json: JsonObject, tensor: int) -> None:
-    """From the numbers of a transformers model's config.json: can its layers be cut into ``tensor``
-    parts? Silent where it does not say.
+    """Check that ``tensor`` ranks divide the sizes in a transformers model's config.json.
 
     Raises:
-        ConfigError: heads, key_value heads or the intermediate size do not divide; says which sizes
-            would.
+        ConfigError: they do not divide the heads, the key_value heads or the intermediate size.
     """
     number = partial(first_number, language_fields(config_json))
     heads = number("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
     keys = number("num_key_value_heads", "n_kv_heads", "num_kv_heads") or heads
     sizes = {
         "attention heads": heads,
-        "key_value heads": None if keys == 1 else keys,  # all ranks hold a single head
+        "key_value heads": None if keys == 1 else keys,  # every rank holds a single head
         "intermediate size": number("intermediate_size", "ffn_dim", "n_inner"),
     }
-    refuse_sizes({name: size for name, size in sizes.items() if size}, tensor)
+    check_divisible({name: size for name, size in sizes.items() if size}, tensor)
 
 
-def refuse_sizes(sizes: Mapping[str, int], tensor: int) -> None:
+def check_divisible(sizes: Mapping[str, int], tensor: int) -> None:
     """Raise ConfigError where a number does not divide by ``tensor``."""
     wrong = {name: size for name, size in sizes.items() if size % tensor}
     if not wrong:
@@ -308,9 +293,5 @@ def refuse_sizes(sizes: Mapping[str, int], tensor: int) -> None:
         + ", ".join(f"{name} ({wrong[name]})" for name in wrong),
         allowed=f"{', '.join(map(str, fitting))}: what divides "
         + ", ".join(f"{name} ({size})" for name, size in sizes.items()),
-        fix=(
-            f"set `parallel.tensor: {below}`"
-            if below > 1
-            else "leave tensor parallelism out: `parallel.mode: zero3` cuts every model"
-        ),
+        fix=(f"set `parallel.tensor: {below}`" if below > 1 else _WITHOUT_TENSOR),
     )

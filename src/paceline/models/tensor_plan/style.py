@@ -1,8 +1,7 @@
-"""How tensor parallelism cuts a layer: the styles of a plan, and which rows or columns each rank
-gets. No torch here.
+"""The styles of a tensor-parallel plan, and the rows or columns of each rank. Imports no torch.
 
-A style is text, as in transformers' plans: a kind, for some a number after a colon, and
-``/transposed`` for a weight that is stored [inputs, outputs] (transformers' Conv1D).
+A style is text, as in transformers' plans: a name, for some a number after a colon, and
+``/transposed`` for a weight that is stored as [inputs, outputs] (transformers' Conv1D).
 """
 
 import math
@@ -11,25 +10,24 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 COLUMN, ROW = "colwise", "rowwise"
-#: Column-parallel with the output put together again; row-parallel with an input that every rank
-#: has whole.
+#: Column-parallel with a gathered output; row-parallel with an input that every rank has in full.
 COLUMN_GATHERED, ROW_SPLIT = "colwise_gather_output", "rowwise_split_input"
-#: A module kept whole that sees the cut part of an activation (a norm over each head): its gradient
-#: is a sum over the ranks.
+#: A module that is not split and processes a split activation (a norm over each head): its gradient
+#: is summed over the ranks.
 SUMMED = "replicated_with_grad_allreduce"
-#: Several weights stored as one, one after the other (gate and up; query, key and value with
-#: ``:3``): each is cut.
+#: Several concatenated weights (gate and up; query, key and value with ``:3``), each of which is
+#: split.
 PACKED_COLUMN, PACKED_ROW = "packed_colwise", "packed_rowwise"
-#: Keys or values of a number of heads (``:1``). Where there are fewer heads than ranks, several
-#: ranks hold the same head.
+#: Keys or values of a number of heads (``:1``). With fewer heads than ranks, several ranks hold the
+#: same head.
 KV_COLUMN = "kv_colwise"
 #: Queries of a number of heads (``:8``), then one key and one value head that all ranks hold.
 MULTI_QUERY_COLUMN = "multi_query_colwise"
-#: Experts whose weights are cut: the input's gradient and the output are sums over the ranks.
-#: ``:2`` experts take a token.
+#: Experts with split weights: the gradient of the input and the output are summed over the ranks.
+#: ``:2`` experts process a token.
 EXPERTS = "moe_tp_experts"
-#: A projection kept whole of whose output the last features (``:64``) go to all heads without
-#: passing a column layer.
+#: A projection that is not split and the last features (``:64``) of whose output go to all heads
+#: without a column layer.
 LATENT = "mla_kv_a_proj"
 
 _KINDS = {
@@ -51,8 +49,7 @@ _DEFAULT_NUMBER = {PACKED_COLUMN: 2, PACKED_ROW: 2}
 
 @dataclass(frozen=True)
 class Style:
-    """A style taken apart. ``kind``: what happens around the layer (the plain style without what it
-    says about packing)."""
+    """A parsed style. ``kind`` is the style without packing, which determines the collectives."""
 
     name: str
     kind: str
@@ -62,8 +59,8 @@ class Style:
 
 @dataclass(frozen=True)
 class Range:
-    """``length`` rows (or columns) of a whole weight from ``start`` on; ``copies`` ranks hold them,
-    ``owned`` on one."""
+    """``length`` rows (or columns) of a full weight from ``start`` on, which ``copies`` ranks hold
+    and one of them owns."""
 
     start: int
     length: int
@@ -73,7 +70,7 @@ class Range:
 
 @lru_cache(maxsize=1024)
 def parse_style(text: str) -> Style:
-    """Raises KeyError for an unknown style, ValueError for a number that is none."""
+    """Parse a style. Raises KeyError for an unknown one, ValueError for an invalid number."""
     body, _, suffix = text.partition("/")
     name, _, number = body.partition(":")
     if suffix not in ("", "transposed"):
@@ -91,8 +88,8 @@ def kind_of(text: str) -> str:
 
 
 def cut_axis(text: str, dims: int) -> int | None:
-    """Which dimension of a weight with ``dims`` dimensions (1: a bias) is cut; None where each rank
-    keeps it whole."""
+    """Return the dimension along which a weight with ``dims`` dimensions (1: a bias) is split; None
+    if it is not split."""
     style = parse_style(text)
     if style.kind in (COLUMN, COLUMN_GATHERED):
         return 0 if dims == 1 else dims - 1 if style.transposed else dims - 2
@@ -102,8 +99,8 @@ def cut_axis(text: str, dims: int) -> int | None:
 
 
 def needed_divisor(text: str, length: int) -> int:
-    """The number that the tensor axis must divide, for a dimension of ``length``; 1-head key and
-    value layers need nothing."""
+    """Return the number that the tensor axis must divide, for a dimension of ``length``; 0 for key
+    and value layers with a single head."""
     style = parse_style(text)
     if style.name in (PACKED_COLUMN, PACKED_ROW):
         return length // style.number
@@ -113,8 +110,8 @@ def needed_divisor(text: str, length: int) -> int:
 
 
 def ranges(text: str, length: int, size: int, rank: int) -> tuple[Range, ...]:
-    """What ``rank`` of ``size`` holds of a dimension of ``length``, in the order in which it lies
-    in its part."""
+    """Return the ranges of a dimension of ``length`` that ``rank`` of ``size`` holds, in the order
+    of its part."""
     style = parse_style(text)
     if style.name in (PACKED_COLUMN, PACKED_ROW):
         block = length // style.number
@@ -132,55 +129,55 @@ def ranges(text: str, length: int, size: int, rank: int) -> tuple[Range, ...]:
 
 
 def cut_dim(parameter: str, dims: int, plan: Mapping[str, str]) -> int | None:
-    """Along which dimension a parameter is cut; None where each rank keeps it whole.
+    """Return the dimension along which a parameter is split; None if it is not split.
 
-    A column layer: rows of the weight and its bias; of LoRA beside it lora_B alone. A row layer:
-    columns of the weight; of LoRA lora_A alone.
+    A column layer: the rows of the weight, its bias, and lora_B of an adapter. A row layer: the
+    columns of the weight, and lora_A of an adapter.
     """
-    _, style, leaf = _owner(parameter, plan)
+    style, matrix = _style_of(parameter, plan)
     if not style:
         return None
     kind = kind_of(style)
-    if leaf:  # LoRA's matrices are plain linear layers, one of which is cut
-        cut = (
-            "lora_B"
-            if kind in (COLUMN, COLUMN_GATHERED)
-            else "lora_A"
-            if kind in (ROW, ROW_SPLIT)
-            else ""
-        )
-        return None if leaf != cut or dims < 2 else 0 if leaf == "lora_B" else 1
-    return cut_axis(style, dims)
+    if not matrix:
+        return cut_axis(style, dims)
+    if dims >= 2 and matrix == "lora_B" and kind in (COLUMN, COLUMN_GATHERED):
+        return 0
+    if dims >= 2 and matrix == "lora_A" and kind in (ROW, ROW_SPLIT):
+        return 1
+    return None
 
 
-def held_ranges(
+def local_ranges(
     parameter: str, shape: tuple[int, ...], plan: Mapping[str, str], size: int
 ) -> tuple[int, tuple[Range, ...]]:
-    """(the dimension along which a parameter is cut, what the first of ``size`` ranks holds of it);
-    (-1, ()) where it is kept whole. Sizes that do not divide are rounded up."""
+    """Return the dimension along which a parameter is split, and the ranges that the first of
+    ``size`` ranks holds; (-1, ()) if it is not split.
+
+    Sizes that the ranks do not divide are rounded up.
+    """
     dim = cut_dim(parameter, len(shape), plan)
     if dim is None:
         return -1, ()
-    held = ranges(_owner(parameter, plan)[1], shape[dim], size, 0)
-    if len(held) == 1 and held[0].copies == 1:
-        held = (Range(0, math.ceil(shape[dim] / size)),)
-    return dim, held
+    local = ranges(_style_of(parameter, plan)[0], shape[dim], size, 0)
+    if len(local) == 1 and local[0].copies == 1:
+        local = (Range(0, math.ceil(shape[dim] / size)),)
+    return dim, local
 
 
 def is_summed(parameter: str, plan: Mapping[str, str]) -> bool:
-    """True where the parameter is kept whole and each tensor rank has a part of its gradient."""
-    style = _owner(parameter, plan)[1]
+    """Return whether a parameter is not split and each rank computes a part of its gradient."""
+    style = _style_of(parameter, plan)[0]
     return bool(style) and kind_of(style) == SUMMED
 
 
-def _owner(parameter: str, plan: Mapping[str, str]) -> tuple[str, str, str]:
-    """(module of the plan that holds a parameter, or the parameter itself where the plan names it;
-    its style; "lora_A" or "lora_B" of an adapter); empty where none."""
+def _style_of(parameter: str, plan: Mapping[str, str]) -> tuple[str, str]:
+    """Return the style of a parameter or its module, and "lora_A" or "lora_B" for a parameter of an
+    adapter; empty strings if there is none."""
     if parameter in plan:
-        return parameter, plan[parameter], ""
+        return plan[parameter], ""
     parts = parameter.split(".")
     for end in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:end])
         if module in plan and kind_of(plan[module]) not in (EXPERTS, LATENT):
-            return module, plan[module], parts[end] if parts[end] in ("lora_A", "lora_B") else ""
-    return "", "", ""
+            return plan[module], parts[end] if parts[end] in ("lora_A", "lora_B") else ""
+    return "", ""

@@ -123,8 +123,8 @@ class CompressedReducer(GradientReducer):
         self.step += 1
         self.age += 1
 
-    def finish_step(self, made: bool) -> None:
-        if not made and self._before:
+    def finish_step(self, updated: bool) -> None:
+        if not updated and self._before:
             self.age -= 1
             for number, tensors in self._before.items():
                 for tensor, before in zip(self.states[number].all_tensors(), tensors, strict=True):

@@ -1,9 +1,9 @@
-"""Gradients in flat buckets, each sent off as soon as backward has filled it.
+"""Gradients in flat buckets, each of which is reduced as soon as backward has filled it.
 
 After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020),
-section 3.2. Unlike torch's own reducer the layout is fixed from the first step on, by the order of
-the parameters alone: where an element lies in its bucket decides in which order an all-reduce adds
-it up, so a layout that changed would make a resumed run round otherwise.
+section 3.2. Unlike in torch's own reducer, the layout is fixed from the first step on and depends
+only on the order of the parameters: the position of an element in its bucket decides in which order
+an all-reduce adds it up, so a layout that changed would make a resumed run round differently.
 """
 
 import time
@@ -31,33 +31,32 @@ class _Bucket:
 
 
 class BucketReducer(Protocol):
-    """What sums buckets instead of the backend's all-reduce."""
+    """Sums buckets instead of the backend's all-reduce."""
 
     @property
     def late(self) -> bool:
-        """Gradients are summed after backward, by whoever clips them."""
+        """Whether gradients are summed after backward, when they are clipped."""
 
     def start(self, number: int, flat: torch.Tensor) -> Any:
-        """Start to sum bucket ``number``; returns what to wait for."""
+        """Start to sum bucket ``number``. Return an object with ``wait()``."""
 
     def end_step(self) -> None:
-        """All buckets of a step are summed."""
+        """Called when all buckets of a step are summed."""
 
 
 class GradientBuckets:
-    """Owns the gradient of every parameter given: ``parameter.grad`` is a view into a bucket and
-    stays so.
+    """Owns the gradients of parameters: each ``parameter.grad`` stays a view into a bucket.
 
     Args:
-        parameters: those that get a gradient, in the model's order. Buckets run in reverse, the
-            order in which backward comes to them.
-        cap_bytes: size of a bucket; a larger parameter gets one of its own.
-        world: issues the all-reduces, always in the order of the buckets, so every rank issues the
-            same ones.
-        reducer: sums the buckets in its stead.
+        parameters: the trained parameters, in the model's order. Buckets run in reverse, the order
+            in which backward reaches the parameters.
+        cap_bytes: maximum size of a bucket. A larger parameter gets a bucket for itself.
+        world: issues the all-reduces, always in the order of the buckets, so that every rank issues
+            the same ones.
+        reducer: sums the buckets instead of ``world``.
     """
 
-    #: Equal parts that a bucket must be cut into.
+    #: Number of equal parts into which each bucket can be split.
     shards = 1
 
     def __init__(
@@ -74,25 +73,25 @@ class GradientBuckets:
         self._next = 0
         self._reducing = False
         self._backward_began = 0.0
-        self._sums: list[torch.Tensor] = []  # of each bucket, before others' were added to it
-        #: Seconds in the backwards during which buckets are filled and sent, added up; on an
-        #: accelerator those of the host.
+        # the sum of each bucket's elements before those of other ranks were added
+        self._sums: list[torch.Tensor] = []
+        #: Total seconds of the backward passes during which buckets are filled and reduced,
+        #: measured on the host.
         self.backward_s = 0.0
-        given = list(parameters)
-        dtypes = [self._dtype_of(one) for one in given]
+        ordered = list(parameters)
+        dtypes = [self._dtype_of(parameter) for parameter in ordered]
         tensors = [
-            (one.numel(), dtype.itemsize, (dtype, one.device))
-            for one, dtype in zip(given, dtypes, strict=True)
+            (parameter.numel(), dtype.itemsize, (dtype, parameter.device))
+            for parameter, dtype in zip(ordered, dtypes, strict=True)
         ]
         for layout in lay_out(tensors, cap_bytes, self.shards):
-            self._add_bucket(
-                [given[number] for number in layout.members], layout, dtypes[layout.members[0]]
-            )
+            members = [ordered[index] for index in layout.members]
+            self._add_bucket(members, layout, dtypes[layout.members[0]])
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """dtype in which the gradient of ``parameter`` is kept."""
+        """Return the dtype in which the gradient of ``parameter`` is stored."""
         return parameter.dtype
 
     def _add_bucket(
@@ -115,11 +114,14 @@ class GradientBuckets:
         return [flat.nbytes for flat in self.flats]
 
     def zero(self) -> None:
+        """Set all gradients to zero."""
         torch_compat.foreach_zero_(self.flats)
 
     def start_reducing(self) -> None:
-        """From here on (the last micro-batch of a step) each bucket is sent off when its last
-        gradient has come."""
+        """Reduce each bucket from now on as soon as its last gradient is computed.
+
+        Called before the backward of the last micro-batch of a step.
+        """
         self._reducing = self.world.size > 1 and not (
             self.reducer is not None and self.reducer.late
         )
@@ -149,11 +151,12 @@ class GradientBuckets:
         return self.world.all_reduce(bucket.flat)
 
     def finish(self) -> None:
-        """Send what no gradient has completed (unused parameters count as zero), then wait for
-        all."""
+        """Reduce the buckets that backward did not complete, then wait for all of them.
+
+        Parameters that the forward did not use have a gradient of zero.
+        """
         self.backward_s += time.perf_counter() - self._backward_began
-        if not self._reducing:
-            # they are summed later
+        if not self._reducing:  # a late reducer sums the buckets when gradients are clipped
             self._sums = [_sum_of(flat) for flat in self.flats] if self.world.size > 1 else []
             return
         while self._next < len(self.buckets):
@@ -165,12 +168,12 @@ class GradientBuckets:
             self.reducer.end_step()
 
     def norm(self) -> torch.Tensor:
-        """2-norm over all gradients, a float32 scalar on the device."""
-        return norm_of(self.flats, self.world.device)
+        """Return the 2-norm of all gradients, a float32 scalar on the device."""
+        return squared_norm_of(self.flats, self.world.device).sqrt().float()
 
     def local_sum(self) -> torch.Tensor:
-        """A float32 scalar that is not finite where a gradient of this rank was not, before it met
-        those of others."""
+        """Return a float32 scalar that is finite only if the gradients of this rank were finite
+        before they were reduced."""
         sums = self._sums or [_sum_of(flat) for flat in self.flats]
         return torch.stack(sums).sum() if sums else torch.zeros((), device=self.world.device)
 
@@ -180,25 +183,23 @@ class GradientBuckets:
 
 
 def _sum_of(flat: torch.Tensor) -> torch.Tensor:
-    # Reads at the speed of memory; what is not finite stays so in a sum.
+    # A sum runs at memory bandwidth, and an infinity or NaN stays non-finite in it.
     return flat.sum(dtype=torch.float32)
 
 
-def norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """2-norm over all elements of the tensors, a float32 scalar on ``device``."""
-    return squared_norm_of(tensors, device).sqrt().float()
-
-
 def squared_norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Its square, in the widest floating type of ``device``: nearly the same to the last bit
-    however the elements are dealt to ranks and tensors (see
-    :func:`~paceline.parallel.gradients.clip_factor`)."""
+    """Return the squared 2-norm of all elements of the tensors, a scalar on ``device``.
+
+    It has the widest floating type of the device, so that it hardly depends on how the elements are
+    split over ranks and tensors (see :func:`~paceline.parallel.gradients.clip_factor`).
+    """
     wide = wide_dtype(device)
     if not tensors:
         return torch.zeros((), device=device, dtype=wide)
-    # where a norm in float64 costs sixty times one in float32: many short ones, added up in float64
+    # On a CPU a norm in float64 takes sixty times as long as one in float32, so the norms of short
+    # chunks are computed in float32 and added up in float64.
     if device.type == "cpu":
-        chunks = [chunk for one in tensors for chunk in one.reshape(-1).split(_NORM_CHUNK)]
+        chunks = [chunk for tensor in tensors for chunk in tensor.reshape(-1).split(_NORM_CHUNK)]
         return torch.stack(torch_compat.foreach_norm(chunks, torch.float32)).to(wide).square().sum()
     norms = torch_compat.foreach_norm(tensors, wide)
-    return torch.stack([one.to(device) for one in norms]).square().sum()
+    return torch.stack([norm.to(device) for norm in norms]).square().sum()

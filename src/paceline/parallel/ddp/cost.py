@@ -1,4 +1,4 @@
-"""What a whole replica on each rank holds and sends."""
+"""Memory and traffic of data parallelism with a full replica on each rank."""
 
 from collections.abc import Mapping
 
@@ -10,16 +10,18 @@ from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
 
 
 def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
-    """Everything whole on each rank; the gradients' all-reduce: 2(N-1)/N × their bytes
-    (Rajbhandari et al., "ZeRO", 2020, section 7.1: 2Ψ)."""
+    """Estimate the cost of a full replica on each rank.
+
+    The all-reduce of the gradients sends 2(N-1)/N × their bytes (Rajbhandari et al., "ZeRO", 2020,
+    section 7.1: 2Ψ).
+    """
     gradients = total_bytes(shape.trained)
-    elements = sum(one.numel for one in shape.trained)
-    optimizer = elements * shape.optimizer_bytes_per_element
+    optimizer = shape.trained_elements * shape.optimizer_bytes_per_element
     traffic: Mapping[str, int] = {"all_reduce": all_reduce_bytes(gradients, axes.data)}
-    other = communication_cost(shape.trained, config, axes.data)
-    if other is not None:
-        optimizer = other.kept + (0 if other.holds_moments else optimizer)
-        traffic = other.traffic
+    reduction = communication_cost(shape.trained, config, axes.data)
+    if reduction is not None:
+        optimizer = reduction.kept + (0 if reduction.holds_moments else optimizer)
+        traffic = reduction.traffic
     return Cost(
         parameters=shape.parameter_bytes + shape.buffer_bytes,
         gradients=gradients,
@@ -32,22 +34,19 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
 def estimate_threaded(
     shape: ModelShape, axes: ParallelDims, work: Workload, config: Config
 ) -> Cost:
-    """Device 0 holds what a `ddp` rank holds; the others hold no optimizer state, so the load
-    is lopsided.
+    """Estimate the cost of `dp` on device 0, which holds what a `ddp` rank holds.
 
-    Traffic is what passes between devices in a step, all of it through device 0: it sends its
-    weights and buffers to N-1 devices and gets as many gradients back, 2(N-1)Ψ, where a rank of
-    an all-reduce sends 2(N-1)/N Ψ (Patarasuk & Yuan, 2009, section 3). The scheme:
-    torch.nn.DataParallel's documentation."""
+    The other devices hold no optimizer state. All traffic of a step passes through device 0: it
+    sends its weights and buffers to N-1 devices and receives as many gradients, 2(N-1)Ψ, where a
+    rank of an all-reduce sends 2(N-1)/N Ψ (Patarasuk & Yuan, 2009, section 3). The scheme is
+    described in the documentation of torch.nn.DataParallel.
+    """
     gradients = total_bytes(shape.trained)
-    # each begins at a multiple of 64 bytes
-    in_buckets = sum(-(-one.size_bytes // 64) * 64 for one in shape.trained)
-    elements = sum(one.numel for one in shape.trained)
-    others = axes.data - 1
     return Cost(
         parameters=shape.parameter_bytes + shape.buffer_bytes,
-        gradients=in_buckets,
-        optimizer=elements * shape.optimizer_bytes_per_element,
+        # each gradient starts at a multiple of 64 bytes in its bucket
+        gradients=sum(-(-tensor.size_bytes // 64) * 64 for tensor in shape.trained),
+        optimizer=shape.trained_elements * shape.optimizer_bytes_per_element,
         activations=work.activation_bytes,
-        traffic={"copy": others * (2 * gradients + shape.buffer_bytes)},
+        traffic={"copy": (axes.data - 1) * (2 * gradients + shape.buffer_bytes)},
     )

@@ -1,4 +1,4 @@
-"""How tensors are laid out in flat buckets. Imports no torch."""
+"""The layout of tensors in flat buckets. Imports no torch."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -9,11 +9,11 @@ _ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where tensors lie in a bucket.
+    """The positions of tensors in a bucket.
 
     Args:
-        members: which of the tensors, by number, in the bucket's order.
-        offsets: where each begins, in elements; aligned to 64 bytes.
+        members: indices of the tensors, in the order in which they lie in the bucket.
+        offsets: first element of each tensor in the bucket, aligned to 64 bytes.
         size: elements of the bucket with its padding, a multiple of the number of shards.
     """
 
@@ -25,11 +25,16 @@ class BucketLayout:
 def lay_out(
     tensors: Sequence[tuple[int, int, Hashable]], cap_bytes: float, shards: int = 1
 ) -> list[BucketLayout]:
-    """Deal tensors, given as (elements, bytes an element, kind), to buckets.
+    """Assign tensors to buckets.
 
-    Buckets run from the last tensor to the first, the order in which backward comes to them. A
-    bucket holds one kind (dtype, device) and up to ``cap_bytes``; a larger tensor gets one of its
-    own. It can be cut into ``shards`` aligned parts of one size.
+    Buckets run from the last tensor to the first, the order in which backward reaches them. A
+    bucket holds tensors of one kind and up to ``cap_bytes``. A larger tensor gets a bucket for
+    itself.
+
+    Args:
+        tensors: (elements, bytes per element, kind) of each tensor; the kind is its dtype and
+            device.
+        shards: number of equal, aligned parts into which each bucket can be split.
     """
     groups: list[list[int]] = []
     size = 0
@@ -41,16 +46,13 @@ def lay_out(
             size = 0
         groups[-1].append(number)
         size += numel * element_bytes
-    found = []
+    layouts = []
     for group in groups:
         step = max(1, _ALIGN_BYTES // tensors[group[0]][1])
         offsets, end = [], 0
         for number in group:
             offsets.append(end)
             end += math.ceil(tensors[number][0] / step) * step
-        found.append(
-            BucketLayout(
-                tuple(group), tuple(offsets), math.ceil(end / (step * shards)) * step * shards
-            )
-        )
-    return found
+        size = math.ceil(end / (step * shards)) * step * shards
+        layouts.append(BucketLayout(tuple(group), tuple(offsets), size))
+    return layouts

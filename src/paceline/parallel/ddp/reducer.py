@@ -1,5 +1,4 @@
-"""How buckets of gradients are summed over the replicas, where the backend's all-reduce is not to
-do it."""
+"""Sums buckets of gradients over the replicas by an all-reduce of Paceline's own."""
 
 from collections.abc import Mapping
 
@@ -15,20 +14,21 @@ from paceline.parallel.loss_scale import LossScaler
 
 
 class GradientReducer:
-    """Sums each bucket by an all-reduce of our own, in a thread beside backward: the buckets in
-    their order, on every rank.
+    """Sums each bucket in a background thread while backward runs, in the same order on every rank.
+
+    The constructor is a collective.
 
     Args:
-        config: of the run.
-        world: all ranks. The sum is over its axis data. Making one is a collective.
+        config: the config of the run.
+        world: all ranks; gradients are summed over its data axis.
     """
 
-    #: What came up, as (level, text).
+    #: Notices as (level, message).
     notices: tuple[tuple[str, str], ...] = ()
-    #: Gradients are summed by :meth:`clip_and_sum`, after backward, instead of bucket by bucket
-    #: during it.
+    #: Whether gradients are summed by :meth:`clip_and_sum` after backward instead of bucket by
+    #: bucket during it.
     late = False
-    #: Of float16 training: the gradients in the buckets are multiplied by its scale.
+    #: In float16 training, the scaler by whose scale the gradients in the buckets are multiplied.
     scaler: LossScaler | None = None
 
     def __init__(self, config: Config, world: Communicator) -> None:
@@ -37,28 +37,27 @@ class GradientReducer:
         self.comm_thread = CommThread(world, "data", timeout_s=config.parallel.collective_timeout_s)
 
     def bind(self, buckets: GradientBuckets, trained: Mapping[str, nn.Parameter]) -> None:
-        """Take the buckets, and the names of what lies in them; called once."""
+        """Receive the buckets and the parameters in them, by name. Called once."""
 
     def start(self, number: int, flat: torch.Tensor) -> PendingComm:
-        """Begin to sum bucket ``number``, in place. Buckets come in one order on every rank."""
+        """Start to sum bucket ``number`` in place; all ranks call it in the same order."""
         algorithm = self.config.parallel.all_reduce_algorithm
-        return self.comm_thread.submit(lambda line: collectives.all_reduce(line, flat, algorithm))
+        return self.comm_thread.submit(lambda group: collectives.all_reduce(group, flat, algorithm))
 
     def end_step(self) -> None:
-        """All buckets of a step are summed."""
+        """Called when all buckets of a step are summed."""
 
     def clip_and_sum(self, max_norm: float) -> torch.Tensor:
-        """Where :attr:`late`: as a strategy's ``clip_grad_norm``, and the sum over the replicas."""
+        """Clip the gradients, sum them over the replicas and return their norm, if :attr:`late`."""
         raise NotImplementedError
 
-    def finish_step(self, made: bool) -> None:
-        """The end of a step. Where its update was not ``made``, what is kept becomes what it was
-        before."""
+    def finish_step(self, updated: bool) -> None:
+        """End a step. If the update was skipped, restore the state from before the step."""
 
     def optimizer(self, built: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """What makes the step, given what the engine would have make it."""
+        """Return the optimizer that makes the update, given the configured one."""
         return built
 
     def memory_tensors(self) -> list[torch.Tensor]:
-        """What is kept from step to step."""
+        """Return the tensors that are kept from step to step."""
         return []

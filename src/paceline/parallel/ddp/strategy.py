@@ -1,5 +1,4 @@
-"""A whole replica of the model on each rank: `ddp`, and `single`, which is the same with one
-rank."""
+"""`ddp`, a full replica of the model on each rank, and `single`, the same with one rank."""
 
 from collections.abc import Iterable, Iterator
 
@@ -25,8 +24,10 @@ from paceline.parallel.state import TensorShard, frozen_parts
 
 
 class DDPStrategy(Strategy):
-    """Rank 0's weights are broadcast; gradients are summed over the ranks in buckets while backward
-    goes on, once a step, not within an accumulation; every rank then makes the same update."""
+    """Sums gradients over the ranks in buckets while the last backward of a step runs.
+
+    Rank 0's weights are broadcast at the start, and every rank makes the same update.
+    """
 
     name = "ddp"
 
@@ -77,8 +78,8 @@ class DDPStrategy(Strategy):
         return whole_shards(self.trained, self.model, owned=self.world.is_rank_zero)
 
     def memory_tensors(self) -> list[torch.Tensor]:
-        kept = [] if self.reducer is None else self.reducer.memory_tensors()
-        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *kept]
+        residuals = [] if self.reducer is None else self.reducer.memory_tensors()
+        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *residuals]
         return [*self.model.parameters(), *self.model.buffers(), *state]
 
     @property
@@ -100,6 +101,6 @@ class DDPStrategy(Strategy):
 
 
 class SingleDeviceStrategy(DDPStrategy):
-    """One rank: no collective is issued."""
+    """Trains on one rank, without collectives."""
 
     name = "single"

@@ -1,10 +1,9 @@
-"""`dp`: DataParallel's scheme, one process that drives several devices by threads. Here for
-comparison: `ddp` gives the same loss, faster.
+"""`dp`: the scheme of DataParallel, in which threads of one process drive several devices.
 
-The scheme is laid open here instead of left to ``torch.nn.DataParallel``, for three reasons: that
-class does nothing on a CPU; it gathers outputs alone, so a task's loss with its global count and
-accumulation over micro-batches have no place in it; and it hides the traffic that makes the scheme
-slow, which is what it is here to show.
+It exists for comparison: `ddp` gives the same losses and is faster. It does not use
+``torch.nn.DataParallel`` for three reasons: that class does nothing on a CPU; it gathers outputs
+only, so it supports neither a task's loss with its global token count nor accumulation over
+micro-batches; and it hides the traffic that makes the scheme slow, which this mode shows.
 """
 
 import copy
@@ -22,8 +21,6 @@ from paceline.data.collate import map_tensors
 from paceline.distributed.communicator import Communicator
 from paceline.parallel.base import (
     MicroStep,
-    OptimizerFactory,
-    OptimizerStep,
     Strategy,
     optimizer_tensors,
     trained_parameters,
@@ -37,31 +34,32 @@ _NOTICES = [
     (
         "warning",
         (
-            "parallel.mode: dp is here for comparison: one process drives all devices and device 0"
-            " makes the updates; `ddp` gives the same losses and is faster"
+            "`parallel.mode: dp` is meant for comparison: one process drives all devices and device"
+            " 0 makes the updates; `ddp` gives the same losses and is faster"
         ),
     ),
     (
         "info",
         (
-            "dp: its threads share torch's random generators, so a run with dropout is not"
-            " repeatable to the bit"
+            "dp: the threads share torch's random generators, so a run with dropout is not"
+            " reproducible bit for bit"
         ),
     ),
 ]
 
 
 class ThreadedDPStrategy(Strategy):
-    """Each step: the weights of device 0 are copied to a replica on every other device;
-    micro-batches run on the replicas, one thread each; the gradients are summed on device 0 in the
-    order of the replicas; device 0 makes the update.
+    """Runs micro-batches on a replica per device, one thread each, and updates on device 0.
 
-    ``num_devices`` is set before :meth:`setup` (else ``parallel.num_gpus``, else 2). On a CPU all
-    replicas compute on it, each with copies of its own: they share nothing.
+    In each step the weights of device 0 are copied to the other replicas, and the gradients are
+    summed on device 0 in the order of the replicas.
 
-    On accelerators a batch is on device 0 as the engine made it: a replica takes its inputs over to
-    its own device and gives its outputs back to device 0, where the task computes the loss. These
-    copies depend on the task; they are not counted as traffic, weights and gradients are.
+    ``num_devices`` is set before :meth:`setup`; the default is ``parallel.num_gpus``, else 2. On a
+    CPU all replicas compute on it, each with its own copies.
+
+    On accelerators a batch is on device 0. A replica copies its inputs to its own device and its
+    outputs back to device 0, where the task computes the loss. These copies depend on the task and
+    are not counted as traffic; those of weights and gradients are.
     """
 
     name = "dp"
@@ -90,15 +88,12 @@ class ThreadedDPStrategy(Strategy):
         return model
 
     def _share_cores(self) -> Callable[[], None] | None:
-        """For the start of a thread on a CPU: its share of the cores, as ranks have theirs."""
+        """Return what gives a starting thread its share of the CPU's cores, as a rank has; None on
+        an accelerator or if ``OMP_NUM_THREADS`` is set."""
         if self.world.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
             return None
         share = max(1, torch.get_num_threads() // self.num_devices)
         return lambda: torch.set_num_threads(share)
-
-    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
-        self.optimizer = build(list(self.trained.items()))
-        return self.optimizer
 
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         self.buckets.zero()
@@ -107,13 +102,11 @@ class ThreadedDPStrategy(Strategy):
         for replica in self.replicas[1:]:
             replica.train(training)
         for first in range(0, num_micro_batches, self.num_devices):
-            numbers = range(first, min(first + self.num_devices, num_micro_batches))
-            self._run(micro_step, numbers)
+            self._run(micro_step, range(first, min(first + self.num_devices, num_micro_batches)))
         self._sum_gradients()
 
     def _run(self, micro_step: MicroStep, numbers: range) -> None:
-        """One micro-batch on each replica at the same time. All have ended when this returns or
-        raises."""
+        """Run one micro-batch on each replica at the same time and wait for all of them."""
 
         def run(number: int, replica: nn.Module, device: torch.device) -> None:
             if device.type != "cpu":
@@ -125,29 +118,26 @@ class ThreadedDPStrategy(Strategy):
             for number, replica, device in zip(numbers, self.replicas, self.devices, strict=False)
         ]
         wait(started)
-        for one in started:
-            one.result()
+        for future in started:
+            future.result()
 
     def _send_weights(self) -> None:
-        """Device 0's weights and buffers to the replicas. Frozen weights are there already."""
+        """Copy device 0's trained weights and buffers to the replicas."""
         with torch.no_grad():
-            mine = [*self.trained.values(), *self.model.buffers()]
+            sources = [*self.trained.values(), *self.model.buffers()]
             for replica in self.replicas[1:]:
-                theirs = [
-                    *(one for one in replica.parameters() if one.requires_grad),
-                    *replica.buffers(),
-                ]
-                for target, source in zip(theirs, mine, strict=True):
+                targets = [*trained_parameters(replica).values(), *replica.buffers()]
+                for target, source in zip(targets, sources, strict=True):
                     target.copy_(source, non_blocking=True)
-                self._count(mine)
+                self._count(sources)
 
     def _sum_gradients(self) -> None:
-        """The replicas' gradients onto device 0's, always in the same order: sums in float are not
-        associative."""
+        """Add the replicas' gradients to those of device 0, always in the same order:
+        floating-point addition is not associative."""
         for replica in self.replicas[1:]:
-            theirs = [one for one in replica.parameters() if one.requires_grad]
+            sources = trained_parameters(replica).values()
             moved = []
-            for target, source in zip(self.trained.values(), theirs, strict=True):
+            for target, source in zip(self.trained.values(), sources, strict=True):
                 if source.grad is not None and target.grad is not None:
                     target.grad.add_(source.grad.to(target.device))
                     moved.append(source.grad)
@@ -155,21 +145,20 @@ class ThreadedDPStrategy(Strategy):
             self._count(moved)
 
     def _count(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.world.traffic.add("copy", sum(one.numel() * one.element_size() for one in tensors))
+        self.world.traffic.add("copy", sum(tensor.nbytes for tensor in tensors))
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
-
-    def optimizer_step(self, apply: OptimizerStep) -> bool:
-        return apply(self.optimizer)
 
     def tensor_shards(self) -> Iterable[TensorShard]:
         return whole_shards(self.trained, self.model)
 
     def memory_tensors(self) -> list[torch.Tensor]:
-        """Device 0's load, the fullest: its weights, the summed gradients, the optimizer. The other
-        devices hold weights and their own gradients; on a CPU those lie in the same memory, and are
-        not counted here."""
+        """Return the tensors on device 0, which holds most: weights, summed gradients, optimizer.
+
+        The other devices hold weights and gradients; on a CPU these lie in the same memory and are
+        not counted.
+        """
         return [
             *self.model.parameters(),
             *self.model.buffers(),
@@ -186,14 +175,17 @@ def _devices(first: torch.device, count: int) -> list[torch.device]:
 
 
 def _copy_to(model: nn.Module, device: torch.device, first: torch.device) -> nn.Module:
-    """A replica with storages of its own on ``device``. Weights shared within the model are shared
-    within the copy."""
+    """Return a deep copy of the model on ``device``; tied weights stay tied.
+
+    Raises:
+        ConfigError: the model cannot be copied.
+    """
     try:
         replica = copy.deepcopy(model).to(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"`parallel.mode: dp` copies the model to each device, and {type(model).__name__}"
-            f" cannot be copied: {error}",
+            f"`parallel.mode: dp` is not supported with {type(model).__name__}: the model cannot be"
+            f" copied to each device: {error}",
             allowed="models that copy.deepcopy can copy",
             fix="set `parallel.mode: ddp`",
         ) from error

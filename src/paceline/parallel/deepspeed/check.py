@@ -1,4 +1,4 @@
-"""What of a config DeepSpeed cannot do."""
+"""Checks a config for `parallel.mode: deepspeed`."""
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -9,11 +9,11 @@ from paceline.parallel.fsdp.check import check_offload
 
 
 def check_settings(config: Config, dims: ParallelDims) -> None:
-    """Raise ConfigError for a stage, an offload or a DeepSpeed JSON that cannot be honored."""
+    """Raise ConfigError for an unsupported ZeRO stage, offload or DeepSpeed JSON."""
     if stage_of(config.parallel) == 0:
         raise ConfigError(
             "`parallel.mode: deepspeed` is not supported with ZeRO stage 0: stage 0 shards nothing",
-            allowed="the stages 1, 2 and 3",
+            allowed="stages 1, 2 and 3",
             fix="set `parallel.mode: ddp`, which does the same",
         )
     check_offload(config, dims)

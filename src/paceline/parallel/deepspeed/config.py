@@ -1,7 +1,7 @@
-"""What is handed to DeepSpeed as its config. No torch here.
+"""The config that Paceline passes to DeepSpeed. Imports no torch.
 
-Which keys of a user's DeepSpeed JSON are honored is in
-:mod:`paceline.config.compat.parallel.deepspeed_json`.
+:mod:`paceline.config.compat.parallel.deepspeed_json` lists the keys of a user's DeepSpeed JSON that
+are supported.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ from paceline.core.errors import ConfigError
 
 
 def stage_of(parallel: Parallel) -> int:
-    """The ZeRO stage of `mode: deepspeed`: `parallel.deepspeed_stage`, else the stage of the JSON,
-    else 2."""
+    """Return the ZeRO stage of `mode: deepspeed`: `parallel.deepspeed_stage`, else the stage in the
+    DeepSpeed JSON, else 2."""
     if parallel.deepspeed_stage is not None:
         return parallel.deepspeed_stage
     stage = interpret(read_json(parallel.deepspeed_config)).stage
@@ -35,49 +35,44 @@ def check_json(config: Config, num_ranks: int) -> None:
     Raises:
         ConfigError: lists each key that cannot be honored, with the reason.
     """
-    given = read_json(config.parallel.deepspeed_config)
-    problems = list(interpret(given).problems)
+    content = read_json(config.parallel.deepspeed_config)
+    problems = list(interpret(content).problems)
     args = config.train_args
-    batch, ours = (
-        given.get("train_batch_size", "auto"),
-        args.per_device_train_batch_size * args.gradient_accumulation_steps,
-    )
-    if batch not in ("auto", None, ours * num_ranks):
+    batch_size = content.get("train_batch_size", "auto")
+    expected = args.per_device_train_batch_size * args.gradient_accumulation_steps * num_ranks
+    if batch_size not in ("auto", None, expected):
         problems.append(
-            f"train_batch_size: {batch}; the config makes {ours * num_ranks}:"
+            f"train_batch_size: {batch_size}; the config makes {expected}:"
             f" `train_args.per_device_train_batch_size: {args.per_device_train_batch_size}` ×"
             f" `train_args.gradient_accumulation_steps: {args.gradient_accumulation_steps}` ×"
             f" {num_ranks} ranks"
         )
     if (
         args.mixed_dtype == "float16"
-        and isinstance(given.get("fp16"), Mapping)
-        and given["fp16"].get("loss_scale", 0) not in (0, "auto")
+        and isinstance(content.get("fp16"), Mapping)
+        and content["fp16"].get("loss_scale", 0) not in (0, "auto")
     ):
         text = "fp16.loss_scale: a fixed loss scale; Paceline scales the loss dynamically (0)"
         problems += [] if text in problems else [text]
     if problems:
-        raise cannot_honour("parallel.deepspeed_config", problems)
-
-
-def cannot_honour(key: str, problems: list[str]) -> ConfigError:
-    """The error for settings of a DeepSpeed JSON that cannot be honored."""
-    return ConfigError(
-        f"`{key}` has settings that cannot be honored:\n  " + "\n  ".join(problems),
-        allowed='"auto" for what the config sets itself; in `zero_optimization`: '
-        + ", ".join(HONORED_ZERO),
-        fix="remove these settings, or set them as the lines above say",
-    )
+        raise ConfigError(
+            "`parallel.deepspeed_config` has settings that are not supported:\n  "
+            + "\n  ".join(problems),
+            allowed='"auto" for what the config sets; in `zero_optimization`: '
+            + ", ".join(HONORED_ZERO),
+            fix="remove these settings, or change them as the lines above say",
+        )
 
 
 def zero_section(config: Config, trained_elements: int, low_bytes: int) -> dict[str, Any]:
-    """`zero_optimization` for DeepSpeed: Paceline's own choices, then what the user's JSON says.
+    """Return `zero_optimization` for DeepSpeed: Paceline's choices, overridden by the user's JSON.
 
-    The bucket is that of `parallel.bucket_cap_mb`, never more than all gradients (DeepSpeed's own
-    default takes 5e8 elements whatever the model's size). At stage 3 every parameter is cut up and
-    none kept after its use, as the ZeRO paper has it and as the declared cost counts it;
-    DeepSpeed's defaults keep parameters of up to 1e5 elements whole on every rank, and all of them
-    from forward to backward in models below 1e9."""
+    The bucket has the size of `parallel.bucket_cap_mb`, at most that of all gradients; DeepSpeed's
+    default is 5e8 elements for any model. At stage 3 every parameter is sharded and freed after its
+    use, as in the ZeRO paper and as the cost model counts it; DeepSpeed's defaults keep parameters
+    of up to 1e5 elements in full on every rank, and all parameters of models below 1e9 from forward
+    to backward.
+    """
     parallel = config.parallel
     stage = stage_of(parallel)
     cap = int(parallel.bucket_cap_mb * 2**20) // (low_bytes or 4)
@@ -102,20 +97,20 @@ def zero_section(config: Config, trained_elements: int, low_bytes: int) -> dict[
         name = SHORT_NAMES.get(key, key)
         if name in HONORED_ZERO and value not in ("auto", None):
             section[name] = HONORED_ZERO[name](value)
-    # A larger bucket changes nothing, and DeepSpeed allocates it in full.
+    # DeepSpeed allocates the bucket in full, so it is no larger than needed.
     section["reduce_bucket_size"] = max(2, min(section["reduce_bucket_size"], trained_elements))
     return section
 
 
 def engine_config(config: Config, trained_elements: int) -> dict[str, JsonValue]:
-    """The whole config for ``deepspeed.initialize``."""
+    """Return the config for ``deepspeed.initialize``."""
     args = config.train_args
     return {
         "train_micro_batch_size_per_gpu": args.per_device_train_batch_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "gradient_clipping": args.max_grad_norm,
         "bf16": {"enabled": args.mixed_dtype == "bfloat16"},
-        # the loss comes scaled by Paceline
+        # Paceline scales the loss
         "fp16": {"enabled": args.mixed_dtype == "float16", "loss_scale": 1.0},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,

@@ -1,4 +1,4 @@
-"""Where state can be offloaded."""
+"""Checks `parallel.cpu_offload` against the device."""
 
 import torch
 
@@ -16,11 +16,10 @@ def check_offload(config: Config, dims: ParallelDims) -> None:
 
 
 def offload_needs_accelerator(offload: str) -> ConfigError:
-    """The error for offloading from the CPU to the CPU."""
+    """Return the error for offloading from the CPU to the CPU."""
     return ConfigError(
-        f"`parallel.cpu_offload: {offload}` is not supported with `parallel.device: cpu`:"
-        " everything is"
-        " in the host's memory already; it needs an accelerator",
+        f"`parallel.cpu_offload: {offload}` is not supported with `parallel.device: cpu`: all state"
+        " is already in the host's memory; offloading requires an accelerator",
         allowed="on the CPU: `parallel.cpu_offload: none`",
         fix="leave `parallel.cpu_offload` out",
     )

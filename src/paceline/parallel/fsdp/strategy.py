@@ -9,8 +9,6 @@ from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
 from paceline.parallel.base import (
     MicroStep,
-    OptimizerFactory,
-    OptimizerStep,
     Strategy,
     optimizer_tensors,
 )
@@ -22,16 +20,16 @@ from paceline.parallel.state import TensorShard, frozen_parts, low_dtype
 
 
 class FSDPStrategy(Strategy):
-    """ZeRO stage 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
-    Parameter Models", 2020, section 5.3): each rank holds a shard of everything, and gathers the
-    weights of a block when forward or backward comes to it.
+    """ZeRO stages 2 and 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+    Parameter Models", 2020, sections 5.2 and 5.3).
 
-    With the axis ``data`` beside ``shard`` the shards are repeated, and their gradients all-reduced
-    once a step, in the last backward (hybrid sharding).
+    In stage 3 each rank holds a shard of everything and gathers the weights of a block when forward
+    or backward reaches it. With ``reshard_after_forward=False``, stage 2, gathered weights stay
+    from the first forward of a step to its last backward, which frees them block by block;
+    gradients are sharded after each micro-batch.
 
-    ``reshard_after_forward=False`` is stage 2 (section 5.2): the gathered weights stay from the
-    first forward of a step to its last backward, which frees them block by block; gradients are in
-    shards after each micro-batch.
+    With the axis ``data`` beside ``shard``, each replica holds all shards, and their gradients are
+    all-reduced once per step, in the last backward (hybrid sharding).
     """
 
     name = "zero3"
@@ -51,20 +49,17 @@ class FSDPStrategy(Strategy):
             reshard_after_forward=self.reshard_after_forward,
             offload=self.config.parallel.cpu_offload == "all",
         )
+        self.trained = self.sharding.trained
         return model
-
-    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
-        self.optimizer = build(self.sharding.named_pieces())
-        return self.optimizer
 
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
         self.sharding.begin_step()
         for number in range(num_micro_batches):
-            last = number == num_micro_batches - 1
-            if last:
+            is_last = number == num_micro_batches - 1
+            if is_last:
                 self.sharding.prepare_last_backward()
             loss = micro_step(number, self.sharding.model)
-            if last and not self.reshard_after_forward:
+            if is_last and not self.reshard_after_forward:
                 self.sharding.note_gathered()
             loss.backward()
         self.sharding.end_step()
@@ -73,9 +68,6 @@ class FSDPStrategy(Strategy):
         squared = self.sharding.squared_norm()
         self.world.wait(self.sharding.shards.all_reduce(squared))
         return clip_to(max_norm, squared.sqrt().float(), self.sharding.scale)
-
-    def optimizer_step(self, apply: OptimizerStep) -> bool:
-        return apply(self.optimizer)
 
     def evaluate(self, run: EvalFn, model: nn.Module) -> dict[str, torch.Tensor] | None:
         result = run(model)

@@ -1,4 +1,4 @@
-"""Whether a model's sizes go into the dimensions of a mesh, from its config alone."""
+"""Checks that a model's sizes fit the dimensions of a mesh, from its config alone."""
 
 from paceline.config.schema import Config
 from paceline.distributed.mesh import ParallelDims
@@ -9,8 +9,8 @@ from paceline.parallel.pipeline.stages import num_chunks
 
 
 def check_sizes(config: Config, dims: ParallelDims) -> None:
-    """Raise ConfigError where the tensor ranks do not divide the heads, or there are too few layers
-    for the stages."""
+    """Raise ConfigError if the tensor ranks do not divide the heads, or if there are fewer layers
+    than pipeline stages."""
     if config.task not in ("sft", "pretrain") or dims.shard * dims.tensor * dims.pipeline == 1:
         return
     numbers = config_numbers(config.model)

@@ -1,4 +1,4 @@
-"""What each rank of a hybrid holds and sends, from the model's shape alone."""
+"""Memory and traffic of each rank of a hybrid, from the model's shape alone."""
 
 import math
 from collections import Counter
@@ -17,9 +17,9 @@ from paceline.models.tensor_plan.style import (
     ROW,
     ROW_SPLIT,
     cut_dim,
-    held_ranges,
     is_summed,
     kind_of,
+    local_ranges,
     parse_style,
 )
 from paceline.parallel.compression.cost import communication_cost
@@ -27,20 +27,19 @@ from paceline.parallel.cost import Cost, Workload
 from paceline.parallel.ddp.layout import lay_out
 from paceline.parallel.fsdp.cost import estimate_zero3
 from paceline.parallel.pipeline.cost import PipelineCost, pipeline_cost
-from paceline.parallel.zero1.common import statistics_traffic, step_count_bytes
+from paceline.parallel.zero1.cost import statistics_traffic, step_count_bytes
 
 
 def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
-    """The rank that is the fullest, with the traffic of the one that sends most: perhaps different
-    stages of a pipeline.
+    """Estimate the memory of the fullest rank and the traffic of the rank that sends most.
 
-    Each axis divides what the ones before it left: a stage's parameters, the part of each cut
-    layer, the shards of these.
+    The two may be in different stages of a pipeline. Each axis divides what the ones before it
+    leave: a stage's parameters, the part of each tensor-parallel layer, the shards of these.
     """
     stages = _stages(shape, axes, work, config)
-    found = [_stage_cost(one, shape, axes, work, config) for one in stages]
-    fullest = max(found, key=lambda one: one.total)
-    busiest = max(found, key=lambda one: one.traffic_per_step)
+    costs = [_stage_cost(stage, shape, axes, work, config) for stage in stages]
+    fullest = max(costs, key=lambda cost: cost.total)
+    busiest = max(costs, key=lambda cost: cost.traffic_per_step)
     return replace(fullest, traffic=busiest.traffic)
 
 
@@ -55,7 +54,7 @@ def _stages(shape: ModelShape, axes: ParallelDims, work: Workload, config: Confi
     if axes.pipeline == 1:
         return [_Stage(shape, activations=work.activation_bytes)]
     settings = config.parallel
-    line = pipeline_cost(
+    pipeline = pipeline_cost(
         shape,
         axes.pipeline,
         settings.stages_per_rank,
@@ -63,202 +62,201 @@ def _stages(shape: ModelShape, axes: ParallelDims, work: Workload, config: Confi
         work,
         axes.tensor,
     )
-    copies = Counter(name for names in line.parameters for name in names)
-    found = []
-    for rank, held in enumerate(_stage_shapes(shape, line)):
-        # Gradients of tied weights are sent as each rank holds them: a shard.
-        tied = sum(one.size_bytes * (copies[one.name] - 1) for one in held.trained)
-        sends = line.send_bytes[rank] - tied + tied // axes.shard
-        found.append(_Stage(held, sends, line.activation_bytes[rank]))
-    return found
+    copies = Counter(name for names in pipeline.parameters for name in names)
+    stage_shapes = shape.memoize(
+        ("stage shapes", pipeline.parameters, pipeline.buffers),
+        lambda: _stage_shapes(shape, pipeline),
+    )
+    stages = []
+    for rank, stage_shape in enumerate(stage_shapes):
+        # Each rank sends the gradients of its shards of tied weights.
+        tied = sum(tensor.size_bytes * (copies[tensor.name] - 1) for tensor in stage_shape.trained)
+        sends = pipeline.send_bytes[rank] - tied + tied // axes.shard
+        stages.append(_Stage(stage_shape, sends, pipeline.activation_bytes[rank]))
+    return stages
 
 
-def _stage_shapes(shape: ModelShape, line: PipelineCost) -> list[ModelShape]:
-    """What each rank of the pipeline holds, as a shape; computed once per shape and division."""
-    key = ("stage shapes", line.parameters, line.buffers)
-    if key not in shape.memo:
-        parameters = {one.name: one for one in shape.parameters}
-        buffers = {one.name: one for one in shape.buffers}
-        held = []
-        for names, buffer_names in zip(line.parameters, line.buffers, strict=True):
-            mine = set(names)
-            modules = {module for name in names for module in modules_around(name)}
-            part = replace(
-                shape,
-                parameters=tuple(parameters[name] for name in names),
-                buffers=tuple(buffers[name] for name in buffer_names),
-                tensor_plan={
-                    name: style
-                    for name, style in shape.tensor_plan.items()
-                    if name in modules or name in mine
-                },
-                aliases={alias: first for alias, first in shape.aliases.items() if first in mine},
-            )
-            held.append(part)
-        shape.memo[key] = held
-    return shape.memo[key]  # type: ignore[no-any-return]
-
-
-def _tensor_cut(shape: ModelShape, size: int) -> ModelShape:
-    """The part of ``shape`` that each of ``size`` tensor-parallel ranks holds; computed once per
-    shape."""
-    if size == 1:
-        return shape
-    key = ("tensor cut", size)
-    if key not in shape.memo:
-        shape.memo[key] = replace(
-            shape, parameters=tuple(_part(one, shape.tensor_plan, size) for one in shape.parameters)
+def _stage_shapes(shape: ModelShape, pipeline: PipelineCost) -> list[ModelShape]:
+    """Return the shape of what each rank of the pipeline holds."""
+    parameters = {tensor.name: tensor for tensor in shape.parameters}
+    buffers = {tensor.name: tensor for tensor in shape.buffers}
+    shapes = []
+    for names, buffer_names in zip(pipeline.parameters, pipeline.buffers, strict=True):
+        members = set(names)
+        modules = {module for name in names for module in modules_around(name)}
+        stage_shape = replace(
+            shape,
+            parameters=tuple(parameters[name] for name in names),
+            buffers=tuple(buffers[name] for name in buffer_names),
+            tensor_plan={
+                name: style
+                for name, style in shape.tensor_plan.items()
+                if name in modules or name in members
+            },
+            aliases={alias: first for alias, first in shape.aliases.items() if first in members},
         )
-    return shape.memo[key]  # type: ignore[no-any-return]
+        shapes.append(stage_shape)
+    return shapes
 
 
 def _stage_cost(
-    stage: _Stage, whole: ModelShape, axes: ParallelDims, work: Workload, config: Config
+    stage: _Stage, model: ModelShape, axes: ParallelDims, work: Workload, config: Config
 ) -> Cost:
-    cut = _tensor_cut(stage.shape, axes.tensor)
-    base = _sharded(cut, axes, work, config) if axes.shard > 1 else _replicated(cut, axes, config)
+    part = stage.shape
+    if axes.tensor > 1:
+        part = stage.shape.memoize(
+            ("tensor part", axes.tensor), lambda: _tensor_part(stage.shape, axes.tensor)
+        )
+    if axes.shard > 1:
+        sharded = ParallelDims(data=axes.data, shard=axes.shard)
+        base = estimate_zero3(part, sharded, work, config)
+    else:
+        base = _replicated(part, axes, config)
+    added: dict[str, int] = {}
+    if axes.tensor > 1:
+        added = _tensor_traffic(stage.shape, model, part, axes, work, config)
+    added["send"] = stage.send_bytes
     traffic = dict(base.traffic)
-    within = _tensor_traffic(stage.shape, whole, cut, axes, work, config) if axes.tensor > 1 else {}
-    for name, size in (*within.items(), ("send", stage.send_bytes)):
-        if size:
-            traffic[name] = traffic.get(name, 0) + size
+    for collective, size_bytes in added.items():
+        if size_bytes:
+            traffic[collective] = traffic.get(collective, 0) + size_bytes
     passing = base.activations - (work.activation_bytes if axes.shard > 1 else 0)
     return replace(base, activations=stage.activations + passing, traffic=traffic)
 
 
-def _part(one: TensorShape, plan: Mapping[str, str], size: int) -> TensorShape:
-    dim, held = held_ranges(one.name, one.shape, plan, size)
-    if not held:
-        return one
-    length = sum(part.length for part in held)
-    return replace(
-        one, shape=tuple(length if at == dim else whole for at, whole in enumerate(one.shape))
-    )
+def _tensor_part(shape: ModelShape, size: int) -> ModelShape:
+    """Return the part of ``shape`` that each of ``size`` tensor-parallel ranks holds."""
+    parameters = []
+    for tensor in shape.parameters:
+        cut, local = local_ranges(tensor.name, tensor.shape, shape.tensor_plan, size)
+        if local:
+            part = list(tensor.shape)
+            part[cut] = sum(rows.length for rows in local)
+            tensor = replace(tensor, shape=tuple(part))
+        parameters.append(tensor)
+    return replace(shape, parameters=tuple(parameters))
 
 
 def _replicated(shape: ModelShape, axes: ParallelDims, config: Config) -> Cost:
-    """As `ddp` over the axis data: gradients in aligned buckets, all-reduced once a step
+    """Estimate as `ddp` over the axis data: gradients in aligned buckets, all-reduced once per step
     (Rajbhandari et al., "ZeRO", 2020, section 7.1)."""
     trained = shape.trained
     cap_bytes = config.parallel.bucket_cap_mb * 2**20
     layouts = lay_out(
-        [(one.numel, one.element_bytes, one.element_bytes) for one in trained], cap_bytes
+        [(tensor.numel, tensor.element_bytes, tensor.element_bytes) for tensor in trained],
+        cap_bytes,
     )
-    gradients = sum(one.size * trained[one.members[0]].element_bytes for one in layouts)
-    other = communication_cost(trained, config, axes.data)
-    traffic = (
-        {"all_reduce": all_reduce_bytes(gradients, axes.data)} if other is None else other.traffic
-    )
+    gradients = sum(layout.size * trained[layout.members[0]].element_bytes for layout in layouts)
     optimizer = sum(
-        one.numel * shape.optimizer_bytes_per_element + step_count_bytes(config) for one in trained
+        tensor.numel * shape.optimizer_bytes_per_element + step_count_bytes(config)
+        for tensor in trained
     )
+    traffic: Mapping[str, int] = {"all_reduce": all_reduce_bytes(gradients, axes.data)}
+    reduction = communication_cost(trained, config, axes.data)
+    if reduction is not None:
+        optimizer += reduction.kept
+        traffic = reduction.traffic
     return Cost(
         parameters=shape.parameter_bytes + shape.buffer_bytes,
         gradients=gradients,
-        optimizer=optimizer + (0 if other is None else other.kept),
+        optimizer=optimizer,
         traffic={**traffic, **statistics_traffic(shape, axes.data)},
     )
 
 
-def _sharded(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
-    """As `zero3` over the axes shard and data, of what the other axes leave."""
-    return estimate_zero3(shape, ParallelDims(data=axes.data, shard=axes.shard), work, config)
-
-
-# -- within the cut layers
+# -- tensor-parallel layers
 def _tensor_traffic(
     stage: ModelShape,
-    whole: ModelShape,
-    cut: ModelShape,
+    model: ModelShape,
+    part: ModelShape,
     axes: ParallelDims,
     work: Workload,
     config: Config,
 ) -> dict[str, int]:
-    """Each row layer all-reduces its output in forward, each input of column layers has its
-    gradient all-reduced in backward: four all-reduces of tokens × hidden a transformer layer
+    """Return the bytes that a rank sends within tensor-parallel layers, by collective.
+
+    Each row layer all-reduces its output in forward, and the gradient of each input of column
+    layers is all-reduced in backward: four all-reduces of tokens × hidden per transformer layer
     (Shoeybi et al., "Megatron-LM", 2019, section 3). With sequence parallelism each is a
-    reduce-scatter, and an all-gather the other way (Korthikanti et al., 2022, section 4.2.2): as
-    many bytes, and the first block's input and the last one's output once more. Recomputed
-    activations pay their forward again, but for the end of a block."""
-    # transformers lets the embeddings' output require a gradient where adapters meet activation
-    # checkpointing.
-    adapted = config.train_args.gradient_checkpointing and any(
-        ".lora_A." in one.name for one in whole.parameters
+    reduce-scatter and an all-gather in the other direction (Korthikanti et al., 2022, section
+    4.2.2): as many bytes, and additionally the first block's input and the last one's output.
+    Recomputation repeats the collectives of the forward, except at the end of a block.
+    """
+    # transformers makes the embeddings' output require a gradient if adapters are combined with
+    # activation checkpointing.
+    recomputed = config.train_args.gradient_checkpointing
+    inputs_trained = recomputed and any(".lora_A." in tensor.name for tensor in model.parameters)
+    layers = stage.memoize(
+        ("layers", inputs_trained), lambda: _layers(stage, model, inputs_trained)
     )
-    key = ("layers", adapted)
-    if key not in stage.memo:
-        stage.memo[key] = _layers(stage, whole, adapted)
-    layers = stage.memo[key]
-    size, recomputed = axes.tensor, config.train_args.gradient_checkpointing
+    size = axes.tensor
     sequence = config.parallel.sequence_parallel
-    element = stage.low_bytes or (stage.parameters[0].element_bytes if stage.parameters else 4)
     outer_bytes = stage.parameters[0].element_bytes if stage.parameters else 4
+    element_bytes = stage.low_bytes or outer_bytes
     tokens = work.micro_batches * work.positions
-    # Parts of the tokens are equal: exact where every micro-batch has as many, else half a part
-    # more in the mean.
-    exact = float(work.positions).is_integer()
+    # Each rank has the same number of tokens. The padding is exact if every micro-batch has the
+    # same number, else (size - 1) / 2 on average.
+    is_exact = float(work.positions).is_integer()
     padded = work.micro_batches * (
-        math.ceil(work.positions / size) * size if exact else work.positions + (size - 1) / 2
+        math.ceil(work.positions / size) * size if is_exact else work.positions + (size - 1) / 2
     )
     traffic = {"all_reduce": 0, "reduce_scatter": 0, "all_gather": 0}
 
-    def add(kind: str, count: float) -> None:
-        amount = count * element
-        traffic[kind] += (
-            all_reduce_bytes(amount, size) if kind == "all_reduce" else scatter_bytes(amount, size)
-        )
+    def add(collective: str, count: float) -> None:
+        sent_bytes = all_reduce_bytes if collective == "all_reduce" else scatter_bytes
+        traffic[collective] += sent_bytes(count * element_bytes, size)
 
     for layer in layers:
-        again = 1 + (recomputed and not layer.ends_block)
+        forwards = 1 + (recomputed and not layer.ends_block)
         if sequence:
-            if layer.kind in (COLUMN, ROW):
-                forward, backward = (
-                    ("all_gather", "reduce_scatter")
-                    if layer.kind == COLUMN
-                    else ("reduce_scatter", "all_gather")
-                )
-                add(forward, padded * layer.width * again)
-                add(backward, padded * layer.width * (layer.reached or layer.kind == ROW))
-            elif layer.kind == _DOWN:
-                add("reduce_scatter", padded * layer.width * again)
+            if layer.kind == COLUMN:
+                add("all_gather", padded * layer.width * forwards)
+                add("reduce_scatter", padded * layer.width * layer.reached)
+            elif layer.kind == ROW or layer.kind == _DOWN:
+                add("reduce_scatter", padded * layer.width * forwards)
                 add("all_gather", padded * layer.width)
         elif layer.kind in (COLUMN, COLUMN_GATHERED, LATENT):
             add("all_reduce", tokens * layer.width * layer.reached)
-        elif (
-            layer.kind == EXPERTS
-        ):  # the output; the gradients of the input and of the weights of each token's experts
-            add("all_reduce", tokens * (layer.width * again + layer.width * layer.reached))
+        elif layer.kind == EXPERTS:
+            # the output; the gradients of the input and of the weights of each token's experts
+            add("all_reduce", tokens * (layer.width * forwards + layer.width * layer.reached))
             traffic["all_reduce"] += all_reduce_bytes(tokens * layer.gathered * outer_bytes, size)
         elif layer.kind in (ROW, ROW_SPLIT, _DOWN):
-            add("all_reduce", tokens * layer.width * again)
+            add("all_reduce", tokens * layer.width * forwards)
         elif layer.kind == _UP:
             add("all_reduce", tokens * layer.width)
         if layer.gathered and layer.kind != EXPERTS:
-            kind = layer.kind == COLUMN_GATHERED
-            add("all_gather", tokens * layer.gathered * (again if kind else layer.reached))
-    summed = sum(one.size_bytes // max(1, axes.shard) for one in _partial(stage, cut, sequence))
+            passes = forwards if layer.kind == COLUMN_GATHERED else layer.reached
+            add("all_gather", tokens * layer.gathered * passes)
+    partial = part.memoize(("partial", sequence), lambda: _partial_bytes(stage, part, sequence))
+    shared = stage.memoize(("shared", size), lambda: _shared_bytes(stage, size))
     traffic["all_reduce"] += all_reduce_bytes(
-        summed + _shared_bytes(stage, size) // max(1, axes.shard), size
+        sum(size_bytes // axes.shard for size_bytes in partial) + shared // axes.shard, size
     )
     if sequence and stage.blocks:
-        hidden = whole.block_output_elements[0] if whole.block_output_elements else 0.0
-        outer = stage.parameters[0].element_bytes if stage.parameters else 4
-        outer = min(outer, stage.low_bytes) if axes.shard > 1 and stage.low_bytes else outer
-        traffic["all_gather"] += scatter_bytes(padded * hidden * outer, size)
-        if adapted or (stage.parameters and stage.parameters[0].trainable):
-            traffic["all_gather"] += scatter_bytes(padded * hidden * outer, size)
-    return {name: amount for name, amount in traffic.items() if amount}
+        hidden = model.block_output_elements[0] if model.block_output_elements else 0.0
+        if axes.shard > 1 and stage.low_bytes:
+            outer_bytes = min(outer_bytes, stage.low_bytes)
+        gathers = 1 + (inputs_trained or (bool(stage.parameters) and stage.parameters[0].trainable))
+        traffic["all_gather"] += gathers * scatter_bytes(padded * hidden * outer_bytes, size)
+    return {collective: size_bytes for collective, size_bytes in traffic.items() if size_bytes}
 
 
-#: LoRA's second matrix beside a column layer, its first beside a row layer.
+#: LoRA's second matrix beside a column layer, and its first beside a row layer.
 _UP, _DOWN = "lora_B", "lora_A"
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Layers that share a collective. ``width``: features that it moves; ``reached``: a gradient
-    comes to its input; ``gathered``: features put together besides; ``ends_block``: nothing after
-    it is recomputed."""
+    """Layers that share a collective.
+
+    Args:
+        kind: the kind of their style, or ``_UP`` or ``_DOWN``.
+        width: features that the collective communicates.
+        reached: whether backward computes the gradient of their input.
+        ends_block: whether no recomputation needs their output.
+        gathered: features that are gathered in addition.
+    """
 
     kind: str
     width: int
@@ -267,132 +265,115 @@ class _Layer:
     gathered: int = 0
 
 
-def _layers(stage: ModelShape, whole: ModelShape, inputs_trained: bool) -> list[_Layer]:
-    """The collectives of one forward and backward, in order: column layers one after another with
-    one parent and one input width share theirs, and each adapter has its own."""
-    shapes = {one.name: one for one in stage.parameters}
-    order = {one.name: number for number, one in enumerate(whole.parameters)}
-    first_trained = min((order[one.name] for one in whole.trained), default=len(order))
+def _layers(stage: ModelShape, model: ModelShape, inputs_trained: bool) -> list[_Layer]:
+    """Return the collectives of one forward and backward, in order.
+
+    Successive column layers with the same parent and input width share a collective, and each
+    adapter has its own.
+    """
+    shapes = {tensor.name: tensor for tensor in stage.parameters}
+    order = {tensor.name: number for number, tensor in enumerate(model.parameters)}
+    first_trained = min((order[tensor.name] for tensor in model.trained), default=len(order))
     if inputs_trained:
         first_trained = -1
     last_rows = _last_rows(stage)
     adapters_of = _adapters(stage)
-    found: list[_Layer] = []
+    layers: list[_Layer] = []
     shared: tuple[str, int] | None = None
     for name, style in stage.tensor_plan.items():
-        kind = kind_of(style)
-        special = _special(name, style, shapes, order, first_trained, name in last_rows)
-        if special is not None:
-            found.append(special)
-            shared = None
+        kind, number = kind_of(style), parse_style(style).number
         weight = shapes.get(f"{name}.weight") or shapes.get(f"{name}.base_layer.weight")
+        if kind == EXPERTS:
+            experts = [tensor for key, tensor in shapes.items() if key.startswith(f"{name}.")]
+            if experts:
+                reached = first_trained < order[experts[0].name]
+                width = _expert_width(experts)
+                layers.append(_Layer(EXPERTS, width, reached, name in last_rows, number))
+                shared = None
+        elif weight is not None and kind == LATENT:
+            layers.append(_Layer(LATENT, number))
+            shared = None
         if weight is None or kind not in (COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT):
             continue
         rows, columns = reversed(weight.shape) if parse_style(style).transposed else weight.shape
-        reached = first_trained < order[weight.name]
         adapters = adapters_of.get(name, [])
         if kind in (COLUMN, COLUMN_GATHERED):
             key = (name.rpartition(".")[0], columns)
             if key != shared:
-                found.append(_Layer(kind, columns, reached))
+                layers.append(_Layer(kind, columns, first_trained < order[weight.name]))
             shared = key
             if kind == COLUMN_GATHERED:
-                found.append(_Layer("", 0, gathered=rows))
-            found += [_Layer(_UP, one.shape[1]) for one in adapters if ".lora_B." in one.name]
+                layers.append(_Layer("", 0, gathered=rows))
+            ups = [matrix for matrix in adapters if ".lora_B." in matrix.name]
+            layers += [_Layer(_UP, matrix.shape[1]) for matrix in ups]
         else:
             shared = None
-            # lora_B's input, which is kept for backward, comes after the sum
+            # the input of lora_B, which is kept for backward, is computed after the sum
             ends = name in last_rows and not adapters
-            found.append(_Layer(kind, rows, True, ends, columns if kind == ROW_SPLIT else 0))
-            found += [_Layer(_DOWN, one.shape[0]) for one in adapters if ".lora_A." in one.name]
-    return found
+            layers.append(_Layer(kind, rows, True, ends, columns if kind == ROW_SPLIT else 0))
+            downs = [matrix for matrix in adapters if ".lora_A." in matrix.name]
+            layers += [_Layer(_DOWN, matrix.shape[0]) for matrix in downs]
+    return layers
 
 
-def _special(
-    name: str,
-    style: str,
-    shapes: Mapping[str, TensorShape],
-    order: Mapping[str, int],
-    first_trained: int,
-    ends_block: bool,
-) -> _Layer | None:
-    """The collectives of experts, and of the projection before a latent attention's column
-    layers."""
-    kind, number = kind_of(style), parse_style(style).number
-    if kind == EXPERTS:
-        weights = [one for parameter, one in shapes.items() if parameter.startswith(f"{name}.")]
-        if not weights:
-            return None
-        # [experts, outputs, inputs] of the last one: what comes out of the experts is as wide as
-        # what goes in.
-        width = min(_widths(weights))
-        return _Layer(EXPERTS, width, first_trained < order[weights[0].name], ends_block, number)
-    if kind == LATENT:
-        weight = shapes.get(f"{name}.weight") or shapes.get(f"{name}.base_layer.weight")
-        return None if weight is None else _Layer(LATENT, number)
-    return None
-
-
-def _widths(weights: list[TensorShape]) -> set[int]:
-    """Sizes that all weights of experts have in common: that of the activations between layers."""
+def _expert_width(weights: list[TensorShape]) -> int:
+    """Return the width of the activations between layers: a size that all weights of the experts,
+    [experts, outputs, inputs], have in common."""
     common = set(weights[0].shape[1:])
-    for one in weights:
-        if len(one.shape) == 3:
-            common &= set(one.shape[1:])
-    return common or {weights[0].shape[-1]}
+    for tensor in weights:
+        if len(tensor.shape) == 3:
+            common &= set(tensor.shape[1:])
+    return min(common or {weights[0].shape[-1]})
 
 
 def _shared_bytes(stage: ModelShape, size: int) -> int:
-    """Gradients of weights that several ranks hold, each with a place in one all-reduce; computed
-    once per shape."""
-    key = ("shared bytes", size)
-    if key in stage.memo:
-        return int(stage.memo[key])
+    """Return the bytes of one all-reduce for the gradients of weights that several ranks hold, in
+    which each group of ranks has a separate range."""
     total = 0
-    for one in stage.trained:
-        dim, held = held_ranges(one.name, one.shape, stage.tensor_plan, size)
-        for part in held:
+    for tensor in stage.trained:
+        dim, local = local_ranges(tensor.name, tensor.shape, stage.tensor_plan, size)
+        for part in local:
             if part.copies > 1:
-                total += one.numel // one.shape[dim] * part.length * (size // part.copies) * 4
-    stage.memo[key] = total
+                rows = part.length * (size // part.copies)
+                total += tensor.numel // tensor.shape[dim] * rows * 4
     return total
 
 
 def _adapters(shape: ModelShape) -> dict[str, list[TensorShape]]:
-    """Module → LoRA's matrices beside it."""
-    found: dict[str, list[TensorShape]] = {}
-    for one in shape.parameters:
+    """Return the LoRA matrices of each module."""
+    adapters: dict[str, list[TensorShape]] = {}
+    for tensor in shape.parameters:
         for kind in (_UP, _DOWN):
-            module, marker, _ = one.name.partition(f".{kind}.")
+            module, marker, _ = tensor.name.partition(f".{kind}.")
             if marker:
-                found.setdefault(module, []).append(one)
-    return found
+                adapters.setdefault(module, []).append(tensor)
+    return adapters
 
 
 def _last_rows(shape: ModelShape) -> set[str]:
-    """The last row layer of each block."""
+    """Return the last row layer of each block."""
     last: dict[str, str] = {}
     blocks = set(shape.blocks)
     for name, style in shape.tensor_plan.items():
-        block = next((one for one in (*modules_around(name), name) if one in blocks), None)
+        block = next((module for module in (*modules_around(name), name) if module in blocks), None)
         of_experts = kind_of(shape.tensor_plan.get(name.rpartition(".")[0], COLUMN)) == EXPERTS
         if block is not None and kind_of(style) in (ROW, ROW_SPLIT, EXPERTS) and not of_experts:
             last[block] = name
     return set(last.values())
 
 
-def _partial(stage: ModelShape, cut: ModelShape, sequence: bool) -> list[TensorShape]:
-    """Trained parameters of which each tensor-parallel rank computes a part of the gradient;
-    computed once per shape."""
-    key = ("partial", sequence)
-    if key not in cut.memo:
-        dims, blocks = {one.name: len(one.shape) for one in stage.parameters}, set(stage.blocks)
-        cut.memo[key] = [
-            one
-            for one in cut.trained
-            if _is_partial(one.name, dims[one.name], stage.tensor_plan, blocks, sequence)
-        ]
-    return cut.memo[key]  # type: ignore[no-any-return]
+def _partial_bytes(stage: ModelShape, part: ModelShape, sequence: bool) -> list[int]:
+    """Return the bytes of each trained parameter of which a tensor-parallel rank computes a part of
+    the gradient."""
+    dims, blocks = (
+        {tensor.name: len(tensor.shape) for tensor in stage.parameters},
+        set(stage.blocks),
+    )
+    return [
+        tensor.size_bytes
+        for tensor in part.trained
+        if _is_partial(tensor.name, dims[tensor.name], stage.tensor_plan, blocks, sequence)
+    ]
 
 
 def _is_partial(
@@ -400,10 +381,10 @@ def _is_partial(
 ) -> bool:
     if is_summed(name, plan):
         return True
-    around = modules_around(name)
-    if not sequence or not any(one in blocks for one in around):
+    modules = modules_around(name)
+    if not sequence or not any(module in blocks for module in modules):
         return False
     bias_of_row = name.endswith(".bias") and any(
-        kind_of(plan[one]) == ROW for one in around if one in plan
+        kind_of(plan[module]) == ROW for module in modules if module in plan
     )
     return cut_dim(name, dims, plan) is None and not bias_of_row

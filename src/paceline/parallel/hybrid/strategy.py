@@ -1,9 +1,9 @@
-"""Axes combined: pipeline stages, cut layers and shards or replicas, composed in one fixed order.
+"""Combined axes: pipeline stages, tensor-parallel layers, and shards or replicas.
 
-The order: the pipeline deals the blocks to stages; tensor parallelism cuts the layers of a stage;
-what is left is sharded (`shard` > 1: FSDP over the axes data and shard) or replicated (gradients in
-buckets over the axis data). Each step finds plain modules with plain parameters, smaller than
-before; sharding first and cutting afterwards would train with wrong gradients.
+They are applied in this order: the pipeline assigns the blocks to stages; tensor parallelism splits
+the layers of a stage; the result is sharded (`shard` > 1: FSDP over the axes data and shard) or
+replicated (gradients in buckets over the axis data). Each step gets plain modules with plain
+parameters, smaller than before. Sharding before splitting would train with wrong gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.tensor_plan.style import Range
 from paceline.parallel.base import (
     MicroStep,
-    OptimizerFactory,
     OptimizerStep,
     Strategy,
     optimizer_tensors,
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class HybridStrategy(Strategy):
-    """Any product of the axes data, shard, tensor and pipeline."""
+    """Trains on any product of the axes data, shard, tensor and pipeline."""
 
     name = "hybrid"
     rank0_has_full_model = False
@@ -57,10 +56,10 @@ class HybridStrategy(Strategy):
         self.buckets: GradientBuckets | None = None
         self.reducer: GradientReducer | None = None
 
-    # -- placing
+    # -- setup
     def setup(self, model: nn.Module) -> nn.Module:
         axes = self.world.axes
-        for line in (
+        for names in (
             ("tensor",),
             ("pipeline",),
             ("data",),
@@ -68,7 +67,7 @@ class HybridStrategy(Strategy):
             ("data", "shard"),
             ("shard", "tensor", "pipeline"),
         ):
-            self.world.subgroup(*line)  # every rank makes its lines in this order
+            self.world.subgroup(*names)  # every rank makes its groups in this order
         self.world.broadcast([*model.parameters(), *model.buffers()])
         plan = None
         if axes.tensor > 1:
@@ -88,17 +87,18 @@ class HybridStrategy(Strategy):
             )
             self.notices += self.tensor.notices
         self.model = model
-        # Names of parameters are taken while these are plain: sharding makes new ones, under the
-        # same names.
-        partial = {id(one) for one in self.tensor.partial} if self.tensor else set()
-        self.partial_names = [name for name, one in model.named_parameters() if id(one) in partial]
+        # Sharding replaces the parameters, under the same names.
+        partial = {id(parameter) for parameter in self.tensor.partial} if self.tensor else set()
+        self.partial_names = [
+            name for name, parameter in model.named_parameters() if id(parameter) in partial
+        ]
         if axes.shard > 1:
             from paceline.parallel.fsdp.sharding import FSDPSharding
 
             self.sharding = FSDPSharding(model, self.world, low_dtype=low_dtype(self.config))
             if self.pipeline is not None:
-                self.pipeline.together = self.world.subgroup("shard")
-            self.trained = dict(self.sharding.named_pieces())
+                self.pipeline.replica_group = self.world.subgroup("shard")
+            self.trained = self.sharding.trained
         else:
             model.to(self.world.device)
             self.trained = trained_parameters(model)
@@ -107,10 +107,6 @@ class HybridStrategy(Strategy):
                 self, self.trained, self.world.subgroup("data")
             )
         return model
-
-    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
-        self.optimizer = build(list(self.trained.items()))
-        return self.optimizer
 
     # -- a step
     def forward_backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
@@ -132,7 +128,7 @@ class HybridStrategy(Strategy):
                 [(_gradient(self.trained[name]), size) for name in self.partial_names]
             )
             self.tensor.sum_over_copies(
-                [(gradient, one.copies) for gradient, one in self._shared_gradients()]
+                [(gradient, rows.copies) for gradient, rows in self._shared_gradients()]
             )
         if self.pipeline is not None:
             self.pipeline.sum_shared_gradients()
@@ -145,7 +141,7 @@ class HybridStrategy(Strategy):
             return
         stages = self.pipeline.division.stages
         remaining = {stage for name in self.trained for stage in stages[name]}
-        remaining &= set(self.pipeline.mine)
+        remaining &= set(self.pipeline.local_stages)
 
         def before_backward(stage: int, is_last: bool) -> None:
             if is_last:
@@ -157,8 +153,8 @@ class HybridStrategy(Strategy):
         self.pipeline.backward(micro_step, num_micro_batches)
         if remaining and sharding.copies.size > 1:
             raise RunError(
-                "The last micro-batch of this step reaches no trained parameter of pipeline stage"
-                f" {min(remaining)}, so the replicas cannot sum that stage's gradients.",
+                "the last micro-batch of this step reaches no trained parameter of pipeline stage"
+                f" {min(remaining)}, so the replicas cannot sum that stage's gradients",
                 fix="set `parallel.data: 1`, or train parameters that every batch reaches",
             )
 
@@ -167,8 +163,8 @@ class HybridStrategy(Strategy):
     ) -> None:
         if self.pipeline is not None:
             self.pipeline.backward(micro_step, num_micro_batches)
-            # gradients of several micro-batches come in at once: they are reduced when all are
-            # there
+            # Backward passes of several micro-batches overlap, so gradients are reduced after all
+            # of them.
             before_last()
             return
         accumulate(micro_step, self.model, num_micro_batches, before_last)
@@ -180,13 +176,13 @@ class HybridStrategy(Strategy):
         else:
             gradients = [_gradient(self.trained[name]) for name in self.trained if name in counted]
             total = squared_norm_of(gradients, self.world.device)
-        if self.tensor is not None:  # what another rank of the tensor line counts
+        if self.tensor is not None:  # another rank of the tensor group counts these
+            shared = self._shared_gradients()
             total -= squared_norm_of(
-                [one for one, place in self._shared_gradients() if not place.owned],
-                self.world.device,
+                [gradient for gradient, rows in shared if not rows.owned], self.world.device
             )
-        line = self.world.subgroup("shard", "tensor", "pipeline")
-        line.wait(line.all_reduce(total))
+        group = self.world.subgroup("shard", "tensor", "pipeline")
+        group.wait(group.all_reduce(total))
         scale = self.sharding.scale if self.sharding is not None else self.buckets.scale  # type: ignore[union-attr]
         return clip_to(max_norm, total.sqrt().float(), scale)
 
@@ -208,8 +204,8 @@ class HybridStrategy(Strategy):
         yield from frozen_parts(self.model)
 
     def _counts(self, name: str) -> bool:
-        """True on one rank of the tensor and pipeline lines for each element that this rank holds
-        of ``name``."""
+        """Whether this rank counts its elements of ``name``: exactly one rank of the tensor and
+        pipeline groups does."""
         if self.pipeline is not None and not self.pipeline.owns(name):
             return False
         return self.tensor is None or name in self.tensor.cuts or self.tensor.group.is_rank_zero
@@ -236,24 +232,21 @@ class HybridStrategy(Strategy):
                 yield from _cut_parts(part, cut, owned)
 
     def _shared_gradients(self) -> list[tuple[torch.Tensor, Range]]:
-        """What this rank holds of gradients of weights that several ranks of the tensor line hold;
-        the same on each of them."""
+        """Return this rank's gradients of weights that several ranks of the tensor group hold."""
         assert self.tensor is not None
-        found = []
+        shared = []
         for part in self._local_parts():
             cut = self.tensor.cuts.get(part.name)
-            if cut is None or part.key is None or all(one.copies == 1 for one in cut.ranges):
+            if cut is None or part.key is None:
                 continue
-            gradient = _gradient(part.key)  # type: ignore[arg-type]
-            for first, length, place in cut.pieces(
-                part.offset[cut.dim], part.tensor.shape[cut.dim]
-            ):
-                if place.copies > 1:
-                    found.append((gradient.narrow(cut.dim, first, length), place))
-        return found
+            gradient = _gradient(self.trained[part.name])
+            for first, length, rows in cut.pieces(part.offset[cut.dim], part.tensor.shape[cut.dim]):
+                if rows.copies > 1:
+                    shared.append((gradient.narrow(cut.dim, first, length), rows))
+        return shared
 
     def _local_parts(self) -> Iterable[TensorShard]:
-        """Parts of what this rank's tensor part of this stage is, as if that were the whole."""
+        """Return this rank's shards of its stage's tensor slices, as if these were the model."""
         if self.sharding is not None:
             return self.sharding.tensor_shards()
         return whole_shards(self.trained, self.model)
@@ -262,8 +255,8 @@ class HybridStrategy(Strategy):
         if self.sharding is not None:
             return [*self.sharding.memory_tensors(), *optimizer_tensors(self.optimizer)]
         assert self.buckets is not None
-        kept = [] if self.reducer is None else self.reducer.memory_tensors()
-        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *kept]
+        residuals = [] if self.reducer is None else self.reducer.memory_tensors()
+        state = [*self.buckets.flats, *optimizer_tensors(self.optimizer), *residuals]
         return [*self.model.parameters(), *self.model.buffers(), *state]
 
     def after_load(self) -> None:
@@ -281,15 +274,15 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _cut_parts(part: TensorShard, cut: TensorSlice, owned: bool) -> Iterable[TensorShard]:
-    """The parts of the whole that a part of this rank's tensor part is: one for each range of
-    rows."""
+    """Return the shards of the full parameter in a shard of this rank's tensor slice: one for each
+    range of rows."""
     pieces = cut.pieces(part.offset[cut.dim], part.tensor.shape[cut.dim])
-    if not pieces:  # a shard without elements: named all the same, for its optimizer's step
+    if not pieces:  # a shard without elements is needed for the optimizer's step count
         offset = tuple(cut.start if dim == cut.dim else 0 for dim in range(len(cut.shape)))
         yield replace(part, owned=owned, shape=cut.shape, offset=offset)
-    for first, length, place in pieces:
+    for first, length, rows in pieces:
         offset = tuple(
-            place.start if dim == cut.dim else begin for dim, begin in enumerate(part.offset)
+            rows.start if dim == cut.dim else begin for dim, begin in enumerate(part.offset)
         )
         region = None
         if len(pieces) > 1:
@@ -301,7 +294,7 @@ def _cut_parts(part: TensorShard, cut: TensorSlice, owned: bool) -> Iterable[Ten
         yield replace(
             part,
             tensor=part.tensor if is_all else part.tensor.detach().narrow(cut.dim, first, length),
-            owned=owned and place.owned,
+            owned=owned and rows.owned,
             shape=cut.shape,
             offset=offset,
             region=region,

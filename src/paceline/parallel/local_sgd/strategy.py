@@ -19,7 +19,6 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.distributed.traffic import uncounted
 from paceline.parallel.base import (
     MicroStep,
-    OptimizerFactory,
     OptimizerStep,
     Strategy,
     optimizer_tensors,
@@ -119,10 +118,6 @@ class LocalSGDBase(Strategy):
             self.inter_group = Communicator(
                 world.env, world.device, axes, dist.new_group(world.ranks), world.ranks, world.waits
             )
-
-    def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
-        self.optimizer = build(list(self.trained.items()))
-        return self.optimizer
 
     def fragment_range(self, number: int) -> tuple[int, int]:
         """Return a fragment's range in :attr:`params`."""

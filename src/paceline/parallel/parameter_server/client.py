@@ -51,7 +51,7 @@ class RemoteEmbedding:
         self.world = world
         self.pulled: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def ask(self, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def fetch(self, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Request the rows of sorted ``ids``. Returns a function that waits for them."""
         if len(ids) and (int(ids[0]) < 0 or int(ids[-1]) >= int(self.starts[-1])):  # sorted
             raise IndexError(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from paceline.distributed.communicator import Communicator
-from paceline.distributed.environment import LOST_KEY, MEETING_KEY
+from paceline.distributed.environment import CONTINUE_KEY, LOST_KEY
 from paceline.parallel.parameter_server.client import rank_name
 
 T = TypeVar("T")
@@ -249,7 +249,7 @@ def _watch(server: CollectiveServer, clock_of: Callable[[int], int]) -> None:
             is_master=False,
             timeout=timedelta(30),
         )
-        store.set(MEETING_KEY, "open")
+        store.set(CONTINUE_KEY, "open")
         while True:
             lost = json.loads(store.get(LOST_KEY)) if store.check([LOST_KEY]) else {}
             for rank in sorted(map(int, lost)):

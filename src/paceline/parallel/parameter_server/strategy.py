@@ -27,7 +27,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
-from paceline.models.recommend import Table, named_tables, tables_elsewhere
+from paceline.models.recommend import Table, named_tables, tables_without_values
 from paceline.parallel.base import (
     MicroStep,
     OptimizerFactory,
@@ -125,7 +125,7 @@ class ParameterServerStrategy(Strategy):
         self.local_count, self.total_count = local, total
 
     def model_init_context(self) -> AbstractContextManager[None]:
-        return tables_elsewhere()
+        return tables_without_values()
 
     # -- setup
     def setup(self, model: nn.Module) -> nn.Module:

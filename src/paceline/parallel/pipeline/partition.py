@@ -1,10 +1,10 @@
-"""A model cut in place: its own forward runs on every stage, and the blocks of other stages let
-pass what they are given.
+"""Partitions a model in place: its own forward runs on every stage, and the blocks of other stages
+pass their input through.
 
-On a stage that is not the first, what comes before it is a stand-in: a tensor of the right shape
-that holds NaN and takes no memory. The block before the stage's first gives out what was received.
-On a stage that is not the last, the call of the block behind its last ends the forward. So masks,
-positions, packing and the loss are the model's and the task's own.
+On a stage that is not the first, earlier values are placeholders: tensors of the right shape that
+contain NaN and take no memory. The block before the stage's first returns what was received. On a
+stage that is not the last, the call of the block after its last ends the forward. So masks,
+positions, packing and the loss stay those of the model and the task.
 """
 
 import copy
@@ -20,17 +20,12 @@ from paceline.data.collate import find_tensors, map_tensors
 from paceline.models.blocks import wrap_forward
 from paceline.parallel.pipeline.stages import StagePlan
 
-_UNFIT = (
-    "blocks that run one after another, each once, on what the one before it gave out, and on"
-    " nothing else that is trained"
-)
-_FIX = "use a mode that keeps the model whole, such as `parallel.mode: zero3`"
 
+class StageBoundary(BaseException):
+    """Ends a forward with the hidden states that the next stage continues from.
 
-class StageBoundary(
-    BaseException
-):  # not an Exception: a task's `except Exception` must not hold it up
-    """Leaves a forward with the hidden states that the next stage goes on from."""
+    It is not an Exception, so that a task's ``except Exception`` does not catch it.
+    """
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -38,13 +33,13 @@ class StageBoundary(
 
 
 class PartitionedModel:
-    """The patched model, and the run of a stage through it.
+    """Patches a model and runs its stages.
 
     Args:
         blocks: all blocks in order.
-        forms: for each block a function that brings a tensor into the form of the block's output.
-        division: of the blocks to stages.
-        mine: stages of this rank.
+        forms: for each block, a function that brings a tensor into the form of the block's output.
+        division: the stages of the model.
+        local_stages: the stages of this rank.
     """
 
     def __init__(
@@ -53,11 +48,11 @@ class PartitionedModel:
         blocks: list[tuple[str, nn.Module]],
         forms: list[Callable[[torch.Tensor], Any]],
         division: StagePlan,
-        mine: list[int],
+        local_stages: list[int],
     ) -> None:
         self.model, self.division, self.forms = model, division, forms
-        held = {number for stage in mine for number in range(*division.blocks[stage])}
-        self.foreign = [block for number, (_, block) in enumerate(blocks) if number not in held]
+        local = {number for stage in local_stages for number in range(*division.blocks[stage])}
+        self.foreign = [block for number, (_, block) in enumerate(blocks) if number not in local]
         self._active = self._probing = False
         self._first = self._beyond = self._position = 0
         self._received: torch.Tensor | None = None
@@ -66,12 +61,12 @@ class PartitionedModel:
             wrap_forward(block, partial(self._block, number))
             block.register_forward_pre_hook(partial(self._enter, number), with_kwargs=True)
         for name, region in division.regions.items():
-            if region in ("before", "both") and any(stage > 0 for stage in mine):
-                self._stand_in(name, region == "both" or any(stage == 0 for stage in mine))
+            if region in ("before", "both") and any(stage > 0 for stage in local_stages):
+                self._patch_outer(name, is_held=region == "both" or 0 in local_stages)
 
     # -- patching
-    def _stand_in(self, name: str, holds_first: bool) -> None:
-        """Let a module before the blocks give out shapes alone on the later stages."""
+    def _patch_outer(self, name: str, is_held: bool) -> None:
+        """Make a module before the blocks compute only shapes on later stages."""
         parent_name, _, leaf = name.rpartition(".")
         parent = self.model.get_submodule(parent_name)
         module = getattr(parent, leaf)
@@ -82,21 +77,20 @@ class PartitionedModel:
             }
             memo |= {id(buffer): _meta(buffer) for buffer in module.buffers()}
             wrap_forward(module, partial(self._before, copy.deepcopy(module, memo)))
-        elif not holds_first:  # a parameter of a module that holds the blocks
-            _replace_by_stand_in(parent, leaf, module)
+        elif not is_held:  # a parameter of a module that contains the blocks
+            _replace_by_placeholder(parent, leaf, module)
 
     def _before(
         self, ghost: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        # used again after the blocks
-        if not self._active or self._first == 0 or self._position > 0:
+        if not self._active or self._first == 0 or self._position > 0:  # used after the blocks too
             return original(*args, **kwargs)
         device = next(
             (tensor.device for tensor in find_tensors((args, kwargs))), torch.device("cpu")
         )
         with torch.no_grad():
             out = ghost(*map_tensors(args, _meta), **map_tensors(kwargs, _meta))
-        return map_tensors(out, partial(stand_in, device=device))
+        return map_tensors(out, partial(placeholder, device=device))
 
     def _enter(
         self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -104,16 +98,15 @@ class PartitionedModel:
         if not self._active:
             return  # recomputed in backward
         if number != self._position:
-            raise unfit(f"block {number} ran where block {self._position} was due")
+            raise partition_error(f"block {number} ran instead of block {self._position}")
         self._position += 1
         if self._probing:
             raise StageBoundary(_hidden(*args, *kwargs.values()))
         if number == self._beyond:
             hidden = _hidden(*args, *kwargs.values())
             if hidden is not self._last_output:
-                raise unfit(
-                    f"something is done to the output of block {number - 1} before block {number}"
-                    " takes it"
+                raise partition_error(
+                    f"the model changes the output of block {number - 1} before block {number}"
                 )
             raise StageBoundary(hidden)
 
@@ -127,25 +120,27 @@ class PartitionedModel:
             return out
         passed = self._received
         if number != self._first - 1:
-            passed = stand_in(_hidden(*args, *kwargs.values()))
+            passed = placeholder(_hidden(*args, *kwargs.values()))
         assert passed is not None
         return self.forms[number](passed)
 
     # -- running
     def probe(self, call: Callable[[], object]) -> tuple[int, ...]:
-        """Shape of what ``call`` hands to the first block, by a forward that ends there. The same
-        on every rank of the pipeline."""
+        """Return the shape of the first block's input, by a forward that ends there.
+
+        It is the same on every rank of the pipeline.
+        """
         self._first, self._beyond = self.division.blocks[-1]
-        result = self._run(call, None, probing=True)
-        if not isinstance(result, torch.Tensor):
-            raise unfit("the forward came to no block")
-        return tuple(result.shape)
+        hidden = self._run(call, None, probing=True)
+        if not isinstance(hidden, torch.Tensor):
+            raise partition_error("the forward runs no block")
+        return tuple(hidden.shape)
 
     def run(self, stage: int, call: Callable[[], Any], received: torch.Tensor | None) -> Any:
-        """Hidden states behind ``stage``; of the last stage, what ``call`` returns.
+        """Return the hidden states after ``stage``, or the result of ``call`` on the last stage.
 
         Raises:
-            RunError: the blocks do not run as a pipeline's must.
+            RunError: the blocks do not run in order, or not on each other's outputs.
         """
         self._first, self._beyond = self.division.blocks[stage]
         return self._run(
@@ -166,7 +161,7 @@ class PartitionedModel:
         try:
             value = call()
             if not is_last or self._position != self._beyond:
-                raise unfit(f"the forward ended at block {self._position}")
+                raise partition_error(f"the forward ended at block {self._position}")
             return value
         except StageBoundary as end:
             return end.hidden
@@ -175,48 +170,56 @@ class PartitionedModel:
             self._received = self._last_output = None
 
 
-def unfit(why: str) -> RunError:
+def partition_error(reason: str) -> RunError:
+    """Return the error for a model whose blocks do not run as those of a pipeline."""
     return RunError(
-        f"this model cannot be cut into pipeline stages: {why}", allowed=_UNFIT, fix=_FIX
+        f"`parallel.pipeline` is not supported with this model: {reason}",
+        allowed=(
+            "blocks that run in order, each once, whose only trained input is the output of the"
+            " block before"
+        ),
+        fix="use a mode that does not partition the model, such as `parallel.mode: zero3`",
     )
 
 
-def stand_in(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """A tensor of that shape without memory of its own: NaN, so that what is computed from it
-    shows; zero where integer."""
+def placeholder(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    """Return a tensor of that shape without memory: NaN, so that results computed from it are
+    noticed, or zero for integers."""
     value = float("nan") if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=device or like.device).expand(like.shape)
 
 
-def _replace_by_stand_in(module: nn.Module, leaf: str, parameter: torch.Tensor) -> None:
+def _replace_by_placeholder(module: nn.Module, leaf: str, parameter: torch.Tensor) -> None:
     delattr(module, leaf)
-    setattr(module, leaf, stand_in(parameter.detach()))
+    setattr(module, leaf, placeholder(parameter.detach()))
 
 
-def drop(model: nn.Module, division: StagePlan, mine: list[int]) -> None:
-    """Let go of the parameters and buffers of other ranks' stages. A parameter leaves a stand-in
-    without memory: some models ask their embedding for its device or type. A buffer's place holds
-    None."""
+def drop(model: nn.Module, division: StagePlan, local_stages: list[int]) -> None:
+    """Free the parameters and buffers of other ranks' stages.
+
+    A parameter is replaced by a placeholder without memory, since some models read the device or
+    dtype of their embedding; a buffer by None.
+    """
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
 
-        def is_elsewhere(leaf: str, prefix: str = prefix) -> bool:
-            return not set(division.stages.get(prefix + leaf, mine)) & set(mine)
+        def is_foreign(leaf: str, prefix: str = prefix) -> bool:
+            return not set(division.stages.get(prefix + leaf, local_stages)) & set(local_stages)
 
         for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if is_elsewhere(leaf):
-                _replace_by_stand_in(module, leaf, parameter)
+            if is_foreign(leaf):
+                _replace_by_placeholder(module, leaf, parameter)
         for leaf, _ in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-            if is_elsewhere(leaf):
+            if is_foreign(leaf):
                 setattr(module, leaf, None)
 
 
 def _hidden(*inputs: object) -> torch.Tensor:
-    """The hidden states among the inputs of a block."""
+    """Return the hidden states among the inputs of a block."""
     for value in inputs:
         if isinstance(value, torch.Tensor):
             return value
-    raise unfit("a block takes no tensor")
+    raise partition_error("a block has no tensor among its inputs")
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Stages for the schedules of torch.distributed.pipelining, with micro-batches of different shapes.
 
-torch's own ``PipelineStage`` takes one shape for all micro-batches, and its insides differ between
-versions. This stage keeps to what the schedules ask of a stage: which messages to post before and
-after a micro-batch, and its forward and backward.
+torch's own ``PipelineStage`` requires one shape for all micro-batches, and its internals differ
+between versions. This stage implements what the schedules call: the messages before and after a
+micro-batch, and its forward and backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,21 +29,19 @@ from paceline.core.errors import RunError
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import TRAFFIC, counted_again
 
-#: Shape and dtype of the hidden states behind a stage.
+#: Shape and dtype of the hidden states after a stage.
 Hidden = tuple[tuple[int, ...], torch.dtype]
-#: Runs a stage on (stage, micro-batch, what was received).
-RunStage = Callable[[int, int, torch.Tensor | None], torch.Tensor]
 
 
 class DynamicStage(_PipelineStageBase):
-    """One stage of a pipeline as a schedule drives it.
+    """One stage of a pipeline, as a schedule runs it.
 
     Args:
         peers: global rank of each stage.
-        parameters: those that the stage trains.
-        run: its forward.
-        before_backward: called before each backward with (stage, True where it is the stage's last
-            of this step).
+        parameters: the parameters that the stage trains.
+        run: the forward, called with (stage, micro-batch, received hidden states).
+        before_backward: called before each backward with (stage, whether it is the stage's last of
+            this step).
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class DynamicStage(_PipelineStageBase):
         device: torch.device,
         group: dist.ProcessGroup | None,
         parameters: list[nn.Parameter],
-        run: RunStage,
+        run: Callable[[int, int, torch.Tensor | None], torch.Tensor],
         before_backward: Callable[[int, bool], None],
     ) -> None:
         super().__init__(nn.Module(), index, len(peers), device, group)
@@ -61,7 +59,7 @@ class DynamicStage(_PipelineStageBase):
         self._trained = parameters
         self._run = run
         self._before_backward = before_backward
-        # for each micro-batch, behind each stage but the last
+        # for each micro-batch, the hidden states after each stage but the last
         self.shapes: list[tuple[Hidden, ...]] = []
         self._inputs: dict[int, torch.Tensor] = {}
         self._outputs: dict[int, torch.Tensor] = {}
@@ -70,7 +68,7 @@ class DynamicStage(_PipelineStageBase):
         self._split: dict[int, tuple[Any, ...]] = {}
         self.clear_runtime_states()
 
-    # -- what a schedule asks for once
+    # -- called once by a schedule
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         return ()
 
@@ -81,7 +79,7 @@ class DynamicStage(_PipelineStageBase):
         return ()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        return []  # the ranks have exchanged messages before
+        return []  # the ranks are already connected
 
     def clear_runtime_states(self) -> None:
         for store in (
@@ -134,7 +132,7 @@ class DynamicStage(_PipelineStageBase):
         if self.is_first or not self.has_backward:
             return []
         gradient = self._input_grads.pop(bwd_chunk_id)
-        # nothing here depends on the input; the receiver waits for a message all the same
+        # the output does not depend on the input, but the receiver waits for a message
         if gradient is None:
             shape, dtype = self.shapes[bwd_chunk_id][self.stage_index - 1]
             gradient = torch.zeros(shape, dtype=dtype, device=self.device)
@@ -166,17 +164,15 @@ class DynamicStage(_PipelineStageBase):
         if self.is_last:
             self.output_chunks.append(out.detach().reshape(1))
         else:
-            result = (tuple(out.shape), out.dtype)
-            if result != self.shapes[fwd_chunk_id][self.stage_index]:
+            hidden = (tuple(out.shape), out.dtype)
+            if hidden != self.shapes[fwd_chunk_id][self.stage_index]:
                 raise RunError(
-                    f"hidden states behind pipeline stage {self.stage_index} have shape and type"
-                    f" {result}, where {self.shapes[fwd_chunk_id][self.stage_index]} was due",
-                    fix=(
-                        "use a mode that keeps the model whole: the blocks' output must follow from"
-                        " the shape of their input"
-                    ),
+                    f"hidden states after pipeline stage {self.stage_index} have shape and dtype"
+                    f" {hidden}, expected {self.shapes[fwd_chunk_id][self.stage_index]}",
+                    allowed="blocks whose output shape follows from the shape of their input",
+                    fix="use a mode that does not partition the model, such as `zero3`",
                 )
-            # it is detached in place once its backward has run
+            # stage_backward detaches the output in place, which a view does not support
             out = out.clone() if out._is_view() else out
         self._outputs[fwd_chunk_id] = out
         return out
@@ -194,7 +190,7 @@ class DynamicStage(_PipelineStageBase):
         received = self._inputs.pop(bwd_chunk_id, None)
         inputs = [] if received is None else [received]
         gradients = None if self.is_last else (self._output_grads.pop(bwd_chunk_id),)
-        if not output.requires_grad:  # all that leads here is frozen
+        if not output.requires_grad:  # all parameters up to here are frozen
             self._input_grads[bwd_chunk_id] = None
             return
         with counted_again():
@@ -231,30 +227,24 @@ def _identity(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def legal_schedule(schedule: str, num_ranks: int, micro_batches: int) -> tuple[str, str | None]:
-    """The schedule that runs ``micro_batches``: the one asked for, or the nearest that can; and
-    why."""
-    fill = f"fewer micro-batches ({micro_batches}) than ranks of the pipeline ({num_ranks})"
+def supported_schedule(schedule: str, num_ranks: int, micro_batches: int) -> tuple[str, str | None]:
+    """Return the schedule for ``micro_batches``: the requested one, or the closest that supports
+    them and the reason."""
+    too_few = f"fewer micro-batches ({micro_batches}) than ranks of the pipeline ({num_ranks})"
     if schedule == "1f1b" and micro_batches < num_ranks:
-        return "gpipe", fill
+        return "gpipe", too_few
     if schedule in ("interleaved_1f1b", "zero_bubble"):
         if micro_batches < num_ranks:
-            return "looped", fill
+            return "looped", too_few
         rounds = micro_batches // num_ranks
         if micro_batches % rounds:
-            return (
-                "looped",
-                (
-                    f"{micro_batches} micro-batches do not divide into {rounds} rounds on"
-                    f" {num_ranks} ranks"
-                ),
-            )
+            uneven = f"{micro_batches} micro-batches, which {rounds} rounds do not divide"
+            return "looped", f"{uneven}, on {num_ranks} ranks"
     return schedule, None
 
 
 def make_schedule(schedule: str, stages: list[DynamicStage], micro_batches: int) -> Any:
-    """A schedule of :mod:`torch.distributed.pipelining` over this rank's stages; ``loss`` is what
-    the last stage gives."""
+    """Return a schedule of :mod:`torch.distributed.pipelining` over this rank's stages."""
     kinds: dict[str, Callable[..., Any]] = {
         "gpipe": ScheduleGPipe,
         "1f1b": Schedule1F1B,

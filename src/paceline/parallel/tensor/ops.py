@@ -1,9 +1,9 @@
 """The collectives of tensor parallelism as differentiable operations.
 
-Each is its own pair: what one does in forward its counterpart does in backward (Shoeybi et al.,
-"Megatron-LM", 2019, section 3: f and g; Korthikanti et al., "Reducing Activation Recomputation in
-Large Transformer Models", 2022, section 4.2.2: the same along the tokens). All ranks of the group
-issue the same collectives in the same order, as their graphs are the same.
+They come in pairs: the forward of one is the backward of the other (Shoeybi et al., "Megatron-LM",
+2019, section 3: f and g; Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022, section 4.2.2: the same along the tokens). All ranks of the group issue
+the same collectives in the same order, because their graphs are the same.
 """
 
 from collections.abc import Callable
@@ -17,14 +17,14 @@ _Op = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _all_reduced(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
-    # A copy: autograd may have handed the same gradient to somebody else.
-    result = tensor.contiguous().clone() if tensor.is_contiguous() else tensor.contiguous()
+    # A copy, since autograd may use the same gradient elsewhere.
+    result = tensor.clone(memory_format=torch.contiguous_format)
     group.wait(group.all_reduce(result))
     return result
 
 
 def _gathered(tensor: torch.Tensor, dim: int, group: Communicator) -> torch.Tensor:
-    """The ranks' tensors of one shape, side by side along ``dim``."""
+    """Concatenate the ranks' tensors, which have the same shape, along ``dim``."""
     tensor = tensor.contiguous()
     stacked = torch.empty((group.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
     group.wait(group.all_gather(stacked.view(-1), tensor.view(-1)))
@@ -33,12 +33,12 @@ def _gathered(tensor: torch.Tensor, dim: int, group: Communicator) -> torch.Tens
     return stacked.movedim(0, dim).reshape(shape)
 
 
-def _own_part(tensor: torch.Tensor, dim: int, group: Communicator) -> torch.Tensor:
+def _local_part(tensor: torch.Tensor, dim: int, group: Communicator) -> torch.Tensor:
     return tensor.chunk(group.size, dim)[group.rank].contiguous()
 
 
 def _pad(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """[rows, tokens, …] with zeros after the tokens, so that they divide by the ranks."""
+    """Append zeros to the tokens of [rows, tokens, …], so that the ranks divide their number."""
     missing = -tensor.shape[1] % group.size
     if not missing:
         return tensor
@@ -46,8 +46,8 @@ def _pad(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
     return torch.cat([tensor, zeros], dim=1)
 
 
-def _own_tokens(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
-    return _own_part(_pad(tensor, group), 1, group)
+def _local_tokens(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
+    return _local_part(_pad(tensor, group), 1, group)
 
 
 def _gather_tokens(tensor: torch.Tensor, tokens: int, group: Communicator) -> torch.Tensor:
@@ -55,7 +55,7 @@ def _gather_tokens(tensor: torch.Tensor, tokens: int, group: Communicator) -> to
 
 
 def _scatter_tokens(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """Sum over the ranks of [rows, tokens, width]; each keeps its part of the tokens."""
+    """Sum [rows, tokens, width] over the ranks, each of which gets its part of the tokens."""
     padded = _pad(tensor, group)
     rows, tokens = padded.shape[:2]
     by_rank = (
@@ -70,70 +70,73 @@ def _scatter_tokens(tensor: torch.Tensor, group: Communicator) -> torch.Tensor:
 
 class _Pair(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, there: _Op, back: _Op) -> torch.Tensor:
-        ctx.back = back
-        return there(x)
+    def forward(ctx: Any, x: torch.Tensor, forward: _Op, backward: _Op) -> torch.Tensor:
+        ctx.run_backward = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.back(grad), None, None
+        return ctx.run_backward(grad), None, None
 
 
-def _paired(x: torch.Tensor, there: _Op, back: _Op) -> torch.Tensor:
-    """``there(x)``, whose gradient goes through ``back``."""
-    return _Pair.apply(x, there, back)  # type: ignore[no-any-return, no-untyped-call]
+def _apply(x: torch.Tensor, forward: _Op, backward: _Op) -> torch.Tensor:
+    """Return ``forward(x)``; the gradient is computed by ``backward``."""
+    return _Pair.apply(x, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def sum_gradient(x: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """Megatron's f: x as it is; its gradient is the sum over the ranks."""
-    return _paired(x, lambda tensor: tensor.view_as(tensor), lambda grad: _all_reduced(grad, group))
+    """Return ``x``, whose gradient is summed over the ranks: Megatron's f."""
+    return _apply(x, lambda tensor: tensor.view_as(tensor), lambda grad: _all_reduced(grad, group))
 
 
 def sum_parts(x: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """Megatron's g: the sum over the ranks; the gradient goes back as it is."""
-    return _paired(x, lambda tensor: _all_reduced(tensor, group), lambda grad: grad)
+    """Sum ``x`` over the ranks; the gradient is unchanged: Megatron's g."""
+    return _apply(x, lambda tensor: _all_reduced(tensor, group), lambda grad: grad)
 
 
 def gather_features(x: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """Parts of the last dimension put together; what follows is the same on every rank."""
+    """Gather the parts of the last dimension, for computations that are the same on all ranks."""
     last = x.dim() - 1
-    return _paired(
-        x, lambda tensor: _gathered(tensor, last, group), lambda grad: _own_part(grad, last, group)
+    return _apply(
+        x,
+        lambda tensor: _gathered(tensor, last, group),
+        lambda grad: _local_part(grad, last, group),
     )
 
 
 def split_features(x: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """This rank's part of the last dimension."""
+    """Return this rank's part of the last dimension."""
     last = x.dim() - 1
-    return _paired(
-        x, lambda tensor: _own_part(tensor, last, group), lambda grad: _gathered(grad, last, group)
+    return _apply(
+        x,
+        lambda tensor: _local_part(tensor, last, group),
+        lambda grad: _gathered(grad, last, group),
     )
 
 
 def enter_tokens(x: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """This rank's part of the tokens of [rows, tokens, …], padded with zeros so that the parts are
-    equal."""
+    """Return this rank's part of the tokens of [rows, tokens, …], padded to equal parts."""
     tokens = x.shape[1]
-    return _paired(
+    return _apply(
         x,
-        lambda tensor: _own_tokens(tensor, group),
+        lambda tensor: _local_tokens(tensor, group),
         lambda grad: _gather_tokens(grad, tokens, group),
     )
 
 
 def leave_tokens(x: torch.Tensor, tokens: int, group: Communicator) -> torch.Tensor:
-    """The parts of the tokens put together; what follows is the same on every rank."""
-    return _paired(
+    """Gather the parts of the tokens, for computations that are the same on all ranks."""
+    return _apply(
         x,
         lambda tensor: _gather_tokens(tensor, tokens, group),
-        lambda grad: _own_tokens(grad, group),
+        lambda grad: _local_tokens(grad, group),
     )
 
 
 def gather_tokens(x: torch.Tensor, tokens: int, group: Communicator) -> torch.Tensor:
-    """The parts of the tokens put together for layers that are cut; the gradient is summed over the
+    """Gather the parts of the tokens for tensor-parallel layers; the gradient is summed over the
     ranks."""
-    return _paired(
+    return _apply(
         x,
         lambda tensor: _gather_tokens(tensor, tokens, group),
         lambda grad: _scatter_tokens(grad, group),
@@ -141,9 +144,9 @@ def gather_tokens(x: torch.Tensor, tokens: int, group: Communicator) -> torch.Te
 
 
 def scatter_tokens(x: torch.Tensor, group: Communicator) -> torch.Tensor:
-    """Sum over the ranks, of which each keeps its part of the tokens."""
+    """Sum ``x`` over the ranks, each of which gets its part of the tokens."""
     tokens = x.shape[1]
-    return _paired(
+    return _apply(
         x,
         lambda tensor: _scatter_tokens(tensor, group),
         lambda grad: _gather_tokens(grad, tokens, group),
@@ -151,8 +154,8 @@ def scatter_tokens(x: torch.Tensor, group: Communicator) -> torch.Tensor:
 
 
 def low_precision(x: torch.Tensor) -> torch.Tensor:
-    """x in the type in which autocast's linear layers compute: what passes between the ranks is
-    then half as much."""
+    """Cast ``x`` to the dtype in which autocast's linear layers compute, which halves the
+    traffic."""
     kind = x.device.type
     if x.is_floating_point() and torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))

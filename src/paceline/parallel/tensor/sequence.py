@@ -1,10 +1,9 @@
-"""Sequence parallelism: between the cut layers activations are kept in parts too, cut along the
-tokens.
+"""Sequence parallelism: activations between tensor-parallel layers are split along the tokens.
 
 After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
 section 4.2.2. From the first block's input to the last block's output a rank holds its part of the
-tokens; attention and the feed-forward layers gather them and scatter their sum. What is whole in a
-block (norms) sees a part of the tokens, so its gradient is a part, to be summed over the ranks.
+tokens; attention and the feed-forward layers gather them and scatter their sum. The norms of a
+block see a part of the tokens, so their gradients are parts, to be summed over the ranks.
 """
 
 from collections.abc import Mapping
@@ -19,20 +18,20 @@ from paceline.models.blocks import find_blocks
 from paceline.models.tensor_plan.style import COLUMN, ROW, SUMMED, kind_of
 from paceline.parallel.tensor.ops import enter_tokens, gather_tokens, leave_tokens, low_precision
 
-_MARK = "_paceline_tokens"  # on a block's output: tokens of the whole row
+_TOKENS_ATTRIBUTE = "_paceline_tokens"  # of a block's output: tokens of the full row
 
 
 class SequenceParallelizer:
-    """Hangs the cutting and gathering of tokens on the blocks of ``model`` and on the modules in
-    them that hold cut layers.
+    """Adds hooks that split and gather tokens to the blocks of ``model`` and to the modules in them
+    that contain tensor-parallel layers.
 
     Raises:
-        ConfigError: the model is not made of blocks of which this can be said to be right.
+        ConfigError: the structure of the model is not supported.
     """
 
     def __init__(self, model: nn.Module, group: Communicator, plan: Mapping[str, str]) -> None:
         self.group = group
-        self._tokens = 0  # of the row that the block at work was given
+        self._tokens = 0  # of the full row that the running block processes
         modules = dict(model.named_modules())
         parents = sorted({name.rpartition(".")[0] for name in plan})
         blocks = [
@@ -52,14 +51,17 @@ class SequenceParallelizer:
                 self._after_last if number == len(blocks) - 1 else self._after_block
             )
 
-    def partial(self, cut: set[int], row_biases: set[int]) -> list[nn.Parameter]:
-        """Parameters of the blocks of whose gradient each rank has a part: all but cut ones and
-        biases of row layers."""
-        result = [parameter for block in self.blocks for parameter in block.parameters()]
+    def partial(self, excluded: set[int]) -> list[nn.Parameter]:
+        """Return the parameters of the blocks of whose gradient each rank computes a part.
+
+        Args:
+            excluded: ids of the split parameters and of the biases of row layers.
+        """
         return [
             parameter
-            for parameter in result
-            if id(parameter) not in cut and id(parameter) not in row_biases
+            for block in self.blocks
+            for parameter in block.parameters()
+            if id(parameter) not in excluded
         ]
 
     # -- hooks
@@ -69,21 +71,18 @@ class SequenceParallelizer:
         return _replaced(args, kwargs, enter_tokens(hidden, self.group))
 
     def _before_block(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        # Not remembered from the last block: activation checkpointing runs blocks again, out of
-        # order.
+        # The number of the last block cannot be used: activation checkpointing runs blocks again,
+        # in another order.
         hidden = _hidden(args, kwargs)
-        told = [_told_tokens(kwargs), getattr(hidden, _MARK, None)]
-        fitting = [
-            count
-            for count in told
-            if count is not None and -(-count // self.group.size) == hidden.shape[1]
-        ]
-        if not fitting:
-            raise RunError(
-                "sequence_parallel: a block was not told how many tokens the row has",
-                fix="set `parallel.sequence_parallel: false`",
-            )
-        self._tokens = fitting[0]
+        for count in (_row_tokens(kwargs), getattr(hidden, _TOKENS_ATTRIBUTE, None)):
+            if count is not None and -(-count // self.group.size) == hidden.shape[1]:
+                self._tokens = count
+                return
+        raise RunError(
+            "`parallel.sequence_parallel: true` is not supported with this model: the inputs of a"
+            " block do not tell the number of tokens of the row",
+            fix="set `parallel.sequence_parallel: false`",
+        )
 
     def _before_parent(self, parent: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return _replaced(
@@ -93,7 +92,8 @@ class SequenceParallelizer:
         )
 
     def _after_block(self, block: nn.Module, args: Any, output: Any) -> None:
-        setattr(output[0] if isinstance(output, tuple) else output, _MARK, self._tokens)
+        hidden = output[0] if isinstance(output, tuple) else output
+        setattr(hidden, _TOKENS_ATTRIBUTE, self._tokens)
 
     def _after_last(self, block: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -111,20 +111,15 @@ def _replaced(args: Any, kwargs: Any, hidden: torch.Tensor) -> tuple[Any, Any]:
     return args, {**kwargs, "hidden_states": hidden}
 
 
-def _told_tokens(kwargs: Any) -> int | None:
-    """Tokens of the whole row, from what the model gives each of its blocks beside the
-    activations."""
+def _row_tokens(kwargs: Any) -> int | None:
+    """Return the number of tokens of the full row, from the keyword arguments of a block; None if
+    they do not tell it."""
     positions = kwargs.get("position_ids")
     if isinstance(positions, torch.Tensor):
         return int(positions.shape[-1])
-    turned = kwargs.get("position_embeddings")
-    if (
-        isinstance(turned, tuple)
-        and turned
-        and isinstance(turned[0], torch.Tensor)
-        and turned[0].dim() == 3
-    ):
-        return int(turned[0].shape[1])
+    match kwargs.get("position_embeddings"):
+        case (torch.Tensor() as rotary, *_) if rotary.dim() == 3:
+            return int(rotary.shape[1])
     return None
 
 
@@ -138,20 +133,20 @@ def _check_blocks(
     parents: list[str],
     blocks: list[tuple[str, nn.Module]],
 ) -> None:
-    """What is shown: every cut layer lies in a module of a block that has column layers and then a
-    row layer, and what is whole beside these modules is a norm, which treats each token alone."""
+    """Check that every tensor-parallel layer is in a module of a block that has column layers and
+    row layers, and that the blocks' other modules are norms, which process each token alone."""
     for parent in parents:
         styles = {
             kind_of(style) for name, style in plan.items() if name.rpartition(".")[0] == parent
         }
         if not any(_inside(parent, name) for name, _ in blocks):
-            raise _refused(
-                f"`{parent or 'the model itself'}` holds cut layers itself and is not a module"
-                " inside a block"
+            raise _unsupported(
+                f"`{parent or 'the model itself'}` contains tensor-parallel layers, but is not a"
+                " module inside a block"
             )
         if not {COLUMN, ROW} <= styles <= {COLUMN, ROW, SUMMED}:
-            raise _refused(
-                f"the layers of `{parent}` are cut as {', '.join(sorted(styles))}, not as colwise"
+            raise _unsupported(
+                f"the layers of `{parent}` have the styles {', '.join(sorted(styles))}, not colwise"
                 " and rowwise"
             )
     for name, block in blocks:
@@ -165,18 +160,18 @@ def _check_blocks(
             if "norm" not in type(module).__name__.lower() or any(
                 _inside(full, parent) for parent in inside
             ):
-                raise _refused(
-                    f"`{full}` ({type(module).__name__}) is kept whole and is no norm between the"
-                    " cut layers"
+                raise _unsupported(
+                    f"`{full}` ({type(module).__name__}) is not split, and is not a norm between"
+                    " tensor-parallel layers"
                 )
 
 
-def _refused(why: str) -> ConfigError:
+def _unsupported(reason: str) -> ConfigError:
     return ConfigError(
-        f"`parallel.sequence_parallel: true`: {why}",
+        f"`parallel.sequence_parallel: true` is not supported with this model: {reason}",
         allowed=(
-            "models of blocks, each of modules with colwise and rowwise layers and norms between"
-            " them"
+            "models of blocks that consist of modules with colwise and rowwise layers, and norms"
+            " between them"
         ),
-        fix="set `parallel.sequence_parallel: false`: tensor parallelism alone works",
+        fix="set `parallel.sequence_parallel: false`: tensor parallelism works without it",
     )

@@ -1,9 +1,9 @@
-"""Tensor parallelism on plain tensors: each linear layer of the plan is cut in place, with the
+"""Tensor parallelism on plain tensors: each linear layer of the plan is split in place, with
 collectives around its forward.
 
 After Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model
-Parallelism" (2019), section 3. The parameters stay ordinary ones, so whatever shards or reduces
-them afterwards needs to know nothing of it.
+Parallelism" (2019), section 3. The parameters stay plain tensors, so the code that shards or
+reduces them afterwards is independent of tensor parallelism.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import base_model, wrap_forward
 from paceline.models.tensor_plan.families import family_plan
-from paceline.models.tensor_plan.plan import check_sizes, find_tensor_plan, refuse_sizes
+from paceline.models.tensor_plan.plan import check_divisible, check_sizes, find_tensor_plan
 from paceline.models.tensor_plan.style import (
     COLUMN,
     COLUMN_GATHERED,
@@ -49,14 +49,14 @@ from paceline.parallel.tensor.ops import (
 )
 from paceline.parallel.tensor.sequence import SequenceParallelizer
 
-#: nn.MultiheadAttention uses the weights of this one without calling it.
-_NEVER_CUT = nn.modules.linear.NonDynamicallyQuantizableLinear
+#: nn.MultiheadAttention uses the weights of this layer without calling it.
+_NEVER_SPLIT = nn.modules.linear.NonDynamicallyQuantizableLinear
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Where this rank's part of a parameter lies: its ``ranges`` of dimension ``dim`` of the whole,
-    of ``shape``, one after another."""
+    """This rank's part of a parameter: the concatenated ``ranges`` along dimension ``dim`` of the
+    full parameter, whose shape is ``shape``."""
 
     dim: int
     ranges: tuple[Range, ...]
@@ -67,41 +67,39 @@ class TensorSlice:
         return self.ranges[0].start
 
     def pieces(self, begin: int, length: int) -> list[tuple[int, int, Range]]:
-        """(first, length, range) of each piece of the rows [begin, begin + length) of this rank's
-        part that lies in one range; ``first`` counts from ``begin``. The range is that of the
-        piece, in the whole."""
-        result, local = [], 0
-        for piece in self.ranges:
-            first, last = max(begin, local), min(begin + length, local + piece.length)
-            if first < last:
-                result.append(
-                    (
-                        first - begin,
-                        last - first,
-                        replace(piece, start=piece.start + first - local, length=last - first),
-                    )
-                )
-            local += piece.length
-        return result
+        """Split the rows [begin, begin + length) of this rank's part by range.
+
+        Returns:
+            (first, length, range) of each piece: ``first`` counts from ``begin``, and the range is
+            that of the piece in the full parameter.
+        """
+        pieces, local = [], 0
+        for rows in self.ranges:
+            first, beyond = max(begin, local), min(begin + length, local + rows.length)
+            if first < beyond:
+                count = beyond - first
+                piece = replace(rows, start=rows.start + first - local, length=count)
+                pieces.append((first - begin, count, piece))
+            local += rows.length
+        return pieces
 
 
 class TensorParallelizer:
-    """Cuts the layers of ``model`` that the plan names into parts, one for each rank of ``group``,
-    in place.
+    """Splits the layers of ``model`` that the plan names into parts, one per rank of ``group``, in
+    place.
 
-    Args:
-        model: whole, of the same values on every rank of the group; on the CPU or the rank's
-            device.
-        group: the ranks along the axis "tensor".
-        settings: ``tensor_plan``, ``sequence_parallel``.
-        plan: module → style, where it is known already (a stage of a pipeline has no plan of its
-            own).
-
-    What is not cut is held by every rank of the group, and its gradient comes out the same on each,
+    Every rank of the group holds the other parameters, and their gradients are the same on each,
     except for :attr:`partial`.
 
+    Args:
+        model: the full model, with the same values on every rank of the group; on the CPU or the
+            rank's device.
+        group: the ranks along the axis "tensor".
+        settings: ``tensor_plan`` and ``sequence_parallel`` are used.
+        plan: module → style, if it is already known (it cannot be found for a pipeline stage).
+
     Raises:
-        ConfigError: no plan, or sizes that do not divide; says which would fit.
+        ConfigError: there is no plan, or the ranks do not divide the sizes; lists sizes that fit.
     """
 
     def __init__(
@@ -113,48 +111,56 @@ class TensorParallelizer:
     ) -> None:
         self.group = group
         self.notices: list[tuple[str, str]] = []
-        result = dict(plan) if plan is not None else find_tensor_plan(model, settings.tensor_plan)
+        if plan is None:
+            plan = find_tensor_plan(model, settings.tensor_plan)
         modules = dict(model.named_modules())
-        # Of layers that belong to other stages of a pipeline the weights are gone.
-        self.plan = {name: style for name, style in result.items() if _is_here(name, modules)}
+        # The weights of other pipeline stages have been freed.
+        self.plan = {name: style for name, style in plan.items() if _has_weights(name, modules)}
         self._sequence = settings.sequence_parallel
         self._shared = _SharedInput(group)
-        self._where: dict[int, TensorSlice] = {}
+        self._slices: dict[int, TensorSlice] = {}
         self._tied = _tied_parameters(model)
         check_plan_sizes(model, self.plan, group.size)
         keeps_numbers = bool(settings.tensor_plan) or bool(family_plan(_config(model)))
         divide_heads(self.plan, modules, group, keeps_numbers)
-        self._say_dropout(modules)
-        # Before anything is cut: it looks at what stands where.
+        self._add_dropout_notice(modules)
+        # Checks the structure of the model, so it comes before the layers are split.
         tokens = SequenceParallelizer(model, group, self.plan) if self._sequence else None
         for name, style in self.plan.items():
             if name in modules:
-                self._cut_module(name, modules[name], style)
+                self._split_module(name, modules[name], style)
             else:
                 owner, _, leaf = name.rpartition(".")
-                self._cut_parameter(owner, modules[owner], leaf, style)
+                self._split_parameter(owner, modules[owner], leaf, style)
         self.cuts = {
-            name: self._where[id(parameter)]
+            name: self._slices[id(parameter)]
             for name, parameter in model.named_parameters()
-            if id(parameter) in self._where
+            if id(parameter) in self._slices
         }
-        summed = [
+        partial = [
             parameter
             for name, style in self.plan.items()
             if kind_of(style) == SUMMED
             for parameter in modules[name].parameters()
         ]
-        inside = tokens.partial(set(self._where), self._row_biases(modules)) if tokens else []
-        #: Trained parameters that are held whole, of whose gradient each rank has a part: to be
+        if tokens is not None:
+            row_layers = [
+                _unwrap(name, modules[name])[0]
+                for name, style in self.plan.items()
+                if kind_of(style) in (ROW, ROW_SPLIT) and name in modules
+            ]
+            row_biases = {id(layer.bias) for layer in row_layers}
+            partial += tokens.partial(row_biases.union(self._slices))
+        #: Trained parameters that are not split, of whose gradient each rank computes a part: to be
         #: summed over the group.
         self.partial = [
             parameter
-            for parameter in {id(tensor): tensor for tensor in [*summed, *inside]}.values()
+            for parameter in {id(tensor): tensor for tensor in partial}.values()
             if parameter.requires_grad
         ]
 
-    # -- cutting
-    def _cut_module(self, name: str, module: Any, style: str) -> None:
+    # -- splitting
+    def _split_module(self, name: str, module: Any, style: str) -> None:
         kind = kind_of(style)
         if kind == SUMMED:
             return
@@ -165,55 +171,52 @@ class TensorParallelizer:
             wrap_forward(module, partial(self._latent, parse_style(style).number))
             return
         linear, adapters = _unwrap(name, module)
+        adapter_style = style.partition("/")[0]  # LoRA's matrices are not transposed
         if kind in (COLUMN, COLUMN_GATHERED):
-            self._cut_column(name, linear, style, shared=True)
+            self._split_column(name, linear, style, shared=True)
             for _, up in adapters:
-                self._cut_column(f"{name}.lora_B", up, style.partition("/")[0], shared=False)
+                self._split_column(f"{name}.lora_B", up, adapter_style, shared=False)
         else:
-            self._cut_row(name, linear, style)
+            self._split_row(name, linear, style)
             for down, _ in adapters:
-                self._cut_row(f"{name}.lora_A", down, style.partition("/")[0])
+                self._split_row(f"{name}.lora_A", down, adapter_style)
             if kind != ROW_SPLIT:
-                self._cut_dropout(module)
+                self._split_dropout(module)
 
-    def _cut_column(self, name: str, linear: Any, style: str, shared: bool) -> None:
-        self._cut_parameter(name, linear, "weight", style)
+    def _split_column(self, name: str, linear: Any, style: str, shared: bool) -> None:
+        self._split_parameter(name, linear, "weight", style)
         if linear.bias is not None:
-            self._cut_parameter(name, linear, "bias", style)
+            self._split_parameter(name, linear, "bias", style)
         _set_features(linear, style)
         wrap_forward(linear, partial(self._column, kind_of(style) == COLUMN_GATHERED, shared))
 
-    def _cut_row(self, name: str, linear: Any, style: str) -> None:
-        self._cut_parameter(name, linear, "weight", style)
+    def _split_row(self, name: str, linear: Any, style: str) -> None:
+        self._split_parameter(name, linear, "weight", style)
         _set_features(linear, style)
         wrap_forward(linear, partial(self._row, linear, kind_of(style) == ROW_SPLIT))
 
-    def _cut_parameter(self, name: str, module: nn.Module, key: str, style: str) -> None:
-        whole = getattr(module, key)
-        if id(whole) in self._tied:
+    def _split_parameter(self, name: str, module: nn.Module, key: str, style: str) -> None:
+        full = getattr(module, key)
+        if id(full) in self._tied:
             raise ConfigError(
-                f"`parallel.tensor`: `{name}.{key}` is used under several names and cannot be cut: "
-                + ", ".join(self._tied[id(whole)]),
-                fix=(
-                    "leave this module out of `parallel.tensor_plan`: it then stays whole on each"
-                    " rank"
-                ),
+                f"`parallel.tensor` is not supported with `{name}.{key}`: it is used under several"
+                f" names: {', '.join(self._tied[id(full)])}",
+                fix="leave this module out of `parallel.tensor_plan`: it is then not split",
             )
-        dim = cut_axis(style, whole.dim())
+        dim = cut_axis(style, full.dim())
         assert dim is not None
-        held = ranges(style, whole.shape[dim], self.group.size, self.group.rank)
+        local = ranges(style, full.shape[dim], self.group.size, self.group.rank)
+        # torch.cat copies, also a single part
         values = torch.cat(
-            [whole.detach().narrow(dim, piece.start, piece.length) for piece in held], dim
+            [full.detach().narrow(dim, rows.start, rows.length) for rows in local], dim
         )
-        mine = nn.Parameter(
-            values.clone() if len(held) == 1 else values, requires_grad=whole.requires_grad
-        )
-        self._where[id(mine)] = TensorSlice(dim, held, tuple(whole.shape))
-        setattr(module, key, mine)
+        parameter = nn.Parameter(values, requires_grad=full.requires_grad)
+        self._slices[id(parameter)] = TensorSlice(dim, local, tuple(full.shape))
+        setattr(module, key, parameter)
 
-    def _cut_dropout(self, module: nn.Module) -> None:
-        """LoRA's dropout before a row layer sees a part of the features: it draws the whole mask
-        and takes its part, so that the mask is the one that a single rank would draw."""
+    def _split_dropout(self, module: nn.Module) -> None:
+        """Make LoRA's dropout before a row layer draw the mask of all features and apply its part,
+        so that the masks are those of training on a single rank."""
         for key, layer in getattr(module, "lora_dropout", nn.ModuleDict()).items():
             if isinstance(layer, nn.Dropout) and layer.p > 0:
                 module.lora_dropout[key] = ShardedDropout(layer.p, self.group)  # type: ignore[index, operator, assignment]
@@ -222,7 +225,7 @@ class TensorParallelizer:
     def _column(
         self, gathered: bool, shared: bool, inner: Any, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        # else the layers' parent has gathered the tokens
+        # with sequence parallelism, the layers' parent has gathered the tokens
         if not self._sequence and torch.is_grad_enabled():
             x = self._shared.entered(x) if shared else sum_gradient(low_precision(x), self.group)
         result = inner(x, *args, **kwargs)
@@ -239,17 +242,14 @@ class TensorParallelizer:
     ) -> torch.Tensor:
         self._shared.forget()
         if torch.is_grad_enabled():
-            x, top_k_weights = (
-                sum_gradient(low_precision(x), self.group),
-                sum_gradient(top_k_weights, self.group),
-            )
+            x = sum_gradient(low_precision(x), self.group)
+            top_k_weights = sum_gradient(top_k_weights, self.group)
         return sum_parts(inner(x, top_k_index, top_k_weights, *args, **kwargs), self.group)
 
     def _latent(
         self, features: int, inner: Any, x: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """What passes a column layer later has its gradient summed there; the last features are
-        summed here."""
+        """Sum the gradient of the last features; a later column layer sums that of the others."""
         result = inner(x, *args, **kwargs)
         if not torch.is_grad_enabled():
             return result  # type: ignore[no-any-return]
@@ -262,71 +262,59 @@ class TensorParallelizer:
         self._shared.forget()
         if split:
             x = split_features(x, self.group)
-        add_up = scatter_tokens if self._sequence else sum_parts
-        result = add_up(inner(x, *args, **kwargs), self.group)
+        reduce = scatter_tokens if self._sequence else sum_parts
+        result = reduce(inner(x, *args, **kwargs), self.group)
         if linear.bias is not None:
-            # Each rank has added the bias. Taking the surplus off without gradient leaves the bias
-            # its whole gradient, once.
+            # Each rank has added the bias. Subtracting the surplus without gradient leaves the
+            # gradient of the bias unchanged.
             result = result - (self.group.size - 1) * linear.bias.detach().to(result.dtype)
         return result
 
     # -- checks
-    def _say_dropout(self, modules: Mapping[str, nn.Module]) -> None:
+    def _add_dropout_notice(self, modules: Mapping[str, nn.Module]) -> None:
         for parent in {name.rpartition(".")[0] for name in self.plan if name.rpartition(".")[0]}:
-            rate = getattr(modules[parent], "attention_dropout", 0.0)
-            layers = [
+            rates = [getattr(modules[parent], "attention_dropout", 0.0)]
+            rates += [
                 module.p
                 for name, module in modules[parent].named_modules()
                 if isinstance(module, nn.Dropout) and "lora_" not in name
             ]
-            if any(
-                isinstance(probability, float) and probability > 0
-                for probability in (rate, *layers)
-            ):
-                self.notices.append(
-                    (
-                        "warning",
-                        (
-                            f"tensor: {parent} has dropout. Each rank draws the masks of its own"
-                            " part of the layer, so the loss is not that of one rank to the last"
-                            " digits"
-                        ),
-                    )
+            if any(isinstance(rate, float) and rate > 0 for rate in rates):
+                text = (
+                    f"tensor: {parent} has dropout, and each rank draws the masks of its part of"
+                    " the layer, so losses differ slightly from those of one rank"
                 )
+                self.notices.append(("warning", text))
                 return
-
-    def _row_biases(self, modules: Mapping[str, nn.Module]) -> set[int]:
-        rows = [
-            _unwrap(name, modules[name])[0]
-            for name, style in self.plan.items()
-            if kind_of(style) in (ROW, ROW_SPLIT) and name in modules
-        ]
-        return {id(layer.bias) for layer in rows if layer.bias is not None}
 
     # -- after backward
     def sum_over_copies(self, gradients: list[tuple[torch.Tensor, int]]) -> None:
-        """Sum each gradient, in place, over the ranks that hold the same weights: all of the group,
-        or neighbors, so many as the number beside it says. One all-reduce, in which each group of
-        neighbors has a place of its own."""
+        """Sum each gradient, in place, over the ranks that hold the same weights.
+
+        It is one all-reduce, in which each set of ranks has a separate range.
+
+        Args:
+            gradients: each with the number of adjacent ranks that hold its weights.
+        """
         if not gradients:
             return
-        pieces = []
+        padded = []
         for gradient, copies in gradients:
             shape = (self.group.size // copies, gradient.numel())
-            places = gradient.new_zeros(shape, dtype=torch.float32)
-            places[self.group.rank // copies] = gradient.reshape(-1)
-            pieces.append(places.view(-1))
-        flat = torch.cat(pieces)
+            rows = gradient.new_zeros(shape, dtype=torch.float32)
+            rows[self.group.rank // copies] = gradient.reshape(-1)
+            padded.append(rows.view(-1))
+        flat = torch.cat(padded)
         self.group.wait(self.group.all_reduce(flat))
-        sums = flat.split([len(piece) for piece in pieces])
+        sums = flat.split([len(rows) for rows in padded])
         for (gradient, copies), total in zip(gradients, sums, strict=True):
-            places = total.view(self.group.size // copies, -1)
-            gradient.copy_(places[self.group.rank // copies].view(gradient.shape))
+            rows = total.view(self.group.size // copies, -1)
+            gradient.copy_(rows[self.group.rank // copies].view(gradient.shape))
 
 
 def check_plan_sizes(model: nn.Module, plan: Mapping[str, str], size: int) -> None:
-    """Raise ConfigError where the layers of the plan, or the heads that the model's config tells
-    of, do not divide."""
+    """Raise ConfigError if ``size`` ranks do not divide the layers of the plan, or the heads in the
+    model's config."""
     config = _config(model)
     if hasattr(config, "to_dict"):
         check_sizes(config.to_dict(), size)
@@ -334,33 +322,31 @@ def check_plan_sizes(model: nn.Module, plan: Mapping[str, str], size: int) -> No
     sizes: dict[str, int] = {}
     for name, style in plan.items():
         kind = kind_of(style)
-        if kind not in (COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT) or not _is_here(name, modules):
+        if kind not in (COLUMN, COLUMN_GATHERED, ROW, ROW_SPLIT) or not _has_weights(name, modules):
             continue
         weight: Any = (
             _unwrap(name, modules[name])[0].weight if name in modules else _parameter(name, modules)
         )
         dim = cut_axis(style, weight.dim())
         assert dim is not None
-        what = "rows" if kind in (COLUMN, COLUMN_GATHERED) else "columns"
+        unit = "rows" if kind in (COLUMN, COLUMN_GATHERED) else "columns"
         if parse_style(style).name == MULTI_QUERY_COLUMN:
-            what = "query heads"
-        sizes[f"{what} of {name}"] = needed_divisor(style, weight.shape[dim])
-    wrong = {name: number for name, number in sizes.items() if number % size}
+            unit = "query heads"
+        sizes[f"{unit} of {name}"] = needed_divisor(style, weight.shape[dim])
+    wrong = [name for name, number in sizes.items() if number % size]
     if wrong:
-        first = next(iter(wrong))
-        # of several layers with one size the last
-        distinct = {
-            number: name for name, number in sizes.items() if number not in (wrong[first], 0)
-        }
-        others = {name: number for number, name in distinct.items()}
-        refuse_sizes({first: wrong[first], **others}, size)
+        number = sizes[wrong[0]]
+        # the last of several layers with the same size
+        distinct = {other: name for name, other in sizes.items() if other not in (number, 0)}
+        others = {name: other for other, name in distinct.items()}
+        check_divisible({wrong[0]: number, **others}, size)
 
 
 def _config(model: Any) -> Any:
     return getattr(base_model(model), "config", None)
 
 
-def _is_here(name: str, modules: Mapping[str, nn.Module]) -> bool:
+def _has_weights(name: str, modules: Mapping[str, nn.Module]) -> bool:
     if name in modules:
         return any(True for _ in modules[name].parameters())
     return _parameter(name, modules) is not None
@@ -372,7 +358,7 @@ def _parameter(name: str, modules: Mapping[str, nn.Module]) -> Any:
 
 
 def _set_features(linear: Any, style: str) -> None:
-    """The sizes that a layer keeps beside its weight."""
+    """Set the size attributes of a layer from its weight."""
     outputs, inputs = linear.weight.shape
     if parse_style(style).transposed:
         linear.nx, linear.nf = outputs, inputs
@@ -381,33 +367,29 @@ def _set_features(linear: Any, style: str) -> None:
 
 
 class _SharedInput:
-    """Column layers that are given the same tensor (query, key, value; gate, up) share one sum of
-    its gradient."""
+    """Sums the gradient of a tensor once for all column layers that use it (query, key, value;
+    gate, up)."""
 
     def __init__(self, group: Communicator) -> None:
         self.group = group
-        self._given: torch.Tensor | None = None
-        self._found: torch.Tensor | None = None
+        self._input: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
         self._version = -1
 
     def entered(self, x: torch.Tensor) -> torch.Tensor:
-        if (
-            x is not self._given
-            or torch_compat.tensor_version(x) != self._version
-            or self._found is None
-        ):
-            self._given, self._version = x, torch_compat.tensor_version(x)
-            self._found = sum_gradient(low_precision(x), self.group)
-        return self._found
+        version = torch_compat.tensor_version(x)
+        if x is not self._input or version != self._version or self._output is None:
+            self._input, self._version = x, version
+            self._output = sum_gradient(low_precision(x), self.group)
+        return self._output
 
     def forget(self) -> None:
-        """Keep no tensor alive longer than the layers that share it."""
-        self._given = self._found = None
-        self._version = -1
+        """Free the tensor, so that it does not outlive the layers that share it."""
+        self._input = self._output = None
 
 
 class ShardedDropout(nn.Module):
-    """Dropout of this rank's part of the features, with the mask of the whole."""
+    """Applies dropout to this rank's part of the features, with the mask of all features."""
 
     def __init__(self, p: float, group: Communicator) -> None:
         super().__init__()
@@ -417,32 +399,33 @@ class ShardedDropout(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return x
-        whole = functional.dropout(
+        mask = functional.dropout(
             x.new_ones((*x.shape[:-1], x.shape[-1] * self.group.size)), self.p
         )
-        return x * whole.chunk(self.group.size, -1)[self.group.rank]
+        return x * mask.chunk(self.group.size, -1)[self.group.rank]
 
 
 def _tied_parameters(model: nn.Module) -> dict[int, list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return {key: result for key, result in names.items() if len(result) > 1}
+    return {key: tied for key, tied in names.items() if len(tied) > 1}
 
 
 def _unwrap(name: str, module: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Linear, nn.Linear]]]:
-    """The linear layer of a module of the plan and its LoRA pairs (A, B).
+    """Return the linear layer of a module of the plan and its LoRA pairs (A, B).
 
     Raises:
-        ConfigError: it is no linear layer, or its adapter is of a kind that cannot be cut.
+        ConfigError: it is not a linear layer, or its adapter cannot be split.
     """
     linear: Any = getattr(module, "base_layer", module)
     adapters = list(_adapters(name, module)) if linear is not module else []
     is_linear = isinstance(linear, nn.Linear) or type(linear).__name__ == "Conv1D"
-    if not is_linear or not linear.weight.is_floating_point() or isinstance(module, _NEVER_CUT):
+    if not is_linear or not linear.weight.is_floating_point() or isinstance(module, _NEVER_SPLIT):
         raise ConfigError(
-            f"`parallel.tensor`: `{name}` is a {type(linear).__name__}, and only torch's Linear"
-            " layers and transformers' Conv1D are cut",
+            f"`parallel.tensor` is not supported with `{name}`: it is a"
+            f" {type(linear).__name__}, and only torch's Linear and transformers' Conv1D layers can"
+            " be split",
             fix=(
                 "leave it out of `parallel.tensor_plan` and of `lora.modules_to_save`, or set"
                 " `parallel.mode: zero3`"
@@ -460,8 +443,8 @@ def _adapters(name: str, module: Any) -> Iterator[tuple[nn.Linear, nn.Linear]]:
             or not isinstance(down, nn.Linear)
         ):
             raise ConfigError(
-                f"`parallel.tensor`: the adapter of `{name}` is not plain LoRA, or has a bias, and"
-                " cannot be cut",
-                fix="train it with `parallel.mode: zero3`, or with a plain adapter",
+                f"`parallel.tensor` is not supported with the adapter of `{name}`: it is not plain"
+                " LoRA, or has a bias",
+                fix="set `parallel.mode: zero3`, or use a plain LoRA adapter",
             )
         yield down, up

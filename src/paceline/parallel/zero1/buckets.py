@@ -1,4 +1,4 @@
-"""Weights and gradients in flat buckets that are cut into one shard a rank (ZeRO stage 1)."""
+"""Weights and gradients in flat buckets with one shard per rank (ZeRO stage 1)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,14 +14,13 @@ from paceline.parallel.ddp.layout import BucketLayout
 
 @dataclass
 class FlatPiece:
-    """The range of a parameter that falls into this rank's shard: what the optimizer sees.
+    """The range of a parameter that lies in this rank's shard; the optimizer updates it.
 
     Args:
-        name: of the parameter.
-        values: 1-D, live: a view into the weights, or into the float32 master weights. Its ``grad``
-            is set.
-        start: where the range begins in the flattened parameter.
-        shape: of the parameter.
+        name: the name of the parameter.
+        values: 1-D view into the weights, or into the float32 master weights, with its ``grad``.
+        start: first element of the range in the flattened parameter.
+        shape: the shape of the parameter.
     """
 
     name: str
@@ -32,29 +31,27 @@ class FlatPiece:
 
 @dataclass
 class _Shard:
-    """This rank's part of a bucket. ``weights`` is the whole bucket, in which the parameters lie;
-    ``values`` what the optimizer updates and ``gradient`` what it reads; both are [size / N]."""
+    """This rank's part of a bucket."""
 
-    weights: torch.Tensor
-    local: torch.Tensor  # this rank's part of ``weights``
-    values: torch.Tensor
-    gradient: torch.Tensor
+    weights: torch.Tensor  # the full bucket, [size]; the parameters are views into it
+    local: torch.Tensor  # this rank's part of ``weights``, [size / N]
+    values: torch.Tensor  # what the optimizer updates, [size / N]
+    gradient: torch.Tensor  # what the optimizer reads, [size / N]
 
 
 class ShardedBuckets(GradientBuckets):
-    """Gradient buckets that are reduce-scattered, beside weight buckets of the same layout that are
+    """Gradient buckets that are reduce-scattered, and weight buckets of the same layout that are
     all-gathered.
 
-    Nothing is kept twice: in float32 a rank's shard is a range of the bucket itself. In low
-    precision the weights have float32 masters in the shard, and the shard's gradient is widened to
-    float32 within the bucket's own memory, which nothing else needs between backward and the next
-    step. So a rank holds 4 + 12/N bytes a parameter with Adam (Rajbhandari et al., "ZeRO", 2020,
-    section 5.1).
+    Nothing is stored twice: in float32 a rank's shard is a range of the bucket itself. In low
+    precision the shard has float32 master weights, and its gradient is widened to float32 within
+    the memory of the bucket, which is unused between backward and the next step. So a rank holds
+    4 + 12/N bytes per parameter with Adam (Rajbhandari et al., "ZeRO", 2020, section 5.1).
 
     Args:
-        trained: name → parameter, in the model's order; rank 0's values are on every rank.
-        keep: parameters that stay in their own type under mixed precision.
-        low_dtype: of weights and gradients under mixed precision; None: as they are.
+        trained: name → parameter, in the model's order, with rank 0's values on every rank.
+        keep: parameters that keep their dtype in mixed precision.
+        low_dtype: dtype of weights and gradients in mixed precision; None keeps their own.
     """
 
     def __init__(
@@ -66,14 +63,14 @@ class ShardedBuckets(GradientBuckets):
         keep: frozenset[nn.Parameter] = frozenset(),
     ) -> None:
         self.shards = world.size
-        # One rank has no memory to share: a low-precision copy would only cost.
+        # With one rank a low-precision copy would only take more memory.
         self._low_dtype = low_dtype if world.size > 1 else None
         self._keep = keep
-        self._names = {one: name for name, one in trained.items()}
+        self._names = {parameter: name for name, parameter in trained.items()}
         self.shard_parts: list[_Shard] = []
         self.pieces: list[FlatPiece] = []
         super().__init__(trained.values(), cap_bytes, world)
-        # a rank that got padding alone: an optimizer wants a parameter
+        # the shard of this rank is padding only, but an optimizer needs a parameter
         if not self.pieces and trained:
             name, first = next(iter(trained.items()))
             self._add_piece(
@@ -83,12 +80,9 @@ class ShardedBuckets(GradientBuckets):
         self.pieces.sort(key=lambda piece: order[piece.name])
 
     def _dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        low = (
-            self._low_dtype is not None
-            and parameter.dtype == torch.float32
-            and parameter not in self._keep
-        )
-        return self._low_dtype if low and self._low_dtype is not None else parameter.dtype
+        if self._low_dtype is None or parameter.dtype != torch.float32 or parameter in self._keep:
+            return parameter.dtype
+        return self._low_dtype
 
     @torch.no_grad()
     def _add_bucket(
@@ -98,28 +92,30 @@ class ShardedBuckets(GradientBuckets):
         begin = size * self.world.rank
         weights = torch.zeros(layout.size, dtype=dtype, device=group[0].device)
         local = weights[begin : begin + size]
-        master = dtype == self._low_dtype
-        values = torch.zeros(size, dtype=torch.float32, device=weights.device) if master else local
+        has_master = dtype == self._low_dtype
+        values = local
+        if has_master:
+            values = torch.zeros(size, dtype=torch.float32, device=weights.device)
         ranges = []
         for parameter, offset in zip(group, layout.offsets, strict=True):
             flat = parameter.detach().reshape(-1)
             weights[offset : offset + flat.numel()].copy_(flat)
             start, stop = max(0, begin - offset), min(flat.numel(), begin + size - offset)
             if start < stop:
-                place = slice(offset + start - begin, offset + stop - begin)
-                values[place].copy_(flat[start:stop])
-                ranges.append((parameter, start, place))
-            # From here on the parameter is a view into the bucket: gathering the bucket updates it.
+                region = slice(offset + start - begin, offset + stop - begin)
+                values[region].copy_(flat[start:stop])
+                ranges.append((parameter, start, region))
+            # The parameter becomes a view into the bucket: gathering the bucket updates it.
             parameter.data = weights[offset : offset + flat.numel()].view(parameter.shape)
         super()._add_bucket(group, layout, dtype)
         gradients = self.buckets[-1].flat
         gradient = (
-            gradients.view(torch.float32)[:size] if master else gradients[begin : begin + size]
+            gradients.view(torch.float32)[:size] if has_master else gradients[begin : begin + size]
         )
         self.shard_parts.append(_Shard(weights, local, values, gradient))
-        for parameter, start, place in ranges:
+        for parameter, start, region in ranges:
             self._add_piece(
-                self._names[parameter], parameter, start, values[place], gradient[place]
+                self._names[parameter], parameter, start, values[region], gradient[region]
             )
 
     def _add_piece(
@@ -143,13 +139,13 @@ class ShardedBuckets(GradientBuckets):
         super().finish()
         for bucket, shard in zip(self.buckets, self.shard_parts, strict=True):
             if shard.gradient.dtype != bucket.flat.dtype:
-                # Both lie in the bucket's memory, so by way of a copy.
+                # Both lie in the bucket's memory, so the values are copied first.
                 shard.gradient.copy_(bucket.flat.chunk(self.shards)[self.world.rank].clone())
 
     def gather(self) -> None:
-        """Bring every rank's updated shard into the weights of all."""
+        """All-gather the updated shards into the weights of every rank."""
         works = []
-        for shard in reversed(self.shard_parts):  # in the order in which forward will want them
+        for shard in reversed(self.shard_parts):  # in the order in which forward reads them
             if shard.values is not shard.local:
                 shard.local.copy_(shard.values)
             works.append(self.world.all_gather(shard.weights, shard.local))
@@ -157,7 +153,7 @@ class ShardedBuckets(GradientBuckets):
             self.world.wait(work)
 
     def norm(self) -> torch.Tensor:
-        squared = squared_norm_of([one.gradient for one in self.shard_parts], self.world.device)
+        squared = squared_norm_of([shard.gradient for shard in self.shard_parts], self.world.device)
         self.world.wait(self.world.all_reduce(squared))
         return squared.sqrt().float()
 
@@ -168,4 +164,4 @@ class ShardedBuckets(GradientBuckets):
     @property
     def weights(self) -> list[torch.Tensor]:
         """Every weight bucket and every shard of master weights."""
-        return [one for shard in self.shard_parts for one in (shard.weights, shard.values)]
+        return [tensor for shard in self.shard_parts for tensor in (shard.weights, shard.values)]

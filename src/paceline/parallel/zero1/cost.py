@@ -1,47 +1,76 @@
-"""What ZeRO stage 1 holds and sends."""
+"""Memory and traffic of ZeRO stage 1, and the cost terms that the ZeRO strategies share."""
 
 from paceline.config.schema import Config
 from paceline.distributed.collectives.schedules import scatter_bytes
 from paceline.distributed.mesh import ParallelDims
-from paceline.parallel.cost import Cost, ModelShape, Workload, total_bytes
+from paceline.parallel.cost import Cost, ModelShape, TensorShape, Workload, total_bytes
 from paceline.parallel.ddp.layout import lay_out
-from paceline.parallel.zero1.common import (
-    batch_norm_names,
-    low_bytes_of,
-    statistics_traffic,
-    step_count_bytes,
-)
+
+
+def step_count_bytes(config: Config) -> int:
+    """Return the bytes of the step count that the optimizer stores for each tensor."""
+    return 4 if config.train_args.optim in ("adamw", "adam", "rmsprop", "adagrad") else 0
+
+
+def batch_norm_names(shape: ModelShape) -> frozenset[str]:
+    """Return the names of the parameters of modules with a running mean: batch and instance
+    normalizations."""
+    modules = {
+        buffer.name.rpartition(".")[0]
+        for buffer in shape.buffers
+        if buffer.name.rpartition(".")[2] == "running_mean"
+    }
+    return frozenset(
+        tensor.name for tensor in shape.parameters if tensor.name.rpartition(".")[0] in modules
+    )
+
+
+def low_bytes_of(tensor: TensorShape, low_bytes: int, normed: frozenset[str]) -> int:
+    """Return the bytes per element of a trained weight and of its gradient."""
+    is_low = low_bytes and tensor.element_bytes == 4 and tensor.name not in normed
+    return low_bytes if is_low else tensor.element_bytes
+
+
+def statistics_traffic(shape: ModelShape, num_ranks: int) -> dict[str, int]:
+    """Return the traffic of running statistics, which are broadcast once per step."""
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    size = sum(
+        buffer.size_bytes for buffer in shape.buffers if buffer.name.rpartition(".")[2] in names
+    )
+    return {"broadcast": size} if size and num_ranks > 1 else {}
 
 
 def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Config) -> Cost:
-    """Per trained parameter, N ranks, Adam: 8 + 8/N bytes in float32 (weights and gradients 4
+    """Estimate the cost of ZeRO stage 1, with the padding of the buckets.
+
+    Per trained parameter, N ranks and Adam: 8 + 8/N bytes in float32 (weights and gradients 4
     each), 4 + 12/N in mixed precision (Rajbhandari et al., 2020, section 5.1, figure 1). A
     reduce-scatter of the gradients and an all-gather of the weights: 2Ψ(N-1)/N (section 7.2.1).
-    Padding of the buckets is counted."""
+    """
     num_ranks = axes.data
     low_bytes = shape.low_bytes if num_ranks > 1 else 0
     normed = batch_norm_names(shape)
-    element_bytes = [low_bytes_of(one, low_bytes, normed) for one in shape.trained]
-    tensors = [
-        (one.numel, size, size) for one, size in zip(shape.trained, element_bytes, strict=True)
-    ]
+    tensors = []
+    for tensor in shape.trained:
+        element_bytes = low_bytes_of(tensor, low_bytes, normed)
+        tensors.append((tensor.numel, element_bytes, element_bytes))
     weights = masters = traffic = 0
-    elements, steps = [0] * num_ranks, [0] * num_ranks
+    elements, tensors_per_rank = [0] * num_ranks, [0] * num_ranks
     for layout in lay_out(tensors, config.parallel.bucket_cap_mb * 2**20, num_ranks):
-        each = tensors[layout.members[0]][1]
-        weights += layout.size * each
-        masters += layout.size // num_ranks * 4 if each == low_bytes else 0
-        traffic += scatter_bytes(layout.size * each, num_ranks)
-        size = layout.size // num_ranks
-        for member, offset in zip(layout.members, layout.offsets, strict=True):
-            end = offset + tensors[member][0]
-            for rank in range(offset // size, (max(offset, end - 1)) // size + 1):
-                elements[rank] += max(0, min(end, (rank + 1) * size) - max(offset, rank * size))
-                steps[rank] += 1
-    counted = step_count_bytes(config)
+        element_bytes = tensors[layout.members[0]][1]
+        shard_size = layout.size // num_ranks
+        weights += layout.size * element_bytes
+        masters += shard_size * 4 if element_bytes == low_bytes else 0
+        traffic += scatter_bytes(layout.size * element_bytes, num_ranks)
+        for member, begin in zip(layout.members, layout.offsets, strict=True):
+            end = begin + tensors[member][0]
+            for rank in range(begin // shard_size, max(begin, end - 1) // shard_size + 1):
+                first, beyond = rank * shard_size, (rank + 1) * shard_size
+                elements[rank] += max(0, min(end, beyond) - max(begin, first))
+                tensors_per_rank[rank] += 1
     state = max(
-        one * shape.optimizer_bytes_per_element + counted * step
-        for one, step in zip(elements, steps, strict=True)
+        count * shape.optimizer_bytes_per_element + step_count_bytes(config) * num_tensors
+        for count, num_tensors in zip(elements, tensors_per_rank, strict=True)
     )
     frozen = shape.parameter_bytes - total_bytes(shape.trained)
     return Cost(

@@ -1,5 +1,5 @@
-"""`zero1`: whole weights and gradients on every rank, the optimizer's state cut into one shard a
-rank."""
+"""`zero1`: full weights and gradients on every rank, and one shard per rank of the optimizer
+state."""
 
 from collections.abc import Iterable
 
@@ -32,9 +32,9 @@ class Zero1Strategy(Strategy):
     Parameter Models", 2020, section 5.1).
 
     The last micro-batch's backward reduce-scatters the gradients bucket by bucket; each rank
-    updates its shard of each bucket, then the weights are all-gathered. Under mixed precision the
-    trained weights are in bfloat16 or float16 on every rank (those of batch normalisations stay in
-    float32), with float32 master weights in the shard: what a checkpoint holds.
+    updates its shard of each bucket, then the weights are all-gathered. In mixed precision the
+    trained weights are in bfloat16 or float16 on every rank (those of batch normalizations stay in
+    float32), and each shard has float32 master weights, which checkpoints contain.
     """
 
     name = "zero1"
@@ -84,15 +84,15 @@ class Zero1Strategy(Strategy):
             self.buckets.gather()
 
     def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        return self.model.named_parameters()  # the optimizer's state is in shards
+        return self.model.named_parameters()  # without the optimizer state, which is sharded
 
     def tensor_shards(self) -> Iterable[TensorShard]:
         for piece in self.buckets.pieces:
             yield TensorShard(
                 piece.name, piece.values, piece.shape, (piece.start,), key=piece.values, flat=True
             )
-        for name, one in persistent_buffers(self.model).items():
-            yield TensorShard.whole(name, one, owned=self.world.is_rank_zero)
+        for name, buffer in persistent_buffers(self.model).items():
+            yield TensorShard.whole(name, buffer, owned=self.world.is_rank_zero)
 
     def memory_tensors(self) -> list[torch.Tensor]:
         return [
