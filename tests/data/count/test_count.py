@@ -59,7 +59,7 @@ def corpus(folder: Path) -> tuple[list[tuple[Path, int]], Counter[str]]:
         Path(json.__file__).read_text(encoding="utf-8"), "\n\n \u2028",
     ]  # fmt: skip
     files = [save(folder / f"{number}.txt", text) for number, text in enumerate(contents)]
-    return files, Counter(word for text in contents for word in text.split())
+    return files, Counter(token for text in contents for token in text.split())
 
 
 def test_white_space_is_found_in_bytes_where_python_splits() -> None:

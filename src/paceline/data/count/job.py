@@ -196,9 +196,8 @@ def count_shards(
         spills.add(table)
         table.clear()
     mapped = time.perf_counter()
-    run = spills.finish()
     return MapResult(
-        run,
+        spills.finish(),
         stats,
         spilled_bytes=spills.size_bytes if stats.full_tables else 0,
         map_s=mapped - started,

@@ -172,12 +172,11 @@ def stdlib_modules(packages: bool = True) -> list[tuple[str, Path]]:
 
 
 def _package(name: str, folder: Path) -> Iterator[tuple[str, Path]]:
-    for path in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        stem = path.stem
-        if path.suffix == ".py" and stem == "__init__":
+    for path in sorted(folder.glob("*.py"), key=lambda entry: entry.name):
+        if path.stem == "__init__":
             yield name, path
-        elif path.suffix == ".py" and not stem.startswith("_"):
-            yield f"{name}.{stem}", path
+        elif not path.stem.startswith("_"):
+            yield f"{name}.{path.stem}", path
 
 
 def _parse(path: Path) -> ast.Module | None:

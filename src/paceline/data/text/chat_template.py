@@ -69,8 +69,9 @@ class ChatTemplate:
         """Return whether the template, or the one for chats with tools, uses `tools`, `tool_calls`
         or `reasoning_content`."""
         names = {name, "thinking"} if name == "reasoning_content" else {name}
-        is_used = bool(names & self._identifiers)
-        return is_used or (self._for_tools is not None and self._for_tools.uses(name))
+        if names & self._identifiers:
+            return True
+        return self._for_tools is not None and self._for_tools.uses(name)
 
     def select(self, messages: list[Message], tools: Tools) -> ChatTemplate:
         """Return the template for this chat: this one, or the one for chats with tools."""

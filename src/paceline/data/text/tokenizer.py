@@ -104,8 +104,7 @@ def _adapter_base(folder: Path) -> str | None:
 
 
 def _from_hub(name: str, trust_remote_code: bool) -> Path:
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local:
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:  # a path, not a hub id
         raise ConfigError(
             f"`{name}` does not exist",
             allowed=(
