@@ -302,7 +302,7 @@ def test_split_cli_refuses(tmp_path: Path) -> None:
     for tokens, fragment in [
         ([str(tmp_path / "rum.yaml")], "did you mean"),
         (["rank"], "neither a config file nor an override"),
-        (["--config"], "no file"),
+        (["--config"], "`--config` has no value"),
         ([str(tmp_path / "run.yaml"), str(tmp_path / "b.yaml")], "expected one config file"),
         (["-x"], "two dashes"),
     ]:
