@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from commands import end_by, parse, run, spawned, start
 
-from paceline.commands.data_count import make_options
+from paceline.commands.data_count import make_spec
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import printable
 
@@ -97,7 +97,7 @@ def test_without_ray_the_command_to_install_it_is_named(
     monkeypatch.setattr("paceline.data.count.ray_engine.find_spec", lambda name: None)
     (tmp_path / "a.txt").touch()
     with pytest.raises(ConfigError, match="pip install"):
-        make_options(parse("data", "count", str(tmp_path / "a.txt"), "--engine", "ray"))
+        make_spec(parse("data", "count", str(tmp_path / "a.txt"), "--engine", "ray"))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_wrong_arguments(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("a word")
     with pytest.raises(ConfigError) as caught:
-        make_options(parse("data", "count", *tokens))
+        make_spec(parse("data", "count", *tokens))
     assert message in str(caught.value)
     assert (tmp_path / "a.txt").read_text() == "a word"
 

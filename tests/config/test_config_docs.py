@@ -10,7 +10,7 @@ from paceline.config.schema import Config
 
 
 def test_the_pages_are_fresh() -> None:
-    assert reference.main(["--check"]) == 0, "run python -m paceline.config.reference"
+    assert reference.main(["--check"]) is None
 
 
 def test_every_key_is_on_the_page() -> None:

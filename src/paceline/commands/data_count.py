@@ -36,16 +36,6 @@ _ENGINES, _UNITS, _ERROR_HANDLERS = ("local", "ray"), ("words", "tokens"), ("str
 
 
 @dataclass(frozen=True)
-class CountOptions:
-    """What to count, and how. ``output``: the file for the full table; None for none."""
-
-    spec: CountSpec
-    ranks: int
-    engine: str
-    output: Path | None
-
-
-@dataclass(frozen=True)
 class MemorySize:
     """Memory of each rank, in bytes."""
 
@@ -155,27 +145,25 @@ def add_arguments(parser: OptionParser) -> None:
 
 def run(args: Namespace) -> int:
     """Count, print the result, and write the table."""
-    options = make_options(args)
-    spec = options.spec
-    size_bytes = sum(size for _, size in spec.files)
+    spec = make_spec(args)
     logger.info(
         "counting %s: %s in %s, %s",
         spec.by,
-        human_bytes(size_bytes),
+        human_bytes(sum(size for _, size in spec.files)),
         counted(len(spec.files), "file"),
-        counted(options.ranks, "rank" if options.engine == "local" else "Ray CPU"),
+        counted(args.ranks, "rank" if args.engine == "local" else "Ray CPU"),
     )
     started = time.perf_counter()
     try:
         with _sigterm_as_exception():
-            result = _count(options)
+            result = _count(spec, args)
     except KeyboardInterrupt:
         print("\nstopped; all processes have ended, nothing was written", file=sys.stderr)
         return EXIT_SIGINT
     except _Terminated:
         print("stopped; all processes have ended, nothing was written", file=sys.stderr)
         return EXIT_SIGTERM
-    summary = _summary(options, result, size_bytes, time.perf_counter() - started)
+    summary = _summary(spec, args, result, time.perf_counter() - started)
     _print_notices(summary)
     if args.json:
         print(json.dumps(summary))
@@ -186,7 +174,7 @@ def run(args: Namespace) -> int:
     return EXIT_DONE
 
 
-def make_options(args: Namespace) -> CountOptions:
+def make_spec(args: Namespace) -> CountSpec:
     """Check the options against each other.
 
     Raises:
@@ -210,7 +198,7 @@ def make_options(args: Namespace) -> CountOptions:
         from paceline.data.count.ray_engine import check_ray
 
         check_ray()
-    spec = CountSpec(
+    return CountSpec(
         files=tuple(args.files),
         by=args.unit,
         tokenizer=_tokenizer_folder(args.unit, args.tokenizer),
@@ -219,7 +207,6 @@ def make_options(args: Namespace) -> CountOptions:
         memory_bytes=args.memory_per_rank or CountSpec.memory_bytes,
         top=args.top,
     )
-    return CountOptions(spec, args.ranks, args.engine, output)
 
 
 def _tokenizer_folder(unit: str, tokenizer: str | None) -> Path | None:
@@ -244,35 +231,35 @@ def _tokenizer_folder(unit: str, tokenizer: str | None) -> Path | None:
     return folder
 
 
-def _count(options: CountOptions) -> CountResult:
-    if options.engine == "ray":
+def _count(spec: CountSpec, args: Namespace) -> CountResult:
+    if args.engine == "ray":
         from paceline.data.count.ray_engine import count_on_ray
 
-        return count_on_ray(options.spec, options.ranks, options.output)
-    return count_locally(options.spec, options.ranks, options.output)
+        return count_on_ray(spec, args.ranks, args.output)
+    return count_locally(spec, args.ranks, args.output)
 
 
 def _summary(
-    options: CountOptions, result: CountResult, size_bytes: int, wall_s: float
+    spec: CountSpec, args: Namespace, result: CountResult, wall_s: float
 ) -> dict[str, Any]:
     """Return what `--json` prints."""
     return {
         "total": result.total,
         "distinct": result.distinct,
         "top": [list(entry) for entry in result.top],
-        "by": options.spec.by,
-        "engine": options.engine,
-        "ranks": options.ranks,
-        "files": len(options.spec.files),
-        "size_bytes": size_bytes,
-        "memory_bytes": options.spec.memory_bytes,
+        "by": spec.by,
+        "engine": args.engine,
+        "ranks": args.ranks,
+        "files": len(spec.files),
+        "size_bytes": sum(size for _, size in spec.files),
+        "memory_bytes": spec.memory_bytes,
         "spills": result.spills,
         "spilled_bytes": result.spilled_bytes,
-        "shuffled_bytes": result.shuffled_bytes if options.engine == "local" else None,
+        "shuffled_bytes": result.shuffled_bytes if args.engine == "local" else None,
         "replaced": result.replaced,
         "seconds": {name: round(value, 3) for name, value in result.seconds.items()},
         "wall_s": round(wall_s, 3),
-        "output": str(options.output) if options.output else None,
+        "output": str(args.output) if args.output else None,
     }
 
 

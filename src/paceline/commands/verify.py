@@ -3,6 +3,10 @@
 import json
 from argparse import Namespace
 
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text as RichText
+
 from paceline.commands.options import (
     AnyPath,
     Integer,
@@ -11,8 +15,11 @@ from paceline.commands.options import (
     add_config,
     load_fitted_config,
 )
+from paceline.core import formatting
+from paceline.observe.report.certificate import Certificate, rows, summary
 
 _WIDTH = 100
+_COLORS = {"ok": "green", "not ok": "bold red", "refused": "yellow"}
 
 
 def add_arguments(parser: OptionParser) -> None:
@@ -51,9 +58,30 @@ def run(args: Namespace) -> int:
     if result.certificate is not None and args.json:
         print(json.dumps(result.certificate, indent=2))
     elif result.certificate is not None:
-        from rich.console import Console
-
-        from paceline.verify.table import certificate_table
-
         Console(width=_WIDTH, highlight=False).print(certificate_table(result.certificate))
     return result.exit_code
+
+
+def certificate_table(certificate: Certificate) -> Group:
+    """Return the modes, the reasons of modes that were refused or did not pass, and the bounds."""
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        caption="predicted → measured",
+        caption_justify="right",
+    )
+    table.add_column("mode", overflow="fold", min_width=25)
+    table.add_column("")
+    for name in ("loss", "weights", "state", "traffic/step", "time"):
+        table.add_column(name, justify="right")
+    reasons = []
+    for mode in rows(certificate):
+        style = _COLORS[mode["verdict"]]
+        figures = [mode[key] for key in ("loss", "weights", "state", "traffic", "time")]
+        name = formatting.clean(mode["mode"])
+        table.add_row(name, RichText(mode["verdict"], style=style), *figures)
+        if mode["reason"]:
+            reason = formatting.clean(mode["reason"])
+            reasons.append(RichText(f"{mode['mode']}: {reason}", style=style))
+    return Group(table, *reasons, RichText(summary(certificate)))

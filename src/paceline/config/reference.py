@@ -106,8 +106,9 @@ def _default(info: FieldInfo) -> str:
     return f"`{short(info.get_default(call_default_factory=True))}`"
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Write the files, or with ``--check`` print which are stale. Returns the exit code."""
+def main(arguments: Sequence[str]) -> str | None:
+    """Write the files, or with ``--check`` only compare them. Return an error message if some are
+    stale."""
     folder = Path(__file__).resolve().parents[3] / "docs"
     texts = {
         folder / "config.md": markdown(),
@@ -120,17 +121,13 @@ def main(arguments: Sequence[str]) -> int:
             for path, text in texts.items()
             if not path.is_file() or path.read_text(encoding="utf-8") != text
         ]
-        if not stale:
-            return 0
-        print(
-            f"stale: {', '.join(stale)}; run python -m paceline.config.reference", file=sys.stderr
+        return (
+            f"stale: {', '.join(stale)}; run python -m paceline.config.reference" if stale else None
         )
-        return 1
     folder.mkdir(exist_ok=True)
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
-        print(path)
-    return 0
+    return None
 
 
 if __name__ == "__main__":

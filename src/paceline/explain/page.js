@@ -14,7 +14,7 @@
     parent.append(node);
     return node;
   };
-  // Pictures are drawn as wide as the stage is, so that their words keep their size; on a narrow one they are laid out anew.
+  // Drawings are as wide as the stage, so that the text keeps its size; narrow stages have another layout.
   const room = () => Math.max(300, Math.min(1000, $("stage").clientWidth));
   const canvas = (width, height) =>
     make($("stage"), "svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-labelledby": "caption", style: `min-width:${width > room() ? width : 0}px` });
@@ -33,7 +33,7 @@
   };
   const hue = (rank, ranks) => `hsl(${Math.round((360 * rank) / ranks)} var(--sat) var(--lum))`;
 
-  // Each kind of page gives draw(frame): the picture at that frame; and move(frame, ms): a promise, the way there from the frame before.
+  // Each kind has draw(frame), which draws a frame, and move(frame, ms), which animates to it from the previous frame and returns a promise.
   const kinds = {
     chunks() {
       const { ranks, segments, states, steps, elements } = data;
@@ -50,9 +50,9 @@
         return parts.length <= 4 ? parts.join("+") : `${parts.length} of ${ranks}`;
       };
       const slivers = (parent, value, x0, y0, wide, high) => {
-        const one = wide / ranks;
+        const part = wide / ranks;
         for (let rank = 0; rank < ranks; rank++)
-          if (has(value, rank)) make(parent, "rect", { x: x0 + rank * one, y: y0, width: one + 0.3, height: high, style: `fill:${hue(rank, ranks)}` });
+          if (has(value, rank)) make(parent, "rect", { x: x0 + rank * part, y: y0, width: part + 0.3, height: high, style: `fill:${hue(rank, ranks)}` });
       };
       const cell = (parent, at, value, y0) => {
         const [start, stop] = segments[at], wide = x(stop) - x(start) - 3;
@@ -140,20 +140,20 @@
         if (buckets.length) fillBoxes(time);
       };
       const fillBoxes = (time) => {
-        const one = inner / buckets.length;
+        const boxWidth = inner / buckets.length;
         for (let rank = 0; rank < data.ranks; rank++) {
           const y0 = foot + 40 + rank * 58;
           make(layer, "text", { class: "left", x: 0, y: y0 + 19 }, `rank ${rank}, buckets`);
           buckets.forEach((bytes, bucket) => {
-            const full = fills.filter((one) => one.rank === rank && one.bucket === bucket && one.time <= time).reduce((sum, one) => sum + one.bytes, 0);
+            const full = fills.filter((fill) => fill.rank === rank && fill.bucket === bucket && fill.time <= time).reduce((sum, fill) => sum + fill.bytes, 0);
             const sum = bars.find((bar) => bar.rank === rank && bar.bucket === bucket && bar.kind === "all-reduce");
-            const state = !sum || time < sum.start ? `${Math.round((100 * full) / bytes)} % filled` : time < sum.end ? "all-reduce under way" : "summed";
-            const x0 = left + bucket * one;
-            make(layer, "rect", { class: "cell", x: x0, y: y0, width: one - 8, height: 38, rx: 5 });
+            const state = !sum || time < sum.start ? `${Math.round((100 * full) / bytes)} % filled` : time < sum.end ? "all-reduce running" : "summed";
+            const x0 = left + bucket * boxWidth;
+            make(layer, "rect", { class: "cell", x: x0, y: y0, width: boxWidth - 8, height: 38, rx: 5 });
             const color = state === "summed" ? data.colors["summed"] : state.startsWith("all") ? data.colors["all-reduce"] : data.colors["backward"];
-            make(layer, "rect", { x: x0, y: y0, width: Math.max(0, ((one - 8) * full) / bytes), height: 38, rx: 5, style: `fill:${color};opacity:.45` });
+            make(layer, "rect", { x: x0, y: y0, width: Math.max(0, ((boxWidth - 8) * full) / bytes), height: 38, rx: 5, style: `fill:${color};opacity:.45` });
             const short = state === "summed" ? "sum" : state.startsWith("all") ? "sent" : state.replace(" filled", "");
-            if (one > 46) make(layer, "text", { class: "mid small", x: x0 + one / 2 - 4, y: y0 + 19 }, one > 180 ? `bucket ${bucket}: ${state}` : one > 120 ? state : short);
+            if (boxWidth > 46) make(layer, "text", { class: "mid small", x: x0 + boxWidth / 2 - 4, y: y0 + 19 }, boxWidth > 180 ? `bucket ${bucket}: ${state}` : boxWidth > 120 ? state : short);
           });
         }
       };
@@ -179,7 +179,7 @@
       const svg = canvas(width, ranks * pitch + 4);
       const x = (bytes) => (inner * bytes) / max_bytes;
       names.forEach((name) => key(name, data.colors[name]));
-      key("declared by the strategy before the run", "transparent").className = "dashed";
+      key("predicted by the strategy before the run", "transparent").className = "dashed";
       const parts = [];
       for (let rank = 0; rank < ranks; rank++) {
         make(svg, "text", { class: "left", x: 0, y: 4 + rank * pitch + (names.length * row) / 2 }, `rank ${rank}`);
@@ -223,7 +223,7 @@
 
   const settle = () => {
     clearTimeout(timer);
-    running.splice(0).forEach((one) => one.cancel());
+    running.splice(0).forEach((animation) => animation.cancel());
   };
   const controls = () => {
     $("caption").textContent = data.captions[now];
