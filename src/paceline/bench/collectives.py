@@ -152,16 +152,16 @@ def bus_bandwidth(collective: str, world_size: int, size_bytes: int, latency_s: 
 
 
 def load(collective: str, algorithm: str, world_size: int, size_bytes: int) -> tuple[int, int]:
-    """Messages and bytes of the rank that sends most; for the backend's own, those of a ring (its
-    algorithm is its affair)."""
+    """Return the messages and bytes of the rank that sends most. The backend's collective counts as a
+    ring, because its algorithm is not known."""
     schedule = "ring" if algorithm == NATIVE else algorithm
     ranks = sent(schedule, world_size, size_bytes // 4, 4, collective)
     return max(rank.messages for rank in ranks), max(rank.bytes for rank in ranks)
 
 
 def fits(timings: Sequence[Timing]) -> list[CostModel]:
-    """The model of each collective, algorithm and world size that was measured at two sizes or
-    more."""
+    """Fit a model to each collective, algorithm and world size that was measured at two or more
+    sizes."""
     groups: dict[tuple[str, str, int], list[tuple[float, float, float]]] = {}
     for timing in timings:
         key = (timing["collective"], timing["algorithm"], timing["world_size"])
@@ -177,7 +177,7 @@ def fits(timings: Sequence[Timing]) -> list[CostModel]:
 
 
 def table(timings: list[Timing]) -> str:
-    """The results as text, relative to the backend's own collective where that was measured, and
+    """Return the results as text, relative to the backend's collective if that was measured, and
     the fitted cost models."""
     lines = []
     for collective, world_size in groups_of(timings):
@@ -209,12 +209,12 @@ def table(timings: list[Timing]) -> str:
 
 
 def groups_of(timings: list[Timing]) -> list[tuple[str, int]]:
-    """The pairs of collective and world size, in their order."""
+    """Return the pairs of collective and world size, in their order."""
     return list(dict.fromkeys((timing["collective"], timing["world_size"]) for timing in timings))
 
 
 def native_ratio(timing: Timing, timings: list[Timing]) -> str:
-    """How many times faster than the backend's own collective; empty if that was not measured."""
+    """Return the speed relative to the backend's collective; empty if that was not measured."""
     case = (timing["collective"], timing["world_size"], timing["bytes"])
     for other in timings:
         is_native = other["algorithm"] == NATIVE
