@@ -152,8 +152,8 @@ def bus_bandwidth(collective: str, world_size: int, size_bytes: int, latency_s: 
 
 
 def load(collective: str, algorithm: str, world_size: int, size_bytes: int) -> tuple[int, int]:
-    """Return the messages and bytes of the rank that sends most. The backend's collective counts as a
-    ring, because its algorithm is not known."""
+    """Return the messages and bytes of the rank that sends most. The backend's collective counts as
+    a ring, because its algorithm is not known."""
     schedule = "ring" if algorithm == NATIVE else algorithm
     ranks = sent(schedule, world_size, size_bytes // 4, 4, collective)
     return max(rank.messages for rank in ranks), max(rank.bytes for rank in ranks)
