@@ -72,10 +72,10 @@ class Responder:
     def __init__(self, address: str, token: bytes) -> None:
         self._token = token
         self._counts: Counter[int] = Counter()
-        family, where = _resolve(address, 0)
-        self._listeners = [_listen(family, where) for _ in range(NUM_PORTS)]
+        family, socket_address = _resolve(address, 0)
+        self._listeners = [_listen(family, socket_address) for _ in range(NUM_PORTS)]
         self._udp = socket.socket(family, socket.SOCK_DGRAM)
-        self._udp.bind(where)
+        self._udp.bind(socket_address)
         _set_dont_fragment(self._udp)
         self._udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         self.tcp_ports = [listener.getsockname()[1] for listener in self._listeners]
@@ -215,13 +215,13 @@ class _Peer:
     """Another host's responder, as seen by the measuring host."""
 
     def __init__(self, address: str, tcp_port: int, udp_port: int, token: bytes) -> None:
-        self._where = (address, tcp_port)
+        self._tcp_address = (address, tcp_port)
         self._udp = _resolve(address, udp_port)
         self._token = token
         self._last_id = random.getrandbits(31)  # the counts of a responder serve all hosts
 
     def _open(self, command: bytes, argument: float = 0.0) -> socket.socket:
-        connection = socket.create_connection(self._where, timeout=_TIMEOUT_S)
+        connection = socket.create_connection(self._tcp_address, timeout=_TIMEOUT_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(self._token + struct.pack("!cd", command, argument))
         return connection
@@ -368,13 +368,13 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 
 
 def _resolve(address: str, port: int) -> tuple[socket.AddressFamily, Any]:
-    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
-    return family, where
+    family, _, _, _, socket_address = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    return family, socket_address
 
 
-def _listen(family: socket.AddressFamily, where: Any) -> socket.socket:
+def _listen(family: socket.AddressFamily, socket_address: Any) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind(where)
+    listener.bind(socket_address)
     listener.listen(64)
     return listener
 

@@ -236,11 +236,11 @@ def reach_endpoint(
 def diagnose_endpoint(endpoint: HostEndpoint, outcome: str) -> CheckResult:
     """Explain why the rendezvous port cannot be reached. ``outcome``: of
     :func:`~paceline.doctor.host_probe.try_port`."""
-    where = f"port {endpoint.port} of {endpoint.address}"
+    target = f"port {endpoint.port} of {endpoint.address}"
     if outcome == "refused":
         return CheckResult.error(
             "rendezvous_port",
-            f"{where} refuses connections: nothing listens there, or a firewall rejects them",
+            f"{target} refuses connections: nothing listens there, or a firewall rejects them",
             f"start the same command on {endpoint.address}; if it runs there, allow TCP from"
             f" {endpoint.local_address} to port {endpoint.port} there",
         )
@@ -252,14 +252,14 @@ def diagnose_endpoint(endpoint: HostEndpoint, outcome: str) -> CheckResult:
     if answering:
         return CheckResult.error(
             "rendezvous_port",
-            f"{where} does not answer ({outcome}), but port {answering[0]} of the same host does: a"
-            f" firewall drops the packets from {endpoint.local_address}",
+            f"{target} does not answer ({outcome}), but port {answering[0]} of the same host does:"
+            f" a firewall drops the packets from {endpoint.local_address}",
             f"allow it on {endpoint.address}: `nft add rule inet filter input ip saddr"
             f" {endpoint.local_address} tcp dport {endpoint.port} accept`",
         )
     return CheckResult.error(
         "rendezvous_port",
-        f"{where} does not answer ({outcome}), and no other tested port of that host does",
+        f"{target} does not answer ({outcome}), and no other tested port of that host does",
         f"check that {endpoint.address} is the right address, that the host is up, and that `ping"
         f" {endpoint.address}` answers",
     )
