@@ -200,7 +200,7 @@ def test_replicas_are_compared_between_checkpoints(tmp_path):
     assert events(tmp_path / "off", "drift") == []
 
 
-REWIND = {
+ROLLBACK = {
     "rollback_on_loss_spike": True,
     "loss_spike_factor": 30,
     "loss_spike_window": 6,
@@ -209,17 +209,17 @@ REWIND = {
 
 
 @pytest.fixture(scope="module")
-def rewound(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rewound") / "run"
-    return folder, train(folder, recovery=REWIND, bad=only_in([10], rank=1), times=1e6)
+def rolled_back(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rolled_back") / "run"
+    return folder, train(folder, recovery=ROLLBACK, bad=only_in([10], rank=1), times=1e6)
 
 
 @pytest.mark.soak
-def test_a_jump_is_gone_back_before_and_its_batch_left_out(rewound):
-    folder, result = rewound
+def test_a_spike_is_rolled_back_and_its_batch_skipped(rolled_back):
+    folder, result = rolled_back
     assert "step 11: the loss spiked to" in result.stderr
     assert "rolling back to step 8 and skipping the batch of this step" in result.stderr
-    (event,) = events(folder, "rewind")
+    (event,) = events(folder, "rollback")
     assert (event["step"], event["to_step"]) == (11, 8)
     assert event["loss"] > 30 * event["median"]
     final = report(folder)
@@ -238,59 +238,59 @@ def test_a_jump_is_gone_back_before_and_its_batch_left_out(rewound):
     [{"mode": "zero1"}, {"mode": "zero3"}, {"mode": "deepspeed"}],
     ids=lambda parallel: parallel["mode"],
 )
-def test_every_strategy_goes_back(rewound, tmp_path, parallel):
+def test_every_strategy_rolls_back(rolled_back, tmp_path, parallel):
     train(
-        tmp_path / "run", recovery=REWIND, bad=only_in([10], rank=1), times=1e6, parallel=parallel
+        tmp_path / "run", recovery=ROLLBACK, bad=only_in([10], rank=1), times=1e6, parallel=parallel
     )
     assert report(tmp_path / "run")["data"]["skipped_batches"]["steps"] == [11]
-    actual, expected = (tensors(folder) for folder in (tmp_path / "run", rewound[0]))
+    actual, expected = (tensors(folder) for folder in (tmp_path / "run", rolled_back[0]))
     for name, tensor in expected.items():
         if name.startswith("model/"):
             assert torch.allclose(actual[name], tensor, rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.soak
-def test_two_runs_with_the_same_jump_end_alike_cut_or_not(rewound, tmp_path):
+def test_two_runs_with_the_same_jump_end_alike_cut_or_not(rolled_back, tmp_path):
     bad = {"bad": only_in([10], rank=1), "times": 1e6}
-    train(tmp_path / "again", recovery=REWIND, **bad)
-    assert digest(tmp_path / "again") == digest(rewound[0])
-    # a rank is killed between the rewind and the next checkpoint: it comes again; behind the
-    # checkpoint: it is known from there
-    for step, rewinds in ((11, 2), (14, 1)):
+    train(tmp_path / "again", recovery=ROLLBACK, **bad)
+    assert digest(tmp_path / "again") == digest(rolled_back[0])
+    # a rank is killed between the rollback and the next checkpoint: it happens again; after
+    # the checkpoint: the skipped batch is read from it
+    for step, rollbacks in ((11, 2), (14, 1)):
         folder = tmp_path / f"killed-{step}"
         train(
             folder,
-            recovery=REWIND,
+            recovery=ROLLBACK,
             **bad,
             die=only_in([step], rank=0)[0],
             train_args={"async_save": False},
         )
-        assert digest(folder) == digest(rewound[0])
+        assert digest(folder) == digest(rolled_back[0])
         assert report(folder)["data"]["skipped_batches"] == {"steps": [11], "samples": 16}
-        assert (len(events(folder, "rewind")), report(folder)["restarts"]) == (rewinds, 1)
+        assert (len(events(folder, "rollback")), report(folder)["restarts"]) == (rollbacks, 1)
 
 
 @pytest.mark.soak
 def test_a_loss_that_is_not_finite_is_a_jump_and_with_no_checkpoint_its_batch_alone_is_left_out(
     tmp_path,
 ):
-    result = train(tmp_path / "run", recovery=REWIND, bad=only_in([2]), times="nan")
+    result = train(tmp_path / "run", recovery=ROLLBACK, bad=only_in([2]), times="nan")
     assert (
         "step 3: the loss spiked to nan; there is no earlier checkpoint, so only the batch"
         in result.stderr
     )
     assert report(tmp_path / "run")["data"]["skipped_batches"] == {"steps": [3], "samples": 16}
     assert report(tmp_path / "run")["skipped_steps"] == 0
-    assert events(tmp_path / "run", "rewind")[0]["to_step"] == 2
+    assert events(tmp_path / "run", "rollback")[0]["to_step"] == 2
 
 
 @pytest.mark.soak
 def test_the_number_of_rollbacks_is_limited(tmp_path):
     folder = tmp_path / "run"
     result = train(
-        folder, recovery={**REWIND, "max_restarts": 1}, bad=only_in([9, 10], rank=1), times=1e6
+        folder, recovery={**ROLLBACK, "max_restarts": 1}, bad=only_in([9, 10], rank=1), times=1e6
     )
-    assert [event["step"] for event in events(folder, "rewind")] == [10]
+    assert [event["step"] for event in events(folder, "rollback")] == [10]
     assert "so this one is kept" in result.stderr
     assert report(folder)["data"]["skipped_batches"]["steps"] == [10]
 
@@ -299,7 +299,7 @@ def test_the_number_of_rollbacks_is_limited(tmp_path):
 @pytest.mark.parametrize(
     "parallel", [{"mode": "local_sgd"}, {"mode": "diloco"}], ids=lambda parallel: parallel["mode"]
 )
-def test_workers_that_do_not_meet_cannot_go_back(tmp_path, parallel):
-    result = train(tmp_path / "run", expect=2, recovery=REWIND, parallel=parallel)
+def test_independent_workers_cannot_roll_back(tmp_path, parallel):
+    result = train(tmp_path / "run", expect=2, recovery=ROLLBACK, parallel=parallel)
     assert "rollback_on_loss_spike" in result.stderr
     assert not (tmp_path / "run").exists()

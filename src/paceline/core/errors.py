@@ -128,7 +128,7 @@ def unknown_name(
     """
     names = list(known)
     return ConfigError(
-        f"there is no {kind} `{name}`",
+        f"unknown {kind} `{name}`",
         allowed=allowed or ", ".join(f"`{known_name}`" for known_name in names),
         fix=did_you_mean(name, names, fix),
     )

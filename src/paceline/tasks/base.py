@@ -125,6 +125,12 @@ class Task:
     #: set before ``build_datasets`` is called on a rank
     prepared: Prepared | None = None
 
+    @property
+    def _handle(self) -> Any:
+        """:attr:`Prepared.handle`."""
+        assert self.prepared is not None, "`prepared` is set before the datasets are built"
+        return self.prepared.handle
+
     def build_datasets(self) -> tuple[Any, Any | None]:
         """Return (training dataset, validation dataset or None): map-style, with ``__len__`` and
         ``__getitem__(int)``.

@@ -127,14 +127,14 @@ class ClassifyTask(Task):
         return replace(index, labels=number[index.labels], classes=train.classes)
 
     def build_datasets(self) -> tuple[Any, Any | None]:
-        handle = self._handle()
+        handle: ClassifyData = self._handle
         train = ImageDataset(handle.train, handle.form, augment=self.config.classify.augment)
         if handle.evaluation is None:
             return train, None
         return train, ImageDataset(handle.evaluation, handle.form)
 
     def build_model(self) -> nn.Module:
-        handle = self._handle()
+        handle: ClassifyData = self._handle
         return vision.load_image_model(self.config, handle.form, handle.train.classes)
 
     def setup(self, model: nn.Module) -> list[Notice]:
@@ -171,13 +171,8 @@ class ClassifyTask(Task):
     def save_model(self, model: nn.Module, folder: Path) -> None:
         """Write the weights, form and class names, for
         :func:`paceline.models.vision.load_classifier`."""
-        handle = self._handle()
+        handle: ClassifyData = self._handle
         vision.save_image_model(model, self.config, handle.form, handle.train.classes, folder)
-
-    def _handle(self) -> ClassifyData:
-        assert self.prepared is not None, "the engine sets `prepared` before the datasets are built"
-        handle: ClassifyData = self.prepared.handle
-        return handle
 
 
 def _summary(name: str, index: ImageIndex) -> list[Notice]:

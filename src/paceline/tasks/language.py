@@ -63,8 +63,7 @@ class LanguageTask(Task):
         )
 
     def build_datasets(self) -> tuple[Any, Any | None]:
-        assert self.prepared is not None
-        tokens = self.prepared.handle
+        tokens = self._handle
         train = TokenDataset(tokens.train_folder, tokens.train_indices)
         if tokens.eval_folder is None:
             return train, None
@@ -116,8 +115,7 @@ class LanguageTask(Task):
     def collate(self, samples: Sequence[TokenSample]) -> TokenBatch:
         if self.packed:
             return collate_packed(samples)
-        assert self.prepared is not None
-        return collate_padded(samples, self.prepared.handle.pad_token_id)
+        return collate_padded(samples, self._handle.pad_token_id)
 
     def count(self, batch: TokenBatch) -> int:
         return int(batch["num_labels"])

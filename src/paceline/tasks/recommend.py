@@ -183,10 +183,10 @@ class RecommendTask(Task):
         )
 
     def build_datasets(self) -> tuple[Any, Any | None]:
-        return _split(self._handle())
+        return _split(self._handle)
 
     def build_model(self) -> nn.Module:
-        handle = self._handle()
+        handle: RecommendData = self._handle
         args = model_args(self.config, len(handle.mean), handle.tables)
         return build_click_model(self.config.model, args)
 
@@ -266,7 +266,8 @@ class RecommendTask(Task):
         return True
 
     def _save(self, folder: Path, dense: dict[str, torch.Tensor], table: Any) -> None:
-        handle, settings = self._handle(), self.config.recommend
+        settings = self.config.recommend
+        handle: RecommendData = self._handle
         meta = load_meta(handle.train)
         form = {
             "dense": settings.dense_features
@@ -284,11 +285,6 @@ class RecommendTask(Task):
             tables.append((name, rows, lambda start, stop, weight=weight: weight[start:stop]))
         args = model_args(self.config, len(handle.mean), handle.tables)
         save_click_model(folder, args, form, dense, tables)
-
-    def _handle(self) -> RecommendData:
-        assert self.prepared is not None, "the engine sets `prepared` before the datasets are built"
-        handle: RecommendData = self.prepared.handle
-        return handle
 
 
 def _is_table(name: str) -> bool:

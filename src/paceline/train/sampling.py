@@ -181,8 +181,8 @@ class SampleGenerator(Callback):
     def _read_prompts(self) -> None:
         """Read the prompts, spread evenly over the validation data: the same at every
         evaluation."""
-        assert self.task.prepared is not None
         assert self.dataset is not None
+        assert self.task.prepared is not None
         path = Path(self.task.prepared.handle.tokenizer_path)
         self._generation_config = getattr(base_model(self.model), "generation_config", None)
         self._tokenizer = load_tokenizer(path, self.config.trust_remote_code)
