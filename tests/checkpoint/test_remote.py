@@ -75,7 +75,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def parts_of(step: int) -> list[TensorShard]:
-    return [TensorShard.whole("model/weight", torch.arange(5000, dtype=torch.float32) + step)]
+    return [TensorShard.full("model/weight", torch.arange(5000, dtype=torch.float32) + step)]
 
 
 def saver_of(root: Path, place: str, keep: int | None = None) -> CheckpointManager:

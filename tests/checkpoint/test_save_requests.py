@@ -34,7 +34,7 @@ def alone() -> Communicator:
 
 
 def parts(value: float = 1.0, elements: int = 10) -> list[TensorShard]:
-    return [TensorShard.whole("model/weight", torch.full((elements,), value))]
+    return [TensorShard.full("model/weight", torch.full((elements,), value))]
 
 
 def steps_of(folder: Path) -> list[int]:

@@ -77,7 +77,7 @@ def ranges(pieces: int) -> Callable[[str, torch.Tensor, int, int], list[TensorSh
 
 
 def on_single_rank(name: str, value: torch.Tensor, rank: int, size: int) -> list[TensorShard]:
-    return [TensorShard.whole(name, value)] if len(name) % size == rank else []
+    return [TensorShard.full(name, value)] if len(name) % size == rank else []
 
 
 LAYOUTS = {
@@ -198,7 +198,7 @@ def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             live.fill_(step)
             saver.save(
-                step, lambda: [TensorShard.whole("model/weight", live)], META, must_succeed=False
+                step, lambda: [TensorShard.full("model/weight", live)], META, must_succeed=False
             )
             live.fill_(-1.0)  # training goes on
             saver.poll()
@@ -230,7 +230,7 @@ def test_memory_that_cannot_be_pinned_is_said_once(tmp_path: Path) -> None:
     ):
         for step in (1, 2):
             saver.save(
-                step, lambda: [TensorShard.whole("model/weight", live)], META, must_succeed=False
+                step, lambda: [TensorShard.full("model/weight", live)], META, must_succeed=False
             )
     assert tried(tmp_path / "events.jsonl") == [(1, False), (2, False)]
     notices = [
@@ -248,7 +248,7 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
 
     def parts() -> list[TensorShard]:
         calls.append(1)
-        return [TensorShard.whole("model/weight", torch.ones(3))]
+        return [TensorShard.full("model/weight", torch.ones(3))]
 
     with CheckpointManager(
         alone(), tmp_path / "checkpoints", None, events, background=True
@@ -288,8 +288,8 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
         ([TensorShard("model/weight", torch.ones(4), (4,), (1,))], "exceeds the tensor"),
         (
             [
-                TensorShard.whole("model/weight", torch.ones(2)),
-                TensorShard.whole("model/weight", torch.ones(3)),
+                TensorShard.full("model/weight", torch.ones(2)),
+                TensorShard.full("model/weight", torch.ones(3)),
             ],
             "F32 [2] and F32 [3]",
         ),
@@ -418,12 +418,12 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         alone(), tmp_path / "file" / "checkpoints", None, events, background=True
     )
     saver.save(
-        1, lambda: [TensorShard.whole("model/weight", torch.ones(3))], META, must_succeed=False
+        1, lambda: [TensorShard.full("model/weight", torch.ones(3))], META, must_succeed=False
     )
     assert tried(tmp_path / "events.jsonl") == [(1, True)]
     with pytest.raises(RunError, match="Not a directory"):
         saver.save(
-            1, lambda: [TensorShard.whole("model/weight", torch.ones(3))], META, must_succeed=True
+            1, lambda: [TensorShard.full("model/weight", torch.ones(3))], META, must_succeed=True
         )
 
 

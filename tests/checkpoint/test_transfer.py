@@ -157,7 +157,7 @@ def save_with_faults(world: Communicator, root: Path) -> list[str | None]:
     # cannot hold.
     errors.append(save(saver, 4))
     kind = torch.float32 if world.is_rank_zero else torch.complex128
-    bad = [TensorShard.whole(f"model/{world.rank}", torch.ones(3, dtype=kind))]
+    bad = [TensorShard.full(f"model/{world.rank}", torch.ones(3, dtype=kind))]
     saver.save(5, lambda: bad, META, must_succeed=False)
     saver.finish()
     errors.append(None)

@@ -22,7 +22,7 @@ def packed(sources):
     """Sources by name as bytes: handed to a process as they are, each of their tensors would take a
     file descriptor."""
     buffer = io.BytesIO()
-    torch.save({name: source.whole for name, source in sources.items()}, buffer)
+    torch.save({name: source.full for name, source in sources.items()}, buffer)
     return buffer.getvalue()
 
 

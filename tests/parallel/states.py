@@ -10,24 +10,24 @@ from paceline.parallel.state import TensorShard
 
 
 class MemorySource:
-    """A :class:`~paceline.parallel.state.StateReader` over whole tensors."""
+    """A :class:`~paceline.parallel.state.StateReader` over full tensors."""
 
-    def __init__(self, whole: dict[str, torch.Tensor]):
-        self.whole = whole
+    def __init__(self, full: dict[str, torch.Tensor]):
+        self.full = full
 
     def tensors(self):
-        return {name: (one.dtype, tuple(one.shape)) for name, one in self.whole.items()}
+        return {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in self.full.items()}
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]):
-        box = self.whole[name][
+        box = self.full[name][
             tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
         ]
         assert tuple(box.shape) == tuple(shape), name
         return box.clone()
 
     def read_flat(self, name: str, start: int, count: int):
-        assert 0 <= start <= start + count <= self.whole[name].numel(), name
-        return self.whole[name].reshape(-1)[start : start + count].clone()
+        assert 0 <= start <= start + count <= self.full[name].numel(), name
+        return self.full[name].reshape(-1)[start : start + count].clone()
 
 
 def copied(parts: list[TensorShard]) -> list[TensorShard]:
@@ -36,19 +36,19 @@ def copied(parts: list[TensorShard]) -> list[TensorShard]:
 
 
 def assemble(parts_by_rank: list[list[TensorShard]]) -> MemorySource:
-    """The whole tensors from what each rank writes. Each element must be written exactly once."""
-    whole: dict[str, torch.Tensor] = {}
+    """The full tensors from what each rank writes. Each element must be written exactly once."""
+    full: dict[str, torch.Tensor] = {}
     written: dict[str, torch.Tensor] = {}
     for part in (part for parts in parts_by_rank for part in parts):
-        if part.name not in whole:
-            whole[part.name] = torch.zeros(part.shape, dtype=part.tensor.dtype)
+        if part.name not in full:
+            full[part.name] = torch.zeros(part.shape, dtype=part.tensor.dtype)
             written[part.name] = torch.zeros(part.shape, dtype=torch.int32)
-        assert (tuple(whole[part.name].shape), whole[part.name].dtype) == (
+        assert (tuple(full[part.name].shape), full[part.name].dtype) == (
             part.shape,
             part.tensor.dtype,
         ), part.name
         for target, values in (
-            (whole[part.name], part.tensor),
+            (full[part.name], part.tensor),
             (written[part.name], torch.ones_like(part.tensor)),
         ):
             if part.flat:
@@ -62,4 +62,4 @@ def assemble(parts_by_rank: list[list[TensorShard]]) -> MemorySource:
                 )
     for name, times in written.items():
         assert prod(times.shape) == 0 or (int(times.min()), int(times.max())) == (1, 1), name
-    return MemorySource(whole)
+    return MemorySource(full)

@@ -102,14 +102,14 @@ def test_resuming_from_the_state_is_bitwise_equal(world_size):
     resumed = run_ranks(run_each, world_size, 3, 2, packed(sources))
     for name in KEEPS:
         ours, theirs = (
-            assemble([rank[name]["parts"] for rank in results]).whole for results in (full, resumed)
+            assemble([rank[name]["parts"] for rank in results]).full for results in (full, resumed)
         )
         assert set(ours) == set(theirs), name
         for key, value in ours.items():
             assert torch.equal(value, theirs[key]), (name, key)
         assert full[0][name]["losses"][2:] == resumed[0][name]["losses"], name
         assert not [text for level, text in resumed[0][name]["notices"] if level == "warning"]
-    names = set(sources["topk"].whole)
+    names = set(sources["topk"].full)
     for rank in range(world_size):
         assert {
             f"compression/1.weight/rank-{rank}/{kind}" for kind in ("residual", "exp_avg_sq")

@@ -131,9 +131,9 @@ class Run:
 def alone(world):
     run = Run(world, 0)
     losses = run.train(0, 5)
-    middle = run.saved().whole
+    middle = run.saved().full
     losses += run.train(5, 10)
-    return losses, middle, run.saved().whole
+    return losses, middle, run.saved().full
 
 
 @pytest.fixture(scope="module")
@@ -149,13 +149,13 @@ def everything(world, stage, middle):
     losses += run.train(5, 7)
     evaluated = run.evaluated(), run.model.training
     losses += run.train(7, 10)
-    last = run.saved().whole
+    last = run.saved().full
 
     load_state(run.strategy, source)  # back to step 5, over what came after
     resumed = run.train(5, 10)
-    resumed_last = run.saved().whole
+    resumed_last = run.saved().full
     fresh = Run(world, stage)
-    source.whole.update(middle)  # what `single` wrote
+    source.full.update(middle)  # what `single` wrote
     load_state(fresh.strategy, source)
     moved = fresh.train(5, 10)
 
@@ -168,7 +168,7 @@ def everything(world, stage, middle):
             "deepspeed", run.shape, ParallelDims(data=world.size), work, run.config
         )
         costs.append((memory_bytes(run.strategy), cost, run.sent(), low))
-    dtypes = {str(value.dtype) for value in run.saved().whole.values()}
+    dtypes = {str(value.dtype) for value in run.saved().full.values()}
     world.barrier()
     return {
         "losses": losses, "resumed": resumed, "moved": moved, "last": last,

@@ -49,7 +49,7 @@ def saved(run):
     parts = copied(state_shards(run.strategy))
     if run.world.is_rank_zero and run.precision.scaler is not None:
         parts += [
-            TensorShard.whole(f"scaler/{name}", value)
+            TensorShard.full(f"scaler/{name}", value)
             for name, value in run.precision.scaler.state().items()
         ]
     return run.world.gather_objects(parts)
@@ -59,7 +59,7 @@ def resumed(world, arguments, parts):
     run = Run(world, **arguments, precision="fp16-mixed")
     source = assemble(parts)
     run.precision.scaler.load(
-        *(float(source.whole[f"scaler/{name}"]) for name in ("scale", "growth_tracker"))
+        *(float(source.full[f"scaler/{name}"]) for name in ("scale", "growth_tracker"))
     )
     load_state(run.strategy, source)
     return run
@@ -81,7 +81,7 @@ def trains(world):
         again = resumed(world, arguments, parts)
         for step in range(SAVED + 1, STEPS):
             again.step(step)
-        differing = same(assemble(saved(half)).whole, assemble(saved(again)).whole)
+        differing = same(assemble(saved(half)).full, assemble(saved(again)).full)
         results[name] = half.losses, full.losses, made, scales, differing
     world.barrier()
     return results
@@ -110,7 +110,7 @@ def workers(world):
     for step in range(3, 9):
         run.step(step)
         again.step(step)
-    differing = same(assemble(saved(run)).whole, assemble(saved(again)).whole)
+    differing = same(assemble(saved(run)).full, assemble(saved(again)).full)
     world.barrier()
     return made, scale, differing, run.losses
 

@@ -126,7 +126,7 @@ def test_layouts_train_as_one_rank_does_and_cost_what_they_say(axes, parallel, t
     for losses, norms, *_ in ranks:
         torch.testing.assert_close(losses, alone[0], rtol=1e-5, atol=0)
         torch.testing.assert_close(norms, alone[1], rtol=1e-3, atol=0)
-    expected, state = assemble([alone[4]]).whole, assemble([rank[4] for rank in ranks]).whole
+    expected, state = assemble([alone[4]]).full, assemble([rank[4] for rank in ranks]).full
     assert state.keys() == expected.keys()
     for name, value in state.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4, msg=name)

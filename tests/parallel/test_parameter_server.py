@@ -143,10 +143,10 @@ def merged(results, step):
 
 
 def same_weights(ours, theirs):
-    assert set(ours.whole) == set(theirs.whole)
+    assert set(ours.full) == set(theirs.full)
     return all(
-        torch.allclose(tensor, theirs.whole[name], rtol=1e-5, atol=1e-6)
-        for name, tensor in ours.whole.items()
+        torch.allclose(tensor, theirs.full[name], rtol=1e-5, atol=1e-6)
+        for name, tensor in ours.full.items()
     )
 
 
@@ -201,7 +201,7 @@ def check_resumed_runs(middle, end, reference, dense):
         train, 4, "parameter_server", "adagrad", 2, 2, 3, middle, 3, (5,), "sync", dense
     )
     resumed = merged(again, 5)
-    assert all(torch.equal(tensor, end.whole[name]) for name, tensor in resumed.whole.items())
+    assert all(torch.equal(tensor, end.full[name]) for name, tensor in resumed.full.items())
     fewer = run_ranks(train, 2, "parameter_server", "adagrad", 1, 1, 3, middle, 3, (5,))
     assert close(fewer[0]["losses"], reference["losses"][3:])
     assert same_weights(merged(fewer, 5), end)
@@ -291,13 +291,13 @@ def test_row_state_is_in_the_checkpoint(optimizer):
     # With one worker not even rounding depends on the number of servers.
     assert results[0]["losses"][2:] == again[0]["losses"]
     ours, theirs = merged(again, 3), merged(results, 3)
-    assert set(ours.whole) == set(theirs.whole)
+    assert set(ours.full) == set(theirs.full)
     assert all(
-        torch.equal(tensor, theirs.whole[name])
-        for name, tensor in ours.whole.items()
+        torch.equal(tensor, theirs.full[name])
+        for name, tensor in ours.full.items()
         if "tables" in name
     )
-    keys = {name.rpartition("/")[2] for name in ours.whole if name.startswith("optimizer/tables.0")}
+    keys = {name.rpartition("/")[2] for name in ours.full if name.startswith("optimizer/tables.0")}
     assert keys == ({"step", "exp_avg", "exp_avg_sq"} if optimizer == "adam" else {"row_sum"})
 
 

@@ -114,7 +114,7 @@ def test_going_on_from_the_state_is_bitwise_equal(world_size):
     unbroken = run_ranks(train_some, world_size, 6)
     half = run_ranks(train_some, world_size, 3)
     resumed = run_ranks(train_some, world_size, 3, assemble([parts for parts, _ in half]), 3)
-    ours, theirs = (assemble([parts for parts, _ in ranks]).whole for ranks in (unbroken, resumed))
+    ours, theirs = (assemble([parts for parts, _ in ranks]).full for ranks in (unbroken, resumed))
     assert set(ours) == set(theirs)
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
@@ -125,7 +125,7 @@ def test_going_on_from_the_state_is_bitwise_equal(world_size):
 
 
 def test_state_names():
-    names = set(assemble([run_ranks(train_some, 1, 1)[0][0]]).whole)
+    names = set(assemble([run_ranks(train_some, 1, 1)[0][0]]).full)
     assert {
         "model/inner.weight",
         "optimizer/inner.weight/exp_avg",

@@ -116,8 +116,8 @@ def test_losses_norms_and_weights_are_those_of_one_rank(mode, alone, two):
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
 def test_going_on(mode, alone, two):
     """Bitwise in the same layout; from one rank's state to rounding."""
-    unbroken = assemble([rank[f"{mode} unbroken"]["parts"] for rank in two]).whole
-    resumed = assemble([rank[f"{mode} resumed"]["parts"] for rank in two]).whole
+    unbroken = assemble([rank[f"{mode} unbroken"]["parts"] for rank in two]).full
+    resumed = assemble([rank[f"{mode} resumed"]["parts"] for rank in two]).full
     for name, value in unbroken.items():
         assert torch.equal(value, resumed[name]), name
     assert two[0][f"{mode} unbroken"]["losses"][3:] == two[0][f"{mode} resumed"]["losses"]
@@ -171,7 +171,7 @@ def test_shards_that_are_repeated(alone, four):
     """Two replicas of two shards: one writer for each element, one all-reduce of a shard a step."""
     for mode in ("zero2", "zero3"):
         state = assemble([rank[mode]["parts"] for rank in four])
-        assert set(state.whole) == set(assemble([alone["half"]["parts"]]).whole)
+        assert set(state.full) == set(assemble([alone["half"]["parts"]]).full)
         assert len({tuple(rank[mode]["losses"]) for rank in four}) == 1
     assert four[0]["zero2"]["losses"] == pytest.approx(four[0]["zero3"]["losses"], rel=1e-6)
     reduced = four[0]["zero3"]["traffic"]["all_reduce"]

@@ -138,16 +138,16 @@ def train(
 
 
 def worst(ours: Any, theirs: Any) -> tuple[float, str]:
-    assert set(ours.whole) == set(theirs.whole)
+    assert set(ours.full) == set(theirs.full)
     return max(
         (
             float(
-                (value.float() - theirs.whole[name].float()).norm()
-                / theirs.whole[name].float().norm().clamp(min=1e-3)
+                (value.float() - theirs.full[name].float()).norm()
+                / theirs.full[name].float().norm().clamp(min=1e-3)
             ),
             name,
         )
-        for name, value in ours.whole.items()
+        for name, value in ours.full.items()
         if name.startswith("model/")
     )
 

@@ -74,8 +74,8 @@ def test_losses_norms_and_weights_are_those_of_one_rank(alone, three):
 
 
 def test_going_on_in_the_same_layout_is_bitwise(three):
-    unbroken = assemble([result["unbroken"]["parts"] for result in three]).whole
-    resumed = assemble([result["resumed"]["parts"] for result in three]).whole
+    unbroken = assemble([result["unbroken"]["parts"] for result in three]).full
+    resumed = assemble([result["resumed"]["parts"] for result in three]).full
     assert set(unbroken) == set(resumed)
     for name, value in unbroken.items():
         assert torch.equal(value, resumed[name]), name

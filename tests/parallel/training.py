@@ -187,9 +187,9 @@ def train(
 
 def largest_difference(ours, theirs):
     """Largest relative difference of two states' trained weights, and of nothing else."""
-    assert set(ours.whole) == set(theirs.whole), set(ours.whole) ^ set(theirs.whole)
+    assert set(ours.full) == set(theirs.full), set(ours.full) ^ set(theirs.full)
     return max(
-        float((value - theirs.whole[name]).norm() / theirs.whole[name].norm().clamp(min=1e-3))
-        for name, value in ours.whole.items()
+        float((value - theirs.full[name]).norm() / theirs.full[name].norm().clamp(min=1e-3))
+        for name, value in ours.full.items()
         if name.startswith("model/")
     )

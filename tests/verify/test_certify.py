@@ -73,8 +73,8 @@ def test_boxes_and_flat_ranges_are_compared_with_the_reference(tmp_path: Path) -
     save_file({"model/w": full, "model/b": torch.ones(2), "model/s": torch.tensor(3.0)}, str(path))
     box = TensorShard("model/w", full[1:, 2:] + 0.5, (3, 4), (1, 2))
     flat = TensorShard("model/w", full.reshape(-1)[:5] - 1, (3, 4), (0,), flat=True)
-    scalar = TensorShard.whole("model/s", torch.tensor(5.0))
-    buffer = TensorShard.whole("buffer/mean", torch.ones(2))
+    scalar = TensorShard.full("model/s", torch.tensor(5.0))
+    buffer = TensorShard.full("buffer/mean", torch.ones(2))
     sums = distances(strategy(box, flat, scalar, buffer), path)
     assert sums["model/w"] == pytest.approx(
         [4 * 0.25 + 5 * 1.0, 9, float(full.square().sum()), 12, 12]
@@ -82,30 +82,30 @@ def test_boxes_and_flat_ranges_are_compared_with_the_reference(tmp_path: Path) -
     assert sums["model/s"] == [4.0, 1, 9.0, 1, 1]
     assert sums["model/b"] == [0.0, 0, 2.0, 2, 2]  # this rank owns nothing of it
     with pytest.raises(RunError, match="model/new"):
-        distances(strategy(TensorShard.whole("model/new", torch.ones(1))), path)
+        distances(strategy(TensorShard.full("model/new", torch.ones(1))), path)
     with pytest.raises(RunError, match="has the shape"):
-        distances(strategy(TensorShard.whole("model/b", torch.ones(3))), path)
+        distances(strategy(TensorShard.full("model/b", torch.ones(3))), path)
 
 
 def test_excluded_elements_count_neither_as_a_difference_nor_as_missing(tmp_path: Path) -> None:
     path = tmp_path / "reference.safetensors"
     bias, other = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.ones(3)
     reference_strategy = strategy(
-        TensorShard.whole("model/bias", bias), TensorShard.whole("model/other", other)
+        TensorShard.full("model/bias", bias), TensorShard.full("model/other", other)
     )
     save_reference(reference_strategy, path, {"bias": torch.tensor([False, True, True, False])})
     moved = [
         TensorShard("model/bias", bias[:2] + torch.tensor([0.0, 9.0]), (4,), (0,)),
         TensorShard("model/bias", bias[2:], (4,), (2,)),
     ]
-    sums = distances(strategy(*moved, TensorShard.whole("model/other", other + 1e-3)), path)
+    sums = distances(strategy(*moved, TensorShard.full("model/other", other + 1e-3)), path)
     assert sums["model/bias"] == [0.0, 4, 17.0, 4, 2]
     assert weight_difference([sums]) == (pytest.approx(1e-3, rel=1e-3), "model/other", [])
 
 
 def watched(model: nn.Module, steps: int, loss: Any) -> dict[str, tuple[float, torch.Tensor]]:
     shards = [
-        TensorShard.whole(name, parameter, key=parameter)
+        TensorShard.full(name, parameter, key=parameter)
         for name, parameter in model.named_parameters()
     ]
     reference_strategy = SimpleNamespace(

@@ -51,7 +51,7 @@ def save(
     """
     from paceline.parallel.state import TensorShard
 
-    shards = [TensorShard.whole(name, value) for name, value in state.items()]
+    shards = [TensorShard.full(name, value) for name, value in state.items()]
     writer, staging_dir = ShardWriter.local(shards), None
     try:
         staging_dir = prepare(folder, step, num_ranks=1)

@@ -40,7 +40,7 @@ def collect_train_state(
     tensors = {name: torch.tensor(value) for name, value in numbers.items()}
     if scaler is not None:
         tensors |= {f"scaler/{name}": value for name, value in scaler.state().items()}
-    return shards + [TensorShard.whole(name, value) for name, value in tensors.items()]
+    return shards + [TensorShard.full(name, value) for name, value in tensors.items()]
 
 
 def frozen_digest(model: nn.Module) -> str | None:

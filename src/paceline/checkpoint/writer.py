@@ -122,7 +122,7 @@ class StateFile:
 def _stored_shard(file: str, key: str, shard: TensorShard) -> StoredShard:
     if not shard.flat:
         return StoredShard(file, key, tuple(shard.offset), tuple(shard.tensor.shape))
-    if shard.is_whole:
+    if shard.is_full:
         return StoredShard(file, key, (0,) * len(shard.shape), tuple(shard.shape))
     return StoredShard(file, key, tuple(shard.offset), (shard.tensor.numel(),), flat=True)
 

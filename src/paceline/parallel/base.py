@@ -109,20 +109,20 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: each for name, each in model.named_parameters() if each.requires_grad}
 
 
-def whole_shards(
+def full_shards(
     trained: Mapping[str, nn.Parameter], model: nn.Module, owned: bool = True
 ) -> Iterator[TensorShard]:
     """Yield the trained parameters and persistent buffers of a model that is not sharded."""
     for name, parameter in trained.items():
-        yield TensorShard.whole(name, parameter, key=parameter, owned=owned)
+        yield TensorShard.full(name, parameter, key=parameter, owned=owned)
     for name, buffer in persistent_buffers(model).items():
-        yield TensorShard.whole(name, buffer, owned=owned)
+        yield TensorShard.full(name, buffer, owned=owned)
 
 
-def load_whole(model: nn.Module, source: StateReader) -> None:
+def load_full(model: nn.Module, source: StateReader) -> None:
     """Load the trained parameters and persistent buffers of a state into an unsharded model."""
     with torch.no_grad():
-        for shard in whole_shards(trained_parameters(model), model):
+        for shard in full_shards(trained_parameters(model), model):
             shard.tensor.copy_(read_part(source, shard.state_name, shard))
 
 

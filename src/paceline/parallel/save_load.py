@@ -49,8 +49,8 @@ def collect_shards(strategy: Strategy) -> list[TensorShard]:
             if value.shape == shard.tensor.shape and value.dim() > 0:
                 shards.append(replace(shard, name=name, tensor=value))
             # A scalar, or (factored moments) a tensor of another shape.
-            elif shard.is_start if value.dim() == 0 else shard.is_whole:
-                shards.append(TensorShard.whole(name, value))
+            elif shard.is_start if value.dim() == 0 else shard.is_full:
+                shards.append(TensorShard.full(name, value))
     for part in parts_of(strategy):
         if isinstance(part, SupportsExtraState):
             shards += part.extra_state()

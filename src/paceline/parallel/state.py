@@ -42,7 +42,7 @@ class TensorShard:
     region: tuple[slice, ...] | None = None
 
     @classmethod
-    def whole(
+    def full(
         cls, name: str, tensor: torch.Tensor, key: torch.Tensor | None = None, owned: bool = True
     ) -> TensorShard:
         return cls(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), key, owned)
@@ -59,7 +59,7 @@ class TensorShard:
         return f"{'buffer' if self.key is None else 'model'}/{self.name}"
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         return self.tensor.numel() == math.prod(self.shape)
 
     @property

@@ -14,7 +14,7 @@ from paceline.checkpoint.writer import reason_of
 from paceline.core.errors import RunError
 from paceline.core.files import human_bytes, replace_dir
 from paceline.core.run_dir import RunDir
-from paceline.parallel.base import load_whole
+from paceline.parallel.base import load_full
 from paceline.parallel.protocols import consolidated
 from paceline.train.state import RankContext, TrainComponents
 
@@ -64,7 +64,7 @@ def _write_model(
                 is_saved = task.save_from(reader, staging_dir)
                 if not is_saved:
                     model = build()
-                    load_whole(model, reader)
+                    load_full(model, reader)
         if not is_saved:
             with _separate_storage(model):
                 task.save_model(model, staging_dir)

@@ -60,12 +60,12 @@ class CommunicationCost:
 
     Args:
         traffic: bytes that the busiest rank sends in a step, by collective.
-        kept: bytes that are kept from step to step in addition to the optimizer's state.
-        holds_moments: the optimizer's state is part of ``kept``.
+        retained_bytes: bytes that are kept from step to step in addition to the optimizer's state.
+        holds_moments: the optimizer's state is part of them.
     """
 
     traffic: Mapping[str, int]
-    kept: int = 0
+    retained_bytes: int = 0
     holds_moments: bool = False
 
 
@@ -86,14 +86,14 @@ def communication_cost(
                     sent[send.source] += (send.stop - send.start) * element_bytes
         return CommunicationCost({"send": max(sent)})
     traffic: Counter[str] = Counter()
-    kept = 0
+    retained_bytes = 0
     for shape, _ in buckets:
         traffic.update(sent_bytes(settings, shape, num_ranks))
-        kept += kept_bytes(config, shape)
+        retained_bytes += kept_bytes(config, shape)
     holds_moments = uses_local_moments(config) or momentum_correction(config) > 0
     if holds_moments:
         traffic["all_reduce"] += all_reduce_bytes(4, num_ranks)  # the norm
-    return CommunicationCost(traffic, kept, holds_moments)
+    return CommunicationCost(traffic, retained_bytes, holds_moments)
 
 
 def bucket_shapes(

@@ -193,7 +193,7 @@ class CompressedReducer(GradientReducer):
         if self.world.is_rank_zero:
             numbers = {"step": self.step, "age": self.age, "ranks": self.world.size}
             shards += [
-                TensorShard.whole(f"{PREFIX}{name}", torch.tensor(value))
+                TensorShard.full(f"{PREFIX}{name}", torch.tensor(value))
                 for name, value in numbers.items()
             ]
         return shards
@@ -209,7 +209,7 @@ class CompressedReducer(GradientReducer):
                     tensors[f"{PREFIX}{slot.name}/{rank}/{kind}"] = slot_view(slot, flat)
             for (name, kind), tensor in state.tensors.items():
                 tensors[f"{PREFIX}{name}/{rank}/{kind}"] = tensor
-        return [TensorShard.whole(name, tensor) for name, tensor in tensors.items()]
+        return [TensorShard.full(name, tensor) for name, tensor in tensors.items()]
 
     def load_extra_state(self, source: StateReader) -> list[tuple[str, str]]:
         """Load the state if it is from the same number of ranks and the same method. Otherwise it

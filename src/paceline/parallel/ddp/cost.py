@@ -20,7 +20,7 @@ def estimate(shape: ModelShape, axes: ParallelDims, work: Workload, config: Conf
     traffic: Mapping[str, int] = {"all_reduce": all_reduce_bytes(gradients, axes.data)}
     reduction = communication_cost(shape.trained, config, axes.data)
     if reduction is not None:
-        optimizer = reduction.kept + (0 if reduction.holds_moments else optimizer)
+        optimizer = reduction.retained_bytes + (0 if reduction.holds_moments else optimizer)
         traffic = reduction.traffic
     return Cost(
         parameters=shape.parameter_bytes + shape.buffer_bytes,

@@ -12,9 +12,9 @@ from paceline.parallel.base import (
     OptimizerFactory,
     OptimizerStep,
     Strategy,
+    full_shards,
     optimizer_tensors,
     trained_parameters,
-    whole_shards,
 )
 from paceline.parallel.comm_profile import CommProfile, CommTimes
 from paceline.parallel.compression.reducer import make_buckets
@@ -75,7 +75,7 @@ class DDPStrategy(Strategy):
         yield from frozen_parts(self.model)
 
     def tensor_shards(self) -> Iterable[TensorShard]:
-        return whole_shards(self.trained, self.model, owned=self.world.is_rank_zero)
+        return full_shards(self.trained, self.model, owned=self.world.is_rank_zero)
 
     def memory_tensors(self) -> list[torch.Tensor]:
         residuals = [] if self.reducer is None else self.reducer.memory_tensors()

@@ -22,9 +22,9 @@ from paceline.distributed.communicator import Communicator
 from paceline.parallel.base import (
     MicroStep,
     Strategy,
+    full_shards,
     optimizer_tensors,
     trained_parameters,
-    whole_shards,
 )
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import clip_to
@@ -151,7 +151,7 @@ class ThreadedDPStrategy(Strategy):
         return clip_to(max_norm, self.buckets.norm(), self.buckets.scale)
 
     def tensor_shards(self) -> Iterable[TensorShard]:
-        return whole_shards(self.trained, self.model)
+        return full_shards(self.trained, self.model)
 
     def memory_tensors(self) -> list[torch.Tensor]:
         """Return the tensors on device 0, which holds most: weights, summed gradients, optimizer.

@@ -199,7 +199,7 @@ class DeepSpeedStrategy(Strategy):
                 region=(slice(part.start, part.start + part.count),),
             )
         for name, buffer in persistent_buffers(self.model).items():
-            yield TensorShard.whole(name, buffer, owned=self.world.is_rank_zero)
+            yield TensorShard.full(name, buffer, owned=self.world.is_rank_zero)
 
     def after_load(self) -> None:
         with torch.no_grad(), uncounted(), quiet():

@@ -311,7 +311,7 @@ class FSDPSharding:
             )
         buffers = dict(self.model.named_buffers())
         for name in self._persistent:
-            yield TensorShard.whole(name, buffers[name], owned=self.replicas.is_rank_zero)
+            yield TensorShard.full(name, buffers[name], owned=self.replicas.is_rank_zero)
 
     def memory_tensors(self) -> list[torch.Tensor]:
         """Return shards (frozen ones too), buffers and gradients, without gathered weights."""

@@ -154,7 +154,7 @@ def _replicated(shape: ModelShape, axes: ParallelDims, config: Config) -> Cost:
     traffic: Mapping[str, int] = {"all_reduce": all_reduce_bytes(gradients, axes.data)}
     reduction = communication_cost(trained, config, axes.data)
     if reduction is not None:
-        optimizer += reduction.kept
+        optimizer += reduction.retained_bytes
         traffic = reduction.traffic
     return Cost(
         parameters=shape.parameter_bytes + shape.buffer_bytes,

@@ -24,9 +24,9 @@ from paceline.parallel.base import (
     MicroStep,
     OptimizerStep,
     Strategy,
+    full_shards,
     optimizer_tensors,
     trained_parameters,
-    whole_shards,
 )
 from paceline.parallel.compression.reducer import make_buckets
 from paceline.parallel.ddp.buckets import GradientBuckets, squared_norm_of
@@ -249,7 +249,7 @@ class HybridStrategy(Strategy):
         """Return this rank's shards of its stage's tensor slices, as if these were the model."""
         if self.sharding is not None:
             return self.sharding.tensor_shards()
-        return whole_shards(self.trained, self.model)
+        return full_shards(self.trained, self.model)
 
     def memory_tensors(self) -> list[torch.Tensor]:
         if self.sharding is not None:

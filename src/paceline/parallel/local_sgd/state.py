@@ -57,7 +57,7 @@ class ResumableLocalSGD(LocalSGDBase):
                 for name, value in self.scaler.state().items():
                     tensors[f"scaler/{name}"] = value
         shards = [
-            TensorShard.whole(f"{self._worker_prefix}{name}", tensor)
+            TensorShard.full(f"{self._worker_prefix}{name}", tensor)
             for name, tensor in tensors.items()
         ]
         if is_first_worker or not self.has_common_result:
@@ -73,7 +73,7 @@ class ResumableLocalSGD(LocalSGDBase):
                 ]
         if self.world.is_rank_zero:
             for name, count in (("steps", self.steps_done), ("workers", self.workers)):
-                shards.append(TensorShard.whole(f"{_PREFIX}{name}", torch.tensor(count)))
+                shards.append(TensorShard.full(f"{_PREFIX}{name}", torch.tensor(count)))
         return shards
 
     def load_extra_state(self, source: StateReader) -> list[tuple[str, str]]:

@@ -21,9 +21,9 @@ from paceline.parallel.base import (
     MicroStep,
     OptimizerStep,
     Strategy,
+    full_shards,
     optimizer_tensors,
     trained_parameters,
-    whole_shards,
 )
 from paceline.parallel.comm_profile import CommProfile, CommTimes, StrategyMetrics
 from paceline.parallel.ddp.buckets import GradientBuckets
@@ -268,7 +268,7 @@ class LocalSGDBase(Strategy):
 
     # -- state and report
     def tensor_shards(self) -> Iterable[TensorShard]:
-        return whole_shards(self.trained, self.model, owned=self.world.is_rank_zero)
+        return full_shards(self.trained, self.model, owned=self.world.is_rank_zero)
 
     def outer_state(self) -> dict[str, list[tuple[int, torch.Tensor]]]:
         """Return other state that is the same for all workers: name → (start in :attr:`params`,

@@ -373,10 +373,10 @@ class ParameterServerStrategy(Strategy):
         owned = self.is_server or self.world.is_rank_zero
         if self.is_server or not self.dense_on_servers:
             for name, parameter in self.trained.items():
-                yield TensorShard.whole(name, parameter, key=parameter, owned=owned)
+                yield TensorShard.full(name, parameter, key=parameter, owned=owned)
         if not self.is_server:
             for name, buffer in persistent_buffers(self.model).items():
-                yield TensorShard.whole(name, buffer, owned=owned)
+                yield TensorShard.full(name, buffer, owned=owned)
 
     def optimizer_entries(self, shard: TensorShard) -> dict[str, torch.Tensor]:
         if SERVED.optimizer is not None and shard.key in SERVED.optimizer.state:

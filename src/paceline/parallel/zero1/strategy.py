@@ -92,7 +92,7 @@ class Zero1Strategy(Strategy):
                 piece.name, piece.values, piece.shape, (piece.start,), key=piece.values, flat=True
             )
         for name, buffer in persistent_buffers(self.model).items():
-            yield TensorShard.whole(name, buffer, owned=self.world.is_rank_zero)
+            yield TensorShard.full(name, buffer, owned=self.world.is_rank_zero)
 
     def memory_tensors(self) -> list[torch.Tensor]:
         return [
