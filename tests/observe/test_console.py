@@ -180,7 +180,7 @@ def test_evaluations_checkpoints_and_notices_are_never_hidden():
     assert "2.0 KiB" in text
 
 
-def test_a_checkpoint_that_failed_is_said():
+def test_a_failed_checkpoint_is_a_warning():
     text = plain(
         [
             {
@@ -197,7 +197,7 @@ def test_a_checkpoint_that_failed_is_said():
     assert text == "warning: no checkpoint at step 8: disk full\n"
 
 
-def test_end_says_where_things_are_and_what_to_type():
+def test_the_end_has_files_and_next_commands():
     text = plain(
         [
             start(),
@@ -217,7 +217,7 @@ def test_end_says_where_things_are_and_what_to_type():
         assert part in text
 
 
-def test_a_run_without_a_language_model_is_not_told_to_generate():
+def test_generate_is_suggested_for_language_models_only():
     end = {"type": "run_end", "time": 1.0, "status": "done", "step": 40}
     assert "generate" not in plain([start(config={"task": "classify"}), end])
 
@@ -265,7 +265,7 @@ def test_eta_is_from_the_median_step():
     assert text.splitlines()[-1].endswith("ETA 0:18")
 
 
-def test_time_to_first_step_once_a_life():
+def test_time_to_first_step_once_per_attempt():
     lines = plain(
         [
             start(),
@@ -325,7 +325,7 @@ def test_an_ascii_stream_gets_ascii():
     assert b"4 per micro-batch x 2 accumulation x 2 ranks" in raw.getvalue()
 
 
-def test_an_event_of_an_odd_shape_is_said_not_raised():
+def test_a_malformed_event_is_reported_not_raised():
     assert "cannot show a step event" in plain(
         [{"type": "step", "time": 0.0}, {"type": "run_start", "derived": 7}]
     )

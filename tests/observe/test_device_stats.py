@@ -19,7 +19,7 @@ def test_on_a_cpu_nothing_is_read() -> None:
     assert device_figures([reader.last, reader.last]) == []
 
 
-def test_what_does_not_answer_is_not_asked_again() -> None:
+def test_a_device_that_does_not_respond_is_not_read_again() -> None:
     reader = DeviceMonitor(torch.device("cuda", 99))  # there is no such device anywhere
     for thread in threading.enumerate():
         if thread.name == "device-reader":

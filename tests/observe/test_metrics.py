@@ -46,7 +46,7 @@ def _steps(world: Communicator) -> dict[str, Any]:
     return {"figures": figures, "step_s": sum(lengths) / STEPS, "extra": metrics.extra_by_rank}
 
 
-def test_the_parts_of_a_step_are_told_of_every_rank_and_add_up() -> None:
+def test_the_parts_of_a_step_of_every_rank_add_up() -> None:
     ranks = run_ranks(_steps, 2)
     for result in ranks:
         assert result["extra"] == [[0.0], [1.0]]

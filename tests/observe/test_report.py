@@ -294,7 +294,7 @@ def test_one_step_is_a_dot(tmp_path):
     assert any(re.fullmatch(r"M[\d.]+ [\d.]+h0", d) for _, d in paths(html))
 
 
-def test_losses_that_are_no_numbers_are_gaps_and_said(tmp_path):
+def test_losses_that_are_not_finite_are_gaps_with_a_note(tmp_path):
     run(tmp_path, 30, losses={7: math.nan, 8: math.inf, 15: -math.inf})
     html = page_of(tmp_path, final_train_loss=math.nan)
     raw = next(d for kind, d in paths(html) if "faint" in kind)

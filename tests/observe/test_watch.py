@@ -120,7 +120,7 @@ def test_what_happens_later_is_followed_over_a_resume(tmp_path):
     assert order == sorted(order)
 
 
-def test_once_shows_where_it_stands_and_returns(tmp_path):
+def test_once_shows_the_current_state_and_returns(tmp_path):
     log = begin(tmp_path)
     steps(log, 1, 1)
     stream = io.StringIO()
@@ -128,7 +128,7 @@ def test_once_shows_where_it_stands_and_returns(tmp_path):
     assert "step 1/1,000" in stream.getvalue()
 
 
-def test_a_long_history_is_thinned_and_said(tmp_path):
+def test_a_long_history_is_thinned_with_a_note(tmp_path):
     log = begin(tmp_path)
     steps(log, 1, 900)
     stream = io.StringIO()
@@ -139,7 +139,7 @@ def test_a_long_history_is_thinned_and_said(tmp_path):
     assert "step 900/1,000" in text
 
 
-def test_a_run_whose_process_is_gone_says_so_and_how_to_go_on(tmp_path):
+def test_a_run_whose_process_has_ended_is_reported_with_a_resume_hint(tmp_path):
     log = begin(tmp_path, pid=ended_process())
     steps(log, 1, 2)
     stream = io.StringIO()
@@ -158,7 +158,7 @@ def test_run_alive_knows_what_it_cannot_know():
     assert run_alive({}) is None
 
 
-def test_a_process_number_that_was_given_again_is_not_the_run():
+def test_a_reused_pid_is_not_the_run():
     long_ago = {
         "host": socket.gethostname(),
         "pid": os.getpid(),

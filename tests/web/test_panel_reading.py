@@ -85,7 +85,7 @@ def test_a_live_run_grows_from_one_look_to_the_next(serve, tmp_path):
     assert (run["status"], run["problem"]) == ("failed", "rank 1: out of memory")
 
 
-def test_a_run_whose_process_is_gone_is_lost(serve, tmp_path):
+def test_a_run_whose_process_has_ended_is_lost(serve, tmp_path):
     log = begin(tmp_path / "one", pid=ended_process())
     log.close()
     event = {**json.loads((tmp_path / "one/events.jsonl").read_text()), "time": time.time() - 60}
@@ -95,7 +95,7 @@ def test_a_run_whose_process_is_gone_is_lost(serve, tmp_path):
     assert str(event["pid"]) in run["problem"]
 
 
-def test_a_run_on_another_host_is_live_and_what_cannot_be_seen_is_said(serve, tmp_path):
+def test_a_run_on_another_host_is_live_with_a_problem_text(serve, tmp_path):
     begin(tmp_path / "one", host="elsewhere").close()
     event = {**json.loads((tmp_path / "one/events.jsonl").read_text()), "time": time.time() - 600}
     (tmp_path / "one/events.jsonl").write_text(json.dumps(event) + "\n")
@@ -327,7 +327,7 @@ def test_the_log_is_the_newest_lines_and_says_what_it_left_out(serve, tmp_path):
     assert log["left_out"] == 5
 
 
-def test_the_config_is_given_as_it_is(serve, tmp_path):
+def test_the_config_is_returned_unchanged(serve, tmp_path):
     finished(tmp_path / "one")
     served = serve(tmp_path)
     answer = served.client.get(f"/api/runs/{served.the_run()}/config")
@@ -388,7 +388,7 @@ def test_notes_that_another_program_has_spoilt_are_not_overwritten(serve, tmp_pa
     assert (tmp_path / ".paceline-ui.json").read_text() == "mine"
 
 
-def test_the_machine_is_told_and_why_not(serve, tmp_path):
+def test_the_machine_is_reported_with_the_reason_for_missing_gpus(serve, tmp_path):
     machine = serve(tmp_path).get("/api/machine")
     assert machine["cpu_count"] == os.cpu_count()
     assert machine["memory_bytes"] > 1 << 28
@@ -411,7 +411,7 @@ def test_many_runs_are_read_once(serve, tmp_path, monkeypatch):
     assert opened == [tmp_path / "run-7/events.jsonl"]
 
 
-def test_heartbeats_are_given_as_far_as_they_make_sense(serve, tmp_path):
+def test_malformed_heartbeats_are_left_out(serve, tmp_path):
     run = finished(tmp_path / "one")
     served = serve(tmp_path)
     path = f"/api/runs/{served.the_run()}/heartbeats"

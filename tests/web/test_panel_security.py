@@ -62,7 +62,7 @@ def test_the_machines_own_names_are_answered(served, host):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["/", "/api/runs", "/app.js"])
-def test_a_name_that_leads_here_but_is_not_ours_is_refused(served, host, path):
+def test_a_foreign_host_name_is_refused(served, host, path):
     answer = ask(served.panel.port, path, Host=host.format(port=served.panel.port))
     assert answer.status in (400, 403)  # 400: the server itself, of what is no host at all
     assert "one" not in answer.text or answer.status == 403
@@ -171,7 +171,7 @@ def test_reading_over_the_network_needs_the_token(serve, tmp_path):
     assert ask(port, "/api/start", "POST", b"{}", Cookie=cookie.split(";")[0]).status == 401
 
 
-def test_bound_to_all_addresses_a_number_is_a_name_and_a_strange_word_is_not(serve, tmp_path):
+def test_bound_to_all_addresses_numbers_are_accepted_and_foreign_names_are_not(serve, tmp_path):
     served = serve(tmp_path, host="0.0.0.0")
     port, token = served.panel.port, served.panel.token
     names = {
@@ -220,7 +220,7 @@ def test_a_link_inside_a_run_is_not_followed(serve, tmp_path):
     assert ask(served.panel.port, f"/api/runs/{id}/config").status == 404
 
 
-def test_a_run_that_becomes_a_link_is_gone(serve, tmp_path):
+def test_a_run_that_becomes_a_link_is_not_found(serve, tmp_path):
     finished(tmp_path / "outside")
     run = finished(tmp_path / "output" / "one")
     served = serve(tmp_path / "output")

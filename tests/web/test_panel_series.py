@@ -14,7 +14,7 @@ from paceline.web.runs.columns import SERIES, Columns, step_row
 from paceline.web.runs.index import RunIndex
 
 
-def test_a_short_run_is_given_step_by_step(serve, tmp_path):
+def test_a_short_run_is_returned_step_by_step(serve, tmp_path):
     finished(tmp_path / "one")
     served = serve(tmp_path)
     series = served.get(f"/api/runs/{served.the_run()}/series")
@@ -149,7 +149,7 @@ def test_after_a_resume_only_what_counts_is_shown_and_the_marks_stay(serve, tmp_
     assert (series["step"], series["evals"]) == ([], [])
 
 
-def test_a_step_said_twice_without_a_resume_counts_once(tmp_path):
+def test_a_step_logged_twice_without_a_resume_counts_once(tmp_path):
     log = begin(tmp_path)
     emit_steps(log, 1, 5)
     emit_steps(log, 3, 4)
@@ -158,7 +158,7 @@ def test_a_step_said_twice_without_a_resume_counts_once(tmp_path):
     assert index.columns.column("step").tolist() == [1, 2, 3, 4]
 
 
-def test_chunks_and_lines_fall_apart_anywhere(tmp_path, monkeypatch):
+def test_lines_may_be_split_over_chunks_anywhere(tmp_path, monkeypatch):
     log = resumed_log(tmp_path)
     log.notice("x" * 3000)
     emit_steps(log, 7, 9)
@@ -268,7 +268,7 @@ def test_ranks_have_their_parts_and_the_slowest_is_named(serve, tmp_path):
     assert ranks["lines"] == 50
 
 
-def test_ranks_of_an_older_log_have_what_it_told(serve, tmp_path):
+def test_ranks_of_an_older_log_have_the_recorded_figures(serve, tmp_path):
     log = begin(tmp_path / "one")
     for step in range(1, 5):
         rows = [
@@ -293,7 +293,7 @@ def test_even_ranks_have_no_slowest(serve, tmp_path):
     assert served.get(f"/api/runs/{served.the_run()}/ranks")["slowest"] is None
 
 
-def test_traffic_is_told_by_collective_beside_what_was_predicted(serve, tmp_path):
+def test_traffic_by_collective_with_the_prediction(serve, tmp_path):
     config = {"compression": {"method": "topk"}}
     log = begin(tmp_path / "one", predicted={"traffic_bytes_per_step": 4000}, config=config)
     emit_steps(log, 1, 10)

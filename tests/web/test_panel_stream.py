@@ -56,7 +56,7 @@ def events_of(received: list[tuple[float, str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def test_what_is_written_is_soon_there_and_the_status_with_it(serve, tmp_path):
+def test_new_events_and_the_status_arrive_soon(serve, tmp_path):
     log = begin(tmp_path / "one")
     emit_steps(log, 1, 3)
     served = serve(tmp_path)
@@ -78,7 +78,7 @@ def test_what_is_written_is_soon_there_and_the_status_with_it(serve, tmp_path):
         )
 
 
-def test_from_a_byte_on_nothing_is_missed_or_said_twice(serve, tmp_path):
+def test_after_a_byte_no_event_is_missed_or_sent_twice(serve, tmp_path):
     log = begin(tmp_path / "one")
     emit_steps(log, 1, 5)
     served = serve(tmp_path)
@@ -96,7 +96,7 @@ def test_from_a_byte_on_nothing_is_missed_or_said_twice(serve, tmp_path):
                 assert [event["step"] for event in events_of(received)] == list(range(6, 15))
 
 
-def test_half_a_line_is_told_when_it_is_whole(serve, tmp_path):
+def test_an_incomplete_line_is_sent_when_it_is_complete(serve, tmp_path):
     begin(tmp_path / "one").close()
     served = serve(tmp_path)
     with (
@@ -111,7 +111,7 @@ def test_half_a_line_is_told_when_it_is_whole(serve, tmp_path):
         until(lambda: [event["text"] for event in events_of(received)] == ["whole"])
 
 
-def test_one_who_comes_late_is_told_what_was_left_out(serve, tmp_path, monkeypatch):
+def test_a_late_viewer_gets_the_number_of_dropped_events(serve, tmp_path, monkeypatch):
     monkeypatch.setattr(stream_module, "_READ_BYTES", 20_000)
     log = begin(tmp_path / "one")
     emit_steps(log, 1, 500)
@@ -132,7 +132,7 @@ def test_a_burst_comes_without_the_ranks_of_most_steps():
     assert without_ranks(steps[:2]) == steps[:2]
 
 
-def test_a_slow_viewer_loses_the_oldest_and_is_told_how_many():
+def test_a_slow_viewer_loses_the_oldest_events_and_gets_their_number():
     viewer = SSEClient()
     body = b'[{"type":"notice","text":"%s"}]' % (b"x" * 100_000)
     for number in range(100):
@@ -202,7 +202,7 @@ def test_a_deleted_run_ends_its_stream(serve, tmp_path):
         until(lambda: received[-1][1] == "gone")
 
 
-def test_a_log_begun_anew_is_told_from_its_start(serve, tmp_path):
+def test_a_replaced_log_is_sent_from_its_start(serve, tmp_path):
     finished(tmp_path / "one")
     served = serve(tmp_path)
     with listening(served, f"/api/runs/{served.the_run()}/stream") as received:
@@ -217,7 +217,7 @@ def test_a_log_begun_anew_is_told_from_its_start(serve, tmp_path):
         )
 
 
-def test_the_list_tells_what_changed_and_what_is_gone(serve, tmp_path):
+def test_the_list_sends_changed_and_removed_runs(serve, tmp_path):
     finished(tmp_path / "one")
     finished(tmp_path / "two")
     served = serve(tmp_path)

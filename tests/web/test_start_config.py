@@ -44,7 +44,7 @@ def test_every_key_has_a_field_in_one_group(panel):
     assert schema["fields"]["train_args.packing"]["choices"] == ["auto", "true", "false"]
 
 
-def test_what_is_suggested_is_there():
+def test_suggested_values_exist():
     assert set(SUGGESTED["task"]) == set(tasks.BUILT_IN)
     assert set(SUGGESTED["parallel.mode"]) == {"auto", *registry.STRATEGIES}
 
@@ -90,7 +90,7 @@ def test_every_mistake_has_its_line_and_key(panel):
         ("model: !!python/object:os.system x\n", 1),
     ],
 )
-def test_text_that_is_no_config_is_told(panel, text, line):
+def test_text_that_is_not_a_config_is_an_error(panel, text, line):
     check = panel.ask("/api/check", yaml=text)
     assert not check["ok"]
     assert check["error"]["line"] == line
@@ -189,7 +189,7 @@ def words_of(text: str) -> dict[str, set[str]]:
     }
 
 
-def test_every_word_is_there_in_both_languages():
+def test_every_text_exists_in_both_languages():
     keys = words_of((STATIC / "i18n" / "start.js").read_text(encoding="utf-8"))
     # a section's name is the key's
     of_sections = {f"group.{name}" for name in SECTIONS if name != "lora"}

@@ -71,7 +71,7 @@ def test_a_run_is_stopped_with_a_checkpoint_and_resumed(serve, tmp_path):
 
 
 @pytest.mark.soak
-def test_what_the_command_refuses_is_handed_over(serve, tmp_path):
+def test_an_error_of_the_command_is_returned(serve, tmp_path):
     served = serve(tmp_path)
     error = ask(
         served,
@@ -96,7 +96,7 @@ def test_a_name_that_leaves_the_folder_is_refused(serve, tmp_path, name):
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_name_that_is_a_link_elsewhere_is_taken(tmp_path):
+def test_a_name_that_is_a_link_is_taken(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "link").symlink_to(tmp_path / "elsewhere")
@@ -144,7 +144,7 @@ def sleeping() -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
 
-def test_a_process_that_only_has_the_number_of_a_run_is_never_told_to_stop(tmp_path):
+def test_another_process_with_the_pid_of_a_run_is_never_stopped(tmp_path):
     """The number of a run's process went to another one after the run had died."""
     log = begin(tmp_path / "one", steps=100)
     emit_steps(log, 1, 3)

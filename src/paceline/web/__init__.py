@@ -1,2 +1,2 @@
-"""The panel (``paceline ui``): a server that reads runs, and its page. It stands beside runs, never
-in their way."""
+"""The panel (``paceline ui``): a server that reads the files of runs, and its page. Runs in
+progress are not affected."""

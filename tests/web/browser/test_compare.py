@@ -87,7 +87,7 @@ def test_curves_are_taken_away_as_csv_and_png(page: Page, server: Server, tmp_pa
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_is_gone_does_not_take_the_others_with_it(page: Page, server: Server) -> None:
+def test_a_removed_run_does_not_affect_the_others(page: Page, server: Server) -> None:
     page.goto(f"{server.url.split('?')[0]}#/compare/{run_id(server.folder, 'one')},000000000000")
     expect(page.locator(".callout-warn")).to_contain_text("000000000000")
     expect(page.locator(".compare-runs li")).to_have_count(1)

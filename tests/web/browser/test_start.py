@@ -98,7 +98,7 @@ def test_data_is_uploaded_and_looked_at(form, panel):
 
 
 @pytest.mark.soak
-def test_a_run_is_started_watched_to_its_end_and_asked(form, panel):
+def test_a_run_is_started_watched_to_its_end_and_chatted_with(form, panel):
     expect(form.locator("#plan-verdict")).to_contain_text("Fits in memory", timeout=LONG_MS)
     field(form, "lora.enable").check()
     expect(form.locator("#yaml")).to_have_value(re.compile("enable: true"))

@@ -18,7 +18,7 @@ def test_it_weighs_less_than_300_kb_compressed() -> None:
     assert sum(len(gzip.compress(path.read_bytes(), 6)) for path in FILES) < 300_000
 
 
-def test_no_script_or_style_stands_in_the_page_and_none_comes_from_elsewhere() -> None:
+def test_the_page_has_no_inline_scripts_or_external_sources() -> None:
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", page)
     for path in [*SCRIPTS, *STATIC.rglob("*.html"), *STATIC.rglob("*.css")]:
@@ -34,7 +34,7 @@ def test_no_markup_is_made_of_data() -> None:
         assert not re.search(markup, path.read_text(encoding="utf-8")), path
 
 
-def test_every_module_that_is_named_is_there() -> None:
+def test_every_imported_module_exists() -> None:
     for path in SCRIPTS:
         for name in re.findall(
             r"""(?:from|import)\s*\(?\s*["'](\.[^"']+)["']""", path.read_text(encoding="utf-8")
@@ -42,7 +42,7 @@ def test_every_module_that_is_named_is_there() -> None:
             assert (path.parent / name).is_file(), f"{path}: {name}"
 
 
-def test_each_text_is_there_once_in_both_languages() -> None:
+def test_each_text_exists_once_in_both_languages() -> None:
     """All words come into one table: a key that two files have would mean the one or the other, as
     pages are opened."""
     english, chinese = ([], [])
@@ -60,7 +60,7 @@ def test_each_text_is_there_once_in_both_languages() -> None:
     assert sorted(set(english) - of_sections) == sorted(chinese)
 
 
-def test_each_text_that_is_asked_for_is_there() -> None:
+def test_each_text_that_is_used_exists() -> None:
     texts = [path.read_text(encoding="utf-8") for path in SCRIPTS]
     known = {
         key

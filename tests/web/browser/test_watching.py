@@ -195,7 +195,7 @@ def test_a_run_of_an_older_version_says_what_it_has_not_recorded(
     expect(page.get_by_role("application")).to_have_count(4)
 
 
-def test_a_range_is_asked_of_the_server(page: Page, server: Server) -> None:
+def test_a_range_is_requested_from_the_server(page: Page, server: Server) -> None:
     open_tab(page, server, "cluster", "overview")
     chart = page.get_by_role("application", name="Loss over step")
     plot = chart.locator(".u-over")
