@@ -1,4 +1,5 @@
-"""Safe YAML with the line of every key. Builds plain values only: no tag can make an object."""
+"""Read YAML safely, with the line of every key. Only plain values are built: no tag can create an
+object."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -58,7 +59,7 @@ def read_config_file(path: Path) -> Document:
     if not path.exists():
         raise missing_file(path)
     if path.is_dir():
-        inside = sorted(one.name for one in path.iterdir() if one.suffix in (".yaml", ".yml"))
+        inside = sorted(file.name for file in path.iterdir() if file.suffix in (".yaml", ".yml"))
         hint = (
             f"give a file, such as {path / inside[0]}" if inside else "give the path of a YAML file"
         )
@@ -81,10 +82,10 @@ def read_config_file(path: Path) -> Document:
 
 
 def as_config(document: Document, path: Path) -> Document:
-    """The document, which is a mapping.
+    """Return the document if it is a mapping.
 
     Raises:
-        ConfigError: it is empty, or something else.
+        ConfigError: it is empty or not a mapping.
     """
     if document.value is None:
         raise ConfigError(
@@ -100,7 +101,7 @@ def as_config(document: Document, path: Path) -> Document:
 
 
 def missing_file(path: Path) -> ConfigError:
-    """The error for a config file that is not there, with the files that are near."""
+    """Return the error for a config file that does not exist, with similar file names."""
     folder = path.parent
     if not folder.is_dir():
         return ConfigError(
@@ -108,9 +109,9 @@ def missing_file(path: Path) -> ConfigError:
             fix="check the path",
         )
     near = sorted(
-        one.name
-        for one in folder.iterdir()
-        if one.suffix in (".yaml", ".yml") and one.is_file() and one.name[0] != "."
+        file.name
+        for file in folder.iterdir()
+        if file.suffix in (".yaml", ".yml") and file.is_file() and file.name[0] != "."
     )
     if not near:
         return ConfigError(
@@ -167,7 +168,7 @@ def parse_value(text: str, name: str) -> Any:
 
 
 def scalar(text: str) -> Any:
-    """What a plain (unquoted) YAML scalar means."""
+    """Return the value of a plain (unquoted) YAML scalar."""
     loader = _Loader("")
     try:
         tag = str(loader.resolve(yaml.ScalarNode, text, (True, False)))
@@ -205,7 +206,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, text: str, name: str) -> ConfigEr
 
 
 class _Builder:
-    """Nodes to plain values."""
+    """Builds plain values from nodes."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -311,17 +312,17 @@ def _plain(tag: str, text: str) -> Any:
         return None
     if kind == "bool":
         return _BOOLS[text.lower()] if text.lower() in _BOOLS else bool(int(text))
-    # with a colon it is YAML 1.1's base 60: text, to everyone else
+    # With a colon it is a base-60 number in YAML 1.1, but text is meant.
     if ":" not in text and kind == "int":
         digits = text.replace("_", "")
         return int(digits, 0) if re.match(r"^[-+]?0[xb]", digits) else int(digits)
     if ":" not in text and kind == "float":
         return float(text.replace("_", "").lower().replace(".inf", "inf").replace(".nan", "nan"))
-    return text  # dates too stay as they are written
+    return text  # includes dates
 
 
 def kind_of(value: object) -> str:
-    """A value's type in plain words."""
+    """Describe the type of a value."""
     if value is None:
         return "nothing"
     if isinstance(value, bool):
@@ -332,10 +333,6 @@ def kind_of(value: object) -> str:
         return "a number"
     if isinstance(value, str):
         return "text"
-    return (
-        "a list"
-        if isinstance(value, list)
-        else "a mapping"
-        if isinstance(value, dict)
-        else type(value).__name__
-    )
+    if isinstance(value, list):
+        return "a list"
+    return "a mapping" if isinstance(value, dict) else type(value).__name__

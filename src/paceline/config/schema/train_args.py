@@ -163,7 +163,7 @@ class TrainArgs(Section):
 
     @field_validator("max_steps", mode="before")
     @classmethod
-    def _minus_one_is_none(cls, value: object) -> object:
+    def _no_step_limit(cls, value: object) -> object:
         return None if value == -1 else value
 
     @field_validator("save_total_limit", mode="before")

@@ -1,5 +1,5 @@
-"""A DeepSpeed JSON: what of it sets a key of Paceline, what is passed on, what changes nothing,
-what cannot be honored.
+"""Read a DeepSpeed JSON: settings that set a key of Paceline, that are passed to DeepSpeed, that
+have no effect, and that are not supported.
 
 No import of DeepSpeed or torch: the JSON is read while the config is loaded. Names and defaults are
 those of DeepSpeed's `runtime/constants.py` and `runtime/zero/config.py`.
@@ -79,13 +79,13 @@ class Setting:
 
 @dataclass
 class DeepSpeedJson:
-    """What a DeepSpeed JSON comes to.
+    """The result of reading a DeepSpeed JSON.
 
     Args:
         stage: ZeRO stage; None if the file has none.
         settings: values that set keys of Paceline.
-        ignored: names without effect here, by reason.
-        problems: one line for each setting that cannot be honored.
+        ignored: names of settings without effect, by reason.
+        problems: one line for each unsupported setting.
     """
 
     stage: int | None = None
@@ -99,7 +99,7 @@ class DeepSpeedJson:
             f"{', '.join(f'`{name}`' for name in names)} ({reason})"
             for reason, names in self.ignored.items()
         ]
-        return f"without effect in it: {'; '.join(parts)}" if parts else ""
+        return f"no effect: {'; '.join(parts)}" if parts else ""
 
     def _ignore(self, name: str, reason: str) -> None:
         self.ignored.setdefault(reason, []).append(name)
@@ -286,15 +286,15 @@ def is_off(value: Any) -> bool:
         return False
     if value.get("enabled") in (False, "auto"):
         return True
-    return all(is_off(one) for one in value.values())
+    return all(is_off(item) for item in value.values())
 
 
-def interpret(given: Mapping[str, YamlValue]) -> DeepSpeedJson:
-    """Sort every key of a DeepSpeed JSON."""
-    out = DeepSpeedJson()
-    for key, value in given.items():
-        out.read(key, value)
-    return out
+def interpret(config: Mapping[str, YamlValue]) -> DeepSpeedJson:
+    """Read every key of a DeepSpeed JSON."""
+    result = DeepSpeedJson()
+    for key, value in config.items():
+        result.read(key, value)
+    return result
 
 
 def looks_like_deepspeed(tree: Mapping[str, YamlValue]) -> bool:
@@ -303,31 +303,31 @@ def looks_like_deepspeed(tree: Mapping[str, YamlValue]) -> bool:
 
 
 def read_json(
-    given: str | Mapping[str, YamlValue] | None, key: str = "parallel.deepspeed_config"
+    config: str | Mapping[str, YamlValue] | None, key: str = "parallel.deepspeed_config"
 ) -> dict[str, Any]:
     """The DeepSpeed config as a mapping; empty if there is none.
 
     Args:
-        given: the mapping itself, JSON text, or the path of a file.
-        key: the config key it was given with, for the error.
+        config: the mapping itself, JSON text, or the path of a file.
+        key: the config key it was set with, for the error.
 
     Raises:
         ConfigError: the file cannot be read, or is not a JSON object.
     """
-    if given is None:
+    if config is None:
         return {}
-    if isinstance(given, Mapping):
-        return dict(given)
+    if isinstance(config, Mapping):
+        return dict(config)
     try:
         text = (
-            given
-            if given.lstrip().startswith("{")
-            else Path(given).expanduser().read_text(encoding="utf-8")
+            config
+            if config.lstrip().startswith("{")
+            else Path(config).expanduser().read_text(encoding="utf-8")
         )
         value = json.loads(text)
     except OSError as error:
         raise ConfigError(
-            f"`{key}: {given}` cannot be read: {error.strerror or error}",
+            f"`{key}: {config}` cannot be read: {error.strerror or error}",
             allowed="the path of a JSON file, or the mapping itself",
             fix=(
                 "correct the path; for a ZeRO stage without a file set `parallel.mode: deepspeed`"
@@ -336,11 +336,11 @@ def read_json(
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f"`{key}: {given}` is not valid JSON: {error}",
+            f"`{key}: {config}` is not valid JSON: {error}",
             allowed="the path of a JSON file, or the mapping itself",
         ) from error
     if not isinstance(value, dict):
         raise ConfigError(
-            f"`{key}: {given}` contains a {type(value).__name__}", allowed="a JSON object"
+            f"`{key}: {config}` contains a {type(value).__name__}", allowed="a JSON object"
         )
     return value

@@ -1,8 +1,7 @@
-"""How other tools choose a parallelism strategy: the values of their keys, read one by one.
+"""Convert the values of keys by which other tools choose a parallelism strategy, one by one.
 
-What depends on several keys (`fsdp` with `fsdp_config`, `num_processes` with `num_machines`) is
-kept under names with ``_`` in front and put together by
-:mod:`paceline.config.compat.parallel.strategy`.
+Keys that depend on others (`fsdp` with `fsdp_config`, `num_processes` with `num_machines`) are kept
+under names with ``_`` in front and combined by :mod:`paceline.config.compat.parallel.strategy`.
 """
 
 from collections.abc import Mapping
@@ -37,7 +36,7 @@ def zero_stage(value: Any) -> Conversion:
 
 
 def fsdp_setting(name: str) -> Convert:
-    """A setting of FSDP that is written as a key of its own: as if it were in `fsdp_config`."""
+    """Return a converter for a setting of FSDP that is a separate key, as if in `fsdp_config`."""
     return lambda value: Conversion({"_fsdp_setting": {name: value}})
 
 
@@ -45,7 +44,8 @@ def fsdp_setting(name: str) -> Convert:
 
 
 def size(target: str) -> Convert:
-    """The size of an axis. 1 sets nothing, and neither does -1 (what the other axes leave)."""
+    """Return a converter for the size of an axis. 1 and -1 (inferred from the others) set
+    nothing."""
 
     def convert(value: Any) -> Conversion:
         if isinstance(value, bool) or value not in (1, -1, "auto"):
@@ -70,18 +70,18 @@ _SIZE_DETAILS = ("cp_", "sp_", "ep_", "tp_", "dp_")
 
 
 def _sizes(value: Mapping[str, YamlValue]) -> tuple[dict[str, YamlValue], list[str]]:
-    """The sizes of axes in a mapping, and the keys that are something else."""
+    """Return the sizes of axes in a mapping, and its other keys."""
     sets: dict[str, YamlValue] = {}
     rest = []
-    for key, one in value.items():
+    for key, size_value in value.items():
         name = key.removeprefix("parallelism_config_")
         if name not in _SIZES:
             rest.append(key)
-        elif one is not None:
+        elif size_value is not None:
             try:
-                sets.update(_SIZES[name](one).sets)
+                sets.update(_SIZES[name](size_value).sets)
             except UnsupportedValue as error:
-                raise UnsupportedValue(f"`{key}: {one}`: {error.why}", error.fix) from None
+                raise UnsupportedValue(f"`{key}: {size_value}`: {error.why}", error.fix) from None
     return sets, rest
 
 
@@ -123,14 +123,14 @@ def dist_config(value: Any) -> Conversion:
             f"`{value['name']}` is not a strategy that Paceline knows",
             "use fsdp2, deepspeed or ddp",
         )
-    kept = (
+    supported = (
         "reshard_after_forward",
         "offload_params",
         "cpu_offload",
         "mixed_precision",
         "activation_checkpointing",
     )
-    config = {key: value[key] for key in kept if key in rest and value[key] is not None}
+    config = {key: value[key] for key in supported if key in rest and value[key] is not None}
     return Conversion({**sets, "_fsdp": "full_shard", "_fsdp_config": config})
 
 
