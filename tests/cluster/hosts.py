@@ -39,7 +39,7 @@ class Host:
     namespace: str
     address: str
     disk: Path | None
-    said_file: Path
+    output_file: Path
     process: subprocess.Popen[bytes] | None = None
 
     # -- processes
@@ -48,21 +48,21 @@ class Host:
         listed = subprocess.run(
             ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True
         )
-        found = []
+        processes = []
         for pid in listed.stdout.split():
             with contextlib.suppress(psutil.Error):
-                found.append(psutil.Process(int(pid)))
-        return found
+                processes.append(psutil.Process(int(pid)))
+        return processes
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks of this host in the order of their numbers: children of the command's fork
         server, or of torchrun."""
-        found = []
+        ranks = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 if process.status() != psutil.STATUS_ZOMBIE and self._is_rank(process):
-                    found.append(process)
-        return sorted(found, key=lambda one: (one.create_time(), one.pid))
+                    ranks.append(process)
+        return sorted(ranks, key=lambda process: (process.create_time(), process.pid))
 
     def _is_rank(self, process: psutil.Process) -> bool:
         parent = process.parent()
@@ -75,8 +75,8 @@ class Host:
         )
 
     @property
-    def said(self) -> str:
-        return self.said_file.read_text(errors="replace")
+    def output(self) -> str:
+        return self.output_file.read_text(errors="replace")
 
     def kill(self) -> None:
         """As a power cut: every process at once, none of them asked. The kernel of the host still
@@ -84,9 +84,9 @@ class Host:
         while running := [
             process for process in self.processes() if process.status() != psutil.STATUS_ZOMBIE
         ]:
-            for one in running:
+            for process in running:
                 with contextlib.suppress(psutil.Error):
-                    one.kill()
+                    process.kill()
             if self.process is not None:
                 self.process.wait()
             time.sleep(0.02)
@@ -103,9 +103,9 @@ class Host:
         assert self.process is not None
         code = self.process.wait(timeout_s)
         assert code == expect, (
-            f"host {self.name}: exit code {code}, expected {expect}\n{self.said[-4000:]}"
+            f"host {self.name}: exit code {code}, expected {expect}\n{self.output[-4000:]}"
         )
-        return self.said
+        return self.output
 
 
 class Cluster:
@@ -149,7 +149,7 @@ class Cluster:
     def start(
         self,
         number: int,
-        *words: str,
+        *args: str,
         nnodes: str = "2",
         endpoint: str | None = None,
         **environment: str,
@@ -169,7 +169,7 @@ class Cluster:
             f"output_dir={self.run}",
             *place,
         ]
-        return self.execute(number, [*command, *words], **environment)
+        return self.execute(number, [*command, *args], **environment)
 
     def execute(self, number: int, command: Sequence[str], **environment: str) -> Host:
         """Run any command as that of a host."""
@@ -177,13 +177,13 @@ class Cluster:
         if host.disk is not None:
             bind = f'mount --bind {host.disk} {self.folder} && exec "$@"'
             command = ["unshare", "-m", "sh", "-c", bind, "sh", *command]
-        with open(host.said_file, "ab") as said:
+        with open(host.output_file, "ab") as output:
             host.process = subprocess.Popen(
                 ["ip", "netns", "exec", host.namespace, *command],
                 env={**os.environ, **THREADS, "PACELINE_HOST": host.name, **environment},
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
         return host
@@ -223,8 +223,10 @@ class Cluster:
     def move(self, number: int, address: str) -> None:
         """Give a host another address."""
         host = self.hosts[number]
-        for words in (("del", f"{host.address}/24"), ("add", f"{address}/24")):
-            subprocess.run(["ip", "-n", host.namespace, "addr", *words, "dev", "eth0"], check=True)
+        for command in (("del", f"{host.address}/24"), ("add", f"{address}/24")):
+            subprocess.run(
+                ["ip", "-n", host.namespace, "addr", *command, "dev", "eth0"], check=True
+            )
         host.address = address
 
     # -- the run's events
@@ -234,8 +236,8 @@ class Cluster:
             lines = (self.run / "events.jsonl").read_bytes().splitlines(keepends=True)
         except OSError:
             return []
-        found = [json.loads(line) for line in lines if line.endswith(b"\n")]
-        return [one for one in found if not types or one["type"] in types]
+        events = [json.loads(line) for line in lines if line.endswith(b"\n")]
+        return [event for event in events if not types or event["type"] in types]
 
     @property
     def last_step(self) -> int:
@@ -249,8 +251,8 @@ class Cluster:
 
     def losses(self) -> list[float]:
         """By step; of those that were made again, as they were made last."""
-        found = {event["step"]: event["loss"] for event in self.events("step")}
-        return [found[step] for step in sorted(found)]
+        losses = {event["step"]: event["loss"] for event in self.events("step")}
+        return [losses[step] for step in sorted(losses)]
 
     def wait(
         self, condition: Callable[[], object], what: str, timeout_s: float = _TIMEOUT_S
@@ -264,17 +266,17 @@ class Cluster:
                 if host.process is not None and host.process.poll() not in (None, 0, -9)
             ]
             if ended or time.monotonic() > deadline:
-                said = "\n".join(
-                    f"--- host {host.name}\n{host.said[-3000:]}"
+                output = "\n".join(
+                    f"--- host {host.name}\n{host.output[-3000:]}"
                     for host in self.hosts
-                    if host.said_file.exists()
+                    if host.output_file.exists()
                 )
                 why = (
                     f"the command on host {ended[0].name} has ended"
                     if ended
                     else f"not within {timeout_s:.0f} s"
                 )
-                raise AssertionError(f"{what}: {why}\n{said}")
+                raise AssertionError(f"{what}: {why}\n{output}")
             time.sleep(0.05)
 
     def wait_for_step(self, step: int, attempt: int | None = None) -> None:
@@ -321,6 +323,6 @@ def cluster_of(
     skipped, loudly."""
     with ExitStack() as stack:
         network = stack.enter_context(network_of(config, num_hosts, loss=loss))
-        found = Cluster(network, folder, shared, endpoint)
-        stack.callback(found.close)
-        yield found
+        cluster = Cluster(network, folder, shared, endpoint)
+        stack.callback(cluster.close)
+        yield cluster

@@ -54,9 +54,9 @@ def ray_nodes() -> Iterator[dict[str, str]]:
         process.kill()
         left = started
         _, left = psutil.wait_procs(left, timeout=10)
-        for one in left:
+        for process in left:
             with contextlib.suppress(psutil.Error):
-                one.kill()
+                process.kill()
         shutil.rmtree(folder, ignore_errors=True)
     assert not left, f"processes of Ray outlived the cluster: {left}"
 
@@ -64,7 +64,11 @@ def ray_nodes() -> Iterator[dict[str, str]]:
 def workers(environment: dict[str, str]) -> list[psutil.Process]:
     """The processes of Ray Train's workers on that cluster."""
     cluster = psutil.Process(int(environment["CLUSTER_PID"]))
-    return [one for one in cluster.children(recursive=True) if "RayTrainWorker" in _title(one)]
+    return [
+        process
+        for process in cluster.children(recursive=True)
+        if "RayTrainWorker" in _title(process)
+    ]
 
 
 def _title(process: psutil.Process) -> str:

@@ -21,21 +21,21 @@ DATA = {
 }
 
 
-def live(folder: Path, kind: str, ranks: int, until: int, *words: str) -> str:
-    given = [
-        one
-        for one in MICRO
-        if not any(word.startswith(one.partition("=")[0] + "=") for word in DATA[kind])
+def live(folder: Path, kind: str, ranks: int, until: int, *args: str) -> str:
+    defaults = [
+        setting
+        for setting in MICRO
+        if not any(arg.startswith(setting.partition("=")[0] + "=") for arg in DATA[kind])
     ]
-    given += [f"output_dir={folder}", *DATA[kind], *WORDS, "split_dataset_ratio=0.1"]
-    given += [
+    defaults += [f"output_dir={folder}", *DATA[kind], *WORDS, "split_dataset_ratio=0.1"]
+    defaults += [
         f"parallel.num_gpus={ranks}",
         f"train_args.max_steps={until}",
         "eval_steps=2",
         "--allow-config-change",
-        *words,
+        *args,
     ]
-    return run(*given).stderr
+    return run(*defaults).stderr
 
 
 def eval_losses(folder: Path) -> list[float]:
@@ -58,30 +58,30 @@ def test_another_number_of_ranks_in_each_life(
     steps = 2 * len(worlds)
     live(tmp_path / "whole", kind, RANKS, steps, "parallel.mode=ddp")
     for number, ranks in enumerate(worlds, start=1):
-        said = live(tmp_path / "elastic", kind, ranks, 2 * number, "parallel.mode=ddp")
+        output = live(tmp_path / "elastic", kind, ranks, 2 * number, "parallel.mode=ddp")
         started = events(tmp_path / "elastic", "run_start")[-1]["derived"]
         assert started["global_batch_size"] == 16
         assert started["gradient_accumulation_steps"] == {4: 1, 3: 2, 1: 4}[ranks]
         # once as a sentence, once in the table
-        assert said.count("6+5+5") == (2 if ranks == 3 else 0)
+        assert output.count("6+5+5") == (2 if ranks == 3 else 0)
     assert losses_by_step(tmp_path / "elastic") == pytest.approx(
         losses_by_step(tmp_path / "whole"), rel=1e-5
     )
-    found, expected = eval_losses(tmp_path / "elastic"), eval_losses(tmp_path / "whole")
-    assert found[-1] == pytest.approx(expected[-1], rel=1e-5)
+    losses, expected = eval_losses(tmp_path / "elastic"), eval_losses(tmp_path / "whole")
+    assert losses[-1] == pytest.approx(expected[-1], rel=1e-5)
     assert len(expected) >= 2
-    last, whole = report(tmp_path / "elastic"), report(tmp_path / "whole")
-    assert last["samples_seen"] == whole["samples_seen"] == 16 * steps
-    assert last["epochs"] == whole["epochs"]
+    last, reference = report(tmp_path / "elastic"), report(tmp_path / "whole")
+    assert last["samples_seen"] == reference["samples_seen"] == 16 * steps
+    assert last["epochs"] == reference["epochs"]
 
 
 def test_more_replicas_than_samples(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    words = (*WORDS, "train_args.max_steps=2", "per_device_train_batch_size=1", "parallel.mode=ddp")
-    given = [one for one in MICRO if "batch_size" not in one]
-    run(*given, f"output_dir={folder}", *words, "parallel.num_gpus=1")
-    words = (*words[:-3], "train_args.max_steps=4", "--allow-config-change", *words[-2:])
-    refused = run(*given, f"output_dir={folder}", *words, "parallel.num_gpus=2", expect=2)
+    args = (*WORDS, "train_args.max_steps=2", "per_device_train_batch_size=1", "parallel.mode=ddp")
+    defaults = [setting for setting in MICRO if "batch_size" not in setting]
+    run(*defaults, f"output_dir={folder}", *args, "parallel.num_gpus=1")
+    args = (*args[:-3], "train_args.max_steps=4", "--allow-config-change", *args[-2:])
+    refused = run(*defaults, f"output_dir={folder}", *args, "parallel.num_gpus=2", expect=2)
     error = refused.stderr[refused.stderr.rindex("error: ") :].strip()
     assert "\n" not in error
     assert "global batch of 1 sample cannot be shared among 2 replicas" in error
@@ -89,7 +89,9 @@ def test_more_replicas_than_samples(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole_and_begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+def reference_and_begun(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[Path, Path]]:
     """kind → a run of six steps on four ranks, and one that four ranks have brought to step 3; made
     when first asked for."""
 
@@ -123,27 +125,27 @@ def test_every_strategy_on_three_replicas(
     kind: str,
     mode: str,
     ranks: int,
-    whole_and_begun: Callable[[str], tuple[Path, Path]],
+    reference_and_begun: Callable[[str], tuple[Path, Path]],
 ) -> None:
-    whole, begun = whole_and_begun(kind)
+    reference, begun = reference_and_begun(kind)
     shutil.copytree(begun, tmp_path / "run", symlinks=True)
-    said = live(tmp_path / "run", kind, ranks, 6, *mode.split())
-    assert "6+5+5" in said
-    assert losses_by_step(tmp_path / "run") == pytest.approx(losses_by_step(whole), rel=1e-5)
-    assert eval_losses(tmp_path / "run")[-1] == pytest.approx(eval_losses(whole)[-1], rel=1e-5)
+    output = live(tmp_path / "run", kind, ranks, 6, *mode.split())
+    assert "6+5+5" in output
+    assert losses_by_step(tmp_path / "run") == pytest.approx(losses_by_step(reference), rel=1e-5)
+    assert eval_losses(tmp_path / "run")[-1] == pytest.approx(eval_losses(reference)[-1], rel=1e-5)
 
 
 @pytest.mark.soak
 def test_a_save_whenever_it_is_due(tmp_path: Path) -> None:
     """So short a time that each step is saved, each once, in the foreground; and with a long one
     none but the last."""
-    words = (
+    args = (
         "parallel.num_gpus=2",
         "max_steps=5",
         "save_steps=0",
         "train_args.save_total_limit=null",
     )
-    train(tmp_path / "often", *words, "async_save=false", "recovery.save_interval_s=0.000001")
+    train(tmp_path / "often", *args, "async_save=false", "recovery.save_interval_s=0.000001")
     assert [event["step"] for event in events(tmp_path / "often", "checkpoint")] == [1, 2, 3, 4, 5]
-    train(tmp_path / "seldom", *words, "recovery.save_interval_s=3600")
+    train(tmp_path / "seldom", *args, "recovery.save_interval_s=3600")
     assert [event["step"] for event in events(tmp_path / "seldom", "checkpoint")] == [5]

@@ -11,9 +11,11 @@ from paceline.cluster.endpoint import Endpoint, EndpointWatch, close_connections
 def test_a_waiting_reader_gets_the_end_and_other_connections_stay() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as lost,
-        socket.create_server(("127.0.0.1", 0)) as kept,
+        socket.create_server(("127.0.0.1", 0)) as other_server,
     ):
-        waiting, other = (socket.create_connection(one.getsockname()) for one in (lost, kept))
+        waiting, other = (
+            socket.create_connection(server.getsockname()) for server in (lost, other_server)
+        )
         with waiting, other:
             received: list[bytes] = []
             reader = threading.Thread(target=lambda: received.append(waiting.recv(1)))
@@ -21,7 +23,7 @@ def test_a_waiting_reader_gets_the_end_and_other_connections_stay() -> None:
             close_connections(*lost.getsockname())
             reader.join(10.0)
             assert received == [b""]
-            accepted, _ = kept.accept()
+            accepted, _ = other_server.accept()
             with accepted:
                 other.sendall(b"x")
                 assert accepted.recv(1) == b"x"

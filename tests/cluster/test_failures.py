@@ -22,8 +22,8 @@ def record(rank: int, host: str, **files: dict[str, Any]) -> dict[str, Any]:
     return {"start": {"rank": rank, "host": host, "pid": 100 + rank, "time": 1.0}, **files}
 
 
-def failed(at: float, text: str, **more: Any) -> dict[str, Any]:
-    return {"status": "failed", "exit_code": 1, "text": text, "fault": None, "time": at, **more}
+def failed(at: float, text: str, **fields: Any) -> dict[str, Any]:
+    return {"status": "failed", "exit_code": 1, "text": text, "fault": None, "time": at, **fields}
 
 
 def exited(rank: int, at: float, code: int) -> dict[str, Any]:

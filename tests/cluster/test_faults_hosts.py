@@ -39,9 +39,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """(words) → the folder of a run of two ranks on one host, made when it is first asked for."""
 
     @functools.cache
-    def make(*words: str) -> Path:
+    def make(*args: str) -> Path:
         folder: Path = tmp_path_factory.mktemp("undisturbed") / "run"
-        train(folder, "parallel.num_gpus=2", *words, env={**os.environ, **THREADS})
+        train(folder, "parallel.num_gpus=2", *args, env={**os.environ, **THREADS})
         return folder
 
     return make
@@ -58,7 +58,7 @@ def world_sizes(cluster: Cluster) -> list[int]:
 def check_numbering(cluster: Cluster) -> None:
     """In each attempt the endpoint's rank is number 0."""
     for start in cluster.events("run_start"):
-        by_rank = {one["rank"]: one["host"] for one in start["mesh"]["ranks"]}
+        by_rank = {rank["rank"]: rank["host"] for rank in start["mesh"]["ranks"]}
         assert by_rank[0] == cluster.hosts[cluster.endpoint].name
 
 
@@ -92,11 +92,11 @@ def stop_and_compare(cluster: Cluster, tmp_path: Path) -> None:
         host.end(expect=143)
     steps = report(cluster.run)["steps"]
     reference = tmp_path / "reference"
-    words = [one for one in OPEN_END if not one.startswith("max_steps")]
+    args = [setting for setting in OPEN_END if not setting.startswith("max_steps")]
     train(
         reference,
         "parallel.num_gpus=2",
-        *words,
+        *args,
         f"max_steps={steps}",
         env={**os.environ, **THREADS},
     )
@@ -195,10 +195,13 @@ def test_the_host_that_is_left_goes_on_alone_and_takes_the_other_one_in_again(
 @pytest.mark.soak
 def test_three_hosts_shrink_to_two(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Two ranks add up in another order than three, so the losses are close and not equal."""
-    words = [*(one for one in SETTINGS if not one.startswith("save_steps")), "save_steps=3"]
+    args = [
+        *(setting for setting in SETTINGS if not setting.startswith("save_steps")),
+        "save_steps=3",
+    ]
     with cluster_of(request.config, tmp_path, num_hosts=3) as cluster:
         for number in range(3):
-            cluster.start(number, *words, nnodes="2:3")
+            cluster.start(number, *args, nnodes="2:3")
         cluster.wait_for_start(1, world_size=3)
         cluster.wait_for_step(5)
         cluster.hosts[2].kill()
@@ -208,7 +211,7 @@ def test_three_hosts_shrink_to_two(request: pytest.FixtureRequest, tmp_path: Pat
     check_numbering(cluster)
     assert faults_of(cluster) == [([2], ["c"])]
     reference = tmp_path / "reference"
-    train(reference, "parallel.num_gpus=3", *words, env={**os.environ, **THREADS})
+    train(reference, "parallel.num_gpus=3", *args, env={**os.environ, **THREADS})
     assert cluster.losses() == pytest.approx(losses(reference), abs=1e-6)
 
 
@@ -290,15 +293,18 @@ def test_a_name_that_resolves_late(
 def test_a_link_that_loses_packets_is_reported_and_nothing_is_restarted(
     request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    words = (*(one for one in SETTINGS if not one.startswith("max_steps")), "max_steps=150")
+    args = (
+        *(setting for setting in SETTINGS if not setting.startswith("max_steps")),
+        "max_steps=150",
+    )
     with cluster_of(request.config, tmp_path, loss=0.02) as cluster:
         for number in range(2):
-            cluster.start(number, *words)
-        check_undisturbed(cluster, undisturbed(*words))
+            cluster.start(number, *args)
+        check_undisturbed(cluster, undisturbed(*args))
     named = cluster.events("link")
-    assert {one["host"] for one in named} <= {"a", "b"}
+    assert {event["host"] for event in named} <= {"a", "b"}
     assert named
-    assert all(0.005 <= one["resent_share"] < 0.1 for one in named)
+    assert all(0.005 <= event["resent_share"] < 0.1 for event in named)
 
 
 @pytest.mark.soak
@@ -311,13 +317,17 @@ def test_a_pause_shorter_than_the_timeout_is_reported_and_nothing_is_restarted(
     number: int,
     whole_host: bool,
 ) -> None:
-    words = (
-        *(one for one in SETTINGS if not one.startswith("parallel.collective_timeout_s")),
+    args = (
+        *(
+            setting
+            for setting in SETTINGS
+            if not setting.startswith("parallel.collective_timeout_s")
+        ),
         "parallel.collective_timeout_s=120",
     )
     with cluster_of(request.config, tmp_path) as cluster:
         for each in range(2):
-            cluster.start(each, *words)
+            cluster.start(each, *args)
         cluster.wait_for_step(5)
         host = cluster.hosts[number]
         paused: Any = host if whole_host else host.ranks()[0]
@@ -325,7 +335,7 @@ def test_a_pause_shorter_than_the_timeout_is_reported_and_nothing_is_restarted(
         send(signal.SIGSTOP)
         time.sleep(PAUSE_S)
         send(signal.SIGCONT)
-        check_undisturbed(cluster, undisturbed(*words))
+        check_undisturbed(cluster, undisturbed(*args))
     (pause,) = [
         event for event in cluster.events("straggler") if event["slower_by_s"] > 0.9 * PAUSE_S
     ]

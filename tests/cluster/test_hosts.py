@@ -36,13 +36,13 @@ SETTINGS = {
 }
 
 
-def words(**more):
+def make_args(**settings):
     """The settings of a run; dotted keys of ``parallel`` with two underscores."""
-    settings = {**SETTINGS, **{key.replace("__", "."): value for key, value in more.items()}}
+    settings = {**SETTINGS, **{key.replace("__", "."): value for key, value in settings.items()}}
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def host(folder, port, number, **more):
+def host(folder, port, number, **settings):
     """The agent of one host."""
     environment = {**os.environ, **THREADS, "PACELINE_HOST": "abc"[number]}
     place = {
@@ -50,7 +50,9 @@ def host(folder, port, number, **more):
         "parallel__rdzv_endpoint": f"127.0.0.1:{port}",
         "parallel__node_rank": number,
     }
-    return start(*MICRO, f"output_dir={folder}", *words(**{**place, **more}), env=environment)
+    return start(
+        *MICRO, f"output_dir={folder}", *make_args(**{**place, **settings}), env=environment
+    )
 
 
 def end(process, expect=0):
@@ -69,7 +71,7 @@ def rank_of(process):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    train(folder, *words(parallel__num_gpus=2), env={**os.environ, **THREADS})
+    train(folder, *make_args(parallel__num_gpus=2), env={**os.environ, **THREADS})
     return folder
 
 
@@ -80,15 +82,15 @@ def test_two_hosts_train_what_two_ranks_of_one_host_train_and_outlive_a_killed_r
     hosts = [host(folder, port, number) for number in range(2)]
     wait_for_step(folder, 9, hosts[0])
     rank_of(hosts[1]).kill()
-    said = [end(host) for host in hosts]
+    outputs = [end(host) for host in hosts]
     assert digest(folder) == digest(undisturbed)
-    assert "rank 1 on host b (process" in said[0]
-    assert "was killed by SIGKILL" in said[0]
+    assert "rank 1 on host b (process" in outputs[0]
+    assert "was killed by SIGKILL" in outputs[0]
     assert report(folder)["restarts"] == 1
     fault = events(folder, "fault")[0]
     assert fault["ranks"] == [1]
     assert fault["hosts"] == ["b"]
-    assert "host b: 127.0.0.1 on lo" in said[1]
+    assert "host b: 127.0.0.1 on lo" in outputs[1]
 
 
 @pytest.mark.soak
@@ -99,38 +101,38 @@ def test_a_host_whose_agent_dies_is_named_and_may_come_back(undisturbed, tmp_pat
     hosts[1].kill()
     hosts[1].communicate()
     hosts[1] = host(folder, port, 1)
-    said = [end(host) for host in hosts]
+    outputs = [end(host) for host in hosts]
     assert digest(folder) == digest(undisturbed)
-    assert "host b with rank 1 was lost" in said[0]
+    assert "host b with rank 1 was lost" in outputs[0]
     assert events(folder, "fault")[0]["hosts"] == ["b"]
 
 
 @pytest.mark.soak
 def test_the_hosts_that_are_left_go_on_and_take_in_who_comes(undisturbed, tmp_path):
     folder, port = tmp_path / "run", free_port()
-    more = {"parallel__nnodes": "1:2", "max_steps": 400, "lr_scheduler_type": "constant"}
-    hosts = [host(folder, port, number, **more) for number in range(2)]
+    settings = {"parallel__nnodes": "1:2", "max_steps": 400, "lr_scheduler_type": "constant"}
+    hosts = [host(folder, port, number, **settings) for number in range(2)]
     wait_for_step(folder, 6, hosts[0])
     hosts[1].kill()
     hosts[1].communicate()
     wait_for(lambda: events(folder, "run_start")[-1]["world_size"] == 1, hosts[0])
     alone_from = events(folder, "run_start")[-1]["resumed_from_step"] or 0
     wait_for_step(folder, alone_from + 12, hosts[0])
-    hosts[1] = host(folder, port, 1, **more)
+    hosts[1] = host(folder, port, 1, **settings)
     wait_for(lambda: len(events(folder, "run_start")) == 3, hosts[0])
     again_from = events(folder, "run_start")[-1]["resumed_from_step"]
     wait_for_step(folder, again_from + 3, hosts[0])
     hosts[1].send_signal(signal.SIGTERM)  # of one host, and all stop at the same step
-    said = [end(hosts[0], expect=143), end(hosts[1], expect=143)]
+    outputs = [end(hosts[0], expect=143), end(hosts[1], expect=143)]
     starts = events(folder, "run_start")
     assert [start["world_size"] for start in starts] == [2, 1, 2]
     assert {start["derived"]["global_batch_size"] for start in starts} == {8}
-    assert "host b with rank 1 was lost" in said[0]
+    assert "host b with rank 1 was lost" in outputs[0]
     reference = tmp_path / "reference"
     steps = report(folder)["steps"]
     train(
         reference,
-        *words(parallel__num_gpus=2, max_steps=steps, lr_scheduler_type="constant"),
+        *make_args(parallel__num_gpus=2, max_steps=steps, lr_scheduler_type="constant"),
         env={**os.environ, **THREADS},
     )
     ours = {event["step"]: event["loss"] for event in events(folder, "step")}
@@ -173,9 +175,10 @@ def test_a_port_in_use_and_a_signal_before_the_rendezvous(tmp_path):
 
 @pytest.mark.soak
 def test_an_endpoint_that_does_not_answer_and_a_host_that_does_not_come(tmp_path):
-    more = {"parallel__collective_timeout_s": 10}
+    settings = {"parallel__collective_timeout_s": 10}
     absent, alone = (
-        host(tmp_path / name, free_port(), number, **more) for name, number in (("a", 1), ("b", 0))
+        host(tmp_path / name, free_port(), number, **settings)
+        for name, number in (("a", 1), ("b", 0))
     )
     assert "does not answer" in end(absent, expect=2)
     error = end(alone, expect=2)
@@ -187,7 +190,7 @@ def test_an_endpoint_that_does_not_answer_and_a_host_that_does_not_come(tmp_path
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("args", "message"),
     [
         (("parallel.nnodes=2",), "parallel.rdzv_endpoint"),
         (
@@ -225,7 +228,7 @@ def test_an_endpoint_that_does_not_answer_and_a_host_that_does_not_come(tmp_path
         ),
     ],
 )
-def test_what_does_not_go_together_is_said_before_anything_starts(tmp_path, given, said):
-    done = run(*MICRO, f"output_dir={tmp_path / 'run'}", *given, expect=2)
-    assert said in done.stderr
+def test_what_does_not_go_together_is_said_before_anything_starts(tmp_path, args, message):
+    done = run(*MICRO, f"output_dir={tmp_path / 'run'}", *args, expect=2)
+    assert message in done.stderr
     assert not (tmp_path / "run").exists()

@@ -36,7 +36,7 @@ Write = Callable[..., list[Object]]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "My_run.yaml").write_text(
         "model: builtin:qwen2-micro\ndataset: builtin:python-docs#64\n"
@@ -45,11 +45,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def written(here: Path, capsys: pytest.CaptureFixture[str]) -> Write:
+def written(workdir: Path, capsys: pytest.CaptureFixture[str]) -> Write:
     """The objects that a command line writes, each valid."""
 
-    def write(*words: str) -> list[Object]:
-        assert main(["kubernetes", *words]) == 0
+    def write(*args: str) -> list[Object]:
+        assert main(["kubernetes", *args]) == 0
         objects = list(yaml.safe_load_all(capsys.readouterr().out))
         for manifest in objects:
             validate(manifest)
@@ -88,9 +88,9 @@ def variables(container: Object) -> dict[str, str]:
 
 @pytest.mark.parametrize("variant", ["kubeflow", "jobset"])
 def test_every_option_writes_a_valid_manifest(written: Write, variant: str) -> None:
-    more = ("--ttl", "3600") if variant == "jobset" else ()
+    extra_args = ("--ttl", "3600") if variant == "jobset" else ()
     policy, config_map, job = written(
-        "My_run.yaml", *OPTIONS, *EVERY_OPTION, *more, "--variant", variant
+        "My_run.yaml", *OPTIONS, *EVERY_OPTION, *extra_args, "--variant", variant
     )
     assert {manifest["metadata"]["namespace"] for manifest in (policy, config_map, job)} == {
         "team-a"
@@ -134,17 +134,17 @@ def test_every_option_writes_a_valid_manifest(written: Write, variant: str) -> N
     assert {"name": "AWS_SECRET_ACCESS_KEY", "valueFrom": {"secretKeyRef": secret}} in environment
 
 
-def test_the_train_job(here: Path, written: Write) -> None:
-    words = (
+def test_the_train_job(workdir: Path, written: Write) -> None:
+    args = (
         "parallel.mode=zero3",
         "system=line one\nline two: 'x'",
         "parallel.collective_timeout_s=1200",
     )
-    policy, config_map, job = written("My_run.yaml", *words, *OPTIONS)
+    policy, config_map, job = written("My_run.yaml", *args, *OPTIONS)
     assert config_map["metadata"]["name"] == "my-run-config"
     assert config_map["immutable"] is True
-    (here / "again.yaml").write_text(config_map["data"]["config.yaml"])
-    config = load_config(here / "again.yaml").config
+    (workdir / "again.yaml").write_text(config_map["data"]["config.yaml"])
+    config = load_config(workdir / "again.yaml").config
     assert (config.parallel.nnodes, config.parallel.num_gpus, config.parallel.mode) == (
         2,
         8,
@@ -216,7 +216,7 @@ def check_policies(template: Object) -> None:
     }
 
 
-def test_the_runtime(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_runtime(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kubernetes", "--runtime-manifest"]) == 0
     text = capsys.readouterr().out
     assert text == runtime_text()
@@ -302,7 +302,7 @@ def test_the_user_root(written: Write) -> None:
 
 
 def test_ranks_on_the_cpu_of_one_host(written: Write) -> None:
-    words = (
+    args = (
         "--nodes",
         "1",
         "--gpus-per-node",
@@ -313,7 +313,7 @@ def test_ranks_on_the_cpu_of_one_host(written: Write) -> None:
         "small",
         "dataloader_num_workers=1",
     )
-    _, config_map, job = written("My_run.yaml", *words)
+    _, config_map, job = written("My_run.yaml", *args)
     assert set(job["spec"]["trainer"]["resourcesPerNode"]["requests"]) == {"cpu", "memory"}
     assert job["spec"]["trainer"]["resourcesPerNode"]["requests"]["cpu"] == "4", (
         "two ranks, a loader process each"
@@ -383,10 +383,10 @@ def environment_of(container: Object, index: int, port: int) -> dict[str, str]:
 
 
 @pytest.mark.soak
-def test_the_pods_train_what_the_manifest_says(here: Path, written: Write) -> None:
+def test_the_pods_train_what_the_manifest_says(workdir: Path, written: Write) -> None:
     """Each pod's command, with the config and the environment of the manifest, in its working
     folder."""
-    words = (
+    args = (
         *SLOW,
         "max_steps=6",
         "parallel.num_gpus=1",
@@ -394,8 +394,8 @@ def test_the_pods_train_what_the_manifest_says(here: Path, written: Write) -> No
         "--variant=jobset",
         "--pvc=runs",
     )
-    _, config_map, job = written(*words, "--nodes=2", "--gpus-per-node=0", "--image=paceline:1")
-    (here / "config.yaml").write_text(config_map["data"]["config.yaml"])
+    _, config_map, job = written(*args, "--nodes=2", "--gpus-per-node=0", "--image=paceline:1")
+    (workdir / "config.yaml").write_text(config_map["data"]["config.yaml"])
     (template,) = jobs_of(job)
     _, container = pod_of(template)
     assert container["command"] == ["paceline", "sft", "/etc/paceline/config.yaml"]
@@ -408,7 +408,7 @@ def test_the_pods_train_what_the_manifest_says(here: Path, written: Write) -> No
     for process in pods:
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
-    assert report(here / "output" / "run")["world_size"] == 2
+    assert report(workdir / "output" / "run")["world_size"] == 2
 
 
 def test_the_command_becomes_the_first_process_of_its_container(
@@ -431,8 +431,8 @@ def test_the_command_becomes_the_first_process_of_its_container(
     assert process.communicate()[0] == f"{process.pid} {tmp_path} sft /etc/paceline/config.yaml\n"
 
 
-def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = (
+def test_a_file_json_and_warnings(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = (
         "kubernetes",
         "My_run.yaml",
         *BASE,
@@ -441,9 +441,9 @@ def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]
         "job.yaml",
         "--json",
     )
-    assert main([*words[:3], "1", *words[4:]]) == 0
+    assert main([*args[:3], "1", *args[4:]]) == 0
     out, err = capsys.readouterr()
-    assert json.loads(out) == {"manifest": (here / "job.yaml").read_text(), "path": "job.yaml"}
+    assert json.loads(out) == {"manifest": (workdir / "job.yaml").read_text(), "path": "job.yaml"}
     assert "no `--pvc`" in err
     assert "/data/run: outside of /workspace" in err
     assert "paceline kubernetes --runtime-manifest" in err
@@ -451,7 +451,7 @@ def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("args", "parts"),
     [
         (OPTIONS[:4], ["needs `--image`", "--image registry"]),
         (BASE, ["`--nodes 2` needs persistent storage", "--pvc", "--endpoint-pvc"]),
@@ -490,12 +490,12 @@ def test_a_file_json_and_warnings(here: Path, capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_what_is_refused(
-    here: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], parts: list[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], parts: list[str]
 ) -> None:
-    before = sorted(here.iterdir())
-    assert main(["kubernetes", "My_run.yaml", *words]) == 2
+    before = sorted(workdir.iterdir())
+    assert main(["kubernetes", "My_run.yaml", *args]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert sorted(here.iterdir()) == before
+    assert sorted(workdir.iterdir()) == before
     for part in parts:
         assert part in err, err

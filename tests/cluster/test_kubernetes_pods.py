@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import MICRO, digest, run
+from commands import MICRO, run
 from hosts import THREADS, Cluster, cluster_of
 from schemas import Object, jobs_of
 from test_kubernetes import pod_of, variables
@@ -45,7 +45,7 @@ def test_pods_are_replaced(
     """The second pod comes back with an empty disk. The first, which is the rendezvous endpoint and
     has the claim, comes back under another address. Its name is known only after both have started.
     """
-    words = (*TRAINING, f"output_dir={tmp_path}/hosts/disk/run")
+    args = (*TRAINING, f"output_dir={tmp_path}/hosts/disk/run")
     options = (
         "--nodes=2",
         "--gpus-per-node=0",
@@ -54,7 +54,7 @@ def test_pods_are_replaced(
         "--name=pods",
         "--endpoint-pvc=disk",
     )
-    assert main(["kubernetes", *words, *options]) == 0
+    assert main(["kubernetes", *args, *options]) == 0
     _, config_map, job = yaml.safe_load_all(capsys.readouterr().out)
     config = tmp_path / "config.yaml"
     config.write_text(config_map["data"]["config.yaml"])
@@ -79,18 +79,18 @@ def test_pods_are_replaced(
         cluster.move(0, cluster.hosts[0].address.rpartition(".")[0] + ".77")
         start_pod(cluster, 0, first, config)
         cluster.wait(
-            lambda: "which is not an address of this host" in cluster.hosts[0].said,
+            lambda: "which is not an address of this host" in cluster.hosts[0].output,
             "the name has the old address",
         )
         cluster.set_name(POD_NAME, cluster.hosts[0].address)
         for host in cluster.hosts:
             host.end()
-        found = cluster.digest()
+        digest = cluster.digest()
     alone = tmp_path / "alone"
     run(
-        *(word for word in TRAINING if "num_gpus" not in word),
+        *(arg for arg in TRAINING if "num_gpus" not in arg),
         "parallel.num_gpus=2",
         f"output_dir={alone}",
         env={**os.environ, **THREADS},
     )
-    assert found == digest(alone)
+    assert digest == digest(alone)

@@ -14,8 +14,8 @@ def names(*hosts: HostEntry) -> str:
     return "".join(host.host for host in ordered(hosts))
 
 
-def entry(host: str, group_rank: int, **more: object) -> HostEntry:
-    return HostEntry(host, group_rank, 2, **more)
+def entry(host: str, group_rank: int, **fields: object) -> HostEntry:
+    return HostEntry(host, group_rank, 2, **fields)
 
 
 @pytest.mark.soak
@@ -80,9 +80,9 @@ def test_values_are_gathered_in_the_order_of_the_ranks_and_broadcast_from_rank_0
         gathered = list(
             threads.map(lambda round_: round_.gather("value", {"rank": round_.env.rank}), rounds)
         )
-        told = list(
+        broadcast = list(
             threads.map(lambda round_: round_.broadcast("word", round_.env.rank + 7), rounds)
         )
     assert gathered == [[{"rank": rank} for rank in range(world_size)]] * world_size
-    assert told == [7] * world_size
+    assert broadcast == [7] * world_size
     assert "RANK" not in os.environ

@@ -48,7 +48,7 @@ def test_a_killed_worker_changes_nothing_but_the_time(tmp_path, monkeypatch):
         )
         wait_for_step(folder, 12, process)
         first_pid = events(folder, "run_start")[0]["pid"]
-        (other,) = [one for one in workers(environment) if one.pid != first_pid]
+        (other,) = [process for process in workers(environment) if process.pid != first_pid]
         other.kill()
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err[-3000:]
@@ -69,23 +69,23 @@ def test_a_wrong_config_is_not_retried(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n')
     with ray_nodes() as environment:
-        for words in (["dataset=nothing.jsonl"], ["dataset=rows.jsonl"]):
+        for args in (["dataset=nothing.jsonl"], ["dataset=rows.jsonl"]):
             refused = run(
-                *MICRO, *words, "output_dir=run", "--num-workers", "2", "--max-failures", "5",
+                *MICRO, *args, "output_dir=run", "--num-workers", "2", "--max-failures", "5",
                 verb="ray", env=environment, cwd=tmp_path, expect=2,
             )  # fmt: skip
             assert refused.stderr.count("error: ") == 1
             assert refused.stderr.count("Ray nodes:") <= 1
-            assert "started the workers again" not in refused.stderr
+            assert "restarted the workers" not in refused.stderr
         assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.soak
 @pytest.mark.alone
 def test_ctrl_c_writes_a_checkpoint_and_the_same_command_resumes(tmp_path):
-    words = [*MICRO, "max_steps=400", "save_steps=1000", "output_dir=run", "--num-workers", "2"]
+    args = [*MICRO, "max_steps=400", "save_steps=1000", "output_dir=run", "--num-workers", "2"]
     with ray_nodes() as environment:
-        process = start(*words, verb="ray", env=environment, cwd=tmp_path)
+        process = start(*args, verb="ray", env=environment, cwd=tmp_path)
         wait_for_step(tmp_path / "run", 5, process)
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=120)
@@ -95,7 +95,7 @@ def test_ctrl_c_writes_a_checkpoint_and_the_same_command_resumes(tmp_path):
         assert f"step-{stopped_at:08d}" in {
             path.name for path in (tmp_path / "run" / "checkpoints").iterdir()
         }
-        run(*words, verb="ray", env=environment, cwd=tmp_path)
+        run(*args, verb="ray", env=environment, cwd=tmp_path)
     assert report(tmp_path / "run")["resumed_from_step"] == stopped_at
     assert report(tmp_path / "run")["steps"] == 400
 
@@ -175,7 +175,7 @@ def test_train_inside_a_training_function_of_ray_adopts_its_process_group(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("args", "text"),
     [
         ([], "add `--num-workers N`"),
         (["--num-workers", "0"], "1 or more"),
@@ -185,17 +185,21 @@ def test_train_inside_a_training_function_of_ray_adopts_its_process_group(tmp_pa
         (["--num-workers", "2", "max_stepz=3"], "max_steps"),
     ],
 )
-def test_wrong_options_start_nothing(words, text, tmp_path, monkeypatch, capsys):
+def test_wrong_options_start_nothing(args, text, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert main(["ray", *MICRO, *words, f"output_dir={tmp_path / 'run'}"]) == 2
+    assert main(["ray", *MICRO, *args, f"output_dir={tmp_path / 'run'}"]) == 2
     assert text in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-    assert not [one for one in psutil.Process().children(recursive=True) if "raylet" in one.name()]
+    assert not [
+        process
+        for process in psutil.Process().children(recursive=True)
+        if "raylet" in process.name()
+    ]
 
 
 @pytest.mark.slow
 def test_an_address_at_which_nothing_answers_starts_nothing(tmp_path):
-    words = [f"output_dir={tmp_path / 'run'}", "--num-workers", "2", "--address", "127.0.0.1:1"]
-    refused = run(*MICRO, *words, verb="ray", expect=2)
+    args = [f"output_dir={tmp_path / 'run'}", "--num-workers", "2", "--address", "127.0.0.1:1"]
+    refused = run(*MICRO, *args, verb="ray", expect=2)
     assert "no Ray cluster answers at 127.0.0.1:1" in refused.stderr
     assert not (tmp_path / "run").exists()

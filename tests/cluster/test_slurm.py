@@ -25,7 +25,7 @@ Write = Callable[..., str]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "a folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -36,24 +36,24 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def written(here: Path, capsys: pytest.CaptureFixture[str]) -> Write:
-    def check(*words: str) -> str:
-        assert main(["slurm", *words]) == 0
+def written(workdir: Path, capsys: pytest.CaptureFixture[str]) -> Write:
+    def check(*args: str) -> str:
+        assert main(["slurm", *args]) == 0
         return capsys.readouterr().out
 
     return check
 
 
 @pytest.fixture
-def refused(here: Path, capsys: pytest.CaptureFixture[str]) -> Write:
-    def check(*words: str) -> str:
-        before = sorted(here.iterdir())
-        assert main(["slurm", *words]) == 2
+def refused(workdir: Path, capsys: pytest.CaptureFixture[str]) -> Write:
+    def check(*args: str) -> str:
+        before = sorted(workdir.iterdir())
+        assert main(["slurm", *args]) == 2
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith("error: ")
         assert err.count("\n") == 1, err
-        assert sorted(here.iterdir()) == before, "something was written"
+        assert sorted(workdir.iterdir()) == before, "something was written"
         return err
 
     return check
@@ -74,22 +74,22 @@ def options_of(script: str) -> dict[str, str]:
 def command_of(script: str) -> list[str]:
     """The words of Paceline's command."""
     line = script[script.index("\nsrun ") : script.index("\ncode=$?")].replace("\\\n", " ")
-    words = shlex.split(line)
-    return words[words.index("sft") + 1 :]
+    args = shlex.split(line)
+    return args[args.index("sft") + 1 :]
 
 
-def test_the_script(here: Path, written: Write) -> None:
+def test_the_script(workdir: Path, written: Write) -> None:
     script = written("mine.yaml", *OPTIONS, "system=it's me; rm -rf $HOME", "parallel.mode=zero3")
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     assert options_of(script) == {
         "job-name": "mine", "nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "8",
-        "gpus-per-node": "8", "time": "4:00:00", "chdir": str(here), "output": "%x-%j.log",
+        "gpus-per-node": "8", "time": "4:00:00", "chdir": str(workdir), "output": "%x-%j.log",
         "open-mode": "append", "requeue": "", "signal": "TERM@120",
     }  # fmt: skip
-    words = command_of(script)
-    assert words[0] == str(here / "mine.yaml")
-    assert words[-1] == "parallel.rdzv_endpoint=$address:$port"
-    config = load_config(*split_cli([*words[:-1], "parallel.rdzv_endpoint=10.0.0.1:20042"])).config
+    args = command_of(script)
+    assert args[0] == str(workdir / "mine.yaml")
+    assert args[-1] == "parallel.rdzv_endpoint=$address:$port"
+    config = load_config(*split_cli([*args[:-1], "parallel.rdzv_endpoint=10.0.0.1:20042"])).config
     assert config.system == "it's me; rm -rf $HOME"
     assert (config.parallel.mode, config.parallel.nnodes, config.parallel.num_gpus) == (
         "zero3",
@@ -125,7 +125,7 @@ def test_the_hosts_meet_at_the_first_node_on_a_port_of_the_job(
 
 
 @pytest.fixture
-def ended(here: Path, written: Write) -> Callable[[int], tuple[int, bool, str]]:
+def ended(workdir: Path, written: Write) -> Callable[[int], tuple[int, bool, str]]:
     """The script, run by bash where srun ends with a code: (its exit code, whether it requeues the
     job, its output)."""
     script = written("mine.yaml", *OPTIONS, "recovery.max_restarts=2")
@@ -133,22 +133,27 @@ def ended(here: Path, written: Write) -> Callable[[int], tuple[int, bool, str]]:
         ("srun", "exit $SRUN_CODE"),
         ("scontrol", '[ "$1" = requeue ] && echo "$@" >> requeued; echo node1'),
     ):
-        (here / name).write_text(f"#!/bin/bash\n{line}\n")
-        (here / name).chmod(0o755)
+        (workdir / name).write_text(f"#!/bin/bash\n{line}\n")
+        (workdir / name).chmod(0o755)
 
     def end(code: int) -> tuple[int, bool, str]:
-        (here / "requeued").unlink(missing_ok=True)
+        (workdir / "requeued").unlink(missing_ok=True)
         environment = {
-            "PATH": f"{here}:/usr/bin:/bin",
+            "PATH": f"{workdir}:/usr/bin:/bin",
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NAME": "mine",
             "SRUN_CODE": str(code),
         }
         done = subprocess.run(
-            ["bash", "-s"], input=script, env=environment, capture_output=True, text=True, cwd=here
+            ["bash", "-s"],
+            input=script,
+            env=environment,
+            capture_output=True,
+            text=True,
+            cwd=workdir,
         )
         assert done.stderr == ""
-        return done.returncode, (here / "requeued").exists(), done.stdout
+        return done.returncode, (workdir / "requeued").exists(), done.stdout
 
     return end
 
@@ -161,11 +166,11 @@ def test_which_exit_codes_put_the_job_back(ended: Callable, code: int, requeued:
     assert ended(code)[:2] == (code, requeued)
 
 
-def test_a_job_that_is_killed_again_and_again(here: Path, ended: Callable) -> None:
+def test_a_job_that_is_killed_again_and_again(workdir: Path, ended: Callable) -> None:
     """`recovery.max_restarts` times without a new checkpoint; a stop by a signal in between does
     not count."""
     assert [ended(code)[1] for code in (137, 143, 139, 137)] == [True, True, True, False]
-    (here / "output/run/checkpoints/step-00000040").mkdir(parents=True)
+    (workdir / "output/run/checkpoints/step-00000040").mkdir(parents=True)
     code, requeued, out = ended(137)
     assert (code, requeued) == (137, True)
     assert (
@@ -178,7 +183,9 @@ def test_a_job_that_is_killed_again_and_again(here: Path, ended: Callable) -> No
 def test_how_long_the_other_nodes_wait(written: Write) -> None:
     assert "recovery.rejoin_timeout_s=60" in command_of(written("mine.yaml", *OPTIONS))
     chosen = command_of(written("mine.yaml", *OPTIONS, "recovery.rejoin_timeout_s=300"))
-    assert [word for word in chosen if "rejoin" in word] == ["recovery.rejoin_timeout_s=300"]
+    assert [override for override in chosen if "rejoin" in override] == [
+        "recovery.rejoin_timeout_s=300"
+    ]
 
 
 def test_ranks_on_the_cpu_and_a_single_node(written: Write) -> None:
@@ -203,7 +210,7 @@ def test_ranks_on_the_cpu_and_a_single_node(written: Write) -> None:
 
 
 def test_what_is_passed_on_to_slurm(written: Write) -> None:
-    more = (
+    extra_args = (
         "--partition",
         "long",
         "--account=ada",
@@ -216,8 +223,10 @@ def test_what_is_passed_on_to_slurm(written: Write) -> None:
         "--job-name",
         "run-7",
     )
-    found = options_of(
-        written("mine.yaml", *OPTIONS, *more, "--cpus-per-node", "32", "--grace-period", "300")
+    result = options_of(
+        written(
+            "mine.yaml", *OPTIONS, *extra_args, "--cpus-per-node", "32", "--grace-period", "300"
+        )
     )
     wanted = {
         "partition": "long",
@@ -227,13 +236,13 @@ def test_what_is_passed_on_to_slurm(written: Write) -> None:
         "constraint": "a100&ib",
         "job-name": "run-7",
     }
-    assert wanted.items() <= found.items()
-    assert found["cpus-per-task"] == "32"
-    assert found["signal"] == "TERM@300"
+    assert wanted.items() <= result.items()
+    assert result["cpus-per-task"] == "32"
+    assert result["signal"] == "TERM@300"
 
 
-def test_a_name_from_a_file_that_slurm_takes(here: Path, written: Write) -> None:
-    (here / "mine.yaml").rename(here / "my run (2).yaml")
+def test_a_name_from_a_file_that_slurm_takes(workdir: Path, written: Write) -> None:
+    (workdir / "mine.yaml").rename(workdir / "my run (2).yaml")
     assert options_of(written("my run (2).yaml", *OPTIONS))["job-name"] == "my-run-2-"
 
 
@@ -243,15 +252,15 @@ def test_an_elastic_config_keeps_its_range(written: Write) -> None:
     assert load_config(*split_cli(command_of(script)[:-1])).config.parallel.hosts == (1, 4)
 
 
-def test_a_file_and_json(here: Path, written: Write) -> None:
-    found = json.loads(written("mine.yaml", *OPTIONS, "--output", "job.sh", "--json"))
-    assert found == {"script": (here / "job.sh").read_text(), "path": "job.sh", "job_id": None}
+def test_a_file_and_json(workdir: Path, written: Write) -> None:
+    result = json.loads(written("mine.yaml", *OPTIONS, "--output", "job.sh", "--json"))
+    assert result == {"script": (workdir / "job.sh").read_text(), "path": "job.sh", "job_id": None}
     assert written("mine.yaml", *OPTIONS, "--output", "job.sh") == ""
-    assert written("mine.yaml", *OPTIONS) == found["script"]
+    assert written("mine.yaml", *OPTIONS) == result["script"]
 
 
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("args", "parts"),
     [
         (["--nodes", "2", "--time", "4"], ["needs `--gpus-per-node`", "--gpus-per-node 8"]),
         (["--nodes", "0", *OPTIONS[2:]], ["`--nodes 0`", "Allowed: 1 to"]),
@@ -279,16 +288,16 @@ def test_a_file_and_json(here: Path, written: Write) -> None:
         ([*OPTIONS, "parallel.device=cpu"], ["`parallel.device: cpu`", "--gpus-per-node 0"]),
     ],
 )
-def test_what_is_refused(refused: Write, words: list[str], parts: list[str]) -> None:
-    text = refused("mine.yaml", *words)
+def test_what_is_refused(refused: Write, args: list[str], parts: list[str]) -> None:
+    text = refused("mine.yaml", *args)
     for part in parts:
         assert part in text, text
 
 
 def test_submitting_without_slurm(
-    here: Path, refused: Write, monkeypatch: pytest.MonkeyPatch
+    workdir: Path, refused: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(here))
+    monkeypatch.setenv("PATH", str(workdir))
     text = refused("mine.yaml", *OPTIONS, "--submit", "--output", "job.sh")
     assert "sbatch" in text
     assert "login node" in text
@@ -299,23 +308,23 @@ def test_submitting_without_slurm(
 def test_a_signal_to_every_process_of_a_run_is_one_stop(tmp_path: Path) -> None:
     """As Slurm sends it: to launcher, fork server, ranks and their loader processes."""
     folder = tmp_path / "run"
-    words = (
+    args = (
         *SLOW,
         f"output_dir={folder}",
         "parallel.num_gpus=2",
         "save_steps=0",
         "dataloader_num_workers=2",
     )
-    process = start(*words, "max_steps=400", "task_args.step_s=0.05")
+    process = start(*args, "max_steps=400", "task_args.step_s=0.05")
     wait_for_step(folder, 5, process)
     launcher = psutil.Process(process.pid)
     everyone = [launcher, *launcher.children(recursive=True)]
-    for one in everyone:
-        os.kill(one.pid, signal.SIGTERM)
+    for member in everyone:
+        os.kill(member.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
     assert psutil.wait_procs(everyone, timeout=10)[1] == []
     stopped_at = report(folder)["steps"]
     assert stopped_at == max(event["step"] for event in events(folder, "step"))
-    run(*words, f"max_steps={stopped_at + 1}", "--allow-config-change")
+    run(*args, f"max_steps={stopped_at + 1}", "--allow-config-change")
     assert report(folder)["resumed_from_step"] == stopped_at

@@ -77,17 +77,17 @@ Choice = Callable[[LiveRun, Random], list[psutil.Process]]
 
 
 def any_rank(run: LiveRun, random: Random) -> list[psutil.Process]:
-    found = run.rank_processes()
-    return [random.choice(found)] if found else []
+    ranks = run.rank_processes()
+    return [random.choice(ranks)] if ranks else []
 
 
 def rank_zero(run: LiveRun, _random: Random) -> list[psutil.Process]:
-    return [one for number, one in run.ranks().items() if number == 0]
+    return [process for number, process in run.ranks().items() if number == 0]
 
 
 def another_rank(run: LiveRun, random: Random) -> list[psutil.Process]:
-    found = [one for number, one in sorted(run.ranks().items()) if number != 0]
-    return [random.choice(found)] if found else []
+    ranks = [process for number, process in sorted(run.ranks().items()) if number != 0]
+    return [random.choice(ranks)] if ranks else []
 
 
 def launcher(run: LiveRun, _random: Random) -> list[psutil.Process]:
@@ -101,7 +101,7 @@ def fork_server(run: LiveRun, _random: Random) -> list[psutil.Process]:
 
 def group(run: LiveRun, _random: Random) -> list[psutil.Process]:
     """The process group of the command, as a terminal or `kill -- -PGID` reaches it."""
-    return [one for one in run.everyone() if os.getpgid(one.pid) == run.process.pid]
+    return [process for process in run.everyone() if os.getpgid(process.pid) == run.process.pid]
 
 
 def every_process(run: LiveRun, _random: Random) -> list[psutil.Process]:
@@ -111,9 +111,9 @@ def every_process(run: LiveRun, _random: Random) -> list[psutil.Process]:
 
 def send(number: signal.Signals, whom: Choice) -> Deed:
     def deed(run: LiveRun, random: Random) -> None:
-        for one in whom(run, random):
+        for process in whom(run, random):
             with contextlib.suppress(psutil.Error):
-                one.send_signal(number)
+                process.send_signal(number)
 
     return deed
 
@@ -197,7 +197,7 @@ class Fault:
         ending = {rank_process.pid for rank_process in run.rank_processes()}
         self.deed(run, random)
         if self.attempts:
-            run.begin_life_after(ending)
+            run.begin_attempt_after(ending)
         return True
 
 
@@ -251,4 +251,4 @@ _ALL = [
     ),
 ]
 #: name → fault
-FAULTS: Mapping[str, Fault] = {one.name: one for one in _ALL}
+FAULTS: Mapping[str, Fault] = {fault.name: fault for fault in _ALL}

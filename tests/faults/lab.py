@@ -85,47 +85,49 @@ class Driven:
     starts: int = 0
     digest: str = ""
     left: list[str] = field(default_factory=list)
-    said: str = ""
+    output: str = ""
 
 
-def drive(folder: Path, words: Sequence[str], faults: Sequence[str | Fault], seed: int) -> Driven:
+def drive(folder: Path, args: Sequence[str], faults: Sequence[str | Fault], seed: int) -> Driven:
     """Run, and do the faults one after the other, until the run has ended by itself with exit code
     0. The command is given again only where a fault ends it: by a signal, or with the launcher.
     Fails where the run ends otherwise than the fault says, or loses more steps than it may."""
-    random, found = Random(seed), Driven()
+    random, result = Random(seed), Driven()
     pending = [FAULTS[fault] if isinstance(fault, str) else fault for fault in faults]
     scratch, token = Path(tempfile.mkdtemp(prefix="lab-")), new_token()
     ports: set[int] = set()
     struck: list[tuple[float, Fault]] = []
-    run, last, word = None, None, None
+    run, last, message = None, None, None
     try:
         while run is None or last is not None:
             if last is not None:
-                words = replaced(words, last.then)
-            run = LiveRun(words, folder, scratch, token)
+                args = replaced(args, last.then)
+            run = LiveRun(args, folder, scratch, token)
             last = _strike(run, pending, random, struck, ports)
             code, wanted = run.end(), 0 if last is None else last.ends
-            assert code == wanted, f"exit code {code}, expected {wanted}\n{run.said[-4000:]}"
-            assert word is None or word in run.said, f"{word!r} was not said\n{run.said[-4000:]}"
-            word = last.harm(folder) if last is not None and last.harm is not None else None
-        found.said, found.left = run.said, left_behind(run, scratch, ports)
+            assert code == wanted, f"exit code {code}, expected {wanted}\n{run.output[-4000:]}"
+            assert message is None or message in run.output, (
+                f"{message!r} is missing\n{run.output[-4000:]}"
+            )
+            message = last.harm(folder) if last is not None and last.harm is not None else None
+        result.output, result.left = run.output, left_behind(run, scratch, ports)
     finally:
         if run is not None:
             run.kill()
         shutil.rmtree(scratch, ignore_errors=True)
-    found.tried = Counter(fault.name for _, fault in struck)
-    found.lost = steps_lost(folder, struck)
-    found.starts = sum(
+    result.tried = Counter(fault.name for _, fault in struck)
+    result.lost = steps_lost(folder, struck)
+    result.starts = sum(
         event["type"] == "run_start" for event in read_events(folder / "events.jsonl")
     )
-    found.digest = digest(folder)
-    return found
+    result.digest = digest(folder)
+    return result
 
 
-def replaced(words: Sequence[str], by: Sequence[str]) -> list[str]:
+def replaced(args: Sequence[str], replacements: Sequence[str]) -> list[str]:
     """``words``, with those of the same key in their place."""
-    keys = {one.partition("=")[0] for one in by}
-    return [arg for arg in words if arg.partition("=")[0] not in keys] + [*by]
+    keys = {arg.partition("=")[0] for arg in replacements}
+    return [arg for arg in args if arg.partition("=")[0] not in keys] + [*replacements]
 
 
 def _strike(
@@ -170,39 +172,41 @@ def steps_lost(folder: Path, struck: Sequence[tuple[float, Fault]]) -> dict[str,
 
 
 def listening(run: LiveRun) -> set[int]:
-    found = set()
+    ports = set()
     for process in [run.launcher, *run.rank_processes()]:
         try:
-            found |= {
-                one.laddr.port
-                for one in process.net_connections("tcp")
-                if one.status == psutil.CONN_LISTEN
+            ports |= {
+                connection.laddr.port
+                for connection in process.net_connections("tcp")
+                if connection.status == psutil.CONN_LISTEN
             }
         except psutil.Error:
             continue
-    return found
+    return ports
 
 
 def left_behind(run: LiveRun, scratch: Path, ports: set[int]) -> list[str]:
     """Processes, ports and temporary files of a run that has ended, in words."""
     _, alive = psutil.wait_procs(run.everyone(), timeout=5.0)
-    found = [f"process {one.pid}" for one in alive if one.status() != psutil.STATUS_ZOMBIE]
+    leftovers = [
+        f"process {process.pid}" for process in alive if process.status() != psutil.STATUS_ZOMBIE
+    ]
     open_ports = {
-        one.laddr.port
-        for one in psutil.net_connections("tcp")
-        if one.status == psutil.CONN_LISTEN and one.laddr
+        connection.laddr.port
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr
     }
-    found += [f"port {one}" for one in sorted(ports & open_ports)]
+    leftovers += [f"port {port}" for port in sorted(ports & open_ports)]
     # torch keeps an empty folder for what it has compiled, on purpose and one for all of a user's
     # programs.
     files = [path for name in ("tmp", "shm") for path in sorted((scratch / name).iterdir())]
-    found += [
+    leftovers += [
         str(file.relative_to(scratch))
         for file in files
         if not file.name.startswith("torchinductor_")
     ]
     hidden = [path for path in run.folder.rglob(".*") if path.name not in (".lock", ".launch.lock")]
-    return found + [str(one.relative_to(run.folder)) for one in hidden]
+    return leftovers + [str(path.relative_to(run.folder)) for path in hidden]
 
 
 # -- the table
@@ -233,9 +237,9 @@ def note(fault: str, mode: str, tried: int, *, lost: int | None, equal: bool | s
     row.equal = row.equal and equal
 
 
-def note_driven(mode: str, found: Driven, equal: bool) -> None:
-    for name, tried in found.tried.items():
-        note(name, mode, tried, lost=found.lost.get(name, 0), equal=equal)
+def note_driven(mode: str, result: Driven, equal: bool) -> None:
+    for name, tried in result.tried.items():
+        note(name, mode, tried, lost=result.lost.get(name, 0), equal=equal)
 
 
 def table(rows: dict[tuple[str, str], list[str]]) -> str:
@@ -246,16 +250,16 @@ def table(rows: dict[tuple[str, str], list[str]]) -> str:
 
 
 def cells() -> dict[tuple[str, str], list[str]]:
-    found = {}
+    by_mode = {}
     for key, row in ROWS.items():
         equal = row.equal if isinstance(row.equal, str) else "yes" if row.equal else "NO"
-        found[key] = [
+        by_mode[key] = [
             str(row.tried),
             str(row.recovered),
             "–" if row.lost is None else str(row.lost),
             equal,
         ]
-    return found
+    return by_mode
 
 
 def write() -> None:

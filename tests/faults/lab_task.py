@@ -92,10 +92,10 @@ class Cutter:
     def _hit(self, name, path):
         if self.step is None and not any(Path(self.folder).glob("step-*")):
             return
-        found = re.match(r"\.step-(\d+)\.\d+\.tmp", path)
-        if found and name in ("mkdir", "open"):
-            self.step = self.step or found[1]
-            if found[1] != self.step:
+        match = re.match(r"\.step-(\d+)\.\d+\.tmp", path)
+        if match and name in ("mkdir", "open"):
+            self.step = self.step or match[1]
+            if match[1] != self.step:
                 self.at = 0  # a second save: none is left to be cut
         self.number += 1
         if self.number == self.at:

@@ -29,11 +29,11 @@ class LiveRun:
             machine lets tests mount) and what it says.
     """
 
-    def __init__(self, words: Sequence[str], folder: Path, scratch: Path, token: str) -> None:
+    def __init__(self, args: Sequence[str], folder: Path, scratch: Path, token: str) -> None:
         self.folder, self.tmp, self.token = folder, scratch / "tmp", token
-        for one in (self.tmp, scratch / "shm"):
-            one.mkdir(parents=True, exist_ok=True)
-        self._said = scratch / "said"
+        for directory in (self.tmp, scratch / "shm"):
+            directory.mkdir(parents=True, exist_ok=True)
+        self._output_file = scratch / "output"
         environment = {**os.environ, "TMPDIR": str(self.tmp), TOKEN: token}
         command = [
             *own_shared_memory(scratch / "shm"),
@@ -41,15 +41,15 @@ class LiveRun:
             "-m",
             "paceline",
             "sft",
-            *words,
+            *args,
             f"output_dir={folder}",
         ]
-        with open(self._said, "wb") as said:
+        with open(self._output_file, "wb") as output:
             self.process = subprocess.Popen(
                 command,
                 env=environment,
                 stdout=subprocess.DEVNULL,
-                stderr=said,
+                stderr=output,
                 start_new_session=True,
             )
         self._read, self._offset = [], self._size()
@@ -57,8 +57,8 @@ class LiveRun:
         self._old: set[int] = set()  # ranks of an attempt that a fault has ended
 
     @property
-    def said(self) -> str:
-        return self._said.read_text(errors="replace")
+    def output(self) -> str:
+        return self._output_file.read_text(errors="replace")
 
     # -- its processes
     @property
@@ -70,27 +70,31 @@ class LiveRun:
         if self._server is None or not self._server.is_running():
             self._server = None
             with contextlib.suppress(psutil.Error):
-                found = [
-                    one
-                    for one in self.launcher.children()
-                    if "forkserver" in " ".join(one.cmdline())
+                servers = [
+                    process
+                    for process in self.launcher.children()
+                    if "forkserver" in " ".join(process.cmdline())
                 ]
-                self._server = found[0] if found else None
+                self._server = servers[0] if servers else None
         return self._server
 
     def everyone(self) -> list[psutil.Process]:
         """Every living process that this run has started, whoever its parent is now."""
-        return [one for one in psutil.process_iter() if _has_token(one, self.token)]
+        return [process for process in psutil.process_iter() if _has_token(process, self.token)]
 
     def ranks(self) -> dict[int, psutil.Process]:
         """Those of the attempt under way that have said who they are."""
-        server, found = self.server(), {}
+        server, ranks = self.server(), {}
         for file in self.tmp.glob("paceline-run-*/pid-*"):
             with contextlib.suppress(psutil.Error, OSError, ValueError):
-                one = psutil.Process(int(file.read_text()))
-                if server is not None and one.ppid() == server.pid and one.pid not in self._old:
-                    found[int(file.name.rpartition("-")[2])] = one
-        return found
+                process = psutil.Process(int(file.read_text()))
+                if (
+                    server is not None
+                    and process.ppid() == server.pid
+                    and process.pid not in self._old
+                ):
+                    ranks[int(file.name.rpartition("-")[2])] = process
+        return ranks
 
     def rank_processes(self) -> list[psutil.Process]:
         """Those of the attempt under way, also where they have only just started."""
@@ -98,15 +102,15 @@ class LiveRun:
         with contextlib.suppress(psutil.Error):
             return (
                 sorted(
-                    (one for one in server.children() if one.pid not in self._old),
-                    key=lambda one: one.pid,
+                    (process for process in server.children() if process.pid not in self._old),
+                    key=lambda process: process.pid,
                 )
                 if server
                 else []
             )
         return []
 
-    def begin_life_after(self, ending: set[int]) -> None:
+    def begin_attempt_after(self, ending: set[int]) -> None:
         """These ranks are of an attempt that a fault has just ended; what they have logged is no
         more looked at."""
         self.events()
@@ -123,13 +127,13 @@ class LiveRun:
         """Of the attempt under way (whole lines alone)."""
         with contextlib.suppress(OSError), open(self.folder / "events.jsonl", "rb") as handle:
             handle.seek(self._offset)
-            whole, _, _ = handle.read().rpartition(b"\n")
-            if whole:
-                self._offset += len(whole) + 1
-                for line in filter(None, whole.split(b"\n")):
+            complete, _, _ = handle.read().rpartition(b"\n")
+            if complete:
+                self._offset += len(complete) + 1
+                for line in filter(None, complete.split(b"\n")):
                     with contextlib.suppress(ValueError):  # a line that a fault has cut
                         self._read.append(json.loads(line))
-        starts = [place for place, one in enumerate(self._read) if one["type"] == "run_start"]
+        starts = [place for place, event in enumerate(self._read) if event["type"] == "run_start"]
         return self._read[starts[-1] :] if starts else []
 
     def steps(self) -> int:
@@ -146,9 +150,9 @@ class LiveRun:
             if self.process.poll() is not None:
                 return False
             if time.monotonic() > deadline:
-                said = self.said
+                output = self.output
                 self.kill()
-                raise AssertionError(f"the run stood still for {timeout_s:.0f} s\n{said[-3000:]}")
+                raise AssertionError(f"the run stood still for {timeout_s:.0f} s\n{output[-3000:]}")
             time.sleep(each_s)
         return True
 
@@ -158,9 +162,9 @@ class LiveRun:
         return int(self.process.wait())
 
     def kill(self) -> None:
-        for one in self.everyone():
+        for process in self.everyone():
             with contextlib.suppress(psutil.Error):
-                one.kill()
+                process.kill()
         self.process.wait()
 
 

@@ -12,22 +12,22 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 def test_kills_in_a_row_of_what_is_compressed(tmp_path: Path) -> None:
     """Of rank 0 and of the fork server; what waits to be sent comes back too."""
-    words = (*SMALL, *MODES["ddp, topk"], "max_steps=100")
-    undisturbed = drive(tmp_path / "undisturbed", words, [], seed=0)
+    args = (*SMALL, *MODES["ddp, topk"], "max_steps=100")
+    undisturbed = drive(tmp_path / "undisturbed", args, [], seed=0)
     faults = ["kill -9 of the fork server", "kill -9 of rank 0"]
-    found = drive(tmp_path / "run", words, faults, seed=1)
-    assert found.tried.total() == len(faults)
-    assert (found.digest, found.left) == (undisturbed.digest, [])
+    result = drive(tmp_path / "run", args, faults, seed=1)
+    assert result.tried.total() == len(faults)
+    assert (result.digest, result.left) == (undisturbed.digest, [])
 
 
 @pytest.mark.soak
 def test_a_rank_that_stands_still_for_good_is_replaced(tmp_path: Path) -> None:
-    words = task_words(tmp_path, "lab_task.py", num_ranks=2, base_s=0.02)
-    words += ["recovery.hang_warning_s=2", "recovery.hang_timeout_s=4"]
-    undisturbed = drive(tmp_path / "undisturbed", words, [], seed=0)
-    found = drive(
-        tmp_path / "run", words, ["SIGSTOP of a rank, 2 s", "SIGSTOP of a rank, for good"], seed=1
+    args = task_words(tmp_path, "lab_task.py", num_ranks=2, base_s=0.02)
+    args += ["recovery.hang_warning_s=2", "recovery.hang_timeout_s=4"]
+    undisturbed = drive(tmp_path / "undisturbed", args, [], seed=0)
+    result = drive(
+        tmp_path / "run", args, ["SIGSTOP of a rank, 2 s", "SIGSTOP of a rank, for good"], seed=1
     )
     (fault,) = events(tmp_path / "run", "fault")
     assert "SIGSTOP" in fault["reason"]
-    assert (found.digest, found.left, found.starts) == (undisturbed.digest, [], 2)
+    assert (result.digest, result.left, result.starts) == (undisturbed.digest, [], 2)

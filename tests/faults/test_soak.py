@@ -31,18 +31,18 @@ EVALUATING = (
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_kills_at_random_times(mode: str, tmp_path: Path) -> None:
-    words = (*SMALL, *MODES[mode], "max_steps=240")
-    undisturbed = drive(tmp_path / "undisturbed", words, [], seed=0)
+    args = (*SMALL, *MODES[mode], "max_steps=240")
+    undisturbed = drive(tmp_path / "undisturbed", args, [], seed=0)
     assert undisturbed.left == []
     pending = [name for name, number in KILLS.items() for _ in range(number)]
     random.Random(mode).shuffle(pending)
     seed = 0
     while pending:
         seed += 1
-        found = drive(tmp_path / f"run-{seed}", words, pending, seed)
-        note_driven(mode, found, found.digest == undisturbed.digest)
-        assert (found.digest, found.left) == (undisturbed.digest, []), found
-        pending = pending[found.tried.total() :]
+        result = drive(tmp_path / f"run-{seed}", args, pending, seed)
+        note_driven(mode, result, result.digest == undisturbed.digest)
+        assert (result.digest, result.left) == (undisturbed.digest, []), result
+        pending = pending[result.tried.total() :]
 
 
 @pytest.fixture(scope="module")
@@ -53,26 +53,26 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_sigterm_at_any_place(workers: int, spoken: str, tmp_path: Path) -> None:
-    faults = [one for one in FAULTS if one.startswith("SIGTERM")]
-    words = (*EVALUATING, f"dataloader_num_workers={workers}")
-    found = drive(
-        tmp_path / "run", words, random.Random(workers).sample(faults, len(faults)), seed=workers
+    faults = [fault for fault in FAULTS if fault.startswith("SIGTERM")]
+    args = (*EVALUATING, f"dataloader_num_workers={workers}")
+    result = drive(
+        tmp_path / "run", args, random.Random(workers).sample(faults, len(faults)), seed=workers
     )
-    note_driven(f"ddp, {workers} loader workers", found, found.digest == spoken)
-    assert sorted(found.tried) == sorted(faults)
-    assert (found.digest, found.left) == (spoken, [])
-    assert set(found.lost.values()) == {0}  # each has committed the step that it stopped at
+    note_driven(f"ddp, {workers} loader workers", result, result.digest == spoken)
+    assert sorted(result.tried) == sorted(faults)
+    assert (result.digest, result.left) == (spoken, [])
+    assert set(result.lost.values()) == {0}  # each has committed the step that it stopped at
 
 
 def test_stopped_processes(spoken: str, tmp_path: Path) -> None:
     """For a while: nobody is restarted. For good: named, ended, replaced."""
-    words = (*EVALUATING, "recovery.hang_warning_s=3", "recovery.hang_timeout_s=6")
-    found = drive(tmp_path / "short", words, ["SIGSTOP of a rank, 2 s"] * 6, seed=1)
-    note_driven("ddp", found, found.digest == spoken)
-    assert (found.digest, found.left, found.starts) == (spoken, [], 1)
-    found = drive(tmp_path / "long", words, ["SIGSTOP of a rank, for good"] * 4, seed=2)
-    note_driven("ddp", found, found.digest == spoken)
-    assert (found.digest, found.left, found.starts) == (spoken, [], 5)
+    args = (*EVALUATING, "recovery.hang_warning_s=3", "recovery.hang_timeout_s=6")
+    result = drive(tmp_path / "short", args, ["SIGSTOP of a rank, 2 s"] * 6, seed=1)
+    note_driven("ddp", result, result.digest == spoken)
+    assert (result.digest, result.left, result.starts) == (spoken, [], 1)
+    result = drive(tmp_path / "long", args, ["SIGSTOP of a rank, for good"] * 4, seed=2)
+    note_driven("ddp", result, result.digest == spoken)
+    assert (result.digest, result.left, result.starts) == (spoken, [], 5)
     for fault in events(tmp_path / "long", "fault"):
         assert f"rank {fault['ranks'][0]} on" in fault["reason"]
         assert "SIGSTOP" in fault["reason"]
@@ -83,20 +83,23 @@ def test_shards_that_are_harmed_and_a_config_that_is_edited(spoken: str, tmp_pat
 
     def edited(folder: Path) -> None:
         before = contents(folder)
-        said = run(
+        output = run(
             *replaced(EVALUATING, ["learning_rate=0.5"]), f"output_dir={folder}", expect=2
         ).stderr
-        assert "train_args.learning_rate" in said
+        assert "train_args.learning_rate" in output
         assert contents(folder) == before
 
     kill = FAULTS["kill -9 of the launcher"]
     edit = replace(kill, name="a config edited before a resume", moment=in_training, harm=edited)
-    found = drive(
-        folder, EVALUATING, [*(one for one in FAULTS if one.startswith("a shard")), edit], seed=3
+    result = drive(
+        folder,
+        EVALUATING,
+        [*(fault for fault in FAULTS if fault.startswith("a shard")), edit],
+        seed=3,
     )
-    note_driven("ddp", found, found.digest == spoken)
-    assert len(found.tried) == 4
-    assert (found.digest, found.left) == (spoken, [])
+    note_driven("ddp", result, result.digest == spoken)
+    assert len(result.tried) == 4
+    assert (result.digest, result.left) == (spoken, [])
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -104,14 +107,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_four_two_four_ranks(tmp_path: Path) -> None:
-    words = replaced(EVALUATING, ["parallel.num_gpus=4"])
-    drive(tmp_path / "whole", words, [], seed=0)
+    args = replaced(EVALUATING, ["parallel.num_gpus=4"])
+    drive(tmp_path / "whole", args, [], seed=0)
     stop = replace(
         FAULTS["SIGTERM to the launcher, in training"], name="a world of 4 → 2 → 4 ranks"
     )
     attempts = [replace(stop, then=(f"parallel.num_gpus={number}",)) for number in (2, 4)]
-    found = drive(tmp_path / "run", words, attempts, seed=4)
-    assert found.left == []
+    result = drive(tmp_path / "run", args, attempts, seed=4)
+    assert result.left == []
     starts = events(tmp_path / "run", "run_start")
     assert [start["world_size"] for start in starts] == [4, 2, 4]
     assert {start["derived"]["global_batch_size"] for start in starts} == {8}
@@ -125,18 +128,18 @@ def losses_of(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_killed_at_each_place_of_a_save(victim: int, tmp_path: Path) -> None:
-    words = [
+    args = [
         *task_words(tmp_path, "lab_task.py", num_ranks=2, mode="zero3", cut=True, rank=victim),
         "save_total_limit=1",
     ]
     name = f"kill -9 of rank {victim} at each place of a save"
-    found = drive(tmp_path / "run", words, [], seed=0)
+    result = drive(tmp_path / "run", args, [], seed=0)
     cuts = (tmp_path / "flags" / "cuts").read_text().splitlines()
-    whole = drive(tmp_path / "whole", words, [], seed=0)
+    reference = drive(tmp_path / "whole", args, [], seed=0)
     lost = steps_lost(tmp_path / "run", [(0.0, Fault(name, in_training, send_nothing))])
-    note(name, "zero3", len(cuts), lost=lost[name], equal=found.digest == whole.digest)
-    assert (found.digest, found.left) == (whole.digest, [])
-    assert found.starts == len(cuts) + 1
+    note(name, "zero3", len(cuts), lost=lost[name], equal=result.digest == reference.digest)
+    assert (result.digest, result.left) == (reference.digest, [])
+    assert result.starts == len(cuts) + 1
     done_to = {cut.partition(" ")[0] for cut in cuts}
     assert done_to >= {"open", "fsync", "replace"}, cuts
     if victim == 0:  # it makes the folder, names it, and prunes the one before
@@ -145,10 +148,10 @@ def test_killed_at_each_place_of_a_save(victim: int, tmp_path: Path) -> None:
 
 
 def test_numbers_that_go_wrong_on_one_rank(tmp_path: Path) -> None:
-    words = task_words(tmp_path, "../faulty_task.py", num_ranks=3)
-    whole = drive(tmp_path / "whole", words, [], seed=0)
+    args = task_words(tmp_path, "../faulty_task.py", num_ranks=3)
+    reference = drive(tmp_path / "whole", args, [], seed=0)
     flip = {"rank": 1, "call": 18, "name": "2.weight"}
-    found = drive(
+    result = drive(
         tmp_path / "flipped",
         task_words(tmp_path, "../faulty_task.py", num_ranks=3, flip=flip),
         [],
@@ -156,45 +159,45 @@ def test_numbers_that_go_wrong_on_one_rank(tmp_path: Path) -> None:
     )
     name = "a parameter's bit flipped on one rank"
     lost = steps_lost(tmp_path / "flipped", [(0.0, Fault(name, in_training, send_nothing))])
-    note(name, "ddp", 1, lost=lost[name], equal=found.digest == whole.digest)
+    note(name, "ddp", 1, lost=lost[name], equal=result.digest == reference.digest)
     assert [event["ranks"] for event in events(tmp_path / "flipped", "drift")] == [[1]]
-    assert (found.digest, found.left) == (whole.digest, [])
+    assert (result.digest, result.left) == (reference.digest, [])
 
-    words = task_words(tmp_path, "../faulty_task.py", num_ranks=3, bad=[3, 77, 120])
-    whole = drive(tmp_path / "skipping", words, [], seed=0)
-    found = drive(tmp_path / "killed", words, ["kill -9 of a rank"] * 3, seed=5)
+    args = task_words(tmp_path, "../faulty_task.py", num_ranks=3, bad=[3, 77, 120])
+    reference = drive(tmp_path / "skipping", args, [], seed=0)
+    result = drive(tmp_path / "killed", args, ["kill -9 of a rank"] * 3, seed=5)
     skipped = [event["step"] for event in events(tmp_path / "skipping", "skipped")]
-    note("NaN on one rank", "ddp", len(skipped), lost=None, equal=found.digest == whole.digest)
+    note("NaN on one rank", "ddp", len(skipped), lost=None, equal=result.digest == reference.digest)
     assert skipped
     assert {len(event["ranks"]) for event in events(tmp_path / "skipping", "skipped")} == {1}
-    assert (found.digest, found.left) == (whole.digest, [])
+    assert (result.digest, result.left) == (reference.digest, [])
 
 
 def test_a_slow_rank_and_a_collective_that_is_left_out(tmp_path: Path) -> None:
-    words = task_words(tmp_path, "lab_task.py", num_ranks=3, base_s=0.05)
-    whole = drive(tmp_path / "whole", words, [], seed=0)
+    args = task_words(tmp_path, "lab_task.py", num_ranks=3, base_s=0.05)
+    reference = drive(tmp_path / "whole", args, [], seed=0)
     slow = task_words(
         tmp_path, "lab_task.py", num_ranks=3, base_s=0.05, fault="slow", rank=2, from_step=20
     )
-    found = drive(tmp_path / "slow", slow, [], seed=0)
+    result = drive(tmp_path / "slow", slow, [], seed=0)
     named = events(tmp_path / "slow", "straggler")
-    assert [one["rank"] for one in named] == [2]
+    assert [event["rank"] for event in named] == [2]
     assert 20 <= named[0]["step"] < 30
-    assert (found.digest, found.left, found.starts) == (whole.digest, [], 1)
+    assert (result.digest, result.left, result.starts) == (reference.digest, [], 1)
     note("a rank slower by 200 ms (named)", "ddp", 1, lost=None, equal=True)
 
     skip = task_words(
         tmp_path, "lab_task.py", num_ranks=3, base_s=0.05, fault="skip", rank=1, from_step=20
     )
-    told = Fault("a collective that one rank leaves out", at_its_end, send_nothing, ends=1)
-    found = drive(tmp_path / "skipped", skip, [told], seed=0)
-    note_driven("ddp", found, found.digest == whole.digest)
-    assert (found.digest, found.left) == (whole.digest, [])
+    fault = Fault("a collective that one rank leaves out", at_its_end, send_nothing, ends=1)
+    result = drive(tmp_path / "skipped", skip, [fault], seed=0)
+    note_driven("ddp", result, result.digest == reference.digest)
+    assert (result.digest, result.left) == (reference.digest, [])
 
 
 def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
-    words = replaced(EVALUATING, ["save_total_limit=1", "async_save=true"])
-    whole = drive(tmp_path / "whole", words, [], seed=0)
+    args = replaced(EVALUATING, ["save_total_limit=1", "async_save=true"])
+    reference = drive(tmp_path / "whole", args, [], seed=0)
     name = "a disk that is full for a while"
     with disk(tmp_path / "small", "size=48m") as mounted:
         if not mounted:
@@ -212,11 +215,11 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
             run.wait(failed)
             ballast.unlink()
 
-        found = drive(
-            tmp_path / "small" / "run", words, [Fault(name, with_two_saves, fill)] * 3, seed=6
+        result = drive(
+            tmp_path / "small" / "run", args, [Fault(name, with_two_saves, fill)] * 3, seed=6
         )
-        note(name, "ddp", found.tried[name], lost=None, equal=found.digest == whole.digest)
-        assert (found.digest, found.left, found.tried[name]) == (whole.digest, [], 3)
+        note(name, "ddp", result.tried[name], lost=None, equal=result.digest == reference.digest)
+        assert (result.digest, result.left, result.tried[name]) == (reference.digest, [], 3)
 
 
 def with_two_saves(run: LiveRun, _random: random.Random) -> bool:
@@ -250,14 +253,14 @@ def test_fifty_pairs_of_runs_started_at_once(
             monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache-{number}"))
             begun += [
                 (
-                    tmp_path / f"{number}-{one}",
-                    start(*TINY, f"output_dir={tmp_path}/{number}-{one}"),
+                    tmp_path / f"{number}-{fault}",
+                    start(*TINY, f"output_dir={tmp_path}/{number}-{fault}"),
                 )
-                for one in "ab"
+                for fault in "ab"
             ]
         for folder, process in begun:
-            _, said = process.communicate(timeout=300)
-            assert process.returncode == 0, said
+            _, output = process.communicate(timeout=300)
+            assert process.returncode == 0, output
             digests.add(digest(folder))
     assert len(digests) == 1
     note("two runs started at once", "ddp", PAIRS, lost=None, equal=True)

@@ -33,27 +33,27 @@ def parse(*tokens: str) -> argparse.Namespace:
     return parser.parse(rest)
 
 
-def start(*words: str, verb: str = "sft", **settings: Any) -> subprocess.Popen[str] | Command:
+def start(*args: str, verb: str = "sft", **settings: Any) -> subprocess.Popen[str] | Command:
     """Start `paceline VERB WORDS`, see :mod:`command_server`. ``settings``: of
     :class:`subprocess.Popen`."""
     environment = settings.get("env") or os.environ
     if settings.keys() <= {"env", "cwd", "start_new_session"} and SERVER.can_run(environment):
         return SERVER.start(
-            [verb, *words],
+            [verb, *args],
             environment,
             Path(settings.get("cwd") or Path.cwd()),
             settings.get("start_new_session", False),
         )
-    command = [sys.executable, "-m", "paceline", verb, *words]
+    command = [sys.executable, "-m", "paceline", verb, *args]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings
     )
 
 
 def run(
-    *words: str, verb: str = "sft", expect: int = 0, timeout_s: float = 300.0, **settings: Any
+    *args: str, verb: str = "sft", expect: int = 0, timeout_s: float = 300.0, **settings: Any
 ) -> subprocess.CompletedProcess[str]:
-    process = start(*words, verb=verb, **settings)
+    process = start(*args, verb=verb, **settings)
     out, err = process.communicate(timeout=timeout_s)
     assert process.returncode == expect, (
         f"exit code {process.returncode}, expected {expect}\n{err[-3000:]}"
@@ -62,9 +62,9 @@ def run(
 
 
 def train(
-    output_dir: Path, *words: str, expect: int = 0, **settings: Any
+    output_dir: Path, *args: str, expect: int = 0, **settings: Any
 ) -> subprocess.CompletedProcess[str]:
-    return run(*MICRO, f"output_dir={output_dir}", *words, expect=expect, **settings)
+    return run(*MICRO, f"output_dir={output_dir}", *args, expect=expect, **settings)
 
 
 def report(output_dir: Path) -> dict[str, Any]:
@@ -113,12 +113,12 @@ def rank_server(process: subprocess.Popen[str] | Command) -> psutil.Process:
 def forked(process: subprocess.Popen[str] | Command) -> list[psutil.Process]:
     """The ranks of a command that starts them from a warm server: the server is the command's own
     child, they are its."""
-    found = []
-    for one in psutil.Process(process.pid).children(recursive=True):
+    processes = []
+    for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if one.ppid() != process.pid:
-                found.append(one)
-    return found
+            if child.ppid() != process.pid:
+                processes.append(child)
+    return processes
 
 
 def spawned(process: subprocess.Popen[str]) -> list[psutil.Process]:

@@ -20,11 +20,11 @@ PAIRS = [{"prompt": f"How much is {n} + {n}?", "completion": f"It is {2 * n}."} 
 CHATS = [
     {
         "messages": [
-            {"role": "user", "content": one["prompt"]},
-            {"role": "assistant", "content": one["completion"]},
+            {"role": "user", "content": pair["prompt"]},
+            {"role": "assistant", "content": pair["completion"]},
         ]
     }
-    for one in PAIRS
+    for pair in PAIRS
 ]
 
 Refused = Callable[..., str]
@@ -36,7 +36,7 @@ def save(path: Path, rows: list[object]) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder in which the person stands: good data and a model."""
     multiprocessing.util.get_temp_dir()  # made once a process, elsewhere
     folder = tmp_path / "here"
@@ -54,13 +54,13 @@ def listing(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def refused(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+def refused(workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
     """Run words of a command line that must be refused; gives the paragraph."""
 
     def check(
-        *words: str, verb: str = "sft", output_dir: str | None = "out/run", defaults: bool = True
+        *args: str, verb: str = "sft", output_dir: str | None = "out/run", defaults: bool = True
     ) -> str:
-        given = (
+        settings = (
             [
                 "model=builtin:qwen2-micro",
                 "dataset=pairs.jsonl",
@@ -70,18 +70,18 @@ def refused(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> R
             if defaults
             else []
         )
-        given = [
-            one
-            for one in given
-            if not any(word.startswith(one.partition("=")[0] + "=") for word in words)
+        settings = [
+            setting
+            for setting in settings
+            if not any(arg.startswith(setting.partition("=")[0] + "=") for arg in args)
         ]
-        given += [f"output_dir={output_dir}"] if output_dir else []
-        before = listing(here)
-        code = main([verb, *words, *given])
+        settings += [f"output_dir={output_dir}"] if output_dir else []
+        before = listing(workdir)
+        code = main([verb, *args, *settings])
         out, err = capsys.readouterr()
         assert code == 2, err
         assert out == ""
-        assert listing(here) == before, "something was written"
+        assert listing(workdir) == before, "something was written"
         assert listing(tmp_path / "tmp") == [], "a temporary folder was left"
         paragraph = err[err.index("error: ") :].rstrip("\n")
         assert "Traceback" not in err
@@ -91,7 +91,7 @@ def refused(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> R
     return check
 
 
-def one_line(text: str, *parts: str) -> None:
+def assert_paragraph(text: str, *parts: str) -> None:
     """One paragraph that holds each of ``parts``."""
     assert "\n" not in text, text
     for part in parts:
@@ -100,7 +100,7 @@ def one_line(text: str, *parts: str) -> None:
 
 # -- the command
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("args", "parts"),
     [
         (["sfft"], ["`paceline sfft`", "Allowed: sft, train", "`paceline sft`"]),
         (["sft", "model=m", "dataset=d", "--dry-rnu"], ["--dry-rnu", "--dry-run"]),
@@ -115,21 +115,21 @@ def one_line(text: str, *parts: str) -> None:
     ],
 )
 def test_the_command(
-    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], parts: list[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str], args: list[str], parts: list[str]
 ) -> None:
-    before = listing(here)
-    assert main(words) == 2
+    before = listing(workdir)
+    assert main(args) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ")
     for part in parts:
         assert part in err
-    assert listing(here) == before
+    assert listing(workdir) == before
 
 
 # -- the config
-def test_wrong_keys_types_and_ranges_of_a_file_all_at_once(here: Path, refused: Refused) -> None:
-    (here / "c.yaml").write_text(
+def test_wrong_keys_types_and_ranges_of_a_file_all_at_once(workdir: Path, refused: Refused) -> None:
+    (workdir / "c.yaml").write_text(
         "modle: m\ntrain_args:\n  learning_rate: fast\n  per_device_train_batch_size: 0\nlora: 3\n"
     )
     text = refused("c.yaml", defaults=False)
@@ -141,7 +141,7 @@ def test_wrong_keys_types_and_ranges_of_a_file_all_at_once(here: Path, refused: 
 
 
 @pytest.mark.parametrize(
-    ("word", "parts"),
+    ("arg", "parts"),
     [
         ("max_stps=3", ["`max_stps`", "did you mean `max_steps`"]),
         ("max_steps=-3", ["max_steps", "-3", "of at least 1"]),
@@ -153,44 +153,46 @@ def test_wrong_keys_types_and_ranges_of_a_file_all_at_once(here: Path, refused: 
         ("optim=adamx", ["adamx", "`adamw`"]),
     ],
 )
-def test_a_wrong_word(refused: Refused, word: str, parts: list[str]) -> None:
-    one_line(refused(word), *parts)
+def test_a_wrong_word(refused: Refused, arg: str, parts: list[str]) -> None:
+    assert_paragraph(refused(arg), *parts)
 
 
 def test_two_precisions(refused: Refused) -> None:
-    one_line(refused("bf16=true", "fp16=true"), "bf16", "fp16", "choose one")
+    assert_paragraph(refused("bf16=true", "fp16=true"), "bf16", "fp16", "choose one")
 
 
 def test_two_spellings_that_disagree(refused: Refused) -> None:
-    one_line(
+    assert_paragraph(
         refused("lora_r=8", "lora.rank=16", "lora.enable=true"), "lora_r", "lora.rank", "8", "16"
     )
 
 
-def test_a_yaml_tag_that_builds_an_object(here: Path, refused: Refused) -> None:
-    (here / "c.yaml").write_text("model: m\ndataset: !!python/object/apply:os.mkdir [made]\n")
-    one_line(refused("c.yaml", defaults=False), "c.yaml line 2", "!!python/object/apply:os.mkdir")
+def test_a_yaml_tag_that_builds_an_object(workdir: Path, refused: Refused) -> None:
+    (workdir / "c.yaml").write_text("model: m\ndataset: !!python/object/apply:os.mkdir [made]\n")
+    assert_paragraph(
+        refused("c.yaml", defaults=False), "c.yaml line 2", "!!python/object/apply:os.mkdir"
+    )
 
 
-def test_gpus_that_are_not_there(here: Path, refused: Refused) -> None:
+def test_gpus_that_are_not_there(workdir: Path, refused: Refused) -> None:
     import torch
 
     if torch.accelerator.is_available():
-        many = torch.accelerator.device_count() + 1
-        one_line(
-            refused("parallel.device=auto", f"parallel.num_gpus={many}"),
-            f"{many}",
+        count = torch.accelerator.device_count() + 1
+        assert_paragraph(
+            refused("parallel.device=auto", f"parallel.num_gpus={count}"),
+            f"{count}",
             "visible",
             "parallel.device=cpu",
         )
     else:
-        one_line(
+        assert_paragraph(
             refused("parallel.device=auto", "parallel.num_gpus=4"),
             "`parallel.num_gpus: 4`",
             "no GPU",
             "parallel.device=cpu",
         )
-        one_line(
+        assert_paragraph(
             refused("parallel.device=cuda"),
             "`parallel.device: cuda`",
             "no accelerator",
@@ -199,62 +201,64 @@ def test_gpus_that_are_not_there(here: Path, refused: Refused) -> None:
 
 
 # -- the model
-def test_a_folder_that_is_no_model(here: Path, refused: Refused) -> None:
-    (here / "notes").mkdir()
-    (here / "notes" / "todo.txt").write_text("x")
-    one_line(refused("model=./notes"), "notes", "is not a model", "config.json", "todo.txt")
-    one_line(refused("model=./nots"), "nots", "does not exist")
-    one_line(refused("model=./pairs.jsonl"), "is a file")
-    one_line(refused("model=builtin:qwen3-micro"), "builtin:qwen2-micro")
+def test_a_folder_that_is_no_model(workdir: Path, refused: Refused) -> None:
+    (workdir / "notes").mkdir()
+    (workdir / "notes" / "todo.txt").write_text("x")
+    assert_paragraph(refused("model=./notes"), "notes", "is not a model", "config.json", "todo.txt")
+    assert_paragraph(refused("model=./nots"), "nots", "does not exist")
+    assert_paragraph(refused("model=./pairs.jsonl"), "is a file")
+    assert_paragraph(refused("model=builtin:qwen3-micro"), "builtin:qwen2-micro")
 
 
-def test_an_adapter_is_not_a_model(here: Path, refused: Refused) -> None:
-    (here / "adapter").mkdir()
-    (here / "adapter" / "adapter_config.json").write_text(
+def test_an_adapter_is_not_a_model(workdir: Path, refused: Refused) -> None:
+    (workdir / "adapter").mkdir()
+    (workdir / "adapter" / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-0.5B"})
     )
-    one_line(
+    assert_paragraph(
         refused("model=./adapter"),
         "it is a LoRA adapter",
         "`model: Qwen/Qwen2.5-0.5B`",
         "adapter: ",
     )
-    (here / "adapter" / "adapter_config.json").write_text("{")
-    one_line(refused("model=./adapter"), "adapter")
+    (workdir / "adapter" / "adapter_config.json").write_text("{")
+    assert_paragraph(refused("model=./adapter"), "adapter")
 
 
-def test_a_config_without_weights_and_a_broken_config(here: Path, refused: Refused) -> None:
+def test_a_config_without_weights_and_a_broken_config(workdir: Path, refused: Refused) -> None:
     source = Path(resolve_model("builtin:qwen2-micro"))
-    shutil.copytree(source, here / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
-    one_line(refused("model=./bare"), "bare", "no weights", "model.safetensors")
-    shutil.copytree(source, here / "broken")
-    (here / "broken" / "config.json").write_text('{"model_type": ')
-    one_line(refused("model=./broken"), "broken", "config.json")
+    shutil.copytree(source, workdir / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert_paragraph(refused("model=./bare"), "bare", "no weights", "model.safetensors")
+    shutil.copytree(source, workdir / "broken")
+    (workdir / "broken" / "config.json").write_text('{"model_type": ')
+    assert_paragraph(refused("model=./broken"), "broken", "config.json")
 
 
-def test_no_adapter_there(here: Path, refused: Refused) -> None:
-    one_line(
+def test_no_adapter_there(workdir: Path, refused: Refused) -> None:
+    assert_paragraph(
         refused("lora.enable=true", "lora.adapter=./nowhere"),
         "lora.adapter",
         "nowhere",
         "does not exist",
     )
-    (here / "empty").mkdir()
-    one_line(refused("lora.enable=true", "lora.adapter=./empty"), "adapter_config.json")
-    one_line(refused("lora.adapter=./empty"), "lora.adapter", "set `lora.enable: true`")
+    (workdir / "empty").mkdir()
+    assert_paragraph(refused("lora.enable=true", "lora.adapter=./empty"), "adapter_config.json")
+    assert_paragraph(refused("lora.adapter=./empty"), "lora.adapter", "set `lora.enable: true`")
 
 
-def test_no_chat_template(here: Path, refused: Refused) -> None:
-    folder = here / "plain"
+def test_no_chat_template(workdir: Path, refused: Refused) -> None:
+    folder = workdir / "plain"
     shutil.copytree(resolve_model("builtin:qwen2-micro"), folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings.pop("chat_template")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    one_line(refused("model=./plain", "dataset=chats.jsonl"), "chat template", "chat_template")
+    assert_paragraph(
+        refused("model=./plain", "dataset=chats.jsonl"), "chat template", "chat_template"
+    )
 
 
 def test_a_model_of_the_hub_without_a_network(refused: Refused) -> None:
-    one_line(
+    assert_paragraph(
         refused("model=some-one/some-model"),
         "some-one/some-model",
         "cannot be downloaded",
@@ -264,40 +268,43 @@ def test_a_model_of_the_hub_without_a_network(refused: Refused) -> None:
 
 # -- the data
 def test_no_such_file(refused: Refused) -> None:
-    one_line(refused("dataset=pears.jsonl"), "pears.jsonl", "did you mean `pairs.jsonl`")
+    assert_paragraph(refused("dataset=pears.jsonl"), "pears.jsonl", "did you mean `pairs.jsonl`")
 
 
 def test_a_dataset_of_the_hub_without_a_network(refused: Refused) -> None:
-    one_line(
+    assert_paragraph(
         refused("dataset=some-one/some-data"),
         "some-one/some-data",
         "cannot be downloaded",
         "dataset=/path/to/data",
     )
-    one_line(refused("dataset=alpaca-en"), "tatsu-lab/alpaca", "cannot be downloaded")
+    assert_paragraph(refused("dataset=alpaca-en"), "tatsu-lab/alpaca", "cannot be downloaded")
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "[]"])
-def test_an_empty_file(here: Path, refused: Refused, content: str) -> None:
-    (here / "empty.jsonl").write_text(content)
-    one_line(refused("dataset=empty.jsonl"), "empty.jsonl", "no rows")
+def test_an_empty_file(workdir: Path, refused: Refused, content: str) -> None:
+    (workdir / "empty.jsonl").write_text(content)
+    assert_paragraph(refused("dataset=empty.jsonl"), "empty.jsonl", "no rows")
 
 
-def test_a_broken_line(here: Path, refused: Refused) -> None:
+def test_a_broken_line(workdir: Path, refused: Refused) -> None:
     lines = [json.dumps(row) for row in PAIRS]
     lines[4] = lines[4][:-9]
-    (here / "broken.jsonl").write_text("\n".join(lines))
-    one_line(refused("dataset=broken.jsonl"), "line 5 of", "not valid JSON", "delete line 5")
+    (workdir / "broken.jsonl").write_text("\n".join(lines))
+    error = refused("dataset=broken.jsonl")
+    assert_paragraph(error, "line 5 of", "not valid JSON", "delete line 5")
 
 
-def test_columns_that_fit_no_format(here: Path, refused: Refused) -> None:
-    (here / "d.csv").write_text("city,people\nBern,134794\nBasel,173552\n")
-    one_line(refused("dataset=d.csv"), "city, people", "alpaca", "messages", "columns: {prompt: ")
-    one_line(refused("dataset=chats.jsonl", "format=alpaca"), "messages", "alpaca")
+def test_columns_that_fit_no_format(workdir: Path, refused: Refused) -> None:
+    (workdir / "d.csv").write_text("city,people\nBern,134794\nBasel,173552\n")
+    assert_paragraph(
+        refused("dataset=d.csv"), "city, people", "alpaca", "messages", "columns: {prompt: "
+    )
+    assert_paragraph(refused("dataset=chats.jsonl", "format=alpaca"), "messages", "alpaca")
 
 
-def test_every_sample_too_long(here: Path, refused: Refused) -> None:
-    one_line(
+def test_every_sample_too_long(workdir: Path, refused: Refused) -> None:
+    assert_paragraph(
         refused("max_length=8", "truncation_strategy=drop"),
         "every sample",
         "too long",
@@ -306,35 +313,37 @@ def test_every_sample_too_long(here: Path, refused: Refused) -> None:
     )
 
 
-def test_workers_that_train_separately_and_have_no_sample(here: Path, refused: Refused) -> None:
-    save(here / "one.jsonl", PAIRS[:1])
-    words = (
+def test_workers_that_train_separately_and_have_no_sample(workdir: Path, refused: Refused) -> None:
+    save(workdir / "one.jsonl", PAIRS[:1])
+    args = (
         "dataset=one.jsonl",
         "parallel.mode=local_sgd",
         "local_sgd.sync_every=1",
         "local_sgd.warmup_steps=0",
         "max_steps=4",
     )
-    one_line(
-        refused(*words, "parallel.num_gpus=2"), "local_sgd", "2 workers", "1 training sample", "ddp"
+    assert_paragraph(
+        refused(*args, "parallel.num_gpus=2"), "local_sgd", "2 workers", "1 training sample", "ddp"
     )
 
 
 # -- the output folder
 def test_output_dir_is_a_file_or_below_one(refused: Refused) -> None:
-    one_line(refused(output_dir="pairs.jsonl"), "`output_dir: pairs.jsonl`", "is a file")
-    one_line(refused(output_dir="pairs.jsonl/deep/run"), "below", "pairs.jsonl", "file")
+    assert_paragraph(refused(output_dir="pairs.jsonl"), "`output_dir: pairs.jsonl`", "is a file")
+    assert_paragraph(refused(output_dir="pairs.jsonl/deep/run"), "below", "pairs.jsonl", "file")
 
 
 def test_output_dir_that_cannot_be_written(refused: Refused) -> None:
     # A place where no one may write, not even root.
-    one_line(refused(output_dir="/proc/1/run"), "`output_dir: /proc/1/run`", "is not writable")
+    assert_paragraph(
+        refused(output_dir="/proc/1/run"), "`output_dir: /proc/1/run`", "is not writable"
+    )
 
 
-def test_output_dir_on_a_read_only_disk(here: Path, refused: Refused) -> None:
-    with disk(here / "disk", "size=64k,ro") as mounted:
+def test_output_dir_on_a_read_only_disk(workdir: Path, refused: Refused) -> None:
+    with disk(workdir / "disk", "size=64k,ro") as mounted:
         if mounted:
-            one_line(
+            assert_paragraph(
                 refused(output_dir="disk/run"),
                 "disk/run",
                 "is not writable",
@@ -343,9 +352,9 @@ def test_output_dir_on_a_read_only_disk(here: Path, refused: Refused) -> None:
 
 
 @pytest.fixture
-def finished(here: Path) -> Path:
+def finished(workdir: Path) -> Path:
     """A folder with the config of a run, as one killed early leaves it."""
-    folder = here / "old"
+    folder = workdir / "old"
     folder.mkdir()
     model = (
         "model: builtin:qwen2-micro\ndataset: pairs.jsonl\nparallel: {device: cpu}\noutput_dir:"
@@ -356,28 +365,30 @@ def finished(here: Path) -> Path:
 
 
 def test_output_dir_holds_another_run(finished: Path, refused: Refused) -> None:
-    one_line(
+    assert_paragraph(
         refused(output_dir="old"),
         "contains a run with another config",
         "train_args.learning_rate: 0.5 → None",
         "--allow-config-change",
     )
-    one_line(
+    assert_paragraph(
         refused("resume=never", output_dir="old"),
         "`output_dir: old` already contains a run",
         "`resume: never`",
     )
     (finished / "config.yaml").write_text("model: [")
-    one_line(refused(output_dir="old"), "contains another run", "config.yaml cannot be loaded")
+    assert_paragraph(
+        refused(output_dir="old"), "contains another run", "config.yaml cannot be loaded"
+    )
 
 
-def test_output_dir_holds_something_else(here: Path, refused: Refused) -> None:
-    (here / "photos").mkdir()
-    (here / "photos" / "config.yaml").write_text("colour: red\n")
-    one_line(refused(output_dir="photos"), "photos", "set another `output_dir`")
-    (here / "photos" / "config.yaml").unlink()
-    shutil.copytree(resolve_model("builtin:qwen2-micro"), here / "photos" / "model")
-    one_line(
+def test_output_dir_holds_something_else(workdir: Path, refused: Refused) -> None:
+    (workdir / "photos").mkdir()
+    (workdir / "photos" / "config.yaml").write_text("colour: red\n")
+    assert_paragraph(refused(output_dir="photos"), "photos", "set another `output_dir`")
+    (workdir / "photos" / "config.yaml").unlink()
+    shutil.copytree(resolve_model("builtin:qwen2-micro"), workdir / "photos" / "model")
+    assert_paragraph(
         refused("model=photos/model", output_dir="photos"),
         "would overwrite files in it",
         "model",
@@ -385,49 +396,50 @@ def test_output_dir_holds_something_else(here: Path, refused: Refused) -> None:
     )
 
 
-def test_the_run_does_not_write_over_its_own_config_file(here: Path, refused: Refused) -> None:
-    (here / "config.yaml").write_text(
+def test_the_run_does_not_write_over_its_own_config_file(workdir: Path, refused: Refused) -> None:
+    (workdir / "config.yaml").write_text(
         "model: builtin:qwen2-micro\ndataset: pairs.jsonl\nparallel: {device: cpu}\n"
     )
-    one_line(
+    assert_paragraph(
         refused("config.yaml", output_dir=".", defaults=False),
         "would overwrite your config file",
         "set another `output_dir`",
     )
 
 
-def test_resume_from_what_is_no_checkpoint(here: Path, refused: Refused) -> None:
-    one_line(
+def test_resume_from_what_is_no_checkpoint(workdir: Path, refused: Refused) -> None:
+    assert_paragraph(
         refused("resume=./nowhere"),
         "`resume: ./nowhere` does not exist",
         "auto, never, or a checkpoint",
     )
-    (here / "hollow").mkdir()
-    one_line(refused("resume=./hollow"), "hollow", "no valid checkpoint")
-    (here / "hollow" / "meta.json").write_text("{}")
-    one_line(refused("resume=./hollow"), "hollow", "not a valid checkpoint", "manifest.json")
+    (workdir / "hollow").mkdir()
+    assert_paragraph(refused("resume=./hollow"), "hollow", "no valid checkpoint")
+    (workdir / "hollow" / "meta.json").write_text("{}")
+    error = refused("resume=./hollow")
+    assert_paragraph(error, "hollow", "not a valid checkpoint", "manifest.json")
 
 
 # -- what only the ranks can see
 @pytest.mark.slow
-def test_targets_that_fit_nothing(here: Path) -> None:
+def test_targets_that_fit_nothing(workdir: Path) -> None:
     done = run_command(
         "model=builtin:qwen2-micro", "dataset=pairs.jsonl", "parallel.device=cpu", "max_steps=2",
         "output_dir=out/run", "per_device_train_batch_size=2", "lora.enable=true",
-        "lora.target_modules=[q_prj]", expect=2, cwd=here,
+        "lora.target_modules=[q_prj]", expect=2, cwd=workdir,
     )  # fmt: skip
     error = done.stderr[done.stderr.index("error: ") :]
-    one_line(error.rstrip(), "lora.target_modules", "q_prj", "q_proj")
-    assert not (here / "out").exists()
+    assert_paragraph(error.rstrip(), "lora.target_modules", "q_prj", "q_proj")
+    assert not (workdir / "out").exists()
 
 
 @pytest.mark.slow
-def test_a_real_process_leaves_nothing(here: Path) -> None:
-    folder = here.parent / "empty"
+def test_a_real_process_leaves_nothing(workdir: Path) -> None:
+    folder = workdir.parent / "empty"
     folder.mkdir()
     environment = {**os.environ, "TMPDIR": str(folder)}
-    words = ("model=builtin:qwen2-micro", "dataset=none.jsonl", "output_dir=out/run")
-    done = run_command(*words, expect=2, cwd=here, env=environment)
+    args = ("model=builtin:qwen2-micro", "dataset=none.jsonl", "output_dir=out/run")
+    done = run_command(*args, expect=2, cwd=workdir, env=environment)
     assert done.stderr.count("error: ") == 1
-    assert not (here / "out").exists()
+    assert not (workdir / "out").exists()
     assert listing(folder) == []

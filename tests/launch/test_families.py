@@ -69,7 +69,7 @@ def group_of(family: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def found(names: tuple[str, ...]) -> dict[str, dict[str, str]]:
+def results(names: tuple[str, ...]) -> dict[str, dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="paceline-families-") as folder:
         return outcomes(list(names), [mode for mode in MODES if mode != "packed"], Path(folder))
 
@@ -85,4 +85,4 @@ CASES = [
 def test_a_family_trains_alike_or_is_refused_for_a_true_reason(family: str, mode: str) -> None:
     usual = "ok" if mode != "packed" else "padded" if family in PADDED else "packed"
     expected = EXPECTED.get((family, mode), f"^{usual}$")
-    assert re.search(expected, found(group_of(family))[family][mode])
+    assert re.search(expected, results(group_of(family))[family][mode])

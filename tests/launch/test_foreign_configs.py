@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs-from-other-tools"
 # A few keys of each that are read under another name, and of those that mean nothing here.
-SAID = {
+NOTICES = {
     "ms_swift_lora_sft": (
         ["tuner_type", "torch_dtype", "truncation_strategy"],
         ["padding_free", "freeze_vit", "model_author"],
@@ -34,14 +34,14 @@ SAID = {
 
 
 def test_there_is_one_of_each_tool() -> None:
-    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(SAID)
+    assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(NOTICES)
 
 
 @pytest.mark.parametrize(
     "name",
     [
         name if name == "axolotl_lora" else pytest.param(name, marks=pytest.mark.soak)
-        for name in sorted(SAID)
+        for name in sorted(NOTICES)
     ],
 )
 def test_it_trains(tmp_path: Path, name: str) -> None:
@@ -51,23 +51,23 @@ def test_it_trains(tmp_path: Path, name: str) -> None:
     ]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     folder = tmp_path / "run"
-    words = [
+    args = [
         f"model={resolve_model('builtin:qwen2-micro')}", f"dataset={tmp_path / 'rows.json'}",
         f"output_dir={folder}", "parallel.device=cpu", "max_steps=2", "dataloader_num_workers=0",
     ]  # fmt: skip
     config = CONFIGS / f"{name}.yaml"
-    done = run(str(config), *words)
-    found = report(folder)
-    assert (found["status"], found["steps"], found["world_size"]) == ("done", 2, 2)
-    assert found["data"]["read"] == 120
+    done = run(str(config), *args)
+    result = report(folder)
+    assert (result["status"], result["steps"], result["world_size"]) == ("done", 2, 2)
+    assert result["data"]["read"] == 120
     assert (folder / "model" / "adapter_config.json").is_file()
 
     # Each key is spoken of once; none is dropped in silence.
-    loaded = load_config(config, words)
+    loaded = load_config(config, args)
     lines = done.stderr.splitlines()
     for _, text in loaded.notices:
         assert [line.removeprefix("warning: ") for line in lines].count(text) == 1, text
-    mapped, ignored = SAID[name]
+    mapped, ignored = NOTICES[name]
     notices = [text for _, text in loaded.notices]
     for key in (*mapped, *ignored):
         assert any(f"`{key}" in text for text in notices), f"{key} is not spoken of"
@@ -77,5 +77,5 @@ def test_it_trains(tmp_path: Path, name: str) -> None:
         assert key in known or any(f"`{key}" in text for text in notices), (
             f"{key} was dropped in silence"
         )
-    told = Counter(event["text"] for event in events(folder, "notice"))
-    assert all(number == 1 for number in told.values()), told
+    notices = Counter(event["text"] for event in events(folder, "notice"))
+    assert all(number == 1 for number in notices.values()), notices

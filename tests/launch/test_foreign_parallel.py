@@ -73,7 +73,7 @@ def test_a_stock_deepspeed_file_and_a_config_of_accelerate_train_alike(tmp_path:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("words", "strategy", "num_ranks"),
+    ("args", "strategy", "num_ranks"),
     [
         (["deepspeed=zero1"], "deepspeed", 2),
         (["deepspeed=zero0"], "ddp", 2),
@@ -93,10 +93,10 @@ def test_a_stock_deepspeed_file_and_a_config_of_accelerate_train_alike(tmp_path:
     ],
 )
 def test_the_strategy_trains_as_ddp_does(
-    tmp_path: Path, words: list[str], strategy: str, num_ranks: int
+    tmp_path: Path, args: list[str], strategy: str, num_ranks: int
 ) -> None:
     batch = ["max_steps=3", f"parallel.num_gpus={num_ranks}"]
-    train(tmp_path / "run", *words, *batch)
+    train(tmp_path / "run", *args, *batch)
     assert report(tmp_path / "run")["strategy"] == strategy
     replicas = num_ranks // 2 if strategy == "hybrid" else num_ranks
     train(tmp_path / "ddp", "parallel.mode=ddp", "max_steps=3", f"parallel.num_gpus={replicas}")
@@ -116,8 +116,8 @@ def test_deepspeed_that_is_not_installed_is_reported_with_both_remedies(tmp_path
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
     }
-    words = [*MICRO, f"output_dir={tmp_path / 'run'}", "parallel.num_gpus=2", "deepspeed=zero3"]
-    done = run(*words, expect=2, env=env)
+    args = [*MICRO, f"output_dir={tmp_path / 'run'}", "parallel.num_gpus=2", "deepspeed=zero3"]
+    done = run(*args, expect=2, env=env)
     assert "pip install 'paceline[deepspeed]'" in done.stderr
     assert "`parallel.mode: zero3`" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -18,7 +18,7 @@ from paceline.checkpoint import store
 pytestmark = pytest.mark.slow
 
 # A checkpoint of the micro model in full is about 7 MiB, one of its adapters about 0.3 MiB.
-WORDS = ("max_steps=12", "save_steps=3", "parallel.num_gpus=1")
+ARGS = ("max_steps=12", "save_steps=3", "parallel.num_gpus=1")
 
 
 def fill(ballast: Path, leave_bytes: int) -> None:
@@ -39,10 +39,10 @@ def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None
         if not mounted:
             return
         folder = tmp_path / "small" / "run"
-        words = (*WORDS, "async_save=false")
-        failed = train(folder, *words, expect=1)  # the first save fits, no second one does
-        whole, wrong = store.latest_valid(folder / "checkpoints")
-        assert whole == folder / "checkpoints" / "step-00000003"
+        args = (*ARGS, "async_save=false")
+        failed = train(folder, *args, expect=1)  # the first save fits, no second one does
+        latest, wrong = store.latest_valid(folder / "checkpoints")
+        assert latest == folder / "checkpoints" / "step-00000003"
         assert wrong == []
         assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
         tried = [
@@ -50,13 +50,13 @@ def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None
         ]
         assert tried == [(3, False), (6, True), (9, True), (12, True)]
         assert events(folder, "step")[-1]["step"] == 12  # training went on
-        said = failed.stderr
+        error = failed.stderr
         for step in (6, 9):
             assert (
                 f"checkpoint of step {step} could not be written to"
-                f" {folder}/checkpoints/step-{step:08d}" in said
+                f" {folder}/checkpoints/step-{step:08d}" in error
             )
-        error = said[said.rindex("\nerror: ") :].strip()
+        error = error[error.rindex("\nerror: ") :].strip()
         assert "\n" not in error
         for part in (
             f"{folder}/checkpoints/step-00000012",
@@ -69,7 +69,7 @@ def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None
         assert events(folder, "run_end")[-1]["status"] == "failed"
 
         subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path / "small")], check=True)
-        again = train(folder, *words)  # room was made: the same command goes on
+        again = train(folder, *args)  # room was made: the same command goes on
         assert "resuming from step 3 of 12" in again.stderr
         assert report(folder)["status"] == "done"
         assert (folder / "model" / "model.safetensors").is_file()
@@ -133,8 +133,8 @@ def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
         if not mounted:
             return
         folder = tmp_path / "small" / "run"
-        words = (*MICRO, f"output_dir={folder}", *WORDS, "recovery.on_save_error=pause")
-        process = start(*words)
+        args = (*MICRO, f"output_dir={folder}", *ARGS, "recovery.on_save_error=pause")
+        process = start(*args)
         try:
             wait_for_notice(folder, process, "training is paused at step")
             stopped_at = events(folder, "step")[-1]["step"]
@@ -147,7 +147,7 @@ def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
             assert "earlier checkpoints are untouched" in err
             assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
 
-            process = start(*words)
+            process = start(*args)
             wait_for_notice(folder, process, "training is paused at step", 2)
             subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path / "small")], check=True)
             _, err = process.communicate(timeout=120)
@@ -163,17 +163,17 @@ def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
 
 
 def wait_for_notice(
-    folder: Path, process: subprocess.Popen[str], words: str, times: int = 1
+    folder: Path, process: subprocess.Popen[str], text: str, times: int = 1
 ) -> None:
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
         if (folder / "events.jsonl").exists() and sum(
-            words in event["text"] for event in events(folder, "notice")
+            text in event["text"] for event in events(folder, "notice")
         ) >= times:
             return
         time.sleep(0.05)
-    raise AssertionError(f"{words!r} was not said")
+    raise AssertionError(f"{text!r} was not said")
 
 
 def wait_for_checkpoint(

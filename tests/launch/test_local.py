@@ -12,7 +12,7 @@ import pytest
 from paceline.launch.local import LocalLauncher
 
 
-def say_rank(job: Any, env: Any, stop: Any) -> dict[str, Any]:
+def report_rank(job: Any, env: Any, stop: Any) -> dict[str, Any]:
     return {"status": "done", "report": {"world_size": env.world_size} if env.rank == 0 else None}
 
 
@@ -32,7 +32,7 @@ def test_a_fork_server_that_dies_while_it_starts_the_ranks_is_a_fault() -> None:
     os.kill(server, signal.SIGSTOP)  # it takes the request, and never answers
     killer = threading.Timer(1.0, os.kill, (server, signal.SIGKILL))
     killer.start()
-    outcome = LocalLauncher(job, 2, say_rank, follow).run()
+    outcome = LocalLauncher(job, 2, report_rank, follow).run()
     killer.join()
     assert (outcome["status"], outcome["report"]) == ("done", {"world_size": 2})
     assert [(attempt["fault"], attempt["exit_code"]) for attempt in attempts] == [(True, 1)]

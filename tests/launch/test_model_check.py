@@ -17,18 +17,18 @@ from paceline.models.language import language_model_on_meta
 from paceline.parallel.registry import ParallelLayout
 
 
-def words(model: Path, output: Path, *more: str) -> list[str]:
+def make_args(model: Path, output: Path, *extra_args: str) -> list[str]:
     fixed = [
         f"model={model}",
         "tokenizer=builtin:qwen2-micro",
         "dataset=builtin:python-docs#16",
         "lora.enable=true",
     ]
-    return ["sft", *fixed, f"output_dir={output}", *more]
+    return ["sft", *fixed, f"output_dir={output}", *extra_args]
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "expected"),
+    ("kind", "extra_args", "expected"),
     [
         (
             "mixtral",
@@ -40,11 +40,15 @@ def words(model: Path, output: Path, *more: str) -> list[str]:
     ],
 )
 def test_a_dry_run_refuses_what_training_would(
-    kind: str, more: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    extra_args: list[str],
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = write_config(kind, tmp_path / "model")
     (model / "model.safetensors").write_bytes(b"")  # its weights are never read
-    assert main([*words(model, tmp_path / "run", *more), "--dry-run"]) == 2
+    assert main([*make_args(model, tmp_path / "run", *extra_args), "--dry-run"]) == 2
     captured = capsys.readouterr()
     assert expected in captured.err
     assert "tokenized" not in captured.err
@@ -57,7 +61,7 @@ def test_a_dry_run_reports_what_training_would(
     model = write_config("mixtral", tmp_path / "model")
     (model / "model.safetensors").write_bytes(b"")
     for _ in range(2):  # the second answer comes from the cache
-        assert main([*words(model, tmp_path / "run"), "--dry-run"]) == 0
+        assert main([*make_args(model, tmp_path / "run"), "--dry-run"]) == 0
         assert "peft cannot apply dropout to mlp.experts.down_proj" in capsys.readouterr().err
 
 

@@ -115,22 +115,22 @@ def test_errors_that_may_not_occur_again() -> None:
     )
 
 
-def judged(
+def evaluated(
     folder: Path, outcomes: list[dict[str, Any]], step: int | None
 ) -> list[tuple[bool, str]]:
     """(whether the ranks are started again, the text) for each outcome of one run, whose log has
     come to ``step``."""
     policy = RestartPolicy(Config(model="m", dataset="d", output_dir=str(folder)), None)
-    found = []
+    results = []
     folder.mkdir()
     for outcome in outcomes:
         log = EventLog(folder / "events.jsonl")
         if step is not None:
             log.emit({"type": "step", "step": step})
         log.close()
-        fault, told = policy.evaluate(outcome)
-        found.append((fault is not None, told["text"]))
-    return found
+        fault, reported = policy.evaluate(outcome)
+        results.append((fault is not None, reported["text"]))
+    return results
 
 
 def test_what_follows_an_error(tmp_path: Path) -> None:
@@ -138,20 +138,20 @@ def test_what_follows_an_error(tmp_path: Path) -> None:
         "run the same command again",
         "Repeating the command would fail in the same way",
     )
-    ((retried, text),) = judged(tmp_path / "wrong", [outcome_of(WRONG[0])], step=3)
+    ((retried, text),) = evaluated(tmp_path / "wrong", [outcome_of(WRONG[0])], step=3)
     assert (retried, advice in text, again in text) == (False, False, True)
-    first, second = judged(tmp_path / "unknown", [outcome_of(UNKNOWN[0])] * 2, step=3)
+    first, second = evaluated(tmp_path / "unknown", [outcome_of(UNKNOWN[0])] * 2, step=3)
     assert first[0]
     assert (second[0], advice in second[1], again in second[1]) == (False, False, True)
-    ((retried, text),) = judged(tmp_path / "early", [outcome_of(UNKNOWN[0])], step=None)
+    ((retried, text),) = evaluated(tmp_path / "early", [outcome_of(UNKNOWN[0])], step=None)
     assert (retried, advice in text, again in text) == (False, False, True)
-    assert judged(tmp_path / "link", [outcome_of(LINKS[0])], step=3)[0][0]
+    assert evaluated(tmp_path / "link", [outcome_of(LINKS[0])], step=3)[0][0]
 
 
 @pytest.mark.slow
 def test_an_index_beyond_a_table_ends_the_run_at_once(tmp_path: Path) -> None:
     (tmp_path / "breaks.py").write_text(TASK)
-    words = [
+    args = [
         "model=m",
         "dataset=d",
         f"task={tmp_path / 'breaks.py'}:Breaks",
@@ -159,10 +159,10 @@ def test_an_index_beyond_a_table_ends_the_run_at_once(tmp_path: Path) -> None:
         "parallel.num_gpus=1",
         "save_steps=2",
     ]
-    said = run(*words, f"output_dir={tmp_path / 'run'}", expect=1).stderr
-    assert "IndexError" in said
-    assert "Repeating the command would fail in the same way" in said
-    assert "run the same command again" not in said
+    error = run(*args, f"output_dir={tmp_path / 'run'}", expect=1).stderr
+    assert "IndexError" in error
+    assert "Repeating the command would fail in the same way" in error
+    assert "run the same command again" not in error
     assert (tmp_path / "raised").read_text() == "x"
     assert events(tmp_path / "run", "fault") == []
     assert (

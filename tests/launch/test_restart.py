@@ -14,7 +14,7 @@ from commands import MICRO, digest, events, rank_server, report, start, train, w
 pytestmark = pytest.mark.slow
 
 # Adapters with dropout, accumulation, loader processes, saves in the middle of an epoch.
-WORDS = (
+ARGS = (
     "lora.enable=true", "lora.dropout=0.1", "gradient_accumulation_steps=2",
     "max_steps=24", "save_steps=4", "dataloader_num_workers=1", "warmup_steps=3",
     "parallel.num_gpus=3",
@@ -24,30 +24,34 @@ WORDS = (
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    train(folder, *WORDS)
+    train(folder, *ARGS)
     return digest(folder)
 
 
 def begin(folder):
-    return start(*MICRO, f"output_dir={folder}", *WORDS)
+    return start(*MICRO, f"output_dir={folder}", *ARGS)
 
 
 def ranks_of(process):
     return rank_server(process).children(recursive=False)
 
 
-def all_gone(processes, within_s=6.0):
+def still_alive(processes, within_s=6.0):
     _, alive = psutil.wait_procs(processes, timeout=within_s)
-    return [one for one in alive if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    return [
+        process
+        for process in alive
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def kill_a_rank(process, folder, first):
     """Rank 0 where ``first``, else another one."""
     pid = events(folder, "run_start")[-1]["pid"]
-    next(one for one in ranks_of(process) if (one.pid == pid) == first).kill()
+    next(rank for rank in ranks_of(process) if (rank.pid == pid) == first).kill()
 
 
-def wait_for_life(folder, number, process, step, timeout_s=60.0):
+def wait_for_attempt(folder, number, process, step, timeout_s=60.0):
     """Until the run is in its ``number``-th attempt, and has made ``step`` there."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -73,13 +77,13 @@ def test_killed_ranks_are_replaced_and_the_run_ends_with_the_same_bits(undisturb
     wait_for_step(folder, random.Random(1).randint(9, 14), process)
     everyone = psutil.Process(process.pid).children(recursive=True)
     kill_a_rank(process, folder, first=False)
-    wait_for_life(folder, 2, process, step=16)
+    wait_for_attempt(folder, 2, process, step=16)
     everyone += psutil.Process(process.pid).children(recursive=True)
     kill_a_rank(process, folder, first=True)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 0, said
+    _, output = process.communicate(timeout=120)
+    assert process.returncode == 0, output
     assert digest(folder) == undisturbed
-    assert all_gone(everyone) == []
+    assert still_alive(everyone) == []
     assert report(folder)["restarts"] == 2
     assert report(folder)["resumed_from_step"] % 4 == 0
     faults = events(folder, "fault")
@@ -87,24 +91,24 @@ def test_killed_ranks_are_replaced_and_the_run_ends_with_the_same_bits(undisturb
     assert faults[0]["ranks"] in ([1], [2])
     assert faults[1]["ranks"] == [0]
     for fault in faults:
-        assert f"rank {fault['ranks'][0]} (process" in said
+        assert f"rank {fault['ranks'][0]} (process" in output
         assert "was killed by SIGKILL" in fault["reason"]
-    assert said.count("Restarting all ranks from the checkpoint of step") == 2
+    assert output.count("Restarting all ranks from the checkpoint of step") == 2
 
 
 @pytest.mark.soak
 def test_without_restarts_the_rank_is_named_and_the_same_command_goes_on(undisturbed, tmp_path):
     folder = tmp_path / "run"
-    process = start(*MICRO, f"output_dir={folder}", *WORDS, "recovery.max_restarts=0")
+    process = start(*MICRO, f"output_dir={folder}", *ARGS, "recovery.max_restarts=0")
     wait_for_step(folder, 9, process)
     kill_a_rank(process, folder, first=True)
-    _, said = process.communicate(timeout=120)
+    _, output = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "rank 0 (process" in said
-    assert "was killed by SIGKILL" in said
-    assert "give the same command again" in said
+    assert "rank 0 (process" in output
+    assert "was killed by SIGKILL" in output
+    assert "give the same command again" in output
     assert events(folder, "run_end")[-1]["status"] == "failed"
-    train(folder, *WORDS)
+    train(folder, *ARGS)
     assert digest(folder) == undisturbed
     assert report(folder)["restarts"] == 1
 
@@ -121,11 +125,11 @@ def test_stopped_by_a_signal_commits_and_goes_on(undisturbed, tmp_path, number, 
     process.send_signal(number)
     process.communicate(timeout=120)
     assert process.returncode == code
-    assert all_gone(everyone) == []
+    assert still_alive(everyone) == []
     stopped_at = report(folder)["steps"]
     assert report(folder)["status"] == "stopped"
     assert 6 <= stopped_at < 24
-    train(folder, *WORDS)
+    train(folder, *ARGS)
     assert report(folder)["resumed_from_step"] == stopped_at
     assert digest(folder) == undisturbed
 
@@ -136,14 +140,14 @@ def test_a_second_signal_ends_at_once(tmp_path):
     process = begin(folder)
     wait_for_step(folder, 5, process)
     everyone = psutil.Process(process.pid).children(recursive=True)
-    for one in ranks_of(process):
-        os.kill(one.pid, signal.SIGSTOP)  # they cannot finish their step
+    for rank in ranks_of(process):
+        os.kill(rank.pid, signal.SIGSTOP)  # they cannot finish their step
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
-    assert all_gone(everyone) == []
+    assert still_alive(everyone) == []
     assert events(folder, "run_end")[-1]["status"] == "stopped"
     assert "a second SIGINT killed the ranks" in events(folder, "run_end")[-1]["reason"]
     assert not (folder / "heartbeats.json").exists()
@@ -159,12 +163,12 @@ def test_a_killed_launcher_leaves_nothing_and_a_broken_checkpoint_is_passed_over
     everyone = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.communicate()
-    assert all_gone(everyone) == []
+    assert still_alive(everyone) == []
     newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
     with open(next(newest.glob("state-*.safetensors")), "r+b") as handle:
         handle.seek(-5, os.SEEK_END)
         handle.write(b"\xff\xff")
-    again = train(folder, *WORDS)
+    again = train(folder, *ARGS)
     assert "skipping a checkpoint" in again.stderr
     assert str(newest) in again.stderr
     assert digest(folder) == undisturbed
@@ -180,7 +184,7 @@ def test_two_runs_in_one_folder(tmp_path):
     for rank in ranks:
         rank.suspend()
     try:
-        refused = train(folder, *WORDS, expect=2)
+        refused = train(folder, *ARGS, expect=2)
         assert f"in use by another run: process {process.pid} on " in refused.stderr
     finally:
         for rank in ranks:
@@ -192,16 +196,16 @@ def test_two_runs_in_one_folder(tmp_path):
 
 @pytest.mark.soak
 def test_of_two_runs_started_at_once_one_is_refused(tmp_path):
-    words = (
+    args = (
         *MICRO,
         f"output_dir={tmp_path / 'run'}",
         "max_steps=4",
         "save_steps=1",
         "save_total_limit=1",
     )
-    both = [start(*words), start(*words)]
-    errors = [one.communicate(timeout=300)[1] for one in both]
-    codes = [one.returncode for one in both]
+    both = [start(*args), start(*args)]
+    errors = [process.communicate(timeout=300)[1] for process in both]
+    codes = [process.returncode for process in both]
     assert sorted(codes) == [0, 2], errors
     winner, loser = both[codes.index(0)], errors[codes.index(2)]
     assert f"in use by another run: process {winner.pid} on " in loser

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 MICRO_BATCH, SAMPLES = 4, 16  # samples of a micro-batch (as in MICRO), and of a global batch
 # A constant rate: each attempt of the run ends at its own last step, on which another schedule
 # would depend.
-WORDS = (
+ARGS = (
     "train_args.learning_rate=1e-3",
     "train_args.warmup_steps=2",
     "train_args.lr_scheduler_type=constant_with_warmup",
@@ -42,10 +42,10 @@ MODES = {
 
 
 def words_of(mode: str, step: int) -> list[str]:
-    ranks, replicas, words = MODES[mode]
+    ranks, replicas, args = MODES[mode]
     accumulation = SAMPLES // MICRO_BATCH // replicas
     batch = f"gradient_accumulation_steps={accumulation}"
-    return [*words, f"parallel.num_gpus={ranks}", batch, f"train_args.save_steps={step}"]
+    return [*args, f"parallel.num_gpus={ranks}", batch, f"train_args.save_steps={step}"]
 
 
 def stop_at(folder: Path, mode: str, step: int) -> None:
@@ -53,7 +53,7 @@ def stop_at(folder: Path, mode: str, step: int) -> None:
     end there."""
     train(
         folder,
-        *WORDS,
+        *ARGS,
         *words_of(mode, step),
         "--allow-config-change",
         f"train_args.max_steps={step}",
@@ -67,7 +67,7 @@ def chain(folder: Path, modes: list[str], each: int) -> list[float]:
 
 
 def unbroken(folder: Path, steps: int) -> list[float]:
-    train(folder, *WORDS, *words_of("single", 0), f"train_args.max_steps={steps}")
+    train(folder, *ARGS, *words_of("single", 0), f"train_args.max_steps={steps}")
     return losses_by_step(folder)
 
 
@@ -89,8 +89,8 @@ def losses_by_step(folder: Path) -> list[float]:
 )
 def test_a_chain_of_modes_is_one_run(tmp_path: Path, modes: list[str]) -> None:
     expected = unbroken(tmp_path / "unbroken", 2 * len(modes))
-    found = chain(tmp_path / "chain", modes, 2)
-    assert found == pytest.approx(expected, rel=1e-5)
+    result = chain(tmp_path / "chain", modes, 2)
+    assert result == pytest.approx(expected, rel=1e-5)
     last = report(tmp_path / "chain")
     assert (last["strategy"], last["world_size"], last["resumed_from_step"]) == (
         modes[-1],
@@ -98,10 +98,10 @@ def test_a_chain_of_modes_is_one_run(tmp_path: Path, modes: list[str]) -> None:
         2 * len(modes) - 2,
     )
     paths = {mode: tmp_path / name for mode, name in (("unbroken", "unbroken"), ("chain", "chain"))}
-    held = {name: store.inspect(store.find(path))["tensors"] for name, path in paths.items()}
-    assert held["chain"].keys() == held["unbroken"].keys()
-    assert {name: one["shape"] for name, one in held["chain"].items()} == {
-        name: one["shape"] for name, one in held["unbroken"].items()
+    tensors = {name: store.inspect(store.find(path))["tensors"] for name, path in paths.items()}
+    assert tensors["chain"].keys() == tensors["unbroken"].keys()
+    assert {name: tensor["shape"] for name, tensor in tensors["chain"].items()} == {
+        name: tensor["shape"] for name, tensor in tensors["unbroken"].items()
     }
     shown = run(str(tmp_path / "chain"), verb="inspect")
     assert f"written by {modes[-1]} on 2 ranks" in shown.stdout

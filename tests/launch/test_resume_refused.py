@@ -29,7 +29,7 @@ CHATS = [
     }
     for n in range(8)
 ]
-GIVEN = {
+SETTINGS = {
     "model": "model",
     "dataset": "chats.jsonl",
     "chat_template": "template.jinja",
@@ -44,9 +44,9 @@ GIVEN = {
 }
 
 
-def words(**changed: str) -> list[str]:
-    given = {**GIVEN, **{key.replace("__", "."): value for key, value in changed.items()}}
-    return ["sft", *(f"{key}={value}" for key, value in given.items())]
+def make_args(**changed: str) -> list[str]:
+    settings = {**SETTINGS, **{key.replace("__", "."): value for key, value in changed.items()}}
+    return ["sft", *(f"{key}={value}" for key, value in settings.items())]
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +55,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     shutil.copytree(resolve_model("builtin:qwen2-micro"), folder / "model")
     (folder / "template.jinja").write_text(TEMPLATE)
-    (folder / "chats.jsonl").write_text("".join(json.dumps(one) + "\n" for one in CHATS))
-    run(*words()[1:], cwd=folder)
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    run(*make_args()[1:], cwd=folder)
     return folder
 
 
 @pytest.fixture
-def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "here"
     shutil.copytree(made, folder)
     monkeypatch.chdir(folder)
@@ -76,13 +76,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def refused(here: Path, capsys: pytest.CaptureFixture[str], **changed: str) -> str:
-    before = contents(here / "run")
-    code = main(words(**changed))
+def refused(workdir: Path, capsys: pytest.CaptureFixture[str], **changed: str) -> str:
+    before = contents(workdir / "run")
+    code = main(make_args(**changed))
     _, err = capsys.readouterr()
     assert code == 2, err
     assert "Traceback" not in err
-    assert contents(here / "run") == before
+    assert contents(workdir / "run") == before
     paragraph = err[err.rindex("error: ") :].rstrip("\n")
     assert "\n" not in paragraph, paragraph
     assert "To fix: " in paragraph
@@ -90,8 +90,8 @@ def refused(here: Path, capsys: pytest.CaptureFixture[str], **changed: str) -> s
 
 
 @pytest.mark.soak
-def test_it_is_that_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words()) == 0
+def test_it_is_that_run(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(make_args()) == 0
     assert "already finished" in capsys.readouterr().err
 
 
@@ -114,53 +114,55 @@ def test_it_is_that_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_another_config(
-    here: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, str], parts: list[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, str], parts: list[str]
 ) -> None:
     shutil.copy("template.jinja", "other.jinja")
     shutil.copy("chats.jsonl", "other.jsonl")
-    said = refused(here, capsys, **changed)
+    error = refused(workdir, capsys, **changed)
     for part in ["contains a run with another config", *parts, "--allow-config-change"]:
-        assert part in said, said
+        assert part in error, error
 
 
-def more_data(here: Path) -> None:
-    with open(here / "chats.jsonl", "a") as handle:
+def more_data(workdir: Path) -> None:
+    with open(workdir / "chats.jsonl", "a") as handle:
         handle.write(json.dumps(CHATS[0]) + "\n")
 
 
-def another_answer(here: Path) -> None:
-    (here / "chats.jsonl").write_text(
-        (here / "chats.jsonl").read_text().replace("It is 4.", "It is 5.")
+def another_answer(workdir: Path) -> None:
+    (workdir / "chats.jsonl").write_text(
+        (workdir / "chats.jsonl").read_text().replace("It is 4.", "It is 5.")
     )
 
 
-def another_template(here: Path) -> None:
-    (here / "template.jinja").write_text(TEMPLATE.replace("<{{", "[{{"))
+def another_template(workdir: Path) -> None:
+    (workdir / "template.jinja").write_text(TEMPLATE.replace("<{{", "[{{"))
 
 
-def another_tokenizer(here: Path) -> None:
-    file = here / "model" / "tokenizer_config.json"
+def another_tokenizer(workdir: Path) -> None:
+    file = workdir / "model" / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "add_prefix_space": True}))
 
 
 @pytest.mark.parametrize("change", [more_data, another_answer, another_template, another_tokenizer])
 def test_the_same_config_over_other_files(
-    here: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None]
+    workdir: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None]
 ) -> None:
-    change(here)
-    assert "the training data has changed" in refused(here, capsys)
+    change(workdir)
+    assert "the training data has changed" in refused(workdir, capsys)
 
 
 @pytest.mark.soak
-def test_other_weights_below_the_adapters(here: Path) -> None:
+def test_other_weights_below_the_adapters(workdir: Path) -> None:
     """A checkpoint holds the adapters alone."""
-    file = here / "model" / "model.safetensors"
+    file = workdir / "model" / "model.safetensors"
     weights = load_file(file)
-    save_file({name: one + 0.01 for name, one in weights.items()}, file, metadata={"format": "pt"})
-    before = contents(here / "run")
-    said = run(*words(resume="run/checkpoints/step-00000001")[1:], expect=2).stderr
-    assert "was trained with other frozen weights" in said
-    assert contents(here / "run") == before
+    save_file(
+        {name: weight + 0.01 for name, weight in weights.items()}, file, metadata={"format": "pt"}
+    )
+    before = contents(workdir / "run")
+    error = run(*make_args(resume="run/checkpoints/step-00000001")[1:], expect=2).stderr
+    assert "was trained with other frozen weights" in error
+    assert contents(workdir / "run") == before
 
 
 # -- `resume` names a checkpoint that is not valid
@@ -192,27 +194,27 @@ def a_link_out(path: Path) -> str:
 
 @pytest.mark.parametrize("harm", [no_manifest, truncated, a_pickle, a_link_out])
 def test_a_checkpoint_that_is_not_whole(
-    here: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], str]
+    workdir: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], str]
 ) -> None:
-    word = harm(here / FIRST)
-    said = refused(here, capsys, resume=FIRST)
-    assert f"`resume: {FIRST}` is not a valid checkpoint" in said
-    assert word in said
+    message = harm(workdir / FIRST)
+    error = refused(workdir, capsys, resume=FIRST)
+    assert f"`resume: {FIRST}` is not a valid checkpoint" in error
+    assert message in error
 
 
-def test_another_precision(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = refused(here, capsys, bf16="true")
+def test_another_precision(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = refused(workdir, capsys, bf16="true")
     assert "contains a run with another precision" in text
     assert "train_args.precision: '32' → 'bf16-mixed'" in text
     assert "set `train_args.precision=32` to resume" in text
 
 
 def test_a_checkpoint_with_the_keys_of_an_older_version(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`bf16: false` and `fp16: false` in its stored config are float32, which `precision: auto` is
     on a CPU."""
-    for meta_file in (here / "run" / "checkpoints").glob("*/meta.json"):
+    for meta_file in (workdir / "run" / "checkpoints").glob("*/meta.json"):
         meta = json.loads(meta_file.read_text())
         args = meta["config"]["train_args"]
         assert args.pop("precision") == "32"
@@ -225,5 +227,5 @@ def test_a_checkpoint_with_the_keys_of_an_older_version(
             "sha256": sha256_file(meta_file),
         }
         manifest_file.write_text(json.dumps(manifest))
-    assert main(words()) == 0
+    assert main(make_args()) == 0
     assert "nothing to do" in capsys.readouterr().err

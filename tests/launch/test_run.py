@@ -51,22 +51,22 @@ def lora(tmp_path_factory):
 
 def test_report_holds_every_figure(full):
     folder, _ = full
-    found = report(folder)
-    assert set(found) >= REPORT_KEYS
-    assert found["status"] == "done"
-    assert found["strategy"] == "ddp"
-    assert found["world_size"] == 2
-    assert found["final_train_loss"] < found["first_train_loss"]
-    unknown = [key for key in REPORT_KEYS - {"resumed_from_step"} if found[key] is None]
+    result = report(folder)
+    assert set(result) >= REPORT_KEYS
+    assert result["status"] == "done"
+    assert result["strategy"] == "ddp"
+    assert result["world_size"] == 2
+    assert result["final_train_loss"] < result["first_train_loss"]
+    unknown = [key for key in REPORT_KEYS - {"resumed_from_step"} if result[key] is None]
     assert unknown == []
-    assert len(found["peak_memory_bytes"]) == 2
+    assert len(result["peak_memory_bytes"]) == 2
     for key in ("state_memory_bytes", "traffic_bytes_per_step"):
-        assert found[key]["measured"] == pytest.approx(found[key]["predicted"], rel=0.02)
-    assert found["samples_seen"] == 10 * 16
-    assert found["data"] == {
+        assert result[key]["measured"] == pytest.approx(result[key]["predicted"], rel=0.02)
+    assert result["samples_seen"] == 10 * 16
+    assert result["data"] == {
         "read": 240,
         "kept": 240,
-        "truncated": found["data"]["truncated"],
+        "truncated": result["data"]["truncated"],
         "dropped": {},
     }
 
@@ -82,29 +82,29 @@ def test_what_is_said_before_the_start(full):
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 4), (4, 1)])
 def test_the_loss_is_the_same_for_every_number_of_ranks(full, tmp_path, ranks, accumulation):
     folder, _ = full
-    words = [
+    args = [
         "split_dataset_ratio=0.1",
         f"gradient_accumulation_steps={accumulation}",
         "max_steps=10",
         "learning_rate=3e-3",
     ]
-    train(tmp_path / "run", *words, f"parallel.num_gpus={ranks}")
+    train(tmp_path / "run", *args, f"parallel.num_gpus={ranks}")
     assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-5)
-    mine, other = (events(one, "eval")[-1] for one in (tmp_path / "run", folder))
-    assert mine["loss"] == pytest.approx(other["loss"], rel=1e-5)
-    assert mine["count"] == other["count"]
+    own_eval, other = (events(run_dir, "eval")[-1] for run_dir in (tmp_path / "run", folder))
+    assert own_eval["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert own_eval["count"] == other["count"]
 
 
 @pytest.mark.soak
 def test_padded_rows_give_the_same_losses(full, tmp_path):
     folder, _ = full
-    words = [
+    args = [
         "split_dataset_ratio=0.1",
         "gradient_accumulation_steps=2",
         "max_steps=10",
         "learning_rate=3e-3",
     ]
-    train(tmp_path / "run", *words, "packing=false")
+    train(tmp_path / "run", *args, "packing=false")
     assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-4)
 
 
@@ -142,10 +142,10 @@ def test_the_adapter_loads_in_plain_peft_and_merges(lora, tmp_path):
 @pytest.mark.soak
 def test_generate_answers(full):
     folder, _ = full
-    said = run(
+    output = run(
         str(folder), "What does json.dumps do?", "--json", "--max-new-tokens", "5", verb="generate"
     )
-    assert set(json.loads(said.stdout)) == {"question", "answer"}
+    assert set(json.loads(output.stdout)) == {"question", "answer"}
 
 
 @pytest.mark.soak
@@ -170,12 +170,12 @@ def test_the_same_command_again_says_it_is_done(lora):
 
 @pytest.mark.soak
 def test_a_changed_config_is_shown_and_refused_unless_told(lora):
-    words = (*LORA, "max_steps=6", "learning_rate=5e-3")
-    refused = train(lora, *words, expect=2)
+    args = (*LORA, "max_steps=6", "learning_rate=5e-3")
+    refused = train(lora, *args, expect=2)
     assert "train_args.learning_rate: 0.01 → 0.005" in refused.stderr
     assert "--allow-config-change" in refused.stderr
-    told = train(lora, *words, "--allow-config-change")
-    assert "resuming with config changes" in told.stderr
+    allowed = train(lora, *args, "--allow-config-change")
+    assert "resuming with config changes" in allowed.stderr
     assert report(lora)["resumed_from_step"] == 4
     assert report(lora)["steps"] == 6
 
@@ -183,7 +183,7 @@ def test_a_changed_config_is_shown_and_refused_unless_told(lora):
 @pytest.mark.soak
 def test_under_an_outer_torchrun(full, tmp_path):
     folder, _ = full
-    words = [
+    args = [
         "split_dataset_ratio=0.1",
         "gradient_accumulation_steps=2",
         "max_steps=10",
@@ -201,7 +201,7 @@ def test_under_an_outer_torchrun(full, tmp_path):
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(
-        [*command, *MICRO, f"output_dir={tmp_path / 'run'}", *words],
+        [*command, *MICRO, f"output_dir={tmp_path / 'run'}", *args],
         check=True,
         env=env,
         capture_output=True,
@@ -275,13 +275,13 @@ def test_every_rank_gets_the_report_under_an_outer_torchrun(tmp_path):
 
 @pytest.mark.soak
 def test_every_rank_raises_that_it_was_stopped_under_an_outer_torchrun(tmp_path):
-    for found in on_two_ranks(tmp_path, "stop"):
-        assert (found["kind"], found["exit_code"], found["handlers_restored"]) == (
+    for result in on_two_ranks(tmp_path, "stop"):
+        assert (result["kind"], result["exit_code"], result["handlers_restored"]) == (
             "StoppedError",
             143,
             True,
         )
-        assert "a checkpoint is in" in found["text"]
+        assert "a checkpoint is in" in result["text"]
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
@@ -297,8 +297,8 @@ def test_float16_with_loss_scaling(tmp_path):
     train(
         tmp_path / "run", "max_steps=4", "fp16=true", "learning_rate=1e-3", "report_to=tensorboard"
     )
-    found = losses(tmp_path / "run")
-    assert found[-1] < found[0]
+    result = losses(tmp_path / "run")
+    assert result[-1] < result[0]
     assert list((tmp_path / "run" / "tensorboard").glob("events.*"))
 
 
@@ -322,14 +322,14 @@ def test_from_a_python_script_without_a_main_guard(tmp_path):
 def test_without_shuffling_samples_come_in_file_order(tmp_path):
     rows = [{"prompt": "Count:", "completion": " one" * (2 + 3 * number)} for number in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = [
+    args = [
         "model=builtin:qwen2-micro",
         f"dataset={tmp_path / 'rows.jsonl'}",
         "parallel.mode=single",
         "parallel.device=cpu",
     ]
-    words += ["per_device_train_batch_size=1", "num_train_epochs=2", "dataloader_num_workers=2"]
-    done = run(*words, "shuffle=false", f"output_dir={tmp_path / 'run'}")
+    args += ["per_device_train_batch_size=1", "num_train_epochs=2", "dataloader_num_workers=2"]
+    done = run(*args, "shuffle=false", f"output_dir={tmp_path / 'run'}")
     assert "Traceback" not in done.stderr
     tokens = [event["tokens"] for event in events(tmp_path / "run", "step")]
     assert len(tokens) == 12

@@ -70,7 +70,7 @@ def test_no_sample_at_all() -> None:
 def test_one_row_with_the_defaults_and_a_split(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
+    args = [
         "sft",
         "model=builtin:qwen2-micro",
         save(tmp_path, 1),
@@ -78,7 +78,7 @@ def test_one_row_with_the_defaults_and_a_split(
         "parallel.num_gpus=2",
     ]
     assert (
-        main([*words, "split_dataset_ratio=0.05", f"output_dir={tmp_path / 'run'}", "--dry-run"])
+        main([*args, "split_dataset_ratio=0.05", f"output_dir={tmp_path / 'run'}", "--dry-run"])
         == 0
     )
     text = capfd.readouterr().err
@@ -86,11 +86,11 @@ def test_one_row_with_the_defaults_and_a_split(
     assert "warning: the global batch of" in text
 
 
-def train(folder: Path, mode: str, num_ranks: int, *words: str) -> Path:
+def train(folder: Path, mode: str, num_ranks: int, *args: str) -> Path:
     run(
         "model=builtin:qwen2-micro", save(folder, 2), "split_dataset_ratio=0.05",
         "learning_rate=1e-2", "max_steps=3", f"output_dir={folder / mode}", "parallel.device=cpu",
-        f"parallel.mode={mode}", f"parallel.num_gpus={num_ranks}", *words,
+        f"parallel.mode={mode}", f"parallel.num_gpus={num_ranks}", *args,
     )  # fmt: skip
     return folder / mode
 

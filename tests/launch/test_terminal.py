@@ -23,9 +23,9 @@ def test_a_closed_terminal_commits_a_checkpoint(tmp_path: Path) -> None:
     process.communicate(timeout=120)
     assert process.returncode == 143
     assert psutil.wait_procs(everyone, timeout=6)[1] == []
-    found = report(folder)
-    assert found["status"] == "stopped"
-    assert (folder / "checkpoints" / f"step-{found['steps']:08d}").is_dir()
+    result = report(folder)
+    assert result["status"] == "stopped"
+    assert (folder / "checkpoints" / f"step-{result['steps']:08d}").is_dir()
 
 
 @pytest.mark.soak

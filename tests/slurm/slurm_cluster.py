@@ -112,10 +112,10 @@ class Cluster:
         """Until the job is in one of these states. Fails where it ends in another."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            found = self.job(number)
-            if found["JobState"] in states:
-                return found
-            assert found["JobState"] not in _ENDED, f"{found}{self.logs()}"
+            result = self.job(number)
+            if result["JobState"] in states:
+                return result
+            assert result["JobState"] not in _ENDED, f"{result}{self.logs()}"
             time.sleep(0.2)
         raise AssertionError(
             f"job {number} did not come to {states}: {self.job(number)}{self.logs()}"
@@ -153,9 +153,9 @@ class Cluster:
 
     def logs(self) -> str:
         """The ends of all logs of Slurm's own."""
-        found = sorted(self.folder.glob("*.log"))
+        logs = sorted(self.folder.glob("*.log"))
         return "".join(
-            f"\n--- {one.name}\n{one.read_text(errors='replace')[-2000:]}" for one in found
+            f"\n--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs
         )
 
 
@@ -223,10 +223,10 @@ def _stop(cluster: Cluster) -> None:
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()
-    left = [one for one in psutil.process_iter() if _is_of(one, cluster)]
-    for one in left:
+    left = [process for process in psutil.process_iter() if _is_of(process, cluster)]
+    for process in left:
         with contextlib.suppress(psutil.Error):
-            one.kill()
+            process.kill()
     psutil.wait_procs(left, timeout=10)
 
 

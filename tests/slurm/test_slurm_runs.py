@@ -15,7 +15,7 @@ from slurm_cluster import slurm_cluster
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.slurm]
 
 # Loader processes, adapters with dropout, saves in the middle of an epoch.
-WORDS = (
+ARGS = (
     *MICRO, "lora.enable=true", "lora.dropout=0.1", "dataloader_num_workers=1", "warmup_steps=3",
     "parallel.collective_timeout_s=60", "max_steps=24", "save_steps=4",
 )  # fmt: skip
@@ -26,7 +26,7 @@ _SLOW = (
     "task_args.step_s=0.1",
 )  # fmt: skip
 BRIEF = (*_SLOW, "max_steps=120")
-SAVING = (*(word for word in BRIEF if not word.startswith("save_steps")), "save_steps=10")
+SAVING = (*(arg for arg in BRIEF if not arg.startswith("save_steps")), "save_steps=10")
 LONG = (*_SLOW, "max_steps=400")  # Slurm looks at time limits every 30 s
 # Sums come out the same to the last bit where as many threads make them: a rank alone on its node
 # would take two.
@@ -44,32 +44,33 @@ def undisturbed(tmp_path_factory):
     """Runs of two ranks on this machine without Slurm, by their words."""
     made = {}
 
-    def make(words):
-        if words not in made:
+    def make(args):
+        if args not in made:
             folder = tmp_path_factory.mktemp("undisturbed") / "run"
-            quick = [arg for arg in words if not arg.startswith("task_args.step_s")]
+            quick = [arg for arg in args if not arg.startswith("task_args.step_s")]
             run(
                 *quick,
                 f"output_dir={folder}",
                 "parallel.num_gpus=2",
                 env={**os.environ, **ONE_THREAD},
             )
-            made[words] = digest(folder)
+            made[args] = digest(folder)
             shutil.rmtree(folder)
-        return made[words]
+        return made[args]
 
     return make
 
 
-def submit(cluster, folder, words, *options):
+def submit(cluster, folder, args, *options):
     """Write the script and hand it to Slurm; the job's number."""
-    given = (*words, f"output_dir={folder / 'run'}", "parallel.num_gpus=1")
+    run_args = (*args, f"output_dir={folder / 'run'}", "parallel.num_gpus=1")
     options = options or ("--time", "30")
-    here = folder / "a folder"
-    here.mkdir()
+    workdir = folder / "a folder"
+    workdir.mkdir()
     done = run(
-        *given, "--nodes", "2", "--gpus-per-node", "0", "--job-name", "two", *options, "--submit",
-        verb="slurm", env={**cluster.environment, **ONE_THREAD}, cwd=here,
+        *run_args, "--nodes", "2", "--gpus-per-node", "0", "--job-name", "two", *options,
+        "--submit",
+        verb="slurm", env={**cluster.environment, **ONE_THREAD}, cwd=workdir,
     )  # fmt: skip
     return int(done.stdout.split("job ")[1].partition(",")[0])
 
@@ -102,30 +103,30 @@ def wait_for_end(cluster, folder, number, timeout_s=240.0):
         ) from None
 
 
-def lives(folder):
+def attempts(folder):
     """(step gone on from, steps made) of each start."""
-    found = []
+    result = []
     for event in map(dict, all_events(folder)):
         if event["type"] == "run_start":
-            found.append([event["resumed_from_step"] or 0, event["resumed_from_step"] or 0])
+            result.append([event["resumed_from_step"] or 0, event["resumed_from_step"] or 0])
         elif event["type"] == "step":
-            found[-1][1] = event["step"]
-    return found
+            result[-1][1] = event["step"]
+    return result
 
 
 def all_events(folder):
     return sorted(
         events(folder / "run", "run_start") + events(folder / "run", "step"),
-        key=lambda one: one["time"],
+        key=lambda event: event["time"],
     )
 
 
 @pytest.mark.soak
 def test_two_nodes_train_one_job(cluster, undisturbed, tmp_path):
-    number = submit(cluster, tmp_path, WORDS)
+    number = submit(cluster, tmp_path, ARGS)
     wait_for_end(cluster, tmp_path, number)
     assert report(tmp_path / "run")["world_size"] == 2  # one rank a node
-    assert digest(tmp_path / "run") == undisturbed(WORDS)
+    assert digest(tmp_path / "run") == undisturbed(ARGS)
 
 
 @pytest.mark.soak
@@ -133,10 +134,10 @@ def test_put_back_into_the_queue_by_hand(cluster, undisturbed, tmp_path):
     number = submit(cluster, tmp_path, BRIEF)
     wait_for_step(cluster, tmp_path, number, 20)
     cluster("scontrol", "requeue", str(number))
-    found = wait_for_end(cluster, tmp_path, number)
-    assert found["Restarts"] == "1"
+    result = wait_for_end(cluster, tmp_path, number)
+    assert result["Restarts"] == "1"
     assert digest(tmp_path / "run") == undisturbed(BRIEF)
-    first, second = lives(tmp_path)
+    first, second = attempts(tmp_path)
     assert second[0] == first[1], "a step was lost"
 
 
@@ -157,7 +158,7 @@ def test_a_job_of_higher_priority_takes_the_nodes(cluster, undisturbed, tmp_path
     cluster.wait_for(int(other), "COMPLETED")
     wait_for_end(cluster, tmp_path, number)
     assert digest(tmp_path / "run") == undisturbed(BRIEF)
-    first, second = lives(tmp_path)
+    first, second = attempts(tmp_path)
     assert second[0] == first[1], "a step was lost"
     assert "goes back into the queue" in log_of(tmp_path, number)
 
@@ -174,24 +175,24 @@ def test_the_time_limit_comes(cluster, undisturbed, tmp_path):
     cluster("scontrol", "update", f"JobId={number}", "TimeLimit=30")
     wait_for_end(cluster, tmp_path, number)
     assert digest(tmp_path / "run") == undisturbed(LONG)
-    first, second = lives(tmp_path)
+    first, second = attempts(tmp_path)
     assert second[0] == first[1], "a step was lost"
     assert "goes back into the queue" in log_of(tmp_path, number)
 
 
 def commands_of(number, node):
     """The command that srun started on a node, and the processes of its ranks."""
-    found = []
+    result = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            told = process.environ()
+            environment = process.environ()
             if (
-                told.get("SLURM_JOB_ID") == str(number)
-                and told.get("SLURM_NODEID") == str(node)
-                and "SLURM_STEP_NODELIST" in told
+                environment.get("SLURM_JOB_ID") == str(number)
+                and environment.get("SLURM_NODEID") == str(node)
+                and "SLURM_STEP_NODELIST" in environment
             ):
-                found.append(process)
-    return found
+                result.append(process)
+    return result
 
 
 @pytest.mark.soak
@@ -209,10 +210,10 @@ def test_the_command_of_a_node_is_killed(cluster, undisturbed, tmp_path, node):
     cluster.wait_for(number, "PENDING", timeout_s=180)
     log = log_of(tmp_path, number)
     assert "killed on a node by signal 9 (time 1 of 3 without a new checkpoint)" in log
-    found = wait_for_end(cluster, tmp_path, number)
-    assert found["Restarts"] == "1"
+    result = wait_for_end(cluster, tmp_path, number)
+    assert result["Restarts"] == "1"
     assert digest(tmp_path / "run") == undisturbed(SAVING)
-    *_, last = lives(tmp_path)
+    *_, last = attempts(tmp_path)
     assert last[0] >= 20, "it resumed from a checkpoint"
 
 
@@ -233,31 +234,31 @@ def test_the_first_node_is_lost(own_cluster, undisturbed, tmp_path):
     cluster.lose_node("n1")
     cluster.wait_for(number, "PENDING", timeout_s=180)
     cluster.boot_node("n1")
-    found = wait_for_end(cluster, tmp_path, number)
-    assert found["Restarts"] == "1"
+    result = wait_for_end(cluster, tmp_path, number)
+    assert result["Restarts"] == "1"
     assert digest(tmp_path / "run") == undisturbed(SAVING)
-    *_, last = lives(tmp_path)
+    *_, last = attempts(tmp_path)
     assert last[0] >= 20, "it resumed from a checkpoint"
 
 
 @pytest.mark.soak
 def test_a_config_error_is_not_tried_again(cluster, tmp_path):
-    words = (
+    args = (
         "model=builtin:qwen2-micro",
         "dataset=missing.jsonl",
         "parallel.device=cpu",
         "parallel.collective_timeout_s=60",
     )
-    number = submit(cluster, tmp_path, words)
+    number = submit(cluster, tmp_path, args)
     with pytest.raises(AssertionError):
         cluster.wait_for(number, "COMPLETED")
-    found = cluster.job(number)
-    assert (found["JobState"], found["ExitCode"], found["Restarts"]) == ("FAILED", "2:0", "0")
+    result = cluster.job(number)
+    assert (result["JobState"], result["ExitCode"], result["Restarts"]) == ("FAILED", "2:0", "0")
     assert "missing.jsonl" in log_of(tmp_path, number)
 
 
 def test_a_job_that_slurm_refuses(cluster, tmp_path):
-    words = (
+    args = (
         "--nodes",
         "2",
         "--gpus-per-node",
@@ -268,7 +269,7 @@ def test_a_job_that_slurm_refuses(cluster, tmp_path):
         "nowhere",
         "--submit",
     )
-    done = run(*MICRO, *words, verb="slurm", env=cluster.environment, cwd=tmp_path, expect=1)
+    done = run(*MICRO, *args, verb="slurm", env=cluster.environment, cwd=tmp_path, expect=1)
     assert "Slurm rejected the job" in done.stderr
     assert "partition" in done.stderr
     assert "sinfo" in done.stderr

@@ -22,8 +22,7 @@ from typing import TypedDict, cast
 
 from paceline.core.errors import Outcome, failed_outcome
 from paceline.core.files import write_json_atomic
-from paceline.core.processes import pid_alive
-from paceline.launch.rank_processes import exit_text
+from paceline.core.processes import exit_text, pid_alive
 from paceline.launch.restart import PolicyState
 
 #: How Gloo, NCCL and torch's stores report that a peer has ended.

@@ -146,6 +146,20 @@ def pid_alive(pid: int, began_before: float | None = None) -> bool:
         return False
 
 
+def exit_text(code: int | None) -> str:
+    """Describe how a process that left no message ended.
+
+    Args:
+        code: its exit code, negative for a signal; None if it is not known.
+    """
+    if not code:
+        return "ended without a message"
+    if code > 0:
+        return f"ended without a message, with exit code {code}"
+    hint = " (often: out of memory; see `dmesg`)" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"
+
+
 def available_memory() -> int:
     """Return the bytes that a new process could use on this host without swapping, within the limit
     of the control group."""

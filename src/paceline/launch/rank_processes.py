@@ -20,6 +20,7 @@ from typing import Any, TypedDict
 
 from paceline.core.errors import Outcome
 from paceline.core.files import Scratch, write_atomic
+from paceline.core.processes import exit_text
 from paceline.distributed.environment import CONTINUE_KEY, LOST_KEY
 from paceline.launch.worker import STOP_FILE, RunRank, outcome_file, pid_file, worker_main
 
@@ -174,20 +175,6 @@ class RankProcesses:
             self.lost_ranks[rank] = {"pid": self.processes[rank].pid, "reason": reason}
         self.store.set(LOST_KEY, json.dumps(self.lost_ranks))
         return True
-
-
-def exit_text(code: int | None) -> str:
-    """Describe how a process that left no message ended.
-
-    Args:
-        code: its exit code, negative for a signal; None if it is not known.
-    """
-    if not code:
-        return "ended without a message"
-    if code > 0:
-        return f"ended without a message, with exit code {code}"
-    hint = " (often: out of memory; see `dmesg`)" if code == -signal.SIGKILL else ""
-    return f"was killed by {signal.Signals(-code).name}{hint}"
 
 
 def open_store() -> Any:

@@ -1,5 +1,4 @@
-"""Training on a Ray cluster through Ray Train: the driver's side. :mod:`paceline.ray` is its public
-name."""
+"""Train on a Ray cluster through Ray Train: the driver. Its public name is :mod:`paceline.ray`."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig
 
-OLDEST_RAY = "2.50"
+MIN_RAY = "2.50"
 _STORE_BYTES = 256 << 20
 _CONNECT_S = 10.0
 
@@ -55,32 +54,30 @@ def check_ray() -> None:
         version("pyarrow"), version("pandas")
     except PackageNotFoundError as error:
         raise ConfigError(
-            f"training on Ray needs the package {error.name}, which is not installed",
+            f"training on Ray requires the package {error.name}, which is not installed",
             fix='install it with `pip install "paceline[ray]"`',
         ) from error
-    if Version(installed) < Version(OLDEST_RAY):
+    if Version(installed) < Version(MIN_RAY):
         raise ConfigError(
-            f"training on Ray needs Ray {OLDEST_RAY} or newer, and {installed} is installed",
+            f"training on Ray requires Ray {MIN_RAY} or newer, but {installed} is installed",
             fix='update it with `pip install -U "paceline[ray]"`',
         )
 
 
 class TorchTrainer:
-    """Train a Paceline config on the workers of a Ray cluster. It is used as
-    :class:`ray.train.torch.TorchTrainer`, which it runs, with a config in the place of a training
-    function.
+    """Train a Paceline config on the workers of a Ray cluster. Its interface is that of
+    :class:`ray.train.torch.TorchTrainer`, with a config instead of a training function.
 
     Args:
-        config: path of a config file, or its content as a mapping; None if the overrides give all.
-        overrides: further keys, as ``{"train_args.max_steps": 100}`` or as words of a command line
-            (``key=value``).
-        scaling_config: how many workers, and what each of them gets.
-        run_config: with ``failure_config=FailureConfig(max_failures=N)``, how often Ray starts all
-            workers again after a failure. Each time the run resumes from its newest checkpoint.
-            Files of Ray Train itself go to its ``storage_path``; Paceline's go to ``output_dir``.
-        torch_config: of the process group. Default: NCCL for GPU workers, else Gloo, with
+        config: path of a config file, or its content as a mapping; None to use only overrides.
+        overrides: further keys, as ``{"train_args.max_steps": 100}`` or as ``key=value`` strings.
+        scaling_config: number and resources of the workers.
+        run_config: with ``failure_config=FailureConfig(max_failures=N)``, how often Ray restarts
+            all workers after a failure. Each time the run resumes from its latest checkpoint. Ray
+            Train writes its own files to ``storage_path``; Paceline writes to ``output_dir``.
+        torch_config: of the process group. Default: NCCL for GPU workers, otherwise Gloo, with
             `parallel.collective_timeout_s`.
-        max_failures: without a ``run_config``. Default: `recovery.max_restarts` of the config.
+        max_failures: if there is no ``run_config``. Default: `recovery.max_restarts`.
         allow_config_change: resume although the config has changed.
 
     Raises:
@@ -105,44 +102,38 @@ class TorchTrainer:
         else:
             loaded = load_config(config, overrides)
         self.loaded = _for_ray(loaded)
-        self.scaling_config, self.run_config, self.torch_config = (
-            scaling_config,
-            run_config,
-            torch_config,
-        )
-        self.allow_config_change = allow_config_change
-        self.max_failures = (
-            loaded.config.recovery.max_restarts if max_failures is None else max_failures
-        )
+        self.scaling_config, self.run_config = scaling_config, run_config
+        self.torch_config, self.allow_config_change = torch_config, allow_config_change
         if run_config is not None:
-            self.max_failures = (
-                run_config.failure_config.max_failures if run_config.failure_config else 0
-            )
+            failure_config = run_config.failure_config
+            max_failures = failure_config.max_failures if failure_config else 0
+        elif max_failures is None:
+            max_failures = loaded.config.recovery.max_restarts
+        self.max_failures = max_failures
         self._record: Any = None
         self._stop_signal: int | None = None
 
     def fit(self) -> dict[str, JsonValue]:
-        """Train, and return the report (the content of ``report.json``). Without a connection to a
-        cluster Ray makes one, as its own trainers do.
+        """Train, and return the report (the content of ``report.json``). Connect to a cluster first
+        if there is no connection, as Ray's own trainers do.
 
         Raises:
-            ConfigError: the config or the data is wrong. Ray does not retry that.
-            StoppedError: :meth:`request_stop` ended the run; a checkpoint is written.
-            RunError: the run failed, and `max_failures` restarts did not help.
+            ConfigError: the config or the data is invalid, which Ray does not retry.
+            StoppedError: :meth:`request_stop` stopped the run; a checkpoint was written.
+            RunError: the run failed after `max_failures` restarts.
         """
         result = self.results()[0]
         if result["exit_code"] != EXIT_DONE:
-            where = (
-                f"a checkpoint is in {self.loaded.config.output_dir}"
-                if result["report"]
-                else "before the training began"
-            )
-            raise StoppedError(f"the run was stopped by a signal; {where}", result["exit_code"])
+            text = "a signal stopped the run before training began"
+            if result["report"]:
+                text = "a signal stopped the run; a checkpoint is in"
+                text += f" {self.loaded.config.output_dir}"
+            raise StoppedError(text, result["exit_code"])
         return result["report"] or {}
 
     def results(self) -> list[Outcome]:
-        """As :meth:`fit`, but returns ``{status, exit_code, report}`` of every rank, also of a run
-        that was stopped."""
+        """Like :meth:`fit`, but return ``{status, exit_code, report}`` of every rank, even if the
+        run was stopped."""
         import ray
 
         if not ray.is_initialized():
@@ -150,10 +141,11 @@ class TorchTrainer:
         directory = _directory(ray, self.loaded)
         context = ray.get_runtime_context()
         record_class = ray.remote(num_cpus=0, max_concurrency=1)(RunRecord)  # type: ignore[call-overload]
-        here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+        this_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
             context.get_node_id(), soft=False
         )
-        self._record = record_class.options(scheduling_strategy=here).remote(context.get_node_id())
+        actor = record_class.options(scheduling_strategy=this_node)
+        self._record = actor.remote(context.get_node_id())
         if self._stop_signal is not None:
             self._record.request_stop.remote(self._stop_signal)
         from paceline.version import __version__
@@ -176,7 +168,7 @@ class TorchTrainer:
             self._record = None
 
     def _fit(self, task: WorkerTask) -> Exception | None:
-        """Run Ray's trainer. Returns what it raised."""
+        """Run Ray's trainer, and return the exception that it raised, if any."""
         from ray.train import FailureConfig, RunConfig
         from ray.train.torch import TorchConfig
         from ray.train.torch import TorchTrainer as RayTorchTrainer
@@ -201,8 +193,8 @@ class TorchTrainer:
                 torch_config=self.torch_config
                 or TorchConfig(timeout_s=int(self.loaded.config.parallel.collective_timeout_s)),
             )
-            # Relative paths of the config are the driver's; and Ray's own copy of what is printed
-            # would come twice.
+            # Relative paths in the config refer to the driver's directory; and Ray must not print
+            # the output of the workers a second time.
             quiet = {"RAY_CHDIR_TO_TRIAL_DIR": "0", "RAY_TRAIN_ENABLE_PRINT_PATCH": "0"}
             with temporary_environment(quiet):
                 try:
@@ -212,18 +204,18 @@ class TorchTrainer:
         return None
 
     def request_stop(self, number: int) -> None:
-        """Ask the ranks to write a checkpoint and stop, as the signal ``number`` does. May be
-        called from any thread."""
+        """Request the ranks to write a checkpoint and stop, as the signal ``number`` does. Any
+        thread may call this."""
         self._stop_signal = number
         if self._record is not None:
             self._record.request_stop.remote(number)
 
 
 def _outcomes(ray: Any, record: Any, error: Exception | None, max_failures: int) -> list[Outcome]:
-    """The result of each rank.
+    """Return the result of each rank.
 
     Raises:
-        PacelineError: how the run failed, in a paragraph.
+        PacelineError: the run failed.
     """
     failed = ray.get(record.final_failure.remote())
     if failed is not None:
@@ -242,36 +234,32 @@ def _failure(error: Exception, fault: Fault | None, max_failures: int) -> Paceli
         text = "; ".join(lines[:3]) or type(error).__name__
         return RunError(
             f"Ray did not start the workers: {text}",
-            fix="see `ray status` for the nodes and their resources",
+            fix="check the nodes and their resources with `ray status`",
         )
     attempts = fault["restart"]
     return RunError(
-        f"{fault['reason']}. Ray started the workers {attempts} times, and `max_failures` is"
-        f" {max_failures}",
+        f"{fault['reason']}. Ray started the workers {attempts} times (`max_failures`:"
+        f" {max_failures})",
         fix=(
-            "give the same command again: the run resumes from its newest checkpoint; or raise"
+            "run the same command again, which resumes from the latest checkpoint; or raise"
             " `max_failures`"
         ),
     )
 
 
 def _for_ray(loaded: Loaded) -> Loaded:
-    """The config without what Ray decides: how many ranks there are on which hosts, and where they
-    meet."""
+    """Return the config without the settings that Ray decides: number of ranks, hosts, and
+    rendezvous."""
     parallel = loaded.config.parallel
     defaults = type(parallel)()
-    names = [
-        name
-        for name in ("num_gpus", "nnodes", "node_rank", "rdzv_endpoint")
-        if hasattr(defaults, name)
-    ]
+    names = ("num_gpus", "nnodes", "node_rank", "rdzv_endpoint")
     changed = [name for name in names if getattr(parallel, name) != getattr(defaults, name)]
     if not changed:
         return loaded
     listing = ", ".join(f"`parallel.{name}`" for name in changed)
     notice = (
         "warning",
-        f"{listing}: not used, because Ray decides how many workers run on which nodes",
+        f"{listing}: ignored, because Ray decides how many workers run on which nodes",
     )
     loaded = loaded.with_parallel(
         parallel.model_copy(update={name: getattr(defaults, name) for name in changed})
@@ -280,14 +268,14 @@ def _for_ray(loaded: Loaded) -> Loaded:
 
 
 def _directory(ray: Any, loaded: Loaded) -> str | None:
-    """The working directory of the workers: the driver's, unless Ray copies one to the nodes
-    (None)."""
+    """Return the working directory of the workers: the driver's, or None if Ray copies one to the
+    nodes."""
     if not ray.get_runtime_context().runtime_env.get("working_dir"):
         return os.getcwd()
     if "_ray_pkg_" in os.getcwd() and not os.path.isabs(loaded.config.output_dir):
         raise ConfigError(
-            f"`output_dir: {loaded.config.output_dir}` is relative, and this job runs in a copy of"
-            " its working directory that Ray deletes",
+            f"`output_dir: {loaded.config.output_dir}` is relative, but this job runs in a copy of"
+            " its working directory, which Ray deletes",
             fix="set `output_dir` to an absolute path on storage that all nodes share",
         )
     return None
@@ -296,11 +284,11 @@ def _directory(ray: Any, loaded: Loaded) -> str | None:
 def _as_mapping(overrides: Mapping[str, YamlValue] | Sequence[str]) -> Mapping[str, YamlValue]:
     if isinstance(overrides, Mapping):
         return overrides
-    return dict(word.removeprefix("--").split("=", 1) for word in overrides)
+    return dict(override.removeprefix("--").split("=", 1) for override in overrides)
 
 
 def _callback(record: Any) -> Any:
-    """A callback of Ray Train that tells the record which workers Ray has lost."""
+    """Return a callback of Ray Train that reports the workers that Ray lost to the record."""
     from ray.exceptions import RayActorError
     from ray.train import UserCallback
 
@@ -321,7 +309,7 @@ def _callback(record: Any) -> Any:
 
 
 def _quiet() -> dict[str, Any]:
-    """Ray Train's own log below the level of errors is left out: the ranks and the driver report
+    """Return settings that hide the log of Ray Train except errors: the ranks and the driver report
     what happens."""
     import ray.train
 
@@ -331,8 +319,7 @@ def _quiet() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _temporary_storage(run_config: RunConfig | None) -> Iterator[str | None]:
-    """A folder for Ray Train's own files, which nothing needs after the run. Checkpoints are
-    Paceline's."""
+    """Create a folder for Ray Train's own files, and delete it after the run."""
     if run_config is not None:
         yield None
         return
@@ -344,10 +331,9 @@ def _temporary_storage(run_config: RunConfig | None) -> Iterator[str | None]:
 
 
 # -- a cluster for the command line
-# -----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Connection:
-    """A connection to a cluster. ``address``: None for one that was started for this run."""
+    """A connection to a cluster. ``address``: None if the cluster was started for this run."""
 
     address: str | None
     resources: dict[str, float]
@@ -355,11 +341,11 @@ class Connection:
 
 @contextlib.contextmanager
 def connected(address: str | None, num_cpus: int, working_dir: Path | None) -> Iterator[Connection]:
-    """Connect to a cluster: at ``address``, at RAY_ADDRESS, or the one that runs on this machine;
-    else start one here.
+    """Connect to the cluster at ``address``, at RAY_ADDRESS, or on this machine; if there is none,
+    start one here.
 
     Args:
-        num_cpus: of a cluster that is started here, at least.
+        num_cpus: minimum for a cluster that is started here.
 
     Raises:
         ConfigError: nothing answers at ``address``.
@@ -374,7 +360,7 @@ def connected(address: str | None, num_cpus: int, working_dir: Path | None) -> I
     folder = None
     try:
         if address == "local" or not _join(address, settings):
-            # Ray makes sockets in the folder, and the path of a socket is short.
+            # Ray creates sockets in the folder, whose paths must be short.
             base = tempfile.gettempdir()
             folder = tempfile.mkdtemp(prefix="pl-ray-", dir=base if len(base) < 20 else "/tmp")
             ray.init(
@@ -395,7 +381,7 @@ def connected(address: str | None, num_cpus: int, working_dir: Path | None) -> I
 
 
 def _join(address: str | None, settings: dict[str, Any]) -> bool:
-    """Connect to a cluster that exists. False: there is none, and none was requested."""
+    """Connect to an existing cluster. Return False if there is none and none was requested."""
     import ray
 
     requested = address or os.environ.get("RAY_ADDRESS")
@@ -409,15 +395,15 @@ def _join(address: str | None, settings: dict[str, Any]) -> bool:
         raise ConfigError(
             f"no Ray cluster answers at {requested}",
             fix=(
-                "check it with `ray status`; start one with `ray start --head`; or leave"
-                " `--address` out and unset RAY_ADDRESS"
+                "check it with `ray status`; start one with `ray start --head`; or remove"
+                " `--address` and unset RAY_ADDRESS"
             ),
         ) from error
     return True
 
 
 def _check_answers(address: str) -> None:
-    """Raise OSError if nothing listens at ``HOST:PORT``: Ray would try for minutes."""
+    """Raise OSError if nothing listens at ``HOST:PORT``, because Ray would try for minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(

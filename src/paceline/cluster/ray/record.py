@@ -1,8 +1,9 @@
-"""What the driver of a Ray run and its workers share: one small Ray actor beside the driver.
+"""The state that the driver of a Ray run and its workers share: a small Ray actor on the driver's
+node.
 
-Ray Train starts all workers again after a failure, perhaps on other nodes, and gives the new ones
-nothing of the old ones. The actor remembers which workers an attempt had, which of them described
-how they ended, and whether the run can be retried at all.
+After a failure, Ray Train starts new workers, possibly on other nodes, without any state of the old
+ones. The actor records which workers an attempt had, how they ended, and whether the run can be
+retried.
 """
 
 import time
@@ -36,8 +37,8 @@ class Attempt:
     Args:
         order: Ray's rank of each worker, in the order in which Paceline numbers them.
         fault: the content of the `fault` event if an attempt failed before this one.
-        lost_folder_of: the host that holds the run's folder, if rank 0 of this attempt runs on
-            another one.
+        lost_folder_of: the host with the run's folder, if rank 0 of this attempt runs on another
+            one.
     """
 
     order: list[int]
@@ -47,7 +48,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class FinalFailure:
-    """A failure that every further attempt would repeat. ``place``: of the worker."""
+    """A failure that every further attempt would repeat. ``place``: of the worker, as text."""
 
     exit_code: int
     text: str
@@ -85,16 +86,16 @@ class RunRecord:
 
     # -- workers
     def final_failure(self) -> FinalFailure | None:
-        """The failure after which no attempt may follow (:meth:`fail_finally`), or None."""
+        """Return the failure after which no further attempt is made (:meth:`fail_finally`)."""
         return self._final_failure
 
     def begin_attempt(self, places: list[WorkerPlace]) -> Attempt:
-        """One worker begins an attempt for all. ``places``: of the workers, in the order of Ray's
-        ranks.
+        """Begin an attempt; called by one worker for all. ``places``: of the workers, by Ray's
+        rank.
 
-        The node that held rank 0 keeps it: without shared storage the run's folder lies there. The
-        first attempt prefers the driver's node, where the user looks for the folder. Nodes with one
-        address are one host, as they are for Ray, which numbers local ranks per address.
+        Rank 0 stays on its node, because without shared storage the run's folder is there. The
+        first attempt prefers the driver's node, where the user expects the folder. Nodes with the
+        same address count as one host, as for Ray, which numbers local ranks per address.
         """
         fault = self.last_fault()
         previous = self._first_place
@@ -115,37 +116,36 @@ class RunRecord:
         return Attempt(order, fault, previous.host if has_moved else None)
 
     def poll(self, has_run_folder: bool) -> int | None:
-        """Rank 0 reports that it runs. Returns the number of the signal that the driver received,
+        """Record that rank 0 is running. Return the number of the signal that the driver received,
         or None."""
         self._has_run_folder = self._has_run_folder or has_run_folder
         return self._stop_signal
 
     def fail(self, ray_rank: int, text: str, is_secondary: bool) -> None:
-        """A worker describes why it fails.
+        """Record why a worker fails.
 
         Args:
-            is_secondary: the text may describe what another worker's end caused, such as a closed
-                connection.
+            is_secondary: the text may describe a consequence of the end of another worker, such as
+                a closed connection.
         """
         self._ended.setdefault(ray_rank, _Ended(text, time.time(), is_secondary))
         self._failed_at = self._failed_at or time.time()
 
     def fail_finally(self, ray_rank: int, failure: FinalFailure) -> int:
-        """A worker has a failure that every further attempt would repeat. Returns how many workers
-        have reported one."""
+        """Record a failure that every further attempt would repeat. Return how many workers have
+        reported one."""
         if self._final_failure is None:
             self._final_failure = replace(failure, place=self._place(ray_rank))
         self._final_ranks.add(ray_rank)
         return len(self._final_ranks)
 
     def finish(self, rank: int, result: Outcome) -> None:
-        """The worker that Paceline numbers ``rank`` has its result: status, exit code and
-        report."""
+        """Record the result of a rank: status, exit code and report."""
         self._results[rank] = result
 
     # -- the driver
     def lose_workers(self, ray_ranks: list[int]) -> None:
-        """Ray reports that these workers are gone without an exception of their program."""
+        """Record that Ray lost these workers without an exception of their program."""
         self._lost.update(ray_ranks)
         self._failed_at = self._failed_at or time.time()
 
@@ -156,16 +156,16 @@ class RunRecord:
         return self._results
 
     def places(self) -> list[WorkerPlace]:
-        """The workers of the attempt under way, in the order of Paceline's ranks."""
+        """Return the workers of the current attempt, in the order of Paceline's ranks."""
         ranks = sorted(self._numbers, key=lambda ray_rank: self._numbers[ray_rank])
         return [self._places[ray_rank] for ray_rank in ranks]
 
     def last_fault(self) -> Fault | None:
-        """The content of a `fault` event: the workers that failed first, not those that lost their
-        connection to them. None before the first attempt.
+        """Return the content of a `fault` event about the workers that failed first; None before
+        the first attempt.
 
-        A worker that Ray lost and that described nothing was killed. Of the others the earliest
-        counts that does not merely report a closed connection.
+        A worker that Ray lost and that reported nothing was killed. If there is none, the earliest
+        failure counts that does not merely report a closed connection.
         """
         if not self._places:
             return None
@@ -173,22 +173,15 @@ class RunRecord:
         described = sorted(
             self._ended.items(), key=lambda item: (item[1].is_secondary, item[1].time)
         )
+        ray_ranks = killed
+        reason = "Ray ended the workers without an error of theirs (a drained node or a preemption)"
         if killed:
-            ray_ranks = killed
             reason = "; ".join(
                 f"{self._place(ray_rank)} was killed, or its node was lost" for ray_rank in killed
             )
         elif described:
             ray_ranks = [described[0][0]]
             reason = f"{self._place(ray_ranks[0])}: {described[0][1].text}"
-        else:
-            ray_ranks, reason = (
-                [],
-                (
-                    "Ray ended the workers without an error of theirs (a drained node, or a"
-                    " preemption)"
-                ),
-            )
         return {
             "ranks": [self._numbers[ray_rank] for ray_rank in ray_ranks],
             "hosts": sorted({self._places[ray_rank].host for ray_rank in ray_ranks}),

@@ -1,5 +1,4 @@
-"""A Ray Train worker: the same path as a rank under torchrun, with a config that the driver has
-read."""
+"""A Ray Train worker. It takes the same path as a rank under torchrun, with the driver's config."""
 
 import contextlib
 import logging
@@ -15,7 +14,7 @@ from typing import Any
 from paceline.cluster.member import run_under_agent
 from paceline.cluster.ray.record import Attempt, FinalFailure, WorkerPlace
 from paceline.config.load import Loaded
-from paceline.core.errors import EXIT_USAGE, ConfigError, Outcome, PacelineError
+from paceline.core.errors import EXIT_USAGE, ConfigError, Outcome, PacelineError, failed_outcome
 from paceline.core.event_log import tail_events
 from paceline.core.log import CONSOLE_ONLY, configure_logging
 from paceline.core.processes import host_name
@@ -25,8 +24,8 @@ from paceline.launch.preflight import TrainOptions
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-#: So long a worker with a final failure waits for the others to find the same one, before Ray ends
-#: them.
+#: How long a worker with a final failure waits for the others to report the same one, before Ray
+#: ends them.
 _AGREE_S = 5.0
 
 
@@ -36,8 +35,8 @@ class WorkerTask:
 
     Args:
         loaded: the config, with an absolute ``output_dir``.
-        directory: the driver's working directory, which relative paths of the config start from;
-            None if Ray copies a working directory to the nodes.
+        directory: the driver's working directory, for relative paths in the config; None if Ray
+            copies a working directory to the nodes.
         version: of Paceline on the driver.
         record: handle of the actor :class:`~paceline.cluster.ray.record.RunRecord`.
     """
@@ -51,11 +50,11 @@ class WorkerTask:
 
 
 def train_worker(task: WorkerTask) -> Outcome:
-    """Train on this worker. Returns the result of this rank: status, exit_code, report.
+    """Train on this worker, and return the result of this rank: status, exit_code, report.
 
-    An exception makes Ray start all workers again. A failure that would only come again is
-    therefore returned, if all workers report one, and otherwise remembered by the record, so that
-    the workers of the next attempt end at once.
+    An exception makes Ray restart all workers. A failure that would repeat is therefore returned if
+    all workers report one; otherwise the record stores it, so that the workers of the next attempt
+    end immediately.
     """
     import ray
     import ray.train
@@ -69,9 +68,11 @@ def train_worker(task: WorkerTask) -> Outcome:
         attempt = _begin_attempt(task)
         result = _run(task, attempt)
     except PacelineError as error:
+        from paceline.launch.worker import reports_a_link
+
         if error.exit_code == EXIT_USAGE or getattr(error, "would_repeat", False):
             return _fail_finally(task, ray_rank, error)
-        is_secondary = _only_reports_a_peer(error.paragraph())
+        is_secondary = reports_a_link(error.paragraph())
         ray.get(task.record.fail.remote(ray_rank, error.paragraph(), is_secondary))
         raise
     except Exception as error:
@@ -88,9 +89,8 @@ def _run(task: WorkerTask, attempt: Attempt) -> Outcome:
     is_first = os.environ["RANK"] == "0"
     if is_first and attempt.lost_folder_of is not None and not run_dir.is_run():
         raise ConfigError(
-            f"the run cannot continue: {attempt.lost_folder_of}, which holds its folder"
-            f" {run_dir.root}, is not among the nodes of the workers any more, and {host_name()}"
-            " does not see that folder",
+            f"cannot resume the run: its folder {run_dir.root} is on {attempt.lost_folder_of},"
+            f" which no longer runs a worker, and {host_name()} does not see that folder",
             fix="set `output_dir` to a folder on storage that all nodes share",
         )
     fault, started_at = attempt.fault, task.started_at
@@ -98,7 +98,7 @@ def _run(task: WorkerTask, attempt: Attempt) -> Outcome:
         fault, started_at = {**fault, "step": _last_step(run_dir)}, float(fault["seen_at"])
         if is_first:
             logger.warning(
-                "%s. Ray has started the workers again (restart %d)",
+                "%s. Ray has restarted the workers (restart %d)",
                 fault["reason"],
                 fault["restart"],
                 extra=CONSOLE_ONLY,
@@ -108,16 +108,13 @@ def _run(task: WorkerTask, attempt: Attempt) -> Outcome:
         logger.info("Ray nodes: %s", nodes, extra=CONSOLE_ONLY)
     options = TrainOptions(allow_config_change=task.allow_config_change, fault=fault)
     with _reporting(task, run_dir) if is_first else contextlib.nullcontext():
-        result = run_under_agent(_for_ranks(task.loaded), options, started_at)
+        loaded = task.loaded if is_first else replace(task.loaded, notices=[])
+        result = run_under_agent(loaded, options, started_at)
     return {
         "status": str((result.report or {}).get("status", "stopped")),
         "exit_code": result.exit_code,
         "report": result.report,
     }
-
-
-def _for_ranks(loaded: Loaded) -> Loaded:
-    return replace(loaded, notices=loaded.notices if os.environ["RANK"] == "0" else [])
 
 
 def _begin_attempt(task: WorkerTask) -> Attempt:
@@ -134,36 +131,34 @@ def _begin_attempt(task: WorkerTask) -> Attempt:
     )
     gathered = _gather((place, __version__))
     places = [place for place, _ in gathered]
-    # One worker asks for all: the record counts the attempts.
+    # only one worker calls it, because the record counts attempts
     attempt: Attempt = _broadcast(
         ray.get(task.record.begin_attempt.remote(places)) if _rank() == 0 else None
     )
     if attempt.order != list(range(len(places))):
         _renumber(attempt.order)
     else:
-        # as torchrun names the number of the node
+        # torchrun's variable for the number of the node
         os.environ["GROUP_RANK"] = os.environ["NODE_RANK"]
-    _check_same([(place.host, version) for place, version in gathered], task.version)
+    differing = sorted(
+        {f"{place.host} has {version}" for place, version in gathered if version != task.version}
+    )
+    if differing:
+        raise ConfigError(
+            f"the driver has Paceline {task.version}, but {', '.join(differing)}",
+            fix="install the same version on all nodes",
+        )
     if task.directory is not None:
         if not os.path.isdir(task.directory):
             raise ConfigError(
-                f"{place.host} has no folder {task.directory}, the working directory of the driver",
+                f"{place.host} does not have the working directory of the driver, {task.directory}",
                 fix=(
-                    "give the command in a folder that all nodes share; or add `--working-dir .`,"
-                    " with which Ray copies the folder to the nodes"
+                    "run the command in a folder that all nodes share; or add `--working-dir .`, so"
+                    " that Ray copies the folder to the nodes"
                 ),
             )
         os.chdir(task.directory)
     return attempt
-
-
-def _check_same(versions: list[tuple[str, str]], driver: str) -> None:
-    differing = sorted({f"{host} has {version}" for host, version in versions if version != driver})
-    if differing:
-        raise ConfigError(
-            f"the driver has Paceline {driver}, but {', '.join(differing)}",
-            fix="install the same version on all nodes",
-        )
 
 
 def _rank() -> int:
@@ -193,8 +188,8 @@ def _broadcast(value: Any) -> Any:
 
 
 def _renumber(order: list[int]) -> None:
-    """Leave Ray's process group, and describe one with other ranks in the environment: Paceline
-    forms it.
+    """Leave Ray's process group, and set the environment for the one with new ranks that Paceline
+    forms.
 
     Args:
         order: Ray's rank of each worker, in the order of the new ranks.
@@ -226,8 +221,8 @@ def _free_port() -> int:
 
 
 def _fail_finally(task: WorkerTask, ray_rank: int, error: PacelineError) -> Outcome:
-    """Return the failure, if all workers have one; else raise it: the others wait for this worker,
-    and Ray must end them."""
+    """Return the failure if all workers have one; otherwise raise it, so that Ray ends the others,
+    which wait for this worker."""
     import ray
     import ray.train
 
@@ -244,18 +239,7 @@ def _fail_finally(task: WorkerTask, ray_rank: int, error: PacelineError) -> Outc
 
 
 def _final(failed: FinalFailure) -> Outcome:
-    return {
-        "status": "failed",
-        "exit_code": failed.exit_code,
-        "text": failed.text,
-        "report": None,
-    }
-
-
-def _only_reports_a_peer(text: str) -> bool:
-    from paceline.launch.worker import reports_a_link
-
-    return reports_a_link(text)
+    return failed_outcome(failed.text, failed.exit_code)
 
 
 def _last_step(run_dir: RunDir) -> int | None:
@@ -265,7 +249,7 @@ def _last_step(run_dir: RunDir) -> int | None:
 
 @contextlib.contextmanager
 def _reporting(task: WorkerTask, run_dir: RunDir) -> Iterator[None]:
-    """Within the block, ask the record once a second whether the driver was asked to stop."""
+    """Within the block, poll the record for a stop request of the driver."""
     import ray
 
     from paceline.core.stop import request_stop
@@ -288,13 +272,13 @@ def _reporting(task: WorkerTask, run_dir: RunDir) -> Iterator[None]:
 
 
 def _nodes(places: list[WorkerPlace]) -> str:
-    """The nodes with their ranks: ``gpu1 (10.0.0.1) with ranks 0 1 2 3; …``."""
+    """Describe the nodes with their ranks: ``gpu1 (10.0.0.1) with ranks 0 1 2 3; …``."""
     ranks: dict[str, list[str]] = {}
     names = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place.node_id, []).append(str(rank))
         names[place.node_id] = f"{place.host} ({place.address})"
     return "; ".join(
-        f"{names[node]} with rank{'s' if len(of_node) > 1 else ''} {' '.join(of_node)}"
-        for node, of_node in ranks.items()
+        f"{names[node]} with rank{'s' if len(node_ranks) > 1 else ''} {' '.join(node_ranks)}"
+        for node, node_ranks in ranks.items()
     )
