@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import MICRO, events, report, run, train
-from test_resume_modes import WORDS, losses_by_step
+from test_resume_modes import ARGS, losses_by_step
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def live(folder: Path, kind: str, ranks: int, until: int, *args: str) -> str:
         for setting in MICRO
         if not any(arg.startswith(setting.partition("=")[0] + "=") for arg in DATA[kind])
     ]
-    defaults += [f"output_dir={folder}", *DATA[kind], *WORDS, "split_dataset_ratio=0.1"]
+    defaults += [f"output_dir={folder}", *DATA[kind], *ARGS, "split_dataset_ratio=0.1"]
     defaults += [
         f"parallel.num_gpus={ranks}",
         f"train_args.max_steps={until}",
@@ -77,7 +77,7 @@ def test_another_number_of_ranks_in_each_life(
 
 def test_more_replicas_than_samples(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    args = (*WORDS, "train_args.max_steps=2", "per_device_train_batch_size=1", "parallel.mode=ddp")
+    args = (*ARGS, "train_args.max_steps=2", "per_device_train_batch_size=1", "parallel.mode=ddp")
     defaults = [setting for setting in MICRO if "batch_size" not in setting]
     run(*defaults, f"output_dir={folder}", *args, "parallel.num_gpus=1")
     args = (*args[:-3], "train_args.max_steps=4", "--allow-config-change", *args[-2:])
