@@ -32,5 +32,5 @@ def test_an_existing_group_is_adopted_and_a_differing_one_is_refused():
     for rank, (total, refused, after) in enumerate(run_ranks(adopt, 2)):
         assert total == [3.0]
         assert f"rank {rank} of 2 in the existing process group" in refused
-        assert f"rank {1 - rank} of 2 by the environment" in refused
+        assert f"rank {1 - rank} of 2 in the environment" in refused
         assert after == 2.0

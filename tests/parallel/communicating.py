@@ -27,7 +27,7 @@ def packed(sources):
 
 
 def unpacked(raw):
-    return {name: MemorySource(whole) for name, whole in torch.load(io.BytesIO(raw)).items()}
+    return {name: MemorySource(tensors) for name, tensors in torch.load(io.BytesIO(raw)).items()}
 
 
 def train(

@@ -175,7 +175,7 @@ def test_state_moves_from_a_hybrid_to_one_rank_and_back():
         (
             ParallelDims(pipeline=2, tensor=2),
             {"parallel": {"sequence_parallel": True}},
-            "whole rows",
+            "pipeline stages exchange full sequences",
         ),
     ],
 )

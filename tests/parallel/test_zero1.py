@@ -20,7 +20,7 @@ from paceline.train.optimizer import build_optimizer
 def chain(world, source):
     """All that three ranks are asked, in one start: a run without a break, its second half from its
     own middle and from another's, and what runs of other kinds hold."""
-    unbroken = train(world, "zero1", steps=20)
+    complete = train(world, "zero1", steps=20)
     half = train(world, "zero1", steps=3)
     gathered = world.gather_objects(half["parts"])
     resumed = train(world, "zero1", steps=3, first=3, source=assemble(gathered))
@@ -33,7 +33,7 @@ def chain(world, source):
     ]
     moving = train(world, "zero1", steps=2, train_mode=True)
     return {
-        "whole": unbroken,
+        "whole": complete,
         "resumed": resumed,
         "unbroken": unbroken,
         "moved": moved,
