@@ -7,6 +7,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.commands.job_options import TimeLimit, add_hosts
 from paceline.commands.options import (
     Choice,
     Integer,
@@ -14,9 +15,7 @@ from paceline.commands.options import (
     OptionParser,
     OutputFile,
     Pattern,
-    TimeLimit,
     add_config,
-    add_hosts,
     check_required,
     config_and_overrides,
     print_notices,

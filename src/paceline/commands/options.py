@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.core.errors import ConfigError, did_you_mean, nearest
 from paceline.core.files import write_atomic
@@ -175,48 +175,6 @@ class Pattern:
         if re.fullmatch(self.regex, text) is None:
             raise InvalidValue("does not have the required form", allowed=self.allowed)
         return text
-
-
-class Duration(NamedTuple):
-    """A time limit as it was written, and in seconds."""
-
-    text: str
-    seconds: int
-
-
-@dataclass(frozen=True)
-class TimeLimit:
-    """A time limit in Slurm's notation."""
-
-    allowed: str = (
-        "minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, or with"
-        " :seconds"
-    )
-
-    def __call__(self, text: str) -> Duration:
-        days, dash, rest = text.rpartition("-")
-        parts = rest.split(":")
-        numbers = [*([days] if dash else []), *parts]
-        seconds = 0
-        if len(parts) <= 3 and all(re.fullmatch(r"[0-9]{1,6}", number) for number in numbers):
-            fields = [int(part) for part in parts]
-            if dash:
-                hours, minutes, rest_s = [*fields, 0, 0][:3]
-            elif len(fields) == 3:
-                hours, minutes, rest_s = fields
-            else:
-                hours, (minutes, rest_s) = 0, [*fields, 0][:2]
-            # minutes, seconds that follow a larger unit
-            leading = [len(fields) == 3 or bool(dash), len(fields) > 1]
-            if not (leading[0] and minutes >= 60) and not (leading[1] and rest_s >= 60):
-                seconds = ((int(days) if dash else 0) * 24 + hours) * 3600 + minutes * 60 + rest_s
-        if not seconds:
-            raise InvalidValue(
-                "is not a time limit",
-                allowed=self.allowed,
-                fix="use e.g. 4:00:00 for four hours",
-            )
-        return Duration(text, seconds)
 
 
 @dataclass(frozen=True)
@@ -437,19 +395,6 @@ def add_config(parser: OptionParser, *, only_known_keys: bool = False) -> None:
     parsing instead of when the config is loaded."""
     parser.takes_config = True
     parser.takes_only_known_keys = only_known_keys
-
-
-def add_hosts(parser: OptionParser) -> None:
-    """Add the options for the size of a job on several hosts."""
-    parser.add_argument(
-        "--nodes", type=Integer(1, 10_000), metavar="N", help="number of hosts; required"
-    )
-    parser.add_argument(
-        "--gpus-per-node",
-        type=Integer(0, 64, "0 (ranks on the CPU) to 64"),
-        metavar="N",
-        help="number of GPUs of each host; required",
-    )
 
 
 def config_and_overrides(args: argparse.Namespace) -> tuple[Path | None, list[str]]:

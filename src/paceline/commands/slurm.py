@@ -7,14 +7,13 @@ import re
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
+from paceline.commands.job_options import TimeLimit, add_hosts
 from paceline.commands.options import (
     Integer,
     OptionParser,
     OutputFile,
     Pattern,
-    TimeLimit,
     add_config,
-    add_hosts,
     check_required,
     config_and_overrides,
     print_notices,
