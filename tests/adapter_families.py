@@ -101,11 +101,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def family_config(kind: str, **more: Any) -> Any:
+def family_config(kind: str, **overrides: Any) -> Any:
     """The transformers configuration of a tiny model of this ``model_type``."""
     from transformers import AutoConfig
 
-    settings = {**_COMMON, **FAMILIES.get(kind, {}), **more}
+    settings = {**_COMMON, **FAMILIES.get(kind, {}), **overrides}
     if kind == "gpt2":
         for key in (
             "hidden_size",
@@ -117,18 +117,18 @@ def family_config(kind: str, **more: Any) -> Any:
     return AutoConfig.for_model(kind, **settings)
 
 
-def write_config(kind: str, folder: Path, **more: Any) -> Path:
+def write_config(kind: str, folder: Path, **overrides: Any) -> Path:
     """Write the configuration only, which is enough to build the model on the meta device."""
-    family_config(kind, **more).save_pretrained(str(folder))
+    family_config(kind, **overrides).save_pretrained(str(folder))
     return folder
 
 
-def make_family(kind: str, folder: Path, **more: Any) -> Path:
+def make_family(kind: str, folder: Path, **overrides: Any) -> Path:
     """Write a tiny model of this ``model_type`` into ``folder``; returns it."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(family_config(kind, **more))
+    model = AutoModelForCausalLM.from_config(family_config(kind, **overrides))
     for parameter in model.parameters():  # some families begin their experts and biases at zero
         if not torch.isfinite(parameter).all() or not parameter.any():
             torch.nn.init.normal_(parameter.data, std=0.02)

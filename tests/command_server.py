@@ -137,11 +137,11 @@ class CommandServer:
         )
 
     def start(
-        self, words: list[str], environment: Mapping[str, str], cwd: Path, new_session: bool
+        self, args: list[str], environment: Mapping[str, str], cwd: Path, new_session: bool
     ) -> Command:
-        """Run `paceline WORDS`."""
+        """Run `paceline ARGS`."""
         request = {
-            "words": words,
+            "args": args,
             "environment": dict(environment),
             "cwd": str(cwd),
             "new_session": new_session,
@@ -156,13 +156,13 @@ class CommandServer:
                 socket.send_fds(self._socket, [message], [pipe[1] for pipe in pipes])
         stdout, stderr, status = (os.fdopen(pipe[0], encoding="utf-8") for pipe in pipes)
         pid = int(status.readline())
-        return Command([sys.executable, "-m", "paceline", *words], stdout, stderr, status, pid)
+        return Command([sys.executable, "-m", "paceline", *args], stdout, stderr, status, pid)
 
     def _ensure_running(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (mine, theirs):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_REQUEST_BYTES)
         self._environment = dict(os.environ)
         with theirs:
@@ -171,7 +171,7 @@ class CommandServer:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        self._socket = mine
+        self._socket = ours
 
 
 SERVER = CommandServer()
@@ -247,7 +247,7 @@ def _run_command(request: dict[str, Any], stdout: int, stderr: int) -> NoReturn:
             2, "w", encoding="utf-8", closefd=False, buffering=1, errors="backslashreplace"
         )
         sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
-        sys.argv = ["paceline", *request["words"]]
+        sys.argv = ["paceline", *request["args"]]
         sys.path.insert(0, request["cwd"])
         if "OMP_NUM_THREADS" in os.environ:  # which OpenMP read when torch was imported
             import torch
@@ -286,13 +286,13 @@ def _fork_a_waiting_fork_server() -> None:
     It is forked now because the command then has no threads, no loggers and no connections yet, as
     a new interpreter has none.
     """
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
-        mine.close()
+        ours.close()
         _become_fork_server(theirs)
     theirs.close()
-    waiting: list[socket.socket] = [mine]
+    waiting: list[socket.socket] = [ours]
     spawn = multiprocessing.util.spawnv_passfds
 
     def start(path: Any, args: list[Any], passfds: list[int]) -> int:

@@ -224,12 +224,12 @@ def _alive(process: psutil.Process) -> bool:
 
 def _is_helper(process: psutil.Process) -> bool:
     try:
-        words = " ".join(process.cmdline())
-        if "chrom" in words and " --type=" in words:
+        command_line = " ".join(process.cmdline())
+        if "chrom" in command_line and " --type=" in command_line:
             # the session's browser starts and ends its helpers when it likes; the browser itself
             # has no type
             return True
-        return process.ppid() == os.getpid() and any(name in words for name in _HELPERS)
+        return process.ppid() == os.getpid() and any(name in command_line for name in _HELPERS)
     except psutil.Error:
         return False
 

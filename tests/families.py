@@ -281,8 +281,8 @@ def make_model(name: str, folder: Path) -> Path:
     config = AutoConfig.for_model(kind, **{**TOKENS, **numbers})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for one in model.parameters():  # zeros and ones hide what is left out or taken twice
-            one.add_(torch.randn_like(one) * NOISE)
+        for param in model.parameters():  # zeros and ones hide what is left out or taken twice
+            param.add_(torch.randn_like(param) * NOISE)
     target = folder / name
     model.save_pretrained(str(target))
     for file in builtin_tokenizer().glob("tokenizer*"):
@@ -319,18 +319,18 @@ def make_trials(
     )
     devices = verify._devices(config, ranks)
     refused: dict[str, str] = {}
-    found = []
+    results = []
     for mode in ["single", *modes]:
         made = make_mode("single" if mode == PADDED else mode, config, ranks)
-        own = config
+        trial_config = config
         if mode == PADDED:
             made = replace(made, name=PADDED)
-            own = config.model_copy(
+            trial_config = config.model_copy(
                 update={"train_args": config.train_args.model_copy(update={"packing": False})}
             )
         try:
-            verify._check_mode(made, own)
-            found.append((made, own))
+            verify._check_mode(made, trial_config)
+            results.append((made, trial_config))
         except ConfigError as error:
             refused[mode] = error.paragraph()
     base = verify._base_spec(Loaded(config, [], None), devices, folder / "out")
@@ -338,10 +338,12 @@ def make_trials(
         verify._trial(
             number,
             mode,
-            own,
-            replace(base, config=own.model_copy(update={"output_dir": base.config.output_dir})),
+            trial_config,
+            replace(
+                base, config=trial_config.model_copy(update={"output_dir": base.config.output_dir})
+            ),
         )
-        for number, (mode, own) in enumerate(found)
+        for number, (mode, trial_config) in enumerate(results)
     ]
     return trials, refused
 
@@ -356,29 +358,29 @@ def run_trials(
 
     table: dict[str, dict[str, Any]] = {}
     for name, trials in named.items():
-        own = Path(folder) / "figures" / name
-        own.mkdir(parents=True, exist_ok=True)
-        certification = Certification(trials, steps, len(trials), str(own))
+        figures = Path(folder) / "figures" / name
+        figures.mkdir(parents=True, exist_ok=True)
+        certification = Certification(trials, steps, len(trials), str(figures))
         table[name] = {}
         for trial in trials:
             start = time.monotonic()
             try:
-                found = _run_trial(certification, trial, world, StopFlag())
+                result = _run_trial(certification, trial, world, StopFlag())
             except Exception as error:
-                found = {
+                result = {
                     "status": "failed",
                     "reason": f"{type(error).__name__}: {error}",
                     "trace": traceback.format_exc(),
                 }
-            found["seconds"] = time.monotonic() - start
-            table[name][trial.name] = found
+            result["seconds"] = time.monotonic() - start
+            table[name][trial.name] = result
             if world.is_rank_zero:
                 with (Path(folder) / "log.jsonl").open("a") as log:
                     log.write(
-                        json.dumps({"family": name, "mode": trial.name, **found}, default=str)
+                        json.dumps({"family": name, "mode": trial.name, **result}, default=str)
                         + "\n"
                     )
-            world.gather_objects(found["status"])
+            world.gather_objects(result["status"])
     return table
 
 
@@ -389,22 +391,25 @@ def judged(
     from paceline.verify.certificate import bounds_for, combine, evaluate_mode, not_run
 
     out: dict[str, dict[str, Any]] = {}
-    for name, own in trials.items():
-        bounds = bounds_for(own[0].spec.config, "cpu")
-        ranks = {one.name: [rank[name][one.name] for rank in table] for one in own}
-        found = {}
+    for name, of_family in trials.items():
+        bounds = bounds_for(of_family[0].spec.config, "cpu")
+        ranks = {trial.name: [rank[name][trial.name] for rank in table] for trial in of_family}
+        results = {}
         for mode, both in ranks.items():
-            failed = [one for one in both if one["status"] == "failed"]
-            found[mode] = failed[0] if failed else combine(both, bounds.floor)
+            failed = [result for result in both if result["status"] == "failed"]
+            results[mode] = failed[0] if failed else combine(both, bounds.floor)
         out[name] = {}
-        for mode, one in found.items():
-            if one["status"] == "done" and found["single"]["status"] == "done":
+        for mode, result in results.items():
+            if result["status"] == "done" and results["single"]["status"] == "done":
                 out[name][mode] = evaluate_mode(
-                    mode, "", one, found["single"], found.get("ddp"), bounds
+                    mode, "", result, results["single"], results.get("ddp"), bounds
                 )
             else:
                 out[name][mode] = not_run(
-                    mode, "", None if one["status"] == "refused" else False, one.get("reason", "?")
+                    mode,
+                    "",
+                    None if result["status"] == "refused" else False,
+                    result.get("reason", "?"),
                 )
     return out
 
@@ -421,13 +426,14 @@ def outcomes(
         make_model(name, folder)
         trials[name], refused[name] = make_trials(name, folder, [*modes, PADDED], steps)
     table = run_ranks(run_trials, 2, trials, steps, str(folder), timeout_s=100.0 * len(names))
-    found: dict[str, dict[str, str]] = {}
+    results: dict[str, dict[str, str]] = {}
     for name, verdicts in judged(table, trials).items():
-        found[name] = {
-            mode: "ok" if one["ok"] else f"{one['reason']}" for mode, one in verdicts.items()
+        results[name] = {
+            mode: "ok" if verdict["ok"] else f"{verdict['reason']}"
+            for mode, verdict in verdicts.items()
         } | refused[name]
         notices = table[0][name]["single"].get("notices", [])
-        packed = PADDED if any("packing: off" in one for one in notices) else "packed"
-        padded = found[name].pop(PADDED)
-        found[name]["packed"] = packed if padded == "ok" else padded
-    return found
+        packed = PADDED if any("packing: off" in notice for notice in notices) else "packed"
+        padded = results[name].pop(PADDED)
+        results[name]["packed"] = packed if padded == "ok" else padded
+    return results

@@ -55,14 +55,14 @@ def run_ranks(
     port = free_port()
     processes, pipes = [], []
     for rank in range(world_size):
-        mine, theirs = context.Pipe()
+        ours, theirs = context.Pipe()
         process = context.Process(
             target=_rank, args=(function, rank, world_size, port, theirs, args, joins), daemon=True
         )
         process.start()
         theirs.close()
         processes.append(process)
-        pipes.append(mine)
+        pipes.append(ours)
     answers: dict[int, tuple[bool, Any]] = {}
     deadline = time.monotonic() + timeout_s
     try:

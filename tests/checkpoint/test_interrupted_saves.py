@@ -226,7 +226,7 @@ def sweep(
     reference = root / "reference"
     for step in (2, 3):
         wanted[step] = digest(
-            store.save(reference, step, {"model/weight": _whole(step)}, META).path
+            store.save(reference, step, {"model/weight": _full_tensor(step)}, META).path
         )
     log, folder = root / "log", root / "run"
     at, killed = 0, True
@@ -255,7 +255,7 @@ def sweep(
     return places
 
 
-def _whole(step: int) -> torch.Tensor:
+def _full_tensor(step: int) -> torch.Tensor:
     return torch.arange(ELEMENTS, dtype=torch.float32) + step
 
 

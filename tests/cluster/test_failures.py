@@ -12,7 +12,7 @@ import pytest
 
 from paceline.cluster.failures import AgentFolder, first_failure, is_secondary
 
-PEER_GONE = (
+PEER_CLOSED = (
     "RuntimeError: [/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:58555: Connection reset"
     " by peer"
 )
@@ -31,7 +31,10 @@ def exited(rank: int, at: float, code: int) -> dict[str, Any]:
 
 
 def test_a_rank_without_a_record_was_killed_and_the_reports_of_its_peers_are_secondary() -> None:
-    records = [record(0, "a", end=failed(5.0, PEER_GONE)), record(1, "b", exit=exited(1, 4.9, -9))]
+    records = [
+        record(0, "a", end=failed(5.0, PEER_CLOSED)),
+        record(1, "b", exit=exited(1, 4.9, -9)),
+    ]
     failure = first_failure(records, ["a", "b"], ["a", "b"])
     assert failure is not None
     assert (failure.ranks, failure.host, failure.time) == ([1], "b", 4.9)
@@ -41,7 +44,7 @@ def test_a_rank_without_a_record_was_killed_and_the_reports_of_its_peers_are_sec
 
 def test_without_an_agent_that_sees_exit_codes_the_killed_rank_is_named_too() -> None:
     records = [
-        record(0, "a", end=failed(5.0, PEER_GONE)),
+        record(0, "a", end=failed(5.0, PEER_CLOSED)),
         record(1, "b"),
         record(2, "b", terminated={"time": 5.1}),
     ]
@@ -54,7 +57,7 @@ def test_an_exception_that_came_before_the_others_died_is_the_first() -> None:
     records = [
         record(0, "a", terminated={"time": 5.0}, exit=exited(0, 6.0, -9)),
         record(1, "b", end=failed(4.0, "ValueError: a mistake", fault=False)),
-        record(2, "c", end=failed(4.5, PEER_GONE)),
+        record(2, "c", end=failed(4.5, PEER_CLOSED)),
     ]
     failure = first_failure(records, ["a", "b", "c"], ["a", "b", "c"])
     assert failure is not None
@@ -67,7 +70,7 @@ def test_an_exception_that_came_before_the_others_died_is_the_first() -> None:
     ("hosts", "ending"), [(["a"], "was lost"), (["a", "b"], "was lost and has come back")]
 )
 def test_a_host_whose_records_are_missing_was_lost(hosts: list[str], ending: str) -> None:
-    records = [record(0, "a", end=failed(5.0, PEER_GONE)), {}][: len(hosts)]
+    records = [record(0, "a", end=failed(5.0, PEER_CLOSED)), {}][: len(hosts)]
     failure = first_failure(records, hosts, ["a", "b", "b"])
     assert failure is not None
     assert failure.ranks == [1, 2]
@@ -89,8 +92,8 @@ def test_ranks_that_stopped_for_a_host_that_joins_have_not_failed() -> None:
 
 def test_where_all_reports_are_secondary_the_earliest_is_named() -> None:
     records = [
-        record(0, "a", end=failed(5.0, PEER_GONE)),
-        record(1, "b", end=failed(4.0, PEER_GONE)),
+        record(0, "a", end=failed(5.0, PEER_CLOSED)),
+        record(1, "b", end=failed(4.0, PEER_CLOSED)),
     ]
     failure = first_failure(records, ["a", "b"], ["a", "b"])
     assert failure is not None
@@ -108,7 +111,7 @@ def test_an_exit_code_of_an_earlier_process_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (PEER_GONE, True),
+        (PEER_CLOSED, True),
         ("torch.distributed.DistNetworkError: failed to recv, got 0 bytes", True),
         ("KeyError: 'x'", False),
     ],

@@ -20,15 +20,15 @@ FLAGS = {"--dry-run", "--debug", "--allow-config-change", "--json"}
 
 
 def blocks(page: Path, *kinds: str) -> list[str]:
-    found = BLOCK.findall(page.read_text(encoding="utf-8"))
-    return [text for kind, text in found if not kinds or kind in kinds]
+    matches = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [text for kind, text in matches if not kinds or kind in kinds]
 
 
 def commands(page: Path) -> list[list[str]]:
     """Words after `paceline` of each command in the page's shell blocks."""
     lines = [line for text in blocks(page, "bash", "sh") for line in text.splitlines()]
-    words = [shlex.split(line, comments=True) for line in lines]
-    return [line[line.index("paceline") + 1 :] for line in words if "paceline" in line]
+    args = [shlex.split(line, comments=True) for line in lines]
+    return [line[line.index("paceline") + 1 :] for line in args if "paceline" in line]
 
 
 def anchors(page: Path) -> set[str]:
@@ -53,21 +53,23 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    for words in commands(page):
-        assert words, f"a bare `paceline` in {page.name}"
-        assert words[0] in {*VERBS, *ALIASES}, f"paceline {' '.join(words)}"
-        if words[0] in ("sft", "train"):
+    for args in commands(page):
+        assert args, f"a bare `paceline` in {page.name}"
+        assert args[0] in {*VERBS, *ALIASES}, f"paceline {' '.join(args)}"
+        if args[0] in ("sft", "train"):
             # the reader's file
-            own = [one for one in words[1:] if one.endswith(".yaml") and not (ROOT / one).exists()]
-            given = [one for one in words[1:] if one not in FLAGS and one not in own]
+            users_files = [
+                arg for arg in args[1:] if arg.endswith(".yaml") and not (ROOT / arg).exists()
+            ]
+            arguments = [arg for arg in args[1:] if arg not in FLAGS and arg not in users_files]
             for key in ("model", "dataset"):
-                if own and not any(one.startswith(f"{key}=") for one in given):
-                    given.append(f"{key}=theirs")
-            load_config(*split_cli(given))
+                if users_files and not any(arg.startswith(f"{key}=") for arg in arguments):
+                    arguments.append(f"{key}=theirs")
+            load_config(*split_cli(arguments))
 
 
 def test_the_readme_shows_commands() -> None:
-    assert {words[0] for words in commands(ROOT / "README.md")} >= {
+    assert {args[0] for args in commands(ROOT / "README.md")} >= {
         "sft",
         "watch",
         "generate",
@@ -129,6 +131,6 @@ def test_every_how_to_page_is_linked_from_the_readme() -> None:
 
 def test_pictures_are_small() -> None:
     large = [
-        one.name for one in (ROOT / "docs" / "images").iterdir() if one.stat().st_size > 300_000
+        path.name for path in (ROOT / "docs" / "images").iterdir() if path.stat().st_size > 300_000
     ]
     assert large == []

@@ -104,7 +104,7 @@ class Cutter:
             os.kill(os.getpid(), signal.SIGKILL)
 
     @staticmethod
-    def _writes(mode="r", **_more):
+    def _writes(mode="r", **_options):
         return (
             bool(mode & (os.O_WRONLY | os.O_RDWR))
             if isinstance(mode, int)

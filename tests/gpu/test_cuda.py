@@ -10,7 +10,7 @@ from commands import digest, events, losses, report, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-WORDS = (
+ARGS = (
     "model=builtin:qwen2-micro", "dataset=builtin:python-docs#240", "max_length=128", "max_steps=6",
     "learning_rate=3e-3", "split_dataset_ratio=0.1",
 )  # fmt: skip
@@ -26,45 +26,49 @@ def cuda() -> None:
 
 def visible(*indices: int) -> dict[str, str]:
     """The environment in which only these of the devices that the session sees are visible."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [str(one) for one in range(torch.cuda.device_count())]
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(names[one] for one in indices)}
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = (
+        visible_devices.split(",")
+        if visible_devices
+        else [str(index) for index in range(torch.cuda.device_count())]
+    )
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(names[index] for index in indices)}
 
 
-def train(folder: Path, ranks: int, *words: str, **settings: Any) -> str:
+def train(folder: Path, ranks: int, *args: str, **settings: Any) -> str:
     """A run with a global batch of 16 samples; what was said."""
     batch = f"per_device_train_batch_size={BATCH // ranks}"
-    return run(*WORDS, batch, f"output_dir={folder}", *words, **settings).stderr
+    return run(*ARGS, batch, f"output_dir={folder}", *args, **settings).stderr
 
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     """Losses in float32 on one CPU rank: in full, and of adapters."""
-    found = {}
-    for name, words in {"full": (), "lora": ("lora.enable=true", "lora.dropout=0")}.items():
+    losses_of = {}
+    for name, args in {"full": (), "lora": ("lora.enable=true", "lora.dropout=0")}.items():
         folder = tmp_path_factory.mktemp(name) / "run"
-        train(folder, 1, "parallel.device=cpu", "parallel.num_gpus=1", *words)
-        found[name] = losses(folder)
-    return found
+        train(folder, 1, "parallel.device=cpu", "parallel.num_gpus=1", *args)
+        losses_of[name] = losses(folder)
+    return losses_of
 
 
 def test_one_gpu_in_float32_gives_the_losses_of_the_cpu(
     on_cpu: dict[str, list[float]], tmp_path: Path
 ) -> None:
-    said = train(tmp_path / "run", 1, "precision=32", env=visible(0))
-    found = report(tmp_path / "run")
-    assert (found["status"], found["device"], found["world_size"]) == ("done", "cuda", 1)
-    assert "cuda:0" in said
+    stderr = train(tmp_path / "run", 1, "precision=32", env=visible(0))
+    result = report(tmp_path / "run")
+    assert (result["status"], result["device"], result["world_size"]) == ("done", "cuda", 1)
+    assert "cuda:0" in stderr
     assert losses(tmp_path / "run") == pytest.approx(on_cpu["full"], rel=1e-3)
-    assert found["peak_memory_bytes"][0] > 0
+    assert result["peak_memory_bytes"][0] > 0
 
 
 def test_adapters_in_the_default_precision(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
-    said = train(tmp_path / "run", 1, "lora.enable=true", "lora.dropout=0", env=visible(0))
+    stderr = train(tmp_path / "run", 1, "lora.enable=true", "lora.dropout=0", env=visible(0))
     precision = (
         "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16-mixed"
     )
-    assert f"precision: {precision}, chosen by `precision: auto`" in said
+    assert f"precision: {precision}, chosen by `precision: auto`" in stderr
     assert report(tmp_path / "run")["precision"] == precision
     assert losses(tmp_path / "run") == pytest.approx(on_cpu["lora"], rel=2e-2)
     assert (tmp_path / "run" / "model" / "adapter_model.safetensors").is_file()
@@ -72,69 +76,69 @@ def test_adapters_in_the_default_precision(on_cpu: dict[str, list[float]], tmp_p
 
 def test_float16_with_loss_scaling(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
     train(tmp_path / "run", 1, "fp16=true", env=visible(0))
-    found = losses(tmp_path / "run")
-    assert found[0] == pytest.approx(on_cpu["full"][0], rel=2e-2)
-    assert found[-1] < found[0]
+    values = losses(tmp_path / "run")
+    assert values[0] == pytest.approx(on_cpu["full"][0], rel=2e-2)
+    assert values[-1] < values[0]
 
 
 def test_recomputed_activations_and_padding_and_loader_processes(
     on_cpu: dict[str, list[float]], tmp_path: Path
 ) -> None:
-    words = (
+    args = (
         "gradient_checkpointing=true",
         "packing=false",
         "dataloader_num_workers=1",
         "precision=32",
     )
-    train(tmp_path / "run", 1, *words, env=visible(0))
+    train(tmp_path / "run", 1, *args, env=visible(0))
     assert losses(tmp_path / "run") == pytest.approx(on_cpu["full"], rel=1e-3)
 
 
 def test_all_visible_gpus_by_default(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
     count = torch.cuda.device_count()
-    ranks = max(one for one in (1, 2, 4, 8, 16) if one <= count)
+    ranks = max(index for index in (1, 2, 4, 8, 16) if index <= count)
     env = visible(*range(ranks))
-    said = train(tmp_path / "run", ranks, "precision=32", env=env)
-    found = report(tmp_path / "run")
-    assert (found["device"], found["world_size"], len(found["peak_memory_bytes"])) == (
+    stderr = train(tmp_path / "run", ranks, "precision=32", env=env)
+    result = report(tmp_path / "run")
+    assert (result["device"], result["world_size"], len(result["peak_memory_bytes"])) == (
         "cuda",
         ranks,
         ranks,
     )
     assert (
         f"devices: {ranks} of {ranks} visible"
-        f" (CUDA_VISIBLE_DEVICES='{env['CUDA_VISIBLE_DEVICES']}')" in said
+        f" (CUDA_VISIBLE_DEVICES='{env['CUDA_VISIBLE_DEVICES']}')" in stderr
     )
     for rank in range(ranks):
-        assert f"cuda:{rank} {torch.cuda.get_device_name(rank)}" in said
+        assert f"cuda:{rank} {torch.cuda.get_device_name(rank)}" in stderr
     assert losses(tmp_path / "run") == pytest.approx(on_cpu["full"], rel=1e-3)
     assert events(tmp_path / "run", "eval")
 
 
 def test_more_than_are_visible_is_an_error(tmp_path: Path) -> None:
     done = run(
-        *WORDS, f"output_dir={tmp_path / 'run'}", "parallel.num_gpus=2", expect=2, env=visible(0)
+        *ARGS, f"output_dir={tmp_path / 'run'}", "parallel.num_gpus=2", expect=2, env=visible(0)
     )
     assert "`parallel.num_gpus: 2`: only 1 × cuda visible" in done.stderr
     assert "parallel.device=cpu" in done.stderr
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = run(
-        *WORDS, f"output_dir={tmp_path / 'run'}", "parallel.device=cuda", expect=2, env=hidden
+        *ARGS, f"output_dir={tmp_path / 'run'}", "parallel.device=cuda", expect=2, env=hidden
     )
     assert "no accelerator was found (CUDA_VISIBLE_DEVICES='')" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
 def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
-    words = (
+    args = (
         "lora.enable=true",
         "lora.dropout=0.1",
         "bf16=true",
         "save_steps=3",
         "lr_scheduler_type=constant",
     )
-    train(tmp_path / "whole", 1, *words, env=visible(0))
-    train(tmp_path / "parts", 1, *words, "max_steps=3", env=visible(0))
-    train(tmp_path / "parts", 1, *words, "--allow-config-change", env=visible(0))
+    train(tmp_path / "whole", 1, *args, env=visible(0))
+    train(tmp_path / "parts", 1, *args, "max_steps=3", env=visible(0))
+    train(tmp_path / "parts", 1, *args, "--allow-config-change", env=visible(0))
     assert report(tmp_path / "parts")["resumed_from_step"] == 3
     assert digest(tmp_path / "parts") == digest(tmp_path / "whole")

@@ -8,7 +8,7 @@ from commands import events, report, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
-WORDS = (
+ARGS = (
     "model=builtin:qwen2-tiny",
     "dataset=builtin:python-docs#240",
     "max_length=128",
@@ -18,7 +18,7 @@ WORDS = (
 
 
 def test_activations_are_the_peak_of_a_step_less_the_state(tmp_path: Path) -> None:
-    run(*WORDS, f"output_dir={tmp_path / 'run'}")
+    run(*ARGS, f"output_dir={tmp_path / 'run'}")
     (memory,) = events(tmp_path / "run", "memory")
     (rank,) = memory["ranks"]
     assert rank["activations"] > 0
@@ -30,9 +30,9 @@ def test_activations_are_the_peak_of_a_step_less_the_state(tmp_path: Path) -> No
 
 
 def test_a_step_line_tells_of_the_device(tmp_path: Path) -> None:
-    run(*WORDS, f"output_dir={tmp_path / 'run'}")
-    told = events(tmp_path / "run", "step")[-1]["devices"]
-    assert [one["rank"] for one in told] == [0]
-    assert 0 <= told[0]["utilisation"] <= 1
-    assert 0 < told[0]["temperature_c"] < 120
-    assert told[0]["power_w"] > 0
+    run(*ARGS, f"output_dir={tmp_path / 'run'}")
+    devices = events(tmp_path / "run", "step")[-1]["devices"]
+    assert [device["rank"] for device in devices] == [0]
+    assert 0 <= devices[0]["utilisation"] <= 1
+    assert 0 < devices[0]["temperature_c"] < 120
+    assert devices[0]["power_w"] > 0

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 ORDER = SampleOrder(faulty_task.SAMPLES, 16, 7)
 
 
-def train(folder: Path, bad: list[int], *words: str, expect: int = 0) -> str:
+def train(folder: Path, bad: list[int], *args: str, expect: int = 0) -> str:
     arguments = {"bad": bad, "flags": str(folder.parent)}
     settings = (
         "max_steps=14",
@@ -35,7 +35,7 @@ def train(folder: Path, bad: list[int], *words: str, expect: int = 0) -> str:
         "dataset=none",
     )
     return run(
-        *task, *settings, "parallel.num_gpus=1", f"output_dir={folder}", *words, expect=expect
+        *task, *settings, "parallel.num_gpus=1", f"output_dir={folder}", *args, expect=expect
     ).stderr
 
 
@@ -50,21 +50,21 @@ def tensors(folder: Path, step: int) -> dict[str, Any]:
 @pytest.mark.parametrize("optim", ["adamw", "sgd"])
 def test_a_step_is_left_out(tmp_path: Path, optim: str) -> None:
     bad = [int(ORDER.global_batch(10)[0])]
-    said = train(tmp_path / "run", bad, f"optim={optim}")
-    assert "step 11: the gradient is not finite; the update is skipped" in said
-    assert [one["step"] for one in events(tmp_path / "run", "skipped")] == [11]
+    stderr = train(tmp_path / "run", bad, f"optim={optim}")
+    assert "step 11: the gradient is not finite; the update is skipped" in stderr
+    assert [event["step"] for event in events(tmp_path / "run", "skipped")] == [11]
     assert report(tmp_path / "run")["skipped_steps"] == 1
     before, after, later = (tensors(tmp_path / "run", step) for step in (10, 11, 12))
-    moved = {name for name, one in before.items() if not torch.equal(one, after[name])}
+    moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
     assert moved == {"schedule/step", "data/position"}
     assert any(
-        not torch.equal(one, after[name])
-        for name, one in later.items()
+        not torch.equal(tensor, after[name])
+        for name, tensor in later.items()
         if name.startswith("model/")
     )
 
 
 def test_too_many_end_the_run(tmp_path: Path) -> None:
     bad = [int(ORDER.global_batch(step)[0]) for step in (6, 7, 8)]
-    said = train(tmp_path / "run", bad, "recovery.max_consecutive_skips=3", expect=1)
-    assert "3 consecutive steps (up to step 9) had non-finite gradients" in said
+    stderr = train(tmp_path / "run", bad, "recovery.max_consecutive_skips=3", expect=1)
+    assert "3 consecutive steps (up to step 9) had non-finite gradients" in stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import losses, report, run
-from test_cuda import WORDS, cuda, on_cpu, train, visible
+from test_cuda import ARGS, cuda, on_cpu, train, visible
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 __all__ = ["cuda", "on_cpu"]  # fixtures
@@ -25,16 +25,16 @@ def test_alone_on_one_device(mode: str, on_cpu: dict[str, list[float]], tmp_path
 
 def test_a_save_in_the_background_is_of_its_own_step(tmp_path: Path) -> None:
     """Training changes the weights while the copy is written."""
-    words = ("max_steps=12", "save_steps=1", "save_total_limit=null", "--allow-config-change")
-    train(tmp_path / "behind", 1, *words, env=visible(0))
-    train(tmp_path / "waiting", 1, *words, "async_save=false", env=visible(0))
+    args = ("max_steps=12", "save_steps=1", "save_total_limit=null", "--allow-config-change")
+    train(tmp_path / "behind", 1, *args, env=visible(0))
+    train(tmp_path / "waiting", 1, *args, "async_save=false", env=visible(0))
     for step in (1, 6, 11):
         name = f"checkpoints/step-{step:08d}"
-        found = [
-            json.loads(run(str(tmp_path / one / name), "--json", verb="inspect").stdout)
-            for one in ("behind", "waiting")
+        contents = [
+            json.loads(run(str(tmp_path / folder / name), "--json", verb="inspect").stdout)
+            for folder in ("behind", "waiting")
         ]
-        assert found[0]["digest"] == found[1]["digest"]
+        assert contents[0]["digest"] == contents[1]["digest"]
 
 
 def test_weights_that_stay_in_the_hosts_memory(
@@ -48,7 +48,7 @@ if torch.cuda.device_count() >= 2:
 
     def test_the_certificate_on_two_devices(tmp_path: Path) -> None:
         done = run(
-            *WORDS,
+            *ARGS,
             "per_device_train_batch_size=4",
             "--world-size",
             "2",
@@ -57,8 +57,8 @@ if torch.cuda.device_count() >= 2:
             "--json",
             verb="verify",
         )
-        found = {one["mode"]: one for one in json.loads(done.stdout)["modes"]}
-        assert {name for name, one in found.items() if one["ok"]} >= {
+        results = {result["mode"]: result for result in json.loads(done.stdout)["modes"]}
+        assert {name for name, result in results.items() if result["ok"]} >= {
             "ddp",
             "zero1",
             "zero2",

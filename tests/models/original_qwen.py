@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 HIDDEN, LAYERS, HEADS, INNER, SEQ_LENGTH = 64, 2, 4, 96, 256
-WORDS = (
+TOKEN_PATTERN = (
     r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"""
     r"""| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
 )
@@ -172,7 +172,9 @@ def reference_logits(folder: Path, ids: Tensor) -> Tensor:
 def train_ranks(text: str, num_merges: int) -> dict[bytes, int]:
     """Byte-pair ranks: the single bytes, then the most frequent pairs of the words of ``text``."""
     ranks = {bytes([byte]): byte for byte in range(256)}
-    tokens = [[bytes([byte]) for byte in token.encode()] for token in regex.findall(WORDS, text)]
+    tokens = [
+        [bytes([byte]) for byte in token.encode()] for token in regex.findall(TOKEN_PATTERN, text)
+    ]
     for _ in range(num_merges):
         counts: dict[tuple[bytes, bytes], int] = {}
         for token in tokens:
@@ -209,7 +211,7 @@ def reference_tokens(folder: Path, text: str) -> list[int]:
         if part in special:
             ids.append(special[part])
             continue
-        for token in regex.findall(WORDS, part):
+        for token in regex.findall(TOKEN_PATTERN, part):
             pieces = [bytes([byte]) for byte in token.encode()]
             while True:
                 pairs = [

@@ -87,18 +87,18 @@ class Functional(nn.Module):
     def __init__(self, within: bool = False) -> None:
         super().__init__()
         self.embedding_scale = nn.Parameter(torch.ones(4))
-        self.words = nn.Embedding(6, 4)
+        self.tokens = nn.Embedding(6, 4)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.shared = nn.Linear(4, 4)
         self.within = within
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.words(ids)
+        x = self.tokens(ids)
         for number, layer in enumerate(self.layers):
             x = layer(x)
             if self.within and number == 0:
                 x.add_(self.shared(x))
-        return functional.linear(x * self.embedding_scale, self.words.weight)
+        return functional.linear(x * self.embedding_scale, self.tokens.weight)
 
 
 def run_forward(model: nn.Module) -> object:
@@ -108,11 +108,11 @@ def run_forward(model: nn.Module) -> object:
 def test_a_weight_used_at_both_ends_is_held_at_both_ends() -> None:
     model = Functional()
     result = trace(model, run_forward)
-    assert result.phases == {"words.weight": {"before", "after"}, "embedding_scale": {"after"}}
+    assert result.phases == {"tokens.weight": {"before", "after"}, "embedding_scale": {"after"}}
     blocks = find_blocks(model)
     division = divide_model(model, blocks, 2, check_blocks(model, blocks, run_forward)[1])
-    assert division.regions == {"words": "both", "embedding_scale": "after", "shared": "after"}
-    assert division.stages["words.weight"] == (0, 1)
+    assert division.regions == {"tokens": "both", "embedding_scale": "after", "shared": "after"}
+    assert division.stages["tokens.weight"] == (0, 1)
     assert division.stages["embedding_scale"] == (1,)
 
 

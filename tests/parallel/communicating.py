@@ -5,7 +5,7 @@ import io
 import torch
 from states import MemorySource, copied
 from torch.nn import functional
-from training import ROWS, WORDS
+from training import ROWS, VOCABULARY
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
@@ -69,13 +69,17 @@ def train(
     losses, norms, traffic = [], [], {}
     rows = ROWS // world.axes.replicas
     for step in range(first, first + steps):
-        words = torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(step))
-        inputs = words[replica_of(strategy)[0] * rows : (replica_of(strategy)[0] + 1) * rows]
+        tokens = torch.randint(
+            0, VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(step)
+        )
+        inputs = tokens[replica_of(strategy)[0] * rows : (replica_of(strategy)[0] + 1) * rows]
         seen = []
 
         def micro_step(number, module, inputs=inputs, seen=seen):
             loss = (
-                functional.cross_entropy(module(inputs), (inputs * 7 + 1) % WORDS, reduction="sum")
+                functional.cross_entropy(
+                    module(inputs), (inputs * 7 + 1) % VOCABULARY, reduction="sum"
+                )
                 / ROWS
             )
             seen.append(float(loss.detach()))

@@ -5,7 +5,7 @@ import torch
 from ranks import run_ranks
 from states import assemble
 from torch import nn
-from training import WORDS, Adapted, Net, Plain, largest_difference, train
+from training import VOCABULARY, Adapted, Net, Plain, largest_difference, train
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -147,7 +147,7 @@ def test_state_and_traffic_are_what_the_cost_says(two, four):
 def test_frozen_weights_are_sent_by_zero3_only(low, two):
     """The formulas of docs/strategies.md with A = 2 micro-batches on N = 2 ranks, against what was
     measured."""
-    trained, frozen = 3 * 2 * 48 * 2, 2 * 48 * WORDS + 3 * 49 * 48
+    trained, frozen = 3 * 2 * 48 * 2, 2 * 48 * VOCABULARY + 3 * 49 * 48
     size = 2 if low else 4
     expected = {
         "zero2": (1 + 2) * size * trained / 2,

@@ -6,7 +6,7 @@ import torch
 from ranks import run_ranks
 from states import copied
 from torch.nn import functional
-from training import ROWS, WORDS, Net, Plain
+from training import ROWS, VOCABULARY, Net, Plain
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
@@ -57,7 +57,9 @@ class Run:
         (None: unknown), and whether the norm was. ``bad``: None, "loss", or "gradient" (only that
         of one parameter)."""
         rows = ROWS // self.world.axes.replicas
-        tokens = torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(
+            0, VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(step)
+        )
         replica, _ = replica_of(self.strategy)
         local = tokens[replica * rows : (replica + 1) * rows]
         # the last stage has the loss
@@ -69,7 +71,10 @@ class Run:
                 logits = module(local).float()
             if is_bad and bad == "gradient":
                 logits.register_hook(lambda gradient: torch.full_like(gradient, value))
-            loss = functional.cross_entropy(logits, (local * 7 + 1) % WORDS, reduction="sum") / ROWS
+            loss = (
+                functional.cross_entropy(logits, (local * 7 + 1) % VOCABULARY, reduction="sum")
+                / ROWS
+            )
             losses.append(float(loss.detach()))
             return self.precision.scale(loss * value if is_bad and bad == "loss" else loss)
 

@@ -17,7 +17,7 @@ from paceline.parallel.save_load import load_state, memory_bytes, state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 WIDTH = 20  # does not divide by three: shards get padding
-WORDS = 30
+VOCABULARY = 30
 ROWS = 24
 
 
@@ -39,22 +39,22 @@ class Net(nn.Module):
     def __init__(self, twice=True):
         super().__init__()
         self.twice = twice
-        self.words = nn.Embedding(WORDS, WIDTH)
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.statistics = nn.BatchNorm1d(WIDTH)
         self.scale = nn.Parameter(torch.tensor(1.0))
         self.rare = nn.Linear(WIDTH, WIDTH)
         self.never = nn.Linear(3, 5)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.words.weight
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
 
-    def forward(self, words):
-        x = self.words(words)
+    def forward(self, tokens):
+        x = self.tokens(tokens)
         for block in [*self.blocks, self.blocks[0]] if self.twice else self.blocks:
             x = block(x)
         x = self.statistics(self.frozen(x)) * self.scale
-        rare = words < 2
+        rare = tokens < 2
         if rare.any():
             x = x + rare[:, None] * self.rare(x)
         return self.head(x)
@@ -75,12 +75,12 @@ class Adapted(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.words = nn.Embedding(WORDS, 48).requires_grad_(False)
+        self.tokens = nn.Embedding(VOCABULARY, 48).requires_grad_(False)
         self.blocks = nn.ModuleList(Adapted.Layer() for _ in range(3))
-        self.head = nn.Linear(48, WORDS, bias=False).requires_grad_(False)
+        self.head = nn.Linear(48, VOCABULARY, bias=False).requires_grad_(False)
 
-    def forward(self, words):
-        x = self.words(words)
+    def forward(self, tokens):
+        x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -91,7 +91,7 @@ class Plain(nn.Sequential):
 
     def __init__(self):
         blocks = [layer for _ in range(2) for layer in (nn.Linear(64, 64), nn.Tanh())]
-        super().__init__(nn.Embedding(WORDS, 64), *blocks, nn.Linear(64, WORDS))
+        super().__init__(nn.Embedding(VOCABULARY, 64), *blocks, nn.Linear(64, VOCABULARY))
 
 
 def train(
@@ -135,16 +135,20 @@ def train(
     losses, norms, traffic = [], [], {}
     rows = ROWS // (world.axes.replicas * micro_batches)
     for step in range(first, first + steps):
-        words = torch.randint(0, WORDS, (ROWS,), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(
+            0, VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(step)
+        )
         seen = []
 
-        def micro_step(number, module, words=words, seen=seen):
+        def micro_step(number, module, tokens=tokens, seen=seen):
             begin = (replica_of(strategy)[0] * micro_batches + number) * rows
-            inputs = words[begin : begin + rows]
+            inputs = tokens[begin : begin + rows]
             with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
                 logits = module(inputs)
             loss = (
-                functional.cross_entropy(logits.float(), (inputs * 7 + 1) % WORDS, reduction="sum")
+                functional.cross_entropy(
+                    logits.float(), (inputs * 7 + 1) % VOCABULARY, reduction="sum"
+                )
                 / ROWS
             )
             seen.append(float(loss.detach()))
@@ -162,7 +166,7 @@ def train(
 
     def look(module):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            return {"logits": module(torch.arange(WORDS))}
+            return {"logits": module(torch.arange(VOCABULARY))}
 
     model.eval()
     parts, state_bytes = copied(state_shards(strategy)), memory_bytes(strategy)

@@ -1,5 +1,8 @@
-"""Collect every message for users from the syntax tree: `python tests/structure/user_messages.py` writes
-messages.txt, which a reviewer can read from top to bottom."""
+"""Collect every message for users from the syntax tree.
+
+`python tests/structure/user_messages.py` writes messages.txt, which a reviewer can read from top to
+bottom.
+"""
 
 import ast
 from collections.abc import Iterator

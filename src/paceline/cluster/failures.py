@@ -26,7 +26,7 @@ from paceline.core.processes import exit_text, pid_alive
 from paceline.launch.restart import PolicyState
 
 #: How Gloo, NCCL and torch's stores report that a peer has ended.
-_PEER_GONE = re.compile(
+_PEER_CLOSED = re.compile(
     r"connection (closed|reset|refused|was likely closed)|broken pipe|timed? ?out|remote process"
     r" exited|DistNetworkError|"
     r"failed to recv|store.*(closed|unreachable)|NCCL communicator was aborted|recvValue"
@@ -174,7 +174,7 @@ def watch_termination(folder: AgentFolder, local_rank: int) -> None:
 def is_secondary(outcome: Outcome) -> bool:
     """Return whether an outcome only reports that a peer has ended."""
     return outcome.get("of_all") is not True and bool(
-        _PEER_GONE.search(str(outcome.get("text", "")))
+        _PEER_CLOSED.search(str(outcome.get("text", "")))
     )
 
 

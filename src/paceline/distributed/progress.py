@@ -186,7 +186,7 @@ class ProgressTracker:
         """End a step. Until the next one the phase is `logging`.
 
         Args:
-            disturbed: the time of the step is no measure of this rank's speed.
+            disturbed: the time of the step says nothing about the speed of this rank.
         """
         self.enter("logging")
         self._add_held()

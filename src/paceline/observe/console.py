@@ -68,7 +68,7 @@ class Console:
 
     @property
     def broken(self) -> bool:
-        """Whether nobody can read the output any more (closed terminal, broken pipe)."""
+        """Whether the output can no longer be read (closed terminal, broken pipe)."""
         return self._stream.broken
 
     def __call__(self, event: Event) -> None:

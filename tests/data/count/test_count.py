@@ -152,10 +152,10 @@ def test_bytes_that_are_no_text_are_replaced_and_counted(tmp_path: Path) -> None
         seen = ScanStats()
         shards = [shard for share in plan_shards(files, num_shards) for shard in share]
         counts = Counter(
-            word
+            token
             for shard in shards
             for text in read_texts(shard, ReadOptions(errors="replace", chunk_bytes=2), seen)
-            for word in text.split()
+            for token in text.split()
         )
         assert counts == Counter(expected.split())
         assert seen.replaced == expected.count("\ufffd") - 1  # one stood there before
@@ -184,7 +184,7 @@ def test_runs_merge_to_the_sum_in_the_order_of_words(tmp_path: Path) -> None:
     for part in parts:
         assert part == sorted(part)
     assert Counter(dict(row for part in parts for row in part)) == Counter(
-        {encode(word): n for word, n in total.items()}
+        {encode(token): n for token, n in total.items()}
     )
 
 
@@ -195,7 +195,7 @@ def test_memory_bounds_the_tables(tmp_path: Path) -> None:
     count_tables = list(tables(plan_shards(files, 1)[0], spec, seen))
     assert seen.full_tables >= 10
     assert max(map(len, count_tables)) < 5000
-    assert Counter(word for table in count_tables for word in table) == Counter(
+    assert Counter(token for table in count_tables for token in table) == Counter(
         f"word-{number}" for number in range(40_000)
     )
 
@@ -237,8 +237,8 @@ def test_processes_count_what_python_counts(tmp_path: Path, num_processes: int) 
         assert (result.shuffled_bytes > 0) == (num_processes > 1)
         assert list(result.seconds) == ["map", "shuffle", "reduce"]
         lines = [line.split("\t") for line in output.read_bytes().decode().split("\n")[:-1]]
-        assert [word for word, _ in lines] == sorted(expected)
-        assert {word: int(count) for word, count in lines} == expected
+        assert [token for token, _ in lines] == sorted(expected)
+        assert {token: int(count) for token, count in lines} == expected
         assert count_locally(spec, num_processes, None).top == best
 
 

@@ -39,7 +39,7 @@ _TWO_ANSWERS = tuple(
     for first, second in (("0", "1"), ("1", "2"), ("a", "b"), ("j", "k"))
 )
 _UNSUPPORTED = "preference training is not supported"
-_ONE_ANSWER = "rows with one answer each that the model should learn"
+_SINGLE_ANSWER = "rows with one answer each that the model should learn"
 _OTHER_TOOL = "train this file with a tool that supports this method"
 
 
@@ -66,7 +66,7 @@ def check_pairs(row: Row, rejected: Collection[str], has_answer: bool) -> None:
     raise Unsupported(
         f"the rows are preference pairs ({_names([*good, *bad])}) for {methods} or another method"
         f" of preference training (ORPO, SimPO, CPO); {_UNSUPPORTED}",
-        allowed=_ONE_ANSWER,
+        allowed=_SINGLE_ANSWER,
         fix=_sft_instead(row, good, bad, has_answer),
     )
 
@@ -106,7 +106,7 @@ def check_label(row: Row, name: str) -> None:
         raise Unsupported(
             f"the rows mark each answer as good or bad (`{name}` is {str(value).lower()}) for KTO;"
             f" {_UNSUPPORTED}",
-            allowed=_ONE_ANSWER,
+            allowed=_SINGLE_ANSWER,
             fix=(
                 "train this file with a tool that supports KTO, or keep only the rows with good"
                 f" answers; if the column means something else, set `ignore_columns: [{name}]`"
@@ -127,7 +127,7 @@ def check_without_format(row: Row) -> None:
         raise Unsupported(
             "the rows have a label for each step of an answer (`completions`, `labels`) for a"
             f" process reward model (PRM); {_UNSUPPORTED}",
-            allowed=_ONE_ANSWER,
+            allowed=_SINGLE_ANSWER,
             fix=_OTHER_TOOL,
         )
 
@@ -137,7 +137,7 @@ def two_answers(where: str) -> Unsupported:
     of the answer, which is an older form of preference pairs."""
     return Unsupported(
         f"the rows have two answers each ({where}) for a reward model or DPO; {_UNSUPPORTED}",
-        allowed=_ONE_ANSWER,
+        allowed=_SINGLE_ANSWER,
         fix=f"{_OTHER_TOOL}, or keep one answer per row",
     )
 

@@ -9,7 +9,7 @@ here.
 from collections.abc import Mapping
 from typing import Any
 
-_C, _R, _WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
+_C, _R, _REPLICATED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 _QKVO = {"q_proj": _C, "k_proj": _C, "v_proj": _C}
 _GATED = {"gate_proj": _C, "up_proj": _C, "down_proj": _R}
 
@@ -58,20 +58,20 @@ PLANS: dict[str, dict[str, str]] = {
     },
     "persimmon": {
         **_under(
-            "layers.*.self_attn", {**_INTERLEAVED, "q_layernorm": _WHOLE, "k_layernorm": _WHOLE}
+            "layers.*.self_attn", {**_INTERLEAVED, "q_layernorm": _REPLICATED, "k_layernorm": _REPLICATED}
         ),
         **_under("layers.*.mlp", _TALL),
     },
     "stablelm": {**_LLAMA_ATTENTION, **_under("layers.*.mlp", _GATED)},
     "hunyuan_v1_dense": {
         **_LLAMA_ATTENTION,
-        **_under("layers.*.self_attn", {"query_layernorm": _WHOLE, "key_layernorm": _WHOLE}),
+        **_under("layers.*.self_attn", {"query_layernorm": _REPLICATED, "key_layernorm": _REPLICATED}),
         **_under("layers.*.mlp", _GATED),
     },
     "lfm2": {
         **_under(
             "layers.*.self_attn",
-            {**_QKVO, "out_proj": _R, "q_layernorm": _WHOLE, "k_layernorm": _WHOLE},
+            {**_QKVO, "out_proj": _R, "q_layernorm": _REPLICATED, "k_layernorm": _REPLICATED},
         ),
         **_under("layers.*.feed_forward", {"w1": _C, "w3": _C, "w2": _R}),
     },
