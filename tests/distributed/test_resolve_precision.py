@@ -83,5 +83,5 @@ def test_ranks_on_different_devices_agree() -> None:
     check_same_precision(Ranks("32", "32"), config().train_args)
     with pytest.raises(ConfigError) as error:
         check_same_precision(Ranks("bf16-mixed", "fp16-mixed", "bf16-mixed"), config().train_args)
-    assert "bf16-mixed on rank 0, rank 2; fp16-mixed on rank 1" in error.value.what
+    assert "bf16-mixed on ranks 0, 2; fp16-mixed on rank 1" in error.value.what
     assert "train_args.precision" in str(error.value.fix)

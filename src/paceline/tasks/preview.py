@@ -208,8 +208,9 @@ def _images(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
     shown = []
     for number in np.unique(numbers).tolist():
         image, label = pixels[number]
-        place = f"image {int(index.rows[number])} of {index.source}"
-        if index.names is not None:
+        if index.names is None:
+            place = f"image {int(index.rows[number])} of {index.source}"
+        else:
             place = index.names[number]
         shown.append(
             PreviewRow(
@@ -237,7 +238,7 @@ def _clicks(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
     task.check()
     task.prepared = task.prepare()
     log = task.build_datasets()[0]
-    places = np.array([log[number].place for number in range(min(rows, len(log)))], dtype=np.int64)
+    places = np.array([log[number].array_row for number in range(min(rows, len(log)))], dtype=np.int64)
     batch = log.batch(places)
     dense = config.recommend.dense_features or [
         f"dense {number + 1}" for number in range(batch.dense.shape[1])
