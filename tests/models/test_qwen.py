@@ -126,7 +126,7 @@ def test_longer_samples_than_the_model_was_trained_on_are_refused(checkpoint: Pa
     text = refusal(checkpoint, train_args={"max_length": SEQ_LENGTH + 1})
     assert f"`train_args.max_length: {SEQ_LENGTH + 1}` exceeds the {SEQ_LENGTH} tokens" in text
     assert f"set `train_args.max_length: {SEQ_LENGTH}`" in text
-    assert "above the 8192 tokens" in refusal(Path("qwen/qwen-7b"), train_args={"max_length": 8193})
+    assert "exceeds the 8192 tokens" in refusal(Path("qwen/qwen-7b"), train_args={"max_length": 8193})
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_longer_samples_than_the_model_was_trained_on_are_refused(checkpoint: Pa
         ({"kv_channels": 8}, "do not add up"),
         ({"visual": {"layers": 2}}, "it has images"),
         ({"quantization_config": {"bits": 4}}, "quantized weights"),
-        ({"seq_length": None}, "no number `seq_length`"),
+        ({"seq_length": None}, "`seq_length` in its config.json is missing"),
         ({"num_hidden_layers": 3}, "no tensor for model.layers.2"),
     ],
 )
@@ -198,7 +198,7 @@ def test_adapters_are_saved_generated_from_and_merged_in_the_qwen2_form(
     with torch.no_grad():
         torch.testing.assert_close(original(input_ids=ids).logits[0], base, rtol=1e-4, atol=1e-4)
     assert isinstance(generate(run, "Hello", max_new_tokens=3), str)
-    with pytest.raises(ConfigError, match=f"the model was trained on {SEQ_LENGTH}"):
+    with pytest.raises(ConfigError, match=f"the model was trained with {SEQ_LENGTH}"):
         generate(run, "Hello", max_new_tokens=SEQ_LENGTH)
 
 
@@ -259,6 +259,6 @@ def test_a_downloaded_checkpoint_is_converted_by_its_hub_id(
         < 10**6
     )
     # The length is that of the revision that was downloaded.
-    assert f"above the {SEQ_LENGTH} tokens" in refusal(
+    assert f"exceeds the {SEQ_LENGTH} tokens" in refusal(
         Path(written), train_args={"max_length": SEQ_LENGTH + 1}
     )

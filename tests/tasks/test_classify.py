@@ -320,7 +320,7 @@ def test_settings_of_language_models_are_named_as_without_effect() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"model": "builtin:qwen2-tiny"}, r"no built-in image model.*builtin:small-cnn"),
+        ({"model": "builtin:qwen2-tiny"}, r"unknown built-in image model.*builtin:small-cnn"),
         ({"model": "builtin:small-cn"}, r"did you mean `builtin:small-cnn`"),
         ({"model": "./no/such/folder"}, r"does not exist"),
         ({"dataset": "builtin:python-docs"}, r"has no images.*builtin:digits"),

@@ -318,7 +318,7 @@ class Balancer(Callback):
             text = (
                 f"a step takes {short_duration(measured.step_s)} instead of"
                 f" {short_duration(step_s)}; {_change_text(before, previous)} again, and stay so"
-                " until the next start"
+                " for the rest of the run"
             )
             self._emit(step, "withdrawn", text, measured)
 

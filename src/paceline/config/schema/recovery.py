@@ -42,7 +42,7 @@ class RecoveryConfig(Section):
     watchdog: bool = Field(
         True,
         description=(
-            "Send a heartbeat from each rank once per second and report hung and slow ranks."
+            "Exchange heartbeats between ranks and report hung and slow ranks."
         ),
     )
     hang_warning_s: float = Field(

@@ -57,7 +57,7 @@ def runs(panel: Panel) -> StrictJSONResponse:
     )
 
 
-@router.get("/api/stream", response_class=EventStream)
+@router.get("/api/stream", response_class=EventStream, status_code=200)
 async def list_stream(panel: Panel) -> Response:
     """Stream server-sent events ``runs``: ``{changed: [Summary], removed: [id]}``."""
     return EventStream(panel.streams.of_list)
@@ -105,7 +105,7 @@ def run(panel: Panel, id: str) -> StrictJSONResponse:
     )
 
 
-@router.get("/api/runs/{id}/stream", response_class=EventStream)
+@router.get("/api/runs/{id}/stream", response_class=EventStream, status_code=200)
 async def run_stream(
     panel: Panel, id: str, after: int | None = Query(None, ge=0, le=1 << 53)
 ) -> Response:

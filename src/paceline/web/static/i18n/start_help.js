@@ -133,7 +133,7 @@ export const help = {
   "recovery.save_interval_s": "除 `save_steps` 外,距上次检查点超过此秒数时也写入一个。",
   "recovery.on_save_error": "检查点无法写入(磁盘已满、超出配额)时:`continue` 继续训练,下次保存时重试;`pause` 暂停训练,直到可以写入。",
   "recovery.rejoin_timeout_s": "其余主机等待丢失的主机重新加入的最长时间(缺少该主机便无法继续时)。",
-  "recovery.watchdog": "每个 rank 每秒发送一次心跳;报告卡住或掉队的 rank。",
+  "recovery.watchdog": "rank 之间交换心跳,并报告卡住或掉队的 rank。",
   "recovery.hang_warning_s": "rank 超过此秒数(且超过平时每步用时的 10 倍)没有进展时,报告其卡住。",
   "recovery.hang_timeout_s": "rank 超过此秒数没有进展时终止所有 rank。默认:`parallel.collective_timeout_s`。",
   "recovery.replica_check_steps": "每隔多少步比较一次各副本权重的哈希值(每个检查点之前也会比较);0:从不。",
