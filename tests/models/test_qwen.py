@@ -126,7 +126,9 @@ def test_longer_samples_than_the_model_was_trained_on_are_refused(checkpoint: Pa
     text = refusal(checkpoint, train_args={"max_length": SEQ_LENGTH + 1})
     assert f"`train_args.max_length: {SEQ_LENGTH + 1}` exceeds the {SEQ_LENGTH} tokens" in text
     assert f"set `train_args.max_length: {SEQ_LENGTH}`" in text
-    assert "exceeds the 8192 tokens" in refusal(Path("qwen/qwen-7b"), train_args={"max_length": 8193})
+    assert "exceeds the 8192 tokens" in refusal(
+        Path("qwen/qwen-7b"), train_args={"max_length": 8193}
+    )
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,7 @@ class RecoveryConfig(Section):
     )
     watchdog: bool = Field(
         True,
-        description=(
-            "Exchange heartbeats between ranks and report hung and slow ranks."
-        ),
+        description=("Exchange heartbeats between ranks and report hung and slow ranks."),
     )
     hang_warning_s: float = Field(
         5.0,

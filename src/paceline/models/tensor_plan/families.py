@@ -58,14 +58,17 @@ PLANS: dict[str, dict[str, str]] = {
     },
     "persimmon": {
         **_under(
-            "layers.*.self_attn", {**_INTERLEAVED, "q_layernorm": _REPLICATED, "k_layernorm": _REPLICATED}
+            "layers.*.self_attn",
+            {**_INTERLEAVED, "q_layernorm": _REPLICATED, "k_layernorm": _REPLICATED},
         ),
         **_under("layers.*.mlp", _TALL),
     },
     "stablelm": {**_LLAMA_ATTENTION, **_under("layers.*.mlp", _GATED)},
     "hunyuan_v1_dense": {
         **_LLAMA_ATTENTION,
-        **_under("layers.*.self_attn", {"query_layernorm": _REPLICATED, "key_layernorm": _REPLICATED}),
+        **_under(
+            "layers.*.self_attn", {"query_layernorm": _REPLICATED, "key_layernorm": _REPLICATED}
+        ),
         **_under("layers.*.mlp", _GATED),
     },
     "lfm2": {
