@@ -1,12 +1,15 @@
 """The generated pages are those of the schema as it is."""
 
 import json
+import re
 import subprocess
 import sys
 
 from paceline.config import reference
-from paceline.config.fields import KEYS
+from paceline.config.descriptions import chinese
+from paceline.config.fields import KEYS, SECTIONS
 from paceline.config.schema import Config
+from paceline.config.schema.data import DatasetSource
 
 
 def test_the_pages_are_fresh() -> None:
@@ -18,6 +21,21 @@ def test_every_key_is_on_the_page() -> None:
     assert all(f"| `{key}` |" in page for key in KEYS)
     assert "finetuning_type" in page
     assert "yaml-language-server" in page
+
+
+def test_every_key_is_described_in_chinese() -> None:
+    source_keys = {f"dataset.{name}" for name in DatasetSource.model_fields}
+    assert set(chinese()) == {*KEYS, *SECTIONS, *source_keys}
+    sentences = [bool(re.search("[一-鿿].*。$", text)) for text in chinese().values()]
+    assert all(sentences)
+
+
+def test_both_languages_list_the_same_keys_and_defaults() -> None:
+    english, _, _ = reference.markdown().partition("## Keys of other tools")
+    row = re.compile(r"^\| `([\w.]+)` \| .* \| (`.+?`|must be given|必填) \| ", re.MULTILINE)
+    chinese_rows = row.findall(reference.chinese_markdown().replace("必填", "must be given"))
+    assert chinese_rows == row.findall(english)
+    assert len(chinese_rows) == len(KEYS) + len(DatasetSource.model_fields)
 
 
 def test_the_schema_is_a_json_schema() -> None:

@@ -2,6 +2,7 @@
 
 import types
 import typing
+from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -71,41 +72,94 @@ def takes(info: FieldInfo, *kinds: type) -> bool:
     )
 
 
-def describe(info: FieldInfo) -> str:
-    """Describe what a field accepts: ``a whole number of at least 1``, ``` `auto` or
-    true/false ```."""
-    members = [_describe(*part) for part in _parts(info.annotation, info.metadata)]
-    return " or ".join(dict.fromkeys(members))
+@dataclass(frozen=True)
+class Wording:
+    """The words with which :func:`describe` names types in a language."""
+
+    simple: dict[object, str]
+    list_of: str
+    mapping: str
+    source: str
+    ranged: str
+    bounds: dict[str, str]
+    both_bounds: str
+    literals: str
+    alternatives: str
+    last_alternative: str
 
 
-def _describe(kind: Any, metadata: list[Any]) -> str:
-    origin = get_origin(kind)
-    if origin is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(kind))
-    if origin is list:
-        (inner,) = get_args(kind)
-        members = [_describe(*part).removeprefix("a ") for part in _parts(inner)]
-        return "a list of " + " or ".join(dict.fromkeys(members))
-    if origin is dict:
-        return "a mapping"
-    if kind is DatasetSource:
-        return "a mapping with " + ", ".join(f"`{name}`" for name in DatasetSource.model_fields)
-    simple = {
+_SOURCE_KEYS = ", ".join(f"`{name}`" for name in DatasetSource.model_fields)
+ENGLISH = Wording(
+    simple={
         type(None): "null",
         bool: "true or false",
         str: "text",
         int: "a whole number",
         float: "a number",
-    }
-    return simple.get(kind, str(kind)) + (_range(metadata) if kind in (int, float) else "")
+    },
+    list_of="a list of {}",
+    mapping="a mapping",
+    source=f"a mapping with {_SOURCE_KEYS}",
+    ranged="{kind} of {bounds}",
+    bounds={"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"},
+    both_bounds=" and ",
+    literals=", ",
+    alternatives=" or ",
+    last_alternative=" or ",
+)
+CHINESE = Wording(
+    simple={
+        type(None): "`null`",
+        bool: "布尔值",
+        str: "字符串",
+        int: "整数",
+        float: "数值",
+    },
+    list_of="由{}组成的列表",
+    mapping="映射",
+    source="[数据源映射](#数据源)",
+    ranged="{bounds}的{kind}",
+    bounds={"ge": "不小于 {} ", "gt": "大于 {} ", "le": "不大于 {} ", "lt": "小于 {} "},
+    both_bounds="且",
+    literals="、",
+    alternatives="、",
+    last_alternative="或",
+)
 
 
-def _range(metadata: list[Any]) -> str:
-    bounds = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
-    limits = [
-        f"{text} {getattr(constraint, name)}"
-        for name, text in bounds.items()
+def describe(info: FieldInfo, words: Wording = ENGLISH) -> str:
+    """Describe what a field accepts: ``a whole number of at least 1``, ``` `auto` or
+    true/false ```."""
+    parts = _parts(info.annotation, info.metadata)
+    return _alternatives([_describe(*part, words) for part in parts], words)
+
+
+def _describe(kind: Any, metadata: list[Any], words: Wording) -> str:
+    origin = get_origin(kind)
+    if origin is Literal:
+        return words.literals.join(f"`{value}`" for value in get_args(kind))
+    if origin is list:
+        (inner,) = get_args(kind)
+        members = [_describe(*part, words).removeprefix("a ") for part in _parts(inner)]
+        return words.list_of.format(_alternatives(members, words))
+    if origin is dict:
+        return words.mapping
+    if kind is DatasetSource:
+        return words.source
+    text = words.simple.get(kind, str(kind))
+    bounds = _bounds(metadata, words) if kind in (int, float) else ""
+    return words.ranged.format(kind=text, bounds=bounds) if bounds else text
+
+
+def _bounds(metadata: list[Any], words: Wording) -> str:
+    return words.both_bounds.join(
+        text.format(getattr(constraint, name))
+        for name, text in words.bounds.items()
         for constraint in metadata
         if getattr(constraint, name, None) is not None
-    ]
-    return f" of {' and '.join(limits)}" if limits else ""
+    )
+
+
+def _alternatives(members: list[str], words: Wording) -> str:
+    *first, last = dict.fromkeys(members)
+    return words.last_alternative.join([words.alternatives.join(first), last] if first else [last])

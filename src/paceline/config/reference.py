@@ -1,10 +1,12 @@
-"""Generate pages of ``docs/``: config.md, config.schema.json and keys-of-other-tools.md.
+"""Generate pages of ``docs/``: config.md, zh/config.md, config.schema.json and
+keys-of-other-tools.md.
 
 ``python -m paceline.config.reference`` writes them; with ``--check`` it exits with 1 if they are
 stale.
 """
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,8 +15,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic.fields import FieldInfo
 
 from paceline.config.compat.keys import TOOLS, alias_tables, ignored_tables, method_tables
+from paceline.config.descriptions import chinese
 from paceline.config.entries import quoted_names, short
-from paceline.config.fields import KEYS, SECTIONS, describe
+from paceline.config.fields import CHINESE, KEYS, SECTIONS, describe
 from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
 
@@ -38,9 +41,7 @@ def markdown() -> str:
         _environment()
         .get_template("config.md.jinja")
         .render(
-            top_level={key: info for key, info in KEYS.items() if "." not in key},
-            sections=SECTIONS,
-            source=DatasetSource.model_fields,
+            **_schema(),
             mapped=sorted((mapped | tables.sections).items()),
             shared=sorted((tables.shared | tables.shared_if_foreign).items()),
             ignored=ignored,
@@ -48,6 +49,19 @@ def markdown() -> str:
             refused=refused,
         )
     )
+
+
+def chinese_markdown() -> str:
+    """Return the text of docs/zh/config.md."""
+    return _environment().get_template("config_zh.md.jinja").render(**_schema(), texts=chinese())
+
+
+def _schema() -> dict[str, object]:
+    return {
+        "top_level": {key: info for key, info in KEYS.items() if "." not in key},
+        "sections": SECTIONS,
+        "source": DatasetSource.model_fields,
+    }
 
 
 def by_tool() -> str:
@@ -81,7 +95,8 @@ def _environment() -> Environment:
     environment.filters |= {
         "cell": _cell,
         "takes": lambda info: _cell(describe(info)),
-        "default_value": lambda info: _cell(_default(info)),
+        "takes_zh": lambda info: _spaced(_cell(describe(info, CHINESE))),
+        "default_value": lambda info, required="must be given": _cell(_default(info, required)),
         "tools": lambda letters: ", ".join(TOOLS[letter] for letter in letters),
         "quoted": quoted_names,
     }
@@ -100,9 +115,14 @@ def _cell(text: str | None) -> str:
     return " ".join((text or "").split()).replace("|", "\\|")
 
 
-def _default(info: FieldInfo) -> str:
+def _spaced(text: str) -> str:
+    """Put a space between Chinese characters and code."""
+    return re.sub("(?<=[\u4e00-\u9fff])(?=`)|(?<=`)(?=[\u4e00-\u9fff])", " ", text)
+
+
+def _default(info: FieldInfo, required: str) -> str:
     if info.is_required():
-        return "must be given"
+        return required
     return f"`{short(info.get_default(call_default_factory=True))}`"
 
 
@@ -112,20 +132,21 @@ def main(arguments: Sequence[str]) -> str | None:
     folder = Path(__file__).resolve().parents[3] / "docs"
     texts = {
         folder / "config.md": markdown(),
+        folder / "zh" / "config.md": chinese_markdown(),
         folder / "config.schema.json": schema_json(),
         folder / "keys-of-other-tools.md": by_tool(),
     }
     if "--check" in arguments:
         stale = [
-            path.name
+            str(path.relative_to(folder))
             for path, text in texts.items()
             if not path.is_file() or path.read_text(encoding="utf-8") != text
         ]
         return (
             f"stale: {', '.join(stale)}; run python -m paceline.config.reference" if stale else None
         )
-    folder.mkdir(exist_ok=True)
     for path, text in texts.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return None
 

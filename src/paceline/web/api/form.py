@@ -4,6 +4,7 @@ presets for common jobs."""
 from functools import cache
 from typing import Any
 
+from paceline.config.descriptions import chinese
 from paceline.config.fields import KEYS, SECTIONS, describe
 from paceline.config.schema import Config
 
@@ -185,16 +186,17 @@ _BARE = ("null", "boolean")  # types that can be part of a list of choices
 
 @cache
 def form() -> Schema:
-    """Return ``{schema, groups: [{name, help, keys}], fields: {key: Field}}``.
+    """Return ``{schema, groups: [{name, help, help_zh, keys}], fields: {key: Field}}``.
 
-    A field has ``key``, ``kind`` (bool, integer, number, choice, text or yaml), ``help``, ``takes``
-    (the accepted values as text), ``default``, ``required``, ``choices``, ``minimum``, ``maximum``
-    and ``exclusive`` (which of the bounds are excluded).
+    A field has ``key``, ``kind`` (bool, integer, number, choice, text or yaml), ``help`` and
+    ``help_zh`` (the description in English and Chinese), ``takes`` (the accepted values as text),
+    ``default``, ``required``, ``choices``, ``minimum``, ``maximum`` and ``exclusive`` (which of the
+    bounds are excluded).
     """
     schema = Config.model_json_schema()
     common = {key for keys in COMMON.values() for key in keys}
     groups = [
-        {"name": name, "common": True, "help": "", "keys": list(keys)}
+        {"name": name, "common": True, "help": "", "help_zh": "", "keys": list(keys)}
         for name, keys in COMMON.items()
     ]
     top_level = [
@@ -202,12 +204,13 @@ def form() -> Schema:
         for key in KEYS
         if "." not in key and key not in common and key not in ("output_dir", "resume")
     ]
-    groups.append({"name": "more", "common": False, "help": "", "keys": top_level})
+    groups.append({"name": "more", "common": False, "help": "", "help_zh": "", "keys": top_level})
     groups += [
         {
             "name": name,
             "common": False,
             "help": (kind.__doc__ or "").split("\n")[0],
+            "help_zh": chinese()[name],
             "keys": [key for key in KEYS if key.startswith(f"{name}.") and key not in common],
         }
         for name, kind in SECTIONS.items()
@@ -240,6 +243,7 @@ def _field(key: str, schema: Schema) -> Schema:
         "key": key,
         "kind": _kind(types, choices, has_only_choices),
         "help": info.description or prop.get("description") or "",
+        "help_zh": chinese()[key],
         "takes": describe(info),
         "default": None if info.is_required() else info.get_default(call_default_factory=True),
         "required": info.is_required(),

@@ -2,9 +2,9 @@
 
 import { h, newId, put } from "../lib/dom.js";
 import { getLanguage, has, t } from "../lib/i18n.js";
-import { help as chinese } from "../i18n/start_help.js";
 
 const EDIT_MS = 250;
+const helpOf = (one) => (getLanguage() === "zh" ? one.help_zh : one.help);
 
 /** `form`: the response of api/schema. Return its node, and `slot(group)`: a place at the end of a group. */
 export function makeForm({ fields, groups }, state) {
@@ -23,7 +23,7 @@ export function makeForm({ fields, groups }, state) {
   };
   const common = groups.filter((one) => one.common).map(section);
   const rest = groups.filter((one) => !one.common).map((group) => h("details", { class: "more-group" },
-    h("summary", {}, t(`group.${group.name}`), h("span", { class: "muted small" }, coded(getLanguage() === "zh" ? chinese[group.name] ?? group.help : group.help))),
+    h("summary", {}, t(`group.${group.name}`), h("span", { class: "muted small" }, coded(helpOf(group)))),
     h("div", { class: "field-grid" }, group.keys.map(make))));
   const none = h("p", { class: "muted", hidden: true }, t("start.filter.none"));
   const filter = h("input", { type: "search", id: "filter", placeholder: t("start.filter.hint"), "aria-label": t("start.filter"), on: { input: search } });
@@ -75,9 +75,8 @@ function control(field, state) {
   const reset = h("button", { type: "button", class: "quiet reset", hidden: true, title: t("start.reset.is", { value: spelt(field.default) }), on: { click: () => { send(null); input.focus(); } } },
     t("start.reset"), h("span", { class: "sr" }, ` ${key}`));
   const name = key.split(".").at(-1);
-  const help = getLanguage() === "zh" ? chinese[key] ?? field.help : field.help;
   const label = h("label", { for: id }, h("code", {}, name), field.required ? h("span", { class: "must" }, t("start.must")) : null);
-  const about = h("p", { class: "muted small", id: helpId }, coded(help), field.kind === "text" || field.kind === "bool" ? null : h("span", { class: "takes" }, ` ${bounds(field)}`));
+  const about = h("p", { class: "muted small", id: helpId }, coded(helpOf(field)), field.kind === "text" || field.kind === "bool" ? null : h("span", { class: "takes" }, ` ${bounds(field)}`));
   const node = h("div", { class: `form-field kind-${field.kind}`, data: { key } },
     field.kind === "bool" ? h("div", { class: "field-head" }, input, label, reset) : [h("div", { class: "field-head" }, label, reset), input], input.suggestions, wrong, about);
 
