@@ -96,7 +96,7 @@ def _environment() -> Environment:
         "cell": _cell,
         "takes": lambda info: _cell(describe(info)),
         "takes_zh": lambda info: _spaced(_cell(describe(info, CHINESE))),
-        "default_value": lambda info, required="must be given": _cell(_default(info, required)),
+        "default_value": _default,
         "tools": lambda letters: ", ".join(TOOLS[letter] for letter in letters),
         "quoted": quoted_names,
     }
@@ -120,10 +120,10 @@ def _spaced(text: str) -> str:
     return re.sub("(?<=[\u4e00-\u9fff])(?=`)|(?<=`)(?=[\u4e00-\u9fff])", " ", text)
 
 
-def _default(info: FieldInfo, required: str) -> str:
+def _default(info: FieldInfo, required: str = "must be given") -> str:
     if info.is_required():
         return required
-    return f"`{short(info.get_default(call_default_factory=True))}`"
+    return _cell(f"`{short(info.get_default(call_default_factory=True))}`")
 
 
 def main(arguments: Sequence[str]) -> str | None:
