@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pygments.lexers.special import TextLexer
 from sphinx.search.en import SearchEnglish
 
 from paceline.version import __version__
@@ -87,4 +88,5 @@ def _relinked(text: str, file_folder: Path, page_folder: Path) -> str:
 
 def setup(app: "Sphinx") -> None:
     app.add_search_language(SearchEnglishAndChinese)
+    app.add_lexer("nft", TextLexer)  # Pygments does not know rules of nftables
     app.connect("source-read", read_page)
