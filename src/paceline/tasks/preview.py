@@ -238,8 +238,9 @@ def _clicks(config: Config, rows: int) -> tuple[list[PreviewRow], list[Notice]]:
     task.check()
     task.prepared = task.prepare()
     log = task.build_datasets()[0]
-    places = np.array([log[number].array_row for number in range(min(rows, len(log)))],
-    dtype=np.int64) batch = log.batch(places)
+    array_rows = [log[number].array_row for number in range(min(rows, len(log)))]
+    places = np.array(array_rows, dtype=np.int64)
+    batch = log.batch(places)
     dense = config.recommend.dense_features or [
         f"dense {number + 1}" for number in range(batch.dense.shape[1])
     ]
