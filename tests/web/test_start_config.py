@@ -38,7 +38,7 @@ def test_every_key_has_a_field_in_one_group(panel):
     assert set(KEYS) - set(keys) == {"output_dir", "resume"}  # the panel's to set
     assert set(schema["fields"]) == set(KEYS)
     explained = [*schema["fields"].values(), *schema["groups"]]
-    assert all(bool(one["help"]) == bool(one["help_zh"]) for one in explained)
+    assert all(bool(entry["help"]) == bool(entry["help_zh"]) for entry in explained)
     assert all(field["help"] for field in schema["fields"].values())
     rate = schema["fields"]["train_args.warmup_ratio"]
     assert (rate["kind"], rate["minimum"], rate["maximum"]) == ("number", 0, 1)

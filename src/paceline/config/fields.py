@@ -74,7 +74,7 @@ def takes(info: FieldInfo, *kinds: type) -> bool:
 
 @dataclass(frozen=True)
 class Wording:
-    """The words with which :func:`describe` names types in a language."""
+    """What :func:`describe` calls each type in one language."""
 
     simple: dict[object, str]
     list_of: str
@@ -127,39 +127,40 @@ CHINESE = Wording(
 )
 
 
-def describe(info: FieldInfo, words: Wording = ENGLISH) -> str:
+def describe(info: FieldInfo, wording: Wording = ENGLISH) -> str:
     """Describe what a field accepts: ``a whole number of at least 1``, ``` `auto` or
     true/false ```."""
     parts = _parts(info.annotation, info.metadata)
-    return _alternatives([_describe(*part, words) for part in parts], words)
+    return _alternatives([_describe(*part, wording) for part in parts], wording)
 
 
-def _describe(kind: Any, metadata: list[Any], words: Wording) -> str:
+def _describe(kind: Any, metadata: list[Any], wording: Wording) -> str:
     origin = get_origin(kind)
     if origin is Literal:
-        return words.literals.join(f"`{value}`" for value in get_args(kind))
+        return wording.literals.join(f"`{value}`" for value in get_args(kind))
     if origin is list:
         (inner,) = get_args(kind)
-        members = [_describe(*part, words).removeprefix("a ") for part in _parts(inner)]
-        return words.list_of.format(_alternatives(members, words))
+        members = [_describe(*part, wording).removeprefix("a ") for part in _parts(inner)]
+        return wording.list_of.format(_alternatives(members, wording))
     if origin is dict:
-        return words.mapping
+        return wording.mapping
     if kind is DatasetSource:
-        return words.source
-    text = words.simple.get(kind, str(kind))
-    bounds = _bounds(metadata, words) if kind in (int, float) else ""
-    return words.ranged.format(kind=text, bounds=bounds) if bounds else text
+        return wording.source
+    text = wording.simple.get(kind, str(kind))
+    bounds = _bounds(metadata, wording) if kind in (int, float) else ""
+    return wording.ranged.format(kind=text, bounds=bounds) if bounds else text
 
 
-def _bounds(metadata: list[Any], words: Wording) -> str:
-    return words.both_bounds.join(
+def _bounds(metadata: list[Any], wording: Wording) -> str:
+    return wording.both_bounds.join(
         text.format(getattr(constraint, name))
-        for name, text in words.bounds.items()
+        for name, text in wording.bounds.items()
         for constraint in metadata
         if getattr(constraint, name, None) is not None
     )
 
 
-def _alternatives(members: list[str], words: Wording) -> str:
+def _alternatives(members: list[str], wording: Wording) -> str:
     *first, last = dict.fromkeys(members)
-    return words.last_alternative.join([words.alternatives.join(first), last] if first else [last])
+    listed = [wording.alternatives.join(first)] if first else []
+    return wording.last_alternative.join([*listed, last])
