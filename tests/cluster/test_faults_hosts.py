@@ -106,6 +106,7 @@ def stop_and_compare(cluster: Cluster, tmp_path: Path) -> None:
 
 
 # -- ranks and hosts that are killed
+@pytest.mark.soak
 def test_a_killed_rank_is_named_and_the_run_ends_with_the_same_bits(
     request: pytest.FixtureRequest, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:

@@ -10,6 +10,7 @@ from lab import MODES, SMALL, drive, task_words
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
+@pytest.mark.soak
 def test_kills_in_a_row_of_what_is_compressed(tmp_path: Path) -> None:
     """Of rank 0 and of the fork server; what waits to be sent comes back too."""
     args = (*SMALL, *MODES["ddp, topk"], "max_steps=100")

@@ -253,7 +253,8 @@ def wait_for(folder: Path, kind: str, process: Any, timeout_s: float = 60.0) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [pytest.param("ddp", marks=pytest.mark.soak), "zero3"])
+@pytest.mark.soak
+@pytest.mark.parametrize("mode", ["ddp", "zero3"])
 def test_a_stopped_process_is_named_within_ten_seconds_and_goes_on(
     tmp_path: Path, mode: str
 ) -> None:

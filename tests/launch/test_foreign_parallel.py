@@ -56,6 +56,7 @@ use_cpu: true
 """
 
 
+@pytest.mark.soak
 def test_a_stock_deepspeed_file_and_a_config_of_accelerate_train_alike(tmp_path: Path) -> None:
     (tmp_path / "ds_z3.json").write_text(json.dumps(ZERO_3))
     (tmp_path / "config.yaml").write_text("deepspeed: ds_z3.json\nparallel: {num_gpus: 2}\n")

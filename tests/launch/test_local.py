@@ -36,4 +36,4 @@ def test_a_fork_server_that_dies_while_it_starts_the_ranks_is_a_fault() -> None:
     killer.join()
     assert (outcome["status"], outcome["report"]) == ("done", {"world_size": 2})
     assert [(attempt["fault"], attempt["exit_code"]) for attempt in attempts] == [(True, 1)]
-    assert "ended while it started them" in attempts[0]["reason"]
+    assert "ended while it started the ranks" in attempts[0]["reason"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from states import MemorySource, assemble, copied
-from test_skipped import Run, same
+from test_skipped import Run, differences
 from training import Adapted, Plain
 
 from paceline.distributed.mesh import ParallelDims
@@ -81,7 +81,7 @@ def trains(world):
         again = resumed(world, arguments, parts)
         for step in range(SAVED + 1, STEPS):
             again.step(step)
-        differing = same(assemble(saved(half)).full, assemble(saved(again)).full)
+        differing = differences(assemble(saved(half)).full, assemble(saved(again)).full)
         results[name] = half.losses, full.losses, made, scales, differing
     world.barrier()
     return results
@@ -110,7 +110,7 @@ def workers(world):
     for step in range(3, 9):
         run.step(step)
         again.step(step)
-    differing = same(assemble(saved(run)).full, assemble(saved(again)).full)
+    differing = differences(assemble(saved(run)).full, assemble(saved(again)).full)
     world.barrier()
     return made, scale, differing, run.losses
 

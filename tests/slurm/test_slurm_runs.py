@@ -72,7 +72,7 @@ def submit(cluster, folder, args, *options):
         "--submit",
         verb="slurm", env={**cluster.environment, **ONE_THREAD}, cwd=workdir,
     )  # fmt: skip
-    return int(done.stdout.split("job ")[1].partition(",")[0])
+    return int(done.stdout.split("job ")[1].partition(";")[0])
 
 
 def log_of(folder, number):
@@ -141,6 +141,7 @@ def test_put_back_into_the_queue_by_hand(cluster, undisturbed, tmp_path):
     assert second[0] == first[1], "a step was lost"
 
 
+@pytest.mark.soak
 def test_a_job_of_higher_priority_takes_the_nodes(cluster, undisturbed, tmp_path):
     """Slurm's pre-emption: SIGTERM, then some seconds of grace in which the step is finished and a
     checkpoint written."""
