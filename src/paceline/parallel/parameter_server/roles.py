@@ -38,10 +38,10 @@ def describe_roles(options: ParameterServer, num_workers: int, num_ranks: int) -
     if num_workers == 1:
         return f"parameter server: {stored} are on {servers}; rank 0 trains"
     continues = options.on_worker_failure == "continue"
-    then = "the others continue" if continues else "the run ends"
+    then = "the others continue" if continues else "all ranks restart from the latest checkpoint"
     return (
-        f"parameter server: {stored} are on {servers}; {_ranks(range(num_workers))} train; if one"
-        f" of these dies, {then}"
+        f"parameter server: {stored} are on {servers}; {_ranks(range(num_workers))} train; if a"
+        f" worker fails, {then}"
     )
 
 
