@@ -40,5 +40,9 @@ class _Package(ModuleType):
         if name not in _MODULES or not isinstance(value, ModuleType):
             super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # cloudpickle (Ray, dask) knows modules by their exact type.
+        return import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Package
