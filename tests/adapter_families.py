@@ -1,4 +1,4 @@
-"""Tiny models with random weights, one for each family whose modules are unlike those of Llama."""
+"""Tiny models with random weights, for the model families whose modules differ from Llama's."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ _MAMBA2: dict[str, Any] = {
     "mamba_n_groups": 1, "mamba_chunk_size": 16,
 }  # fmt: skip
 
-#: model_type → what its configuration has beside the common numbers.
+#: model_type → configuration in addition to the common one.
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256},
     "mixtral": _MOE,
@@ -102,7 +102,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def family_config(kind: str, **overrides: Any) -> Any:
-    """The transformers configuration of a tiny model of this ``model_type``."""
+    """Return the transformers configuration of a tiny model of this ``model_type``."""
     from transformers import AutoConfig
 
     settings = {**_COMMON, **FAMILIES.get(kind, {}), **overrides}
@@ -118,18 +118,18 @@ def family_config(kind: str, **overrides: Any) -> Any:
 
 
 def write_config(kind: str, folder: Path, **overrides: Any) -> Path:
-    """Write the configuration only, which is enough to build the model on the meta device."""
+    """Write only the configuration, which is enough to build the model on the meta device."""
     family_config(kind, **overrides).save_pretrained(str(folder))
     return folder
 
 
 def make_family(kind: str, folder: Path, **overrides: Any) -> Path:
-    """Write a tiny model of this ``model_type`` into ``folder``; returns it."""
+    """Write a tiny model of this ``model_type`` to ``folder``; return the folder."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(family_config(kind, **overrides))
-    for parameter in model.parameters():  # some families begin their experts and biases at zero
+    for parameter in model.parameters():  # some families initialize experts and biases to zero
         if not torch.isfinite(parameter).all() or not parameter.any():
             torch.nn.init.normal_(parameter.data, std=0.02)
     model.save_pretrained(str(folder))

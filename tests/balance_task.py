@@ -1,8 +1,9 @@
-"""A task that notes which rank computed which sample, and whose forward takes longer on one rank:
-see ``task_args``.
+"""A task that records which rank computed which sample, and can slow ranks down.
 
-- ``notes``: a folder; rank R appends a line of sample numbers for each micro-batch to ``R.txt``.
-- ``slow``: {rank: seconds}: how much longer a micro-batch takes on a rank.
+``task_args``:
+
+- ``notes``: a folder; rank R appends the sample numbers of each micro-batch to ``R.txt``.
+- ``slow``: {rank: seconds}, the delay added to each micro-batch on a rank.
 """
 
 import time
@@ -17,7 +18,7 @@ import paceline
 SAMPLES = 96
 
 
-class Noted(paceline.Task):
+class RecordingTask(paceline.Task):
     def build_datasets(self):
         random = torch.Generator().manual_seed(0)
         x = torch.randn(SAMPLES, 8, generator=random)

@@ -1,8 +1,9 @@
-"""Runs `paceline VERB ...` in processes forked from one that has torch and Paceline imported.
+"""Run `paceline VERB ...` in processes forked from a server that has imported torch and Paceline.
 
-A command of its own process spends most of a short run on imports: once for the command, once for
-the fork server of its ranks. Here both are forked from a server that has imported them. All else is
-as under `python -m paceline`: own process, arguments, environment, folder, streams, signals, ranks.
+A short run spends most of its time on imports, in the command and again in the fork server of its
+ranks. Here both are forked from a server that has already imported the modules. Everything else is
+as with `python -m paceline`: a separate process with its own arguments, environment, working
+folder, streams, signals and ranks.
 """
 
 import contextlib
@@ -42,13 +43,13 @@ _PRELOADED = (
     "paceline.verify.worker",
 )
 _MAX_REQUEST_BYTES = 1 << 20
-# Above the numbers that a command's own files get.
+# Above the file descriptors that a command opens.
 _FIRST_HIGH_FD = 800
 _RESET_SIGNALS = (signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Command:
-    """A command that the server has started, with the interface of :class:`subprocess.Popen`."""
+    """A command started by the server, with the interface of :class:`subprocess.Popen`."""
 
     def __init__(
         self, args: list[str], stdout: IO[str], stderr: IO[str], status: IO[str], pid: int
@@ -117,7 +118,7 @@ class Command:
 
 
 class CommandServer:
-    """The server's client: one server for each process that runs tests, started when needed."""
+    """Client of the server. Each process that runs tests starts one server when it needs it."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
@@ -126,7 +127,8 @@ class CommandServer:
         self._lock = threading.Lock()
 
     def can_run(self, environment: Mapping[str, str]) -> bool:
-        """False where a variable differs that libraries may read while they are imported."""
+        """Return whether the command may run in the server: not if a variable differs that
+        libraries may read at import."""
         with self._lock:
             self._ensure_running()
         names = self._environment.keys() | environment.keys()
@@ -139,7 +141,7 @@ class CommandServer:
     def start(
         self, args: list[str], environment: Mapping[str, str], cwd: Path, new_session: bool
     ) -> Command:
-        """Run `paceline ARGS`."""
+        """Start `paceline ARGS`."""
         request = {
             "args": args,
             "environment": dict(environment),
@@ -161,38 +163,39 @@ class CommandServer:
     def _ensure_running(self) -> None:
         if self._process is not None and self._process.poll() is None:
             return
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for end in (ours, theirs):
+        client, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for end in (client, server):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_REQUEST_BYTES)
         self._environment = dict(os.environ)
-        with theirs:
+        with server:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, __file__, str(server.fileno())],
+                pass_fds=[server.fileno()],
                 stdin=subprocess.DEVNULL,
             )
-        self._socket = ours
+        self._socket = client
 
 
 SERVER = CommandServer()
 
 
 def serve(control: socket.socket) -> None:
-    """Start what is asked for until the client ends; report each command's process and status."""
-    wakeup, woken = socket.socketpair()
-    woken.setblocking(False)
-    signal.set_wakeup_fd(woken.fileno(), warn_on_full_buffer=False)
+    """Start the requested commands until the client exits; send each command's PID and exit
+    code."""
+    wakeup, wakeup_writer = socket.socketpair()
+    wakeup_writer.setblocking(False)
+    signal.set_wakeup_fd(wakeup_writer.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for pytest
-    running: dict[int, int] = {}
-    own_files = [control, wakeup, woken]
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest handles Ctrl-C
+    status_pipes: dict[int, int] = {}
+    server_files = [control, wakeup, wakeup_writer]
     while True:
         ready, _, _ = select.select([control, wakeup], [], [])
         if wakeup in ready:
             wakeup.recv(4096)
-            for pid, status in _ended():
-                if pid in running:
-                    _write_line(running.pop(pid), os.waitstatus_to_exitcode(status))
+            for pid, status in _reap_children():
+                if pid in status_pipes:
+                    _write_line(status_pipes.pop(pid), os.waitstatus_to_exitcode(status))
         if control in ready:
             message, files, _, _ = socket.recv_fds(control, _MAX_REQUEST_BYTES, 3)
             if not message:
@@ -200,18 +203,19 @@ def serve(control: socket.socket) -> None:
             stdout, stderr, status_pipe = files
             pid = os.fork()
             if pid == 0:
-                for file in own_files:
+                for file in server_files:
                     file.close()
-                for number in (*running.values(), status_pipe):
+                for number in (*status_pipes.values(), status_pipe):
                     os.close(number)
                 _run_command(json.loads(message), stdout, stderr)
             os.close(stdout)
             os.close(stderr)
             os.write(status_pipe, f"{pid}\n".encode())
-            running[pid] = status_pipe
+            status_pipes[pid] = status_pipe
 
 
-def _ended() -> Iterator[tuple[int, int]]:
+def _reap_children() -> Iterator[tuple[int, int]]:
+    """Yield (PID, wait status) of each child that has exited."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -227,7 +231,7 @@ def _write_line(pipe: int, value: int) -> None:
 
 
 def _run_command(request: dict[str, Any], stdout: int, stderr: int) -> NoReturn:
-    """Become the command, in a process that has just been forked."""
+    """Run the command in a process that has just been forked."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
@@ -249,12 +253,12 @@ def _run_command(request: dict[str, Any], stdout: int, stderr: int) -> NoReturn:
         sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr
         sys.argv = ["paceline", *request["args"]]
         sys.path.insert(0, request["cwd"])
-        if "OMP_NUM_THREADS" in os.environ:  # which OpenMP read when torch was imported
+        if "OMP_NUM_THREADS" in os.environ:  # OpenMP reads it only when torch is imported
             import torch
 
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         _become_main("paceline.__main__")
-        _fork_a_waiting_fork_server()
+        _prefork_fork_server()
         from paceline.cli import entry
 
         entry()
@@ -271,7 +275,7 @@ def _run_command(request: dict[str, Any], stdout: int, stderr: int) -> NoReturn:
 
 
 def _become_main(name: str | None) -> None:
-    """Have `__main__` look as under `python -m NAME`; None for `python -c`."""
+    """Replace `__main__` as `python -m NAME` would; None: as `python -c` would."""
     main = types.ModuleType("__main__")
     if name is not None:
         main.__spec__ = importlib.util.find_spec(name)
@@ -280,25 +284,25 @@ def _become_main(name: str | None) -> None:
     sys.modules["__main__"] = main
 
 
-def _fork_a_waiting_fork_server() -> None:
-    """Fork a process that becomes the fork server of multiprocessing when the command starts that.
+def _prefork_fork_server() -> None:
+    """Fork a process that becomes multiprocessing's fork server when the command starts one.
 
-    It is forked now because the command then has no threads, no loggers and no connections yet, as
-    a new interpreter has none.
+    It is forked before the command has threads, loggers or connections, so that its state is that
+    of a new interpreter.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
-        ours.close()
-        _become_fork_server(theirs)
-    theirs.close()
-    waiting: list[socket.socket] = [ours]
+        command_end.close()
+        _become_fork_server(server_end)
+    server_end.close()
+    connections: list[socket.socket] = [command_end]
     spawn = multiprocessing.util.spawnv_passfds
 
     def start(path: Any, args: list[Any], passfds: list[int]) -> int:
-        if not (waiting and "multiprocessing.forkserver import main" in str(args[-1])):
+        if not (connections and "multiprocessing.forkserver import main" in str(args[-1])):
             return spawn(path, args, passfds)
-        # What an exec keeps: the environment, and which signals are ignored.
+        # An exec would keep the environment and the set of ignored signals.
         ignored = [
             int(number)
             for number in (*_RESET_SIGNALS, signal.SIGINT)
@@ -311,7 +315,7 @@ def _fork_a_waiting_fork_server() -> None:
             "files": list(passfds),
             "cwd": str(Path.cwd()),
         }
-        with waiting.pop() as connection:
+        with connections.pop() as connection:
             files = [0, 1, 2, *passfds]
             socket.send_fds(connection, [json.dumps(request).encode()], files)
         return pid
@@ -330,12 +334,12 @@ def _become_fork_server(connection: socket.socket) -> NoReturn:
         with socket.socket(fileno=descriptor) as moved:
             message, files, _, _ = socket.recv_fds(moved, _MAX_REQUEST_BYTES, 16)
         if not message:
-            os._exit(0)  # the command has ended, or needs none
+            os._exit(0)  # the command has exited without starting a fork server
         request = json.loads(message)
-        high = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _FIRST_HIGH_FD) for file in files]
+        high_fds = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, _FIRST_HIGH_FD) for file in files]
         for file in files:
             os.close(file)
-        for source, target in zip(high, [0, 1, 2, *request["files"]], strict=True):
+        for source, target in zip(high_fds, [0, 1, 2, *request["files"]], strict=True):
             os.dup2(source, target)
             os.close(source)
         os.chdir(request["cwd"])
@@ -359,7 +363,7 @@ def _become_fork_server(connection: socket.socket) -> NoReturn:
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the tests' folder, which `python -m paceline` does not have
+    sys.path.pop(0)  # the folder of the tests, which `python -m paceline` does not add
     for module_name in _PRELOADED:
         importlib.import_module(module_name)
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,4 +1,5 @@
-"""What every test can rely on, and what every test must leave as it found it."""
+"""Configure all tests: the environment, which tests run, the machine lock, and checks that a test
+leaves no process running and no environment variable changed."""
 
 import contextlib
 import math
@@ -13,18 +14,18 @@ from typing import Any
 
 import psutil
 import pytest
-from alone import turn
-from not_run import NOT_RUN, note
-from slurm_cluster import why_not
+from machine_lock import lock_machine
+from not_run import NOT_RUN, record_not_run
+from slurm_cluster import missing_requirement
 
-# Before anything imports a library that looks at them. The cache is shared by the whole session, so
-# that the built-in model, its tokenizer and its data are built once; Hugging Face's caches follow
+# Set before any import of a library that reads these variables. All tests share the cache, so that
+# the built-in model, its tokenizer and its data are built once. Hugging Face's caches are below
 # XDG_CACHE_HOME.
 _CACHE = tempfile.mkdtemp(prefix="paceline-tests-")
 _TOKEN = uuid.uuid4().hex
 os.environ["XDG_CACHE_HOME"] = _CACHE
 os.environ["HF_HUB_OFFLINE"] = "1"
-# inherited by every process that a test starts, orphans too
+# Inherited by every process that a test starts, including orphans.
 os.environ["PACELINE_TEST_SESSION"] = _TOKEN
 for _name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TRANSFORMERS_CACHE"):
     os.environ.pop(_name, None)
@@ -39,7 +40,7 @@ for _name in (
 ):
     os.environ.pop(_name, None)
 
-# Set by pytest itself, and by scikit-learn and torch's compiler the first time they are imported.
+# Set by pytest, and by scikit-learn and torch's compiler when they are first imported.
 _MAY_CHANGE = {
     "PYTEST_CURRENT_TEST",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
@@ -47,13 +48,13 @@ _MAY_CHANGE = {
     "KMP_INIT_AT_FORK",
     "TORCHINDUCTOR_CACHE_DIR",
 }
-# Helpers that multiprocessing keeps for the life of its parent. A fork server's workers are not
-# exempt: their parent is it.
+# Helper processes that run until pytest ends. Workers of a fork server are not exempt: their parent
+# is the fork server.
 _HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "command_server.py")
 _GRACE_S = 5.0
 
 
-#: `--soak-part` runs one of these; each has every NUM_SOAK_PARTS-th test of the soak set.
+#: Number of parts for `--soak-part`; each has every NUM_SOAK_PARTS-th test of the soak set.
 NUM_SOAK_PARTS = 10
 
 
@@ -62,12 +63,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--soak-part",
         type=int,
         choices=range(NUM_SOAK_PARTS),
-        help=f"run this part of the soak tests, 0 to {NUM_SOAK_PARTS - 1}, beside the others",
+        help=f"also run this part of the soak tests, 0 to {NUM_SOAK_PARTS - 1}",
     )
 
 
-def _outside_part(config: pytest.Config, soak: list[pytest.Item]) -> list[pytest.Item]:
-    """The soak tests that this run leaves out."""
+def _excluded_soak_tests(config: pytest.Config, soak: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the soak tests that this session does not run."""
     part = config.option.soak_part
     if part is None:
         return [] if "soak" in config.option.markexpr else soak
@@ -76,35 +77,35 @@ def _outside_part(config: pytest.Config, soak: list[pytest.Item]) -> list[pytest
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort out the tests that do not run: ``gpu`` without an accelerator, ``slurm`` without Slurm's
-    programs, ``soak`` unless ``-m soak`` or ``--soak-part`` asks for them."""
+    """Deselect tests marked ``gpu`` without an accelerator, ``slurm`` without Slurm's programs, and
+    ``soak`` without ``-m soak`` or ``--soak-part``; then order the rest."""
     marked = {
         marker: [item for item in items if item.get_closest_marker(marker)]
         for marker in ("gpu", "slurm", "soak")
     }
-    left_out = {
-        "gpu": [] if _accelerator() else marked["gpu"],
-        "slurm": [] if why_not() is None else marked["slurm"],
-        "soak": _outside_part(config, marked["soak"]),
+    excluded = {
+        "gpu": [] if _has_accelerator() else marked["gpu"],
+        "slurm": [] if missing_requirement() is None else marked["slurm"],
+        "soak": _excluded_soak_tests(config, marked["soak"]),
     }
     lines = {
         "gpu": "No accelerator on this machine: {} test(s) marked gpu were not run.",
-        "slurm": f"NOT RUN: {{}} test(s) on a real Slurm: {why_not()}.",
+        "slurm": f"NOT RUN: {{}} test(s) on a real Slurm: {missing_requirement()}.",
         "soak": "{} test(s) marked soak were not run; `make soak` runs them.",
     }
-    for marker, tests in left_out.items():
+    for marker, tests in excluded.items():
         if tests:
-            note(config, marker, lines[marker].format(len(tests)))
-    deselected = {item for tests in left_out.values() for item in tests}
+            record_not_run(config, marker, lines[marker].format(len(tests)))
+    deselected = {item for tests in excluded.values() for item in tests}
     if deselected:
         items[:] = [item for item in items if item not in deselected]
         config.hook.pytest_deselected(items=list(deselected))
-    # Quick tests first, then files with much to do before those with little: two workers that take
-    # files in turn then finish at about the same time.
     for item in marked["soak"] if config.option.soak_part is not None else ():
-        # They inject faults and share the machine with others. The summary names each that ran
-        # twice.
+        # These tests inject faults while other tests run, so they may fail once. The summary lists
+        # each one that was run again.
         item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=2))
+    # Fast tests first, then the files with the most slow tests, so that two workers that take turns
+    # finish at about the same time.
     num_slow = Counter(item.path for item in items if _is_slow(item))
     items.sort(
         key=lambda item: num_slow[item.path] if _is_slow(item) else math.inf,
@@ -123,12 +124,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """A worker of pytest-xdist has ended."""
+    """Collect the summary lines of a pytest-xdist worker that has ended."""
     for kind, line in getattr(node, "workeroutput", {}).get("not_run", {}).items():
-        note(node.config, kind, line)
+        record_not_run(node.config, kind, line)
 
 
-def _accelerator() -> bool:
+def _has_accelerator() -> bool:
     import torch
 
     return bool(torch.accelerator.is_available())
@@ -138,8 +139,8 @@ def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
     for line in config.stash.get(NOT_RUN, {}).values():
-        loud = line.startswith("NOT RUN")
-        terminalreporter.write_line(line, red=loud, bold=loud)
+        is_warning = line.startswith("NOT RUN")
+        terminalreporter.write_line(line, red=is_warning, bold=is_warning)
 
 
 def pytest_unconfigure() -> None:
@@ -147,38 +148,38 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(autouse=True)
-def a_turn(
+def machine_access(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
-    """Some tests have the machine to themselves, where workers of pytest-xdist run side by side."""
+    """Run tests marked ``alone`` while no other worker of pytest-xdist runs a test."""
     folder = tmp_path_factory.getbasetemp()
     if hasattr(request.config, "workerinput"):
-        folder = folder.parent  # of all workers
-    with turn(Path(folder), alone=request.node.get_closest_marker("alone") is not None):
+        folder = folder.parent  # shared by all workers
+    is_alone = request.node.get_closest_marker("alone") is not None
+    with lock_machine(Path(folder), exclusive=is_alone):
         yield
 
 
 @pytest.fixture(autouse=True)
-def no_process_left(a_turn: None) -> Iterator[None]:
-    """Fail a test that leaves a process running: a child, or one further down whose parent is
-    gone."""
+def no_leaked_process(machine_access: None) -> Iterator[None]:
+    """Fail a test that leaves a process running, including an orphan."""
     before = set(psutil.pids())
     yield
-    left = _processes(set(psutil.pids()) - before)
-    _, left = psutil.wait_procs(left, timeout=_GRACE_S) if left else ([], [])
-    left = [process for process in left if _alive(process)]
-    if left:
-        names = [_describe(process) for process in left]
-        for process in left:
+    leaked = _session_processes(set(psutil.pids()) - before)
+    _, leaked = psutil.wait_procs(leaked, timeout=_GRACE_S) if leaked else ([], [])
+    leaked = [process for process in leaked if _is_alive(process)]
+    if leaked:
+        descriptions = [_describe(process) for process in leaked]
+        for process in leaked:
             _kill(process)
-        psutil.wait_procs(left, timeout=_GRACE_S)
-        pytest.fail(f"the test left {len(left)} process(es) running: " + "; ".join(names))
+        psutil.wait_procs(leaked, timeout=_GRACE_S)
+        pytest.fail(f"the test left {len(leaked)} process(es) running: " + "; ".join(descriptions))
 
 
 @pytest.fixture(autouse=True)
 def no_environment_change() -> Iterator[None]:
-    """Fail a test that leaves an environment variable set, changed or removed; put them back for
-    the next one."""
+    """Fail a test that leaves an environment variable set, changed or removed; restore them for the
+    next test."""
     before = dict(os.environ)
     yield
     after = dict(os.environ)
@@ -197,25 +198,25 @@ def no_environment_change() -> Iterator[None]:
         )
 
 
-def _processes(pids: set[int]) -> list[psutil.Process]:
-    """Those that live and were started by this session, whoever their parent is now, without
-    multiprocessing's own helpers."""
+def _session_processes(pids: set[int]) -> list[psutil.Process]:
+    """Return the running processes among ``pids`` that this session has started, including orphans,
+    without the helpers of multiprocessing."""
     processes = []
     for pid in pids:
         with contextlib.suppress(psutil.Error, OSError):
             process = psutil.Process(pid)
-            if _is_of_session(process) and _alive(process) and not _is_helper(process):
+            if _is_from_session(process) and _is_alive(process) and not _is_helper(process):
                 processes.append(process)
     return processes
 
 
-def _is_of_session(process: psutil.Process) -> bool:
+def _is_from_session(process: psutil.Process) -> bool:
     if any(parent.pid == os.getpid() for parent in process.parents()):
         return True
     return process.environ().get("PACELINE_TEST_SESSION") == _TOKEN
 
 
-def _alive(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
@@ -226,8 +227,8 @@ def _is_helper(process: psutil.Process) -> bool:
     try:
         command_line = " ".join(process.cmdline())
         if "chrom" in command_line and " --type=" in command_line:
-            # the session's browser starts and ends its helpers when it likes; the browser itself
-            # has no type
+            # The session's browser starts and ends its helpers at any time. The browser process
+            # itself has no `--type`.
             return True
         return process.ppid() == os.getpid() and any(name in command_line for name in _HELPERS)
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""Small and read-only disks, real ones, where this machine lets tests mount."""
+"""Mount small or read-only file systems for tests, if this machine allows tests to mount."""
 
 import subprocess
 import warnings
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 @contextmanager
-def disk(folder: Path, options: str) -> Iterator[bool]:
-    """Mount a tmpfs with ``options`` (e.g. ``size=1m``) on ``folder``. False, and a warning in
-    pytest's summary, where this machine does not let a test mount: the test then checks less."""
+def mount_tmpfs(folder: Path, options: str) -> Iterator[bool]:
+    """Mount a tmpfs with ``options`` (e.g. ``size=1m``) on ``folder``. Yields False, with a warning
+    in pytest's summary, if mounting is not permitted; the test then checks less."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         done = subprocess.run(
@@ -20,9 +20,9 @@ def disk(folder: Path, options: str) -> Iterator[bool]:
         )
         reason = done.stderr.strip() if done.returncode else ""
     except FileNotFoundError:
-        reason = "there is no `mount`"
+        reason = "`mount` not found"
     if reason:
-        warnings.warn(f"NOT CHECKED on a real disk with {options}: {reason}", stacklevel=3)
+        warnings.warn(f"NOT CHECKED on a tmpfs with {options}: {reason}", stacklevel=3)
         yield False
         return
     try:

@@ -1,9 +1,12 @@
-"""A task whose numbers go wrong where it is told: see ``task_args``.
+"""A task that injects numerical errors and a crash.
 
-- ``bad``: numbers of samples; the loss of a batch with one of them is multiplied by ``times``.
-- ``flip``: {rank, call, name}: in that rank's call number ``call`` of the loss, a bit of that
-  parameter is flipped. Once, by a flag in ``flags``.
-- ``die``: number of a sample; the rank that comes to it ends by SIGKILL. Once.
+``task_args``:
+
+- ``bad``: sample numbers; the loss of a batch that contains one is multiplied by ``times``.
+- ``flip``: {rank, call, name}: in call number ``call`` of the loss on that rank, a bit of the
+  parameter ``name`` is flipped, once.
+- ``die``: a sample number; the rank that processes it is killed by SIGKILL, once.
+- ``flags``: the folder of the files that record which faults have been injected.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A group of real ranks whose all-reduces take as long as a slow link would make them."""
+"""Slow down the all-reduces of real ranks to the speed of a slow network link."""
 
 import time
 
@@ -8,8 +8,8 @@ from paceline.distributed.collectives.schedules import all_reduce_bytes
 from paceline.distributed.communicator import Communicator
 
 
-class Delayed:
-    """An all-reduce that is over when it has come and its time has."""
+class DelayedWork:
+    """A handle of an all-reduce that completes no earlier than the time ``due``."""
 
     def __init__(self, work, due):
         self.work = work
@@ -20,20 +20,24 @@ class Delayed:
         time.sleep(max(0.0, self.due - time.perf_counter()))
 
 
-class Shaped(Communicator):
-    """All-reduces go one after the other, each for ``latency`` seconds a message and bytes /
-    ``rate``."""
+class SlowCommunicator(Communicator):
+    """A communicator whose all-reduces run one after another over a simulated link.
+
+    Each takes ``latency`` seconds for each message of a ring all-reduce, and the number of bytes
+    divided by ``rate``.
+    """
 
     rate, latency, free_at = 1e9, 0.0, 0.0
 
     @classmethod
-    def of(cls, world, rate, latency):
-        made = cls(world.env, world.device, world.axes, world.group, world.ranks, world.waits)
-        made.rate, made.latency = rate, latency
-        return made
+    def wrap(cls, world, rate, latency):
+        """Return a communicator over the group of ``world``, with that bandwidth and latency."""
+        slow = cls(world.env, world.device, world.axes, world.group, world.ranks, world.waits)
+        slow.rate, slow.latency = rate, latency
+        return slow
 
     def all_reduce(self, tensor, op=dist.ReduceOp.SUM):
         size = all_reduce_bytes(tensor.numel() * tensor.element_size(), self.size)
-        takes = 2 * (self.size - 1) * self.latency + size / self.rate
-        self.free_at = max(self.free_at, time.perf_counter()) + takes
-        return Delayed(super().all_reduce(tensor, op), self.free_at)
+        duration_s = 2 * (self.size - 1) * self.latency + size / self.rate
+        self.free_at = max(self.free_at, time.perf_counter()) + duration_s
+        return DelayedWork(super().all_reduce(tensor, op), self.free_at)

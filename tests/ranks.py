@@ -1,4 +1,4 @@
-"""Run a function on real gloo ranks, forked from one warm server that has torch imported."""
+"""Run a function on real Gloo ranks, forked from a fork server that has imported torch."""
 
 import contextlib
 import io
@@ -34,9 +34,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-# How long the other ranks may take to give a result after one has failed: they may wait for it in a
-# collective.
-_AFTER_A_FAILURE_S = 2.0
+# How long to wait for the other ranks after one has failed; they may be blocked in a collective.
+_GRACE_AFTER_FAILURE_S = 2.0
 
 
 def run_ranks(
@@ -44,30 +43,35 @@ def run_ranks(
     world_size: int,
     *args: Any,
     timeout_s: float = 120.0,
-    joins: bool = True,
+    init_process_group: bool = True,
 ) -> list[Any]:
-    """``function(world, *args)`` on each of ``world_size`` ranks; results in order of rank. A
-    failed rank fails the test. With ``joins=False`` it is ``function(env, *args)``, and no process
-    group exists yet."""
+    """Call ``function(world, *args)`` on each of ``world_size`` ranks; return the results in rank
+    order. Fails the test if a rank fails.
+
+    Without ``init_process_group``, the call is ``function(env, *args)`` and the function may create
+    the process group.
+    """
     import torch
 
     context = multiprocessing.get_context("forkserver")
     port = free_port()
     processes, pipes = [], []
     for rank in range(world_size):
-        ours, theirs = context.Pipe()
+        parent_end, child_end = context.Pipe()
         process = context.Process(
-            target=_rank, args=(function, rank, world_size, port, theirs, args, joins), daemon=True
+            target=_run_rank,
+            args=(function, rank, world_size, port, child_end, args, init_process_group),
+            daemon=True,
         )
         process.start()
-        theirs.close()
+        child_end.close()
         processes.append(process)
-        pipes.append(ours)
-    answers: dict[int, tuple[bool, Any]] = {}
+        pipes.append(parent_end)
+    results: dict[int, tuple[bool, Any]] = {}
     deadline = time.monotonic() + timeout_s
     try:
-        while len(answers) < world_size:
-            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in answers]
+        while len(results) < world_size:
+            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
             ready = multiprocessing.connection.wait(
                 waiting, timeout=max(0.0, deadline - time.monotonic())
             )
@@ -76,39 +80,41 @@ def run_ranks(
             for pipe in ready:
                 rank = pipes.index(pipe)
                 try:
-                    answers[rank] = pipe.recv()
+                    results[rank] = pipe.recv()
                 except EOFError:
-                    answers[rank] = (False, f"rank {rank} died")
-                if not answers[rank][0]:
-                    deadline = min(deadline, time.monotonic() + _AFTER_A_FAILURE_S)
+                    results[rank] = (False, f"rank {rank} died")
+                if not results[rank][0]:
+                    deadline = min(deadline, time.monotonic() + _GRACE_AFTER_FAILURE_S)
     finally:
         for pipe in pipes:
-            # a rank stays until here: it may hold what the others still need (the store, its end of
-            # a socket)
+            # Closing the pipe lets the rank exit. Until here it may have held what the others need,
+            # such as the store or its end of a socket.
             pipe.close()
         for process in processes:
-            process.join(5 if len(answers) == world_size else 0.5)
+            process.join(5 if len(results) == world_size else 0.5)
             if process.is_alive():
                 process.kill()
                 process.join()
-    errors = [value for ok, value in answers.values() if not ok]
+    errors = [value for ok, value in results.values() if not ok]
     errors += [
-        f"rank {rank} gave no result in time" for rank in range(world_size) if rank not in answers
+        f"rank {rank} returned no result in time"
+        for rank in range(world_size)
+        if rank not in results
     ]
     assert not errors, "\n".join(errors)
     return [
-        torch.load(io.BytesIO(answers[rank][1]), weights_only=False) for rank in range(world_size)
+        torch.load(io.BytesIO(results[rank][1]), weights_only=False) for rank in range(world_size)
     ]
 
 
-def _rank(
+def _run_rank(
     function: Callable[..., Any],
     rank: int,
     world_size: int,
     port: int,
     pipe: Any,
     args: tuple[Any, ...],
-    joins: bool,
+    init_process_group: bool,
 ) -> None:
     import torch
 
@@ -119,17 +125,17 @@ def _rank(
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         env = RankEnv(rank, world_size, rank, world_size)
-        if joins:
+        if init_process_group:
             world = init_communicator(env, "cpu", 60.0)
             value = function(world, *args)
             world.close()
         else:
             value = function(env, *args)
         buffer = io.BytesIO()
-        # by value: a tensor sent as it is would share memory with a process that ends
+        # Serialized, because a tensor sent through a pipe would share memory with this process.
         torch.save(value, buffer)
         pipe.send((True, buffer.getvalue()))
     except BaseException:
         pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))
     with contextlib.suppress(EOFError, OSError):
-        pipe.recv()  # until the test has heard from every rank
+        pipe.recv()  # waits until the test has received the results of all ranks

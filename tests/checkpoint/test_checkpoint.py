@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from disks import disk
+from disks import mount_tmpfs
 from safetensors.torch import save_file
 
 from paceline.checkpoint import store
@@ -373,7 +373,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fills(tmp_path: Path) -> None:
-    with disk(tmp_path / "small", "size=1m") as mounted:
+    with mount_tmpfs(tmp_path / "small", "size=1m") as mounted:
         if not mounted:
             return
         folder = tmp_path / "small" / "checkpoints"

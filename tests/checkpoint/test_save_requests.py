@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from disks import disk
+from disks import mount_tmpfs
 from ranks import run_ranks
 
 from paceline.checkpoint import saver, store
@@ -215,7 +215,7 @@ def test_a_save_that_failed_in_the_background_is_told_to_all(tmp_path: Path) -> 
 
 
 def test_a_full_disk_names_what_is_missing(tmp_path: Path) -> None:
-    with disk(tmp_path / "small", "size=500k") as mounted:
+    with mount_tmpfs(tmp_path / "small", "size=500k") as mounted:
         if not mounted:
             return
         ballast = tmp_path / "small" / "ballast"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from disks import disk
+from disks import mount_tmpfs
 from ranks import run_ranks
 from safetensors.torch import save_file
 
@@ -397,7 +397,7 @@ def save_two(world: Communicator, root: Path) -> list[str | None]:
 
 
 def test_a_disk_with_room_for_one(tmp_path: Path) -> None:
-    with disk(tmp_path / "small", "size=1500k") as mounted:
+    with mount_tmpfs(tmp_path / "small", "size=1500k") as mounted:
         if not mounted:
             return
         errors = run_ranks(save_two, 3, tmp_path / "small")

@@ -361,14 +361,16 @@ def test_kill_and_resume_without_shared_folder(mode: str, tmp_path: Path) -> Non
     num_ranks, _, sends = MODES[mode]
     shared, split, other = tmp_path / "shared", tmp_path / "split", tmp_path / "other"
     assert (
-        run_ranks(run_job, num_ranks, planned(mode, shared), None, joins=False)
+        run_ranks(run_job, num_ranks, planned(mode, shared), None, init_process_group=False)
         == ["done"] * num_ranks
     )
     with pytest.raises(AssertionError, match=rf"rank {num_ranks - 1} died"):
-        run_ranks(run_job, num_ranks, planned(mode, split), other, 5, joins=False)
+        run_ranks(run_job, num_ranks, planned(mode, split), other, 5, init_process_group=False)
     job = planned(mode, split)
     assert job.resume_from is not None
-    assert run_ranks(run_job, num_ranks, job, other, joins=False) == ["done"] * num_ranks
+    assert (
+        run_ranks(run_job, num_ranks, job, other, init_process_group=False) == ["done"] * num_ranks
+    )
     assert digest(split) == digest(shared)
     assert not other.exists()
     by_step = {event["step"]: event["loss"] for event in events(split, "step")}
@@ -421,7 +423,10 @@ def test_a_rollback_without_shared_folder(tmp_path: Path) -> None:
         values["train_args"].update(
             lr_scheduler_type="constant", save_steps=4, save_total_limit=None, logging_steps=1
         )
-        assert run_ranks(run_job, 2, job_of(values, 2), other, joins=False) == ["done", "done"]
+        assert run_ranks(run_job, 2, job_of(values, 2), other, init_process_group=False) == [
+            "done",
+            "done",
+        ]
     for name in ("shared", "split"):
         assert [
             (event["step"], event["to_step"]) for event in events(tmp_path / name, "rewind")

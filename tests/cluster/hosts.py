@@ -1,6 +1,5 @@
-"""Hosts as network namespaces of this machine, and what befalls them: a rank or a whole host is
-killed, paused, or cut off; a host comes back, under another address, or under a name that resolves
-late."""
+"""Simulated hosts in network namespaces, to inject faults: kill or pause a rank or a whole host,
+cut its network link, and restart it under another address or a host name that resolves late."""
 
 import contextlib
 import json
@@ -19,9 +18,10 @@ from typing import Any
 import psutil
 import pytest
 from commands import MICRO, digest
-from namespaces import network_of
+from namespaces import create_network
 
-#: One rank of a host has all cores, two ranks share them, and more threads add up in another order.
+#: The order of floating-point sums depends on the number of threads, and the default number depends
+#: on the ranks of the host.
 THREADS = {"OMP_NUM_THREADS": "1"}
 PORT = 29500
 _NAMES = "abcdefgh"
@@ -31,8 +31,12 @@ _ETC = Path("/etc/netns")
 
 @dataclass
 class Host:
-    """One namespace. ``name``: what the host calls itself; ``disk``: what lies at the place of the
-    cluster's folder there, None where it is shared."""
+    """A host in a network namespace.
+
+    Args:
+        name: the host name that Paceline reports.
+        disk: the folder mounted at the cluster's folder on this host; None if that is shared.
+    """
 
     number: int
     name: str
@@ -44,7 +48,7 @@ class Host:
 
     # -- processes
     def processes(self) -> list[psutil.Process]:
-        """All that runs on this host, whoever started it."""
+        """Return all processes that run on this host."""
         listed = subprocess.run(
             ["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True
         )
@@ -55,8 +59,8 @@ class Host:
         return processes
 
     def ranks(self) -> list[psutil.Process]:
-        """The ranks of this host in the order of their numbers: children of the command's fork
-        server, or of torchrun."""
+        """Return the ranks of this host in rank order: the children of the command's fork server or
+        of torchrun."""
         ranks = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -79,8 +83,8 @@ class Host:
         return self.output_file.read_text(errors="replace")
 
     def kill(self) -> None:
-        """As a power cut: every process at once, none of them asked. The kernel of the host still
-        closes their connections."""
+        """Kill all processes of this host at once, as a power failure would, except that the kernel
+        still closes their connections."""
         while running := [
             process for process in self.processes() if process.status() != psutil.STATUS_ZOMBIE
         ]:
@@ -92,14 +96,14 @@ class Host:
             time.sleep(0.02)
 
     def signal(self, number: signal.Signals) -> None:
-        """To every process of this host."""
+        """Send a signal to every process of this host."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
 
     # -- waiting
-    def end(self, expect: int = 0, timeout_s: float = _TIMEOUT_S) -> str:
-        """What the command has said, when it has ended by itself."""
+    def wait_for_exit(self, expect: int = 0, timeout_s: float = _TIMEOUT_S) -> str:
+        """Wait until the command exits with the expected code; return its output."""
         assert self.process is not None
         code = self.process.wait(timeout_s)
         assert code == expect, (
@@ -109,13 +113,13 @@ class Host:
 
 
 class Cluster:
-    """Hosts on one network, and a run on them. ``folder``: where the run's files lie, as each host
-    sees it.
+    """Hosts on one network, and the training run on them.
 
     Args:
-        shared: the hosts have one disk; else each has its own, at the same path. The endpoint's is
-            then ``folder`` itself.
-        endpoint: the number of the host at which all meet.
+        folder: the folder of the run's files, at the same path on each host.
+        shared: whether all hosts share one disk. Otherwise each host has a separate disk mounted at
+            ``folder``, except that the endpoint host uses ``folder`` itself.
+        endpoint: the number of the host that is the rendezvous endpoint.
     """
 
     def __init__(self, network: Any, folder: Path, shared: bool, endpoint: int) -> None:
@@ -130,10 +134,11 @@ class Cluster:
             disk = None if shared or number == endpoint else folder / f"disk-{name}"
             if disk is not None:
                 disk.mkdir()
-            self.hosts.append(Host(number, name, namespace, address, disk, folder / f"said-{name}"))
+            output_file = folder / f"output-{name}"
+            self.hosts.append(Host(number, name, namespace, address, disk, output_file))
             etc = _ETC / namespace
             etc.mkdir(parents=True, exist_ok=True)
-            # No name server: a name is either in the file, or unknown at once.
+            # Without a name server, a name that is not in /etc/hosts fails to resolve immediately.
             (etc / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n")
         self._write_names()
 
@@ -154,8 +159,8 @@ class Cluster:
         endpoint: str | None = None,
         **environment: str,
     ) -> Host:
-        """Give the command on a host. ``endpoint``: a name or an address, without a port."""
-        place = (
+        """Start training on a host. ``endpoint``: a host name or an address, without a port."""
+        rendezvous = (
             f"parallel.nnodes={nnodes}",
             f"parallel.rdzv_endpoint={endpoint or self.endpoint_address}:{PORT}",
         )
@@ -167,12 +172,12 @@ class Cluster:
             *MICRO,
             "parallel.num_gpus=1",
             f"output_dir={self.run}",
-            *place,
+            *rendezvous,
         ]
         return self.execute(number, [*command, *args], **environment)
 
     def execute(self, number: int, command: Sequence[str], **environment: str) -> Host:
-        """Run any command as that of a host."""
+        """Start a command on a host."""
         host = self.hosts[number]
         if host.disk is not None:
             bind = f'mount --bind {host.disk} {self.folder} && exec "$@"'
@@ -190,8 +195,8 @@ class Cluster:
 
     # -- the network
     def set_name(self, name: str, address: str | None) -> None:
-        """What a name resolves to from now on, on every host, also for processes that run. None: it
-        is unknown."""
+        """Change the address that a name resolves to on every host, including for running
+        processes. None makes the name unknown."""
         self.names.pop(name, None)
         if address is not None:
             self.names[name] = address
@@ -203,12 +208,13 @@ class Cluster:
             *(f"{address} {name}" for name, address in self.names.items()),
         ]
         for host in self.hosts:
-            # In place: what `ip netns exec` has bound over /etc/hosts is this very file.
+            # Written in place, because `ip netns exec` has bind-mounted this file over /etc/hosts.
             with open(_ETC / host.namespace / "hosts", "w") as file:
                 file.write("\n".join(lines) + "\n")
 
     def set_link(self, number: int, up: bool) -> None:
-        """Plug the cable of a host in or out; without a word to either end's connections."""
+        """Connect or disconnect the network cable of a host. Neither end's connections are
+        closed."""
         link = (
             "ip",
             "-n",
@@ -221,7 +227,7 @@ class Cluster:
         subprocess.run(link, check=True)
 
     def move(self, number: int, address: str) -> None:
-        """Give a host another address."""
+        """Change the address of a host."""
         host = self.hosts[number]
         for command in (("del", f"{host.address}/24"), ("add", f"{address}/24")):
             subprocess.run(
@@ -231,7 +237,7 @@ class Cluster:
 
     # -- the run's events
     def events(self, *types: str) -> list[dict[str, Any]]:
-        """Whole lines of the log on the endpoint's disk; all, or those of some types."""
+        """Return the events of these types, or all, from the event log on the endpoint's disk."""
         try:
             lines = (self.run / "events.jsonl").read_bytes().splitlines(keepends=True)
         except OSError:
@@ -241,23 +247,24 @@ class Cluster:
 
     @property
     def last_step(self) -> int:
-        """The last step that the attempt under way has logged; 0 where it has logged none."""
+        """The last step that the current attempt has logged; 0 if it has logged none."""
         log = self.events("run_start", "step")
         return 0 if not log or log[-1]["type"] == "run_start" else int(log[-1]["step"])
 
     def digest(self) -> str:
-        """Of the newest checkpoint."""
+        """Return the digest of the latest checkpoint."""
         return digest(self.run)
 
     def losses(self) -> list[float]:
-        """By step; of those that were made again, as they were made last."""
+        """Return the losses in step order; of a repeated step, the last one."""
         losses = {event["step"]: event["loss"] for event in self.events("step")}
         return [losses[step] for step in sorted(losses)]
 
     def wait(
         self, condition: Callable[[], object], what: str, timeout_s: float = _TIMEOUT_S
     ) -> None:
-        """Until it holds. Fails where it does not come to that, with what the hosts have said."""
+        """Wait until the condition holds. Fail with the output of the hosts on a timeout, or if a
+        command exits unexpectedly."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             ended = [
@@ -280,7 +287,7 @@ class Cluster:
             time.sleep(0.05)
 
     def wait_for_step(self, step: int, attempt: int | None = None) -> None:
-        """Until the run has logged this step; in its attempt number so much (from 1), or in any."""
+        """Wait until the run has logged this step, in the given attempt (from 1) or in any."""
 
         def reached() -> bool:
             return self.last_step >= step and (
@@ -290,7 +297,7 @@ class Cluster:
         self.wait(reached, f"step {step}" + (f" of attempt {attempt}" if attempt else ""))
 
     def wait_for_start(self, number: int, world_size: int | None = None) -> None:
-        """Until the run has started for the time number so much (from 1), with so many ranks."""
+        """Wait for the start of attempt ``number`` (from 1), with the given number of ranks."""
 
         def started() -> bool:
             starts = self.events("run_start")
@@ -310,7 +317,7 @@ class Cluster:
 
 
 @contextmanager
-def cluster_of(
+def start_cluster(
     config: pytest.Config,
     folder: Path,
     num_hosts: int = 2,
@@ -319,10 +326,10 @@ def cluster_of(
     endpoint: int = 0,
     loss: float = 0.0,
 ) -> Iterator[Cluster]:
-    """Hosts that are gone, with all that runs on them, at the end. A test that cannot have them is
-    skipped, loudly."""
+    """Create a cluster of hosts; at the end, kill their processes and remove them. Skips the test
+    if this machine does not allow network namespaces."""
     with ExitStack() as stack:
-        network = stack.enter_context(network_of(config, num_hosts, loss=loss))
+        network = stack.enter_context(create_network(config, num_hosts, loss=loss))
         cluster = Cluster(network, folder, shared, endpoint)
         stack.callback(cluster.close)
         yield cluster

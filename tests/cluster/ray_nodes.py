@@ -1,5 +1,4 @@
-"""A real Ray cluster of two nodes on this machine, in a process of its own: `with ray_nodes() as
-address`."""
+"""Start a real Ray cluster of two nodes on this machine, in a separate process."""
 
 import contextlib
 import os
@@ -12,15 +11,15 @@ from pathlib import Path
 
 import psutil
 
-#: Tokens are required, as they should be on a real cluster; nothing is sent to Ray's makers.
+#: Requires tokens, as a real cluster should, and disables Ray's usage statistics.
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1"}
 
 
 @contextlib.contextmanager
-def ray_nodes() -> Iterator[dict[str, str]]:
-    """Start the cluster, and yield the environment with which a command uses it. Nothing of it is
-    left afterwards."""
-    # Ray makes sockets in it, and their paths are short
+def start_ray_cluster() -> Iterator[dict[str, str]]:
+    """Start the cluster and yield the environment for commands that use it. Removes all of its
+    processes and files at the end."""
+    # A short path, because Ray creates sockets in this folder.
     folder = Path(tempfile.mkdtemp(prefix="pl-ray-", dir="/tmp"))
     token = folder / "token"
     token.write_text("a0" * 32)
@@ -48,7 +47,7 @@ def ray_nodes() -> Iterator[dict[str, str]]:
     finally:
         assert process.stdin is not None
         started = psutil.Process(process.pid).children(recursive=True)
-        process.stdin.close()  # it shuts the cluster down
+        process.stdin.close()  # makes the process shut the cluster down
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(60)
         process.kill()
@@ -61,8 +60,8 @@ def ray_nodes() -> Iterator[dict[str, str]]:
     assert not left, f"processes of Ray outlived the cluster: {left}"
 
 
-def workers(environment: dict[str, str]) -> list[psutil.Process]:
-    """The processes of Ray Train's workers on that cluster."""
+def find_workers(environment: dict[str, str]) -> list[psutil.Process]:
+    """Return the Ray Train worker processes of the cluster."""
     cluster = psutil.Process(int(environment["CLUSTER_PID"]))
     return [
         process

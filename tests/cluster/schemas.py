@@ -1,5 +1,5 @@
-"""Manifests held against the schemas of the Kubernetes API: an unknown field fails at any depth,
-and so does a wrong type.
+"""Validate manifests against the schemas of the Kubernetes API. Unknown fields and wrong types are
+errors at any depth.
 
 - TrainJob, ClusterTrainingRuntime and JobSet: the models of `kubeflow-trainer-api` (PyPI), which
   the Kubeflow Trainer project generates from its own API and from the versions of JobSet and
@@ -31,7 +31,7 @@ _KUBERNETES = ("v1", "batch/v1", "networking.k8s.io/v1")
 
 
 def validate(manifest: Object) -> None:
-    """Raise where a part of the object is unknown to its API, missing, or of another type."""
+    """Raise an error if a field of the object is unknown, missing, or of the wrong type."""
     version, kind = manifest["apiVersion"], manifest["kind"]
     assert (version, kind) in _MODELS or version in _KUBERNETES, f"no schema for {version} {kind}"
     if version in _KUBERNETES:
@@ -40,15 +40,15 @@ def validate(manifest: Object) -> None:
         model = _MODELS[version, kind]
         _check_fields(model, manifest, kind)
         model.from_dict(manifest)  # types and required fields
-    for job in jobs_of(manifest):
+    for job in get_jobs(manifest):
         metadata = {"name": "job", **job.get("metadata", {})}
         validate(
             {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": job["spec"]}
         )
 
 
-def jobs_of(manifest: Object) -> list[Object]:
-    """The Job templates of a JobSet or of a runtime."""
+def get_jobs(manifest: Object) -> list[Object]:
+    """Return the Job templates of a JobSet or of a runtime."""
     spec = manifest.get("spec", {})
     if manifest["kind"] == "ClusterTrainingRuntime":
         spec = spec["template"]["spec"]

@@ -1,5 +1,5 @@
-"""Clocks of hosts, compared between real processes through a TCPStore. Each process names its host
-by ``PACELINE_HOST``."""
+"""Test the clock comparison between hosts: real processes that share a TCPStore, each with its own
+``PACELINE_HOST``."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from not_run import skip_loudly
+from not_run import skip_with_summary
 from torch.distributed import HashStore, TCPStore
 
 from paceline.cluster.clock import ClockServer, check_clock
@@ -34,7 +34,7 @@ for shift in sys.argv[2:]:
 
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
-    """The store of host a, which has the endpoint."""
+    """Create the store of host a, the rendezvous endpoint."""
     store = TCPStore(
         "127.0.0.1",
         0,
@@ -57,7 +57,7 @@ def _on_host(name: str, store: TCPStore, *shifts: float, prefix: tuple[str, ...]
 
 
 @pytest.mark.slow
-def test_hosts_whose_clocks_differ_are_refused_by_name(store: TCPStore) -> None:
+def test_rejects_hosts_with_different_clocks(store: TCPStore) -> None:
     equal, ahead, within, behind = _on_host("b", store, 0, 8, 3, -7.5)
     assert abs(float(equal)) < 1
     assert ahead.startswith(
@@ -67,16 +67,15 @@ def test_hosts_whose_clocks_differ_are_refused_by_name(store: TCPStore) -> None:
     assert "chrony" in ahead
     assert float(within) == pytest.approx(3, abs=1)
     assert "host b is 7.5 s behind the clock of the rendezvous endpoint's host a" in behind
-    # Host b joined with +3 s; host c differs from the endpoint host by less than the limit, but not
-    # from host b.
+    # Host b joined with +3 s. Host c is within the limit of the endpoint host, but not of host b.
     (other,) = _on_host("c", store, -4)
     assert other.startswith("2 the clock of host c is 7.0 s behind the clock of host b. ")
 
 
 @pytest.mark.slow
-def test_a_shifted_system_clock(store: TCPStore, pytestconfig: pytest.Config) -> None:
+def test_rejects_shifted_system_clock(store: TCPStore, pytestconfig: pytest.Config) -> None:
     if shutil.which("faketime") is None:
-        skip_loudly(
+        skip_with_summary(
             pytestconfig,
             "faketime",
             "with a shifted system clock: faketime not found (apt install faketime)",
@@ -85,12 +84,12 @@ def test_a_shifted_system_clock(store: TCPStore, pytestconfig: pytest.Config) ->
     assert "host b is 20.0 s behind the clock of the rendezvous endpoint's host a" in refused
 
 
-def test_a_store_without_a_clock_server_is_an_error() -> None:
+def test_missing_clock_server_is_an_error() -> None:
     with pytest.raises(RunError, match=r"no clock server answered within 0\.2 s"):
         check_clock(HashStore(), timeout_s=0.2)
 
 
-def test_messages_of_others_do_not_stop_the_server() -> None:
+def test_server_ignores_malformed_messages() -> None:
     store = HashStore()
     with contextlib.closing(ClockServer(store, clock=lambda: 0.0)):
         for message in (
@@ -106,7 +105,7 @@ def test_messages_of_others_do_not_stop_the_server() -> None:
             check_clock(store, clock=lambda: 9.0)
 
 
-def test_the_server_ends_when_closed() -> None:
+def test_close_ends_server_thread() -> None:
     store = HashStore()
     server = ClockServer(store)
     server.close()

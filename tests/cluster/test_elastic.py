@@ -1,5 +1,4 @@
-"""A run goes on at another number of replicas, whichever: the same global batches, the same
-losses."""
+"""Test that a run resumes with any number of replicas, with the same global batches and losses."""
 
 import functools
 import shutil
@@ -44,16 +43,16 @@ def eval_losses(folder: Path) -> list[float]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", ["packed", "images", "padded"])
-def test_another_number_of_ranks_in_each_attempt(tmp_path: Path, kind: str) -> None:
-    worlds = (4, 3, 1, 4)
-    steps = 2 * len(worlds)
+def test_changing_world_size_keeps_losses(tmp_path: Path, kind: str) -> None:
+    world_sizes = (4, 3, 1, 4)
+    steps = 2 * len(world_sizes)
     live(tmp_path / "whole", kind, RANKS, steps, "parallel.mode=ddp")
-    for number, ranks in enumerate(worlds, start=1):
+    for number, ranks in enumerate(world_sizes, start=1):
         output = live(tmp_path / "elastic", kind, ranks, 2 * number, "parallel.mode=ddp")
         started = events(tmp_path / "elastic", "run_start")[-1]["derived"]
         assert started["global_batch_size"] == 16
         assert started["gradient_accumulation_steps"] == {4: 1, 3: 2, 1: 4}[ranks]
-        # once as a sentence, once in the table
+        # logged once as a message and once in the summary table
         assert output.count("6+5+5") == (2 if ranks == 3 else 0)
     assert losses_by_step(tmp_path / "elastic") == pytest.approx(
         losses_by_step(tmp_path / "whole"), rel=1e-5
@@ -66,7 +65,7 @@ def test_another_number_of_ranks_in_each_attempt(tmp_path: Path, kind: str) -> N
     assert last["epochs"] == reference["epochs"]
 
 
-def test_more_replicas_than_samples(tmp_path: Path) -> None:
+def test_rejects_more_replicas_than_samples(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     args = (*ARGS, "train_args.max_steps=2", "per_device_train_batch_size=1", "parallel.mode=ddp")
     defaults = [setting for setting in MICRO if "batch_size" not in setting]
@@ -83,8 +82,8 @@ def test_more_replicas_than_samples(tmp_path: Path) -> None:
 def reference_and_begun(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], tuple[Path, Path]]:
-    """kind → a run of six steps on four ranks, and one that four ranks have brought to step 3; made
-    when first asked for."""
+    """Return a function that maps the kind of data to two cached runs on four ranks: a complete one
+    of six steps, and one that ended at step 3."""
 
     @functools.cache
     def make(kind: str) -> tuple[Path, Path]:
@@ -111,7 +110,7 @@ def reference_and_begun(
     ],
 )
 @pytest.mark.parametrize("kind", ["packed", "padded"])
-def test_every_strategy_on_three_replicas(
+def test_strategy_resumes_on_three_replicas(
     tmp_path: Path,
     kind: str,
     mode: str,
@@ -127,9 +126,8 @@ def test_every_strategy_on_three_replicas(
 
 
 @pytest.mark.soak
-def test_a_save_whenever_it_is_due(tmp_path: Path) -> None:
-    """So short a time that each step is saved, each once, in the foreground; and with a long one
-    none but the last."""
+def test_save_interval_in_seconds(tmp_path: Path) -> None:
+    """A very short interval saves each step exactly once; a very long one saves only the last."""
     args = (
         "parallel.num_gpus=2",
         "max_steps=5",

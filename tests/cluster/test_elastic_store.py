@@ -1,5 +1,5 @@
-"""Why `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` is set: two nodes of a rendezvous, of which one is
-replaced."""
+"""Show why Paceline sets `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`: replace one of the two nodes of a
+rendezvous, with and without the variable."""
 
 import contextlib
 import threading
@@ -28,11 +28,11 @@ def node(port: int, is_host: bool) -> DynamicRendezvousHandler:
 
 
 def rendezvous(nodes: list[DynamicRendezvousHandler]) -> list[Any]:
-    """What each node has got, or None where it still waits."""
+    """Return the rendezvous result of each node, or None if it still waits."""
     results: list[Any] = [None] * len(nodes)
 
     def enter(number: int) -> None:
-        with contextlib.suppress(DistError):  # it has waited in vain
+        with contextlib.suppress(DistError):  # the rendezvous timed out
             results[number] = nodes[number].next_rendezvous()
 
     threads = [
@@ -50,12 +50,12 @@ def addresses_after_a_replacement(monkeypatch: pytest.MonkeyPatch, value: str) -
     port = free_port()
     first, second = node(port, True), node(port, False)
     assert all(rendezvous([first, second]))
-    second._stop_heartbeats()  # as where its host is lost
+    second._stop_heartbeats()  # as if its host were lost
     return rendezvous([first, node(port, False)])
 
 
 @pytest.mark.soak
-def test_a_node_that_replaces_another_learns_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacement_node_receives_address(monkeypatch: pytest.MonkeyPatch) -> None:
     results = addresses_after_a_replacement(monkeypatch, "1")
     assert [result.bootstrap_store_info.master_addr for result in results] == ["127.0.0.1"] * 2
 
@@ -65,6 +65,8 @@ def test_a_node_that_replaces_another_learns_the_address(monkeypatch: pytest.Mon
     strict=True,
     reason="torch 2.13: rank 0 does not publish its address again; see cluster/elastic.py",
 )
-def test_it_learns_the_address_of_the_shared_store_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacement_node_receives_address_with_shared_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Once this passes, cluster/elastic.py need not set the variable."""
     assert all(addresses_after_a_replacement(monkeypatch, "0"))

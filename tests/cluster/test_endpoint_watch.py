@@ -1,5 +1,4 @@
-"""A read that waits for a host that has vanished ends when the connection is closed from another
-thread."""
+"""Test that closing a connection from another thread ends a read that waits for a lost host."""
 
 import os
 import socket
@@ -8,7 +7,7 @@ import threading
 from paceline.cluster.endpoint import Endpoint, EndpointWatch, close_connections
 
 
-def test_a_waiting_reader_gets_the_end_and_other_connections_stay() -> None:
+def test_close_connections_ends_blocked_read_of_that_peer_only() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as lost,
         socket.create_server(("127.0.0.1", 0)) as other_server,
@@ -29,13 +28,13 @@ def test_a_waiting_reader_gets_the_end_and_other_connections_stay() -> None:
                 assert accepted.recv(1) == b"x"
 
 
-def test_no_descriptor_stays_open() -> None:
+def test_close_connections_leaks_no_descriptor() -> None:
     before = sorted(os.listdir("/dev/fd"))
     close_connections("127.0.0.1", 1)
     assert sorted(os.listdir("/dev/fd")) == before
 
 
-def test_the_endpoint_does_not_watch_itself() -> None:
+def test_endpoint_host_starts_no_watch() -> None:
     endpoint = Endpoint("localhost", 1, "127.0.0.1", "127.0.0.1", "lo", is_local=True)
     with EndpointWatch(endpoint):
         assert "endpoint-watch" not in {thread.name for thread in threading.enumerate()}

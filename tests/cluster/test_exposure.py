@@ -1,4 +1,4 @@
-"""Which addresses of the rendezvous are warned about."""
+"""Test the warnings about a rendezvous that is reachable from the internet."""
 
 import psutil
 import pytest
@@ -9,7 +9,7 @@ from paceline.cluster.endpoint import is_public, public_address_warning, public_
 @pytest.mark.parametrize(
     "address", ["8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8", "[2001:4860:4860::8888]"]
 )
-def test_public(address: str) -> None:
+def test_public_address_is_warned_about(address: str) -> None:
     assert is_public(address)
     warning = public_address_warning(address)
     assert warning is not None
@@ -24,12 +24,12 @@ _NOT_PUBLIC = (
 
 
 @pytest.mark.parametrize("address", ["", *_NOT_PUBLIC.split()])
-def test_not_public(address: str) -> None:
+def test_private_address_is_not_warned_about(address: str) -> None:
     assert not is_public(address)
     assert public_address_warning(address) is None
 
 
-def test_a_private_endpoint_on_a_host_with_a_public_address() -> None:
+def test_warns_about_public_address_of_endpoint_host() -> None:
     warning = public_listener_warning(
         29500, ["127.0.0.1", "10.0.0.1", "8.8.4.4", "00:16:3e:00:00:01"]
     )
@@ -38,7 +38,7 @@ def test_a_private_endpoint_on_a_host_with_a_public_address() -> None:
     assert public_listener_warning(29500, ["127.0.0.1", "10.0.0.1", "00:16:3e:00:00:01"]) is None
 
 
-def test_the_interfaces_of_this_host_are_read() -> None:
+def test_reads_local_interfaces() -> None:
     addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
     assert (public_listener_warning(29500) is not None) == any(
         is_public(address) for address in addresses

@@ -1,4 +1,4 @@
-"""Which failure of a round was the first, from the records that its ranks and agents have left."""
+"""Test how the root cause of a failed attempt is found in the records of its ranks and agents."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def exited(rank: int, at: float, code: int) -> dict[str, Any]:
     return {"pid": 100 + rank, "time": at, "code": code}
 
 
-def test_a_rank_without_a_record_was_killed_and_the_reports_of_its_peers_are_secondary() -> None:
+def test_killed_rank_precedes_errors_of_its_peers() -> None:
     records = [
         record(0, "a", end=failed(5.0, PEER_CLOSED)),
         record(1, "b", exit=exited(1, 4.9, -9)),
@@ -42,7 +42,7 @@ def test_a_rank_without_a_record_was_killed_and_the_reports_of_its_peers_are_sec
     assert failure.outcome["fault"] is True
 
 
-def test_without_an_agent_that_sees_exit_codes_the_killed_rank_is_named_too() -> None:
+def test_killed_rank_is_reported_without_exit_code() -> None:
     records = [
         record(0, "a", end=failed(5.0, PEER_CLOSED)),
         record(1, "b"),
@@ -53,7 +53,7 @@ def test_without_an_agent_that_sees_exit_codes_the_killed_rank_is_named_too() ->
     assert failure.ranks == [1]
 
 
-def test_an_exception_that_came_before_the_others_died_is_the_first() -> None:
+def test_exception_precedes_later_deaths() -> None:
     records = [
         record(0, "a", terminated={"time": 5.0}, exit=exited(0, 6.0, -9)),
         record(1, "b", end=failed(4.0, "ValueError: a mistake", fault=False)),
@@ -69,7 +69,7 @@ def test_an_exception_that_came_before_the_others_died_is_the_first() -> None:
 @pytest.mark.parametrize(
     ("hosts", "ending"), [(["a"], "was lost"), (["a", "b"], "was lost and has come back")]
 )
-def test_a_host_whose_records_are_missing_was_lost(hosts: list[str], ending: str) -> None:
+def test_host_without_records_is_lost(hosts: list[str], ending: str) -> None:
     records = [record(0, "a", end=failed(5.0, PEER_CLOSED)), {}][: len(hosts)]
     failure = first_failure(records, hosts, ["a", "b", "b"])
     assert failure is not None
@@ -77,7 +77,7 @@ def test_a_host_whose_records_are_missing_was_lost(hosts: list[str], ending: str
     assert failure.outcome["reason"] == f"host b with ranks 1 to 2 {ending}"
 
 
-def test_what_a_rank_says_of_all_of_them_comes_first() -> None:
+def test_collective_mismatch_takes_precedence() -> None:
     mismatch = failed(5.0, "ranks 0 and 1 issued different collectives", of_all=True, blamed=[0, 1])
     records = [record(0, "a", end=mismatch), record(1, "b", exit=exited(1, 4.0, -9))]
     failure = first_failure(records, ["a", "b"], ["a", "b"])
@@ -85,12 +85,12 @@ def test_what_a_rank_says_of_all_of_them_comes_first() -> None:
     assert failure.ranks == [0, 1]
 
 
-def test_ranks_that_stopped_for_a_host_that_joins_have_not_failed() -> None:
+def test_ranks_stopped_for_joining_host_have_not_failed() -> None:
     stopped = {"status": "stopped", "exit_code": 143, "time": 5.0}
     assert first_failure([record(0, "a", end=stopped), {}], ["a", "b"], ["a"]) is None
 
 
-def test_where_all_reports_are_secondary_the_earliest_is_named() -> None:
+def test_earliest_of_secondary_errors_is_reported() -> None:
     records = [
         record(0, "a", end=failed(5.0, PEER_CLOSED)),
         record(1, "b", end=failed(4.0, PEER_CLOSED)),
@@ -100,7 +100,7 @@ def test_where_all_reports_are_secondary_the_earliest_is_named() -> None:
     assert failure.ranks == [1]
 
 
-def test_an_exit_code_of_an_earlier_process_does_not_count() -> None:
+def test_ignores_exit_code_of_earlier_process() -> None:
     failure = first_failure(
         [record(0, "a", exit={"pid": 7, "time": 1.0, "code": -11})], ["a"], ["a"]
     )
@@ -116,11 +116,11 @@ def test_an_exit_code_of_an_earlier_process_does_not_count() -> None:
         ("KeyError: 'x'", False),
     ],
 )
-def test_reports_that_a_peer_has_gone(text: str, expected: bool) -> None:
+def test_is_secondary_for_lost_connections(text: str, expected: bool) -> None:
     assert is_secondary({"text": text}) is expected
 
 
-def test_records_are_taken_once_and_state_is_kept(tmp_path: Path) -> None:
+def test_take_removes_records_and_keeps_state(tmp_path: Path) -> None:
     folder = AgentFolder(tmp_path / "agent")
     folder.write(0, "start", {"rank": 3, "pid": 17})
     folder.write(0, "end", {"status": "failed"})
@@ -132,7 +132,7 @@ def test_records_are_taken_once_and_state_is_kept(tmp_path: Path) -> None:
     assert folder.read_state() == {"node_rank": 1, "hosts": ["a"]}
 
 
-def test_sigterm_is_recorded_while_the_main_thread_waits(tmp_path: Path) -> None:
+def test_records_sigterm_while_main_thread_is_blocked(tmp_path: Path) -> None:
     code = (
         "import signal, sys, threading; from pathlib import Path; from torch.distributed import"
         " HashStore\n"
@@ -140,7 +140,7 @@ def test_sigterm_is_recorded_while_the_main_thread_waits(tmp_path: Path) -> None
         "from paceline.cluster.failures import AgentFolder, watch_termination\n"
         "signal.signal(signal.SIGTERM, lambda *_: None)\n"
         "watch_termination(AgentFolder(Path(sys.argv[1])), 0); print('ready', flush=True)\n"
-        # inside C++, where no Python handler runs
+        # blocks inside C++, where no Python signal handler runs
         "store = HashStore(); store.wait(['never'], timedelta(seconds=60))\n"
     )
     process = subprocess.Popen(

@@ -1,5 +1,7 @@
-"""One run on several hosts: here two agents on one machine, each with one rank, as two machines
-would start them. In network namespaces: tests/cluster/test_faults_hosts.py."""
+"""Test runs on several hosts, with one agent and one rank for each host on this machine.
+
+tests/cluster/test_faults_hosts.py has the tests in network namespaces.
+"""
 
 import os
 import signal
@@ -10,8 +12,8 @@ from commands import (
     MICRO,
     digest,
     events,
+    find_fork_server,
     losses,
-    rank_server,
     report,
     run,
     start,
@@ -24,8 +26,8 @@ from paceline.cluster.endpoint import is_listening
 
 pytestmark = pytest.mark.slow
 
-# One rank a host has all cores to itself, two ranks share them; more threads add up in another
-# order.
+# The order of floating-point sums depends on the number of threads, and the default number depends
+# on the ranks of the host.
 THREADS = {"OMP_NUM_THREADS": "1"}
 SETTINGS = {
     "max_steps": 16,
@@ -37,25 +39,25 @@ SETTINGS = {
 
 
 def make_args(**settings):
-    """The settings of a run; dotted keys of ``parallel`` with two underscores."""
+    """Return the settings of a run as arguments; two underscores stand for a dot."""
     settings = {**SETTINGS, **{key.replace("__", "."): value for key, value in settings.items()}}
     return [f"{key}={value}" for key, value in settings.items()]
 
 
-def host(folder, port, number, **settings):
-    """The agent of one host."""
+def start_host(folder, port, number, **settings):
+    """Start the agent of one host."""
     environment = {**os.environ, **THREADS, "PACELINE_HOST": "abc"[number]}
-    place = {
+    rendezvous = {
         "parallel__nnodes": 2,
         "parallel__rdzv_endpoint": f"127.0.0.1:{port}",
         "parallel__node_rank": number,
     }
     return start(
-        *MICRO, f"output_dir={folder}", *make_args(**{**place, **settings}), env=environment
+        *MICRO, f"output_dir={folder}", *make_args(**{**rendezvous, **settings}), env=environment
     )
 
 
-def end(process, expect=0):
+def wait_for_exit(process, expect=0):
     _out, err = process.communicate(timeout=150)
     assert process.returncode == expect, (
         f"exit code {process.returncode}, expected {expect}\n{err[-3000:]}"
@@ -63,27 +65,25 @@ def end(process, expect=0):
     return err
 
 
-def rank_of(process):
-    """The one rank that this agent has started."""
-    return rank_server(process).children()[0]
+def find_rank(process):
+    """Return the process of the agent's only rank."""
+    return find_fork_server(process).children()[0]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+def reference_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference_run") / "run"
     train(folder, *make_args(parallel__num_gpus=2), env={**os.environ, **THREADS})
     return folder
 
 
-def test_two_hosts_train_what_two_ranks_of_one_host_train_and_outlive_a_killed_rank(
-    undisturbed, tmp_path
-):
+def test_two_hosts_match_one_host_despite_killed_rank(reference_run, tmp_path):
     folder, port = tmp_path / "run", free_port()
-    hosts = [host(folder, port, number) for number in range(2)]
+    hosts = [start_host(folder, port, number) for number in range(2)]
     wait_for_step(folder, 9, hosts[0])
-    rank_of(hosts[1]).kill()
-    outputs = [end(host) for host in hosts]
-    assert digest(folder) == digest(undisturbed)
+    find_rank(hosts[1]).kill()
+    outputs = [wait_for_exit(host) for host in hosts]
+    assert digest(folder) == digest(reference_run)
     assert "rank 1 on host b (process" in outputs[0]
     assert "was killed by SIGKILL" in outputs[0]
     assert report(folder)["restarts"] == 1
@@ -94,36 +94,36 @@ def test_two_hosts_train_what_two_ranks_of_one_host_train_and_outlive_a_killed_r
 
 
 @pytest.mark.soak
-def test_a_host_whose_agent_dies_is_named_and_may_come_back(undisturbed, tmp_path):
+def test_host_with_killed_agent_rejoins(reference_run, tmp_path):
     folder, port = tmp_path / "run", free_port()
-    hosts = [host(folder, port, number) for number in range(2)]
+    hosts = [start_host(folder, port, number) for number in range(2)]
     wait_for_step(folder, 6, hosts[0])
     hosts[1].kill()
     hosts[1].communicate()
-    hosts[1] = host(folder, port, 1)
-    outputs = [end(host) for host in hosts]
-    assert digest(folder) == digest(undisturbed)
+    hosts[1] = start_host(folder, port, 1)
+    outputs = [wait_for_exit(host) for host in hosts]
+    assert digest(folder) == digest(reference_run)
     assert "host b with rank 1 was lost" in outputs[0]
     assert events(folder, "fault")[0]["hosts"] == ["b"]
 
 
 @pytest.mark.soak
-def test_the_hosts_that_are_left_go_on_and_take_in_who_comes(undisturbed, tmp_path):
+def test_elastic_run_shrinks_and_grows(reference_run, tmp_path):
     folder, port = tmp_path / "run", free_port()
     settings = {"parallel__nnodes": "1:2", "max_steps": 400, "lr_scheduler_type": "constant"}
-    hosts = [host(folder, port, number, **settings) for number in range(2)]
+    hosts = [start_host(folder, port, number, **settings) for number in range(2)]
     wait_for_step(folder, 6, hosts[0])
     hosts[1].kill()
     hosts[1].communicate()
     wait_for(lambda: events(folder, "run_start")[-1]["world_size"] == 1, hosts[0])
     alone_from = events(folder, "run_start")[-1]["resumed_from_step"] or 0
     wait_for_step(folder, alone_from + 12, hosts[0])
-    hosts[1] = host(folder, port, 1, **settings)
+    hosts[1] = start_host(folder, port, 1, **settings)
     wait_for(lambda: len(events(folder, "run_start")) == 3, hosts[0])
     again_from = events(folder, "run_start")[-1]["resumed_from_step"]
     wait_for_step(folder, again_from + 3, hosts[0])
-    hosts[1].send_signal(signal.SIGTERM)  # of one host, and all stop at the same step
-    outputs = [end(hosts[0], expect=143), end(hosts[1], expect=143)]
+    hosts[1].send_signal(signal.SIGTERM)  # a signal to one host stops all at the same step
+    outputs = [wait_for_exit(hosts[0], expect=143), wait_for_exit(hosts[1], expect=143)]
     starts = events(folder, "run_start")
     assert [start["world_size"] for start in starts] == [2, 1, 2]
     assert {start["derived"]["global_batch_size"] for start in starts} == {8}
@@ -135,8 +135,8 @@ def test_the_hosts_that_are_left_go_on_and_take_in_who_comes(undisturbed, tmp_pa
         *make_args(parallel__num_gpus=2, max_steps=steps, lr_scheduler_type="constant"),
         env={**os.environ, **THREADS},
     )
-    ours = {event["step"]: event["loss"] for event in events(folder, "step")}
-    assert [ours[number + 1] for number in range(steps)] == pytest.approx(
+    elastic = {event["step"]: event["loss"] for event in events(folder, "step")}
+    assert [elastic[number + 1] for number in range(steps)] == pytest.approx(
         losses(reference), rel=1e-5
     )
 
@@ -148,40 +148,40 @@ def wait_for(condition, process, timeout_s=60.0):
         if condition():
             return
         time.sleep(0.1)
-    raise AssertionError("it did not come to that")
+    raise AssertionError(f"the condition did not hold within {timeout_s:.0f} s")
 
 
 @pytest.mark.soak
-def test_hosts_that_would_not_train_the_same_are_refused_with_the_difference(tmp_path):
+def test_rejects_hosts_with_different_configs(tmp_path):
     folder, port = tmp_path / "run", free_port()
-    hosts = [host(folder, port, 0), host(folder, port, 1, learning_rate=0.5)]
+    hosts = [start_host(folder, port, 0), start_host(folder, port, 1, learning_rate=0.5)]
     for process in hosts:
-        assert "train_args.learning_rate: 0.5 on b" in end(process, expect=2)
+        assert "train_args.learning_rate: 0.5 on b" in wait_for_exit(process, expect=2)
     assert not folder.exists()
 
 
 @pytest.mark.soak
-def test_a_port_in_use_and_a_signal_before_the_rendezvous(tmp_path):
+def test_port_in_use_and_signal_before_rendezvous(tmp_path):
     folder, port = tmp_path / "run", free_port()
-    first = host(folder, port, 0)
+    first = start_host(folder, port, 0)
     wait_for(lambda: is_listening("127.0.0.1", port, 1.0), first)
-    message = end(host(folder, port, 0), expect=2)
+    message = wait_for_exit(start_host(folder, port, 0), expect=2)
     assert f"port {port}" in message
     assert "in use" in message
     first.send_signal(signal.SIGINT)
-    end(first, expect=130)
+    wait_for_exit(first, expect=130)
     assert not folder.exists()
 
 
 @pytest.mark.soak
-def test_an_endpoint_that_does_not_answer_and_a_host_that_does_not_come(tmp_path):
+def test_unreachable_endpoint_and_missing_host_time_out(tmp_path):
     settings = {"parallel__collective_timeout_s": 10}
-    absent, alone = (
-        host(tmp_path / name, free_port(), number, **settings)
+    no_endpoint, no_peer = (
+        start_host(tmp_path / name, free_port(), number, **settings)
         for name, number in (("a", 1), ("b", 0))
     )
-    assert "does not answer" in end(absent, expect=2)
-    error = end(alone, expect=2)
+    assert "does not answer" in wait_for_exit(no_endpoint, expect=2)
+    error = wait_for_exit(no_peer, expect=2)
     assert "2 hosts did not join the rendezvous" in error
     assert "within 10 s" in error
     assert not (tmp_path / "a").exists()
@@ -228,7 +228,7 @@ def test_an_endpoint_that_does_not_answer_and_a_host_that_does_not_come(tmp_path
         ),
     ],
 )
-def test_what_does_not_go_together_is_said_before_anything_starts(tmp_path, args, message):
+def test_rejects_conflicting_settings_before_start(tmp_path, args, message):
     done = run(*MICRO, f"output_dir={tmp_path / 'run'}", *args, expect=2)
     assert message in done.stderr
     assert not (tmp_path / "run").exists()

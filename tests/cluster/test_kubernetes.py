@@ -1,5 +1,5 @@
-"""The manifests of `paceline kubernetes`, held against the schemas of Kubeflow Trainer, JobSet and
-Kubernetes; what their pods run; and what is refused. No cluster takes part."""
+"""Test the manifests of `paceline kubernetes` against the schemas of Kubeflow Trainer, JobSet and
+Kubernetes, the commands of their pods, and the errors for invalid options. Needs no cluster."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ import pytest
 import yaml
 from commands import report, start
 from ranks import free_port
-from schemas import Object, jobs_of, validate
+from schemas import Object, get_jobs, validate
 from slow_task import SLOW
 
 from paceline.cli import main
@@ -23,8 +23,8 @@ from paceline.config.load import load_config
 BASE = ("--nodes", "2", "--gpus-per-node", "8", "--image", "registry.example.org/paceline:1.0")
 OPTIONS = (*BASE, "--pvc", "runs")
 JOBSET = (*OPTIONS, "--variant", "jobset")
-#: Each option, so that each field that it writes is held against the schemas.
-EVERY_OPTION = (
+#: All options, so that every field is validated against the schemas.
+ALL_OPTIONS = (
     "--namespace", "team-a", "--queue", "gpu-queue", "--time", "1-0", "--data-pvc", "data",
     "--cache-pvc", "hub", "--cpus-per-node", "32", "--memory-per-node", "256Gi", "--shm-size",
     "32Gi", "--grace-period", "900", "--user", "2000", "--secret-env",
@@ -32,7 +32,7 @@ EVERY_OPTION = (
     "--service-account", "trainer",
 )  # fmt: skip
 
-Write = Callable[..., list[Object]]
+Generate = Callable[..., list[Object]]
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def written(workdir: Path, capsys: pytest.CaptureFixture[str]) -> Write:
-    """The objects that a command line writes, each valid."""
+def generate(workdir: Path, capsys: pytest.CaptureFixture[str]) -> Generate:
+    """Return a function that runs `paceline kubernetes` and returns the validated objects."""
 
     def write(*args: str) -> list[Object]:
         assert main(["kubernetes", *args]) == 0
@@ -58,22 +58,22 @@ def written(workdir: Path, capsys: pytest.CaptureFixture[str]) -> Write:
     return write
 
 
-def pod_of(template: Object) -> tuple[Object, Object]:
-    """The pod's spec and its container."""
+def get_pod(template: Object) -> tuple[Object, Object]:
+    """Return the pod's spec and its container."""
     pod = template["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     return pod, container
 
 
-def patched_pod(job: Object) -> tuple[Object, Object]:
+def get_patched_pod(job: Object) -> tuple[Object, Object]:
     (patch,) = job["spec"]["runtimePatches"]
     (replicated,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     assert replicated["name"] == "node"
-    return pod_of(replicated["template"])
+    return get_pod(replicated["template"])
 
 
-def mounts_of(pod: Object, container: Object) -> dict[str, Object]:
-    """The volume at each path."""
+def get_mounts(pod: Object, container: Object) -> dict[str, Object]:
+    """Return {mount path: volume}."""
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     return {
         mount["mountPath"]: volumes[mount["name"]]
@@ -82,31 +82,31 @@ def mounts_of(pod: Object, container: Object) -> dict[str, Object]:
     }
 
 
-def variables(container: Object) -> dict[str, str]:
+def get_env(container: Object) -> dict[str, str]:
     return {entry["name"]: entry.get("value", "") for entry in container["env"]}
 
 
 @pytest.mark.parametrize("variant", ["kubeflow", "jobset"])
-def test_every_option_writes_a_valid_manifest(written: Write, variant: str) -> None:
+def test_manifest_with_all_options_is_valid(generate: Generate, variant: str) -> None:
     extra_args = ("--ttl", "3600") if variant == "jobset" else ()
-    policy, config_map, job = written(
-        "My_run.yaml", *OPTIONS, *EVERY_OPTION, *extra_args, "--variant", variant
+    policy, config_map, job = generate(
+        "My_run.yaml", *OPTIONS, *ALL_OPTIONS, *extra_args, "--variant", variant
     )
     assert {manifest["metadata"]["namespace"] for manifest in (policy, config_map, job)} == {
         "team-a"
     }
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpu-queue"
-    assert job["spec"]["suspend"] is True, "Kueue starts it"
+    assert job["spec"]["suspend"] is True, "Kueue starts the job"
     if variant == "jobset":
-        pod, container = pod_of(jobs_of(job)[0])
-        resources, environment, seconds = (
+        pod, container = get_pod(get_jobs(job)[0])
+        resources, environment, job_spec = (
             container["resources"],
             container["env"],
-            jobs_of(job)[0]["spec"],
+            get_jobs(job)[0]["spec"],
         )
     else:
-        pod, container = patched_pod(job)
-        resources, environment, seconds = (
+        pod, container = get_patched_pod(job)
+        resources, environment, job_spec = (
             job["spec"]["trainer"]["resourcesPerNode"],
             job["spec"]["trainer"]["env"],
             job["spec"],
@@ -116,7 +116,7 @@ def test_every_option_writes_a_valid_manifest(written: Write, variant: str) -> N
         == resources["limits"]
         == {"cpu": "32", "memory": "256Gi", "nvidia.com/gpu": "8"}
     )
-    assert seconds["activeDeadlineSeconds"] == 86_400
+    assert job_spec["activeDeadlineSeconds"] == 86_400
     assert pod["terminationGracePeriodSeconds"] == 900
     assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsNonRoot"]) == (
         2000,
@@ -126,7 +126,7 @@ def test_every_option_writes_a_valid_manifest(written: Write, variant: str) -> N
         "trainer",
         [{"name": "registry"}],
     )
-    mounts = mounts_of(pod, container)
+    mounts = get_mounts(pod, container)
     assert mounts["/workspace"]["persistentVolumeClaim"] == {"claimName": "runs"}
     assert mounts["/data"]["persistentVolumeClaim"] == {"claimName": "data", "readOnly": True}
     assert {"name": "HF_HOME", "value": "/cache"} in environment
@@ -134,13 +134,13 @@ def test_every_option_writes_a_valid_manifest(written: Write, variant: str) -> N
     assert {"name": "AWS_SECRET_ACCESS_KEY", "valueFrom": {"secretKeyRef": secret}} in environment
 
 
-def test_the_train_job(workdir: Path, written: Write) -> None:
+def test_train_job(workdir: Path, generate: Generate) -> None:
     args = (
         "parallel.mode=zero3",
         "system=line one\nline two: 'x'",
         "parallel.collective_timeout_s=1200",
     )
-    policy, config_map, job = written("My_run.yaml", *args, *OPTIONS)
+    policy, config_map, job = generate("My_run.yaml", *args, *OPTIONS)
     assert config_map["metadata"]["name"] == "my-run-config"
     assert config_map["immutable"] is True
     (workdir / "again.yaml").write_text(config_map["data"]["config.yaml"])
@@ -160,9 +160,9 @@ def test_the_train_job(workdir: Path, written: Write) -> None:
         "nvidia.com/gpu",
     }
     assert "suspend" not in spec
-    pod, container = patched_pod(job)
+    pod, container = get_patched_pod(job)
     assert pod["terminationGracePeriodSeconds"] == 1260, "covers `parallel.collective_timeout_s`"
-    mounts = mounts_of(pod, container)
+    mounts = get_mounts(pod, container)
     assert mounts["/etc/paceline"]["configMap"]["name"] == config_map["metadata"]["name"]
     assert {"name": "paceline-shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}} in pod[
         "volumes"
@@ -175,27 +175,27 @@ def test_the_train_job(workdir: Path, written: Write) -> None:
     assert "ports" not in rule
 
 
-def test_values_of_the_runtime_are_not_patched(written: Write) -> None:
-    """`terminationGracePeriodSeconds` can be patched since Trainer 2.3 alone."""
-    pod, _ = patched_pod(written("My_run.yaml", *OPTIONS)[-1])
+def test_train_job_does_not_patch_runtime_values(generate: Generate) -> None:
+    """`terminationGracePeriodSeconds` can be patched only since Trainer 2.3."""
+    pod, _ = get_patched_pod(generate("My_run.yaml", *OPTIONS)[-1])
     assert sorted(pod) == ["containers", "volumes"]
 
 
 def check_policies(template: Object) -> None:
-    """What the API server demands of a Job with these fields, beyond the schema; and what the rules
-    must say."""
-    spec, (pod, container) = template["spec"], pod_of(template)
-    assert spec["completionMode"] == "Indexed"  # demanded by backoffLimitPerIndex
-    assert pod["restartPolicy"] == "Never"  # demanded by podFailurePolicy and backoffLimitPerIndex
+    """Check the failure policy of a Job, including what the API server requires beyond the
+    schema."""
+    spec, (pod, container) = template["spec"], get_pod(template)
+    assert spec["completionMode"] == "Indexed"  # required by backoffLimitPerIndex
+    assert pod["restartPolicy"] == "Never"  # required by podFailurePolicy and backoffLimitPerIndex
     assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (3, 0)
-    disrupted, stopped, wrong = spec["podFailurePolicy"]["rules"]
+    disrupted, stopped, config_error = spec["podFailurePolicy"]["rules"]
     assert disrupted == {
         "action": "Ignore",
         "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
     }
     codes = {"containerName": container["name"], "operator": "In"}
     assert stopped == {"action": "Ignore", "onExitCodes": {**codes, "values": [143]}}
-    assert wrong == {"action": "FailJob", "onExitCodes": {**codes, "values": [2]}}
+    assert config_error == {"action": "FailJob", "onExitCodes": {**codes, "values": [2]}}
     context = pod["securityContext"]
     assert (context["runAsNonRoot"], context["seccompProfile"]) == (
         True,
@@ -210,98 +210,98 @@ def check_policies(template: Object) -> None:
         template["spec"]["template"]["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"]
         == "true"
     )
-    assert mounts_of(pod, container)["/dev/shm"]["emptyDir"] == {
+    assert get_mounts(pod, container)["/dev/shm"]["emptyDir"] == {
         "medium": "Memory",
         "sizeLimit": "8Gi",
     }
 
 
-def test_the_runtime(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runtime_manifest(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kubernetes", "--runtime-manifest"]) == 0
     text = capsys.readouterr().out
     assert text == runtime_text()
     runtime = yaml.safe_load(text)
     validate(runtime)
     assert runtime["kind"] == "ClusterTrainingRuntime"
-    (template,) = jobs_of(runtime)
+    (template,) = get_jobs(runtime)
     assert template["metadata"]["labels"] == {
         "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
     }
     check_policies(template)
-    assert pod_of(template)[0]["terminationGracePeriodSeconds"] == 660
+    assert get_pod(template)[0]["terminationGracePeriodSeconds"] == 660
     assert main(["kubernetes", "--runtime-manifest", "--coscheduling", "--scheduler", "gang"]) == 0
     gang = yaml.safe_load(capsys.readouterr().out)
     validate(gang)
     assert gang["metadata"].pop("name") == "paceline-coscheduling"
     assert gang["spec"].pop("podGroupPolicy") == {"coscheduling": {"scheduleTimeoutSeconds": 300}}
-    assert pod_of(jobs_of(gang)[0])[0].pop("schedulerName") == "gang"
+    assert get_pod(get_jobs(gang)[0])[0].pop("schedulerName") == "gang"
     del runtime["metadata"]["name"]
-    assert gang == runtime, "all else is the same"
+    assert gang == runtime, "everything else is equal"
 
 
-def test_the_runtime_that_a_job_refers_to(written: Write) -> None:
+def test_runtime_reference_of_job(generate: Generate) -> None:
     assert (
-        written("My_run.yaml", *OPTIONS, "--coscheduling")[-1]["spec"]["runtimeRef"]["name"]
+        generate("My_run.yaml", *OPTIONS, "--coscheduling")[-1]["spec"]["runtimeRef"]["name"]
         == "paceline-coscheduling"
     )
-    other = written("My_run.yaml", *OPTIONS, "--runtime", "torch-distributed")[-1]
+    other = generate("My_run.yaml", *OPTIONS, "--runtime", "torch-distributed")[-1]
     assert other["spec"]["runtimeRef"]["name"] == "torch-distributed"
     assert other["spec"]["trainer"]["command"][:2] == [
         "/bin/sh",
         "-c",
-    ], "its pods start in another folder"
-    pod, container = patched_pod(other)
-    assert "emptyDir" in mounts_of(pod, container)["/dev/shm"]
+    ], "pods of that runtime start in another folder"
+    pod, container = get_patched_pod(other)
+    assert "emptyDir" in get_mounts(pod, container)["/dev/shm"]
     assert pod["terminationGracePeriodSeconds"] == 660
 
 
-def test_the_jobset(written: Write) -> None:
-    _, _, job = written("My_run.yaml", *JOBSET)
+def test_jobset(generate: Generate) -> None:
+    _, _, job = generate("My_run.yaml", *JOBSET)
     assert "suspend" not in job["spec"]
-    (template,) = jobs_of(job)
+    (template,) = get_jobs(job)
     check_policies(template)
     assert (template["spec"]["parallelism"], template["spec"]["completions"]) == (2, 2)
-    pod, container = pod_of(template)
-    names = variables(container)
-    assert (names["PET_NNODES"], names["PET_MASTER_ADDR"]) == ("2", "my-run-node-0-0.my-run")
-    assert "PET_NODE_RANK" in names
+    pod, container = get_pod(template)
+    env = get_env(container)
+    assert (env["PET_NNODES"], env["PET_MASTER_ADDR"]) == ("2", "my-run-node-0-0.my-run")
+    assert "PET_NODE_RANK" in env
     assert pod["terminationGracePeriodSeconds"] == 660
-    assert mounts_of(pod, container)["/workspace"]["persistentVolumeClaim"]["claimName"] == "runs"
+    assert get_mounts(pod, container)["/workspace"]["persistentVolumeClaim"]["claimName"] == "runs"
     names = [volume["name"] for volume in pod["volumes"]]
     assert len(names) == len(set(names))
 
 
-def test_the_retries_of_a_jobset_are_those_of_the_config(written: Write) -> None:
-    (template,) = jobs_of(written("My_run.yaml", *JOBSET, "recovery.max_restarts=0")[-1])
+def test_jobset_retries_follow_max_restarts(generate: Generate) -> None:
+    (template,) = get_jobs(generate("My_run.yaml", *JOBSET, "recovery.max_restarts=0")[-1])
     assert template["spec"]["backoffLimitPerIndex"] == 0
 
 
-def test_a_claim_for_the_first_pod_alone(written: Write) -> None:
-    job = written(
+def test_endpoint_pvc_is_mounted_in_first_pod_only(generate: Generate) -> None:
+    job = generate(
         "My_run.yaml", *BASE, "--nodes", "3", "--variant", "jobset", "--endpoint-pvc", "disk"
     )[-1]
-    first, others = jobs_of(job)
+    first, others = get_jobs(job)
     assert [first["spec"]["completions"], others["spec"]["completions"]] == [1, 2]
-    assert mounts_of(*pod_of(first))["/workspace"]["persistentVolumeClaim"]["claimName"] == "disk"
-    assert mounts_of(*pod_of(others))["/workspace"]["emptyDir"] == {}
+    assert get_mounts(*get_pod(first))["/workspace"]["persistentVolumeClaim"]["claimName"] == "disk"
+    assert get_mounts(*get_pod(others))["/workspace"]["emptyDir"] == {}
     for template, node_rank in ((first, "0"), (others, None)):
-        names = variables(pod_of(template)[1])
-        assert (names["PET_NNODES"], names["PET_MASTER_ADDR"]) == (
+        env = get_env(get_pod(template)[1])
+        assert (env["PET_NNODES"], env["PET_MASTER_ADDR"]) == (
             "3",
             "my-run-endpoint-0-0.my-run",
         )
-        assert names.get("PET_NODE_RANK") == node_rank
+        assert env.get("PET_NODE_RANK") == node_rank
 
 
-def test_the_user_root(written: Write) -> None:
-    pod, _ = pod_of(jobs_of(written("My_run.yaml", *JOBSET, "--user", "0")[-1])[0])
+def test_pods_can_run_as_root(generate: Generate) -> None:
+    pod, _ = get_pod(get_jobs(generate("My_run.yaml", *JOBSET, "--user", "0")[-1])[0])
     assert (pod["securityContext"]["runAsNonRoot"], pod["securityContext"]["runAsUser"]) == (
         False,
         0,
     )
 
 
-def test_ranks_on_the_cpu_of_one_host(written: Write) -> None:
+def test_cpu_ranks_on_one_node(generate: Generate) -> None:
     args = (
         "--nodes",
         "1",
@@ -313,79 +313,78 @@ def test_ranks_on_the_cpu_of_one_host(written: Write) -> None:
         "small",
         "dataloader_num_workers=1",
     )
-    _, config_map, job = written("My_run.yaml", *args)
+    _, config_map, job = generate("My_run.yaml", *args)
     assert set(job["spec"]["trainer"]["resourcesPerNode"]["requests"]) == {"cpu", "memory"}
     assert job["spec"]["trainer"]["resourcesPerNode"]["requests"]["cpu"] == "4", (
-        "two ranks, a loader process each"
+        "two ranks with a loader process each"
     )
     assert "device: cpu" in config_map["data"]["config.yaml"]
     assert job["metadata"]["name"] == "small"
 
 
-def test_without_a_network_policy(written: Write) -> None:
+def test_no_network_policy(generate: Generate) -> None:
     assert [
-        manifest["kind"] for manifest in written("My_run.yaml", *OPTIONS, "--no-network-policy")
+        manifest["kind"] for manifest in generate("My_run.yaml", *OPTIONS, "--no-network-policy")
     ] == [
         "ConfigMap",
         "TrainJob",
     ]
 
 
-WRONG: list[tuple[str, Callable[[Object], Any]]] = [
+INVALID: list[tuple[str, Callable[[Object], Any]]] = [
     ("spec.retries", lambda job: job["spec"].update(retries=3)),
     (
         "securityContext.runAsNobody",
-        lambda job: pod_of(jobs_of(job)[0])[0]["securityContext"].update(runAsNobody=True),
+        lambda job: get_pod(get_jobs(job)[0])[0]["securityContext"].update(runAsNobody=True),
     ),
     (
         "emptyDir.size",
-        lambda job: pod_of(jobs_of(job)[0])[0]["volumes"][2]["emptyDir"].update(size="8Gi"),
+        lambda job: get_pod(get_jobs(job)[0])[0]["volumes"][2]["emptyDir"].update(size="8Gi"),
     ),
     (
         "rules.0..onPodCondition",
-        lambda job: jobs_of(job)[0]["spec"]["podFailurePolicy"]["rules"][0].update(
+        lambda job: get_jobs(job)[0]["spec"]["podFailurePolicy"]["rules"][0].update(
             onPodCondition=[]
         ),
     ),
-    ("completions", lambda job: jobs_of(job)[0]["spec"].update(completions="2")),
+    ("completions", lambda job: get_jobs(job)[0]["spec"].update(completions="2")),
     (
         "valueFrom.secretRef",
-        lambda job: pod_of(jobs_of(job)[0])[1]["env"].append(
+        lambda job: get_pod(get_jobs(job)[0])[1]["env"].append(
             {"name": "A", "valueFrom": {"secretRef": {}}}
         ),
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "change"), WRONG, ids=[name for name, _ in WRONG])
-def test_the_validation_finds_what_is_wrong(
-    written: Write, name: str, change: Callable[[Object], Any]
+@pytest.mark.parametrize(("name", "change"), INVALID, ids=[name for name, _ in INVALID])
+def test_validation_rejects_invalid_manifest(
+    generate: Generate, name: str, change: Callable[[Object], Any]
 ) -> None:
-    job = written("My_run.yaml", *JOBSET)[-1]
-    wrong = copy.deepcopy(job)
-    change(wrong)
-    assert wrong != job
+    job = generate("My_run.yaml", *JOBSET)[-1]
+    invalid = copy.deepcopy(job)
+    change(invalid)
+    assert invalid != job
     with pytest.raises(Exception, match=name.rpartition(".")[2]):
-        validate(wrong)
+        validate(invalid)
 
 
-def environment_of(container: Object, index: int, port: int) -> dict[str, str]:
-    """What the kubelet gives to the pod of this index. All pods are on this machine, so their names
-    stand for 127.0.0.1."""
-    names = variables(container)
-    names.update({"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)})
+def make_environment(container: Object, index: int, port: int) -> dict[str, str]:
+    """Return the environment that the kubelet would set for the pod of this index, with 127.0.0.1
+    in place of the pods' host names."""
+    env = get_env(container)
+    env.update({"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)})
     for entry in container["env"]:
         path = entry.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
         if path is not None:
             assert path == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-            names[entry["name"]] = str(index)
-    return {name: value for name, value in names.items() if name not in ("HOME", "HF_HOME")}
+            env[entry["name"]] = str(index)
+    return {name: value for name, value in env.items() if name not in ("HOME", "HF_HOME")}
 
 
 @pytest.mark.soak
-def test_the_pods_train_what_the_manifest_says(workdir: Path, written: Write) -> None:
-    """Each pod's command, with the config and the environment of the manifest, in its working
-    folder."""
+def test_pods_train_as_in_manifest(workdir: Path, generate: Generate) -> None:
+    """Run each pod's command with the config and the environment of the manifest."""
     args = (
         *SLOW,
         "max_steps=6",
@@ -394,14 +393,14 @@ def test_the_pods_train_what_the_manifest_says(workdir: Path, written: Write) ->
         "--variant=jobset",
         "--pvc=runs",
     )
-    _, config_map, job = written(*args, "--nodes=2", "--gpus-per-node=0", "--image=paceline:1")
+    _, config_map, job = generate(*args, "--nodes=2", "--gpus-per-node=0", "--image=paceline:1")
     (workdir / "config.yaml").write_text(config_map["data"]["config.yaml"])
-    (template,) = jobs_of(job)
-    _, container = pod_of(template)
+    (template,) = get_jobs(job)
+    _, container = get_pod(template)
     assert container["command"] == ["paceline", "sft", "/etc/paceline/config.yaml"]
     port = free_port()
     environments = [
-        {**os.environ, **environment_of(container, index, port)}
+        {**os.environ, **make_environment(container, index, port)}
         for index in range(template["spec"]["completions"])
     ]
     pods = [start("config.yaml", env=environment) for environment in environments]
@@ -411,16 +410,14 @@ def test_the_pods_train_what_the_manifest_says(workdir: Path, written: Write) ->
     assert report(workdir / "output" / "run")["world_size"] == 2
 
 
-def test_the_command_becomes_the_first_process_of_its_container(
-    written: Write, tmp_path: Path
-) -> None:
-    """Of a pod that starts in another folder: run here with a stand-in for `paceline` that says how
-    it was called."""
-    job = written("My_run.yaml", *OPTIONS, "--runtime", "torch-distributed")[-1]
+def test_command_becomes_pid_1_of_container(generate: Generate, tmp_path: Path) -> None:
+    """Run the command of a pod that starts in another folder, with a fake `paceline` that prints
+    its PID, folder and arguments."""
+    job = generate("My_run.yaml", *OPTIONS, "--runtime", "torch-distributed")[-1]
     shell, flag, line = job["spec"]["trainer"]["command"]
-    stand_in = tmp_path / "paceline"
-    stand_in.write_text('#!/bin/sh\necho "$$ $(pwd) $@"\n')
-    stand_in.chmod(0o755)
+    fake = tmp_path / "paceline"
+    fake.write_text('#!/bin/sh\necho "$$ $(pwd) $@"\n')
+    fake.chmod(0o755)
     line = line.replace("/workspace", str(tmp_path))
     process = subprocess.Popen(
         [shell, flag, line],
@@ -431,7 +428,7 @@ def test_the_command_becomes_the_first_process_of_its_container(
     assert process.communicate()[0] == f"{process.pid} {tmp_path} sft /etc/paceline/config.yaml\n"
 
 
-def test_a_file_json_and_warnings(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_file_json_and_warnings(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = (
         "kubernetes",
         "My_run.yaml",
@@ -489,7 +486,7 @@ def test_a_file_json_and_warnings(workdir: Path, capsys: pytest.CaptureFixture[s
         ((*OPTIONS, "--runtime-manifest"), ["`--runtime-manifest`", "`--pvc`", "`My_run.yaml`"]),
     ],
 )
-def test_what_is_refused(
+def test_rejects_invalid_options(
     workdir: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], parts: list[str]
 ) -> None:
     before = sorted(workdir.iterdir())

@@ -1,4 +1,4 @@
-"""Runs on a real Ray cluster of two nodes."""
+"""Test runs on a real Ray cluster of two nodes."""
 
 import json
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from commands import MICRO, digest, events, report, run, start, train
-from ray_nodes import ray_nodes, workers
+from ray_nodes import find_workers, start_ray_cluster
 
 from paceline.cli import main
 
@@ -31,11 +31,11 @@ def wait_for_step(
 
 @pytest.mark.soak
 @pytest.mark.alone
-def test_a_killed_worker_changes_nothing_but_the_time(tmp_path, monkeypatch):
+def test_killed_worker_does_not_change_result(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    undisturbed, folder = tmp_path / "undisturbed", tmp_path / "run"
-    train(undisturbed, *STEPS, "parallel.num_gpus=2")
-    with ray_nodes() as environment:
+    reference, folder = tmp_path / "reference", tmp_path / "run"
+    train(reference, *STEPS, "parallel.num_gpus=2")
+    with start_ray_cluster() as environment:
         process = start(
             *MICRO,
             *STEPS,
@@ -48,11 +48,11 @@ def test_a_killed_worker_changes_nothing_but_the_time(tmp_path, monkeypatch):
         )
         wait_for_step(folder, 12, process)
         first_pid = events(folder, "run_start")[0]["pid"]
-        (other,) = [process for process in workers(environment) if process.pid != first_pid]
+        (other,) = [process for process in find_workers(environment) if process.pid != first_pid]
         other.kill()
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, err[-3000:]
-    assert "with rank 0; " in err  # two nodes with a rank each
+    assert "with rank 0; " in err  # two nodes with one rank each
     (fault,) = events(folder, "fault")
     assert fault["ranks"] == [1]
     assert f"process {other.pid}" in fault["reason"]
@@ -60,31 +60,31 @@ def test_a_killed_worker_changes_nothing_but_the_time(tmp_path, monkeypatch):
     assert len(events(folder, "resume")) == 1
     assert json.loads(out) == report(folder)
     assert json.loads(out)["restarts"] == 1
-    assert digest(folder) == digest(undisturbed)
+    assert digest(folder) == digest(reference)
 
 
 @pytest.mark.soak
 @pytest.mark.alone
-def test_a_wrong_config_is_not_retried(tmp_path):
+def test_config_error_is_not_retried(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n')
-    with ray_nodes() as environment:
+    with start_ray_cluster() as environment:
         for args in (["dataset=nothing.jsonl"], ["dataset=rows.jsonl"]):
-            refused = run(
+            done = run(
                 *MICRO, *args, "output_dir=run", "--num-workers", "2", "--max-failures", "5",
                 verb="ray", env=environment, cwd=tmp_path, expect=2,
             )  # fmt: skip
-            assert refused.stderr.count("error: ") == 1
-            assert refused.stderr.count("Ray nodes:") <= 1
-            assert "restarted the workers" not in refused.stderr
+            assert done.stderr.count("error: ") == 1
+            assert done.stderr.count("Ray nodes:") <= 1
+            assert "restarted the workers" not in done.stderr
         assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.soak
 @pytest.mark.alone
-def test_ctrl_c_writes_a_checkpoint_and_the_same_command_resumes(tmp_path):
+def test_ctrl_c_saves_checkpoint_and_same_command_resumes(tmp_path):
     args = [*MICRO, "max_steps=400", "save_steps=1000", "output_dir=run", "--num-workers", "2"]
-    with ray_nodes() as environment:
+    with start_ray_cluster() as environment:
         process = start(*args, verb="ray", env=environment, cwd=tmp_path)
         wait_for_step(tmp_path / "run", 5, process)
         process.send_signal(signal.SIGINT)
@@ -113,9 +113,10 @@ run_config = RunConfig(storage_path=sys.argv[1], failure_config=FailureConfig(ma
 trainer = TorchTrainer(config, scaling_config=scaling, run_config=run_config)
 results = trainer.results()
 print(json.dumps([
-    [one["status"], one["report"]["steps"], one["report"]["final_train_loss"]] for one in results
+    [rank["status"], rank["report"]["steps"], rank["report"]["final_train_loss"]]
+    for rank in results
 ]))
-print(json.dumps(TorchTrainer(config, scaling_config=scaling).fit()["steps"]))  # done already
+print(json.dumps(TorchTrainer(config, scaling_config=scaling).fit()["steps"]))  # already finished
 try:
     TorchTrainer(config, overrides={"dataset": "nothing.jsonl"}, scaling_config=scaling).fit()
 except ConfigError as error:
@@ -125,8 +126,8 @@ except ConfigError as error:
 
 @pytest.mark.soak
 @pytest.mark.alone
-def test_every_rank_returns_its_result_to_python(tmp_path):
-    with ray_nodes() as environment:
+def test_trainer_returns_result_of_each_rank(tmp_path):
+    with start_ray_cluster() as environment:
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT, str(tmp_path / "ray")],
             env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=400,
@@ -143,7 +144,7 @@ def test_every_rank_returns_its_result_to_python(tmp_path):
     assert lines[1:] == ["3", "refused True"]
 
 
-OWN_LOOP = """
+RAY_TRAINING_FUNCTION = """
 import json, sys
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
@@ -164,10 +165,16 @@ TorchTrainer(loop, scaling_config=ScalingConfig(num_workers=2), run_config=run_c
 
 @pytest.mark.soak
 @pytest.mark.alone
-def test_train_inside_a_training_function_of_ray_adopts_its_process_group(tmp_path):
-    with ray_nodes() as environment:
+def test_train_in_ray_training_function_uses_its_process_group(tmp_path):
+    with start_ray_cluster() as environment:
         done = subprocess.run(
-            [sys.executable, "-c", OWN_LOOP, str(tmp_path / "ray"), str(tmp_path / "run")],
+            [
+                sys.executable,
+                "-c",
+                RAY_TRAINING_FUNCTION,
+                str(tmp_path / "ray"),
+                str(tmp_path / "run"),
+            ],
             env=environment, capture_output=True, text=True, timeout=400,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
@@ -185,7 +192,7 @@ def test_train_inside_a_training_function_of_ray_adopts_its_process_group(tmp_pa
         (["--num-workers", "2", "max_stepz=3"], "max_steps"),
     ],
 )
-def test_wrong_options_start_nothing(args, text, tmp_path, monkeypatch, capsys):
+def test_invalid_options_start_nothing(args, text, tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert main(["ray", *MICRO, *args, f"output_dir={tmp_path / 'run'}"]) == 2
     assert text in capsys.readouterr().err
@@ -198,8 +205,8 @@ def test_wrong_options_start_nothing(args, text, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_an_address_at_which_nothing_answers_starts_nothing(tmp_path):
+def test_unreachable_cluster_starts_nothing(tmp_path):
     args = [f"output_dir={tmp_path / 'run'}", "--num-workers", "2", "--address", "127.0.0.1:1"]
-    refused = run(*MICRO, *args, verb="ray", expect=2)
-    assert "no Ray cluster answers at 127.0.0.1:1" in refused.stderr
+    done = run(*MICRO, *args, verb="ray", expect=2)
+    assert "no Ray cluster answers at 127.0.0.1:1" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""The time limits of the rendezvous, with elastic's own store and handler."""
+"""Test the timeouts of the rendezvous with torchelastic's store and handler."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -12,9 +12,9 @@ from paceline.cluster.failures import AgentFolder
 from paceline.cluster.rendezvous import BACKEND, register
 
 
-def test_a_host_that_must_come_back_has_a_limit_of_its_own(tmp_path: Path) -> None:
+def test_rejoin_has_separate_timeout(tmp_path: Path) -> None:
     register()
-    register()  # each re-entry does
+    register()  # called again on each rejoin
     folder = AgentFolder(tmp_path)
     handler = get_rendezvous_handler(
         RendezvousParameters(
@@ -32,6 +32,6 @@ def test_a_host_that_must_come_back_has_a_limit_of_its_own(tmp_path: Path) -> No
         timedelta(seconds=3),
         4,
     )
-    folder.write_state({"node_rank": 0})  # as the ranks of the first round do
+    folder.write_state({"node_rank": 0})  # as the ranks of the first round would
     with pytest.raises(RendezvousTimeoutError):
         handler.next_rendezvous()

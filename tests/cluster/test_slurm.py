@@ -1,4 +1,7 @@
-"""The script that `paceline slurm` writes, and what it refuses. On a real Slurm: tests/slurm."""
+"""Test the script of `paceline slurm` and the errors for invalid options.
+
+tests/slurm has the tests on a real Slurm cluster.
+"""
 
 import json
 import os
@@ -21,7 +24,7 @@ from paceline.distributed.environment import slurm_port
 
 OPTIONS = ("--nodes", "2", "--gpus-per-node", "8", "--time", "4:00:00")
 
-Write = Callable[..., str]
+RunSlurm = Callable[..., str]
 
 
 @pytest.fixture
@@ -29,23 +32,23 @@ def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "a folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    (folder / "mine.yaml").write_text(
+    (folder / "config.yaml").write_text(
         "model: builtin:qwen2-micro\ndataset: builtin:python-docs#64\n"
     )
     return folder
 
 
 @pytest.fixture
-def written(workdir: Path, capsys: pytest.CaptureFixture[str]) -> Write:
-    def check(*args: str) -> str:
+def write_script(workdir: Path, capsys: pytest.CaptureFixture[str]) -> RunSlurm:
+    def write(*args: str) -> str:
         assert main(["slurm", *args]) == 0
         return capsys.readouterr().out
 
-    return check
+    return write
 
 
 @pytest.fixture
-def refused(workdir: Path, capsys: pytest.CaptureFixture[str]) -> Write:
+def expect_error(workdir: Path, capsys: pytest.CaptureFixture[str]) -> RunSlurm:
     def check(*args: str) -> str:
         before = sorted(workdir.iterdir())
         assert main(["slurm", *args]) == 2
@@ -53,14 +56,14 @@ def refused(workdir: Path, capsys: pytest.CaptureFixture[str]) -> Write:
         assert out == ""
         assert err.startswith("error: ")
         assert err.count("\n") == 1, err
-        assert sorted(workdir.iterdir()) == before, "something was written"
+        assert sorted(workdir.iterdir()) == before, "a file was written"
         return err
 
     return check
 
 
-def options_of(script: str) -> dict[str, str]:
-    """What sbatch reads: the lines before the first command."""
+def parse_options(script: str) -> dict[str, str]:
+    """Return the `#SBATCH` options of a script."""
     lines = [
         shlex.split(line.removeprefix("#SBATCH "))[0]
         for line in script.splitlines()
@@ -71,23 +74,25 @@ def options_of(script: str) -> dict[str, str]:
     }
 
 
-def command_of(script: str) -> list[str]:
-    """The words of Paceline's command."""
+def parse_command(script: str) -> list[str]:
+    """Return the arguments of `paceline sft` in a script."""
     line = script[script.index("\nsrun ") : script.index("\ncode=$?")].replace("\\\n", " ")
     args = shlex.split(line)
     return args[args.index("sft") + 1 :]
 
 
-def test_the_script(workdir: Path, written: Write) -> None:
-    script = written("mine.yaml", *OPTIONS, "system=it's me; rm -rf $HOME", "parallel.mode=zero3")
+def test_script_options_and_command(workdir: Path, write_script: RunSlurm) -> None:
+    script = write_script(
+        "config.yaml", *OPTIONS, "system=it's me; rm -rf $HOME", "parallel.mode=zero3"
+    )
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
-    assert options_of(script) == {
-        "job-name": "mine", "nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "8",
+    assert parse_options(script) == {
+        "job-name": "config", "nodes": "2", "ntasks-per-node": "1", "cpus-per-task": "8",
         "gpus-per-node": "8", "time": "4:00:00", "chdir": str(workdir), "output": "%x-%j.log",
         "open-mode": "append", "requeue": "", "signal": "TERM@120",
     }  # fmt: skip
-    args = command_of(script)
-    assert args[0] == str(workdir / "mine.yaml")
+    args = parse_command(script)
+    assert args[0] == str(workdir / "config.yaml")
     assert args[-1] == "parallel.rdzv_endpoint=$address:$port"
     config = load_config(*split_cli([*args[:-1], "parallel.rdzv_endpoint=10.0.0.1:20042"])).config
     assert config.system == "it's me; rm -rf $HOME"
@@ -99,20 +104,19 @@ def test_the_script(workdir: Path, written: Write) -> None:
     assert f"{shlex.quote(sys.executable)} -m paceline sft" in script
 
 
-def test_the_hosts_meet_at_the_first_node_on_a_port_of_the_job(
-    written: Write, tmp_path: Path
+def test_endpoint_is_first_node_with_port_from_job_id(
+    write_script: RunSlurm, tmp_path: Path
 ) -> None:
-    """The script's own lines, run by bash with a stand-in for `scontrol` that prints what Slurm
-    prints."""
-    script = written("mine.yaml", *OPTIONS)
+    """Run the script's lines in bash with a fake `scontrol` that prints what Slurm prints."""
+    script = write_script("config.yaml", *OPTIONS)
     lines = script[script.index("first=$(") : script.index("\nsrun ")]
-    stand_in = """scontrol() { case "$2" in
+    fake_scontrol = """scontrol() { case "$2" in
       hostnames) printf 'gpu003\\ngpu004\\n';;
       node) echo "NodeName=$4 Arch=x86_64 CoresPerSocket=1 NodeAddr=10.0.0.3" \\
         "NodeHostName=gpu003 Version=22.05.8";;
     esac; }\n"""
     done = subprocess.run(
-        ["bash", "-uc", f'{stand_in}{lines}\necho "$address:$port"'],
+        ["bash", "-uc", f'{fake_scontrol}{lines}\necho "$address:$port"'],
         capture_output=True,
         text=True,
         env={
@@ -125,10 +129,10 @@ def test_the_hosts_meet_at_the_first_node_on_a_port_of_the_job(
 
 
 @pytest.fixture
-def ended(workdir: Path, written: Write) -> Callable[[int], tuple[int, bool, str]]:
-    """The script, run by bash where srun ends with a code: (its exit code, whether it requeues the
-    job, its output)."""
-    script = written("mine.yaml", *OPTIONS, "recovery.max_restarts=2")
+def run_script(workdir: Path, write_script: RunSlurm) -> Callable[[int], tuple[int, bool, str]]:
+    """Return a function that runs the script with a fake srun that exits with a given code. It
+    returns the script's exit code, whether it requeued the job, and its output."""
+    script = write_script("config.yaml", *OPTIONS, "recovery.max_restarts=2")
     for name, line in (
         ("srun", "exit $SRUN_CODE"),
         ("scontrol", '[ "$1" = requeue ] && echo "$@" >> requeued; echo node1'),
@@ -136,12 +140,12 @@ def ended(workdir: Path, written: Write) -> Callable[[int], tuple[int, bool, str
         (workdir / name).write_text(f"#!/bin/bash\n{line}\n")
         (workdir / name).chmod(0o755)
 
-    def end(code: int) -> tuple[int, bool, str]:
+    def run_with(code: int) -> tuple[int, bool, str]:
         (workdir / "requeued").unlink(missing_ok=True)
         environment = {
             "PATH": f"{workdir}:/usr/bin:/bin",
             "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NAME": "mine",
+            "SLURM_JOB_NAME": "config",
             "SRUN_CODE": str(code),
         }
         done = subprocess.run(
@@ -155,42 +159,42 @@ def ended(workdir: Path, written: Write) -> Callable[[int], tuple[int, bool, str
         assert done.stderr == ""
         return done.returncode, (workdir / "requeued").exists(), done.stdout
 
-    return end
+    return run_with
 
 
 @pytest.mark.parametrize(
     ("code", "requeued"),
     [(0, False), (1, False), (2, False), (253, False), (143, True), (137, True)],
 )
-def test_which_exit_codes_put_the_job_back(ended: Callable, code: int, requeued: bool) -> None:
-    assert ended(code)[:2] == (code, requeued)
+def test_requeue_depends_on_exit_code(run_script: Callable, code: int, requeued: bool) -> None:
+    assert run_script(code)[:2] == (code, requeued)
 
 
-def test_a_job_that_is_killed_again_and_again(workdir: Path, ended: Callable) -> None:
-    """`recovery.max_restarts` times without a new checkpoint; a stop by a signal in between does
-    not count."""
-    assert [ended(code)[1] for code in (137, 143, 139, 137)] == [True, True, True, False]
+def test_repeatedly_killed_job_is_not_requeued_forever(workdir: Path, run_script: Callable) -> None:
+    """The limit is `recovery.max_restarts` times without a new checkpoint. Stops by SIGTERM in
+    between do not count."""
+    assert [run_script(code)[1] for code in (137, 143, 139, 137)] == [True, True, True, False]
     (workdir / "output/run/checkpoints/step-00000040").mkdir(parents=True)
-    code, requeued, out = ended(137)
+    code, requeued, out = run_script(137)
     assert (code, requeued) == (137, True)
     assert (
         "killed on a node by signal 9 (time 1 of 2 without a new checkpoint): job 7 goes back into"
         " the queue" in out
     )
-    assert [ended(137)[1], ended(137)[1]] == [True, False]
+    assert [run_script(137)[1], run_script(137)[1]] == [True, False]
 
 
-def test_how_long_the_other_nodes_wait(written: Write) -> None:
-    assert "recovery.rejoin_timeout_s=60" in command_of(written("mine.yaml", *OPTIONS))
-    chosen = command_of(written("mine.yaml", *OPTIONS, "recovery.rejoin_timeout_s=300"))
-    assert [override for override in chosen if "rejoin" in override] == [
+def test_rejoin_timeout_default_and_override(write_script: RunSlurm) -> None:
+    assert "recovery.rejoin_timeout_s=60" in parse_command(write_script("config.yaml", *OPTIONS))
+    chosen = parse_command(write_script("config.yaml", *OPTIONS, "recovery.rejoin_timeout_s=300"))
+    assert [override for override in chosen if "rejoin_timeout_s" in override] == [
         "recovery.rejoin_timeout_s=300"
     ]
 
 
-def test_ranks_on_the_cpu_and_a_single_node(written: Write) -> None:
-    script = written(
-        "mine.yaml",
+def test_cpu_ranks_on_single_node(write_script: RunSlurm) -> None:
+    script = write_script(
+        "config.yaml",
         "--nodes=1",
         "--gpus-per-node=0",
         "--time=1-0",
@@ -200,8 +204,8 @@ def test_ranks_on_the_cpu_and_a_single_node(written: Write) -> None:
     assert "gpus-per-node" not in script
     assert "rdzv_endpoint" not in script
     assert "rejoin_timeout_s" not in script
-    assert options_of(script)["cpus-per-task"] == "9"
-    config = load_config(*split_cli(command_of(script))).config
+    assert parse_options(script)["cpus-per-task"] == "9"
+    config = load_config(*split_cli(parse_command(script))).config
     assert (config.parallel.device, config.parallel.num_gpus, config.parallel.nnodes) == (
         "cpu",
         3,
@@ -209,7 +213,7 @@ def test_ranks_on_the_cpu_and_a_single_node(written: Write) -> None:
     )
 
 
-def test_what_is_passed_on_to_slurm(written: Write) -> None:
+def test_passes_options_to_slurm(write_script: RunSlurm) -> None:
     extra_args = (
         "--partition",
         "long",
@@ -223,12 +227,12 @@ def test_what_is_passed_on_to_slurm(written: Write) -> None:
         "--job-name",
         "run-7",
     )
-    result = options_of(
-        written(
-            "mine.yaml", *OPTIONS, *extra_args, "--cpus-per-node", "32", "--grace-period", "300"
+    result = parse_options(
+        write_script(
+            "config.yaml", *OPTIONS, *extra_args, "--cpus-per-node", "32", "--grace-period", "300"
         )
     )
-    wanted = {
+    expected = {
         "partition": "long",
         "account": "ada",
         "qos": "high",
@@ -236,27 +240,27 @@ def test_what_is_passed_on_to_slurm(written: Write) -> None:
         "constraint": "a100&ib",
         "job-name": "run-7",
     }
-    assert wanted.items() <= result.items()
+    assert expected.items() <= result.items()
     assert result["cpus-per-task"] == "32"
     assert result["signal"] == "TERM@300"
 
 
-def test_a_name_from_a_file_that_slurm_takes(workdir: Path, written: Write) -> None:
-    (workdir / "mine.yaml").rename(workdir / "my run (2).yaml")
-    assert options_of(written("my run (2).yaml", *OPTIONS))["job-name"] == "my-run-2-"
+def test_job_name_is_sanitized(workdir: Path, write_script: RunSlurm) -> None:
+    (workdir / "config.yaml").rename(workdir / "my run (2).yaml")
+    assert parse_options(write_script("my run (2).yaml", *OPTIONS))["job-name"] == "my-run-2-"
 
 
-def test_an_elastic_config_keeps_its_range(written: Write) -> None:
-    script = written("mine.yaml", *OPTIONS, "parallel.nnodes=1:4")
+def test_elastic_nnodes_range_is_kept(write_script: RunSlurm) -> None:
+    script = write_script("config.yaml", *OPTIONS, "parallel.nnodes=1:4")
     assert "parallel.nnodes=2" not in script
-    assert load_config(*split_cli(command_of(script)[:-1])).config.parallel.hosts == (1, 4)
+    assert load_config(*split_cli(parse_command(script)[:-1])).config.parallel.hosts == (1, 4)
 
 
-def test_a_file_and_json(workdir: Path, written: Write) -> None:
-    result = json.loads(written("mine.yaml", *OPTIONS, "--output", "job.sh", "--json"))
+def test_output_file_and_json(workdir: Path, write_script: RunSlurm) -> None:
+    result = json.loads(write_script("config.yaml", *OPTIONS, "--output", "job.sh", "--json"))
     assert result == {"script": (workdir / "job.sh").read_text(), "path": "job.sh", "job_id": None}
-    assert written("mine.yaml", *OPTIONS, "--output", "job.sh") == ""
-    assert written("mine.yaml", *OPTIONS) == result["script"]
+    assert write_script("config.yaml", *OPTIONS, "--output", "job.sh") == ""
+    assert write_script("config.yaml", *OPTIONS) == result["script"]
 
 
 @pytest.mark.parametrize(
@@ -288,25 +292,25 @@ def test_a_file_and_json(workdir: Path, written: Write) -> None:
         ([*OPTIONS, "parallel.device=cpu"], ["`parallel.device: cpu`", "--gpus-per-node 0"]),
     ],
 )
-def test_what_is_refused(refused: Write, args: list[str], parts: list[str]) -> None:
-    text = refused("mine.yaml", *args)
+def test_rejects_invalid_options(expect_error: RunSlurm, args: list[str], parts: list[str]) -> None:
+    text = expect_error("config.yaml", *args)
     for part in parts:
         assert part in text, text
 
 
-def test_submitting_without_slurm(
-    workdir: Path, refused: Write, monkeypatch: pytest.MonkeyPatch
+def test_submit_without_slurm_is_an_error(
+    workdir: Path, expect_error: RunSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(workdir))
-    text = refused("mine.yaml", *OPTIONS, "--submit", "--output", "job.sh")
+    text = expect_error("config.yaml", *OPTIONS, "--submit", "--output", "job.sh")
     assert "sbatch" in text
     assert "login node" in text
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_a_signal_to_every_process_of_a_run_is_one_stop(tmp_path: Path) -> None:
-    """As Slurm sends it: to launcher, fork server, ranks and their loader processes."""
+def test_signal_to_all_processes_stops_run_once(tmp_path: Path) -> None:
+    """Slurm signals all processes: launcher, fork server, ranks and their loader processes."""
     folder = tmp_path / "run"
     args = (
         *SLOW,
@@ -318,12 +322,12 @@ def test_a_signal_to_every_process_of_a_run_is_one_stop(tmp_path: Path) -> None:
     process = start(*args, "max_steps=400", "task_args.step_s=0.05")
     wait_for_step(folder, 5, process)
     launcher = psutil.Process(process.pid)
-    everyone = [launcher, *launcher.children(recursive=True)]
-    for member in everyone:
+    processes = [launcher, *launcher.children(recursive=True)]
+    for member in processes:
         os.kill(member.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
-    assert psutil.wait_procs(everyone, timeout=10)[1] == []
+    assert psutil.wait_procs(processes, timeout=10)[1] == []
     stopped_at = report(folder)["steps"]
     assert stopped_at == max(event["step"] for event in events(folder, "step"))
     run(*args, f"max_steps={stopped_at + 1}", "--allow-config-change")

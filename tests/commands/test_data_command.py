@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import end_by, parse, run, spawned, start
+from commands import end_with_signal, find_spawned_workers, parse, run, start
 
 from paceline.commands.data_count import make_spec
 from paceline.core.errors import ConfigError
@@ -183,7 +183,13 @@ def test_a_signal_ends_every_rank_and_removes_temporary_files(
         start_new_session=True, env={**os.environ, "TMPDIR": str(temporary)},
     )  # fmt: skip
     spilled = "paceline-count-*/rank-*/run-*"
-    err = end_by(process, number, 2, ready=lambda: any(temporary.glob(spilled)), find_ranks=spawned)
+    err = end_with_signal(
+        process,
+        number,
+        2,
+        ready=lambda: any(temporary.glob(spilled)),
+        find_ranks=find_spawned_workers,
+    )
     assert process.returncode == 128 + number
     assert "nothing was written" in err
     assert list(temporary.iterdir()) == []

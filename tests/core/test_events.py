@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from disks import disk
+from disks import mount_tmpfs
 
 from paceline.core.event_log import EventLog, effective_steps, follow_events, read_events
 
@@ -64,7 +64,7 @@ def test_other_json_is_no_event(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_loses_events_and_says_so_once(tmp_path: Path) -> None:
-    with disk(tmp_path / "small", "size=64k") as mounted:
+    with mount_tmpfs(tmp_path / "small", "size=64k") as mounted:
         if not mounted:
             return
         received: list[dict[str, Any]] = []

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from disks import disk
+from disks import mount_tmpfs
 
 from paceline.core.files import (
     cache_dir,
@@ -45,7 +45,7 @@ def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_old_file_alone(tmp_path: Path) -> None:
-    with disk(tmp_path / "small", "size=64k") as mounted:
+    with mount_tmpfs(tmp_path / "small", "size=64k") as mounted:
         if mounted:
             path = tmp_path / "small" / "a.txt"
             write_atomic(path, "old")

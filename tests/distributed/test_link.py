@@ -5,7 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from links import Shaped
+from links import SlowCommunicator
 from ranks import run_ranks
 
 from paceline.distributed.link import Link, fit, measure_link
@@ -37,7 +37,7 @@ def test_a_model_that_does_not_hold_says_so_and_has_no_negative_part() -> None:
 def measure(world, rate, latency):
     """Over a link of its own speed and over a shaped one."""
     links = []
-    for group in (world, Shaped.of(world, rate, latency)):
+    for group in (world, SlowCommunicator.wrap(world, rate, latency)):
         before = (world.traffic.total, world.wait_s)
         links.append(measure_link(group))
         assert (world.traffic.total, world.wait_s) == before

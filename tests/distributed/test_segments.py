@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from namespaces import network_of
+from namespaces import create_network
 
 from paceline.distributed.segments import SegmentCounter
 
@@ -38,7 +38,7 @@ with socket.create_server((sys.argv[1], 7000)) as server:
 def test_what_a_lossy_link_makes_a_process_send_again_is_counted(
     request: pytest.FixtureRequest,
 ) -> None:
-    with network_of(request.config, 2, loss=0.05) as network:
+    with create_network(request.config, 2, loss=0.05) as network:
         address = network.addresses[0]
         receiver = subprocess.Popen(
             network.on(0, [sys.executable, "-c", _RECEIVE, address]), stdout=subprocess.PIPE

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import network_of
-from not_run import skip_loudly
+from namespaces import create_network
+from not_run import skip_with_summary
 
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
 _LISTEN = """
@@ -30,12 +30,12 @@ print(*[try_port("192.0.2.1", int(port), timeout_s=0.5) for port in sys.argv[1:]
 @pytest.fixture
 def network(pytestconfig: pytest.Config) -> Iterator[Any]:
     if shutil.which("nft") is None:
-        skip_loudly(
+        skip_with_summary(
             pytestconfig,
             "nft",
             "with a firewall between namespaces: nft not found (apt install nftables)",
         )
-    with network_of(pytestconfig, 3) as network:
+    with create_network(pytestconfig, 3) as network:
         yield network
 
 

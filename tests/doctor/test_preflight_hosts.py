@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import network_of, two_hosts
-from not_run import note, skip_loudly
+from namespaces import create_network, create_two_host_network
+from not_run import record_not_run, skip_with_summary
 
 from paceline.doctor.host_pairs import Findings, HostFacts, schedule
 from paceline.doctor.host_probe import Probe
@@ -47,7 +47,7 @@ print(json.dumps(result))
 
 @pytest.fixture
 def network(pytestconfig: pytest.Config) -> Iterator[Any]:
-    with two_hosts(pytestconfig) as network:
+    with create_two_host_network(pytestconfig) as network:
         yield network
 
 
@@ -91,7 +91,7 @@ def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(
     network: Any, pytestconfig: pytest.Config
 ) -> None:
     if shutil.which("nft") is None:
-        skip_loudly(
+        skip_with_summary(
             pytestconfig,
             "nft",
             "with a firewall between namespaces: nft not found (apt install nftables)",
@@ -128,7 +128,7 @@ def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(
     )
     has_faketime = shutil.which("faketime") is not None
     if not has_faketime:
-        note(
+        record_not_run(
             pytestconfig,
             "faketime",
             "NOT RUN: the doctor with a shifted clock: faketime not found (apt install faketime).",
@@ -180,7 +180,7 @@ def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(
 @pytest.mark.soak
 @pytest.mark.alone
 def test_packet_loss_and_distance_are_named(pytestconfig: pytest.Config) -> None:
-    with network_of(pytestconfig, 2, loss=0.02, delay_s=0.01) as network:
+    with create_network(pytestconfig, 2, loss=0.02, delay_s=0.01) as network:
         first, _ = _run_hosts(network)
     checks = _by_name(first["checks"])
     assert not checks["packet_loss"].ok

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import end_by, parse, run, start
+from commands import end_with_signal, parse, run, start
 
 from paceline.commands.explain import make_options
 from paceline.core.errors import ConfigError
@@ -153,7 +153,7 @@ def test_wrong_arguments_end_with_2_before_the_start() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupt_ends_every_rank(number: signal.Signals) -> None:
     process = start("zero", "--ranks", "3", verb="explain", start_new_session=True)
-    err = end_by(process, number, 3)
+    err = end_with_signal(process, number, 3)
     if number == signal.SIGINT:
         assert process.returncode == 130
         assert "all processes have ended" in err

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from commands import digest, events, run, start
-from disks import disk
+from disks import mount_tmpfs
 from injector import EVERY, FAULTS, Fault, at_its_end, in_training, send_nothing
 from lab import MODES, SMALL, drive, note, note_driven, replaced, steps_lost, task_words
 from live import LiveRun
@@ -199,7 +199,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
     args = replaced(EVALUATING, ["save_total_limit=1", "async_save=true"])
     reference = drive(tmp_path / "whole", args, [], seed=0)
     name = "a disk that is full for a while"
-    with disk(tmp_path / "small", "size=48m") as mounted:
+    with mount_tmpfs(tmp_path / "small", "size=48m") as mounted:
         if not mounted:
             return
         ballast = tmp_path / "small" / "ballast"

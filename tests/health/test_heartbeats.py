@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import MICRO, end_by, events, start, wait_for_step
+from commands import MICRO, end_with_signal, events, start, wait_for_step
 
 from paceline.health import heartbeats
 from paceline.health.hangs import RankStatus
@@ -85,6 +85,6 @@ def test_a_run_writes_the_file_and_removes_it_at_its_end(tmp_path: Path) -> None
     # they are processes of this machine
     assert {os.readlink(f"/proc/{row['pid']}/exe") for row in written["ranks"]}
     assert abs(written["time"] - time.time()) < 60
-    end_by(process, signal.SIGTERM, 2)
+    end_with_signal(process, signal.SIGTERM, 2)
     assert events(run, "run_end")[-1]["status"] == "stopped"
     assert not (run / "heartbeats.json").exists()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from commands import events, forked, start, wait_for_step
+from commands import events, find_forked_ranks, start, wait_for_step
 from ranks import run_ranks
 
 from paceline.config.schema.recovery import RecoveryConfig
@@ -264,7 +264,9 @@ def test_a_stopped_process_is_named_within_ten_seconds_and_goes_on(
     run = tmp_path / "run"
     wait_for_step(run, 5, process)
     victim = next(
-        child for child in forked(process) if child.pid != events(run, "run_start")[0]["pid"]
+        child
+        for child in find_forked_ranks(process)
+        if child.pid != events(run, "run_start")[0]["pid"]
     )
     os.kill(victim.pid, signal.SIGSTOP)
     stopped_at = time.time()

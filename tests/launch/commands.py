@@ -1,4 +1,4 @@
-"""Run the command line as a user does: a process of its own, real ranks."""
+"""Run Paceline commands as a user would, in a separate process with real ranks."""
 
 import argparse
 import contextlib
@@ -28,14 +28,14 @@ MICRO = (
 
 
 def parse(*tokens: str) -> argparse.Namespace:
-    """The arguments of a command, without running it."""
+    """Parse the arguments of a command without running it."""
     parser, rest = build_parser(tokens[:1]).resolve(tokens)
     return parser.parse(rest)
 
 
 def start(*args: str, verb: str = "sft", **settings: Any) -> subprocess.Popen[str] | Command:
-    """Start `paceline VERB WORDS`, see :mod:`command_server`. ``settings``: of
-    :class:`subprocess.Popen`."""
+    """Start `paceline VERB ARGS`, through :mod:`command_server` if possible. ``settings`` are
+    arguments of :class:`subprocess.Popen`."""
     environment = settings.get("env") or os.environ
     if settings.keys() <= {"env", "cwd", "start_new_session"} and SERVER.can_run(environment):
         return SERVER.start(
@@ -53,6 +53,7 @@ def start(*args: str, verb: str = "sft", **settings: Any) -> subprocess.Popen[st
 def run(
     *args: str, verb: str = "sft", expect: int = 0, timeout_s: float = 300.0, **settings: Any
 ) -> subprocess.CompletedProcess[str]:
+    """Run `paceline VERB ARGS` and check its exit code."""
     process = start(*args, verb=verb, **settings)
     out, err = process.communicate(timeout=timeout_s)
     assert process.returncode == expect, (
@@ -64,23 +65,28 @@ def run(
 def train(
     output_dir: Path, *args: str, expect: int = 0, **settings: Any
 ) -> subprocess.CompletedProcess[str]:
+    """Run `paceline sft` on the smallest built-in model and dataset."""
     return run(*MICRO, f"output_dir={output_dir}", *args, expect=expect, **settings)
 
 
 def report(output_dir: Path) -> dict[str, Any]:
+    """Return the contents of `report.json`."""
     return json.loads((output_dir / "report.json").read_text())
 
 
 def events(output_dir: Path, kind: str) -> list[dict[str, Any]]:
+    """Return the events of one type from the event log."""
     lines = (output_dir / "events.jsonl").read_text().splitlines()
     return [event for event in map(json.loads, lines) if event["type"] == kind]
 
 
 def losses(output_dir: Path) -> list[float]:
+    """Return the training loss of each step."""
     return [event["loss"] for event in events(output_dir, "step")]
 
 
 def digest(path: Path) -> str:
+    """Return the digest of the weights in a checkpoint, or in the latest one of a run."""
     from paceline.checkpoint import store
 
     return store.inspect(store.find(path))["digest"]
@@ -89,7 +95,7 @@ def digest(path: Path) -> str:
 def wait_for_step(
     folder: Path, step: int, process: subprocess.Popen[str] | Command, timeout_s: float = 180.0
 ) -> None:
-    """Until the run has made ``step`` updates; fails where it ends before."""
+    """Wait until the run has logged ``step``; fail if it ends before."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
@@ -101,8 +107,8 @@ def wait_for_step(
     raise AssertionError(f"step {step} was not reached")
 
 
-def rank_server(process: subprocess.Popen[str] | Command) -> psutil.Process:
-    """The process from which a command forks its ranks."""
+def find_fork_server(process: subprocess.Popen[str] | Command) -> psutil.Process:
+    """Return the process from which a command forks its ranks."""
     return next(
         child
         for child in psutil.Process(process.pid).children()
@@ -110,9 +116,8 @@ def rank_server(process: subprocess.Popen[str] | Command) -> psutil.Process:
     )
 
 
-def forked(process: subprocess.Popen[str] | Command) -> list[psutil.Process]:
-    """The ranks of a command that starts them from a warm server: the server is the command's own
-    child, they are its."""
+def find_forked_ranks(process: subprocess.Popen[str] | Command) -> list[psutil.Process]:
+    """Return the ranks of a command that forks them from a fork server: its grandchildren."""
     processes = []
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -121,8 +126,8 @@ def forked(process: subprocess.Popen[str] | Command) -> list[psutil.Process]:
     return processes
 
 
-def spawned(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The worker processes of a command that starts them itself."""
+def find_spawned_workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Return the worker processes that a command has find_spawned_workers without a fork server."""
     workers = []
     for child in psutil.Process(process.pid).children():
         with contextlib.suppress(psutil.Error):
@@ -131,16 +136,16 @@ def spawned(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return workers
 
 
-def end_by(
+def end_with_signal(
     process: subprocess.Popen[str] | Command,
     number: signal.Signals,
     num_ranks: int,
     ready: Callable[[], object] = lambda: True,
-    find_ranks: Callable[[subprocess.Popen[str]], list[psutil.Process]] = forked,
+    find_ranks: Callable[[subprocess.Popen[str]], list[psutil.Process]] = find_forked_ranks,
 ) -> str:
-    """Send a command a signal when it has its ranks and is ``ready``; fails where a rank lives on.
-    A Ctrl-C goes to the whole group, as from a terminal: start it with ``start_new_session``.
-    Returns what it said on standard error."""
+    """Send a command a signal once it has started its ranks and is ``ready``. Fails if a rank
+    survives. SIGINT goes to the whole process group, as from a terminal, so the command must have
+    been started with ``start_new_session``. Returns the standard error of the command."""
     ranks: list[psutil.Process] = []
     deadline = time.monotonic() + 120
     while not (len(ranks) == num_ranks and ready()) and time.monotonic() < deadline:

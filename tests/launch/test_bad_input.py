@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from commands import run as run_command
-from disks import disk
+from disks import mount_tmpfs
 
 from paceline.cli import main
 from paceline.models.builtin import resolve_model
@@ -341,7 +341,7 @@ def test_output_dir_that_cannot_be_written(refused: Refused) -> None:
 
 
 def test_output_dir_on_a_read_only_disk(workdir: Path, refused: Refused) -> None:
-    with disk(workdir / "disk", "size=64k,ro") as mounted:
+    with mount_tmpfs(workdir / "disk", "size=64k,ro") as mounted:
         if mounted:
             assert_paragraph(
                 refused(output_dir="disk/run"),

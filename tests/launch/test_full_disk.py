@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from commands import MICRO, events, report, start, train
-from disks import disk
+from disks import mount_tmpfs
 
 from paceline.checkpoint import store
 
@@ -35,7 +35,7 @@ def fill(ballast: Path, leave_bytes: int) -> None:
 
 @pytest.mark.soak
 def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None:
-    with disk(tmp_path / "small", "size=12m") as mounted:
+    with mount_tmpfs(tmp_path / "small", "size=12m") as mounted:
         if not mounted:
             return
         folder = tmp_path / "small" / "run"
@@ -79,7 +79,7 @@ def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None
 def test_a_checkpoint_that_does_not_fit_is_not_the_fault_of_a_rank_that_was_told(
     tmp_path: Path,
 ) -> None:
-    with disk(tmp_path / "small", "size=4m") as mounted:
+    with mount_tmpfs(tmp_path / "small", "size=4m") as mounted:
         if not mounted:
             return
         failed = train(
@@ -96,7 +96,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_the_fault_of_a_rank_that_was_told
 
 @pytest.mark.soak
 def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
-    with disk(tmp_path / "small", "size=48m") as mounted:
+    with mount_tmpfs(tmp_path / "small", "size=48m") as mounted:
         if not mounted:
             return
         folder = tmp_path / "small" / "run"
@@ -129,7 +129,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
-    with disk(tmp_path / "small", "size=12m") as mounted:
+    with mount_tmpfs(tmp_path / "small", "size=12m") as mounted:
         if not mounted:
             return
         folder = tmp_path / "small" / "run"
@@ -196,7 +196,7 @@ def wait_for_checkpoint(
 
 @pytest.mark.soak
 def test_the_model_folder_does_not_fit(tmp_path: Path) -> None:
-    with disk(tmp_path / "small", "size=9m") as mounted:
+    with mount_tmpfs(tmp_path / "small", "size=9m") as mounted:
         if not mounted:
             return
         folder = tmp_path / "small" / "run"

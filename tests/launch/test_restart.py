@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from commands import MICRO, digest, events, rank_server, report, start, train, wait_for_step
+from commands import MICRO, digest, events, find_fork_server, report, start, train, wait_for_step
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +33,7 @@ def begin(folder):
 
 
 def ranks_of(process):
-    return rank_server(process).children(recursive=False)
+    return find_fork_server(process).children(recursive=False)
 
 
 def still_alive(processes, within_s=6.0):

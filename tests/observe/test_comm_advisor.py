@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from links import Shaped
+from links import SlowCommunicator
 from ranks import run_ranks
 from torch import nn
 from torch.nn import functional
@@ -144,7 +144,7 @@ def steps(world, mode, link, settings, steps=14):
     """Train on real ranks, over a link of (bytes per second, seconds per message) if it is not
     None."""
     if link is not None:
-        world = Shaped.of(world, *link)
+        world = SlowCommunicator.wrap(world, *link)
     parallel = {"mode": mode, "bucket_cap_mb": 0.01}
     config = Config(model="m", dataset="d", parallel=parallel, **settings)
     strategy = make_strategy(mode, config, world)

@@ -77,7 +77,7 @@ CgroupPlugin={plugin}
 """
 
 
-def why_not() -> str | None:
+def missing_requirement() -> str | None:
     """Why there can be no Slurm here; None where there can."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
@@ -272,7 +272,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    reason = why_not()
+    reason = missing_requirement()
     if reason is not None:
         raise SystemExit(f"no Slurm here: {reason}")
     with slurm_cluster() as running:

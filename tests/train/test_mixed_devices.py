@@ -112,7 +112,7 @@ def two_hosts(env: RankEnv) -> tuple[list[str], float, str, bool, list[list[floa
 
 @pytest.mark.slow
 def test_ranks_of_two_hosts_exchange_the_types_and_replicas_are_aligned() -> None:
-    first, second = run_ranks(two_hosts, 2, joins=False)
+    first, second = run_ranks(two_hosts, 2, init_process_group=False)
     assert first[:4] == second[:4] == (["cpu", "cuda"], 3.0, "gloo", False)
     assert first[4][0] != second[4][0]
     assert first[4][1:] == second[4][1:]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import event_logs
 import made_runs
 import pytest
-from not_run import note
+from not_run import record_not_run
 from panel_pages import ARGUMENTS, NAMES, Server, opened, serve, why_no_browser
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if browser_tests and why_no_browser() is not None:
         items[:] = [item for item in items if item not in browser_tests]
         config.hook.pytest_deselected(items=browser_tests)
-        note(
+        record_not_run(
             config,
             "browser",
             f"NOT RUN: {len(browser_tests)} test(s) in a real browser: {why_no_browser()}.",
