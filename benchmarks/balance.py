@@ -1,12 +1,12 @@
-"""What `parallel.balance: speed` gains over equal shares if one of two ranks is slow, and costs if
-both are equally fast.
+"""Measure `parallel.balance: speed` against equal shares: its gain if one of two ranks is slow, and
+its cost if both are equally fast.
 
 python benchmarks/balance.py [--steps N] [--rounds N] [--slow-cores X] [--json] [--output FILE]
 
-Two ranks, started as two hosts would be (each its own process with the variables that torchrun
-sets), one thread each. The slow rank runs in a cgroup with a CPU quota. The rival is the same
-command with `parallel.balance: equal`, in the same round. Throughput is counted after the steps in
-which speeds are measured and checked. Needs root for the quota.
+Each round trains once with `parallel.balance: equal` and once with `speed`. The two ranks are
+started like those of two hosts: as separate processes with the variables that torchrun sets, and
+with one thread each. The slow rank runs in a cgroup with a CPU quota, which needs root. Throughput
+is measured after the steps in which Paceline measures the speeds and checks the new shares.
 """
 
 import argparse
@@ -26,13 +26,13 @@ from typing import Any
 import common
 from common import BenchmarkFailed
 from quota import QuotaUnavailable, cpu_quota
-from run import _machine, log_line, report_results
+from run import describe_machine, log_line, report_results
 
 PER_DEVICE, ACCUMULATION, TOKENS = 2, 4, 256
 MODEL = "builtin:qwen2-tiny"
-#: Steps before those that are counted: warm-up, measurement, warm-up and check of the new shares.
-SETTLED_STEPS = 16
-AT_LEAST = 1.4  # times the throughput of equal shares, with a rank slowed to a third
+#: Steps excluded from the throughput: warm-up, measurement, warm-up and check of the new shares.
+NUM_EXCLUDED_STEPS = 16
+MIN_RATIO = 1.4  # throughput relative to equal shares, with one rank limited to a third of a core
 
 
 def main() -> int:
@@ -40,28 +40,28 @@ def main() -> int:
     setups: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         try:
-            for name, cores in (("one rank slowed", args.slow_cores), ("equal ranks", None)):
+            for name, cores in (("one slow rank", args.slow_cores), ("equal ranks", None)):
                 rounds = []
                 for _ in range(args.rounds):
-                    figures = {
+                    measurements = {
                         balance: train(Path(folder), args.steps, balance, cores)
                         for balance in ("equal", "speed")
                     }
-                    rounds.append(figures)
-                    rates = {key: run["samples_per_second"] for key, run in figures.items()}
+                    rounds.append(measurements)
+                    rates = {key: run["samples_per_second"] for key, run in measurements.items()}
                     log_line(
                         f"{name}: {rates['equal']:.2f} → {rates['speed']:.2f} samples/s, shares"
-                        f" {figures['speed']['shares']}"
+                        f" {measurements['speed']['shares']}"
                     )
                 setups.append(
-                    {"setup": name, "slow_cores": cores, "rounds": rounds, **summary(rounds)}
+                    {"setup": name, "slow_cores": cores, "rounds": rounds, **summarize(rounds)}
                 )
         except (BenchmarkFailed, QuotaUnavailable) as error:
             log_line(f"error: {error}")
             return 1
     result = {
         "date": date.today().isoformat(),
-        "machine": _machine(),
+        "machine": describe_machine(),
         "load_average": os.getloadavg()[0],
         "steps": args.steps,
         "setups": setups,
@@ -73,34 +73,33 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of each setup (default 3)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="number of rounds per setup (default 3)"
+    )
     parser.add_argument(
         "--steps",
         type=int,
         default=50,
-        help=f"training steps of a run, more than {SETTLED_STEPS} (default 50)",
+        help=f"training steps per run, more than {NUM_EXCLUDED_STEPS + 1} (default 50)",
     )
     parser.add_argument(
         "--slow-cores",
         type=float,
         default=1 / 3,
-        help="CPU quota of the slow rank in cores (default 1/3)",
+        help="CPU quota of the slow rank, in cores (default 1/3)",
     )
+    parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
     parser.add_argument(
-        "--json", action="store_true", help="print everything measured as one JSON value"
-    )
-    parser.add_argument(
-        "--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)"
+        "--output", type=Path, help="write FILE.md (the table) and FILE.json (all measurements)"
     )
     args = parser.parse_args()
-    if args.steps <= SETTLED_STEPS + 1:
-        parser.error(f"--steps {args.steps}: expected more than {SETTLED_STEPS + 1}")
+    if args.steps <= NUM_EXCLUDED_STEPS + 1:
+        parser.error(f"--steps {args.steps}: expected more than {NUM_EXCLUDED_STEPS + 1}")
     return args
 
 
 def train(folder: Path, steps: int, balance: str, slow_cores: float | None) -> dict[str, Any]:
-    """Run both ranks to the end, and return the throughput, the losses and the shares of the last
-    step."""
+    """Train on two ranks and return the throughput, the losses, and the shares of the last step."""
     output = folder / "run"
     shutil.rmtree(output, ignore_errors=True)
     settings = {
@@ -124,7 +123,7 @@ def train(folder: Path, steps: int, balance: str, slow_cores: float | None) -> d
         "sft",
         *(f"{key}={value}" for key, value in settings.items()),
     ]
-    shared = {
+    common_env = {
         **os.environ,
         "XDG_CACHE_HOME": str(folder / "cache"),
         "OMP_NUM_THREADS": "1",
@@ -135,11 +134,12 @@ def train(folder: Path, steps: int, balance: str, slow_cores: float | None) -> d
         port = probe.getsockname()[1]
     ranks: list[subprocess.Popen[bytes]] = []
     log = folder / "output.txt"
-    with open(log, "wb") as handle, cpu_quota(slow_cores) if slow_cores else nullcontext() as tasks:
+    quota = cpu_quota(slow_cores) if slow_cores else nullcontext()
+    with open(log, "wb") as handle, quota as tasks_file:
         try:
             for rank in range(2):
                 env = {
-                    **shared,
+                    **common_env,
                     "RANK": str(rank),
                     "WORLD_SIZE": "2",
                     "LOCAL_RANK": "0",
@@ -150,8 +150,8 @@ def train(folder: Path, steps: int, balance: str, slow_cores: float | None) -> d
                 ranks.append(
                     subprocess.Popen(command, stdout=handle, stderr=subprocess.STDOUT, env=env)
                 )
-                if rank == 1 and tasks is not None:
-                    tasks.write_text(str(ranks[1].pid))
+                if rank == 1 and tasks_file is not None:
+                    tasks_file.write_text(str(ranks[1].pid))
             failed = [
                 rank for rank, process in enumerate(ranks) if process.wait(common.TIMEOUT_S) != 0
             ]
@@ -167,12 +167,14 @@ def train(folder: Path, steps: int, balance: str, slow_cores: float | None) -> d
             f"rank {failed[0]} failed:\n{log.read_text(errors='replace')[-3000:]}"
         )
     events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
-    lines = [event for event in events if event["type"] == "step"]
-    ends = [line["time"] for line in lines[SETTLED_STEPS:]]
-    batch = 2 * PER_DEVICE * ACCUMULATION
+    steps_logged = [event for event in events if event["type"] == "step"]
+    end_times = [event["time"] for event in steps_logged[NUM_EXCLUDED_STEPS:]]
+    global_batch_size = 2 * PER_DEVICE * ACCUMULATION
     return {
-        "samples_per_second": (len(ends) - 1) * batch / (ends[-1] - ends[0]),
-        "losses": [line["loss"] for line in lines],
+        "samples_per_second": (len(end_times) - 1)
+        * global_batch_size
+        / (end_times[-1] - end_times[0]),
+        "losses": [event["loss"] for event in steps_logged],
         "shares": (
             json.loads((output / "report.json").read_text())
             .get("balance", {})
@@ -182,7 +184,8 @@ def train(folder: Path, steps: int, balance: str, slow_cores: float | None) -> d
     }
 
 
-def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the median ratio of the throughputs and the largest relative loss difference."""
     ratios = [
         round_["speed"]["samples_per_second"] / round_["equal"]["samples_per_second"]
         for round_ in rounds
@@ -198,20 +201,21 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, Any]:
 def as_markdown(result: dict[str, Any]) -> str:
     machine = result["machine"]
     lines = [
-        f"# Shares by speed against equal shares: {result['date']}",
+        f"# Shares by speed compared with equal shares: {result['date']}",
         "",
         (
             f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB;"
             f" Python {machine['python']}, torch {machine['torch']}; load average at the end"
             f" {result['load_average']:.1f}. Two CPU ranks with one thread each, ddp, {MODEL},"
             f" {2 * ACCUMULATION} micro-batches of {PER_DEVICE} samples per step, {result['steps']}"
-            f" steps, throughput after the first {SETTLED_STEPS}. The slow rank has a CPU quota by"
-            " cgroup."
+            f" steps; the throughput excludes the first {NUM_EXCLUDED_STEPS}. The CPU time of"
+            " the slow"
+            " rank is limited by a cgroup."
         ),
         "",
         (
             "| setup | equal, samples/s | speed, samples/s | shares | ratio (each round) | largest"
-            " relative difference of a loss |"
+            " relative loss difference |"
         ),
         "|---|---|---|---|---|---|",
     ]
@@ -224,14 +228,16 @@ def as_markdown(result: dict[str, Any]) -> str:
             sorted({"+".join(map(str, round_["speed"]["shares"])) for round_ in setup["rounds"]})
         )
         name = setup["setup"] + (
-            f" to {setup['slow_cores']:.2f} cores" if setup["slow_cores"] else ""
+            f" with {setup['slow_cores']:.2f} cores" if setup["slow_cores"] else ""
         )
         ratios = ", ".join(f"{ratio:.2f}" for ratio in setup["ratios"])
         lines.append(
             f"| {name} | {rates['equal']:.2f} | {rates['speed']:.2f} | {shares} |"
             f" {setup['ratio']:.2f}× ({ratios}) | {setup['loss_rel_diff']:.1e} |"
         )
-    return "\n".join([*lines, "", f"Expected with a rank slowed to a third: at least {AT_LEAST}×."])
+    return "\n".join(
+        [*lines, "", f"Goal with a rank limited to a third of a core: at least {MIN_RATIO}×."]
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""The work that every contender does, the data it is done on, and how a contender is started and
-read."""
+"""Define the work and the data of the contenders, run a contender, and read its measurements."""
 
 import json
 import os
@@ -23,12 +22,12 @@ LEARNING_RATE = 1e-3
 LORA_RANK, LORA_ALPHA = 8, 32
 MAX_GRAD_NORM = 1.0
 MODEL = "builtin:qwen2-tiny"
-#: Lengths of the chats in tokens: log-normal, cut to this range.
+#: Lengths of the chats in tokens: log-normal, clipped to this range.
 MEDIAN_TOKENS, SIGMA, MIN_TOKENS, MAX_TOKENS = 120, 0.8, 30, 600
 EVAL_ROWS = 64
-TURN_TOKENS = 5  # what the chat template puts around a message
+TURN_TOKENS = 5  # tokens that the chat template adds to each message
 TIMEOUT_S = 900.0
-GRACE_S = 45.0  # torchrun gives its ranks 30 seconds
+GRACE_S = 45.0  # torchrun itself waits 30 seconds for its ranks
 
 
 @dataclass(frozen=True)
@@ -36,10 +35,10 @@ class Work:
     """The files and numbers of one benchmark.
 
     Args:
-        folder: scratch space; holds the cache too, so that nothing of the user's is read or
-            changed.
-        lengths: tokens of each training chat, int [rows].
-        batches: for each step, the samples of its global batch.
+        folder: scratch folder; it also contains the cache, so that the user's cache is neither read
+            nor changed.
+        lengths: length of each training chat in tokens, int [rows].
+        batches: indices of the samples in the global batch of each step.
     """
 
     folder: Path
@@ -59,13 +58,13 @@ class Work:
 
     @property
     def batch_lengths(self) -> list[int]:
-        """Tokens of each global batch; what every contender must report to have done the same
-        work."""
+        """Tokens of each global batch. Every contender must report the same numbers."""
         return [int(self.lengths[batch].sum()) for batch in self.batches]
 
     def padding_factor(self) -> float:
-        """Positions a padded loop computes (ranks strided, each padded to its longest) for one that
-        a packed loop computes."""
+        """Return the number of positions that a padded loop computes, divided by that of a packed
+        loop. The padded loop assigns samples to ranks in turn and pads each batch of a rank to its
+        longest sample."""
         rows = [
             self.lengths[batch][rank::WORLD_SIZE]
             for batch in self.batches
@@ -78,10 +77,13 @@ class Work:
 
 
 def make_work(folder: Path, steps: int, even_tokens: int | None = None) -> Work:
-    """Write model and data into ``folder``; the same for the same number of steps and version of
-    Python.
+    """Write the model and the data into ``folder``.
 
-    ``even_tokens``: every chat is longer than this, so that cut to it all are of one length.
+    The data depend only on ``steps`` and on the version of Python.
+
+    Args:
+        even_tokens: make every chat longer than this, so that all have this length after
+        truncation.
     """
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     from tokenizers import Tokenizer
@@ -98,7 +100,7 @@ def make_work(folder: Path, steps: int, even_tokens: int | None = None) -> Work:
     ]
     rng = np.random.default_rng(SEED)
     order = rng.permutation(len(rows))
-    held_out = len(rows) // 10  # questions of the held-out chats are asked in no training chat
+    held_out = len(rows) // 10  # training chats contain none of the held-out questions
     num_rows = max(1024, steps * WORLD_SIZE * PER_DEVICE)
     train = make_chats(
         [rows[index] for index in order[held_out:]], num_rows, tokenizer, rng, even_tokens
@@ -123,9 +125,12 @@ def make_chats(
     rng: np.random.Generator,
     even_tokens: int | None = None,
 ) -> list[tuple[list[Any], int]]:
-    """``count`` chats with their lengths in tokens: turns are joined until a length drawn from the
-    distribution is filled, or until they are longer than ``even_tokens``."""
-    sizes = np.array([turn_tokens(row, tokenizer) for row in rows])
+    """Return ``count`` chats with their lengths in tokens.
+
+    Turns are joined until they fill a length drawn from the distribution, or until they are longer
+    than ``even_tokens``.
+    """
+    sizes = np.array([count_turn_tokens(row, tokenizer) for row in rows])
     by_size = np.argsort(sizes, kind="stable")
     ordered = sizes[by_size]
     chats = []
@@ -135,23 +140,24 @@ def make_chats(
         chat: list[Any] = []
         length = 0
         while even_tokens is not None and length <= even_tokens:
-            pick = by_size[rng.integers(len(by_size) // 2)]
-            chat += rows[pick]
-            length += int(sizes[pick])
+            row_index = by_size[rng.integers(len(by_size) // 2)]
+            chat += rows[row_index]
+            length += int(sizes[row_index])
         if even_tokens is not None:
             chats.append((chat, length))
             continue
         while (
-            fitting := int(np.searchsorted(ordered, target - length, side="right"))
+            num_fitting := int(np.searchsorted(ordered, target - length, side="right"))
         ) > 0 or not chat:
-            pick = by_size[rng.integers(max(1, fitting))]
-            chat += rows[pick]
-            length += int(sizes[pick])
+            row_index = by_size[rng.integers(max(1, num_fitting))]
+            chat += rows[row_index]
+            length += int(sizes[row_index])
         chats.append((chat, length))
     return chats
 
 
-def turn_tokens(messages: list[Any], tokenizer: Any) -> int:
+def count_turn_tokens(messages: list[Any], tokenizer: Any) -> int:
+    """Return the number of tokens of a turn in the ChatML format."""
     text = "".join(
         f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in messages
     )
@@ -168,8 +174,15 @@ def write_jsonl(path: Path, chats: list[Any]) -> None:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One run of one contender. ``peak_memory_bytes``: one a rank."""
+class Measurement:
+    """The measurements of one run of a contender.
+
+    Args:
+        peak_memory_bytes: one value per rank.
+        tokens: tokens of the global batch of each step.
+        losses: training loss of each step.
+        state_bytes: measured size of the training state of a rank.
+    """
 
     time_to_first_step_s: float
     samples_per_second: float
@@ -181,8 +194,9 @@ class Measured:
     state_bytes: int | None = None
 
 
-def run_rival(work: Work, script: str, **overrides: Any) -> Measured:
-    """Run ``rivals/SCRIPT.py`` under torchrun. ``more``: further or other entries of its spec."""
+def run_rival(work: Work, script: str, **overrides: Any) -> Measurement:
+    """Run ``rivals/SCRIPT.py`` under torchrun; ``overrides`` add to or replace entries of its
+    spec."""
     result_file, spec_file = work.folder / "result.json", work.folder / "spec.json"
     result_file.unlink(missing_ok=True)
     spec = {
@@ -203,17 +217,20 @@ def run_rival(work: Work, script: str, **overrides: Any) -> Measured:
     }
     spec_file.write_text(json.dumps(spec))
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD_SIZE}"]
-    given_at = run_command(
+    started_at = run_command(
         [sys.executable, *torchrun, str(RIVALS / f"{script}.py"), str(spec_file)], work
     )
     result = json.loads(result_file.read_text())
-    ends = result.pop("step_ends")
-    return Measured(ends[0] - given_at, _rate(work, ends), **result)
+    step_ends = result.pop("step_ends")
+    return Measurement(step_ends[0] - started_at, _samples_per_second(work, step_ends), **result)
 
 
-def run_paceline(work: Work, **overrides: Any) -> Measured:
-    """Run `paceline sft` with an empty token cache, and read its event log and report. ``more``:
-    further or other settings, with two underscores for a dot."""
+def run_paceline(work: Work, **overrides: Any) -> Measurement:
+    """Run `paceline sft` with an empty token cache, and read its event log and report.
+
+    Args:
+        overrides: settings to add or replace; two underscores stand for a dot.
+    """
     output = work.folder / "run"
     shutil.rmtree(output, ignore_errors=True)
     shutil.rmtree(work.folder / "cache" / "paceline" / "tokens", ignore_errors=True)
@@ -245,15 +262,15 @@ def run_paceline(work: Work, **overrides: Any) -> Measured:
         "sft",
         *(f"{key}={value}" for key, value in settings.items()),
     ]
-    given_at = run_command(command, work)
+    started_at = run_command(command, work)
     report = json.loads((output / "report.json").read_text())
     events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
     steps = [event for event in events if event["type"] == "step"]
     evaluation = [event for event in events if event["type"] == "eval"][-1]
-    ends = [event["time"] for event in steps]
-    return Measured(
-        time_to_first_step_s=ends[0] - given_at,
-        samples_per_second=_rate(work, ends),
+    step_ends = [event["time"] for event in steps]
+    return Measurement(
+        time_to_first_step_s=step_ends[0] - started_at,
+        samples_per_second=_samples_per_second(work, step_ends),
         eval_loss=evaluation["loss"],
         eval_count=evaluation["count"],
         peak_memory_bytes=report["peak_memory_bytes"],
@@ -263,20 +280,23 @@ def run_paceline(work: Work, **overrides: Any) -> Measured:
     )
 
 
-def _rate(work: Work, ends: list[float]) -> float:
-    """Samples a second from the end of the first step to the end of the last."""
-    return (len(ends) - 1) * work.global_batch / (ends[-1] - ends[0])
+def _samples_per_second(work: Work, step_ends: list[float]) -> float:
+    """Return the throughput from the end of the first step to the end of the last."""
+    return (len(step_ends) - 1) * work.global_batch / (step_ends[-1] - step_ends[0])
 
 
 class BenchmarkFailed(Exception):
-    """A contender did not run to its end."""
+    """A contender failed or timed out."""
 
 
 def run_command(command: list[str], work: Work) -> float:
-    """Run to the end; returns when it was given, in seconds since the epoch. Leaves no process
-    behind."""
-    # One thread a rank for all alike (what torchrun sets by itself), and no look-up of local
-    # folders on the hub.
+    """Run a command, and return its start time in seconds since the epoch.
+
+    Raises:
+        BenchmarkFailed: the command failed or timed out. No process remains in either case.
+    """
+    # All contenders use one thread per rank, which is torchrun's default, and no access to the
+    # Hugging Face Hub.
     env = {
         **os.environ,
         "XDG_CACHE_HOME": str(work.folder / "cache"),
@@ -285,7 +305,7 @@ def run_command(command: list[str], work: Work) -> float:
     }
     log = work.folder / "output.txt"
     with open(log, "wb") as handle:
-        given_at = time.time()
+        started_at = time.time()
         process = subprocess.Popen(
             command, stdout=handle, stderr=subprocess.STDOUT, env=env, start_new_session=True
         )
@@ -294,19 +314,24 @@ def run_command(command: list[str], work: Work) -> float:
         except subprocess.TimeoutExpired:
             exit_code = None
         finally:
-            _end(process)
+            _terminate(process)
     if exit_code != 0:
         tail = log.read_text(errors="replace")[-3000:]
-        how = (
-            f"ran longer than {TIMEOUT_S:.0f} s" if exit_code is None else f"ended with {exit_code}"
+        outcome = (
+            f"timed out after {TIMEOUT_S:.0f} s"
+            if exit_code is None
+            else f"exited with code {exit_code}"
         )
-        raise BenchmarkFailed(f"{' '.join(command[:6])} … {how}:\n{tail}")
-    return given_at
+        raise BenchmarkFailed(f"{' '.join(command[:6])} … {outcome}:\n{tail}")
+    return started_at
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command that still runs; politely first, for torchrun alone knows its ranks, which are
-    in other sessions."""
+def _terminate(process: subprocess.Popen[bytes]) -> None:
+    """Terminate a command that is still running.
+
+    SIGTERM comes first, because the ranks of torchrun are in other sessions, where SIGKILL to the
+    process group does not reach them.
+    """
     if process.poll() is not None:
         return
     process.send_signal(signal.SIGTERM)

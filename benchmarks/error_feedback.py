@@ -1,8 +1,8 @@
-"""What `topk` needs to train well: the residual fed back, and the signs of what is sent.
+"""Measure what `topk` gains from error feedback and from sending signed values.
 
-Trains a built-in model on two CPU ranks four times from the same start: `ddp`, `topk`, `topk` that
-forgets what it did not send, and `topk` that sends magnitudes. Prints the training loss of the last
-steps and the loss on held-out samples.
+Trains a built-in model on two CPU ranks four times with the same initial weights: with `ddp`, with
+`topk`, with `topk` that discards the residual, and with `topk` that sends magnitudes. Prints the
+training loss of the last steps and the loss on held-out samples.
 
     python benchmarks/error_feedback.py [--steps 200] [--ratio 0.01] [--optim adamw] [--rate 1e-3]
 """
@@ -23,16 +23,16 @@ from paceline.parallel.ddp.strategy import DDPStrategy
 from paceline.parallel.registry import StrategySpec
 
 
-class WithoutResidual(TopK):
-    """Drops what is not sent."""
+class TopKWithoutFeedback(TopK):
+    """A top-k compressor that discards the elements that it does not send."""
 
     def reduce(self, flat: Any, state: Any, group: Any, step: int) -> None:
         super().reduce(flat, state, group, step)
         state.flats["residual"].zero_()
 
 
-class _AbsoluteValues:
-    """A :class:`paceline.parallel.compression.codecs.Codec` that drops the signs."""
+class _MagnitudeCodec:
+    """A wrapper of :class:`paceline.parallel.compression.codecs.Codec` that drops the signs."""
 
     def __init__(self, codec: Any) -> None:
         self.codec = codec
@@ -42,19 +42,20 @@ class _AbsoluteValues:
         return self.codec.encode(rows.abs(), generator)
 
 
-class Magnitudes(TopK):
-    """Chooses as `topk` does, feeds the residual back, and sends magnitudes in place of signed
-    values."""
+class TopKMagnitudes(TopK):
+    """A top-k compressor with error feedback that sends magnitudes instead of signed values."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.codec = _AbsoluteValues(self.codec)  # type: ignore[assignment]
+        self.codec = _MagnitudeCodec(self.codec)  # type: ignore[assignment]
 
     def _keep(self, state: Any, chosen: Any, rest: Any) -> None:
         super()._keep(state, chosen, None)
 
 
-class _Varied(DDPStrategy):
+class _CustomCompressorStrategy(DDPStrategy):
+    """DDP with the class ``compressor`` in place of the configured compressor."""
+
     compressor: type[TopK]
 
     def setup(self, model: Any) -> Any:
@@ -66,20 +67,20 @@ class _Varied(DDPStrategy):
         return model
 
 
-class NoFeedback(_Varied):
-    compressor = WithoutResidual
+class NoFeedback(_CustomCompressorStrategy):
+    compressor = TopKWithoutFeedback
 
 
-class NoSigns(_Varied):
-    compressor = Magnitudes
+class NoSigns(_CustomCompressorStrategy):
+    compressor = TopKMagnitudes
 
 
-_COMPRESSES = Capabilities(reduces_in_buckets=True)
-NO_FEEDBACK = StrategySpec("no-feedback", "error_feedback:NoFeedback", capabilities=_COMPRESSES)
-NO_SIGNS = StrategySpec("no-signs", "error_feedback:NoSigns", capabilities=_COMPRESSES)
+_CAPABILITIES = Capabilities(reduces_in_buckets=True)
+NO_FEEDBACK = StrategySpec("no-feedback", "error_feedback:NoFeedback", capabilities=_CAPABILITIES)
+NO_SIGNS = StrategySpec("no-signs", "error_feedback:NoSigns", capabilities=_CAPABILITIES)
 
 VARIANTS = {
-    "ddp, nothing compressed": ["parallel.mode=ddp"],
+    "ddp without compression": ["parallel.mode=ddp"],
     "topk": ["parallel.mode=ddp", "compression.method=topk"],
     "topk without error feedback": [
         "parallel.mode=error_feedback:NO_FEEDBACK",
@@ -90,8 +91,9 @@ VARIANTS = {
 
 
 def measure(overrides: list[str], options: argparse.Namespace, folder: Path) -> tuple[float, float]:
-    """(mean training loss of the last tenth of the steps, loss on held-out samples)."""
-    fixed = [
+    """Train once, and return the mean training loss over the last tenth of the steps and the loss
+    on held-out samples."""
+    common_overrides = [
         "model=builtin:qwen2-micro", "dataset=builtin:python-docs#800", "split_dataset_ratio=0.1",
         "max_length=128", "per_device_train_batch_size=4", "parallel.device=cpu",
         "parallel.num_gpus=2", f"max_steps={options.steps}", "eval_strategy=steps",
@@ -100,7 +102,7 @@ def measure(overrides: list[str], options: argparse.Namespace, folder: Path) -> 
     ]  # fmt: skip
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     subprocess.run(
-        [sys.executable, "-m", "paceline", "sft", *fixed, *overrides],
+        [sys.executable, "-m", "paceline", "sft", *common_overrides, *overrides],
         env={**os.environ, "PYTHONPATH": path}, check=True, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -116,16 +118,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--ratio", type=float, default=0.01)
-    parser.add_argument("--optim", default="adamw")
-    parser.add_argument("--rate", type=float, default=1e-3)
+    parser.add_argument("--steps", type=int, default=200, help="training steps (default 200)")
+    parser.add_argument(
+        "--ratio", type=float, default=0.01, help="share of the elements to send (default 0.01)"
+    )
+    parser.add_argument("--optim", default="adamw", help="optimizer (default adamw)")
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate (default 1e-3)")
     options = parser.parse_args()
     print(f"{'':30}{'training loss':>15}{'held-out loss':>15}")
     with tempfile.TemporaryDirectory() as folder:
         for number, (name, overrides) in enumerate(VARIANTS.items()):
-            training, held_out = measure(overrides, options, Path(folder) / str(number))
-            print(f"{name:30}{training:15.3f}{held_out:15.3f}", flush=True)
+            train_loss, eval_loss = measure(overrides, options, Path(folder) / str(number))
+            print(f"{name:30}{train_loss:15.3f}{eval_loss:15.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Hosts as network namespaces of this machine, joined by links of a given rate, delay and loss.
-Linux, root, iproute2.
+"""Create hosts as network namespaces, connected by links with a configurable rate, delay and loss.
+Needs Linux, root and iproute2.
 
-Nothing outside these namespaces is changed, and they are gone with the :class:`Network`, whatever
-ends it; those of a process that was killed are removed by the next one.
+Nothing outside these namespaces is changed. Leaving :class:`Network` removes them. If a process is
+killed, the next one removes its namespaces.
 """
 
 from __future__ import annotations
@@ -34,17 +34,16 @@ _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 class NetworkError(Exception):
-    """The network cannot be built here: what is missing and what to do. The usage is at fault, or
-    the machine."""
+    """The network cannot be created. The message states the reason and how to fix it."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What each host's connection does to all that it sends.
+    """The properties of the connection of each host; they apply to the packets that it sends.
 
     Args:
-        delay_s: one way; a round trip takes twice as long.
-        loss: the chance of each packet to be lost, 0 to 1.
+        delay_s: delay in one direction; a round trip takes twice as long.
+        loss: probability that a packet is lost, between 0 and 1.
     """
 
     rate_bits_per_s: float
@@ -58,47 +57,49 @@ class Link:
 
 
 def parse_rate(text: str) -> float:
-    """``100mbit`` → bits a second.
+    """Return a rate such as ``100mbit`` in bits per second.
 
     Raises:
-        ValueError: with what is allowed.
+        ValueError: not a rate; the message states the accepted forms.
     """
     return _parse(text, _UNITS, "a rate such as 100mbit, 1gbit or 800kbit", lowest=1e4)
 
 
 def parse_delay(text: str) -> float:
-    """``10ms`` → seconds; 0 needs no unit. ValueError as :func:`parse_rate`."""
+    """Return a time such as ``10ms`` in seconds; 0 needs no unit. Raise ValueError like
+    :func:`parse_rate`."""
     return (
         0.0 if text == "0" else _parse(text, _TIMES, "a time such as 10ms, 500us or 0", lowest=0.0)
     )
 
 
 def parse_loss(text: str) -> float:
-    """``0.5%`` or ``0.5``, in per cent as in tc → 0.005. ValueError as :func:`parse_rate`."""
+    """Return the loss rate for a percentage such as ``0.5%`` or ``0.5``: 0.005. Raise ValueError
+    like :func:`parse_rate`."""
     try:
         share = float(text.removesuffix("%")) / 100
     except ValueError:
         share = -1.0
     if not 0 <= share < 0.5:
         raise ValueError(
-            f"{text!r}; allowed: per cent of the packets, from 0 to less than 50, such as 0 or 0.5%"
+            f"{text!r}: expected a percentage of packets from 0 to less than 50, such as 0 or 0.5%"
         )
     return share
 
 
-def _parse(text: str, units: dict[str, float], allowed: str, lowest: float) -> float:
+def _parse(text: str, units: dict[str, float], expected: str, lowest: float) -> float:
     match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*([a-z]+)", text.strip().lower())
     value = float(match[1]) * units[match[2]] if match and match[2] in units else -1.0
     if value < lowest:
-        raise ValueError(f"{text!r}; allowed: {allowed}")
+        raise ValueError(f"{text!r}: expected {expected}")
     return value
 
 
 def check_machine() -> None:
-    """Raise NetworkError where this machine, or this user, cannot make namespaces."""
+    """Raise NetworkError if this machine or this user cannot create network namespaces."""
     if sys.platform != "linux":
         raise NetworkError(
-            "hosts are network namespaces, which Linux alone has. To fix: run this on Linux"
+            "network namespaces are only available on Linux. To fix: run this on Linux"
         )
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
@@ -108,32 +109,33 @@ def check_machine() -> None:
         )
     if os.geteuid() != 0:
         raise NetworkError(
-            "network namespaces need root to be made. To fix: run it as root (sudo .venv/bin/python"
+            "creating network namespaces needs root. To fix: run this as root (sudo"
+            " .venv/bin/python"
             " benchmarks/slow_network.py)"
         )
 
 
 class Network:
-    """Hosts h0, h1, … each with one device and one address; a context manager.
+    """A context manager that creates hosts h0, h1, …, each with one device and one address.
 
-    Where a packet shall be delayed or lost, the kernel's netem does it; where the kernel has none,
-    a process that joins TUN devices (see link.py). The rate is always kept by tbf, on each host's
-    device.
+    Delay and loss use the kernel's netem. If the kernel has none, a process forwards packets
+    between TUN devices (see link.py). The rate is always enforced by tbf on the device of each
+    host.
     """
 
     def __init__(self, num_hosts: int, link: Link) -> None:
         self.link = link
         self.hosts = [f"{_PREFIX}-{os.getpid()}-h{number}" for number in range(num_hosts)]
         self.switch = f"{_PREFIX}-{os.getpid()}-switch"
-        # RFC 5737: nobody's
+        # reserved for documentation (RFC 5737)
         self.addresses = [f"192.0.2.{number + 1}" for number in range(num_hosts)]
-        self.how = ""
+        self.description = ""
         self._stack = ExitStack()
         self._log: TextIO | None = None
 
     def __enter__(self) -> Network:
         check_machine()
-        remove_left_overs()
+        remove_stale_namespaces()
         try:
             self._build()
         except BaseException:
@@ -149,27 +151,29 @@ class Network:
     ) -> None:
         self._stack.close()
 
-    # -- building
+    # -- setup
     def _build(self) -> None:
         for name in (*self.hosts, self.switch):
             _ip("netns", "add", name)
             self._stack.callback(_remove, name)
             _ip("-n", name, "link", "set", "lo", "up")
-        shaped = self.link.delay_s > 0 or self.link.loss > 0
-        has_netem = shaped and self._has_netem()
-        if shaped and not has_netem:
-            self._join_by_process()
-            self.how = "TUN devices and tbf; the delay by a process, for this kernel has no netem"
+        needs_shaping = self.link.delay_s > 0 or self.link.loss > 0
+        has_netem = needs_shaping and self._has_netem()
+        if needs_shaping and not has_netem:
+            self._connect_with_forwarder()
+            self.description = (
+                "TUN devices, tbf, and a forwarding process (the kernel has no netem)"
+            )
         else:
-            self._join_by_bridge()
-            self.how = "veth, a bridge, tbf" + (" and netem" if has_netem else "")
+            self._connect_with_bridge()
+            self.description = "veth, a bridge and tbf" + (" with netem" if has_netem else "")
         for host, address in zip(self.hosts, self.addresses, strict=True):
             _ip("-n", host, "addr", "add", f"{address}/24", "dev", DEVICE)
             _ip("-n", host, "link", "set", DEVICE, "up")
             self._shape(host, has_netem)
 
     def _has_netem(self) -> bool:
-        tried = (
+        command = (
             "tc",
             "-n",
             self.switch,
@@ -182,9 +186,9 @@ class Network:
             "delay",
             "1ms",
         )
-        return subprocess.run(tried, capture_output=True).returncode == 0
+        return subprocess.run(command, capture_output=True).returncode == 0
 
-    def _join_by_bridge(self) -> None:
+    def _connect_with_bridge(self) -> None:
         _ip("-n", self.switch, "link", "add", "br0", "type", "bridge")
         _ip("-n", self.switch, "link", "set", "br0", "up")
         for number, host in enumerate(self.hosts):
@@ -204,8 +208,8 @@ class Network:
             )
             _ip("-n", self.switch, "link", "set", f"p{number}", "master", "br0", "up")
 
-    def _join_by_process(self) -> None:
-        ends = [
+    def _connect_with_forwarder(self) -> None:
+        endpoints = [
             f"{host}:{address}" for host, address in zip(self.hosts, self.addresses, strict=True)
         ]
         command = [
@@ -214,29 +218,30 @@ class Network:
             "forward",
             repr(self.link.delay_s),
             repr(self.link.loss),
-            *ends,
+            *endpoints,
         ]
         process = start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self._stack.callback(end, [process])
+        self._stack.callback(terminate, [process])
         if process.stdout.readline().strip() != "ready":
-            end([process])
-            why = process.stderr.read().strip().splitlines()[-1:]
+            terminate([process])
+            reason = process.stderr.read().strip().splitlines()[-1:]
             raise NetworkError(
-                f"no TUN device could be made ({''.join(why)}), and this kernel has no netem. To"
-                " fix: load one of them (modprobe tun, modprobe sch_netem), or leave out --delay"
-                " and --loss"
+                f"cannot create a TUN device ({''.join(reason)}), and the kernel has no netem."
+                " To fix:"
+                " load one of the modules (modprobe tun, modprobe sch_netem), or omit --delay and"
+                " --loss"
             )
 
     def _shape(self, host: str, has_netem: bool) -> None:
         link = self.link
-        # A millisecond at the full rate, but no less than the largest packets: then the queue is
+        # A burst of one millisecond, but at least as large as the largest packet, keeps the queue
         # short and the rate exact.
         burst = max(16 << 10, int(link.rate_bits_per_s / 8 * 1e-3))
         rate = ("rate", f"{link.rate_bits_per_s:.0f}bit", "burst", str(burst), "latency", "50ms")
         _run("tc", "-n", host, "qdisc", "add", "dev", DEVICE, "root", "handle", "1:", "tbf", *rate)
         if has_netem:
             loss = ("loss", f"{100 * link.loss:g}%") if link.loss else ()
-            # What waits for its delay, twice over.
+            # Twice the number of packets that can be in flight.
             packets = str(
                 max(1000, int(2 * link.rate_bits_per_s * (link.delay_s + 0.05) / 8 / 1500))
             )
@@ -258,19 +263,21 @@ class Network:
 
     # -- use
     def on(self, host: int, command: list[str]) -> list[str]:
-        """The command that runs ``command`` on a host."""
+        """Return the command line that runs ``command`` on a host."""
         return ["ip", "netns", "exec", self.hosts[host], *command]
 
     def sent_bytes(self) -> list[int]:
-        """Bytes that each host's device has sent so far, with the headers of IP and TCP and with
-        what was sent again."""
-        shown = [_ip("-n", host, "-s", "-j", "link", "show", DEVICE) for host in self.hosts]
-        return [int(json.loads(text)[0]["stats64"]["tx"]["bytes"]) for text in shown]
+        """Return the bytes that the device of each host has sent so far, including IP and TCP
+        headers and retransmissions."""
+        outputs = [_ip("-n", host, "-s", "-j", "link", "show", DEVICE) for host in self.hosts]
+        return [int(json.loads(text)[0]["stats64"]["tx"]["bytes"]) for text in outputs]
 
     def measure(self) -> dict[str, Any]:
-        """The link from the last host to the first as it is: ``round_trip_s``,
-        ``stream_bits_per_s`` of one TCP stream, how the link is made, and the kernel's settings
-        that matter."""
+        """Measure the link from the last host to the first.
+
+        Returns ``round_trip_s``, ``stream_bits_per_s`` of one TCP stream, ``how`` the link is
+        built, and the relevant kernel settings.
+        """
         address = (self.addresses[0], str(_PORT))
         command = self.on(0, [sys.executable, str(LINK), "serve", *address])
         server = start(command, stdout=subprocess.PIPE, text=True)
@@ -282,25 +289,26 @@ class Network:
             )
             result = json.loads(_run(*client))
         finally:
-            end([server])
+            terminate([server])
         settings = ("tcp_congestion_control", "tcp_slow_start_after_idle")
         values = [
             _run(*self.on(0, ["cat", f"/proc/sys/net/ipv4/{setting}"])).strip()
             for setting in settings
         ]
-        return {**result, "how": self.how, **dict(zip(settings, values, strict=True))}
+        return {**result, "how": self.description, **dict(zip(settings, values, strict=True))}
 
 
 # -- processes and namespaces
 
 
 def start(command: list[str], **options: Any) -> Any:
-    """A process that does not outlive this one and that a Ctrl-C in the terminal does not reach."""
+    """Start a process that ends with this one and that does not receive Ctrl-C from the
+    terminal."""
     return subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent, **options)
 
 
-def end(processes: list[Any], grace_s: float = _GRACE_S) -> None:
-    """End those that still run: politely, then by force."""
+def terminate(processes: list[Any], grace_s: float = _GRACE_S) -> None:
+    """Terminate the processes that are still running, and kill them after the grace period."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -312,16 +320,18 @@ def end(processes: list[Any], grace_s: float = _GRACE_S) -> None:
             process.wait()
 
 
-def remove_left_overs() -> None:
-    """Remove the namespaces of processes that are gone without having done so."""
+def remove_stale_namespaces() -> None:
+    """Remove the namespaces of processes that no longer exist."""
     for name in re.findall(rf"^{_PREFIX}-\d+-\w+", _ip("netns", "list"), re.MULTILINE):
         if not Path(f"/proc/{name.split('-')[1]}").exists():
             _remove(name)
-            print(f"removed the namespace {name} of a process that is gone", file=sys.stderr)
+            print(
+                f"removed the namespace {name} of a process that no longer exists", file=sys.stderr
+            )
 
 
 def _remove(name: str) -> None:
-    """A namespace, and what still runs in it."""
+    """Remove a namespace and kill the processes in it."""
     with suppress(NetworkError):
         for pid in _ip("netns", "pids", name).split():
             with suppress(ProcessLookupError):
@@ -334,7 +344,7 @@ def _ip(*arguments: str) -> str:
 
 
 def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise NetworkError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
-    return done.stdout
+    completed = subprocess.run(command, capture_output=True, text=True)
+    if completed.returncode != 0:
+        raise NetworkError(f"`{' '.join(command)}` failed: {completed.stderr.strip()}")
+    return completed.stdout

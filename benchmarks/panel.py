@@ -1,12 +1,12 @@
-"""What the panel costs a run: the time of a step with `paceline ui` and its viewers beside it,
-against one without.
+"""Measure what the browser UI costs a run: the time of a step with and without `paceline ui` and
+its clients.
 
 python benchmarks/panel.py [--viewers N] [--steps N] [--modes ddp] [--json] [--output FILE]
 
-One viewer reads all that comes, as a page does; the others have asked for the run's stream and
-never read. Within one run the server and its viewers are stopped and let go on (SIGSTOP, SIGCONT)
-in turns, and the steps that lie wholly in a stretch with them are compared with those of the
-stretch without them beside it: two runs of the same work differ by more than what is looked for.
+One client reads the stream of events as a page does; the others request the stream and never read
+it. During one run the server and the clients are paused and resumed in turns (SIGSTOP, SIGCONT).
+The steps inside each interval with them are compared with those of the adjacent interval without
+them, because the difference between two runs of the same work is larger than the expected cost.
 """
 
 import argparse
@@ -27,22 +27,23 @@ from typing import Any
 
 import common
 from common import BenchmarkFailed, Work
-from recovery import PER_DEVICE, TOKENS, interval, trimmed
-from run import _machine, log_line, report_results
+from recovery import PER_DEVICE, TOKENS, bootstrap_interval, trimmed_mean
+from run import describe_machine, log_line, report_results
 
-AT_MOST = 0.01  # of a step
-STRETCH_S = 2.5
+MAX_COST = 0.01  # share of a step
+INTERVAL_S = 2.5
+#: Whether the server runs in each of four intervals. This order cancels a linear drift.
 ORDER = (True, False, False, True)
-#: The viewers, in a process of their own: ADDRESS PORT ID NUMBER.
-VIEWERS = """
+#: The program of the client process; arguments: HOST PORT RUN_ID NUM_CLIENTS.
+CLIENTS = """
 import socket, sys, threading
-host, port, run, number = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+host, port, run, num_clients = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 request = f"GET /api/runs/{run}/stream HTTP/1.1\\r\\nHost: {host}:{port}\\r\\n\\r\\n".encode()
-links = [socket.create_connection((host, port)) for _ in range(number)]
-for link in links:
-    link.sendall(request)
-print("there", flush=True)
-while links[0].recv(1 << 16):
+connections = [socket.create_connection((host, port)) for _ in range(num_clients)]
+for connection in connections:
+    connection.sendall(request)
+print("connected", flush=True)
+while connections[0].recv(1 << 16):
     pass
 """
 
@@ -60,7 +61,7 @@ def main() -> int:
             return 1
     result = {
         "date": date.today().isoformat(),
-        "machine": _machine(),
+        "machine": describe_machine(),
         "viewers": args.viewers,
         "work": (
             f"{work.steps} steps of {work.global_batch} chats of {TOKENS} tokens"
@@ -76,26 +77,29 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--viewers", type=int, default=100, help="that watch the run (default 100)")
     parser.add_argument(
-        "--steps", type=int, default=1000, help="training steps of a run (default 1000)"
+        "--viewers", type=int, default=100, help="clients of the run's stream (default 100)"
     )
     parser.add_argument(
-        "--modes", type=lambda text: text.split(","), default=["ddp"], help="default: ddp"
+        "--steps", type=int, default=1000, help="training steps per run (default 1000)"
     )
     parser.add_argument(
-        "--json", action="store_true", help="print everything measured as one JSON value"
+        "--modes",
+        type=lambda text: text.split(","),
+        default=["ddp"],
+        help="comma-separated strategies (default ddp)",
     )
+    parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
     parser.add_argument(
-        "--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)"
+        "--output", type=Path, help="write FILE.md (the table) and FILE.json (all measurements)"
     )
     return parser.parse_args()
 
 
 def measure(work: Work, mode: str, viewers: int) -> dict[str, Any]:
-    """Shares of a step. ``low`` and ``high``: 90 % of the means over pairs drawn anew lie between
-    them."""
-    failed: list[BenchmarkFailed] = []
+    """Return the cost as a share of a step. ``low`` and ``high`` bound its 90 % bootstrap
+    interval."""
+    errors: list[BenchmarkFailed] = []
 
     def train() -> None:
         try:
@@ -107,45 +111,52 @@ def measure(work: Work, mode: str, viewers: int) -> dict[str, Any]:
                 logging_steps=1,
             )
         except BenchmarkFailed as error:
-            failed.append(error)
+            errors.append(error)
 
-    run = threading.Thread(target=train)
-    run.start()
-    stretches = _watch(work.folder, run, viewers)
-    run.join()
-    if failed:
-        raise failed[0]
+    training = threading.Thread(target=train)
+    training.start()
+    intervals = _alternate_panel(work.folder, training, viewers)
+    training.join()
+    if errors:
+        raise errors[0]
     lines = (work.folder / "run" / "events.jsonl").read_text().splitlines()
     steps = [event for event in map(json.loads, lines) if event["type"] == "step"]
-    inside = [
+    step_times = [
         [
             event["step_time_s"]
             for event in steps
             if begin < event["time"] - event["step_time_s"] and event["time"] < end
         ]
-        for begin, end, _ in stretches
+        for begin, end, _ in intervals
     ]
     ratios = []
-    for place in range(0, len(stretches) - 1, 2):
-        pair = {stretches[index][2]: inside[index] for index in (place, place + 1)}
+    for first in range(0, len(intervals) - 1, 2):
+        pair = {intervals[index][2]: step_times[index] for index in (first, first + 1)}
         if min(map(len, pair.values())) >= 3:
             ratios.append(median(pair[True]) / median(pair[False]) - 1)
     if len(ratios) < 5:
-        raise BenchmarkFailed(f"{len(ratios)} pairs of stretches: too few; more --steps")
-    cost, (low, high) = trimmed(ratios), interval(ratios)
+        raise BenchmarkFailed(
+            f"too few pairs of intervals: {len(ratios)}, expected at least 5. Increase --steps."
+        )
+    cost, (low, high) = trimmed_mean(ratios), bootstrap_interval(ratios)
     return {
         "step_time_s": median(event["step_time_s"] for event in steps),
-        "cost": cost, "low": low, "high": high, "met": cost < AT_MOST, "pairs": ratios,
+        "cost": cost, "low": low, "high": high, "met": cost < MAX_COST, "pairs": ratios,
     }  # fmt: skip
 
 
-def _watch(folder: Path, run: threading.Thread, viewers: int) -> list[tuple[float, float, bool]]:
-    """(begin, end, on) of each stretch, in seconds since the epoch."""
+def _alternate_panel(
+    folder: Path, training: threading.Thread, viewers: int
+) -> list[tuple[float, float, bool]]:
+    """Pause and resume the server and its clients in turns until the training ends.
+
+    Return (begin, end, whether they ran) of each interval, in seconds since the epoch.
+    """
     events = folder / "run" / "events.jsonl"
-    begun = time.time()
-    while run.is_alive() and not (
+    started_at = time.time()
+    while training.is_alive() and not (
         events.exists()
-        and events.stat().st_mtime > begun
+        and events.stat().st_mtime > started_at
         and events.read_text().count('"type": "step"') > 10
     ):
         time.sleep(0.2)
@@ -163,51 +174,52 @@ def _watch(folder: Path, run: threading.Thread, viewers: int) -> list[tuple[floa
     processes = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     ]
-    stretches: list[tuple[float, float, bool]] = []
+    intervals: list[tuple[float, float, bool]] = []
     try:
         assert processes[0].stdout is not None
         url = json.loads(processes[0].stdout.readline())["url"].partition("?")[0]
-        with urllib.request.urlopen(f"{url}api/runs") as answer:
-            runs = json.load(answer)["runs"]
+        with urllib.request.urlopen(f"{url}api/runs") as response:
+            runs = json.load(response)["runs"]
         run_id = next(run["id"] for run in runs if run["path"] == "run")
         host, port = url.removeprefix("http://").rstrip("/").split(":")
-        command = [sys.executable, "-c", VIEWERS, host, port, run_id, str(viewers)]
+        command = [sys.executable, "-c", CLIENTS, host, port, run_id, str(viewers)]
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         assert processes[1].stdout is not None
         processes[1].stdout.readline()
-        time.sleep(2.0)  # they have been sent what was there
-        while run.is_alive():
-            on = ORDER[len(stretches) % len(ORDER)]
+        time.sleep(2.0)  # until the existing events have been sent
+        while training.is_alive():
+            is_running = ORDER[len(intervals) % len(ORDER)]
             for process in processes:
-                os.kill(process.pid, signal.SIGCONT if on else signal.SIGSTOP)
+                os.kill(process.pid, signal.SIGCONT if is_running else signal.SIGSTOP)
             begin = time.time()
-            run.join(STRETCH_S)
-            stretches.append((begin, time.time(), on))
+            training.join(INTERVAL_S)
+            intervals.append((begin, time.time(), is_running))
     finally:
         for process in processes:
             with suppress(ProcessLookupError):
                 process.kill()
             process.wait()
-    return stretches
+    return intervals
 
 
 def as_markdown(result: dict[str, Any]) -> str:
     machine = result["machine"]
     lines = [
-        "# What the panel costs a run",
+        "# Cost of the browser UI",
         "",
         (
             f"{result['date']}: {machine['cores']} cores ({machine['architecture']}), Python"
             f" {machine['python']}, torch {machine['torch']}. {result['work']}. {result['viewers']}"
-            " viewers, of which one reads."
+            " clients, one of which reads."
         ),
         "",
         (
-            "More time for a step with the panel and its viewers than without (stretches of "
-            f"{STRETCH_S} s in turns within a run, 90 % interval):"
+            "Additional time per step while the server and its clients run (alternating"
+            " intervals of"
+            f" {INTERVAL_S} s within a run; 90 % confidence interval):"
         ),
         "",
-        "| mode | a step | cost | pairs | under 1 % |",
+        "| mode | step | cost | pairs | under 1 % |",
         "| --- | --- | --- | --- | --- |",
     ]
     for mode in result["modes"]:

@@ -1,19 +1,19 @@
-"""How long a run over two hosts takes to continue after a fault: Paceline's command and torchrun,
-on the same model and data.
+"""Measure the time that a run on two hosts takes to recover from a fault, with Paceline's launcher
+and with torchrun.
 
 python benchmarks/recovery_hosts.py [--rounds N] [--json] [--output FILE]
 
-The hosts are network namespaces of this machine (Linux, root, iproute2). Both contenders run the
-same configuration with the same checkpoints; torchrun starts `-m paceline` on each host, with
-`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` and the same settings of the rendezvous. They take turns, and
-every figure is a median over the rounds.
+The hosts are network namespaces (Linux, root, iproute2). Both contenders run the same configuration
+with the same checkpoints; torchrun starts `-m paceline` on each host, with
+`TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` and equal rendezvous settings. They are measured in turns,
+and each figure is the median over the rounds.
 
 - killed rank: from `kill -9` of rank 1 to the end of the first step after it;
-- killed host: from `kill -9` of every process of a host, which is started again at once, to the end
+- killed host: from `kill -9` of all processes of a host, which is restarted immediately, to the end
   of the first step after it;
-- shrink: the same with `nnodes: 1:2`, where the host is not started again;
-- start: `nnodes: 1:2` with one host, from the moment the endpoint listens, which reaches the
-  minimum, to the start of its rank.
+- shrink: the same with `nnodes: 1:2`, and the host is restarted only after the measurement;
+- start: `nnodes: 1:2` with only one host, which is the minimum, from the moment at which the
+  rendezvous endpoint listens to the start of the rank.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from statistics import median
 from typing import Any
 
 from netns import Link, Network, NetworkError
-from run import _machine, log_line, report_results
+from run import describe_machine, log_line, report_results
 
 sys.path[:0] = [
     str(Path(__file__).resolve().parents[1] / "tests" / name) for name in ("cluster", "launch", "")
@@ -45,22 +45,22 @@ SETTINGS = (
     "parallel.collective_timeout_s=120",
     "recovery.max_restarts=100",
 )
-AT_MOST_OF_TORCHRUN = 0.8
-AT_MOST_S = {"killed host": 30.0, "shrink": 30.0, "start": 5.0}
+MAX_RATIO_TO_TORCHRUN = 0.8
+MAX_SECONDS = {"killed host": 30.0, "shrink": 30.0, "start": 5.0}
 _KEEP_ALIVE = "last_call_timeout=3,keep_alive_interval=3,keep_alive_max_attempt=3"
-Start = Callable[[Cluster, int, str], None]
+Starter = Callable[[Cluster, int, str], None]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=6, help="faults of each kind (default 6)")
     parser.add_argument(
-        "--json", action="store_true", help="print everything measured as one JSON value"
+        "--rounds", type=int, default=6, help="number of faults of each kind (default 6)"
     )
+    parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
     parser.add_argument(
-        "--output", type=Path, help="write FILE.md (the table) and FILE.json (everything measured)"
+        "--output", type=Path, help="write FILE.md (the table) and FILE.json (all measurements)"
     )
     args = parser.parse_args()
     load_before = os.getloadavg()[0]
@@ -71,7 +71,7 @@ def main() -> int:
         return 2
     result = {
         "date": date.today().isoformat(),
-        "machine": _machine(),
+        "machine": describe_machine(),
         "load_before": round(load_before, 1),
         "figures": figures,
     }
@@ -79,29 +79,32 @@ def main() -> int:
 
 
 def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
-    """contender → fault → seconds, one for each round."""
+    """Return the seconds of each round by contender and fault."""
     figures: dict[str, dict[str, list[float]]] = {"paceline": {}, "torchrun": {}}
     halves = [rounds - rounds // 2, rounds // 2]
-    for number in filter(None, halves):  # in turns: what else this machine does meets both
-        for name, start in (("paceline", paceline), ("torchrun", torchrun)):
-            add(figures[name], "killed rank", session(start, "2", [kill_rank] * number))
-        add(figures["paceline"], "killed host", session(paceline, "2", [kill_host] * number))
-        add(figures["paceline"], "shrink", session(paceline, "1:2", [shrink] * number))
-        add(figures["paceline"], "start", [first_start() for _ in range(number)])
+    # The contenders alternate, so that other load on the machine affects both.
+    for number in filter(None, halves):
+        for name, start in (("paceline", start_paceline), ("torchrun", start_torchrun)):
+            record(figures[name], "killed rank", measure_faults(start, "2", [kill_rank] * number))
+        killed_host = measure_faults(start_paceline, "2", [kill_host] * number)
+        record(figures["paceline"], "killed host", killed_host)
+        shrunk = measure_faults(start_paceline, "1:2", [shrink] * number)
+        record(figures["paceline"], "shrink", shrunk)
+        record(figures["paceline"], "start", [measure_start() for _ in range(number)])
     return figures
 
 
-def add(figures: dict[str, list[float]], name: str, seconds: Sequence[float]) -> None:
-    figures.setdefault(name, []).extend(seconds)
-    log_line(f"{name}: {', '.join(f'{value:.1f}' for value in seconds)} s")
+def record(figures: dict[str, list[float]], fault: str, seconds: Sequence[float]) -> None:
+    figures.setdefault(fault, []).extend(seconds)
+    log_line(f"{fault}: {', '.join(f'{value:.1f}' for value in seconds)} s")
 
 
 # -- contenders
-def paceline(cluster: Cluster, number: int, nnodes: str) -> None:
+def start_paceline(cluster: Cluster, number: int, nnodes: str) -> None:
     cluster.start(number, *SETTINGS, nnodes=nnodes)
 
 
-def torchrun(cluster: Cluster, number: int, nnodes: str) -> None:
+def start_torchrun(cluster: Cluster, number: int, nnodes: str) -> None:
     rendezvous = f"is_host={int(number == cluster.endpoint)},{_KEEP_ALIVE}"
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nnodes={nnodes}", "--nproc-per-node=1",
@@ -116,10 +119,10 @@ def torchrun(cluster: Cluster, number: int, nnodes: str) -> None:
 
 
 # -- faults
-def session(
-    start: Start, nnodes: str, faults: Sequence[Callable[[Cluster, Start], float]]
+def measure_faults(
+    start: Starter, nnodes: str, faults: Sequence[Callable[[Cluster, Starter], float]]
 ) -> list[float]:
-    """One run, and the faults one after the other."""
+    """Start a run, inject the faults one after the other, and return the seconds to recover."""
     with (
         Network(2, Link(1e9)) as network,
         tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
@@ -131,59 +134,61 @@ def session(
             seconds = []
             for fault in faults:
                 cluster.wait_for_start(1, world_size=2)
-                # past a checkpoint, and in the middle between two
-                cluster.wait_for_step(last_start(cluster) + 14)
+                # in the middle between two checkpoints
+                cluster.wait_for_step(last_resumed_step(cluster) + 14)
                 seconds.append(fault(cluster, start))
             return seconds
         finally:
             cluster.close()
 
 
-def kill_rank(cluster: Cluster, start: Start) -> float:
+def kill_rank(cluster: Cluster, start: Starter) -> float:
     (rank,) = cluster.hosts[1].ranks()
     begin = time.time()
     rank.kill()
-    return step_after(cluster, begin, world_size=2)
+    return seconds_to_step(cluster, begin, world_size=2)
 
 
-def kill_host(cluster: Cluster, start: Start) -> float:
+def kill_host(cluster: Cluster, start: Starter) -> float:
     begin = time.time()
     cluster.hosts[1].kill()
     start(cluster, 1, "2")
-    return step_after(cluster, begin, world_size=2)
+    return seconds_to_step(cluster, begin, world_size=2)
 
 
-def shrink(cluster: Cluster, start: Start) -> float:
+def shrink(cluster: Cluster, start: Starter) -> float:
     begin = time.time()
     cluster.hosts[1].kill()
-    seconds = step_after(cluster, begin, world_size=1)
+    seconds = seconds_to_step(cluster, begin, world_size=1)
     start(cluster, 1, "1:2")
-    step_after(cluster, time.time(), world_size=2)
+    seconds_to_step(cluster, time.time(), world_size=2)
     return seconds
 
 
-def step_after(cluster: Cluster, begin: float, world_size: int) -> float:
-    """Seconds from ``begin`` to the first step of the life that has started since."""
+def seconds_to_step(cluster: Cluster, begin: float, world_size: int) -> float:
+    """Wait for the first step of the attempt that started after ``begin``, and return the seconds
+    from ``begin`` to it."""
 
-    def first() -> float | None:
-        later = [event for event in cluster.events("run_start", "step") if event["time"] > begin]
+    def find_step() -> float | None:
+        events = [event for event in cluster.events("run_start", "step") if event["time"] > begin]
         starts = [
-            place
-            for place, event in enumerate(later)
+            index
+            for index, event in enumerate(events)
             if event["type"] == "run_start" and event["world_size"] == world_size
         ]
         steps = (
-            [event["time"] for event in later[starts[-1] :] if event["type"] == "step"]
+            [event["time"] for event in events[starts[-1] :] if event["type"] == "step"]
             if starts
             else []
         )
         return steps[0] - begin if steps else None
 
-    cluster.wait(first, "a step after the fault")
-    return first() or 0.0
+    cluster.wait(find_step, "a step after the fault")
+    return find_step() or 0.0
 
 
-def first_start() -> float:
+def measure_start() -> float:
+    """Return the seconds from the moment at which the endpoint listens to the start of the rank."""
     with (
         Network(2, Link(1e9)) as network,
         tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder,
@@ -191,10 +196,10 @@ def first_start() -> float:
         cluster = Cluster(network, Path(folder), shared=True, endpoint=0)
         try:
             host = cluster.start(0, *SETTINGS, nnodes="1:2")
-            listens = network.on(
+            wait_for_port = network.on(
                 0, [sys.executable, "-c", _WAIT_FOR_PORT, cluster.endpoint_address, str(PORT)]
             )
-            begin = float(run_on(listens))
+            begin = float(run_command(wait_for_port))
             cluster.wait(host.ranks, "a rank")
             return host.ranks()[0].create_time() - begin
         finally:
@@ -213,16 +218,16 @@ print(time.time())
 """
 
 
-def run_on(command: Sequence[str]) -> str:
+def run_command(command: Sequence[str]) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def last_start(cluster: Cluster) -> int:
+def last_resumed_step(cluster: Cluster) -> int:
     starts = cluster.events("run_start")
     return int(starts[-1]["resumed_from_step"] or 0) if starts else 0
 
 
-# -- the result
+# -- results
 def as_markdown(result: dict[str, Any]) -> str:
     machine, ours, theirs = (
         result["machine"],
@@ -231,13 +236,14 @@ def as_markdown(result: dict[str, Any]) -> str:
     )
     ratio = median(ours["killed rank"]) / median(theirs["killed rank"])
     busy = (
-        " Other work ran on the machine meanwhile: the ratio is paired, the seconds are longer than"
-        " on an idle machine."
+        " Other processes were running on the machine: the ratio is of alternating"
+        " measurements, but"
+        " the seconds are longer than on an idle machine."
         if result["load_before"] > 1
         else ""
     )
     lines = [
-        "# How long a run over two hosts takes to continue after a fault",
+        "# Time to recover from a fault on two hosts",
         "",
         (
             f"{result['date']}: two network namespaces with one CPU rank each, on"
@@ -246,17 +252,15 @@ def as_markdown(result: dict[str, Any]) -> str:
             f" {result['load_before']}.{busy}"
         ),
         "",
-        "| fault | median | of | longest | required | met |",
+        "| fault | median | rounds | longest | goal | met |",
         "| --- | ---: | ---: | ---: | --- | --- |",
     ]
     for name, seconds in ours.items():
-        bound = AT_MOST_S.get(name)
-        required = (
-            f"≤ {bound:g} s" if bound else f"≤ {AT_MOST_OF_TORCHRUN} × torchrun ({ratio:.2f})"
-        )
-        is_met = median(seconds) <= bound if bound else ratio <= AT_MOST_OF_TORCHRUN
+        bound = MAX_SECONDS.get(name)
+        goal = f"≤ {bound:g} s" if bound else f"≤ {MAX_RATIO_TO_TORCHRUN} × torchrun ({ratio:.2f})"
+        is_met = median(seconds) <= bound if bound else ratio <= MAX_RATIO_TO_TORCHRUN
         times = f"{median(seconds):.1f} s | {len(seconds)} | {max(seconds):.1f} s"
-        lines.append(f"| {name} | {times} | {required} | {'yes' if is_met else 'NO'} |")
+        lines.append(f"| {name} | {times} | {goal} | {'yes' if is_met else 'NO'} |")
     rivals = theirs["killed rank"]
     lines.append(
         f"| killed rank, torchrun | {median(rivals):.1f} s | {len(rivals)} | {max(rivals):.1f} s"

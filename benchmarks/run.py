@@ -1,5 +1,4 @@
-"""Measure Paceline against hand-written loops and the transformers Trainer on the same work, and
-print the ratios.
+"""Compare Paceline with hand-written loops and with the transformers Trainer on the same work.
 
 python benchmarks/run.py [--rounds N] [--steps N] [--only NAME,NAME] [--json] [--output FILE]
 """
@@ -21,9 +20,9 @@ from typing import Any
 
 import common
 import numpy as np
-from common import BenchmarkFailed, Measured, Work
+from common import BenchmarkFailed, Measurement, Work
 
-CONTENDERS: dict[str, Callable[[Work], Measured]] = {
+CONTENDERS: dict[str, Callable[[Work], Measurement]] = {
     "paceline": common.run_paceline,
     "handwritten": lambda work: common.run_rival(work, "handwritten_ddp_peft"),
     "packed": lambda work: common.run_rival(work, "handwritten_packed"),
@@ -35,20 +34,20 @@ TITLES = {
     "packed": "hand-written, packed",
     "trainer": "transformers Trainer",
 }
-Runs = dict[str, list[Measured]]
+Runs = dict[str, list[Measurement]]
 
 
 @dataclass(frozen=True)
 class Goal:
-    """A ratio of medians, Paceline's figure over the rival's, and the bound it should keep."""
+    """A bound on a ratio of medians: Paceline's value divided by the rival's."""
 
-    what: str
-    figure: Callable[[Measured], float]
+    quantity: str
+    value: Callable[[Measurement], float]
     rival: str
     at_most: float | None = None
     at_least: float | None = None
 
-    def met(self, ratio: float) -> bool:
+    def is_met(self, ratio: float) -> bool:
         return (
             ratio <= self.at_most if self.at_most is not None else ratio >= (self.at_least or 0.0)
         )
@@ -58,25 +57,25 @@ class Goal:
         return f"≤ {self.at_most}" if self.at_most is not None else f"≥ {self.at_least}"
 
 
-def first_step(measured: Measured) -> float:
-    return measured.time_to_first_step_s
+def first_step_s(measurement: Measurement) -> float:
+    return measurement.time_to_first_step_s
 
 
-def rate(measured: Measured) -> float:
-    return measured.samples_per_second
+def samples_per_second(measurement: Measurement) -> float:
+    return measurement.samples_per_second
 
 
-def peak(measured: Measured) -> float:
-    return float(max(measured.peak_memory_bytes))
+def peak_memory_bytes(measurement: Measurement) -> float:
+    return float(max(measurement.peak_memory_bytes))
 
 
 GOALS = [
-    Goal("time to first step", first_step, "handwritten", at_most=0.8),
-    Goal("time to first step", first_step, "trainer", at_most=0.8),
-    Goal("samples per second", rate, "handwritten", at_least=1.8),
-    Goal("samples per second", rate, "trainer", at_least=1.8),
-    Goal("samples per second", rate, "packed", at_least=0.98),
-    Goal("peak memory of a rank", peak, "handwritten", at_most=1.0),
+    Goal("time to first step", first_step_s, "handwritten", at_most=0.8),
+    Goal("time to first step", first_step_s, "trainer", at_most=0.8),
+    Goal("samples per second", samples_per_second, "handwritten", at_least=1.8),
+    Goal("samples per second", samples_per_second, "trainer", at_least=1.8),
+    Goal("samples per second", samples_per_second, "packed", at_least=0.98),
+    Goal("peak memory of a rank", peak_memory_bytes, "handwritten", at_most=1.0),
 ]
 MAX_LOSS_DIFFERENCE = 0.01
 WARM_UP_STEPS = 2
@@ -93,22 +92,22 @@ def main() -> int:
         runs: Runs = {name: [] for name in names}
         try:
             for number in range(args.rounds + 1):
-                # A short first round warms the file cache and is thrown away.
-                this = work if number else replace(work, batches=work.batches[:WARM_UP_STEPS])
+                # A short first round warms up the file cache and is discarded.
+                round_work = work if number else replace(work, batches=work.batches[:WARM_UP_STEPS])
                 for name in names:
-                    measured = CONTENDERS[name](this)
-                    log_line(_progress(number, name, measured))
+                    measurement = CONTENDERS[name](round_work)
+                    log_line(_progress(number, name, measurement))
                     if number > 0:
-                        runs[name].append(measured)
+                        runs[name].append(measurement)
         except BenchmarkFailed as error:
             log_line(f"error: {error}")
             return 1
-        result = summary(work, runs, args.rounds)
+        result = summarize(work, runs, args.rounds)
     return report_results(args, result, as_markdown(result))
 
 
 def _on_sigterm(*_: object) -> None:
-    log_line("SIGTERM: the running contender was stopped, nothing was written")
+    log_line("SIGTERM: stopped the running contender; nothing was written")
     sys.exit(143)
 
 
@@ -116,25 +115,24 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender (default 3)")
+    parser.add_argument("--steps", type=int, default=20, help="training steps per run (default 20)")
     parser.add_argument(
-        "--rounds", type=int, default=3, help="how often each contender is measured (default 3)"
+        "--only",
+        type=_names,
+        default=list(CONTENDERS),
+        help="comma-separated contenders: " + ",".join(CONTENDERS),
     )
+    parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
     parser.add_argument(
-        "--steps", type=int, default=20, help="training steps of a run (default 20)"
-    )
-    parser.add_argument(
-        "--only", type=_names, default=list(CONTENDERS), help="some of: " + ",".join(CONTENDERS)
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print everything measured as one JSON value"
-    )
-    parser.add_argument(
-        "--output", type=Path, help="write FILE.md (the tables) and FILE.json (everything measured)"
+        "--output", type=Path, help="write FILE.md (the tables) and FILE.json (all measurements)"
     )
     args = parser.parse_args()
     if args.rounds < 1 or args.steps < 2:
         parser.error(
-            "--rounds is at least 1, --steps at least 2: one step has no rate after the first"
+            "expected --rounds of at least 1 and --steps of at least 2, because the throughput"
+            " excludes"
+            " the first step"
         )
     return args
 
@@ -143,7 +141,9 @@ def _names(text: str) -> list[str]:
     names = text.split(",")
     unknown = [name for name in names if name not in CONTENDERS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}; allowed: {', '.join(CONTENDERS)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown contenders: {', '.join(unknown)}. Choose from: {', '.join(CONTENDERS)}"
+        )
     return names
 
 
@@ -151,17 +151,18 @@ def log_line(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _progress(number: int, name: str, measured: Measured) -> str:
+def _progress(number: int, name: str, measurement: Measurement) -> str:
     label = f"round {number}" if number else "warm-up"
     return (
-        f"{label:<8} {name:<12} first step {measured.time_to_first_step_s:5.2f} s  "
-        f" {measured.samples_per_second:6.2f} samples/s   eval loss {measured.eval_loss:.4f}   peak"
-        f" {peak(measured) / 2**20:6.0f} MiB"
+        f"{label:<8} {name:<12} first step {measurement.time_to_first_step_s:5.2f} s  "
+        f" {measurement.samples_per_second:6.2f} samples/s   eval loss"
+        f" {measurement.eval_loss:.4f}   peak"
+        f" {peak_memory_bytes(measurement) / 2**20:6.0f} MiB"
     )
 
 
 def describe(work: Work) -> list[str]:
-    low, first, half, third, high = (
+    minimum, first, second, third, maximum = (
         int(size) for size in np.percentile(work.lengths, [0, 25, 50, 75, 100])
     )
     return [
@@ -170,9 +171,9 @@ def describe(work: Work) -> list[str]:
             f" × {common.PER_DEVICE}), LoRA rank {common.LORA_RANK} on {common.MODEL}, float32"
         ),
         (
-            f"data: {len(work.lengths)} chats of {low} to {high} tokens (quartiles {first}, {half},"
-            f" {third}); padding each to the longest of {common.PER_DEVICE} makes"
-            f" {work.padding_factor():.2f} times the positions"
+            f"data: {len(work.lengths)} chats of {minimum} to {maximum} tokens (quartiles {first},"
+            f" {second}, {third}); padding to the longest of {common.PER_DEVICE} samples gives"
+            f" {work.padding_factor():.2f} times as many positions"
         ),
     ]
 
@@ -180,26 +181,28 @@ def describe(work: Work) -> list[str]:
 # -- results
 
 
-def summary(work: Work, runs: Runs, rounds: int) -> dict[str, Any]:
-    """Medians, ratios, checks that the work was the same, and every run behind them."""
-    medians = {name: _medians(measured) for name, measured in runs.items()}
+def summarize(work: Work, runs: Runs, rounds: int) -> dict[str, Any]:
+    """Return medians, ratios, whether all contenders did the same work, and all measurements."""
+    medians = {name: _medians(measurements) for name, measurements in runs.items()}
     goals = []
     for goal in GOALS:
         if "paceline" in runs and goal.rival in runs:
-            ours, theirs = (
-                [goal.figure(run) for run in runs[name]] for name in ("paceline", goal.rival)
+            values, rival_values = (
+                [goal.value(run) for run in runs[name]] for name in ("paceline", goal.rival)
             )
-            ratio = median(ours) / median(theirs)
-            spread = sorted(our / their for our, their in zip(ours, theirs, strict=True))
+            ratio = median(values) / median(rival_values)
+            ratios = sorted(
+                value / rival_value for value, rival_value in zip(values, rival_values, strict=True)
+            )
             goals.append(
                 {
-                    "what": goal.what,
+                    "what": goal.quantity,
                     "rival": goal.rival,
                     "ratio": ratio,
-                    "lowest": spread[0],
-                    "highest": spread[-1],
+                    "lowest": ratios[0],
+                    "highest": ratios[-1],
                     "bound": goal.bound,
-                    "met": goal.met(ratio),
+                    "met": goal.is_met(ratio),
                 }
             )
     for name in runs:
@@ -218,36 +221,38 @@ def summary(work: Work, runs: Runs, rounds: int) -> dict[str, Any]:
             )
     return {
         "date": date.today().isoformat(),
-        "machine": _machine(),
+        "machine": describe_machine(),
         "work": describe(work),
         "rounds": rounds,
         "medians": medians,
         "goals": goals,
         "same_work": _same_work(work, runs),
-        "runs": {name: [asdict(run) for run in measured] for name, measured in runs.items()},
+        "runs": {
+            name: [asdict(run) for run in measurements] for name, measurements in runs.items()
+        },
     }
 
 
-def _medians(measured: list[Measured]) -> dict[str, float]:
+def _medians(measurements: list[Measurement]) -> dict[str, float]:
     return {
-        "time_to_first_step_s": median(map(first_step, measured)),
-        "samples_per_second": median(map(rate, measured)),
-        "peak_memory_bytes": median(map(peak, measured)),
-        "eval_loss": median(run.eval_loss for run in measured),
+        "time_to_first_step_s": median(map(first_step_s, measurements)),
+        "samples_per_second": median(map(samples_per_second, measurements)),
+        "peak_memory_bytes": median(map(peak_memory_bytes, measurements)),
+        "eval_loss": median(run.eval_loss for run in measurements),
     }
 
 
 def _same_work(work: Work, runs: Runs) -> dict[str, bool]:
-    """Whether each contender saw the tokens of the plan in every step, and all evaluated over the
-    same number of labels."""
-    every = [run for measured in runs.values() for run in measured]
+    """Return whether all contenders trained on the planned number of tokens in each step, and
+    evaluated the same number of labels."""
+    all_runs = [run for measurements in runs.values() for run in measurements]
     return {
-        "tokens_of_every_step": all(run.tokens == work.batch_lengths for run in every),
-        "labels_of_the_held_out_set": len({run.eval_count for run in every}) == 1,
+        "tokens_of_every_step": all(run.tokens == work.batch_lengths for run in all_runs),
+        "labels_of_the_held_out_set": len({run.eval_count for run in all_runs}) == 1,
     }
 
 
-def _machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     versions = {name: version(name) for name in ("torch", "transformers", "peft", "accelerate")}
@@ -263,34 +268,35 @@ def _machine() -> dict[str, Any]:
 def as_markdown(result: dict[str, Any]) -> str:
     machine = result["machine"]
     lines = [
-        f"# Two CPU ranks, LoRA on ragged chats: {result['date']}",
+        f"# LoRA fine-tuning on two CPU ranks: {result['date']}",
         "",
         f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB; Python"
         f" {machine['python']}, "
         + ", ".join(
             f"{name} {machine[name]}" for name in ("torch", "transformers", "peft", "accelerate")
         )
-        + f". Medians of {result['rounds']} alternating rounds after one warm-up.",
+        + f". Medians of {result['rounds']} alternating rounds after a warm-up round.",
         "",
         *(f"- {line}" for line in result["work"]),
         (
-            "- every step saw the planned tokens:"
-            f" {_yes(result['same_work']['tokens_of_every_step'])}; same held-out labels:"
-            f" {_yes(result['same_work']['labels_of_the_held_out_set'])}"
+            "- planned number of tokens in every step:"
+            f" {_yes_or_no(result['same_work']['tokens_of_every_step'])}; same number of"
+            " held-out labels:"
+            f" {_yes_or_no(result['same_work']['labels_of_the_held_out_set'])}"
         ),
         "",
-        "| | first step (s) | samples/s after it | final eval loss | peak of a rank (MiB) |",
+        "| | first step (s) | samples/s | final eval loss | peak memory of a rank (MiB) |",
         "|---|---:|---:|---:|---:|",
     ]
-    for name, line in result["medians"].items():
+    for name, medians in result["medians"].items():
         lines.append(
-            f"| {TITLES[name]} | {line['time_to_first_step_s']:.2f} |"
-            f" {line['samples_per_second']:.2f} | {line['eval_loss']:.4f} |"
-            f" {line['peak_memory_bytes'] / 2**20:.0f} |"
+            f"| {TITLES[name]} | {medians['time_to_first_step_s']:.2f} |"
+            f" {medians['samples_per_second']:.2f} | {medians['eval_loss']:.4f} |"
+            f" {medians['peak_memory_bytes'] / 2**20:.0f} |"
         )
     lines += [
         "",
-        "| Paceline against | what | ratio | lowest to highest of a round | goal | |",
+        "| Paceline compared with | quantity | ratio | range over the rounds | goal | |",
         "|---|---|---:|---:|---:|---|",
     ]
     for goal in result["goals"]:
@@ -302,12 +308,13 @@ def as_markdown(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _yes(value: bool) -> str:
+def _yes_or_no(value: bool) -> str:
     return "yes" if value else "NO"
 
 
 def report_results(args: argparse.Namespace, result: dict[str, Any], text: str) -> int:
-    """Write and print a result as ``--output`` and ``--json`` ask for; the exit code."""
+    """Write and print a result according to ``--output`` and ``--json``, and return the exit
+    code."""
     if args.output is not None:
         for path in write_results(args.output, result, text):
             log_line(f"wrote {path}")
@@ -316,12 +323,13 @@ def report_results(args: argparse.Namespace, result: dict[str, Any], text: str) 
 
 
 def write_results(path: Path, result: dict[str, Any], text: str) -> list[Path]:
+    """Write ``path`` with the suffixes .md and .json, and return both paths."""
     base = path.with_suffix("") if path.suffix in (".md", ".json") else path
     base.parent.mkdir(parents=True, exist_ok=True)
-    written = [base.with_name(base.name + ".md"), base.with_name(base.name + ".json")]
-    written[0].write_text(text + "\n", encoding="utf-8")
-    written[1].write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    return written
+    paths = [base.with_name(base.name + ".md"), base.with_name(base.name + ".json")]
+    paths[0].write_text(text + "\n", encoding="utf-8")
+    paths[1].write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    return paths
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What runs over a slow network come to: times to a loss, ratios to plain DDP, tables and plots."""
+"""Summarize runs over a slow network: times to a loss, ratios to plain DDP, tables and plots."""
 
 import json
 from collections.abc import Sequence
@@ -11,23 +11,24 @@ from typing import Any
 from paceline.core.files import human_bytes
 from paceline.observe.report.charts import DrawnPlot, Plot, Series, draw
 
-#: name → what is asked of it over the slow link (100 Mbit/s, 10 ms): (what, as in WHAT; bound)
+#: Goals over the slow link (100 Mbit/s, 10 ms): (method, quantity as in QUANTITIES, bound).
 SLOW_GOALS = [
     ("powersgd", "sooner", 4.0),
     ("topk", "sooner", 4.0),
     ("diloco", "less_comm_in_all", 15.0),
     ("diloco", "final_loss_difference", 0.01),
 ]
-GOAL_STEPS = 200  # shorter runs are a look at the link: there the compressors' loss still lags
-# over such a link a step may take so many times that of plain DDP
-FAST_RATE, FAST_AT_MOST = 1e9, 1.10
-WHAT = {
-    "sooner": "× sooner at the loss of DDP's last step",
-    "less_comm_in_all": "× less time in communication, of the whole run, its further steps too",
-    "final_loss_difference": "loss at its end, relative difference to that of DDP's",
-    "step_ratio": "× the time of DDP's step",
+#: Shorter runs have no goals, because the loss of the compressors lags in the first steps.
+GOAL_STEPS = 200
+#: Over a link of this rate, a step may take at most this many times as long as with plain DDP.
+FAST_RATE, FAST_MAX_RATIO = 1e9, 1.10
+QUANTITIES = {
+    "sooner": "speedup to the final loss of DDP, ×",
+    "less_comm_in_all": "reduction of the communication time of the whole run, ×",
+    "final_loss_difference": "final loss, relative difference to DDP",
+    "step_ratio": "step time relative to DDP, ×",
 }
-_COLOURS = (
+_COLORS = (
     "#4a5568",
     "#2563a8",
     "#d9772b",
@@ -43,7 +44,8 @@ _COLOURS = (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``seconds``: in training steps so far; evaluations, start and checkpoint left out."""
+    """An evaluation. ``seconds``: time in training steps until then, without evaluations, the start
+    and checkpoints."""
 
     step: int
     seconds: float
@@ -52,14 +54,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """One method's run, as its event log and report tell it.
+    """The run of one method, read from its event log and report.
 
     Args:
-        trained: (step, seconds in training so far, seconds of them that the slowest rank stood
-            still for communication, mean training loss since the entry before).
-        bytes_per_step: that the busiest rank handed to collectives, as the run counted; a mean
-            where steps differ.
-        wire_bytes: that each host's device sent from start to end, evaluations too.
+        trained: (step, seconds in training so far, part of them that the slowest rank waited for
+            communication, mean training loss since the previous entry).
+        bytes_per_step: bytes that the busiest rank passed to collectives, averaged over the steps.
+        wire_bytes: bytes that the device of each host sent, including evaluations.
     """
 
     name: str
@@ -70,24 +71,24 @@ class Run:
     wire_bytes: list[int]
     wall_s: float
 
-    def at(self, step: int) -> tuple[float, float]:
-        """(seconds in training, seconds in communication) up to a step."""
-        return next((seconds, comm) for at, seconds, comm, _ in self.trained if at == step)
+    def times_at(self, step: int) -> tuple[float, float]:
+        """Return the seconds in training and in communication until a step."""
+        return next((seconds, comm) for logged, seconds, comm, _ in self.trained if logged == step)
 
     def loss_at(self, step: int) -> float:
         return next(evaluation.loss for evaluation in self.evaluations if evaluation.step == step)
 
     def text(self, steps: int) -> str:
-        """A line for who waits."""
-        seconds, comm = self.at(steps)
+        """Return a progress line."""
+        seconds, comm = self.times_at(steps)
         return (
-            f"{steps} steps in {seconds:7.1f} s, {comm:7.1f} s of them in communication; "
-            f"{human_bytes(self.bytes_per_step):>9} a step; loss {self.loss_at(steps):.4f}"
+            f"{steps} steps in {seconds:7.1f} s, of which communication {comm:7.1f} s; "
+            f"{human_bytes(self.bytes_per_step):>9} per step; loss {self.loss_at(steps):.4f}"
         )
 
 
 def read_run(name: str, folder: Path, wire_bytes: list[int], wall_s: float) -> Run:
-    """From a run's folder."""
+    """Read the event log and the report of a run."""
     events = [
         json.loads(line)
         for line in (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
@@ -95,13 +96,13 @@ def read_run(name: str, folder: Path, wire_bytes: list[int], wall_s: float) -> R
     report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     trained: list[tuple[int, float, float, float]] = []
     evaluations = []
-    last, seconds, comm = 0, 0.0, 0.0
+    previous_step, seconds, comm = 0, 0.0, 0.0
     for event in events:
         if event["type"] == "step":
-            seconds += (event["step"] - last) * event["step_time_s"]
-            comm += (event["step"] - last) * event["comm_wait_s"]
-            last = event["step"]
-            trained.append((last, seconds, comm, event["loss"]))
+            seconds += (event["step"] - previous_step) * event["step_time_s"]
+            comm += (event["step"] - previous_step) * event["comm_wait_s"]
+            previous_step = event["step"]
+            trained.append((previous_step, seconds, comm, event["loss"]))
         elif event["type"] == "eval":
             evaluations.append(Evaluation(event["step"], seconds, event["loss"]))
     parameters = next(event for event in events if event["type"] == "run_start")["model"][
@@ -118,9 +119,9 @@ def read_run(name: str, folder: Path, wire_bytes: list[int], wall_s: float) -> R
     )
 
 
-def reached(points: Sequence[tuple[float, float]], loss: float) -> float | None:
-    """Where the line through the points (x, loss) first comes down to ``loss``; None where it does
-    not."""
+def first_crossing(points: Sequence[tuple[float, float]], loss: float) -> float | None:
+    """Return the x at which the line through the points (x, loss) first falls to ``loss``, or None
+    if it does not."""
     if points and points[0][1] <= loss:
         return points[0][0]
     for (x, before), (next_x, after) in pairwise(points):
@@ -132,17 +133,20 @@ def reached(points: Sequence[tuple[float, float]], loss: float) -> float | None:
 # -- figures
 
 
-def summary(runs: dict[str, Run], steps: int, conditions: dict[str, Any]) -> dict[str, Any]:
-    """The table's rows, the goals, and everything behind them. ``steps``: of plain DDP, the first
-    run."""
+def summarize(runs: dict[str, Run], steps: int, conditions: dict[str, Any]) -> dict[str, Any]:
+    """Return the rows of the table, the goals, and all measurements.
+
+    Args:
+        runs: by method; plain DDP is the first.
+        steps: steps of plain DDP.
+    """
     mark = runs["ddp"].loss_at(steps)
     rows: list[dict[str, Any]] = []
     for name, run in runs.items():
-        seconds, comm = run.at(steps)
-        to_mark = reached(
+        seconds, comm = run.times_at(steps)
+        to_mark = first_crossing(
             [(evaluation.seconds, evaluation.loss) for evaluation in run.evaluations], mark
         )
-        first = rows[0] if rows else None
         row = {
             "method": name,
             "seconds_per_step": seconds / steps,
@@ -152,22 +156,22 @@ def summary(runs: dict[str, Run], steps: int, conditions: dict[str, Any]) -> dic
             "final_steps": run.evaluations[-1].step,
             "final_loss": run.evaluations[-1].loss,
             "final_comm_s": run.trained[-1][2],
-            "steps_to_mark": reached(
+            "steps_to_mark": first_crossing(
                 [(evaluation.step, evaluation.loss) for evaluation in run.evaluations], mark
             ),
             "seconds_to_mark": to_mark,
         }
-        base = first or row
+        baseline = rows[0] if rows else row
         row |= {
-            "sooner": base["seconds_to_mark"] / to_mark if to_mark else None,
-            "less_comm": base["comm_s"] / comm if comm else None,
-            "less_comm_in_all": base["final_comm_s"] / row["final_comm_s"]
+            "sooner": baseline["seconds_to_mark"] / to_mark if to_mark else None,
+            "less_comm": baseline["comm_s"] / comm if comm else None,
+            "less_comm_in_all": baseline["final_comm_s"] / row["final_comm_s"]
             if row["final_comm_s"]
             else None,
             "loss_difference": run.loss_at(steps) / mark - 1,
             "final_loss_difference": run.evaluations[-1].loss / mark - 1,
-            "step_ratio": row["seconds_per_step"] / base["seconds_per_step"],
-            "fewer_bytes": base["bytes_per_step"] / run.bytes_per_step
+            "step_ratio": row["seconds_per_step"] / baseline["seconds_per_step"],
+            "fewer_bytes": baseline["bytes_per_step"] / run.bytes_per_step
             if run.bytes_per_step
             else None,
         }
@@ -185,8 +189,7 @@ def summary(runs: dict[str, Run], steps: int, conditions: dict[str, Any]) -> dic
 
 
 def goals(rows: list[dict[str, Any]], link: dict[str, Any], hosts: int) -> list[dict[str, Any]]:
-    """What is asked over this link; nothing over others than the two for which bounds are
-    stated."""
+    """Return the goals for this link. There are goals for two links only."""
     by_method = {row["method"]: row for row in rows}
     rate, delay, loss = link["rate_bits_per_s"], link["delay_s"], link["loss"]
     bounds: list[tuple[str, str, str, bool]] = []
@@ -204,56 +207,57 @@ def goals(rows: list[dict[str, Any]], link: dict[str, Any], hosts: int) -> list[
                 (
                     name,
                     "step_ratio",
-                    f"≤ {FAST_AT_MOST}",
-                    by_method[name]["step_ratio"] <= FAST_AT_MOST,
+                    f"≤ {FAST_MAX_RATIO}",
+                    by_method[name]["step_ratio"] <= FAST_MAX_RATIO,
                 )
             )
     return [{"method": name, "what": key, "value": by_method[name][key], "bound": bound, "met": met}
             for name, key, bound, met in bounds]  # fmt: skip
 
 
-def verdict(row: dict[str, Any]) -> str:
-    """Whether a method pays on the link that was measured."""
+def describe_benefit(row: dict[str, Any]) -> str:
+    """State whether a method pays off on the measured link."""
     if row["method"] == "ddp":
-        return "the measure"
+        return "baseline"
     if row["sooner"] is None:
-        return "does not come to DDP's loss"
-    return "pays" if row["sooner"] > 1 else "does not pay on this link"
+        return "does not reach the loss of DDP"
+    return "faster than DDP" if row["sooner"] > 1 else "slower than DDP on this link"
 
 
-# -- words and pictures
+# -- tables and plots
 
 
-def as_markdown(result: dict[str, Any], why: dict[str, str]) -> str:
+def as_markdown(result: dict[str, Any], reasons: dict[str, str]) -> str:
     machine, link, steps = result["machine"], result["link_measured"], result["steps"]
     lines = [
         f"# A slow network, {result['link']['text']}: {result['date']}",
         "",
-        f"{result['hosts']} hosts (network namespaces), one CPU rank on each, of a machine of "
-        f"{machine['cores']} cores "
-        f"({machine['architecture']}), {machine['memory_gib']} GiB; Python {machine['python']}, "
+        f"{result['hosts']} hosts (network namespaces) with one CPU rank each, on a machine with "
+        f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB;"
+        f" Python {machine['python']}, "
         f"torch {machine['torch']}.",
         "",
-        f"- the link: {link['how']}; measured before the training: round trip "
+        f"- Link: {link['how']}. Measured before the training: round trip "
         f"{1e3 * link['round_trip_s']:.2f} ms, one TCP "
         f"stream {link['stream_bits_per_s'] / 1e6:.1f} Mbit/s (congestion control "
         f"{link['tcp_congestion_control']}, "
-        f"tcp_slow_start_after_idle {link['tcp_slow_start_after_idle']})",
-        f"- the work: `examples/demo.yaml` with all {result['parameters']:,} parameters trained, "
-        "float32, at a learning rate "
-        f"that stays after its warm-up; an evaluation every {result['evaluate_every']} steps",
-        "- seconds are those in training steps; evaluations, the start and the checkpoint are left "
-        "out, for all alike",
-        f"- the mark: {result['mark']:.4f}, plain DDP's evaluation loss after {steps} steps; the "
-        "others may take "
-        f"{result['extra_steps']} steps more to come to it, and so may `diloco`, whose "
-        "communication in all is that of all its "
-        "steps. Between evaluations a line is drawn, and its first point at the mark counts, DDP's "
-        "own too",
+        f"tcp_slow_start_after_idle {link['tcp_slow_start_after_idle']}).",
+        f"- Work: `examples/demo.yaml` with all {result['parameters']:,} parameters trained in"
+        " float32, "
+        "at a learning rate that is constant after the warm-up, with an evaluation every "
+        f"{result['evaluate_every']} steps.",
+        "- Seconds are those of the training steps. Evaluations, the start and the checkpoint are "
+        "excluded for all methods.",
+        f"- The mark is {result['mark']:.4f}, the evaluation loss of plain DDP after {steps}"
+        " steps. The "
+        f"other methods may take {result['extra_steps']} more steps to reach it; the total "
+        "communication time includes these steps. A method reaches the mark at the point where the "
+        "line between two evaluations first falls to it.",
         "",
-        f"| method | s/step | sent/step | s in communication, {steps} steps | loss after {steps} | "
-        "loss at the end | "
-        "steps to the mark | s to the mark | × sooner | × less communication | × fewer bytes | |",
+        f"| method | s/step | sent/step | communication in {steps} steps (s) | loss after"
+        f" {steps} steps | "
+        "final loss | steps to the mark | s to the mark | speedup to the mark (×) | "
+        "less communication time (×) | fewer bytes (×) | |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for row in result["methods"]:
@@ -270,25 +274,25 @@ def as_markdown(result: dict[str, Any], why: dict[str, str]) -> str:
             _or_dash(row["sooner"], ".2f"),
             _or_dash(row["less_comm"], ".1f"),
             _or_dash(row["fewer_bytes"], ".1f"),
-            verdict(row),
+            describe_benefit(row),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     if result["goals"]:
-        lines += ["", "| method | what | | goal | |", "|---|---|---:|---|---|"]
+        lines += ["", "| method | quantity | value | goal | |", "|---|---|---:|---|---|"]
         for goal in result["goals"]:
             digits = ".4f" if goal["what"] == "final_loss_difference" else ".2f"
             lines.append(
-                f"| `{goal['method']}` | {WHAT[goal['what']]} |"
+                f"| `{goal['method']}` | {QUANTITIES[goal['what']]} |"
                 f" {_or_dash(goal['value'], digits)} | {goal['bound']} | "
                 f"{'met' if goal['met'] else 'missed'} |"
             )
-    lines += ["", "The settings of each:", ""]
-    plain = result["settings"]["ddp"]
+    lines += ["", "Settings that differ from those of `ddp`, and the reasons for them:", ""]
+    baseline = result["settings"]["ddp"]
     for name, settings in result["settings"].items():
         changes = " ".join(
-            f"{key}={value}" for key, value in settings.items() if plain.get(key) != value
+            f"{key}={value}" for key, value in settings.items() if baseline.get(key) != value
         )
-        lines.append(f"- `{name}`: {f'`{changes}`: ' if changes else ''}{why[name]}")
+        lines.append(f"- `{name}`: {f'`{changes}`: ' if changes else ''}{reasons[name]}")
     return "\n".join(lines)
 
 
@@ -297,7 +301,7 @@ def _or_dash(value: float | None, digits: str) -> str:
 
 
 def as_svg(runs: dict[str, Run]) -> str:
-    """Evaluation loss by step and by second, side by side."""
+    """Plot the evaluation loss by step and by second, next to each other."""
     width, height, left, top, gap = 520, 300, 60, 56, 90
     panels = []
     for number, (title, key) in enumerate(
@@ -310,12 +314,12 @@ def as_svg(runs: dict[str, Run]) -> str:
                     (float(getattr(evaluation, key)), evaluation.loss)
                     for evaluation in run.evaluations
                 ],
-                _COLOURS[index % len(_COLOURS)],
+                _COLORS[index % len(_COLORS)],
             )
             for index, (name, run) in enumerate(runs.items())
         ]
-        high = max(x for curve in series for x, _ in curve.points)
-        drawn = draw(Plot(title, "loss", series), (0.0, high), [])
+        x_max = max(x for curve in series for x, _ in curve.points)
+        drawn = draw(Plot(title, "loss", series), (0.0, x_max), [])
         panels.append(
             _panel(
                 drawn, left + number * (width + gap), top, width, height, f"Evaluation loss {title}"
@@ -323,9 +327,9 @@ def as_svg(runs: dict[str, Run]) -> str:
         )
     legend, x = [], left
     for index, name in enumerate(runs):
-        colour = _COLOURS[index % len(_COLOURS)]
+        color = _COLORS[index % len(_COLORS)]
         legend.append(
-            f'<rect x="{x}" y="14" width="16" height="4" fill="{colour}"/><text x="{x + 22}" '
+            f'<rect x="{x}" y="14" width="16" height="4" fill="{color}"/><text x="{x + 22}" '
             f'y="20">{escape(name)}</text>'
         )
         x += 44 + 8 * len(name)
@@ -339,15 +343,16 @@ def as_svg(runs: dict[str, Run]) -> str:
 
 
 def _panel(drawn: DrawnPlot, left: int, top: int, width: int, height: int, title: str) -> str:
-    """One plot of :func:`paceline.observe.report.charts.draw`, whose coordinates are 1000 × 400."""
-    across, down = width / 1000, height / 400
+    """Render a plot of :func:`paceline.observe.report.charts.draw`, which is 1000 × 400 units in
+    size."""
+    x_scale, y_scale = width / 1000, height / 400
     parts = [f'<text x="{left}" y="{top - 10}" font-weight="bold">{escape(title)}</text>']
     for tick in drawn["y_ticks"]:
-        y = top + float(tick.svg) * down
+        y = top + float(tick.svg) * y_scale
         parts.append(f'<path d="M{left} {y:.1f}h{width}" stroke="#ddd"/>')
         parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{tick.text}</text>')
     for tick in drawn["x_ticks"]:
-        x = left + float(tick.svg) * across
+        x = left + float(tick.svg) * x_scale
         parts.append(
             f'<text x="{x:.1f}" y="{top + height + 18}" text-anchor="middle">{tick.text}</text>'
         )
@@ -357,6 +362,6 @@ def _panel(drawn: DrawnPlot, left: int, top: int, width: int, height: int, title
         for shape in drawn["shapes"]
     )
     parts.append(
-        f'<g transform="translate({left} {top}) scale({across:.4f} {down:.4f})">{lines}</g>'
+        f'<g transform="translate({left} {top}) scale({x_scale:.4f} {y_scale:.4f})">{lines}</g>'
     )
     return "".join(parts)

@@ -1,5 +1,4 @@
-"""Each strategy through Paceline against the same feature of torch (or DeepSpeed) in a hand-written
-loop, on the same work.
+"""Compare each strategy with the same feature of torch or DeepSpeed in a hand-written loop.
 
 python benchmarks/strategies.py [--rounds N] [--steps N] [--only ddp,zero3] [--json] [--output FILE]
 """
@@ -14,10 +13,10 @@ from statistics import median
 from typing import Any
 
 import common
-from common import BenchmarkFailed, Measured, Work
-from run import _machine, log_line, report_results
+from common import BenchmarkFailed, Measurement, Work
+from run import describe_machine, log_line, report_results
 
-#: mode → (settings of Paceline, the rival's mode)
+#: Mode → (overrides for Paceline, mode of the rival).
 MODES: dict[str, tuple[dict[str, Any], str]] = {
     "ddp": ({}, "ddp"),
     "zero1": ({}, "zero1"),
@@ -32,9 +31,9 @@ RIVALS = {
     "zero3": "fully_shard(reshard_after_forward=True)",
     "deepspeed": "deepspeed.initialize, stage 2",
 }
-AT_LEAST = 0.98  # of the rival's steps per second
+MIN_RATIO = 0.98  # steps per second relative to the rival
 PER_DEVICE, TOKENS = 4, 128
-STATE_RANKS, STATE_AT_MOST = 4, 0.27  # zero3's state on that many ranks, as a share of ddp's
+STATE_RANKS, MAX_STATE_SHARE = 4, 0.27  # training state of zero3 relative to ddp
 WARM_UP_STEPS = 2
 
 
@@ -44,25 +43,28 @@ def main() -> int:
     names = [name for name in MODES if name in args.only]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         work = common.make_work(Path(folder), args.steps, even_tokens=TOKENS)
-        runs: dict[str, tuple[list[Measured], list[Measured]]] = {name: ([], []) for name in names}
+        runs: dict[str, tuple[list[Measurement], list[Measurement]]] = {
+            name: ([], []) for name in names
+        }
         try:
             for number in range(args.rounds + 1):
-                this = work if number else replace(work, batches=work.batches[:WARM_UP_STEPS])
+                round_work = work if number else replace(work, batches=work.batches[:WARM_UP_STEPS])
                 for name in names:
-                    ours, theirs = measure(this, name)
+                    paceline, rival = measure(round_work, name)
                     if number:
-                        runs[name][0].append(ours)
-                        runs[name][1].append(theirs)
+                        runs[name][0].append(paceline)
+                        runs[name][1].append(rival)
                     log_line(
-                        f"round {number} {name:<10} {steps_per_second(ours):.3f} steps/s, by hand "
-                        f"{steps_per_second(theirs):.3f} "
-                        f" last loss {ours.losses[-1]:.5f}, by hand {theirs.losses[-1]:.5f}"
+                        f"round {number} {name:<10} {steps_per_second(paceline):.3f} steps/s,"
+                        " hand-written "
+                        f"{steps_per_second(rival):.3f} "
+                        f" last loss {paceline.losses[-1]:.5f}, hand-written {rival.losses[-1]:.5f}"
                     )
-            state = None if args.no_state else state_bytes(work)
+            state = None if args.no_state else measure_state_bytes(work)
         except BenchmarkFailed as error:
             log_line(f"error: {error}")
             return 1
-        result = summary(work, runs, state, args.rounds)
+        result = summarize(work, runs, state, args.rounds)
     return report_results(args, result, as_markdown(result))
 
 
@@ -70,38 +72,34 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="how often each contender is measured (default 3)"
-    )
-    parser.add_argument(
-        "--steps", type=int, default=20, help="training steps of a run (default 20)"
-    )
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender (default 3)")
+    parser.add_argument("--steps", type=int, default=20, help="training steps per run (default 20)")
     parser.add_argument(
         "--only",
         type=lambda text: text.split(","),
         default=list(MODES),
-        help="some of: " + ",".join(MODES),
+        help="comma-separated strategies: " + ",".join(MODES),
     )
     parser.add_argument(
-        "--no-state", action="store_true", help=f"leave the {STATE_RANKS} ranks' state memory out"
+        "--no-state",
+        action="store_true",
+        help=f"skip the measurement of the training state on {STATE_RANKS} ranks",
     )
+    parser.add_argument("--json", action="store_true", help="print all measurements as JSON")
     parser.add_argument(
-        "--json", action="store_true", help="print everything measured as one JSON value"
-    )
-    parser.add_argument(
-        "--output", type=Path, help="write FILE.md (the tables) and FILE.json (everything measured)"
+        "--output", type=Path, help="write FILE.md (the tables) and FILE.json (all measurements)"
     )
     args = parser.parse_args()
     unknown = [name for name in args.only if name not in MODES]
     if unknown:
-        parser.error(f"{', '.join(unknown)}; allowed: {', '.join(MODES)}")
+        parser.error(f"unknown strategies: {', '.join(unknown)}. Choose from: {', '.join(MODES)}")
     return args
 
 
-def measure(work: Work, name: str) -> tuple[Measured, Measured]:
-    """Both contenders, one after the other, on the same batches."""
-    settings, rival = MODES[name]
-    ours = common.run_paceline(
+def measure(work: Work, name: str) -> tuple[Measurement, Measurement]:
+    """Run Paceline and the rival on the same batches."""
+    settings, rival_mode = MODES[name]
+    paceline = common.run_paceline(
         work,
         parallel__mode=name,
         lora__enable="false",
@@ -109,50 +107,51 @@ def measure(work: Work, name: str) -> tuple[Measured, Measured]:
         train_args__async_save="false",
         **settings,
     )
-    theirs = common.run_rival(work, "handwritten_strategies", mode=rival)
-    return ours, theirs
+    rival = common.run_rival(work, "handwritten_strategies", mode=rival_mode)
+    return paceline, rival
 
 
-def steps_per_second(measured: Measured) -> float:
-    return measured.samples_per_second / (common.WORLD_SIZE * PER_DEVICE)
+def steps_per_second(measurement: Measurement) -> float:
+    return measurement.samples_per_second / (common.WORLD_SIZE * PER_DEVICE)
 
 
-def state_bytes(work: Work) -> dict[str, int]:
-    """Training state of the fullest of four ranks under ddp and zero3, as the run measures it."""
-    short = replace(work, batches=work.batches[:2])
+def measure_state_bytes(work: Work) -> dict[str, int]:
+    """Return the measured training state under ddp and zero3 of the rank with the most, of four
+    ranks."""
+    short_work = replace(work, batches=work.batches[:2])
     settings = {
         "lora__enable": "false",
         "parallel__num_gpus": STATE_RANKS,
         "train_args__per_device_train_batch_size": 1,
     }
     return {
-        mode: int(common.run_paceline(short, parallel__mode=mode, **settings).state_bytes or 0)
+        mode: int(common.run_paceline(short_work, parallel__mode=mode, **settings).state_bytes or 0)
         for mode in ("ddp", "zero3")
     }
 
 
-def summary(work: Work, runs: Any, state: dict[str, int] | None, rounds: int) -> dict[str, Any]:
+def summarize(work: Work, runs: Any, state: dict[str, int] | None, rounds: int) -> dict[str, Any]:
     rows = []
-    for name, (ours, theirs) in runs.items():
-        ratio = median(map(steps_per_second, ours)) / median(map(steps_per_second, theirs))
+    for name, (paceline, rival) in runs.items():
+        ratio = median(map(steps_per_second, paceline)) / median(map(steps_per_second, rival))
         rows.append(
             {
                 "mode": name,
                 "rival": RIVALS[name],
-                "steps_per_second": median(map(steps_per_second, ours)),
-                "rival_steps_per_second": median(map(steps_per_second, theirs)),
+                "steps_per_second": median(map(steps_per_second, paceline)),
+                "rival_steps_per_second": median(map(steps_per_second, rival)),
                 "ratio": ratio,
-                "met": ratio >= AT_LEAST,
+                "met": ratio >= MIN_RATIO,
                 "loss_difference": max(
-                    abs(ours_loss / other - 1)
-                    for ours_loss, other in zip(ours[0].losses, theirs[0].losses, strict=True)
+                    abs(loss / rival_loss - 1)
+                    for loss, rival_loss in zip(paceline[0].losses, rival[0].losses, strict=True)
                 ),
-                "same_tokens": all(run.tokens == work.batch_lengths for run in [*ours, *theirs]),
+                "same_tokens": all(run.tokens == work.batch_lengths for run in [*paceline, *rival]),
             }
         )
     return {
         "date": date.today().isoformat(),
-        "machine": _machine(),
+        "machine": describe_machine(),
         "work": (
             f"{work.steps} steps of {work.global_batch} chats of {TOKENS} tokens"
             f" ({common.WORLD_SIZE} CPU ranks × {PER_DEVICE}), all weights of {common.MODEL},"
@@ -162,8 +161,11 @@ def summary(work: Work, runs: Any, state: dict[str, int] | None, rounds: int) ->
         "modes": rows,
         "state_bytes_on_4_ranks": state,
         "runs": {
-            name: {"paceline": [asdict(run) for run in a], "rival": [asdict(run) for run in b]}
-            for name, (a, b) in runs.items()
+            name: {
+                "paceline": [asdict(run) for run in paceline],
+                "rival": [asdict(run) for run in rival],
+            }
+            for name, (paceline, rival) in runs.items()
         },
     }
 
@@ -171,27 +173,27 @@ def summary(work: Work, runs: Any, state: dict[str, int] | None, rounds: int) ->
 def as_markdown(result: dict[str, Any]) -> str:
     machine = result["machine"]
     lines = [
-        f"# Strategies against hand-written loops: {result['date']}",
+        f"# Strategies compared with hand-written loops: {result['date']}",
         "",
         (
             f"{machine['cores']} cores ({machine['architecture']}), {machine['memory_gib']} GiB;"
             f" Python {machine['python']}, torch {machine['torch']}, transformers"
             f" {machine['transformers']}. Medians of {result['rounds']} alternating rounds after a"
-            " warm-up."
+            " warm-up round."
         ),
         "",
         f"- {result['work']}",
         "",
         (
-            "| mode | the same by hand | steps/s | by hand | ratio | goal | | losses differ by at"
-            " most | same tokens |"
+            "| mode | hand-written with | steps/s | hand-written, steps/s | ratio | goal | |"
+            " largest relative loss difference | same tokens |"
         ),
         "|---|---|---:|---:|---:|---|---|---:|---|",
     ]
     for row in result["modes"]:
         lines.append(
             f"| `{row['mode']}` | {row['rival']} | {row['steps_per_second']:.3f} |"
-            f" {row['rival_steps_per_second']:.3f} | {row['ratio']:.3f} | ≥ {AT_LEAST} |"
+            f" {row['rival_steps_per_second']:.3f} | {row['ratio']:.3f} | ≥ {MIN_RATIO} |"
             f" {'met' if row['met'] else 'missed'} | {row['loss_difference']:.1e} |"
             f" {'yes' if row['same_tokens'] else 'NO'} |"
         )
@@ -201,9 +203,11 @@ def as_markdown(result: dict[str, Any]) -> str:
         lines += [
             "",
             (
-                f"State of the fullest of {STATE_RANKS} ranks: `ddp` {state['ddp']:,} bytes,"
-                f" `zero3` {state['zero3']:,}: {share:.4f} of it (goal ≤ {STATE_AT_MOST}:"
-                f" {'met' if share <= STATE_AT_MOST else 'missed'})."
+                f"Training state of the rank with the most, of {STATE_RANKS} ranks: `ddp`"
+                f" {state['ddp']:,} bytes, `zero3` {state['zero3']:,} bytes, which is"
+                f" {share:.4f} times"
+                f" as much (goal ≤ {MAX_STATE_SHARE}:"
+                f" {'met' if share <= MAX_STATE_SHARE else 'missed'})."
             ),
         ]
     return "\n".join(lines)

@@ -1,18 +1,17 @@
-"""Tokenize the same rows with Paceline and with `datasets.map(num_proc=…)`, in turns, and print the
-ratios.
+"""Compare the tokenization speed of Paceline with `datasets.map(num_proc=…)` on the same rows.
 
     python benchmarks/tokenize_rows.py --rows 300000 --rounds 3 --output
     benchmarks/results/2030-01-31-tokenize
 
-Both read one file of JSON lines (instruction, input, output; words of Python's documentation;
-everything follows from one seed), render each row with the model's chat template, and tokenize it;
-rows are cut to the same length. The rival is what one writes with `datasets` and `transformers`:
-`load_dataset("json")`, then `map` in batches with `apply_chat_template` and the fast tokenizer. It
-makes no label mask and counts nothing. Both begin without a cache. Both must produce the same
+The contenders take turns. Both read a file of JSON lines (instruction, input and output, with words
+of Python's documentation drawn with a fixed seed), render each row with the chat template of the
+model, and tokenize and truncate it. The rival is a typical script with `datasets` and
+`transformers`: `load_dataset("json")`, then `map` in batches with `apply_chat_template` and the
+fast tokenizer; it creates no label mask. Both start without a cache and must produce the same
 number of tokens.
 
-The contender with one process may use one core only: without that, the Rust tokenizer encodes each
-batch on all cores.
+The contender with one process is limited to one core, because the Rust tokenizer would otherwise
+encode each batch on all cores.
 """
 
 import argparse
@@ -40,12 +39,12 @@ from paceline.models.builtin import resolve_model
 def main():
     model, data, folder, workers = sys.argv[1:]
     config = Config(model=model, dataset=data, train_args={"max_length": 1024})
-    sources = [open_source(one) for one in config.sources()]
+    sources = [open_source(spec) for spec in config.sources()]
     path = Path(resolve_model(model))
-    meta = build_entry(
+    metadata = build_entry(
         Path(folder), sources, config, "sft", path, TemplateChoice(), workers=int(workers)
     )
-    print(json.dumps(meta["tokens"]))
+    print(json.dumps(metadata["tokens"]))
 
 if __name__ == "__main__":
     main()
@@ -58,8 +57,9 @@ from transformers import AutoTokenizer
 
 def encode(tokenizer, batch):
     texts = []
-    for instruction, more, output in zip(batch["instruction"], batch["input"], batch["output"]):
-        question = instruction + "\\n" + more if more else instruction
+    columns = (batch["instruction"], batch["input"], batch["output"])
+    for instruction, context, output in zip(*columns):
+        question = instruction + "\\n" + context if context else instruction
         chat = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
         texts.append(tokenizer.apply_chat_template(chat, tokenize=False))
     encoded = tokenizer(texts, add_special_tokens=False, truncation=True, max_length=1024)
@@ -69,12 +69,12 @@ def main():
     model, data, folder, workers = sys.argv[1:]
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = datasets.load_dataset("json", data_files=data, split="train", cache_dir=folder)
-    names = rows.column_names
+    columns = rows.column_names
     encode_batch = functools.partial(encode, tokenizer)
-    rows = rows.map(encode_batch, batched=True, num_proc=int(workers), remove_columns=names)
-    print(json.dumps(total(rows)))
+    rows = rows.map(encode_batch, batched=True, num_proc=int(workers), remove_columns=columns)
+    print(json.dumps(count_tokens(rows)))
 
-def total(rows):
+def count_tokens(rows):
     import pyarrow.compute as pc
     return int(pc.sum(pc.list_value_length(rows.data.column("input_ids"))).as_py())
 
@@ -84,7 +84,7 @@ if __name__ == "__main__":
 
 
 def write_rows(path: Path, count: int) -> None:
-    """Rows of about 780 bytes, as those of the alpaca dataset."""
+    """Write rows of about 780 bytes, the size of those in the alpaca dataset."""
     import pydoc_data.topics
 
     vocabulary = [
@@ -93,20 +93,24 @@ def write_rows(path: Path, count: int) -> None:
         for token in text.split()
         if token.isalpha()
     ]
-    chance = random.Random(42)
+    random_source = random.Random(42)
     with open(path, "w") as handle:
         for number in range(count):
             row = {
-                "instruction": " ".join(chance.choices(vocabulary, k=30)),
-                "input": " ".join(chance.choices(vocabulary, k=20)) if number % 3 == 0 else "",
-                "output": " ".join(chance.choices(vocabulary, k=90)),
+                "instruction": " ".join(random_source.choices(vocabulary, k=30)),
+                "input": " ".join(random_source.choices(vocabulary, k=20))
+                if number % 3 == 0
+                else "",
+                "output": " ".join(random_source.choices(vocabulary, k=90)),
             }
             handle.write(json.dumps(row) + "\n")
 
 
-def timed(code: str, model: str, data: Path, workers: int, scratch: Path) -> tuple[float, int]:
-    """(seconds by the wall clock, number of tokens) of a process of its own on ``workers`` cores,
-    without a cache."""
+def run_contender(
+    code: str, model: str, data: Path, workers: int, scratch: Path
+) -> tuple[float, int]:
+    """Run a contender without a cache in a process on ``workers`` cores, and return the wall-clock
+    seconds and the number of tokens."""
     folder = scratch / "out"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -119,22 +123,31 @@ def timed(code: str, model: str, data: Path, workers: int, scratch: Path) -> tup
         "HF_DATASETS_OFFLINE": "1",
         "HF_HOME": str(folder),
     }
-    begun = time.perf_counter()
+    started_at = time.perf_counter()
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:workers])  # inherited by the contender
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        completed = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        )
     finally:
         os.sched_setaffinity(0, cores)
-    return time.perf_counter() - begun, int(done.stdout.split()[-1])
+    return time.perf_counter() - started_at, int(completed.stdout.split()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=int, default=300_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--output", type=Path, help="write OUTPUT.json and OUTPUT.md")
+    parser.add_argument("--rows", type=int, default=300_000, help="number of rows (default 300000)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender (default 3)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="processes of each contender (default: number of cores)",
+    )
+    parser.add_argument(
+        "--output", type=Path, help="write OUTPUT.md (the table) and OUTPUT.json (all measurements)"
+    )
     options = parser.parse_args()
     from paceline.models.builtin import resolve_model
 
@@ -152,13 +165,13 @@ def main() -> None:
         size = data.stat().st_size
         for number in range(options.rounds):
             for name, (code, workers) in contenders.items():
-                wall_s, tokens[name] = timed(code, model, data, workers, Path(folder))
+                wall_s, tokens[name] = run_contender(code, model, data, workers, Path(folder))
                 seconds[name].append(wall_s)
                 print(
                     f"round {number + 1}: {name}: {wall_s:.1f} s, {tokens[name]:,} tokens",
                     flush=True,
                 )
-    parallel = f"paceline, {options.workers} cores"
+    reference = f"paceline, {options.workers} cores"
     text = [
         (
             f"{options.rows:,} rows, {size / 1e6:.0f} MB, {options.rounds} rounds, {os.cpu_count()}"
@@ -167,11 +180,14 @@ def main() -> None:
         "",
     ]
     text += [
-        "| | median | lowest and highest | time relative to Paceline on all cores |",
+        "| | median | range | time relative to Paceline on all cores |",
         "|---|---|---|---|",
     ]
     for name, values in seconds.items():
-        ratios = [ours / other for ours, other in zip(values, seconds[parallel], strict=True)]
+        ratios = [
+            value / reference_value
+            for value, reference_value in zip(values, seconds[reference], strict=True)
+        ]
         text.append(
             f"| {name} | {statistics.median(values):.1f} s | {min(values):.1f} to {max(values):.1f}"
             f" s | {statistics.median(ratios):.2f} |"
@@ -179,7 +195,7 @@ def main() -> None:
     text += [
         "",
         (
-            "equal numbers of tokens:"
+            "same number of tokens:"
             f" {'yes' if len(set(tokens.values())) == 1 else 'NO: ' + str(tokens)}"
         ),
     ]

@@ -1,4 +1,4 @@
-"""The tasks of ``recovery.py``: chats as `paceline sft` trains on them."""
+"""Tasks for ``recovery.py``: language modeling as in `paceline sft`, with instrumentation."""
 
 import json
 import os
@@ -11,60 +11,64 @@ from pathlib import Path
 from paceline.distributed.progress import PROGRESS
 from paceline.tasks.language import LanguageTask
 
-#: On, off, off, on: what grows or falls over the run falls on both alike.
+#: Whether the watchdog is active in each of four blocks. This order cancels a linear drift.
 ORDER = (True, False, False, True)
 
 
-class Switched(LanguageTask):
-    """The watchdog is switched on and off every few steps, on all ranks at the same.
+class AlternatingWatchdog(LanguageTask):
+    """Switches the watchdog on and off every few steps, at the same steps on all ranks.
 
-    ``task_args``: ``block``, steps between switches; ``file``, where rank 0 writes ``steps``,
-    ``[step, begun_at_s, on]`` of each, and ``thread``, the time that the watchdog's thread was on a
-    core in a second in which it was on.
+    ``task_args`` contains ``block``, the number of steps between switches, and ``file``. Rank 0
+    writes two values to this file: ``steps``, a list of ``[step, start_s, is_active]``, and
+    ``thread``, the CPU time of the watchdog thread per second in which it was active.
     """
 
-    seen = None
+    records = None
 
     def loss(self, model, batch):
         if PROGRESS.step is not None and model.training:
-            self._note(PROGRESS.step)
+            self._record_step(PROGRESS.step)
         return super().loss(model, batch)
 
-    def _note(self, step):
-        """Once a step: from its first loss to the first loss of the next is what it took, with all
-        that lies between."""
-        if self.seen is None:
-            self.seen, self.cores, self.busy_from_s = [], PROGRESS._cores, busy_s()
-        if self.seen and self.seen[-1][0] == step:
+    def _record_step(self, step):
+        """Record the start of a step, at the first call in that step. The duration of a step is the
+        time until the start of the next one."""
+        if self.records is None:
+            self.records, self.delays = [], PROGRESS._delays
+            self.cpu_s_at_start = watchdog_cpu_s()
+        if self.records and self.records[-1][0] == step:
             return
         args = self.config.task_args
-        on = ORDER[(step - 1) // args["block"] % len(ORDER)]
-        PROGRESS.active = on
-        PROGRESS._cores = self.cores if on else None
-        self.seen.append((step, time.perf_counter(), on))
+        is_active = ORDER[(step - 1) // args["block"] % len(ORDER)]
+        PROGRESS.active = is_active
+        PROGRESS._delays = self.delays if is_active else None
+        self.records.append((step, time.perf_counter(), is_active))
         if step == self.config.train_args.max_steps and os.environ["RANK"] == "0":
-            on_s = sum(
-                after - before for (_, before, on), (_, after, _) in pairwise(self.seen) if on
+            active_s = sum(
+                end - start
+                for (_, start, was_active), (_, end, _) in pairwise(self.records)
+                if was_active
             )
-            result = {"steps": self.seen, "thread": (busy_s() - self.busy_from_s) / on_s}
+            cpu_s = watchdog_cpu_s() - self.cpu_s_at_start
+            result = {"steps": self.records, "thread": cpu_s / active_s}
             Path(args["file"]).write_text(json.dumps(result))
 
 
-def busy_s():
-    """How long the watchdog's thread has been on a core: the first number of its schedstat."""
+def watchdog_cpu_s():
+    """Return the CPU time of the watchdog thread, which is the first number of its schedstat."""
     thread = next(thread for thread in threading.enumerate() if thread.name == "watchdog")
     return int(Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()[0]) * 1e-9
 
 
-class Killed(LanguageTask):
-    """Rank 1 kills itself in the steps ``at``, once in each, and leaves the time of it (since the
-    epoch) in ``folder``."""
+class SelfKilling(LanguageTask):
+    """Kills rank 1 once in each of the steps ``at``, after writing the time (in seconds since the
+    epoch) to a file in ``folder``."""
 
     def loss(self, model, batch):
         args = self.config.task_args
         if model.training and PROGRESS.step in args["at"] and os.environ["RANK"] == "1":
-            flag = Path(args["folder"]) / str(PROGRESS.step)
-            if not flag.exists():
-                flag.write_text(repr(time.time()))
+            time_file = Path(args["folder"]) / str(PROGRESS.step)
+            if not time_file.exists():
+                time_file.write_text(repr(time.time()))
                 os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)

@@ -1,5 +1,5 @@
-"""LoRA fine-tuning by hand: torchrun, transformers, peft, DistributedDataParallel; rows padded to
-the longest of the batch.
+"""A hand-written LoRA fine-tuning loop with torchrun, transformers, peft and
+DistributedDataParallel. Batches are padded to their longest sample.
 
 torchrun --standalone --nproc-per-node 2 handwritten_ddp_peft.py SPEC.json
 """
@@ -28,14 +28,14 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(spec["seed"])
 
-    # Each rank takes every world-size-th sample of a global batch, and tokenises these alone.
-    tokenizer = AutoTokenizer.from_pretrained(spec["model"])
+    # Each rank tokenizes only its own samples of each global batch.
+    tokenizer = AutoTokenizer.from_pretrainable(spec["model"])
     chats = read_chats(spec["train_file"])
     size = spec["per_device_batch_size"]
     local_chats = [chats[index] for batch in spec["batches"] for index in batch[rank::world_size]]
     samples = encode(tokenizer, local_chats, spec["max_length"])
 
-    base = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrainable(spec["model"], dtype=torch.float32)
     lora = LoraConfig(
         r=spec["lora_rank"],
         lora_alpha=spec["lora_alpha"],
@@ -44,8 +44,8 @@ def main() -> None:
         task_type="CAUSAL_LM",
     )
     model = DistributedDataParallel(get_peft_model(base, lora))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=spec["learning_rate"], weight_decay=0.0)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=spec["learning_rate"], weight_decay=0.0)
 
     record = Record()
     for step in range(len(spec["batches"])):
@@ -56,10 +56,10 @@ def main() -> None:
         logits = model(
             input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
         ).logits
-        # DDP averages over the ranks; the loss is to be divided by the labels of all of them.
+        # DDP averages over the ranks, but the loss is divided by the labels of all ranks.
         loss = summed_loss(logits, batch["labels"]) * world_size / count
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, spec["max_grad_norm"])
+        torch.nn.utils.clip_grad_norm_(trainable, spec["max_grad_norm"])
         optimizer.step()
         optimizer.zero_grad()
         record.losses.append(float(loss.detach()))

@@ -1,5 +1,5 @@
-"""LoRA fine-tuning by hand, packed: a micro-batch's samples stand in one row, and logits are made
-only for the answers.
+"""A hand-written LoRA fine-tuning loop with packing: the samples of a micro-batch are in one row,
+and logits are computed only for the answers.
 
 torchrun --standalone --nproc-per-node 2 handwritten_packed.py SPEC.json
 """
@@ -14,16 +14,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def pack(samples: list[Sample]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Inputs of the model (one row, positions that start again with each sample), and the target of
-    each logit kept."""
+    """Return the inputs of the model (one row, with positions that restart at each sample) and the
+    target of each computed logit."""
     ids = torch.tensor([token for sample in samples for token in sample["input_ids"]])
-    # The first token of a sample is nobody's target: what stands before it belongs to another
+    # The first token of a sample is not a target, because the token before it belongs to another
     # sample.
     labels = torch.tensor([label for sample in samples for label in (-100, *sample["labels"][1:])])
     positions = torch.cat([torch.arange(len(sample["input_ids"])) for sample in samples])
-    places = (labels != -100).nonzero().flatten()
-    inputs = {"input_ids": ids[None], "position_ids": positions[None], "logits_to_keep": places - 1}
-    return inputs, labels[places]
+    label_positions = (labels != -100).nonzero().flatten()
+    inputs = {
+        "input_ids": ids[None],
+        "position_ids": positions[None],
+        "logits_to_keep": label_positions - 1,
+    }
+    return inputs, labels[label_positions]
 
 
 def main() -> None:
@@ -32,13 +36,13 @@ def main() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(spec["seed"])
 
-    tokenizer = AutoTokenizer.from_pretrained(spec["model"])
+    tokenizer = AutoTokenizer.from_pretrainable(spec["model"])
     chats = read_chats(spec["train_file"])
     size = spec["per_device_batch_size"]
     local_chats = [chats[index] for batch in spec["batches"] for index in batch[rank::world_size]]
     samples = encode(tokenizer, local_chats, spec["max_length"])
 
-    base = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrainable(spec["model"], dtype=torch.float32)
     lora = LoraConfig(
         r=spec["lora_rank"],
         lora_alpha=spec["lora_alpha"],
@@ -47,8 +51,8 @@ def main() -> None:
         task_type="CAUSAL_LM",
     )
     model = DistributedDataParallel(get_peft_model(base, lora))
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=spec["learning_rate"], weight_decay=0.0)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=spec["learning_rate"], weight_decay=0.0)
 
     record = Record()
     for step in range(len(spec["batches"])):
@@ -59,7 +63,7 @@ def main() -> None:
         logits = model(**inputs, use_cache=False).logits
         loss = functional.cross_entropy(logits[0], targets, reduction="sum") * world_size / count
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, spec["max_grad_norm"])
+        torch.nn.utils.clip_grad_norm_(trainable, spec["max_grad_norm"])
         optimizer.step()
         optimizer.zero_grad()
         record.losses.append(float(loss.detach()))

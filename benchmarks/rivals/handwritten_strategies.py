@@ -1,8 +1,8 @@
-"""Full fine-tuning by hand with what torch has: torchrun, transformers, and DDP,
+"""A hand-written full fine-tuning loop with torchrun, transformers, and DDP,
 ZeroRedundancyOptimizer, FSDP2 or DeepSpeed.
 
-torchrun --standalone --nproc-per-node 2 handwritten_strategies.py SPEC.json      (SPEC names the
-mode)
+torchrun --standalone --nproc-per-node 2 handwritten_strategies.py SPEC.json  # SPEC.json sets the
+mode
 """
 
 import os
@@ -15,24 +15,25 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
-def place(
-    model: torch.nn.Module, mode: str, rate: float
+def parallelize(
+    model: torch.nn.Module, mode: str, learning_rate: float
 ) -> tuple[Any, torch.optim.Optimizer | None]:
-    """The model as the mode wants it, and its optimizer (None: DeepSpeed's engine is both)."""
+    """Return the parallelized model and its optimizer, which is None if the DeepSpeed engine owns
+    it."""
     if mode in ("ddp", "zero1"):
         from torch.nn.parallel import DistributedDataParallel
 
-        placed = DistributedDataParallel(model)
+        parallel_model = DistributedDataParallel(model)
         if mode == "ddp":
-            return placed, torch.optim.AdamW(
-                placed.parameters(), lr=rate, weight_decay=0.0, fused=True
+            return parallel_model, torch.optim.AdamW(
+                parallel_model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True
             )
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        return placed, ZeroRedundancyOptimizer(
-            placed.parameters(),
+        return parallel_model, ZeroRedundancyOptimizer(
+            parallel_model.parameters(),
             torch.optim.AdamW,
-            lr=rate,
+            lr=learning_rate,
             weight_decay=0.0,
             fused=True,
             parameters_as_bucket_view=True,
@@ -43,19 +44,23 @@ def place(
         for block in model.model.layers:
             fully_shard(block, reshard_after_forward=mode == "zero3")
         fully_shard(model, reshard_after_forward=mode == "zero3")
-        return model, torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
+        return model, torch.optim.AdamW(
+            model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True
+        )
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    size = dist.get_world_size()
+    world_size = dist.get_world_size()
     settings = {
         "train_micro_batch_size_per_gpu": 1,
-        "train_batch_size": size,
+        "train_batch_size": world_size,
         "zero_optimization": {"stage": 2},
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
     }
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, weight_decay=0.0, fused=True
+    )
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=settings, dist_init_required=False
     )
@@ -74,7 +79,7 @@ def main() -> None:
     local_chats = [chats[index] for batch in spec["batches"] for index in batch[rank::world_size]]
     samples = encode(tokenizer, local_chats, spec["max_length"])
 
-    model, optimizer = place(
+    model, optimizer = parallelize(
         AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
         mode,
         spec["learning_rate"],
@@ -85,20 +90,19 @@ def main() -> None:
         batch = pad(chunk, tokenizer.pad_token_id)
         count = torch.tensor(float(num_labels(chunk)))
         dist.all_reduce(count)
-        # The head is computed where some row has a label, and nowhere else.
+        # The head is computed only at positions at which at least one row has a label.
         targets = functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-        keep = (targets != -100).any(0).nonzero().flatten()
+        label_positions = (targets != -100).any(0).nonzero().flatten()
         logits = model(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
             use_cache=False,
-            logits_to_keep=keep,
+            logits_to_keep=label_positions,
         ).logits
-        # All of them average over the ranks; the loss is to be divided by the labels of all of
-        # them.
+        # Every mode averages over the ranks, but the loss is divided by the labels of all ranks.
         loss = (
             functional.cross_entropy(
-                logits.flatten(0, 1), targets[:, keep].flatten(), reduction="sum"
+                logits.flatten(0, 1), targets[:, label_positions].flatten(), reduction="sum"
             )
             * world_size
             / count

@@ -1,4 +1,4 @@
-"""LoRA fine-tuning with transformers' Trainer and peft.
+"""LoRA fine-tuning with the Trainer of transformers and with peft.
 
 torchrun --standalone --nproc-per-node 2 hf_trainer.py SPEC.json
 """
@@ -18,9 +18,8 @@ from transformers import (
 )
 
 
-class StepTimes(TrainerCallback):
-    """Notes when each step ended, and what this rank saw in it: the rank-th part of the global
-    batch."""
+class StepRecorder(TrainerCallback):
+    """Records the end of each step and the tokens of this rank's share of the global batch."""
 
     def __init__(
         self, record: Record, samples: list[Any], size: int, rank: int, world_size: int
@@ -79,7 +78,7 @@ def main() -> None:
     )
     model = get_peft_model(base, lora)
     record = Record()
-    callback = StepTimes(
+    callback = StepRecorder(
         record,
         samples,
         spec["per_device_batch_size"],

@@ -1,5 +1,5 @@
-"""What the rivals have in common: samples, the evaluation after training, and the result file. No
-tricks, no Paceline."""
+"""Code that the rivals share: samples, the evaluation after training, and the result file. It does
+not use Paceline."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ Sample = dict[str, list[int]]
 
 
 def read_spec() -> dict[str, Any]:
-    """The work, as `benchmarks/common.py` describes it: the JSON file named on the command line."""
+    """Read the JSON file on the command line, which `benchmarks/common.py` writes."""
     return json.loads(Path(sys.argv[1]).read_text())
 
 
@@ -25,7 +25,7 @@ def read_chats(path: str) -> list[list[dict[str, str]]]:
 
 
 def encode(tokenizer: Any, chats: list[list[dict[str, str]]], max_length: int) -> list[Sample]:
-    """Token ids and labels of each chat; -100 wherever the token is not part of an answer."""
+    """Return the token ids and labels of each chat; the label is -100 outside the answers."""
     encoded = tokenizer.apply_chat_template(
         chats,
         return_dict=True,
@@ -45,35 +45,37 @@ def encode(tokenizer: Any, chats: list[list[dict[str, str]]], max_length: int) -
 
 
 def pad(samples: list[Sample], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """input_ids, attention_mask and labels, int64 [rows, longest], padded on the right."""
+    """Return input_ids, attention_mask and labels, padded on the right, int64 [rows, longest]."""
     longest = max(len(sample["input_ids"]) for sample in samples)
     rows: dict[str, list[list[int]]] = {"input_ids": [], "attention_mask": [], "labels": []}
     for sample in samples:
-        size, gap = len(sample["input_ids"]), longest - len(sample["input_ids"])
-        rows["input_ids"].append(sample["input_ids"] + [pad_token_id] * gap)
-        rows["attention_mask"].append([1] * size + [0] * gap)
-        rows["labels"].append(sample["labels"] + [-100] * gap)
+        length = len(sample["input_ids"])
+        padding = longest - length
+        rows["input_ids"].append(sample["input_ids"] + [pad_token_id] * padding)
+        rows["attention_mask"].append([1] * length + [0] * padding)
+        rows["labels"].append(sample["labels"] + [-100] * padding)
     return {name: torch.tensor(values) for name, values in rows.items()}
 
 
 def summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each next token, summed over the labels."""
+    """Return the cross entropy of the next tokens, summed over the labels."""
     return functional.cross_entropy(
         logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
     )
 
 
 def num_labels(samples: list[Sample]) -> int:
+    """Return the number of labels; the first token of a sample is not predicted."""
     return sum(label != -100 for sample in samples for label in sample["labels"][1:])
 
 
 class Record:
-    """Times and sizes of each step, kept in memory and written once at the end."""
+    """The end time, tokens and loss of each step, which :func:`finish` writes after training."""
 
     def __init__(self) -> None:
         self.step_ends: list[float] = []  # seconds since the epoch
-        self.tokens: list[int] = []  # this rank's tokens, padding not counted
-        # as this rank back-propagated it; the mean over the ranks is that over all labels
+        self.tokens: list[int] = []  # of this rank, without padding
+        # Loss of this rank; the mean over the ranks is the mean over all labels.
         self.losses: list[float] = []
 
     def step_done(self, samples: list[Sample]) -> None:
@@ -82,27 +84,28 @@ class Record:
 
 
 def finish(spec: dict[str, Any], record: Record, model: Any, tokenizer: Any) -> None:
-    """Evaluate on the held-out chats, then write what was measured, on rank 0. The peak is that of
-    training alone."""
-    local = {
+    """Evaluate on the held-out chats, and write the result on rank 0. The peak memory is read
+    before the evaluation."""
+    local_result = {
         "tokens": record.tokens,
         "losses": record.losses,
         "peak_memory_bytes": peak_memory_bytes(),
     }
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, local)
+    rank_results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rank_results, local_result)
     loss, count = evaluate(spec, model, tokenizer)
     if dist.get_rank() == 0:
         result = {
             "step_ends": record.step_ends,
             "tokens": [
-                sum(parts) for parts in zip(*(rank["tokens"] for rank in ranks), strict=True)
+                sum(values)
+                for values in zip(*(result["tokens"] for result in rank_results), strict=True)
             ],
             "losses": [
-                sum(parts) / len(parts)
-                for parts in zip(*(rank["losses"] for rank in ranks), strict=True)
+                sum(values) / len(values)
+                for values in zip(*(result["losses"] for result in rank_results), strict=True)
             ],
-            "peak_memory_bytes": [rank["peak_memory_bytes"] for rank in ranks],
+            "peak_memory_bytes": [result["peak_memory_bytes"] for result in rank_results],
             "eval_loss": loss,
             "eval_count": count,
         }
@@ -110,8 +113,8 @@ def finish(spec: dict[str, Any], record: Record, model: Any, tokenizer: Any) -> 
 
 
 def evaluate(spec: dict[str, Any], model: Any, tokenizer: Any) -> tuple[float, int]:
-    """(mean loss over all labels of the held-out set, their number); each rank takes every
-    world-size-th chat."""
+    """Return the mean loss over all labels of the held-out set and the number of labels. The chats
+    are assigned to the ranks in turn."""
     model.eval()
     samples = encode(
         tokenizer,
@@ -132,16 +135,16 @@ def evaluate(spec: dict[str, Any], model: Any, tokenizer: Any) -> tuple[float, i
 
 
 def close() -> None:
-    """End the process group, after all measuring."""
-    # gloo's thread needs the interpreter's lock to let go of the last collective's tensors; a group
-    # that is destroyed before it got it waits for that thread forever, with the lock held.
+    """Destroy the process group."""
+    # Gloo's thread needs the GIL to release the tensors of the last collective. Destroying the
+    # group holds the GIL while it waits for that thread, so it would deadlock without this delay.
     time.sleep(0.2)
     dist.destroy_process_group()
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process has had resident so far (VmHWM)."""
+    """Return the peak resident memory of this process (VmHWM)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise OSError("no VmHWM in /proc/self/status: these benchmarks need Linux")
+    raise OSError("/proc/self/status has no VmHWM. The benchmarks need Linux.")

@@ -111,7 +111,7 @@ class ProgressTracker:
     main one."""
 
     def __init__(self) -> None:
-        self._cores: SchedulerDelayReader | None = None
+        self._delays: SchedulerDelayReader | None = None
         self.box: CallLog | None = None
         self.start(active=False)
 
