@@ -46,8 +46,8 @@ def train_set(tokens: PreparedTokens) -> TokenDataset:
     return TokenDataset(tokens.train_folder, tokens.train_indices)
 
 
-def parts(tokens: PreparedTokens, index: int = 0) -> list[tuple[bool, str]]:
-    """One sample as runs of (carries loss, text)."""
+def loss_segments(tokens: PreparedTokens, index: int = 0) -> list[tuple[bool, str]]:
+    """Return the sample as a list of (carries loss, text) for consecutive tokens."""
     tokenizer = load_tokenizer(Path(tokens.tokenizer_path))
     sample = train_set(tokens)[index]
     edges = [0, *(np.flatnonzero(np.diff(sample["labels_mask"])) + 1), len(sample["input_ids"])]
@@ -64,7 +64,7 @@ def notice_text(tokens: PreparedTokens) -> str:
     return "\n".join(text for _, text in tokens.notices)
 
 
-def fails(*args: Any, **settings: Any) -> str:
+def expect_error(*args: Any, **settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         prepare(*args, **settings)
     return str(caught.value)

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of data."""
+"""Fixtures for the data tests."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from paceline.models.builtin import builtin_tokenizer
 
 @pytest.fixture
 def bare_tokenizer(tmp_path: Path) -> str:
-    """The built-in tokenizer without its chat template, in a folder of its own."""
+    """A copy of the built-in tokenizer without its chat template."""
     folder = tmp_path / "bare"
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,4 +1,4 @@
-"""The data made from the standard library's sources."""
+"""Built-in datasets generated from the source code of the Python standard library."""
 
 import json
 
@@ -8,7 +8,7 @@ from paceline.core.errors import ConfigError
 from paceline.data.sources.builtin import builtin_dataset, python_source, stdlib_modules
 
 
-def test_questions_and_answers() -> None:
+def test_python_docs_rows_are_question_answer_pairs() -> None:
     rows = [
         json.loads(line)
         for line in builtin_dataset("python-docs").read_text(encoding="utf-8").splitlines()
@@ -23,7 +23,7 @@ def test_questions_and_answers() -> None:
     assert len({question for question, _ in pairs}) > 0.95 * len(pairs)
 
 
-def test_source_text_is_whole() -> None:
+def test_python_source_contains_complete_modules() -> None:
     modules = dict(stdlib_modules(packages=False))
     documents = [row["text"] for row in python_source()]
     text = "\n".join(documents)
@@ -32,6 +32,6 @@ def test_source_text_is_whole() -> None:
     assert not any("tests" in path.parts or "idlelib" in path.parts for path in modules.values())
 
 
-def test_unknown_name() -> None:
+def test_unknown_builtin_dataset_suggests_similar_name() -> None:
     with pytest.raises(ConfigError, match="did you mean `builtin:python-docs`"):
         builtin_dataset("pythondocs")

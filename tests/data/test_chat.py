@@ -1,4 +1,4 @@
-"""Where in a rendered chat the answers stand, under templates of many manners; transformers is the
+"""Answer spans in rendered chats for several styles of chat template, with transformers as the
 reference."""
 
 import pytest
@@ -11,13 +11,13 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' +"
     " '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# A system message of its own where the chat has none.
+# Adds a default system message if the chat has none.
 WITH_SYSTEM = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
     + CHATML
 )
-# The thoughts of earlier answers are taken out, and the last answer gets an empty thought where it
-# has none.
+# Removes the reasoning of earlier answers, and adds an empty reasoning block to the last answer if
+# it has none.
 THINKING = """
 {%- set ns = namespace(last=0) %}
 {%- for m in messages %}
@@ -25,32 +25,32 @@ THINKING = """
 {%- endfor %}
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}
-        {%- set said = m.content.split('</think>')[-1].lstrip('\\n') %}
+        {%- set answer = m.content.split('</think>')[-1].lstrip('\\n') %}
         {%- if loop.index0 > ns.last %}
             {%- set thought = m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
             {%- set thought = thought if '</think>' in m.content else '' %}
             {{- '<|im_start|>assistant\\n<think>\\n' + thought -}}
-            {{- '\\n</think>\\n\\n' + said + '<|im_end|>\\n' }}
+            {{- '\\n</think>\\n\\n' + answer + '<|im_end|>\\n' }}
         {%- else %}
-            {{- '<|im_start|>assistant\\n' + said + '<|im_end|>\\n' }}
+            {{- '<|im_start|>assistant\\n' + answer + '<|im_end|>\\n' }}
         {%- endif %}
     {%- else %}
         {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
-# The manner of Llama 2 and Mistral: no generation prompt, the roles must alternate.
+# Llama 2 and Mistral style: no generation prompt, and the roles must alternate.
 INST = (
     "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
     "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}"
     "{{ ' ' + m['content'] | trim + eos_token }}{% endif %}{% endfor %}"
 )
-# No generation prompt though answers have a header.
+# Answers have a header, but the template ignores `add_generation_prompt`.
 NO_PROMPT = (
     "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token + '\n' }}{% endfor %}"
 )
-# The generation prompt opens a thought, which the finished chat does not show.
+# The generation prompt opens a reasoning block that does not appear in the rendered chat.
 OPENS_THOUGHT = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content.split('</think>')[-1] +"
     " '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{"
@@ -60,7 +60,7 @@ OPENS_THOUGHT = (
 CHAT = [
     {"role": "user", "content": "One?"},
     {"role": "assistant", "content": "First."},
-    {"role": "user", "content": "First.?"},  # holds an answer's words
+    {"role": "user", "content": "First.?"},  # contains the text of an answer
     {"role": "assistant", "content": "Second."},
 ]
 
@@ -73,9 +73,11 @@ def answers(source: str, chat: list[dict[str, str]]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "source", [CHATML, WITH_SYSTEM, CHAT_TEMPLATE], ids=["chatml", "own system", "marked"]
+    "source",
+    [CHATML, WITH_SYSTEM, CHAT_TEMPLATE],
+    ids=["chatml", "default system message", "generation marks"],
 )
-def test_every_answer_with_its_end_of_turn(source: str) -> None:
+def test_span_covers_answer_and_end_of_turn(source: str) -> None:
     assert answers(source, CHAT) == ["First.<|im_end|>", "Second.<|im_end|>"]
     assert answers(source, [{"role": "system", "content": "Be."}, *CHAT]) == [
         "First.<|im_end|>",
@@ -88,7 +90,7 @@ def test_template_without_generation_prompt() -> None:
     assert answers(NO_PROMPT, CHAT) == ["First.</s>", "Second.</s>"]
 
 
-def test_template_that_rewrites_history() -> None:
+def test_spans_when_template_rewrites_earlier_turns() -> None:
     chat = [
         CHAT[0],
         {"role": "assistant", "content": "<think>\nhm\n</think>\n\nFirst."},
@@ -103,36 +105,36 @@ def test_template_that_rewrites_history() -> None:
     assert answers(OPENS_THOUGHT, CHAT) == ["First.<|im_end|>", "Second.<|im_end|>"]
 
 
-def test_an_answer_that_the_template_changes_beyond_finding_carries_no_loss() -> None:
-    shouting = (
+def test_answer_modified_by_template_is_unplaced() -> None:
+    uppercase_template = (
         "{% for m in messages %}{{ m.content | upper if not loop.last else m.content }}</s>\n{%"
         " endfor %}"
     )
-    rendered = ChatTemplate(shouting, {}).render_with_spans(CHAT)
+    rendered = ChatTemplate(uppercase_template, {}).render_with_spans(CHAT)
     assert rendered.text[slice(*rendered.spans[-1])] == "Second.</s>"
     assert (len(rendered.spans), rendered.unplaced) == (1, 1)
 
 
-def test_marks_that_leave_the_end_of_turn_out_are_extended() -> None:
+def test_generation_mark_is_extended_to_end_of_turn() -> None:
     source = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}</s>{% else %}{{ m.content }}\n{% endif %}{% endfor %}"  # noqa: E501
     assert answers(source, CHAT) == ["First.</s>", "Second.</s>"]
 
 
-def test_answers_of_one_letter_equal_to_the_question() -> None:
+def test_spans_when_answer_equals_question() -> None:
     chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "user", "assistant")]
     for source in (CHATML, CHAT_TEMPLATE, THINKING):
         endings = answers(source, chat)
         assert [answer[-len("a<|im_end|>") :] for answer in endings] == ["a<|im_end|>"] * 2
 
 
-def test_a_chat_that_the_assistant_opens() -> None:
+def test_spans_when_chat_starts_with_assistant() -> None:
     for source in (CHATML, WITH_SYSTEM):
         assert answers(source, [{"role": "assistant", "content": "Hello."}, *CHAT])[0].endswith(
             "Hello.<|im_end|>"
         )
 
 
-def test_refusal_and_broken_template() -> None:
+def test_template_exception_and_invalid_jinja() -> None:
     with pytest.raises(TemplateRefused, match="roles must alternate"):
         answers(INST, CHAT[1:])
     with pytest.raises(ConfigError, match="not valid Jinja"):
@@ -141,7 +143,7 @@ def test_refusal_and_broken_template() -> None:
 
 @pytest.mark.parametrize("source", [CHATML, WITH_SYSTEM, CHAT_TEMPLATE, THINKING, INST])
 @pytest.mark.parametrize("prompt", [False, True])
-def test_renders_as_transformers_does(source: str, prompt: bool) -> None:
+def test_rendering_matches_transformers(source: str, prompt: bool) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     chat = CHAT[:-1] if prompt else CHAT

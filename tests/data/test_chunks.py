@@ -1,5 +1,5 @@
-"""Tokenization in several processes: the same files and the same account as in one; errors and
-interruptions leave nothing."""
+"""Tokenization in several processes writes the same files and row counts as a single process, and
+leaves nothing behind after an error or an interruption."""
 
 import bz2
 import codecs
@@ -32,12 +32,12 @@ from paceline.models.builtin import resolve_model
 MODEL = "builtin:qwen2-micro"
 
 
-def rows(count: int, first: int = 0) -> list[Any]:
-    """Rows of several formats, some of which are dropped or truncated, for several reasons."""
-    out: list[Any] = []
+def make_rows(count: int, first: int = 0) -> list[Any]:
+    """Return rows of several formats, some of which are dropped or truncated."""
+    result: list[Any] = []
     for n in range(first, first + count):
         if n % 7 == 0:
-            out.append(
+            result.append(
                 {
                     "messages": [
                         {"role": "user", "content": f"What is {n}?"},
@@ -46,24 +46,24 @@ def rows(count: int, first: int = 0) -> list[Any]:
                 }
             )
         elif n % 11 == 0:
-            out.append({"question": f"q{n}", "answer": ""})
+            result.append({"question": f"q{n}", "answer": ""})
         elif n % 13 == 0:
-            out.append({"text": f"plain text {n} " * (n % 30 + 1)})
+            result.append({"text": f"plain text {n} " * (n % 30 + 1)})
         elif n % 101 == 0:
-            out.append({"foo": n})
+            result.append({"foo": n})
         else:
-            out.append(
+            result.append(
                 {
                     "instruction": f"Double {n}",
                     "output": f"It is {2 * n}. " * (n % 40 + 1),
                     "note": n % 3 == 0,
                 }
             )
-    return out
+    return result
 
 
-def save(path: Path, some: list[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in some))
+def save(path: Path, records: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in records))
     return str(path)
 
 
@@ -71,7 +71,7 @@ def config_of(*datasets: str, **train_args: Any) -> Config:
     return Config(model=MODEL, dataset=list(datasets), train_args={"max_length": 96, **train_args})
 
 
-def built(
+def build_tokens(
     folder: Path, config: Config, workers: int | None
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
     folder.mkdir()
@@ -88,18 +88,18 @@ def built(
     return {file.name: file.read_bytes() for file in folder.iterdir()}, meta
 
 
-def many_rows(tmp_path: Path, count: int) -> Config:
-    text = save(tmp_path / "a.jsonl", rows(count)) + ""
+def large_dataset_config(tmp_path: Path, count: int) -> Config:
+    text = save(tmp_path / "a.jsonl", make_rows(count)) + ""
     with open(tmp_path / "b.csv", "w") as handle:
         handle.write("prompt,completion\n" + "".join(f"p{n},answer {n}\n" for n in range(700)))
-    (tmp_path / "c.json").write_text(json.dumps(rows(600, first=10_000)))
+    (tmp_path / "c.json").write_text(json.dumps(make_rows(600, first=10_000)))
     return config_of(text, str(tmp_path / "b.csv"), str(tmp_path / "c.json"))
 
 
-def test_two_workers_write_what_one_does(tmp_path: Path) -> None:
-    config = many_rows(tmp_path, 1500)
-    files, meta = built(tmp_path / "one", config, 1)
-    assert built(tmp_path / "two", config, 2) == (files, meta)
+def test_two_workers_write_same_files_as_one(tmp_path: Path) -> None:
+    config = large_dataset_config(tmp_path, 1500)
+    files, meta = build_tokens(tmp_path / "one", config, 1)
+    assert build_tokens(tmp_path / "two", config, 2) == (files, meta)
     assert meta["counts"]["read"] == 1500 + 700 + 600
     assert meta["counts"]["truncated"] > 0
     assert len(meta["counts"]["dropped"]) >= 2
@@ -109,33 +109,33 @@ def test_two_workers_write_what_one_does(tmp_path: Path) -> None:
     )
 
 
-def files_of_lines(folder: Path) -> None:
-    """Files of JSON lines of every kind that is read in its own way."""
+def write_json_lines_files(folder: Path) -> None:
+    """Write a JSON Lines file for each variation that the reader handles separately."""
     lines = [
         json.dumps(row, ensure_ascii=False).encode() + b"\n"
-        for row in [*rows(700), {"text": "Grüße, 你好"}]
+        for row in [*make_rows(700), {"text": "Grüße, 你好"}]
     ]
     text = b"".join(lines)
     (folder / "plain.jsonl").write_bytes(text)
-    (folder / "no-newline-at-the-end.jsonl").write_bytes(text[:-1])
+    (folder / "no-trailing-newline.jsonl").write_bytes(text[:-1])
     (folder / "crlf.ndjson").write_bytes(text.replace(b"\n", b"\r\n"))
-    (folder / "mark.jsonl").write_bytes(codecs.BOM_UTF8 + text)
-    (folder / "mark-on-a-blank-line.jsonl").write_bytes(codecs.BOM_UTF8 + b" \n" + text)
-    (folder / "wide.jsonl").write_bytes(text.decode().encode("utf-16"))
+    (folder / "bom.jsonl").write_bytes(codecs.BOM_UTF8 + text)
+    (folder / "bom-on-blank-line.jsonl").write_bytes(codecs.BOM_UTF8 + b" \n" + text)
+    (folder / "utf16.jsonl").write_bytes(text.decode().encode("utf-16"))
     (folder / "blank.jsonl").write_bytes(
         b"\n \n" + b"\n\t\r\n\xc2\xa0\xe3\x80\x80\n".join(lines) + b"\n\n"
     )
     (folder / "long.jsonl").write_bytes(
         b"".join(json.dumps({"text": "word " * 90_000}).encode() + b"\n" for _ in range(9))
     )
-    (folder / "list.jsonl").write_text(json.dumps(rows(300)))
-    (folder / "packed.jsonl.gz").write_bytes(gzip.compress(text))
+    (folder / "list.jsonl").write_text(json.dumps(make_rows(300)))
+    (folder / "compressed.jsonl.gz").write_bytes(gzip.compress(text))
     (folder / "empty.jsonl").write_bytes(b"")
 
 
-def test_chunks_hold_the_rows_of_the_files_with_their_places(tmp_path: Path) -> None:
-    files_of_lines(tmp_path)
-    (tmp_path / "rows.json").write_text(json.dumps(rows(300)))
+def test_chunks_contain_all_rows_with_locations(tmp_path: Path) -> None:
+    write_json_lines_files(tmp_path)
+    (tmp_path / "rows.json").write_text(json.dumps(make_rows(300)))
     names = [
         *(path.name for path in sorted(tmp_path.iterdir())),
         "",
@@ -155,7 +155,7 @@ def test_chunks_hold_the_rows_of_the_files_with_their_places(tmp_path: Path) -> 
         assert all(chunk.num_rows <= 256 and chunk.num_chars < 3 << 20 for chunk in chunks), name
 
 
-def test_the_place_of_a_row_is_its_line_in_the_file(tmp_path: Path) -> None:
+def test_row_location_is_its_line_number(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(
         codecs.BOM_UTF8 + b'\n{"text": "x"}\r\n  \n\xc2\xa0\n{"text": "y"}\n\n{"text": "z"}'
     )
@@ -177,34 +177,37 @@ def test_the_place_of_a_row_is_its_line_in_the_file(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_error_names_the_line_in_the_file(tmp_path: Path, line: bytes, text: str) -> None:
+def test_error_names_line_and_file(tmp_path: Path, line: bytes, text: str) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"\n\n" + b'{"text": "x"}\n' * 800 + line + b"\n{\n")
     with pytest.raises(ConfigError) as caught:
-        built(tmp_path / "out", config_of(str(file)), 1)
+        build_tokens(tmp_path / "out", config_of(str(file)), 1)
     assert str(caught.value).startswith(text.format(file))
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \r\n", b"\xc2\xa0\n\xe3\x80\x80", codecs.BOM_UTF8])
-def test_each_dataset_must_have_rows(tmp_path: Path, content: bytes) -> None:
-    first, last = save(tmp_path / "a.jsonl", rows(20)), save(tmp_path / "c.jsonl", rows(20))
+def test_rejects_dataset_without_rows(tmp_path: Path, content: bytes) -> None:
+    first, last = (
+        save(tmp_path / "a.jsonl", make_rows(20)),
+        save(tmp_path / "c.jsonl", make_rows(20)),
+    )
     (tmp_path / "b.jsonl").write_bytes(content)
     with pytest.raises(ConfigError, match=r"the dataset `.*b\.jsonl` has no rows"):
-        built(tmp_path / "out", config_of(first, str(tmp_path / "b.jsonl"), last), 1)
+        build_tokens(tmp_path / "out", config_of(first, str(tmp_path / "b.jsonl"), last), 1)
 
 
-def test_the_first_dataset_that_cannot_be_used_is_reported(tmp_path: Path) -> None:
+def test_first_unusable_dataset_is_reported(tmp_path: Path) -> None:
     unusable = save(tmp_path / "a.jsonl", [{"question": "q", "answer": ""}] * 3)
     (tmp_path / "b.jsonl").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"no row of `.*a\.jsonl` can be used"):
-        built(tmp_path / "out", config_of(unusable, str(tmp_path / "b.jsonl")), 1)
+        build_tokens(tmp_path / "out", config_of(unusable, str(tmp_path / "b.jsonl")), 1)
 
 
-def files_of_every_kind(folder: Path) -> None:
+def write_all_file_types(folder: Path) -> None:
     table_rows = [{"prompt": f"p{n}", "completion": f"answer {n} " * 40} for n in range(2000)]
     text = "".join(json.dumps(row) + "\n" for row in table_rows).encode()
     (folder / "lines.jsonl").write_bytes(text)
-    (folder / "wide.jsonl").write_bytes(text.decode().encode("utf-16"))
+    (folder / "utf16.jsonl").write_bytes(text.decode().encode("utf-16"))
     (folder / "list.json").write_text(json.dumps(table_rows))
     (folder / "table.csv").write_text(
         "prompt,completion\n"
@@ -212,8 +215,8 @@ def files_of_every_kind(folder: Path) -> None:
     )
     table = pa.Table.from_pylist(table_rows)
     pq.write_table(table, folder / "table.parquet")
-    for name, new in (("stream.arrow", pa.ipc.new_stream), ("file.arrow", pa.ipc.new_file)):
-        with new(str(folder / name), table.schema) as writer:
+    for name, new_writer in (("stream.arrow", pa.ipc.new_stream), ("file.arrow", pa.ipc.new_file)):
+        with new_writer(str(folder / name), table.schema) as writer:
             writer.write_table(table, max_chunksize=300)
     (folder / "lines.jsonl.gz").write_bytes(gzip.compress(text))
     (folder / "lines.jsonl.bz2").write_bytes(bz2.compress(text))
@@ -222,57 +225,57 @@ def files_of_every_kind(folder: Path) -> None:
         stream.write(text)
 
 
-def test_the_share_of_the_data_that_was_read_is_known_for_every_kind_of_file(
+def test_chunk_sizes_sum_to_file_size_for_every_file_type(
     tmp_path: Path,
 ) -> None:
-    files_of_every_kind(tmp_path)
+    write_all_file_types(tmp_path)
     for name in [*(path.name for path in sorted(tmp_path.iterdir())), "*.*", "lines.jsonl#1500"]:
         source = open_source(config_of(str(tmp_path / name)).sources()[0])
         total = source.text_bytes() or 0
         sizes = [chunk.size_bytes for chunk in make_chunks(0, source, 42)]
         assert sum(sizes) == total > 0, name
         assert min(sizes) >= 0, name
-        # compressed, these rows are smaller than what is read at once
+        # Compressed, these rows fit in a single read.
         if not name.endswith((".gz", ".bz2", ".xz", ".zst")):
             assert 0 < sum(sizes[: len(sizes) // 2]) < total, name
 
 
 @pytest.mark.soak
-def test_workers_write_the_same_for_every_kind_of_file(tmp_path: Path) -> None:
+def test_worker_count_does_not_change_output_for_any_file_type(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
-    files_of_lines(data)
+    write_json_lines_files(data)
     config = config_of(str(data), str(data / "plain.jsonl#301"))
-    expected = built(tmp_path / "one", config, 1)
+    expected = build_tokens(tmp_path / "one", config, 1)
     for workers in (2, 16):
-        assert built(tmp_path / str(workers), config, workers) == expected
+        assert build_tokens(tmp_path / str(workers), config, workers) == expected
 
 
 @pytest.mark.soak
-def test_sixteen_workers_write_what_one_does(tmp_path: Path) -> None:
-    config = many_rows(tmp_path, 9000)
-    assert built(tmp_path / "one", config, 1) == built(tmp_path / "many", config, 16)
+def test_sixteen_workers_write_same_files_as_one(tmp_path: Path) -> None:
+    config = large_dataset_config(tmp_path, 9000)
+    assert build_tokens(tmp_path / "one", config, 1) == build_tokens(tmp_path / "many", config, 16)
 
 
-def test_the_first_broken_row_is_reported_by_any_number_of_workers(tmp_path: Path) -> None:
-    lines = [json.dumps(row) for row in rows(1200)]
+def test_first_malformed_row_is_reported_with_any_worker_count(tmp_path: Path) -> None:
+    lines = [json.dumps(row) for row in make_rows(1200)]
     lines[700] = lines[700][:-5]
     lines[1100] = "{"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    texts = []
+    messages = []
     for workers in (1, 2):
         with pytest.raises(ConfigError) as caught:
-            built(tmp_path / str(workers), config_of(str(tmp_path / "a.jsonl")), workers)
-        texts.append(str(caught.value))
-    assert "line 701 of" in texts[0]
-    assert texts[0] == texts[1]
+            build_tokens(tmp_path / str(workers), config_of(str(tmp_path / "a.jsonl")), workers)
+        messages.append(str(caught.value))
+    assert "line 701 of" in messages[0]
+    assert messages[0] == messages[1]
 
 
-def test_worker_processes_are_for_much_data_only(
+def test_worker_processes_are_used_only_for_large_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = [
-        open_source(spec) for spec in config_of(save(tmp_path / "a.jsonl", rows(50))).sources()
+        open_source(spec) for spec in config_of(save(tmp_path / "a.jsonl", make_rows(50))).sources()
     ]
     assert build._num_workers(sources) == 1
     monkeypatch.setattr(build, "_PARALLEL_BYTES", 1000)
@@ -287,7 +290,7 @@ def test_worker_processes_are_for_much_data_only(
 
 
 @pytest.mark.soak
-def test_an_interrupted_tokenization_leaves_no_entry_and_no_process(tmp_path: Path) -> None:
+def test_interrupted_tokenization_leaves_no_cache_entry_or_process(tmp_path: Path) -> None:
     data = save(
         tmp_path / "a.jsonl",
         [{"instruction": f"Say {n}", "output": "word " * 300} for n in range(40_000)],
@@ -319,14 +322,14 @@ def test_an_interrupted_tokenization_leaves_no_entry_and_no_process(tmp_path: Pa
     assert psutil.wait_procs(workers, timeout=10)[1] == []
 
 
-def test_the_progress_line() -> None:
+def test_progress_line() -> None:
     progress = Progress(2000, io.StringIO())
     progress.add(100, 500)
     assert (
         progress.text(2.0)
         == "[#####...............] 25%  tokenizing: 100 rows  50 rows/s  ETA 0:06"
     )
-    unknown = Progress(None, io.StringIO())
-    unknown.add(100, 0)
-    assert unknown.text(2.0) == "tokenizing: 100 rows  50 rows/s"
-    assert unknown.stream.getvalue() == ""  # type: ignore[attr-defined]  (short work prints nothing)
+    without_total = Progress(None, io.StringIO())
+    without_total.add(100, 0)
+    assert without_total.text(2.0) == "tokenizing: 100 rows  50 rows/s"
+    assert without_total.stream.getvalue() == ""  # type: ignore[attr-defined]  (nothing if it is fast)

@@ -1,4 +1,4 @@
-"""Packed and padded batches name the same targets."""
+"""Packed and padded batches have the same target tokens."""
 
 import numpy as np
 import torch
@@ -6,30 +6,35 @@ import torch
 from paceline.data.collate import collate_packed, collate_padded
 
 
-def sample(length, answer_from, start=1):
+def sample(length, answer_start, first_token=1):
     return {
-        "input_ids": np.arange(start, start + length, dtype=np.int32),
-        "labels_mask": np.arange(length) >= answer_from,
+        "input_ids": np.arange(first_token, first_token + length, dtype=np.int32),
+        "labels_mask": np.arange(length) >= answer_start,
     }
 
 
-SAMPLES = [sample(5, 3), sample(3, 0, start=20), sample(1, 0, start=40), sample(7, 6, start=60)]
+SAMPLES = [
+    sample(5, 3),
+    sample(3, 0, first_token=20),
+    sample(1, 0, first_token=40),
+    sample(7, 6, first_token=60),
+]
 
 
-def test_packed_positions_start_anew_with_each_sample():
+def test_packed_positions_restart_at_each_sample():
     batch = collate_packed(SAMPLES)
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 0, 0, 1, 2, 3, 4, 5, 6]]
     assert batch["num_tokens"] == 16
 
 
-def test_targets_are_the_tokens_after_the_kept_positions():
+def test_targets_are_next_tokens_of_selected_positions():
     batch = collate_packed(SAMPLES)
     ids = batch["input_ids"][0]
     assert torch.equal(ids[batch["keep"] + 1], batch["targets"])
     assert batch["targets"].tolist() == [4, 5, 21, 22, 66]  # never a sample's first token
 
 
-def test_padded_names_the_same_targets():
+def test_padded_batch_has_same_targets_as_packed():
     batch = collate_padded(SAMPLES, pad_token_id=0)
     targets = batch["targets"][batch["targets"] != -100]
     assert sorted(targets.tolist()) == sorted(collate_packed(SAMPLES)["targets"].tolist())
@@ -43,7 +48,7 @@ def test_padded_names_the_same_targets():
                 assert sample["input_ids"][column + 1] == target
 
 
-def test_a_batch_without_labels_has_no_targets():
+def test_batch_without_labels_has_no_targets():
     batch = collate_packed([sample(4, 9)])
     assert batch["num_labels"] == 0
     assert batch["keep"].numel() == batch["targets"].numel() == 0

@@ -1,4 +1,4 @@
-"""From columns to samples, and every reason for which a row is dropped."""
+"""Conversion of rows to samples, and every reason for dropping a row."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def turns(sample: Sample) -> list[tuple[str, str]]:
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
-def test_alpaca() -> None:
+def test_alpaca_format() -> None:
     assert turns(convert({"instruction": "do", "input": "", "output": "done"})) == [
         ("user", "do"),
         ("assistant", "done"),
@@ -41,7 +41,7 @@ def test_alpaca() -> None:
     ]
 
 
-def test_messages_and_sharegpt() -> None:
+def test_messages_and_sharegpt_formats() -> None:
     assert turns(convert({"messages": CHAT})) == [("user", "q"), ("assistant", "a")]
     share = {
         "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}],
@@ -49,7 +49,7 @@ def test_messages_and_sharegpt() -> None:
     }
     assert turns(convert(share)) == [("system", "be"), ("user", "q"), ("assistant", "a")]
     assert turns(convert({"conversations": CHAT})) == [("user", "q"), ("assistant", "a")]
-    # from a CSV
+    # as in a CSV file
     as_text = {
         "messages": '[{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]'
     }
@@ -58,7 +58,7 @@ def test_messages_and_sharegpt() -> None:
     assert turns(convert({"messages": parts})) == [("user", "q"), ("assistant", "a")]
 
 
-def test_turns_after_the_last_answer_are_removed_and_counted() -> None:
+def test_trailing_turns_without_answer_are_removed_and_counted() -> None:
     sample = convert({"messages": [*CHAT, {"role": "user", "content": "and?"}]})
     assert turns(sample) == [("user", "q"), ("assistant", "a")]
     assert sample.trailing_turns == 1
@@ -74,11 +74,11 @@ def test_turns_after_the_last_answer_are_removed_and_counted() -> None:
         ("input", "output"),
     ],
 )
-def test_prompt_and_completion(names: tuple[str, str]) -> None:
+def test_prompt_completion_column_names(names: tuple[str, str]) -> None:
     assert convert({names[0]: "q", names[1]: "a"}).pair == ("q", "a")
 
 
-def test_prompt_and_completion_as_chats_or_with_a_system_message() -> None:
+def test_prompt_completion_as_messages_or_with_system_prompt() -> None:
     assert turns(convert({"prompt": CHAT[:1], "completion": CHAT[1:]})) == [
         ("user", "q"),
         ("assistant", "a"),
@@ -87,7 +87,7 @@ def test_prompt_and_completion_as_chats_or_with_a_system_message() -> None:
     assert turns(convert(orca)) == [("system", "be"), ("user", "q"), ("assistant", "a")]
 
 
-def test_numbers_are_text_and_gaps_of_tables_are_empty() -> None:
+def test_numbers_become_text_and_nan_becomes_empty() -> None:
     assert convert({"question": "6 × 7?", "answer": 42}).pair == ("6 × 7?", "42")
     assert turns(convert({"instruction": "do", "input": float("nan"), "output": "done"}))[0] == (
         "user",
@@ -95,20 +95,20 @@ def test_numbers_are_text_and_gaps_of_tables_are_empty() -> None:
     )
 
 
-def test_text_and_what_comes_first() -> None:
+def test_text_column_has_lowest_priority_except_in_pretraining() -> None:
     assert convert({"text": "once"}).text == "once"
     both = {"instruction": "do", "output": "done", "text": "all of it"}
     assert convert(both).messages is not None
     assert convert(both, pretrain=True).text == "all of it"
 
 
-def test_column_names_can_be_given() -> None:
+def test_columns_setting_renames_columns() -> None:
     assert convert(
         {"frage": "q", "antwort": "a"}, columns={"prompt": "frage", "completion": "antwort"}
     ).pair == ("q", "a")
-    rows = {"talk": [{"who": "human", "said": "q"}, {"who": "bot", "said": "a"}]}
+    rows = {"talk": [{"who": "human", "line": "q"}, {"who": "bot", "line": "a"}]}
     sample = convert(
-        rows, columns={"messages": "talk", "role": "who", "content": "said"}, format="messages"
+        rows, columns={"messages": "talk", "role": "who", "content": "line"}, format="messages"
     )
     assert turns(sample) == [("user", "q"), ("assistant", "a")]
     with pytest.raises(ConfigError, match="did you mean `prompt`"):
@@ -116,12 +116,12 @@ def test_column_names_can_be_given() -> None:
 
 
 @pytest.mark.parametrize("name", ["alpaca", "messages", "prompt_completion", "text"])
-def test_a_configured_format_must_match(name: str) -> None:
-    fitting = {
+def test_configured_format_must_match_columns(name: str) -> None:
+    matching_rows = {
         "alpaca": {"instruction": "do", "output": "done"}, "messages": {"messages": CHAT},
         "prompt_completion": {"prompt": "q", "completion": "a"}, "text": {"text": "t"},
     }  # fmt: skip
-    for kind, row in fitting.items():
+    for kind, row in matching_rows.items():
         converter = RowConverter("rows", format=name)
         if kind == name:
             converter(row)
@@ -176,12 +176,12 @@ def test_a_configured_format_must_match(name: str) -> None:
         ),
     ],
 )
-def test_malformed_rows_say_why(row: Any, reason: str) -> None:
+def test_malformed_row_reports_reason(row: Any, reason: str) -> None:
     with pytest.raises(MalformedRow, match=f"^{reason}$"):
         convert(row)
 
 
-def test_what_is_not_used_is_counted() -> None:
+def test_unused_columns_are_counted() -> None:
     converter = RowConverter("here")
     converter({"messages": [*CHAT[:1], {**CHAT[1], "id": 7}], "source": "web", "note": None})
     converter({"messages": CHAT, "source": "", "note": None})
@@ -190,21 +190,21 @@ def test_what_is_not_used_is_counted() -> None:
     converter(
         {"instruction": "do", "output": "done", "response": "other", "context": "c", "input": ""}
     )
-    # the first answer that is not empty is used, and so is the context
+    # The converter uses the first non-empty answer and the context.
     assert converter.unused == {"response": 1}
 
 
-def test_well_known_names() -> None:
+def test_hub_dataset_aliases() -> None:
     assert {
         find_hub_name(name) for name in ("alpaca-en", "ALPACA_EN", "alpaca en", "alpacaEn")
     } == {HUB_NAMES["alpaca-en"]}
     assert HUB_NAMES["alpaca-en"].repo == "tatsu-lab/alpaca"
     assert find_hub_name("alpaca-klingon") is None
-    plain = [name.replace("-", "").replace("_", "").lower() for name in HUB_NAMES]
-    assert len(plain) == len(set(plain))
+    normalized = [name.replace("-", "").replace("_", "").lower() for name in HUB_NAMES]
+    assert len(normalized) == len(set(normalized))
 
 
-def test_a_renamed_column_counts_as_used() -> None:
+def test_renamed_column_is_not_counted_as_unused() -> None:
     converter = RowConverter(
         "here", format="alpaca", columns={"instruction": "question", "output": "answer"}
     )
@@ -212,10 +212,10 @@ def test_a_renamed_column_counts_as_used() -> None:
     assert set(converter.unused) == {"other"}
 
 
-def test_a_column_is_read_under_one_name_and_an_empty_name_leaves_it_out() -> None:
+def test_columns_setting_assigns_or_disables_column() -> None:
     row = {"input": "question", "target": "answer"}
-    used = convert(row, columns={"instruction": "input", "output": "target"}, format="alpaca")
-    assert turns(used) == [("user", "question"), ("assistant", "answer")]
+    sample = convert(row, columns={"instruction": "input", "output": "target"}, format="alpaca")
+    assert turns(sample) == [("user", "question"), ("assistant", "answer")]
     row = {"instruction": "question", "input": "unused", "output": "answer"}
     assert turns(convert(row, columns={"input": ""}, format="alpaca")) == [
         ("user", "question"),

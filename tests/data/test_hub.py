@@ -1,4 +1,4 @@
-"""A dataset from a hub: a small server that answers as the hub does, on this machine."""
+"""Dataset downloads from a local HTTP server that imitates the Hugging Face Hub."""
 
 import json
 import os
@@ -15,11 +15,11 @@ ROWS = b'{"instruction":"do","output":"done"}\n' * 20
 COMMIT, BLOB = "a" * 40, "b" * 40
 
 
-class _Hub(BaseHTTPRequestHandler):
+class _HubHandler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass
 
-    def _answer(self, body: bytes, code: int = 200, **headers: str) -> None:
+    def _respond(self, body: bytes, code: int = 200, **headers: str) -> None:
         self.send_response(code)
         for name, value in {"Content_Length": str(len(body)), **headers}.items():
             self.send_header(name.replace("_", "-"), value)
@@ -29,23 +29,23 @@ class _Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         file = {"type": "file", "path": "train.jsonl", "size": len(ROWS), "oid": BLOB}
-        if self.path.startswith("/api/datasets/me/mine/tree"):
-            self._answer(json.dumps([file]).encode(), Content_Type="application/json")
-        elif self.path.startswith("/api/datasets/me/mine"):
-            about = {
-                "id": "me/mine",
+        if self.path.startswith("/api/datasets/user/rows/tree"):
+            self._respond(json.dumps([file]).encode(), Content_Type="application/json")
+        elif self.path.startswith("/api/datasets/user/rows"):
+            dataset_info = {
+                "id": "user/rows",
                 "sha": COMMIT,
                 "siblings": [{"rfilename": "train.jsonl"}],
                 "private": False,
                 "gated": False,
             }
-            self._answer(json.dumps(about).encode(), Content_Type="application/json")
+            self._respond(json.dumps(dataset_info).encode(), Content_Type="application/json")
         elif self.path.endswith(f"resolve/{COMMIT}/train.jsonl"):
-            self._answer(ROWS, ETag=f'"{BLOB}"', X_Repo_Commit=COMMIT)
+            self._respond(ROWS, ETag=f'"{BLOB}"', X_Repo_Commit=COMMIT)
         elif self.path.startswith("/api/datasets/"):
-            self._answer(b"{}", 404, X_Error_Code="RepoNotFound")
+            self._respond(b"{}", 404, X_Error_Code="RepoNotFound")
         else:
-            self._answer(b"{}", 404, X_Error_Code="EntryNotFound")
+            self._respond(b"{}", 404, X_Error_Code="EntryNotFound")
 
     def do_HEAD(self) -> None:
         self.do_GET()
@@ -53,7 +53,7 @@ class _Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _HubHandler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server
@@ -84,18 +84,19 @@ def prepare(dataset: str, hub: ThreadingHTTPServer, cache: Path) -> str:
 
 
 @pytest.mark.slow
-def test_download_once_then_from_the_cache_with_and_without_the_hub(
+def test_dataset_is_downloaded_once_and_cached_when_hub_is_offline(
     hub: ThreadingHTTPServer, tmp_path: Path
 ) -> None:
-    first = prepare("me/mine#7", hub, tmp_path)
+    first = prepare("user/rows#7", hub, tmp_path)
     assert first.startswith("7 ")
     assert "tokenized in" in first
-    second = prepare("me/mine#7", hub, tmp_path)
+    second = prepare("user/rows#7", hub, tmp_path)
     assert "from the token cache" in second
-    assert second.endswith("False\n")  # the library that takes seconds to import was not needed
-    assert "or it is private" in prepare("me/yours", hub, tmp_path)
+    # The `datasets` library, which takes seconds to import, is not needed.
+    assert second.endswith("False\n")
+    assert "or it is private" in prepare("user/missing", hub, tmp_path)
     hub.shutdown()
     hub.server_close()
-    third = prepare("me/mine#7", hub, tmp_path)
+    third = prepare("user/rows#7", hub, tmp_path)
     assert "from the token cache" in third
     assert "using the downloaded copy" in third

@@ -1,4 +1,4 @@
-"""The order of samples depends on the seed, the epoch and the position, and on nothing else."""
+"""The order of samples depends only on the seed, the epoch and the position."""
 
 import numpy as np
 import pytest
@@ -7,32 +7,31 @@ from paceline.data.order import SampleOrder, epoch_permutation, split_by_length
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 7])
-def test_each_sample_once_an_epoch(epoch):
+def test_epoch_contains_each_sample_once(epoch):
     assert sorted(epoch_permutation(101, seed=3, epoch=epoch)) == list(range(101))
 
 
-def test_epochs_and_seeds_differ():
+def test_permutation_differs_by_epoch_and_seed():
     first = epoch_permutation(50, 1, 0)
     assert not np.array_equal(first, epoch_permutation(50, 1, 1))
     assert not np.array_equal(first, epoch_permutation(50, 2, 0))
     assert np.array_equal(first, epoch_permutation(50, 1, 0))
 
 
-def test_known_order_stays():
-    # A resumed run of a later version must see the same samples: this is a promise, not an
-    # accident.
+def test_permutation_is_stable_across_versions():
+    # A run that a later version resumes must see the same samples in the same order.
     assert epoch_permutation(8, seed=42, epoch=0).tolist() == [6, 5, 3, 7, 1, 0, 4, 2]
 
 
 @pytest.mark.parametrize("lengths", [None, np.arange(1, 24)])
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
-def test_an_epoch_holds_every_sample_once_however_it_is_cut(lengths, parts):
+def test_micro_batches_of_epoch_contain_each_sample_once(lengths, parts):
     order = SampleOrder(23, 8, seed=5, lengths=lengths)
     assert order.steps_per_epoch == 3
-    seen = [
+    indices = [
         index for step in range(3) for part in order.micro_batches(step, parts) for index in part
     ]
-    assert sorted(seen) == list(range(23))
+    assert sorted(indices) == list(range(23))
     assert len(order.global_batch(2)) == 7
 
 
@@ -40,12 +39,12 @@ def test_an_epoch_holds_every_sample_once_however_it_is_cut(lengths, parts):
 @pytest.mark.parametrize("batch", [1, 5, 8, 16, 31])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
-def test_a_global_batch_on_any_number_of_replicas(replicas, batch, micro_batch, lengths):
-    """The accumulation that a run goes on with: no micro-batch is larger than it was, and no
-    replica has much more to do."""
+def test_global_batch_is_divided_evenly_over_replicas(replicas, batch, micro_batch, lengths):
+    """With the accumulation that an elastic run chooses, no micro-batch grows and no replica gets
+    much more work than the others."""
     accumulation = -(-batch // (micro_batch * replicas))
     order = SampleOrder(100, batch, seed=5, lengths=lengths)
-    for step in (0, 3, order.steps_per_epoch - 1):  # the last one is short
+    for step in (0, 3, order.steps_per_epoch - 1):  # the last step is short
         parts = order.micro_batches(step, replicas * accumulation)
         assert sorted(np.concatenate(parts)) == sorted(order.global_batch(step))
         if lengths is None:
@@ -62,17 +61,17 @@ def test_a_global_batch_on_any_number_of_replicas(replicas, batch, micro_batch, 
             )
 
 
-def test_micro_batches_depend_on_the_number_of_parts_alone():
+def test_micro_batches_depend_only_on_number_of_parts():
     order = SampleOrder(64, 8, seed=5, lengths=np.random.default_rng(0).integers(1, 100, 64))
-    again = SampleOrder(64, 8, seed=5, lengths=order.lengths)
+    other_order = SampleOrder(64, 8, seed=5, lengths=order.lengths)
     for step in (0, 3, 9):
         for part, other in zip(
-            order.micro_batches(step, 4), again.micro_batches(step, 4), strict=True
+            order.micro_batches(step, 4), other_order.micro_batches(step, 4), strict=True
         ):
             assert np.array_equal(part, other)
 
 
-def test_tokens_are_shared_nearly_equally():
+def test_split_by_length_balances_tokens():
     lengths = np.random.default_rng(1).integers(10, 500, 512)
     indices = np.arange(32)
     loads = [int(lengths[part].sum()) for part in split_by_length(indices, lengths, 4)]
@@ -82,7 +81,7 @@ def test_tokens_are_shared_nearly_equally():
 
 
 @pytest.mark.parametrize("lengths", [None, np.random.default_rng(1).integers(1, 50, 23)])
-def test_without_shuffling_every_epoch_has_the_order_of_the_dataset(lengths):
+def test_without_shuffle_every_epoch_follows_dataset_order(lengths):
     order = SampleOrder(23, 8, seed=5, lengths=lengths, shuffle=False)
     for epoch in (0, 1):
         steps = [order.global_batch(3 * epoch + step).tolist() for step in range(3)]

@@ -1,4 +1,4 @@
-"""The rows of a preview are those of the training: the same tokens, labels and cuts."""
+"""A preview shows the same tokens, labels and truncation as training uses."""
 
 import base64
 import io
@@ -25,24 +25,24 @@ def config_of(dataset: object, **settings: object):
     ).config
 
 
-def written(folder, *rows: dict) -> str:
+def write_rows(folder, *rows: dict) -> str:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
 @pytest.mark.parametrize("length", [32, 64, 4096])
-def test_rows_are_those_that_are_trained_on(length):
+def test_preview_matches_tokenized_training_data(length):
     config = config_of("builtin:python-docs#12", **{"train_args.max_length": length})
     rows = [row for row in preview(config, rows=12)["rows"] if row["reason"] is None]
     tokens = prepare_tokens(config, "sft", resolve_model)
-    trained = TokenDataset(tokens.train_folder)
-    assert [row["num_tokens"] - row["cut_tokens"] for row in rows] == trained.lengths.tolist()
-    assert [row["label_tokens"] for row in rows] == trained.label_counts.tolist()
+    dataset = TokenDataset(tokens.train_folder)
+    assert [row["num_tokens"] - row["cut_tokens"] for row in rows] == dataset.lengths.tolist()
+    assert [row["label_tokens"] for row in rows] == dataset.label_counts.tolist()
 
 
-def test_label_tokens_are_the_answer_and_its_end(tmp_path):
-    config = config_of(written(tmp_path, {"messages": [
+def test_label_tokens_are_answer_and_end_of_turn(tmp_path):
+    config = config_of(write_rows(tmp_path, {"messages": [
         {"role": "user", "content": "What is a pace line?"},
         {"role": "assistant", "content": "Riders in a row."},
     ]}))  # fmt: skip
@@ -56,8 +56,8 @@ def test_label_tokens_are_the_answer_and_its_end(tmp_path):
     assert "".join(segment["text"] for segment in row["segments"]).startswith("<|im_start|>user")
 
 
-def test_what_is_too_long_is_marked(tmp_path):
-    path = written(tmp_path, {"prompt": "Say it.", "completion": "word " * 50})
+def test_truncated_tokens_are_marked(tmp_path):
+    path = write_rows(tmp_path, {"prompt": "Say it.", "completion": "word " * 50})
     (row,) = preview(config_of(path, **{"train_args.max_length": 32}))["rows"]
     assert row["cut_tokens"] == row["num_tokens"] - 32 > 0
     assert row["segments"][-1]["cut"]
@@ -71,8 +71,8 @@ def test_what_is_too_long_is_marked(tmp_path):
     )
 
 
-def test_a_dropped_row_has_a_reason(tmp_path):
-    path = written(
+def test_dropped_row_shows_reason(tmp_path):
+    path = write_rows(
         tmp_path,
         {"prompt": "a", "completion": "b"},
         {"prompt": "a", "completion": ""},
@@ -83,67 +83,67 @@ def test_a_dropped_row_has_a_reason(tmp_path):
     assert [row["place"].split(" of ")[0] for row in rows] == ["line 1", "line 2", "line 3"]
 
 
-def test_a_document_is_cut_into_samples_and_loses_nothing(tmp_path):
+def test_document_is_split_without_losing_tokens(tmp_path):
     path = tmp_path / "book.txt"
-    path.write_text("All of this is read, word for word. " * 400, encoding="utf-8")
+    path.write_text("Every sentence of this book is read. " * 400, encoding="utf-8")
     (row,) = preview(config_of(path, task="pretrain", **{"train_args.max_length": 100}))["rows"]
     assert row["parts"] == -(-row["num_tokens"] // 100)
     assert row["cut_tokens"] == 0
     assert row["hidden_tokens"] == max(0, row["num_tokens"] - MAX_TOKENS)
 
 
-def test_a_task_of_ones_own_is_refused():
+def test_rejects_custom_task_and_row_count_out_of_range():
     with pytest.raises(ConfigError, match="a preview is not supported with"):
         preview(config_of("rows.csv", task="./examples/my_task.py:Task"))
     with pytest.raises(ConfigError, match="out of range"):
         preview(config_of("builtin:python-docs"), rows=0)
 
 
-def test_the_verb_prints_one_json_value():
+def test_preview_command_prints_json():
     args = ("preview", "model=builtin:qwen2-micro", "--rows", "2")
-    done = run(*args, "dataset=builtin:python-docs", "--json", verb="data")
-    table = json.loads(done.stdout)
-    assert len(table["rows"]) == 2
-    assert np.all([row["num_tokens"] > 0 for row in table["rows"]])
+    process = run(*args, "dataset=builtin:python-docs", "--json", verb="data")
+    output = json.loads(process.stdout)
+    assert len(output["rows"]) == 2
+    assert np.all([row["num_tokens"] > 0 for row in output["rows"]])
     assert run(*args, "dataset=nothing.jsonl", verb="data", expect=2).stdout == ""
 
 
-def test_images_are_shown_as_the_model_takes_them(tmp_path):
+def test_image_preview_shows_model_input(tmp_path):
     config = config_of("builtin:digits", model="builtin:small-cnn", task="classify")
-    shown = preview(config, rows=6)["rows"]
-    assert len(shown) == 6
-    assert len({row["label"] for row in shown}) > 1
+    rows = preview(config, rows=6)["rows"]
+    assert len(rows) == 6
+    assert len({row["label"] for row in rows}) > 1
     pixels, digits = _digits_table()
-    for row in shown:
+    for row in rows:
         number = int(row["place"].split()[1])
         assert row["label"] == str(digits[number])
         assert row["shape"] == [1, 8, 8]
         image = Image.open(io.BytesIO(base64.b64decode(row["image"].partition(",")[2])))
         assert np.array_equal(np.asarray(image), (pixels[number][0] * 255).round())
-    for name, colour in (("cat", (200, 0, 0)), ("dog", (0, 0, 200))):
+    for name, color in (("cat", (200, 0, 0)), ("dog", (0, 0, 200))):
         (tmp_path / name).mkdir()
-        Image.new("RGB", (40, 20), colour).save(tmp_path / name / "one.png")
+        Image.new("RGB", (40, 20), color).save(tmp_path / name / "image.png")
     rows = preview(
         config_of(
             tmp_path, model="builtin:small-cnn", task="classify", **{"classify.image_size": 16}
         )
     )["rows"]
     assert [(row["place"], row["label"], row["shape"]) for row in rows] == [
-        ("cat/one.png", "cat", [3, 16, 16]),
-        ("dog/one.png", "dog", [3, 16, 16]),
+        ("cat/image.png", "cat", [3, 16, 16]),
+        ("dog/image.png", "dog", [3, 16, 16]),
     ]
 
 
-def test_rows_of_a_click_log_are_those_that_are_trained_on():
+def test_click_log_preview_matches_training_data():
     config = config_of("builtin:clicks#2000", model="builtin:dlrm", task="recommend")
-    shown = preview(config, rows=3)["rows"]
+    rows = preview(config, rows=3)["rows"]
     task = load_task(config)
     task.prepared = task.prepare()
     log = task.build_datasets()[0]
     batch = task.collate([log[0], log[1], log[2]])
-    assert [float(row["label"]) for row in shown] == batch["label"].tolist()
-    first = {field["name"]: field["value"] for field in shown[0]["fields"]}
-    assert first[log.names[0]] == f"{int(batch['ids'][0][0])} of {log.tables[0]:,}"
-    assert [float(field["value"]) for field in shown[0]["fields"][:4]] == pytest.approx(
+    assert [float(row["label"]) for row in rows] == batch["label"].tolist()
+    first_row_fields = {field["name"]: field["value"] for field in rows[0]["fields"]}
+    assert first_row_fields[log.names[0]] == f"{int(batch['ids'][0][0])} of {log.tables[0]:,}"
+    assert [float(field["value"]) for field in rows[0]["fields"][:4]] == pytest.approx(
         batch["dense"][0].tolist(), rel=1e-3
     )

@@ -1,4 +1,4 @@
-"""Reject rows for another kind of training: preference data, images, columns that must be used."""
+"""Rejection of rows that training cannot use: preference data, images, unsupported columns."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from paceline.models.builtin import resolve_model
 ASK = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
 CHAT = [ASK, ANSWER]
-SHARE = [{"from": "human", "value": "q"}]
+SHAREGPT_QUESTION = [{"from": "human", "value": "q"}]
 
 
 def prepare(path: Path, rows: list[Any], task: Any = "sft", **settings: Any) -> PreparedTokens:
@@ -30,7 +30,7 @@ def prepare(path: Path, rows: list[Any], task: Any = "sft", **settings: Any) -> 
     )
 
 
-def fails(path: Path, rows: list[Any], **settings: Any) -> str:
+def expect_error(path: Path, rows: list[Any], **settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         prepare(path, rows, **settings)
     return str(caught.value)
@@ -43,7 +43,7 @@ PAIRS = {
     "trl, implicit prompt": {"chosen": CHAT, "rejected": [ASK, {**ANSWER, "content": "b"}]},
     "hh-rlhf": {"chosen": "Human: q Assistant: a", "rejected": "Human: q Assistant: b"},
     "llamafactory": {
-        "conversations": SHARE,
+        "conversations": SHAREGPT_QUESTION,
         "chosen": {"from": "gpt", "value": "a"},
         "rejected": {"from": "gpt", "value": "b"},
     },
@@ -75,7 +75,7 @@ PAIRS = {
 
 @pytest.mark.parametrize("row", PAIRS.values(), ids=PAIRS)
 @pytest.mark.parametrize("task", ["sft", "pretrain"])
-def test_preference_pairs_are_refused(row: dict[str, Any], task: str) -> None:
+def test_rejects_preference_pairs(row: dict[str, Any], task: str) -> None:
     with pytest.raises(Unsupported, match="DPO"):
         RowConverter("here", pretrain=task == "pretrain")(row)
 
@@ -84,19 +84,22 @@ KTO = {
     "trl": {"prompt": "q", "completion": "a", "label": False},
     "completion": {"completion": "a", "label": True},
     "messages": {"messages": CHAT, "label": True},
-    "llamafactory": {"conversations": [*SHARE, {"from": "gpt", "value": "a"}], "kto_tag": False},
+    "llamafactory": {
+        "conversations": [*SHAREGPT_QUESTION, {"from": "gpt", "value": "a"}],
+        "kto_tag": False,
+    },
     "alpaca": {"instruction": "q", "output": "a", "label": True},
     "csv": {"prompt": "q", "completion": "a", "label": "True"},
 }
 
 
 @pytest.mark.parametrize("row", KTO.values(), ids=KTO)
-def test_answers_marked_as_good_or_bad_are_refused(row: dict[str, Any]) -> None:
+def test_rejects_kto_labels(row: dict[str, Any]) -> None:
     with pytest.raises(Unsupported, match="KTO"):
         RowConverter("here")(row)
 
 
-def test_step_labels_are_refused() -> None:
+def test_rejects_step_labels() -> None:
     with pytest.raises(Unsupported, match="process reward model"):
         RowConverter("here")({"prompt": "q", "completions": ["a", "b"], "labels": [True, False]})
 
@@ -127,18 +130,18 @@ def test_step_labels_are_refused() -> None:
         {"prompt": "q", "completion": "a", "rejected": False, "images": 0},
     ],
 )
-def test_empty_columns_and_class_labels_are_no_preference_data(row: dict[str, Any]) -> None:
+def test_accepts_empty_columns_and_class_labels(row: dict[str, Any]) -> None:
     converter = RowConverter("here")
     converter(row)
     assert sum(converter.seen.values()) == 1
 
 
-def test_the_message_names_the_row_the_method_and_a_way_that_works(tmp_path: Path) -> None:
+def test_error_names_row_and_method_and_fix_works(tmp_path: Path) -> None:
     rows = [
         {"prompt": "q", "completion": "a"},
         {"prompt": "q", "chosen": "good", "rejected": "bad"},
     ]
-    message = fails(tmp_path / "a.jsonl", rows)
+    message = expect_error(tmp_path / "a.jsonl", rows)
     assert message.startswith(
         f"line 2 of {tmp_path / 'a.jsonl'}: the rows are preference pairs (`chosen`, `rejected`)"
     )
@@ -161,7 +164,7 @@ def test_the_message_names_the_row_the_method_and_a_way_that_works(tmp_path: Pat
     )
 
 
-def test_labels_of_zero_and_one_are_named(tmp_path: Path) -> None:
+def test_warns_about_labels_of_only_zero_and_one(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "completion": "a", "label": number} for number in (0, 1)]
     notices = prepare(tmp_path / "a.jsonl", rows).notices
     assert any(
@@ -172,7 +175,7 @@ def test_labels_of_zero_and_one_are_named(tmp_path: Path) -> None:
     assert not any("only the values 0 and 1" in text for _, text in notices)
 
 
-def test_the_command_ends_with_code_2_and_writes_nothing(
+def test_command_exits_with_2_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(KTO["trl"]))
@@ -227,7 +230,7 @@ MEDIA = {
 
 
 @pytest.mark.parametrize("row", MEDIA.values(), ids=MEDIA)
-def test_images_video_and_audio_are_refused(row: dict[str, Any]) -> None:
+def test_rejects_images_video_and_audio(row: dict[str, Any]) -> None:
     with pytest.raises(Unsupported, match="trains on text only"):
         RowConverter("here")(row)
 
@@ -241,18 +244,18 @@ def test_images_video_and_audio_are_refused(row: dict[str, Any]) -> None:
         "Write this:\n<div>\n<image>\n</div>", "What is <video>, an HTML element?",
     ],
 )  # fmt: skip
-def test_talk_about_markup_is_text(text: str) -> None:
+def test_markup_in_text_is_not_a_placeholder(text: str) -> None:
     assert find_placeholder(text) is None
     RowConverter("here")({"messages": [{"role": "user", "content": text}, ANSWER]})
 
 
-def test_placeholders_of_answers_and_of_ignored_images_are_text() -> None:
+def test_placeholders_in_answers_or_with_ignored_images_are_text() -> None:
     RowConverter("here")({"messages": [ASK, {"role": "assistant", "content": "<image>"}]})
     row = {"messages": [{"role": "user", "content": "<image>\nWho?"}, ANSWER], "images": ["a.png"]}
     assert RowConverter("here", ignore_columns=["images"])(row).messages is not None
 
 
-# -- columns that must be used
+# -- columns that affect training and must not be skipped silently
 @pytest.mark.parametrize(
     ("row", "name"),
     [
@@ -264,16 +267,14 @@ def test_placeholders_of_answers_and_of_ignored_images_are_text() -> None:
         ({"messages": [{**ASK, "tools": [{"name": "f"}]}, ANSWER]}, "tools"),
     ],
 )
-def test_a_column_that_must_not_be_left_out_is_an_error_unless_ignored(
-    row: dict[str, Any], name: str
-) -> None:
+def test_unsupported_column_is_an_error_unless_ignored(row: dict[str, Any], name: str) -> None:
     with pytest.raises(Unsupported, match=f"`{name}`") as caught:
         RowConverter("here")(row)
     assert f"`ignore_columns: [{name}]`" in str(caught.value.fix)
     RowConverter("here", ignore_columns=[name])(row)
 
 
-def test_other_columns_are_named_in_one_notice(tmp_path: Path) -> None:
+def test_unused_columns_are_listed_in_one_notice(tmp_path: Path) -> None:
     rows = [
         {"messages": CHAT, "id": 1, "source": None},
         {"messages": CHAT, "id": 2, "source": "web"},
@@ -284,7 +285,7 @@ def test_other_columns_are_named_in_one_notice(tmp_path: Path) -> None:
     assert notices == [f"{tmp_path / 'a.jsonl'}: unused columns: `id`, `source`"]
 
 
-def test_ignore_columns_of_the_top_level_and_of_a_source_add_up(tmp_path: Path) -> None:
+def test_ignore_columns_of_config_and_source_are_combined(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
         json.dumps({"messages": CHAT, "images": ["a"], "rejected": "b"})
     )
@@ -297,13 +298,13 @@ def test_ignore_columns_of_the_top_level_and_of_a_source_add_up(tmp_path: Path) 
     messages = [text.partition(": ")[2] for _, text in tokens.notices]
     assert "ignored by `ignore_columns`: `rejected`, `images`" in messages
     assert "no row has the columns `nothing` of `ignore_columns`" in messages
-    other = Config(model="builtin:qwen2-micro", dataset=source, ignore_columns=["rejected"])
-    assert prepare_tokens(other, "sft", resolve_model).train_folder != tokens.train_folder
+    other_config = Config(model="builtin:qwen2-micro", dataset=source, ignore_columns=["rejected"])
+    assert prepare_tokens(other_config, "sft", resolve_model).train_folder != tokens.train_folder
     with pytest.raises(ConfigError, match="in both `columns` and `ignore_columns`"):
         RowConverter("here", columns={"text": "x"}, ignore_columns=["x"])
 
 
-def test_nulls_of_arrow_are_no_columns(tmp_path: Path) -> None:
+def test_null_columns_of_arrow_are_ignored(tmp_path: Path) -> None:
     rows = [
         {
             "messages": [{**ASK, "weight": None}, {**ANSWER, "weight": 1}],

@@ -1,5 +1,5 @@
-"""Named chat templates: their text, their marks, and the choice between them and the tokenizer's
-own."""
+"""Named chat templates: their text, their answer spans, and when the tokenizer's own template is
+used instead."""
 
 import json
 from dataclasses import replace
@@ -32,7 +32,7 @@ def tokenizer() -> LoadedTokenizer:
     return load_tokenizer(Path(resolve_model(MODEL)))
 
 
-def test_the_names_and_the_templates_agree() -> None:
+def test_every_name_has_a_template() -> None:
     assert set(TEMPLATE_NAMES) == set(FORMATS)
     assert canonical_name("Qwen2.5") == "qwen"
     assert canonical_name("phi-3") == "phi3"
@@ -40,7 +40,7 @@ def test_the_names_and_the_templates_agree() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATE_NAMES)
-def test_every_template_marks_each_answer_with_its_end(name: str) -> None:
+def test_span_covers_answer_and_end_of_turn_in_every_template(name: str) -> None:
     template = ChatTemplate(template_source(name), TOKENS)
     for chat, answers in (
         (CHAT, ["Two.", "Four."]),
@@ -54,12 +54,14 @@ def test_every_template_marks_each_answer_with_its_end(name: str) -> None:
         for span, answer in zip(spans, answers, strict=True):
             assert span.strip().startswith(answer)
             assert len(span.strip()) > len(answer), (
-                "an answer ends with an end-of-turn token that carries loss"
+                "the end-of-turn token of an answer must carry loss"
             )
         for message in chat:
             assert message["content"] in rendered.text
     prompt = template.render(CHAT[:2], add_generation_prompt=True)
-    assert template.render(CHAT[:3]).startswith(prompt), "generation continues what training saw"
+    assert template.render(CHAT[:3]).startswith(prompt), (
+        "the generation prompt must be a prefix of the training text"
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,78 +86,78 @@ def test_every_template_marks_each_answer_with_its_end(name: str) -> None:
         ("deepseek3", "<s><｜User｜>One?<｜Assistant｜>Two.<｜end▁of▁sentence｜>"),
     ],
 )
-def test_the_text_of_a_turn(name: str, text: str) -> None:
+def test_text_of_one_turn(name: str, text: str) -> None:
     assert ChatTemplate(template_source(name), TOKENS).render(CHAT[1:3]) == text
 
 
-def test_a_system_message_goes_where_the_family_has_it() -> None:
-    def text(name: str, chat: list[dict[str, str]] = CHAT) -> str:
+def test_position_of_system_message() -> None:
+    def render(name: str, chat: list[dict[str, str]] = CHAT) -> str:
         return ChatTemplate(template_source(name), TOKENS).render(chat)
 
-    assert text("llama2").startswith(
+    assert render("llama2").startswith(
         "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nOne? [/INST] Two. </s><s>[INST] Three?"
     )
-    assert text("gemma").startswith("<s><start_of_turn>user\nBe brief.\n\nOne?<end_of_turn>")
-    assert text("gemma").count("Be brief.") == 1
-    assert text("qwen", CHAT[1:]).startswith("<|im_start|>system\nYou are Qwen")
-    assert "You are Qwen" not in text("qwen")
+    assert render("gemma").startswith("<s><start_of_turn>user\nBe brief.\n\nOne?<end_of_turn>")
+    assert render("gemma").count("Be brief.") == 1
+    assert render("qwen", CHAT[1:]).startswith("<|im_start|>system\nYou are Qwen")
+    assert "You are Qwen" not in render("qwen")
 
 
-def choose(value: str | None) -> tuple[str | None, list[str]]:
+def choose_template(value: str | None) -> tuple[str | None, list[str]]:
     config = Config(model=MODEL, dataset="d", chat_template=value)
     source, notices = template_choice(config).choose(load_tokenizer(Path(resolve_model(MODEL))))
     return source, [f"{level}: {text}" for level, text in notices]
 
 
-def test_the_tokenizers_own_template_is_used_where_it_writes_the_same(
+def test_tokenizer_template_is_preferred_if_its_text_is_equal(
     tokenizer: LoadedTokenizer,
 ) -> None:
     built_in = tokenizer.chat_template
-    assert choose(None) == (built_in, [])
-    assert choose("tokenizer_default") == (built_in, [])
-    assert choose("tokenizer_default_fallback_llama3") == (built_in, [])
-    source, notices = choose("chatml")
+    assert choose_template(None) == (built_in, [])
+    assert choose_template("tokenizer_default") == (built_in, [])
+    assert choose_template("tokenizer_default_fallback_llama3") == (built_in, [])
+    source, notices = choose_template("chatml")
     assert source == built_in
     assert "the tokenizer's template, which produces the same text" in notices[0]
-    # it begins with a system message, and the tokenizer's own does not
-    source, notices = choose("qwen")
+    # `qwen` adds a system message, and the tokenizer's own template does not.
+    source, notices = choose_template("qwen")
     assert source == template_source("qwen")
     assert notices[0].startswith(
         "warning: chat template: `qwen`; the tokenizer's template produces different text"
     )
-    assert choose("qwen3")[0] == built_in
+    assert choose_template("qwen3")[0] == built_in
 
 
-def test_tokens_that_a_tokenizer_lacks_are_reported(tokenizer: LoadedTokenizer) -> None:
-    bare = replace(tokenizer, chat_template=None, special_tokens={})
+def test_tokens_missing_from_tokenizer_are_reported(tokenizer: LoadedTokenizer) -> None:
+    tokenizer_without_template = replace(tokenizer, chat_template=None, special_tokens={})
     fallback = template_choice(
         Config(model=MODEL, dataset="d", chat_template="tokenizer_default_fallback_llama3")
     )
-    source, notices = fallback.choose(bare)
+    source, notices = fallback.choose(tokenizer_without_template)
     assert source == template_source("llama3")
     assert any(level == "warning" and "`<|eot_id|>`" in text for level, text in notices)
     _, notices = template_choice(Config(model=MODEL, dataset="d", chat_template="zephyr")).choose(
-        bare
+        tokenizer_without_template
     )
     assert any(level == "warning" and "end-of-text token" in text for level, text in notices)
 
 
-def test_a_file_a_folder_and_the_template_itself(tmp_path: Path) -> None:
+def test_chat_template_from_file_folder_or_inline(tmp_path: Path) -> None:
     inline = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    assert choose(inline)[0] == inline
-    (tmp_path / "mine.jinja").write_text(inline)
-    assert choose(str(tmp_path / "mine.jinja"))[0] == inline
+    assert choose_template(inline)[0] == inline
+    (tmp_path / "template.jinja").write_text(inline)
+    assert choose_template(str(tmp_path / "template.jinja"))[0] == inline
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": inline}))
-    assert choose(str(tmp_path))[0] == inline
+    assert choose_template(str(tmp_path))[0] == inline
     with pytest.raises(ConfigError, match="is neither the name of a template nor a file") as caught:
-        choose("chatlm")
+        choose_template("chatlm")
     assert "did you mean `chatml`" in caught.value.paragraph()
     with pytest.raises(ConfigError) as caught:
-        choose("missing.jinja")
+        choose_template("missing.jinja")
     assert "check the name or the path" in caught.value.paragraph()
 
 
-def test_the_template_of_the_config_is_what_the_model_sees_and_is_saved(tmp_path: Path) -> None:
+def test_configured_template_is_used_and_saved(tmp_path: Path) -> None:
     data = tmp_path / "a.jsonl"
     data.write_text(json.dumps({"messages": CHAT[1:3]}) + "\n")
     config = Config(model=MODEL, dataset=str(data), chat_template="alpaca")

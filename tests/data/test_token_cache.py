@@ -1,4 +1,4 @@
-"""The cache of tokens: hits, keys, and processes that come at once or are killed."""
+"""The token cache: hits, keys, and processes that build concurrently or are killed."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from prepared_tokens import (
     CHATS,
     MODEL,
     PAIRS,
-    fails,
+    expect_error,
     prepare,
     save,
     train_set,
@@ -22,18 +22,15 @@ from prepared_tokens import (
 from paceline.core.files import cache_dir
 
 
-def test_a_broken_line_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
+def test_malformed_row_leaves_no_cache_entry(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(PAIRS[0]) + "\n{broken\n")
     before = sorted((cache_dir() / "tokens").glob("*"))
-    assert f"line 2 of `{path}`" in fails(str(path))
+    assert f"line 2 of `{path}`" in expect_error(str(path))
     assert sorted((cache_dir() / "tokens").glob("*")) == before
 
 
-# -- validation
-
-
-def test_a_hit_is_the_same_and_imports_nothing_heavy(tmp_path: Path) -> None:
+def test_cache_hit_returns_same_tokens_without_heavy_imports(tmp_path: Path) -> None:
     data = save(tmp_path / "a.jsonl", [*CHATS, {"foo": 1}])
     first = prepare(data)
     second = prepare(data)
@@ -57,7 +54,9 @@ def test_a_hit_is_the_same_and_imports_nothing_heavy(tmp_path: Path) -> None:
     )
 
 
-def test_the_key_follows_all_that_changes_the_tokens(tmp_path: Path, bare_tokenizer: str) -> None:
+def test_cache_key_depends_on_everything_that_changes_tokens(
+    tmp_path: Path, bare_tokenizer: str
+) -> None:
     data = save(tmp_path / "a.jsonl", PAIRS)
     folders = [
         prepare(data).train_folder, prepare(data, "pretrain").train_folder,
@@ -71,10 +70,10 @@ def test_the_key_follows_all_that_changes_the_tokens(tmp_path: Path, bare_tokeni
         prepare(save(tmp_path / "a.jsonl", PAIRS[::-1])).train_folder,
     ]  # fmt: skip
     assert len(set(folders)) == len(folders)
-    assert prepare(save(tmp_path / "elsewhere.jsonl", PAIRS)).train_folder == folders[0]
+    assert prepare(save(tmp_path / "copy.jsonl", PAIRS)).train_folder == folders[0]
 
 
-def test_processes_that_come_at_once_build_it_once(tmp_path: Path) -> None:
+def test_concurrent_processes_build_one_cache_entry(tmp_path: Path) -> None:
     data = save(
         tmp_path / "a.jsonl",
         [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(300) for row in PAIRS],
@@ -85,17 +84,17 @@ def test_processes_that_come_at_once_build_it_once(tmp_path: Path) -> None:
         f"t = prepare_tokens(Config(model={MODEL!r}, dataset={data!r}), 'sft', resolve_model)\n"
         "print(t.train_folder, t.notices[-1][1])"
     )
-    started = [
+    processes = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    lines = [process.communicate(timeout=50)[0] for process in started]
-    assert all(process.returncode == 0 for process in started)
+    lines = [process.communicate(timeout=50)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes)
     assert len({line.split()[0] for line in lines}) == 1
     assert sum("tokenized in" in line for line in lines) == 1
 
 
-def test_a_killed_build_leaves_nothing_broken(tmp_path: Path) -> None:
+def test_killed_build_does_not_corrupt_cache(tmp_path: Path) -> None:
     data = save(
         tmp_path / "a.jsonl",
         [{**row, "prompt": f"{row['prompt']} {n}"} for n in range(600) for row in PAIRS],
@@ -119,17 +118,16 @@ def test_a_killed_build_leaves_nothing_broken(tmp_path: Path) -> None:
     assert not list(tokens.glob(".*.tmp"))
 
 
-# -- the dataset
-def test_dataset_pickles_as_a_path_and_has_subsets(tmp_path: Path) -> None:
+def test_dataset_pickles_as_path_and_supports_subsets(tmp_path: Path) -> None:
     tokens = prepare(save(tmp_path / "a.jsonl", CHATS), split_dataset_ratio=0.25)
     data = train_set(tokens)
     raw = pickle.dumps(data)
     assert len(raw) < 2000
-    again = pickle.loads(raw)
-    assert len(again) == len(data) == 9
-    assert again[4]["input_ids"].tolist() == data[4]["input_ids"].tolist()
-    some = data.subset([4, 0])
-    assert some.lengths.tolist() == data.lengths[[4, 0]].tolist()
-    assert some.subset([1])[0]["input_ids"].tolist() == data[0]["input_ids"].tolist()
+    unpickled = pickle.loads(raw)
+    assert len(unpickled) == len(data) == 9
+    assert unpickled[4]["input_ids"].tolist() == data[4]["input_ids"].tolist()
+    subset = data.subset([4, 0])
+    assert subset.lengths.tolist() == data.lengths[[4, 0]].tolist()
+    assert subset.subset([1])[0]["input_ids"].tolist() == data[0]["input_ids"].tolist()
     assert data[0]["input_ids"].flags.writeable
     assert len(pickle.dumps(tokens)) < 5000

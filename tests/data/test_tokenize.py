@@ -1,17 +1,17 @@
-"""From config to tokens on disk: masks, text, and the accounting of the rows."""
+"""Tokenization from a config to files: loss masks, text, and row counts."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
-from prepared_tokens import CHATS, PAIRS, notice_text, parts, prepare, save, train_set
+from prepared_tokens import CHATS, PAIRS, loss_segments, notice_text, prepare, save, train_set
 
 from paceline.data.text.tokenizer import load_tokenizer
 
 
-def test_loss_on_every_answer_and_its_end_of_turn_alone(tmp_path: Path) -> None:
+def test_loss_covers_only_answers_and_end_of_turn(tmp_path: Path) -> None:
     tokens = prepare(save(tmp_path / "a.jsonl", CHATS))
-    assert parts(tokens, 3) == [
+    assert loss_segments(tokens, 3) == [
         (False, "<|im_start|>user\nWhat is 3 + 3?<|im_end|>\n<|im_start|>assistant\n"),
         (True, "It is 6: süß.<|im_end|>"),
         (False, "\n<|im_start|>user\nAnd then?<|im_end|>\n<|im_start|>assistant\n"),
@@ -21,43 +21,43 @@ def test_loss_on_every_answer_and_its_end_of_turn_alone(tmp_path: Path) -> None:
 
 
 def test_system_message_and_template_file(tmp_path: Path) -> None:
-    template = tmp_path / "own.jinja"
+    template = tmp_path / "template.jinja"
     template.write_text(
         "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content + '<|im_end|>' }}{%"
         " endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant: ' }}{% endif %}"
     )
     tokens = prepare(save(tmp_path / "a.jsonl", PAIRS), system="Be.", chat_template=str(template))
-    # No mark in this template: found from prefixes. The blank before the answer belongs to the word
-    # after it.
-    loss = "".join(text for labelled, text in parts(tokens) if labelled)
+    # This template has no generation marks, so the answers are located from prefixes. The space
+    # before the answer belongs to its first token.
+    loss = "".join(text for carries_loss, text in loss_segments(tokens) if carries_loss)
     assert loss.strip() == "answer number 0<|im_end|>"
-    assert parts(tokens)[0][1].startswith(
+    assert loss_segments(tokens)[0][1].startswith(
         "<|im_start|>system: Be.<|im_end|><|im_start|>user: Q0: <|im_end|>"
     )
 
 
 def test_prompt_and_completion_without_a_template(tmp_path: Path, bare_tokenizer: str) -> None:
     tokens = prepare(save(tmp_path / "a.jsonl", PAIRS), tokenizer=bare_tokenizer)
-    assert parts(tokens, 5) == [(False, "Q5: "), (True, "answer number 5<|im_end|>")]
+    assert loss_segments(tokens, 5) == [(False, "Q5: "), (True, "answer number 5<|im_end|>")]
     assert "are concatenated" in notice_text(tokens)
 
 
-def test_train_on_inputs(tmp_path: Path, bare_tokenizer: str) -> None:
+def test_train_on_inputs_puts_loss_on_all_tokens(tmp_path: Path, bare_tokenizer: str) -> None:
     data = save(tmp_path / "a.jsonl", PAIRS)
     for settings in ({}, {"tokenizer": bare_tokenizer}):
         tokens = prepare(data, train_args={"train_on_inputs": True}, **settings)
-        assert [labelled for labelled, _ in parts(tokens)] == [True]
-        # the first token is never predicted
+        assert [carries_loss for carries_loss, _ in loss_segments(tokens)] == [True]
+        # The first token is never predicted.
         assert tokens.label_tokens == tokens.train_tokens - tokens.num_train
 
 
-def test_plain_text_in_sft_carries_loss_everywhere(tmp_path: Path) -> None:
+def test_text_in_sft_carries_loss_on_all_tokens(tmp_path: Path) -> None:
     tokens = prepare(save(tmp_path / "a.jsonl", [{"text": "once upon"}]))
-    assert parts(tokens) == [(True, "once upon<|im_end|>")]
+    assert loss_segments(tokens) == [(True, "once upon<|im_end|>")]
 
 
 @pytest.mark.parametrize("answer", ["plain", "ünï — 漢字", "  spaced", "\n\nlines", "🙂🙃"])
-def test_the_mask_is_exact_for_any_script(tmp_path: Path, answer: str) -> None:
+def test_mask_is_exact_for_any_script(tmp_path: Path, answer: str) -> None:
     rows = [
         {
             "messages": [
@@ -66,23 +66,25 @@ def test_the_mask_is_exact_for_any_script(tmp_path: Path, answer: str) -> None:
             ]
         }
     ]
-    chatml = tmp_path / "t.jinja"
-    chatml.write_text(
+    template = tmp_path / "t.jinja"
+    template.write_text(
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%"
         " endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
-    for settings in ({}, {"chat_template": str(chatml)}):
+    for settings in ({}, {"chat_template": str(template)}):
         loss = [
             text
-            for labelled, text in parts(prepare(save(tmp_path / "a.jsonl", rows), **settings))
-            if labelled
+            for carries_loss, text in loss_segments(
+                prepare(save(tmp_path / "a.jsonl", rows), **settings)
+            )
+            if carries_loss
         ]
         assert len(loss) == 1
-        # line ends may merge with the header's
+        # Newlines may merge with those of the header.
         assert loss[0].strip("\n") == f"{answer}<|im_end|>".strip("\n")
 
 
-def test_same_tokens_and_mask_as_transformers(tmp_path: Path) -> None:
+def test_tokens_and_mask_match_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     tokens = prepare(save(tmp_path / "a.jsonl", CHATS))
@@ -100,7 +102,7 @@ def test_same_tokens_and_mask_as_transformers(tmp_path: Path) -> None:
 
 
 # -- pretraining
-def test_documents_are_cut_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_documents_are_split_without_losing_tokens(tmp_path: Path) -> None:
     text = "\n".join(f"Line {n} of a long text." for n in range(200))
     (tmp_path / "a.txt").write_text(text)
     tokens = prepare(str(tmp_path / "a.txt"), "pretrain", {"max_length": 64})
@@ -113,8 +115,8 @@ def test_documents_are_cut_and_nothing_is_lost(tmp_path: Path) -> None:
     assert tokens.label_tokens == tokens.train_tokens - tokens.num_train
 
 
-def test_a_document_of_several_pieces_is_tokenized_completely(tmp_path: Path) -> None:
-    text = "A sentence that goes on.\n" * 30_000  # 750,000 characters
+def test_long_document_is_tokenized_completely(tmp_path: Path) -> None:
+    text = "A sentence of the text.\n" * 30_000  # 750,000 characters
     (tmp_path / "a.txt").write_text(text)
     tokens = prepare(str(tmp_path / "a.txt"), "pretrain", {"max_length": 4096})
     ids = np.concatenate(
@@ -127,12 +129,12 @@ def test_pretraining_on_chats_and_pairs(tmp_path: Path) -> None:
     tokens = prepare(
         [save(tmp_path / "a.jsonl", CHATS[:1]), save(tmp_path / "b.jsonl", PAIRS[:1])], "pretrain"
     )
-    assert parts(tokens, 0)[0][1].startswith("<|im_start|>user\nWhat is 0 + 0?")
-    assert parts(tokens, 1) == [(True, "Q0: \n\nanswer number 0<|im_end|>")]
+    assert loss_segments(tokens, 0)[0][1].startswith("<|im_start|>user\nWhat is 0 + 0?")
+    assert loss_segments(tokens, 1) == [(True, "Q0: \n\nanswer number 0<|im_end|>")]
 
 
-# -- accounting
-def test_read_is_kept_plus_dropped(tmp_path: Path) -> None:
+# -- row counts
+def test_rows_read_equal_rows_kept_plus_dropped(tmp_path: Path) -> None:
     rows = [
         *PAIRS, {"prompt": "q", "completion": ""}, {"prompt": "q", "completion": None}, {"foo": 1},
         "text", 7, {"messages": [{"role": "user", "content": "q"}]},
@@ -148,7 +150,7 @@ def test_read_is_kept_plus_dropped(tmp_path: Path) -> None:
     assert f"first: line 13 of {tmp_path / 'a.jsonl'}" in notice_text(tokens)
 
 
-def test_counts_of_several_sources_add_up(tmp_path: Path) -> None:
+def test_counts_of_several_sources_are_added(tmp_path: Path) -> None:
     first = save(tmp_path / "a.jsonl", [*PAIRS, {"foo": 1}])
     second = save(tmp_path / "b.jsonl", [*CHATS, {"foo": 1}, {"foo": 2}])
     tokens = prepare([f"{first}#13", {"path": second, "format": "messages"}])
@@ -161,7 +163,7 @@ def test_counts_of_several_sources_add_up(tmp_path: Path) -> None:
     assert f"{second}: 14 rows read, 12 kept" in notice_text(tokens)
 
 
-def test_truncation_keeps_the_head(tmp_path: Path, bare_tokenizer: str) -> None:
+def test_truncation_keeps_first_tokens(tmp_path: Path, bare_tokenizer: str) -> None:
     rows = [
         {"prompt": "Q: ", "completion": "word " * 50},
         {"prompt": "long " * 50, "completion": "gone"},
@@ -182,7 +184,7 @@ def test_truncation_keeps_the_head(tmp_path: Path, bare_tokenizer: str) -> None:
     assert dropped.counts.kept == 12
 
 
-def test_label_counts_leave_the_first_position_out(tmp_path: Path) -> None:
+def test_label_counts_exclude_first_position(tmp_path: Path) -> None:
     data = train_set(prepare(save(tmp_path / "a.jsonl", CHATS)))
     for index in range(len(data)):
         sample = data[index]

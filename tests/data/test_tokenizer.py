@@ -1,5 +1,5 @@
-"""Tokenizers of other kinds than the built-in: with a first token of their own, without offsets, in
-an adapter's folder."""
+"""Tokenizers unlike the built-in one: with a beginning-of-text token, without offsets, in an
+adapter's folder."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ ROWS = [
 def loss_text(
     folder: Path, tmp_path: Path, rows: list[dict[str, object]] = ROWS, task: str = "sft"
 ) -> tuple[str, str]:
-    """(whole text, text that carries loss) of the first sample."""
+    """Return the text of the first sample, and its part that carries loss."""
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = Config(
         model="builtin:qwen2-micro", tokenizer=str(folder), dataset=str(tmp_path / "rows.jsonl")
@@ -42,50 +42,54 @@ def loss_text(
 
 
 @pytest.fixture(scope="module")
-def first_token(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer that puts <s> first, cuts at blanks (and leaves them out), as sentence-piece
-    models are turned into."""
+def bos_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer that prepends <s> and splits at spaces without keeping them, like converted
+    SentencePiece models."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    rust = Tokenizer(models.BPE(unk_token="<unk>"))
-    rust.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend = Tokenizer(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     trainer = trainers.BpeTrainer(
         vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
     )
-    rust.train_from_iterator(["hello world good day [user] [assistant]"] * 20, trainer)
-    rust.post_processor = processors.TemplateProcessing(
+    backend.train_from_iterator(["hello world good day [user] [assistant]"] * 20, trainer)
+    backend.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", 1)]
     )
-    rust.enable_truncation(3)  # some files carry one: it must not cut the data
-    folder = tmp_path_factory.mktemp("first-token")
+    backend.enable_truncation(3)  # set in some tokenizer files; it must not truncate the data
+    folder = tmp_path_factory.mktemp("bos-tokenizer")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=rust, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder
 
 
-def test_chats_pairs_and_text_with_a_first_token(first_token: Path, tmp_path: Path) -> None:
-    full, loss = loss_text(first_token, tmp_path)
-    # the template alone says where <s> stands
+def test_beginning_of_text_token_in_chats_pairs_and_text(
+    bos_tokenizer: Path, tmp_path: Path
+) -> None:
+    full, loss = loss_text(bos_tokenizer, tmp_path)
+    # Only the template determines the position of <s>.
     assert full.replace(" ", "") == "[user]helloworld</s>[assistant]goodday</s>"
     assert loss.replace(" ", "") == "goodday</s>"
-    full, _ = loss_text(first_token, tmp_path, [{"text": "hello world"}], "pretrain")
+    full, _ = loss_text(bos_tokenizer, tmp_path, [{"text": "hello world"}], "pretrain")
     assert full.replace(" ", "") == "<s>helloworld</s>"
-    settings = json.loads((first_token / "tokenizer_config.json").read_text())
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "tokenizer.json").write_bytes((first_token / "tokenizer.json").read_bytes())
+    settings = json.loads((bos_tokenizer / "tokenizer_config.json").read_text())
+    bare_tokenizer = tmp_path / "bare"
+    bare_tokenizer.mkdir()
+    (bare_tokenizer / "tokenizer.json").write_bytes((bos_tokenizer / "tokenizer.json").read_bytes())
     settings.pop("chat_template", None)
-    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
-    full, loss = loss_text(bare, tmp_path, [{"prompt": "hello world", "completion": "good day"}])
+    (bare_tokenizer / "tokenizer_config.json").write_text(json.dumps(settings))
+    full, loss = loss_text(
+        bare_tokenizer, tmp_path, [{"prompt": "hello world", "completion": "good day"}]
+    )
     assert full.replace(" ", "") == "<s>helloworldgoodday</s>"
     assert loss.replace(" ", "") == "goodday</s>"
 
 
-def test_a_tokenizer_written_in_python(tmp_path: Path) -> None:
+def test_pure_python_tokenizer(tmp_path: Path) -> None:
     from transformers import ByT5Tokenizer
 
     tokenizer = ByT5Tokenizer()
@@ -100,7 +104,7 @@ def test_a_tokenizer_written_in_python(tmp_path: Path) -> None:
     assert full == "hello</s>"
 
 
-def test_loaded_directly_it_is_what_transformers_loads() -> None:
+def test_direct_loading_matches_transformers() -> None:
     from paceline.data.text.tokenizer import _load_by_transformers, _load_directly
 
     folder = Path(resolve_model("builtin:qwen2-micro"))
@@ -124,7 +128,7 @@ def test_loaded_directly_it_is_what_transformers_loads() -> None:
     assert isinstance(direct, LoadedTokenizer)
 
 
-def test_an_adapters_folder_leads_to_its_base(tmp_path: Path) -> None:
+def test_adapter_folder_uses_tokenizer_of_base_model(tmp_path: Path) -> None:
     base = resolve_model("builtin:qwen2-micro")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     assert find_tokenizer(str(tmp_path)) == Path(base)

@@ -1,4 +1,4 @@
-"""History, tools, reasoning, and turns on which the data or the config switches the loss off."""
+"""History, tools, reasoning, and turns whose loss is disabled by the data or the config."""
 
 import json
 from itertools import pairwise
@@ -34,14 +34,14 @@ def prepare(path: Path, rows: list[Any], task: Any = "sft", **settings: Any) -> 
     )
 
 
-def fails(path: Path, rows: list[Any], **settings: Any) -> str:
+def expect_error(path: Path, rows: list[Any], **settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         prepare(path, rows, **settings)
     return str(caught.value)
 
 
-def runs(tokens: PreparedTokens, index: int = 0) -> list[tuple[bool, str]]:
-    """A sample as runs of (carries loss, text)."""
+def loss_segments(tokens: PreparedTokens, index: int = 0) -> list[tuple[bool, str]]:
+    """Return the sample as a list of (carries loss, text) for consecutive tokens."""
     tokenizer = load_tokenizer(Path(tokens.tokenizer_path))
     sample = TokenDataset(tokens.train_folder)[index]
     edges = [0, *(np.flatnonzero(np.diff(sample["labels_mask"])) + 1), len(sample["input_ids"])]
@@ -54,11 +54,11 @@ def runs(tokens: PreparedTokens, index: int = 0) -> list[tuple[bool, str]]:
     ]
 
 
-def labelled(tokens: PreparedTokens, index: int = 0) -> list[str]:
-    return [text.strip() for carries_loss, text in runs(tokens, index) if carries_loss]
+def loss_texts(tokens: PreparedTokens, index: int = 0) -> list[str]:
+    return [text.strip() for carries_loss, text in loss_segments(tokens, index) if carries_loss]
 
 
-def template(folder: Path, source: str) -> str:
+def write_template(folder: Path, source: str) -> str:
     (folder / "t.jinja").write_text(source)
     return str(folder / "t.jinja")
 
@@ -70,18 +70,18 @@ def chat(**flags: Any) -> dict[str, Any]:
     ]}  # fmt: skip
 
 
-# -- the loss of turns
-@pytest.mark.parametrize("marked", [True, False], ids=["generation marks", "prefixes"])
+# -- loss per turn
+@pytest.mark.parametrize("has_marks", [True, False], ids=["generation marks", "prefixes"])
 @pytest.mark.parametrize(
     "flag", [{"weight": 0}, {"weight": 0.0}, {"loss": False}, {"train": False}, {"training": 0}]
 )
-def test_a_turn_that_the_data_switches_off_carries_no_loss(
-    tmp_path: Path, flag: dict[str, Any], marked: bool
+def test_turn_disabled_in_data_carries_no_loss(
+    tmp_path: Path, flag: dict[str, Any], has_marks: bool
 ) -> None:
-    settings = {} if marked else {"chat_template": template(tmp_path, CHATML)}
+    settings = {} if has_marks else {"chat_template": write_template(tmp_path, CHATML)}
     tokens = prepare(tmp_path / "a.jsonl", [chat(**flag), chat()], **settings)
-    assert labelled(tokens) == ["Second.<|im_end|>"]
-    assert labelled(tokens, 1) == ["First.<|im_end|>", "Second.<|im_end|>"]
+    assert loss_texts(tokens) == ["Second.<|im_end|>"]
+    assert loss_texts(tokens, 1) == ["First.<|im_end|>", "Second.<|im_end|>"]
     assert tokens.counts.excluded_turns == 1
     assert tokens.counts.as_dict()["excluded_turns"] == 1
     assert "1 turns without loss" in data_line(tokens.counts.as_dict())
@@ -91,14 +91,14 @@ def test_a_turn_that_the_data_switches_off_carries_no_loss(
     )
 
 
-def test_flags_that_leave_the_loss_on(tmp_path: Path) -> None:
+def test_flags_that_keep_loss_enabled(tmp_path: Path) -> None:
     for flag in ({"weight": 1}, {"loss": True}, {"train": None}, {"weight": "1"}):
         tokens = prepare(tmp_path / "a.jsonl", [chat(**flag)])
-        assert len(labelled(tokens)) == 2
+        assert len(loss_texts(tokens)) == 2
         assert "excluded_turns" not in tokens.counts.as_dict()
     user = chat()
-    user["messages"][0]["weight"] = 1  # OpenAI's weight is for answers alone
-    assert len(labelled(prepare(tmp_path / "a.jsonl", [user]))) == 2
+    user["messages"][0]["weight"] = 1  # OpenAI's weight applies only to answers
+    assert len(loss_texts(prepare(tmp_path / "a.jsonl", [user]))) == 2
 
 
 @pytest.mark.parametrize(
@@ -112,12 +112,12 @@ def test_flags_that_leave_the_loss_on(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_finer_flags_are_refused(flag: dict[str, Any], message: str) -> None:
+def test_rejects_fractional_weights_and_partial_turns(flag: dict[str, Any], message: str) -> None:
     with pytest.raises(Unsupported, match=message):
         RowConverter("here")(chat(**flag))
 
 
-def test_a_loss_on_user_turns_is_refused() -> None:
+def test_rejects_loss_on_user_turns() -> None:
     row = chat()
     row["messages"][0]["train"] = True
     with pytest.raises(Unsupported, match="role `user`"):
@@ -125,24 +125,24 @@ def test_a_loss_on_user_turns_is_refused() -> None:
     RowConverter("here", ignore_columns=["train"])(row)
 
 
-def test_a_flag_by_another_name(tmp_path: Path) -> None:
+def test_renamed_loss_flag_column(tmp_path: Path) -> None:
     source = {"path": str(tmp_path / "a.jsonl"), "columns": {"weight": "learn"}}
     tokens = prepare(tmp_path / "a.jsonl", [chat(learn=False)], dataset=source)
-    assert labelled(tokens) == ["Second.<|im_end|>"]
+    assert loss_texts(tokens) == ["Second.<|im_end|>"]
 
 
-def test_the_last_turn_alone(tmp_path: Path) -> None:
-    everything = prepare(tmp_path / "a.jsonl", [chat(), chat(weight=0)])
-    for settings in ({}, {"chat_template": template(tmp_path, CHATML)}):
+def test_train_on_last_turn_only(tmp_path: Path) -> None:
+    all_turns = prepare(tmp_path / "a.jsonl", [chat(), chat(weight=0)])
+    for settings in ({}, {"chat_template": write_template(tmp_path, CHATML)}):
         tokens = prepare(
             tmp_path / "a.jsonl",
             [chat(), chat(weight=0)],
             train_args={"train_on_turns": "last"},
             **settings,
         )
-        assert labelled(tokens) == labelled(tokens, 1) == ["Second.<|im_end|>"]
+        assert loss_texts(tokens) == loss_texts(tokens, 1) == ["Second.<|im_end|>"]
         assert tokens.counts.excluded_turns == 2
-        assert tokens.train_folder != everything.train_folder
+        assert tokens.train_folder != all_turns.train_folder
     with pytest.raises(ValidationError, match="keep one of them"):
         Config(
             model=MODEL, dataset="x", train_args={"train_on_turns": "last", "train_on_inputs": True}
@@ -151,25 +151,29 @@ def test_the_last_turn_alone(tmp_path: Path) -> None:
         Config(model=MODEL, dataset="x", task="pretrain", train_args={"train_on_turns": "last"})
 
 
-def test_train_on_inputs_leaves_switched_off_turns_out(tmp_path: Path) -> None:
+def test_train_on_inputs_excludes_disabled_turns(tmp_path: Path) -> None:
     tokens = prepare(tmp_path / "a.jsonl", [chat(weight=0)], train_args={"train_on_inputs": True})
-    assert [text for carries_loss, text in runs(tokens) if not carries_loss] == ["First.<|im_end|>"]
+    assert [text for carries_loss, text in loss_segments(tokens) if not carries_loss] == [
+        "First.<|im_end|>"
+    ]
 
 
-def test_a_chat_without_any_loss_is_dropped_and_pretraining_refuses_flags(tmp_path: Path) -> None:
-    off = {
+def test_chat_without_loss_is_dropped_and_pretraining_rejects_flags(tmp_path: Path) -> None:
+    disabled = {
         "messages": [
             {"role": "user", "content": "q"},
             {"role": "assistant", "content": "a", "weight": 0},
         ]
     }
-    assert prepare(tmp_path / "a.jsonl", [chat(), off]).counts.dropped == {
+    assert prepare(tmp_path / "a.jsonl", [chat(), disabled]).counts.dropped == {
         "the loss is disabled for every turn": 1
     }
-    assert "trains on every token" in fails(tmp_path / "b.jsonl", [off], task="pretrain")
+    assert "trains on every token" in expect_error(
+        tmp_path / "b.jsonl", [disabled], task="pretrain"
+    )
 
 
-def test_marks_that_come_twice_in_a_turn_keep_to_their_turn() -> None:
+def test_several_generation_marks_in_one_turn() -> None:
     source = (
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}A:{% endgeneration"
         " %}|{% generation %}{{ m.content }}</s>{% endgeneration %}{% else %}{{ m.content }}{%"
@@ -194,7 +198,7 @@ def test_marks_that_come_twice_in_a_turn_keep_to_their_turn() -> None:
         [{"human": "q", "assistant": "a"}],
     ],
 )  # fmt: skip
-def test_history_becomes_turns(names: tuple[str, str], history: Any) -> None:
+def test_history_is_converted_to_turns(names: tuple[str, str], history: Any) -> None:
     sample = RowConverter("here")(
         {names[0]: "now", names[1]: "then", "history": history, "system": "be"}
     )
@@ -203,7 +207,7 @@ def test_history_becomes_turns(names: tuple[str, str], history: Any) -> None:
     ]  # fmt: skip
 
 
-def test_chats_of_questions_with_answers_and_odd_keys() -> None:
+def test_alternative_keys_and_roles_of_conversations() -> None:
     share = {"conversation": [{"human": "q", "assistant": "a"}, {"human": "r", "assistant": "b"}]}
     assert [message["content"] for message in RowConverter("here")(share).messages or []] == [
         "q",
@@ -285,16 +289,16 @@ LEGACY = {
 @pytest.mark.parametrize(
     "row", [GLAIVE, OPENAI, SWIFT, LEGACY], ids=["LLaMA-Factory", "OpenAI", "ms-swift", "functions"]
 )
-def test_tools_and_calls_go_through_the_chat_template(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_tools_and_calls_are_rendered_by_chat_template(tmp_path: Path, row: dict[str, Any]) -> None:
     tokens = prepare(tmp_path / "a.jsonl", [row])
     assert tokens.counts.dropped == {}
-    assert labelled(tokens) == [
+    assert loss_texts(tokens) == [
         '<tool_call>{"name": "news", "arguments": {"country": "US"}}</tool_call><|im_end|>',
         "It rains.<|im_end|>",
     ]  # fmt: skip
-    prompt = runs(tokens)[0][1]
+    prompt = loss_segments(tokens)[0][1]
     assert '"description": "Get the news."' in prompt
-    assert '<|im_start|>tool\n{"headline": "Rain"}<|im_end|>' in runs(tokens)[2][1]
+    assert '<|im_start|>tool\n{"headline": "Rain"}<|im_end|>' in loss_segments(tokens)[2][1]
 
 
 CALLS = (
@@ -321,17 +325,17 @@ CALLS = (
     ],
     ids=["mapping", "printed", "concatenated", "short ids"],
 )
-def test_templates_of_every_manner_get_calls_as_they_need_them(
+def test_templates_receive_calls_in_the_form_they_expect(
     tmp_path: Path, call: str, expected: str
 ) -> None:
     source = CALLS.replace("CALL", call)
-    tokens = prepare(tmp_path / "a.jsonl", [OPENAI], chat_template=template(tmp_path, source))
-    assert labelled(tokens) == [f"{expected}<|im_end|>", "It rains.<|im_end|>"]
+    tokens = prepare(tmp_path / "a.jsonl", [OPENAI], chat_template=write_template(tmp_path, source))
+    assert loss_texts(tokens) == [f"{expected}<|im_end|>", "It rains.<|im_end|>"]
 
 
-def test_a_call_ends_with_its_end_of_turn_token() -> None:
-    """Also where tools change the text before the call (Mistral's way), and without the white space
-    after the token."""
+def test_span_of_call_includes_end_of_turn() -> None:
+    """Holds even if tools change the text before the call, as in Mistral's template. The span does
+    not include the white space after the token."""
     source = (
         "{% set last = messages | selectattr('role', 'equalto', 'user') | list | last %}{% for m in"
         " messages %}{% if m.role == 'user' %}{% if tools and m == last %}TOOLS{% endif %}[{{"
@@ -354,7 +358,7 @@ def test_a_call_ends_with_its_end_of_turn_token() -> None:
     ]
 
 
-def test_parallel_calls_and_an_answer_with_its_call_are_one_turn() -> None:
+def test_parallel_calls_and_preceding_answer_form_one_turn() -> None:
     call = {"role": "tool_call", "content": '{"name": "f", "arguments": {}}'}
     row = {
         "messages": [
@@ -381,8 +385,8 @@ def test_parallel_calls_and_an_answer_with_its_call_are_one_turn() -> None:
     ]
 
 
-def test_calls_in_many_spellings() -> None:
-    def read(value: Any) -> Any:
+def test_formats_of_tool_calls() -> None:
+    def parse_calls(value: Any) -> Any:
         row = {
             "messages": [
                 {"role": "user", "content": "q"},
@@ -394,20 +398,20 @@ def test_calls_in_many_spellings() -> None:
         ]
 
     call = {"name": "f", "arguments": {"a": 1}}
-    assert read(json.dumps([call, call])) == [call, call]
-    assert read("{'name': 'f', 'arguments': '{\"a\": 1}'}") == [call]
-    assert read(f"{json.dumps(call)}\n{json.dumps(call)}") == [call, call]
-    assert read('{"name": "f"}') == [{"name": "f", "arguments": {}}]
+    assert parse_calls(json.dumps([call, call])) == [call, call]
+    assert parse_calls("{'name': 'f', 'arguments': '{\"a\": 1}'}") == [call]
+    assert parse_calls(f"{json.dumps(call)}\n{json.dumps(call)}") == [call, call]
+    assert parse_calls('{"name": "f"}') == [{"name": "f", "arguments": {}}]
     with pytest.raises(MalformedRow, match="without a name"):
-        read("{}")
+        parse_calls("{}")
 
 
-def test_a_template_without_tools_is_reported(tmp_path: Path) -> None:
-    plain = template(tmp_path, CHATML)
-    message = fails(tmp_path / "a.jsonl", [OPENAI], chat_template=plain)
+def test_error_for_template_without_tool_support(tmp_path: Path) -> None:
+    plain = write_template(tmp_path, CHATML)
+    message = expect_error(tmp_path / "a.jsonl", [OPENAI], chat_template=plain)
     assert "the chat template does not use `tool_calls`" in message
     only_tools = {"messages": chat()["messages"], "tools": [TOOL]}
-    message = fails(tmp_path / "a.jsonl", [only_tools], chat_template=plain)
+    message = expect_error(tmp_path / "a.jsonl", [only_tools], chat_template=plain)
     assert "the chat template does not use `tools`" in message
     assert "`ignore_columns: [tools]`" in message
     assert (
@@ -418,18 +422,18 @@ def test_a_template_without_tools_is_reported(tmp_path: Path) -> None:
     )
 
 
-def test_chats_with_tools_use_the_tokenizers_own_template_beside_a_named_one(
+def test_chats_with_tools_use_tokenizer_template_instead_of_named_one(
     tmp_path: Path,
 ) -> None:
     tokens = prepare(tmp_path / "a.jsonl", [GLAIVE, chat()], chat_template="qwen")
-    assert labelled(tokens)[0].startswith('<tool_call>{"name": "news"')
-    assert "You are Qwen" not in runs(tokens)[0][1]
-    assert "You are Qwen" in runs(tokens, 1)[0][1]
+    assert loss_texts(tokens)[0].startswith('<tool_call>{"name": "news"')
+    assert "You are Qwen" not in loss_segments(tokens)[0][1]
+    assert "You are Qwen" in loss_segments(tokens, 1)[0][1]
     assert any(
         text.startswith("1 chats with tools or reasoning use the tokenizer's chat template")
         for _, text in tokens.notices
     )
-    assert "does not use `tool_calls`" in fails(
+    assert "does not use `tool_calls`" in expect_error(
         tmp_path / "a.jsonl", [GLAIVE], chat_template="gemma"
     )
 
@@ -454,24 +458,24 @@ def test_chats_with_tools_use_the_tokenizers_own_template_beside_a_named_one(
         {"instruction": "q", "output": "a", "reasoning_content": "hm"},
     ],
 )
-def test_reasoning_is_given_to_the_chat_template(tmp_path: Path, row: dict[str, Any]) -> None:
-    assert labelled(prepare(tmp_path / "a.jsonl", [row])) == [
+def test_reasoning_is_passed_to_chat_template(tmp_path: Path, row: dict[str, Any]) -> None:
+    assert loss_texts(prepare(tmp_path / "a.jsonl", [row])) == [
         "<think>\nhm\n</think>\n\na<|im_end|>"
     ]
-    plain = template(tmp_path, CHATML)
-    assert "does not use `reasoning_content`" in fails(
+    plain = write_template(tmp_path, CHATML)
+    assert "does not use `reasoning_content`" in expect_error(
         tmp_path / "a.jsonl", [row], chat_template=plain
     )
 
 
-# -- the end of a turn
-def test_white_space_after_the_end_of_turn_is_no_missing_end(tmp_path: Path) -> None:
+# -- end of turn
+def test_missing_end_of_turn_warning_ignores_white_space(tmp_path: Path) -> None:
     source = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{%"
         " generation %}{{ m.content }}END\n{% endgeneration %}{% else %}{{ m.content"
         " }}<|im_end|>\n{% endif %}{% endfor %}"
     )
     for end, is_reported in (("<|im_end|>", False), ("", True), (" Over.", True)):
-        path = template(tmp_path, source.replace("END\n", f"{end}" + "{{ '\n' }}"))
+        path = write_template(tmp_path, source.replace("END\n", f"{end}" + "{{ '\n' }}"))
         tokens = prepare(tmp_path / "a.jsonl", [chat()], chat_template=path)
         assert any("no end-of-turn token" in text for _, text in tokens.notices) is is_reported
