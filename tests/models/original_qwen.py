@@ -1,8 +1,8 @@
-"""A tiny checkpoint in the layout of the first-generation Qwen models, and an independent reference
-for them.
+"""A tiny checkpoint in the format of the first-generation Qwen models, and an independent reference
+implementation.
 
-The forward pass and the tokenizer are written from the description in modeling_qwen.py and
-tokenization_qwen.py of https://huggingface.co/Qwen/Qwen-7B, with none of Paceline's code.
+The forward pass and the tokenizer follow modeling_qwen.py and tokenization_qwen.py of
+https://huggingface.co/Qwen/Qwen-7B and share no code with Paceline.
 """
 
 import base64
@@ -33,7 +33,7 @@ SPECIAL = [
 
 
 def write_checkpoint(folder: Path, text: str, num_shards: int = 2, **changes: Any) -> Path:
-    """A checkpoint with random weights, its tokenizer trained on ``text``."""
+    """Write a checkpoint with random weights and a tokenizer trained on ``text``."""
     folder.mkdir(parents=True, exist_ok=True)
     ranks = train_ranks(text, 600)
     lines = [f"{base64.b64encode(token).decode()} {rank}" for token, rank in ranks.items()]
@@ -75,9 +75,9 @@ def write_checkpoint(folder: Path, text: str, num_shards: int = 2, **changes: An
     weights = random_weights(vocabulary)
     names = list(weights)
     for number in range(num_shards):
-        part = {name: weights[name] for name in names[number::num_shards]}
+        shard = {name: weights[name] for name in names[number::num_shards]}
         save_file(
-            part,
+            shard,
             folder / f"model-{number + 1:05}-of-{num_shards:05}.safetensors",
             metadata={"format": "pt"},
         )
@@ -111,8 +111,8 @@ def random_weights(vocabulary: int) -> dict[str, Tensor]:
 
 
 def reference_logits(folder: Path, ids: Tensor) -> Tensor:
-    """Logits [tokens, vocabulary] of one sample, in evaluation: with dynamic NTK scaling and log-n
-    attention where they act."""
+    """Return the logits [tokens, vocabulary] of one sample in evaluation mode, with dynamic NTK
+    scaling and log-n attention if the config enables them."""
     from safetensors.torch import load_file
 
     weights: dict[str, Tensor] = {}
@@ -144,11 +144,14 @@ def reference_logits(folder: Path, ids: Tensor) -> Tensor:
     x = weights["transformer.wte.weight"][ids]
     for layer in range(LAYERS):
         prefix = f"transformer.h.{layer}."
-        inner = norm(x, weights[f"{prefix}ln_1.weight"])
-        mixed = (
-            inner @ weights[f"{prefix}attn.c_attn.weight"].T + weights[f"{prefix}attn.c_attn.bias"]
+        normalized = norm(x, weights[f"{prefix}ln_1.weight"])
+        projected = (
+            normalized @ weights[f"{prefix}attn.c_attn.weight"].T
+            + weights[f"{prefix}attn.c_attn.bias"]
         )
-        query, key, value = (part.view(count, HEADS, size) for part in mixed.split(HIDDEN, dim=-1))
+        query, key, value = (
+            part.view(count, HEADS, size) for part in projected.split(HIDDEN, dim=-1)
+        )
         query, key = rotate(query), rotate(key)
         if config["use_logn_attn"]:
             scales = [
@@ -158,11 +161,11 @@ def reference_logits(folder: Path, ids: Tensor) -> Tensor:
             query = query * torch.tensor(scales)[:, None, None]
         scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(size)
         scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), float("-inf"))
-        joined = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).reshape(count, HIDDEN)
-        x = x + joined @ weights[f"{prefix}attn.c_proj.weight"].T
-        inner = norm(x, weights[f"{prefix}ln_2.weight"])
-        gated = (inner @ weights[f"{prefix}mlp.w1.weight"].T) * functional.silu(
-            inner @ weights[f"{prefix}mlp.w2.weight"].T
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).reshape(count, HIDDEN)
+        x = x + attended @ weights[f"{prefix}attn.c_proj.weight"].T
+        normalized = norm(x, weights[f"{prefix}ln_2.weight"])
+        gated = (normalized @ weights[f"{prefix}mlp.w1.weight"].T) * functional.silu(
+            normalized @ weights[f"{prefix}mlp.w2.weight"].T
         )
         x = x + gated @ weights[f"{prefix}mlp.c_proj.weight"].T
     return norm(x, weights["transformer.ln_f.weight"]) @ weights["lm_head.weight"].T
@@ -170,7 +173,7 @@ def reference_logits(folder: Path, ids: Tensor) -> Tensor:
 
 # -- tokenizer
 def train_ranks(text: str, num_merges: int) -> dict[bytes, int]:
-    """Byte-pair ranks: the single bytes, then the most frequent pairs of the words of ``text``."""
+    """Return byte-pair ranks: the single bytes, then the most frequent pairs in ``text``."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     tokens = [
         [bytes([byte]) for byte in token.encode()] for token in regex.findall(TOKEN_PATTERN, text)
@@ -184,11 +187,11 @@ def train_ranks(text: str, num_merges: int) -> dict[bytes, int]:
             break
         pair = max(counts, key=lambda pair: (counts[pair], pair))
         ranks.setdefault(pair[0] + pair[1], len(ranks))
-        tokens = [merged(token, pair) for token in tokens]
+        tokens = [merge_pair(token, pair) for token in tokens]
     return ranks
 
 
-def merged(token: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
+def merge_pair(token: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
     result: list[bytes] = []
     for part in token:
         if result and (result[-1], part) == pair:
@@ -199,8 +202,8 @@ def merged(token: list[bytes], pair: tuple[bytes, bytes]) -> list[bytes]:
 
 
 def reference_tokens(folder: Path, text: str) -> list[int]:
-    """The ids of a text as tiktoken gives them: special tokens first, then per word the pair of the
-    lowest rank is merged."""
+    """Return the ids of a text as tiktoken computes them: split at special tokens, then repeatedly
+    merge the pair with the lowest rank in each word."""
     lines = (folder / "qwen.tiktoken").read_text().split("\n")
     ranks = {base64.b64decode(line.split()[0]): int(line.split()[1]) for line in lines if line}
     special = {token: len(ranks) + number for number, token in enumerate(SPECIAL)}
@@ -215,11 +218,12 @@ def reference_tokens(folder: Path, text: str) -> list[int]:
             pieces = [bytes([byte]) for byte in token.encode()]
             while True:
                 pairs = [
-                    (ranks.get(a + b, math.inf), at) for at, (a, b) in enumerate(pairwise(pieces))
+                    (ranks.get(a + b, math.inf), index)
+                    for index, (a, b) in enumerate(pairwise(pieces))
                 ]
-                rank, at = min(pairs, default=(math.inf, 0))
+                rank, index = min(pairs, default=(math.inf, 0))
                 if rank == math.inf:
                     break
-                pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+                pieces[index : index + 2] = [pieces[index] + pieces[index + 1]]
             ids += [ranks[piece] for piece in pieces]
     return ids

@@ -1,4 +1,4 @@
-"""The declared model of activations, against what autograd keeps."""
+"""Estimates of activation memory and FLOPs, compared with autograd and torch's FLOP counter."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -23,12 +23,12 @@ LENGTHS, LABELS = (150, 106), 130
 
 
 def build(config: Config) -> Any:
-    low = (
+    dtype = (
         torch.bfloat16
         if config.train_args.precision == "bf16-mixed" and config.lora.enable
         else torch.float32
     )
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDTHS), dtype=low)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**WIDTHS), dtype=dtype)
     if config.lora.enable:
         model = add_adapters(model, config)
     if config.train_args.gradient_checkpointing:
@@ -58,9 +58,9 @@ def forward(model: Any, config: Config) -> torch.Tensor:
         )
 
 
-def kept_for_backward(model: Any, config: Config) -> int:
-    """Bytes of the distinct storages that autograd keeps, weights and their low-precision copies
-    left out."""
+def measure_saved_bytes(model: Any, config: Config) -> int:
+    """Return the bytes of the distinct storages that autograd saves for backward, not counting
+    weights and their low-precision copies."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     shapes = {tuple(parameter.shape) for parameter in model.parameters()} | {
         tuple(parameter.t().shape) for parameter in model.parameters() if parameter.dim() == 2
@@ -69,7 +69,7 @@ def kept_for_backward(model: Any, config: Config) -> int:
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.untyped_storage().data_ptr() not in weights and tuple(tensor.shape) not in shapes:
-            # held, so that no address is used twice
+            # Keep a reference, so that no address is reused.
             saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
@@ -80,39 +80,42 @@ def kept_for_backward(model: Any, config: Config) -> int:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
-def test_what_autograd_keeps(lora: bool, bf16: bool, again: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
+def test_estimated_activations_match_autograd(lora: bool, bf16: bool, recompute: bool) -> None:
     config = Config(
         model="m",
         dataset="d",
         lora={"enable": lora, "dropout": 0.05},
-        train_args={"precision": "bf16-mixed" if bf16 else "32", "gradient_checkpointing": again},
+        train_args={
+            "precision": "bf16-mixed" if bf16 else "32",
+            "gradient_checkpointing": recompute,
+        },
     )
     dims = dims_of(WIDTHS)
     assert dims is not None
-    declared = language_activations(dims, config, sum(LENGTHS), LABELS, mask_bytes=4)
-    assert declared.saved == pytest.approx(kept_for_backward(build(config), config), rel=0.08)
-    assert declared.total > declared.saved
+    estimate = language_activations(dims, config, sum(LENGTHS), LABELS, mask_bytes=4)
+    assert estimate.saved == pytest.approx(measure_saved_bytes(build(config), config), rel=0.08)
+    assert estimate.total > estimate.saved
 
 
-def test_operations_are_those_that_torch_counts() -> None:
+def test_estimated_flops_match_flop_counter() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     config = Config(model="m", dataset="d")
     model = build(config)
     with FlopCounterMode(display=False) as counter:
         forward(model, config).backward()
-    counted = counter.get_total_flops()
+    measured_flops = counter.get_total_flops()
     dims = dims_of(WIDTHS)
     assert dims is not None
     squares = sum(length**2 for length in LENGTHS)
-    declared = language_flops(dims, config, sum(LENGTHS), LABELS, squares / sum(LENGTHS))
-    # torch counts fused attention in full where half is masked, or not at all: both are within a
-    # tenth here.
-    assert declared == pytest.approx(counted, rel=0.1)
+    estimate = language_flops(dims, config, sum(LENGTHS), LABELS, squares / sum(LENGTHS))
+    # torch counts fused attention without the causal mask, or not at all: both are within 10% for
+    # these lengths.
+    assert estimate == pytest.approx(measured_flops, rel=0.1)
 
 
-def test_widths_of_other_makes() -> None:
+def test_dims_of_other_architectures() -> None:
     gpt2 = dims_of(
         {
             "model_type": "gpt2",

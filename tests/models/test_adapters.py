@@ -1,5 +1,4 @@
-"""LoRA on every family of language models: training, reloading, merging, and what is refused or
-reported."""
+"""LoRA on every family of language models: training, reloading, merging, errors and notices."""
 
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from paceline.models.lora import (
 )
 from paceline.tasks.language import LanguageTask
 
-#: Families that stand for the others in every run of the tests: experts in parameters, a state
-#: space.
+#: Families that represent the others outside the soak tests: expert parameters, and a state-space
+#: model.
 QUICK = ("mixtral", "mamba2")
 EXPERTS = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "qwen3_next")
 
@@ -40,9 +39,8 @@ def config_for(model: Path, **extra: Any) -> Config:
     )
 
 
-def trained(config: Config) -> tuple[LanguageTask, Any, list[tuple[str, str]]]:
-    """(task, model after two steps on two batches, notices). Every adapter must have had a
-    gradient."""
+def train_adapters(config: Config) -> tuple[LanguageTask, Any, list[tuple[str, str]]]:
+    """Train two steps and return (task, model, notices). Every adapter must receive a gradient."""
     task = LanguageTask(config)
     task.check()
     task.prepared = task.prepare()
@@ -63,13 +61,13 @@ def trained(config: Config) -> tuple[LanguageTask, Any, list[tuple[str, str]]]:
     for step in range(2):
         batch = task.collate([data[index] for index in range(2 * step, 2 * step + 2)])
         (task.loss(model, batch) / task.count(batch)).backward()
-        unreached = [
+        without_gradient = [
             name
             for name, parameter in parameters.items()
             if parameter.grad is None or not parameter.grad.isfinite().all()
         ]
         optimizer.step()
-        assert unreached == []
+        assert without_gradient == []
         optimizer.zero_grad()
     assert [
         name for name, parameter in parameters.items() if "lora_B" in name and not parameter.any()
@@ -94,7 +92,7 @@ def test_default_lora_trains_reloads_and_merges(kind: str, tmp_path: Path) -> No
         for name, parameter in language_model_on_meta(config).named_parameters()
         if parameter.requires_grad
     }
-    task, model, notices = trained(config)
+    task, model, notices = train_adapters(config)
     assert on_meta == {
         name for name, parameter in model.named_parameters() if parameter.requires_grad
     }
@@ -115,20 +113,21 @@ def test_default_lora_trains_reloads_and_merges(kind: str, tmp_path: Path) -> No
         ]
         assert linear
         assert {layer.lora_dropout["default"].p for layer in linear} == {0.05}
-        again = trained(config_for(base, lora={"adapter": str(folder)}))[1]
-        dropouts = [layer.lora_dropout["default"] for _, layer in adapter_layers(again)]
+        resumed_model = train_adapters(config_for(base, lora={"adapter": str(folder)}))[1]
+        dropouts = [layer.lora_dropout["default"] for _, layer in adapter_layers(resumed_model)]
         assert sorted({getattr(dropout, "p", 0.0) for dropout in dropouts}) == [0.0, 0.05]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_default_lora_fits_every_family(kind: str, tmp_path: Path) -> None:
+def test_default_lora_supports_every_family(kind: str, tmp_path: Path) -> None:
     model = language_model_on_meta(config_for(write_config(kind, tmp_path)))
     assert list(adapter_layers(model))
     assert ineffective_adapters(model) == []
 
 
-def test_modules_whose_weight_is_read_get_no_adapter(tmp_path: Path) -> None:
-    """A reset or a test of a weight's dtype is not a computation with it."""
+def test_bypassed_modules_get_no_adapter(tmp_path: Path) -> None:
+    """A module is bypassed if its parent reads its weight; initializing the weight or reading its
+    dtype does not count."""
     names = {
         kind: {
             name.rpartition(".")[2]
@@ -178,7 +177,7 @@ def full_config(kind: str, folder: Path) -> Config:
         ),
     ],
 )
-def test_refusals_name_the_modules_of_the_model(
+def test_errors_list_modules_of_the_model(
     kind: str, lora: dict[str, Any], expected: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -189,19 +188,19 @@ def test_refusals_name_the_modules_of_the_model(
 
 
 @pytest.mark.parametrize(
-    "named",
+    "target_modules",
     [["w1", "w2", "w3", "q_proj"], ["experts"], ["layers.1.self_attn.q_proj"], r".*\.(w1|w2|w3)"],
 )
-def test_names_that_fit_are_accepted(named: list[str] | str, tmp_path: Path) -> None:
-    config = config_for(write_config("mixtral", tmp_path), lora={"target_modules": named})
-    if named == ["experts"]:
+def test_accepts_matching_target_modules(target_modules: list[str] | str, tmp_path: Path) -> None:
+    config = config_for(write_config("mixtral", tmp_path), lora={"target_modules": target_modules})
+    if target_modules == ["experts"]:
         with pytest.raises(ConfigError, match="MixtralExperts"):
             language_model_on_meta(config)
     else:
         assert list(adapter_layers(language_model_on_meta(config)))
 
 
-def test_dropout_that_was_asked_for_is_reported(tmp_path: Path) -> None:
+def test_unsupported_dropout_is_reported(tmp_path: Path) -> None:
     folder = write_config("mixtral", tmp_path)
     for lora, level in (({}, "info"), ({"dropout": 0.1}, "warning"), ({"dropout": 0.0}, None)):
         config = config_for(folder, lora=lora)
@@ -213,7 +212,7 @@ def test_dropout_that_was_asked_for_is_reported(tmp_path: Path) -> None:
             assert "mlp.experts.down_proj, mlp.experts.gate_up_proj" in notices[0][1]
 
 
-def test_what_all_linear_leaves_out_is_reported(tmp_path: Path) -> None:
+def test_modules_excluded_from_all_linear_are_reported(tmp_path: Path) -> None:
     for kind, names in (
         ("qwen2_moe", "mlp.experts.down_proj"),
         ("deepseek_v3", "mlp.shared_experts.up_proj"),
@@ -229,7 +228,7 @@ def test_what_all_linear_leaves_out_is_reported(tmp_path: Path) -> None:
     assert adapter_notices(language_model_on_meta(plain), plain) == []
 
 
-def test_an_adapter_that_has_no_effect_is_reported(tmp_path: Path) -> None:
+def test_ineffective_adapter_is_reported(tmp_path: Path) -> None:
     config = config_for(
         write_config("jamba", tmp_path), lora={"target_modules": ["dt_proj", "in_proj"]}
     )

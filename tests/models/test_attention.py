@@ -1,4 +1,4 @@
-"""Packed attention is the model's own attention on each sample alone."""
+"""Packed attention gives the same result as attention on each sample separately."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ SIZES = {
 LENGTHS = (9, 1, 14, 5)
 
 
-def models():
+def make_models():
     torch.manual_seed(0)
     yield "grouped heads", Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2))
     yield (
@@ -37,15 +37,17 @@ def models():
 
 
 @pytest.mark.parametrize(
-    ("name", "model"), list(models()), ids=lambda value: value if isinstance(value, str) else ""
+    ("name", "model"),
+    list(make_models()),
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_packed_logits_and_gradients_are_those_of_each_sample_alone(name, model):
+def test_packed_logits_and_gradients_match_separate_samples(name, model):
     model.eval()
     samples = [torch.randint(0, 97, (1, length)) for length in LENGTHS]
-    alone = torch.cat(
+    separate = torch.cat(
         [model(input_ids=sample, use_cache=False).logits for sample in samples], dim=1
     )
-    alone.square().sum().backward()
+    separate.square().sum().backward()
     expected = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
     model.zero_grad()
     assert choose_packing(model, torch.device("cpu")) == "segments"
@@ -56,13 +58,13 @@ def test_packed_logits_and_gradients_are_those_of_each_sample_alone(name, model)
         segment_lengths=LENGTHS,
         use_cache=False,
     ).logits
-    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
     packed.square().sum().backward()
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[key], rtol=1e-3, atol=1e-4)
 
 
-def test_eager_attention_keeps_its_own_and_is_told_by_positions():
+def test_eager_attention_is_packed_by_positions():
     model = Qwen2ForCausalLM(
         Qwen2Config(**SIZES, num_key_value_heads=2, attn_implementation="eager")
     )
@@ -70,14 +72,14 @@ def test_eager_attention_keeps_its_own_and_is_told_by_positions():
     assert model.config._attn_implementation == "eager"
 
 
-def test_the_saved_config_names_no_attention_of_ours(tmp_path):
+def test_saved_config_does_not_name_custom_attention(tmp_path):
     model = Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2))
     assert choose_packing(model, torch.device("cpu")) == "segments"
     model.save_pretrained(tmp_path)
     assert "paceline" not in (tmp_path / "config.json").read_text()
 
 
-def test_a_state_space_model_is_not_packed():
+def test_state_space_model_is_not_packed():
     from transformers import MambaConfig, MambaForCausalLM
 
     torch.manual_seed(0)
@@ -87,7 +89,7 @@ def test_a_state_space_model_is_not_packed():
     assert choose_packing(model, torch.device("cpu")) == "none"
 
 
-def test_chunks_that_are_counted_from_the_beginning_of_the_row_are_not_packed():
+def test_chunked_attention_is_not_packed():
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
     sizes = {

@@ -1,4 +1,4 @@
-"""The built-in models: ordinary folders, the same bytes each time."""
+"""Built-in models: folders that transformers loads, with reproducible content."""
 
 import os
 import subprocess
@@ -15,10 +15,10 @@ SIZES = {"qwen2-tiny": (8e6, 10e6), "qwen2-micro": (0.2e6, 1e6)}
 
 
 @pytest.mark.parametrize("name", ["qwen2-tiny", "qwen2-micro"])
-def test_transformers_loads_it_whole(
+def test_transformers_loads_builtin_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # torch sets it where it is not, on first use
+    # torch sets this variable on first use.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
@@ -45,22 +45,22 @@ def test_transformers_loads_it_whole(
     )
     with torch.no_grad():
         loss = model(**ids, labels=ids["input_ids"]).loss
-    assert float(loss) == pytest.approx(9.0, abs=0.5)  # ln 8192 = 9.01: it knows nothing yet
+    assert float(loss) == pytest.approx(9.0, abs=0.5)  # ln 8192 = 9.01: untrained
     assert tokenizer.decode(tokenizer("süß 漢🙂\n\n  x")["input_ids"]) == "süß 漢🙂\n\n  x"
 
 
 @pytest.mark.soak
-def test_the_same_bytes_in_another_cache_and_without_modelling_code(tmp_path: Path) -> None:
+def test_builtin_model_is_reproducible_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from paceline.models.builtin import resolve_model;"
         " print(resolve_model('builtin:qwen2-tiny')); assert not {'torch', 'transformers'} &"
         " set(sys.modules)"
     )
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONHASHSEED": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True
     )
-    folder, other_folder = Path(resolve_model("builtin:qwen2-tiny")), Path(done.stdout.strip())
+    folder, other_folder = Path(resolve_model("builtin:qwen2-tiny")), Path(process.stdout.strip())
     assert tmp_path in other_folder.parents
     names = sorted(file.name for file in folder.iterdir())
     assert names == [
@@ -75,7 +75,7 @@ def test_the_same_bytes_in_another_cache_and_without_modelling_code(tmp_path: Pa
     ]
 
 
-def test_other_names_come_back_and_unknown_ones_are_refused() -> None:
+def test_hub_ids_are_unchanged_and_unknown_builtin_is_rejected() -> None:
     assert resolve_model("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
     with pytest.raises(
         ConfigError,

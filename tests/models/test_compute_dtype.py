@@ -1,5 +1,5 @@
-"""The types in which a language model is loaded: frozen weights in the compute type, trained ones
-in float32."""
+"""Data types of a loaded language model: frozen weights use the compute dtype, trained ones
+float32."""
 
 import shutil
 from pathlib import Path
@@ -25,24 +25,26 @@ def config(model: str, precision: str, lora: bool) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("precision", "frozen"),
+    ("precision", "frozen_dtype"),
     [("bf16-mixed", torch.bfloat16), ("fp16-mixed", torch.float16), ("32", torch.float32)],
 )
-def test_lora(precision: str, frozen: torch.dtype) -> None:
+def test_lora_loads_frozen_weights_in_compute_dtype(
+    precision: str, frozen_dtype: torch.dtype
+) -> None:
     model = load_language_model(config("builtin:qwen2-micro", precision, lora=True))
     dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
-    assert dtypes == {(False, frozen), (True, torch.float32)}
+    assert dtypes == {(False, frozen_dtype), (True, torch.float32)}
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "32"])
-def test_full_training(precision: str) -> None:
+def test_full_training_loads_float32(precision: str) -> None:
     model = load_language_model(config("builtin:qwen2-micro", precision, lora=False))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.fixture
-def large_weight(tmp_path: Path) -> str:
-    """A model with a weight beyond float16's range."""
+def model_with_large_weight(tmp_path: Path) -> str:
+    """The folder of a model with a weight outside the range of float16."""
     folder = tmp_path / "model"
     shutil.copytree(resolve_model("builtin:qwen2-micro"), folder)
     file = folder / "model.safetensors"
@@ -52,9 +54,9 @@ def large_weight(tmp_path: Path) -> str:
     return str(folder)
 
 
-def test_a_weight_beyond_float16_is_refused_by_name(large_weight: str) -> None:
+def test_rejects_weight_beyond_float16(model_with_large_weight: str) -> None:
     with pytest.raises(ConfigError) as error:
-        load_language_model(config(large_weight, "fp16-mixed", lora=True))
+        load_language_model(config(model_with_large_weight, "fp16-mixed", lora=True))
     text = error.value.paragraph()
     assert "model.layers.1.mlp.down_proj.weight" in text
     assert "65,504" in text
@@ -64,5 +66,7 @@ def test_a_weight_beyond_float16_is_refused_by_name(large_weight: str) -> None:
 @pytest.mark.parametrize(
     ("precision", "lora"), [("bf16-mixed", True), ("32", True), ("fp16-mixed", False)]
 )
-def test_it_is_fine_in_other_types(large_weight: str, precision: str, lora: bool) -> None:
-    load_language_model(config(large_weight, precision, lora))
+def test_accepts_large_weight_in_other_dtypes(
+    model_with_large_weight: str, precision: str, lora: bool
+) -> None:
+    load_language_model(config(model_with_large_weight, precision, lora))

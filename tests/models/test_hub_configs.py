@@ -1,4 +1,4 @@
-"""Well-known models of the hub, planned for without a network."""
+"""Configurations of well-known Hub models, available without a network."""
 
 import json
 import socket
@@ -23,9 +23,9 @@ TABLE: list[dict[str, Any]] = json.loads(
 
 
 @pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def block_network(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise OSError("a test tried to reach the network")
+        raise OSError("network access is disabled in this test")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
@@ -39,25 +39,25 @@ def smallest_of_each_type() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "rows",
     [smallest_of_each_type(), pytest.param(TABLE, marks=pytest.mark.soak)],
-    ids=["some", "all"],
+    ids=["subset", "all"],
 )
-def test_every_model_has_the_parameters_that_the_hub_states(rows: list[dict[str, Any]]) -> None:
+def test_parameter_counts_match_the_hub(rows: list[dict[str, Any]]) -> None:
     for row in rows:
-        content = read_config(row["ids"][0])
-        assert content is not None
-        config = AutoConfig.for_model(**content)
+        model_config = read_config(row["ids"][0])
+        assert model_config is not None
+        config = AutoConfig.for_model(**model_config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         assert sum(parameter.numel() for parameter in model.parameters()) == row["parameters"], row[
             "ids"
         ]
-        dims = dims_of(content)
+        dims = dims_of(model_config)
         assert dims is not None
         assert dims.parameters_at_most >= 0.98 * row["parameters"], row["ids"]
         assert row["source"].startswith("https://huggingface.co/")
 
 
-def test_ids_are_found_in_any_case() -> None:
+def test_model_ids_are_case_insensitive() -> None:
     assert len(known_ids()) >= 40
     assert len({model_id.lower() for model_id in known_ids()}) == len(known_ids())
     assert canonical_id("qwen/Qwen-7B") == resolve_model("QWEN/qwen-7b") == "Qwen/Qwen-7B"
@@ -66,7 +66,7 @@ def test_ids_are_found_in_any_case() -> None:
     assert config_numbers("qwen/qwen-7b")["intermediate_size"] == 11008
 
 
-def test_a_well_known_model_is_planned_without_a_network() -> None:
+def test_plan_for_known_model_without_network() -> None:
     keys = {
         "model": "qwen/Qwen-7B",
         "task": "sft",
@@ -75,7 +75,7 @@ def test_a_well_known_model_is_planned_without_a_network() -> None:
     }
     result = paceline.plan({**keys, "parallel": {"mode": "ddp", "num_gpus": 4}}, device="A10")
     assert (result["world_size"], result["device"], result["configured"]) == (4, "A10", "ddp")
-    # rank × (inputs + outputs) of the seven projections of each of 32 layers
+    # LoRA rank × (inputs + outputs) of the seven projections in each of the 32 layers
     adapters = 64 * 32 * (4 * 2 * 4096 + 3 * (4096 + 11008))
     assert result["trainable_parameters"] == adapters
     assert result["parameters"] == 7_721_324_544 + adapters
@@ -85,7 +85,7 @@ def test_a_well_known_model_is_planned_without_a_network() -> None:
     assert bound >= single["memory_bytes"]["total"]
 
 
-def test_another_id_asks_for_a_folder() -> None:
+def test_plan_for_unknown_model_suggests_local_folder() -> None:
     with pytest.raises(ConfigError, match="somebody/some-model") as error:
         paceline.plan(
             {"model": "somebody/some-model", "dataset": "alpaca-en"}, world_size=2, device="A10"

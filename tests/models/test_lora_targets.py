@@ -1,5 +1,4 @@
-"""Which modules get adapters: names, a regular expression, all linear layers; and what matches
-nothing is refused."""
+"""Selection of LoRA target modules by names, a regular expression or `all-linear`."""
 
 from typing import Any
 
@@ -16,24 +15,24 @@ def build(**lora: Any) -> Any:
     )
 
 
-def adapted(model: Any) -> set[str]:
+def adapted_modules(model: Any) -> set[str]:
     names = [
         name.rpartition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name
     ]
     return {name[name.index("layers.") :] if "layers." in name else name for name in names}
 
 
-def test_a_regular_expression_matches_whole_names() -> None:
-    names = adapted(build(target_modules=r".*layers\.0\.self_attn\.(q|v)_proj"))
+def test_regular_expression_matches_full_names() -> None:
+    names = adapted_modules(build(target_modules=r".*layers\.0\.self_attn\.(q|v)_proj"))
     assert names == {"layers.0.self_attn.q_proj", "layers.0.self_attn.v_proj"}
-    every = adapted(build(target_modules="all-linear"))
-    assert names < every
-    assert not any("lm_head" in name for name in every)
-    listed = adapted(build(target_modules=["q_proj", "v_proj"]))
-    assert names < listed < every
+    all_linear = adapted_modules(build(target_modules="all-linear"))
+    assert names < all_linear
+    assert not any("lm_head" in name for name in all_linear)
+    listed = adapted_modules(build(target_modules=["q_proj", "v_proj"]))
+    assert names < listed < all_linear
 
 
-def test_modules_to_save_beside_all_linear_are_trained_in_full() -> None:
+def test_modules_to_save_are_fully_trained_with_all_linear() -> None:
     model = build(target_modules="all-linear", modules_to_save=["embed_tokens", "lm_head"])
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert any("embed_tokens.modules_to_save" in name for name in trained)
@@ -53,7 +52,7 @@ def test_modules_to_save_beside_all_linear_are_trained_in_full() -> None:
         ({"modules_to_save": ["wte"]}, ["`wte`", "lora.modules_to_save", "embed_tokens"]),
     ],
 )
-def test_what_matches_nothing_is_refused(lora: dict[str, Any], fragments: list[str]) -> None:
+def test_rejects_targets_that_match_no_module(lora: dict[str, Any], fragments: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         build(**lora)
     for fragment in fragments:

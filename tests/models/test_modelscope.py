@@ -1,4 +1,4 @@
-"""Ids of ModelScope: how they are read, and what is said without the package."""
+"""ModelScope ids: parsing, download, and the error if the `modelscope` package is missing."""
 
 import sys
 from pathlib import Path
@@ -18,21 +18,21 @@ from paceline.models.builtin import resolve_model
 @pytest.mark.parametrize(
     "name", ["modelscope:", "modelscope:owner", "modelscope:a/b/c", "modelscope:a b/c"]
 )
-def test_what_is_not_an_id(name: str) -> None:
+def test_rejects_malformed_id(name: str) -> None:
     with pytest.raises(ConfigError, match="modelscope:OWNER/NAME"):
         resolve_model(name)
 
 
-def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_error_names_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "modelscope", None)
     assert not is_hub_id("modelscope:a/b")
-    for look_up in (resolve_model, lambda name: open_source(DatasetSource(path=name))):
+    for resolve in (resolve_model, lambda name: open_source(DatasetSource(path=name))):
         with pytest.raises(ConfigError, match=r"not installed.*paceline\[modelscope\]"):
-            look_up("modelscope:a/b")
+            resolve("modelscope:a/b")
 
 
-def test_the_downloaded_folder_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The package is not among the test dependencies: a module of its interface stands for it."""
+def test_downloaded_folder_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A fake module replaces the package, which is not a test dependency."""
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     package, hub, module = (
         ModuleType(name)
@@ -53,7 +53,9 @@ def test_the_downloaded_folder_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert calls == ["snapshot_download a/b", "dataset_snapshot_download c/d"]
 
 
-def test_use_modelscope_names_every_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_use_modelscope_applies_to_every_hub_id(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "rows").mkdir()
@@ -61,9 +63,9 @@ def test_use_modelscope_names_every_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_
         "owner/rows",
         "owner/rows#10",
         "data/rows",
-        "data/later.jsonl",
+        "data/missing.jsonl",
         "alpaca-en",
-        {"path": "owner/more", "split": "test"},
+        {"path": "owner/other", "split": "test"},
     ]
     values = {
         "model": "owner/model",
@@ -74,17 +76,17 @@ def test_use_modelscope_names_every_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_
     config = Config.model_validate(values)
     assert (config.model, config.tokenizer) == ("modelscope:owner/model", "./folder/tokenizer")
     assert [source.path for source in config.sources()] == [
-        "modelscope:owner/rows", "modelscope:owner/rows#10", "data/rows", "data/later.jsonl",
-        "alpaca-en", "modelscope:owner/more",
+        "modelscope:owner/rows", "modelscope:owner/rows#10", "data/rows", "data/missing.jsonl",
+        "alpaca-en", "modelscope:owner/other",
     ]  # fmt: skip
-    # the config that a run writes loads again
+    # The config that a run writes can be loaded again.
     assert Config.model_validate(config.model_dump()) == config
 
 
 @pytest.mark.parametrize(
     ("use_hf", "model"), [("false", "modelscope:owner/model"), ("true", "owner/model")]
 )
-def test_the_hub_that_ms_swift_names(use_hf: str, model: str) -> None:
+def test_use_hf_setting_of_ms_swift(use_hf: str, model: str) -> None:
     assert (
         load_config(
             None, {"model": "owner/model", "dataset": "rows.jsonl", "use_hf": use_hf}

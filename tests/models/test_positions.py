@@ -1,4 +1,4 @@
-"""How long a sample can be: the positions of the model, from its config.json."""
+"""The maximum sample length, from the number of positions in a model's config.json."""
 
 import json
 from pathlib import Path
@@ -51,7 +51,7 @@ from paceline.models.positions import fit_length, position_limit
         ({"model_type": "rwkv", "context_length": 1024}, 1024, "context_length", False),
     ],
 )
-def test_the_limit_of_a_configuration(
+def test_position_limit_of_config(
     content: dict[str, Any], tokens: int, key: str, is_fixed: bool
 ) -> None:
     limit = position_limit(content)
@@ -59,7 +59,7 @@ def test_the_limit_of_a_configuration(
     assert (limit.tokens, limit.key, limit.is_fixed) == (tokens, key, is_fixed)
 
 
-def test_a_model_without_positions_has_no_limit() -> None:
+def test_model_without_positions_has_no_limit() -> None:
     assert position_limit({"model_type": "mamba", "hidden_size": 64}) is None
     assert position_limit({"model_type": "xlnet", "max_position_embeddings": -1}) is None
 
@@ -91,19 +91,19 @@ def test_rope_scaling_extends_the_limit(scaling: dict[str, Any] | None, tokens: 
         assert limit.tokens == tokens
 
 
-def folder(path: Path, **content: Any) -> Path:
+def make_folder(path: Path, **content: Any) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(content))
     (path / "model.safetensors").write_bytes(b"")
     return path
 
 
-def test_the_default_is_lowered_and_a_value_of_the_users_is_refused(tmp_path: Path) -> None:
-    model = folder(tmp_path / "m", model_type="gpt2", n_positions=512)
+def test_default_length_is_reduced_and_explicit_length_is_rejected(tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "m", model_type="gpt2", n_positions=512)
     args = [f"model={model}", "dataset=builtin:python-docs#4"]
-    lowered = fit_length(load_config(None, args))
-    assert lowered.config.train_args.max_length == 512
-    assert "max_length: 1024 (the default) → 512" in lowered.notices[-1][1]
+    reduced = fit_length(load_config(None, args))
+    assert reduced.config.train_args.max_length == 512
+    assert "max_length: 1024 (the default) → 512" in reduced.notices[-1][1]
     with pytest.raises(
         ConfigError, match=r"`train_args.max_length: 1024` exceeds the 512 positions.*n_positions"
     ):
@@ -114,8 +114,8 @@ def test_the_default_is_lowered_and_a_value_of_the_users_is_refused(tmp_path: Pa
     )
 
 
-def test_a_model_without_a_fixed_limit_is_a_warning(tmp_path: Path) -> None:
-    model = folder(tmp_path / "m", model_type="bloom", seq_length=512)
+def test_warns_if_length_exceeds_soft_limit(tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "m", model_type="bloom", seq_length=512)
     loaded = fit_length(load_config(None, [f"model={model}", "dataset=d", "max_length=700"]))
     assert loaded.config.train_args.max_length == 700
     level, text = loaded.notices[-1]
@@ -124,19 +124,19 @@ def test_a_model_without_a_fixed_limit_is_a_warning(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb",
+    "command",
     [["sft"], ["sft", "--dry-run"], ["plan"], ["verify"], ["data", "preview"], ["data", "stats"]],
 )
-def test_every_verb_refuses_it(
-    verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_every_command_rejects_excessive_length(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = folder(tmp_path / "m", model_type="gpt2", n_positions=512)
+    model = make_folder(tmp_path / "m", model_type="gpt2", n_positions=512)
     args = [
         f"model={model}",
         "tokenizer=builtin:qwen2-micro",
         "dataset=builtin:python-docs#4",
         "max_length=600",
     ]
-    assert main([*verb, *args, f"output_dir={tmp_path / 'run'}"]) == 2
+    assert main([*command, *args, f"output_dir={tmp_path / 'run'}"]) == 2
     assert "set `train_args.max_length: 512`" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

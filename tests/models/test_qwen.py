@@ -1,5 +1,4 @@
-"""First-generation Qwen checkpoints, converted to Qwen2: against a reference that shares none of
-the code."""
+"""Conversion of first-generation Qwen checkpoints to Qwen2, against an independent reference."""
 
 import json
 import shutil
@@ -53,7 +52,7 @@ def config(folder: Path, **keys: Any) -> Config:
     )
 
 
-def test_logits_are_those_of_the_original(checkpoint: Path) -> None:
+def test_logits_match_original(checkpoint: Path) -> None:
     model: Any = load_language_model(config(checkpoint)).eval()
     for count in (1, 40, SEQ_LENGTH):
         ids = torch.randint(
@@ -62,22 +61,25 @@ def test_logits_are_those_of_the_original(checkpoint: Path) -> None:
         with torch.no_grad():
             logits = model(input_ids=ids[None]).logits[0]
         torch.testing.assert_close(logits, reference_logits(checkpoint, ids), rtol=1e-4, atol=1e-4)
-    # One token more, and the original changes its rotary frequencies and scales its queries.
+    # Beyond this length, the original changes its rotary frequencies and scales its queries.
     ids = torch.arange(SEQ_LENGTH + 40) % model.config.vocab_size
     with torch.no_grad():
         logits = model(input_ids=ids[None]).logits[0]
     assert not torch.allclose(logits, reference_logits(checkpoint, ids), atol=1e-2)
 
 
-def test_tokens_are_those_of_the_original(checkpoint: Path) -> None:
+def test_tokens_match_original(checkpoint: Path) -> None:
     folder = find_tokenizer(str(checkpoint))
-    tokenizer, by_transformers = load_tokenizer(folder), AutoTokenizer.from_pretrained(str(folder))
+    tokenizer, reference_tokenizer = (
+        load_tokenizer(folder),
+        AutoTokenizer.from_pretrained(str(folder)),
+    )
     for text in SAMPLES:
         expected = reference_tokens(checkpoint, text)
         assert tokenizer.backend.encode(text, add_special_tokens=False).ids == expected
-        assert by_transformers(text, add_special_tokens=False)["input_ids"] == expected
+        assert reference_tokenizer(text, add_special_tokens=False)["input_ids"] == expected
     assert tokenizer.eos_token_id == reference_tokens(checkpoint, "<|endoftext|>")[0]
-    chat = by_transformers.apply_chat_template(
+    chat = reference_tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
     )
     assert (
@@ -86,23 +88,23 @@ def test_tokens_are_those_of_the_original(checkpoint: Path) -> None:
     )
 
 
-def test_the_converted_folder_is_a_plain_qwen2_model(checkpoint: Path) -> None:
+def test_converted_folder_is_standard_qwen2_model(checkpoint: Path) -> None:
     folder = converted_folder(checkpoint)
     assert converted_folder(checkpoint) == folder
     content = json.loads((folder / "config.json").read_text())
     assert (content["model_type"], content["max_position_embeddings"]) == ("qwen2", SEQ_LENGTH)
     model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
-    names = dict(model.named_parameters())
-    assert names["model.layers.1.self_attn.k_proj.bias"].shape == (64,)
-    ends = model.generation_config.eos_token_id
-    assert ends == [
+    parameters = dict(model.named_parameters())
+    assert parameters["model.layers.1.self_attn.k_proj.bias"].shape == (64,)
+    eos_token_ids = model.generation_config.eos_token_id
+    assert eos_token_ids == [
         reference_tokens(checkpoint, "<|im_end|>")[0],
         reference_tokens(checkpoint, "<|endoftext|>")[0],
     ]
     assert config_numbers(str(checkpoint))["intermediate_size"] == 96
 
 
-def test_plan_needs_no_weights(checkpoint: Path, tmp_path: Path) -> None:
+def test_plan_does_not_require_weights(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
     result = paceline.plan(
         {"model": str(tmp_path), "dataset": "builtin:python-docs#20"}, world_size=2, device="A10"
@@ -111,22 +113,22 @@ def test_plan_needs_no_weights(checkpoint: Path, tmp_path: Path) -> None:
     assert result["parameters"] == sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_and_load(chosen: Config) -> None:
-    load_task(chosen).check()
-    load_language_model(chosen)
+def check_and_load(model_config: Config) -> None:
+    load_task(model_config).check()
+    load_language_model(model_config)
 
 
-def refusal(folder: Path, **keys: Any) -> str:
+def expect_error(folder: Path, **keys: Any) -> str:
     with pytest.raises(ConfigError) as error:
         check_and_load(config(folder, **keys))
     return str(error.value)
 
 
-def test_longer_samples_than_the_model_was_trained_on_are_refused(checkpoint: Path) -> None:
-    text = refusal(checkpoint, train_args={"max_length": SEQ_LENGTH + 1})
+def test_rejects_samples_longer_than_training_length(checkpoint: Path) -> None:
+    text = expect_error(checkpoint, train_args={"max_length": SEQ_LENGTH + 1})
     assert f"`train_args.max_length: {SEQ_LENGTH + 1}` exceeds the {SEQ_LENGTH} tokens" in text
     assert f"set `train_args.max_length: {SEQ_LENGTH}`" in text
-    assert "exceeds the 8192 tokens" in refusal(
+    assert "exceeds the 8192 tokens" in expect_error(
         Path("qwen/qwen-7b"), train_args={"max_length": 8193}
     )
 
@@ -143,28 +145,28 @@ def test_longer_samples_than_the_model_was_trained_on_are_refused(checkpoint: Pa
         ({"num_hidden_layers": 3}, "no tensor for model.layers.2"),
     ],
 )
-def test_what_qwen2_does_not_have_is_refused(
+def test_rejects_unsupported_checkpoints(
     tmp_path: Path, changes: dict[str, Any], reason: str
 ) -> None:
-    assert reason in refusal(write_checkpoint(tmp_path / "model", "some text", **changes))
+    assert reason in expect_error(write_checkpoint(tmp_path / "model", "some text", **changes))
 
 
-def test_damaged_and_pickled_checkpoints_are_refused(tmp_path: Path) -> None:
+def test_rejects_damaged_and_pickled_checkpoints(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", "some text")
-    second = folder / "model-00002-of-00002.safetensors"
-    content = second.read_bytes()
-    second.write_bytes(content[:-100])
-    assert "is not a complete safetensors file" in refusal(folder)
-    second.write_bytes(b"\xff" * 40)
-    assert "is not a complete safetensors file" in refusal(folder)
-    second.unlink()
-    assert "no tensor for" in refusal(folder)
+    second_shard = folder / "model-00002-of-00002.safetensors"
+    content = second_shard.read_bytes()
+    second_shard.write_bytes(content[:-100])
+    assert "is not a complete safetensors file" in expect_error(folder)
+    second_shard.write_bytes(b"\xff" * 40)
+    assert "is not a complete safetensors file" in expect_error(folder)
+    second_shard.unlink()
+    assert "no tensor for" in expect_error(folder)
     (folder / "model-00001-of-00002.safetensors").unlink()
     torch.save({}, folder / "pytorch_model.bin")
-    assert "only pickled weights (.bin)" in refusal(folder)
+    assert "only pickled weights (.bin)" in expect_error(folder)
 
 
-def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_rejects_damaged_tokenizer(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", "some text")
     lines = (folder / "qwen.tiktoken").read_text().split("\n")
     (folder / "qwen.tiktoken").write_text("\n".join(lines[:100] + lines[101:]))
@@ -172,11 +174,9 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
         find_tokenizer(str(folder))
 
 
-def test_adapters_are_saved_generated_from_and_merged_in_the_qwen2_form(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    chosen = config(checkpoint, lora={"enable": True, "rank": 4})
-    trained: Any = load_language_model(chosen).eval()
+def test_adapters_save_generate_and_merge_as_qwen2(checkpoint: Path, tmp_path: Path) -> None:
+    model_config = config(checkpoint, lora={"enable": True, "rank": 4})
+    trained: Any = load_language_model(model_config).eval()
     for name, parameter in trained.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(
@@ -204,8 +204,8 @@ def test_adapters_are_saved_generated_from_and_merged_in_the_qwen2_form(
         generate(run, "Hello", max_new_tokens=SEQ_LENGTH)
 
 
-def test_module_names_of_the_original_are_those_of_the_qwen2_form(checkpoint: Path) -> None:
-    def adapted(targets: Any) -> set[str]:
+def test_original_module_names_map_to_qwen2(checkpoint: Path) -> None:
+    def adapted_modules(targets: Any) -> set[str]:
         model = load_language_model(
             config(checkpoint, lora={"enable": True, "rank": 2, "target_modules": targets})
         )
@@ -215,8 +215,10 @@ def test_module_names_of_the_original_are_those_of_the_qwen2_form(checkpoint: Pa
             if ".lora_A" in name
         }
 
-    assert adapted(["c_attn"]) == adapted("c_attn") == {"q_proj", "k_proj", "v_proj"}
-    assert adapted(["c_attn", "attn.c_proj", "w1", "w2"]) == {
+    assert (
+        adapted_modules(["c_attn"]) == adapted_modules("c_attn") == {"q_proj", "k_proj", "v_proj"}
+    )
+    assert adapted_modules(["c_attn", "attn.c_proj", "w1", "w2"]) == {
         "q_proj",
         "k_proj",
         "v_proj",
@@ -224,7 +226,7 @@ def test_module_names_of_the_original_are_those_of_the_qwen2_form(checkpoint: Pa
         "up_proj",
         "gate_proj",
     }
-    assert adapted(["q_proj", "mlp.c_proj"]) == {"q_proj", "down_proj"}
+    assert adapted_modules(["q_proj", "mlp.c_proj"]) == {"q_proj", "down_proj"}
     text = module_notice(
         config(checkpoint, lora={"enable": True, "target_modules": ["c_attn", "w1"]})
     )
@@ -232,20 +234,24 @@ def test_module_names_of_the_original_are_those_of_the_qwen2_form(checkpoint: Pa
 
 
 @pytest.mark.parametrize(
-    ("stored", "written"),
+    ("cached_id", "configured_id"),
     [("Qwen/Qwen-7B", "qwen/qwen-7b"), ("somebody/qwen-tuned", "somebody/qwen-tuned")],
 )
-def test_a_downloaded_checkpoint_is_converted_by_its_hub_id(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, written: str
+def test_downloaded_checkpoint_is_converted_by_hub_id(
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cached_id: str,
+    configured_id: str,
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    repository = tmp_path / f"models--{stored.replace('/', '--')}"
+    repository = tmp_path / f"models--{cached_id.replace('/', '--')}"
     shutil.copytree(checkpoint, repository / "snapshots" / "0123abcd")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0123abcd")
-    chosen = config(Path(written))
-    load_task(chosen).check()
-    model: Any = load_language_model(chosen)
+    model_config = config(Path(configured_id))
+    load_task(model_config).check()
+    model: Any = load_language_model(model_config)
     ids = torch.arange(20)
     with torch.no_grad():
         torch.testing.assert_close(
@@ -255,12 +261,12 @@ def test_a_downloaded_checkpoint_is_converted_by_its_hub_id(
             atol=1e-4,
         )
     assert (
-        paceline.plan({"model": written, "dataset": "none"}, world_size=1, device="A10")[
+        paceline.plan({"model": configured_id, "dataset": "none"}, world_size=1, device="A10")[
             "parameters"
         ]
         < 10**6
     )
-    # The length is that of the revision that was downloaded.
-    assert f"exceeds the {SEQ_LENGTH} tokens" in refusal(
-        Path(written), train_args={"max_length": SEQ_LENGTH + 1}
+    # The limit is that of the downloaded revision.
+    assert f"exceeds the {SEQ_LENGTH} tokens" in expect_error(
+        Path(configured_id), train_args={"max_length": SEQ_LENGTH + 1}
     )

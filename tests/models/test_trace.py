@@ -1,5 +1,5 @@
-"""A traced forward shows which parameters are used before, inside and after the blocks, whatever
-their names and order."""
+"""Tracing a forward pass shows which parameters are used before, inside and after the blocks,
+regardless of their names and order."""
 
 from typing import Any
 
@@ -26,15 +26,15 @@ SIZES = {
 }
 
 
-def small(kind: str, device: str = "cpu", **numbers: Any) -> Any:
+def make_small_model(kind: str, device: str = "cpu", **numbers: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device(device):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **numbers}))
 
 
-def lfm2(device: str = "cpu") -> Any:
-    return small(
+def make_lfm2(device: str = "cpu") -> Any:
+    return make_small_model(
         "lfm2",
         device,
         intermediate_size=24,
@@ -44,8 +44,8 @@ def lfm2(device: str = "cpu") -> Any:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_names_do_not_mislead(device: str) -> None:
-    model = lfm2(device)
+def test_phases_do_not_depend_on_parameter_names(device: str) -> None:
+    model = make_lfm2(device)
     probe = (
         Probe(lambda module: module(input_ids=torch.arange(3).unsqueeze(0)), 1)
         if device == "cpu"
@@ -56,47 +56,49 @@ def test_names_do_not_mislead(device: str) -> None:
         "lm_head.weight": ("after",),
         "model.embedding_norm.weight": ("after",),
     }
-    bloom = trace_model(small("bloom", device, n_layer=2, n_head=4))
+    bloom = trace_model(make_small_model("bloom", device, n_layer=2, n_head=4))
     assert bloom is not None
     assert bloom.phases["transformer.word_embeddings_layernorm.weight"] == {"before"}
     assert bloom.phases["transformer.ln_f.weight"] == {"after"}
 
 
-def test_the_final_norm_of_lfm2_belongs_to_the_last_stage() -> None:
-    model = lfm2()
+def test_final_norm_of_lfm2_belongs_to_last_stage() -> None:
+    model = make_lfm2()
     blocks = find_blocks(model)
     division = divide_model(model, blocks, 2, check_blocks(model, blocks)[1])
     assert division.regions["model.embedding_norm"] == "after"
     assert division.stages["model.embedding_norm.weight"] == (1,)
-    # tied
+    # The embedding and the output layer share their weight.
     assert (
         division.stages["model.embed_tokens.weight"] == division.stages["lm_head.weight"] == (0, 1)
     )
 
 
-def test_experts_on_the_meta_device_still_show_what_comes_before_the_blocks() -> None:
-    shape = outline(small("mixtral", "meta", intermediate_size=24), Config(model="m", dataset="d"))
+def test_model_with_experts_is_traced_up_to_blocks_on_meta_device() -> None:
+    shape = outline(
+        make_small_model("mixtral", "meta", intermediate_size=24), Config(model="m", dataset="d")
+    )
     assert shape.phases is not None
     assert shape.phases["model.embed_tokens.weight"] == ("before",)
     assert "before" not in shape.phases.get("model.norm.weight", ())
 
 
-class Functional(nn.Module):
-    """Uses weights without calling their modules; registers what comes last first."""
+class TiedFunctional(nn.Module):
+    """Uses weights without calling their modules, and registers its parameters out of order."""
 
-    def __init__(self, within: bool = False) -> None:
+    def __init__(self, uses_shared: bool = False) -> None:
         super().__init__()
         self.embedding_scale = nn.Parameter(torch.ones(4))
         self.tokens = nn.Embedding(6, 4)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
         self.shared = nn.Linear(4, 4)
-        self.within = within
+        self.uses_shared = uses_shared
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.tokens(ids)
         for number, layer in enumerate(self.layers):
             x = layer(x)
-            if self.within and number == 0:
+            if self.uses_shared and number == 0:
                 x.add_(self.shared(x))
         return functional.linear(x * self.embedding_scale, self.tokens.weight)
 
@@ -105,8 +107,8 @@ def run_forward(model: nn.Module) -> object:
     return model(torch.arange(5))
 
 
-def test_a_weight_used_at_both_ends_is_held_at_both_ends() -> None:
-    model = Functional()
+def test_weight_used_before_and_after_blocks_is_on_both_stages() -> None:
+    model = TiedFunctional()
     result = trace(model, run_forward)
     assert result.phases == {"tokens.weight": {"before", "after"}, "embedding_scale": {"after"}}
     blocks = find_blocks(model)
@@ -116,8 +118,8 @@ def test_a_weight_used_at_both_ends_is_held_at_both_ends() -> None:
     assert division.stages["embedding_scale"] == (1,)
 
 
-def test_the_true_reason_is_given_for_what_cannot_be_cut() -> None:
-    model = Functional(within=True)
+def test_error_states_why_model_cannot_be_partitioned() -> None:
+    model = TiedFunctional(uses_shared=True)
     with pytest.raises(
         ConfigError,
         match=r"`shared\.weight` lies outside the blocks and is used between two blocks",
@@ -128,7 +130,7 @@ def test_the_true_reason_is_given_for_what_cannot_be_cut() -> None:
 
 
 class Rescaled(nn.Module):
-    """Changes its weights as it runs, as RWKV does in evaluation."""
+    """Modifies its weights in the forward pass, as RWKV does in evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,14 +144,14 @@ class Rescaled(nn.Module):
         return x
 
 
-def test_a_forward_that_changes_its_weights_is_refused() -> None:
+def test_rejects_forward_that_modifies_weights() -> None:
     model = Rescaled()
     with pytest.raises(ConfigError, match=r"changes its own weights .`layers\.0\.weight`"):
         check_blocks(model, find_blocks(model), lambda module: module(torch.ones(2, 4)))
 
 
-def test_what_other_stages_hold_keeps_its_type_and_takes_no_memory() -> None:
-    model = lfm2()
+def test_dropped_parameters_keep_dtype_and_free_memory() -> None:
+    model = make_lfm2()
     blocks = find_blocks(model)
     drop(model, divide_model(model, blocks, 2, check_blocks(model, blocks)[1]), [1])
     weight = model.model.layers[0].feed_forward.w1.weight
