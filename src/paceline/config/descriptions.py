@@ -1,4 +1,4 @@
-"""Chinese descriptions of the config, which the browser UI and docs/zh/config.md show. The English
+"""Chinese descriptions of the config, which the panel and docs/zh/config.md show. The English
 ones are in the schema."""
 
 from functools import cache
