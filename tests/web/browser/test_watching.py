@@ -150,10 +150,10 @@ def test_every_tab_of_a_large_run(page: Page, server: Server) -> None:
         "c => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.filter((_, at)"
         " => at % 4 === 0)).size"
     )
-    assert page.locator("canvas.lanes").evaluate(drawn) > 20
+    assert page.locator("canvas.timeline").evaluate(drawn) > 20
     expect(page.locator("tbody tr")).to_have_count(16)
     expect(page.locator("tbody tr").first).to_contain_text("90 % · 61 °C · 402 W")
-    page.locator("canvas.lanes").focus()
+    page.locator("canvas.timeline").focus()
     page.keyboard.press("ArrowLeft")
     expect(page.locator(".chart-wrap [role=status]")).to_contain_text("Rank 0, step")
     open_tab(page, server, "cluster", "traffic")

@@ -1,4 +1,4 @@
-// The frame of the panel: the top bar, routing, and the connection state.
+// The frame of the UI: the top bar, routing, and the connection banner.
 
 import * as api from "./lib/api.js";
 import { h, put } from "./lib/dom.js";
@@ -6,7 +6,7 @@ import { LANGUAGES, getLanguage, onLanguage, setLanguage, t } from "./lib/i18n.j
 import { THEMES, getTheme, setTheme } from "./lib/theme.js";
 import { announce, emptyState, errorState, hideBubble, icon } from "./lib/ui.js";
 
-api.takeToken();
+api.storeToken();
 
 // The first matching route is used. A page has `show(root, params, ctx)`, which returns a function that removes the page. If that
 // function has an `update` and the address changes within the page, `update(params)` is called instead of a new `show`.
@@ -21,13 +21,13 @@ const ROUTES = [
 const main = h("main", { id: "main", tabindex: -1 });
 const bar = h("header", { class: "bar" });
 const banner = h("div", { class: "banner-place", role: "status", "aria-live": "polite" });
-const skip = h("a", { href: "#main", class: "skip" });
-skip.addEventListener("click", (event) => {
+const skipLink = h("a", { href: "#main", class: "skip" });
+skipLink.addEventListener("click", (event) => {
   event.preventDefault();
   main.focus();
 });
 document.body.append(
-  skip,
+  skipLink,
   bar,
   banner,
   main,
@@ -43,7 +43,7 @@ const ctx = {
   go: (hash) => (location.hash = hash),
   /** Set or (null) remove query parameters of the address, without a new entry in the browser's history. */
   setQuery(values) {
-    const [path, query] = split();
+    const [path, query] = parseHash();
     for (const [name, value] of Object.entries(values)) {
       if (value === null || value === undefined || value === "") query.delete(name);
       else query.set(name, value);
@@ -51,55 +51,55 @@ const ctx = {
     const rest = query.toString();
     history.replaceState(null, "", `#${path}${rest ? `?${rest}` : ""}`);
   },
-  query: () => split()[1],
+  query: () => parseHash()[1],
   title: (text) => (document.title = text ? `${text} · Paceline` : "Paceline"),
 };
 
-let shown = { page: null, down: null, key: null };
-let turn = 0;
+let current = { page: null, remove: null, key: null };
+let routeCount = 0;
 
-function split() {
+function parseHash() {
   const [path, query = ""] = location.hash.replace(/^#/, "").split("?");
   return [path || "/", new URLSearchParams(query)];
 }
 
-async function route({ again = false } = {}) {
-  const [path, query] = split();
-  const found = ROUTES.map(([pattern, names, load, place]) => [path.match(pattern), names, load, place]).find(
+async function route({ force = false } = {}) {
+  const [path, query] = parseHash();
+  const match = ROUTES.map(([pattern, names, load, section]) => [path.match(pattern), names, load, section]).find(
     ([match]) => match,
   );
-  const mine = ++turn;
+  const thisRoute = ++routeCount;
   hideBubble();
-  drawBar(found?.[3]);
-  if (!found) {
-    takeDown();
-    ctx.title(t("page.none"));
-    put(main, emptyState(t("page.none"), t("page.none.text"), h("p", {}, h("a", { href: "#/" }, t("nav.runs")))));
+  drawBar(match?.[3]);
+  if (!match) {
+    removePage();
+    ctx.title(t("page.not_found"));
+    put(main, emptyState(t("page.not_found"), t("page.not_found.text"), h("p", {}, h("a", { href: "#/" }, t("nav.runs")))));
     return;
   }
-  const [match, names, load] = found;
+  const [groups, names, load] = match;
   const params = { query };
-  names.forEach((name, at) => (params[name] = match[at + 1] === undefined ? undefined : decodeURIComponent(match[at + 1])));
+  names.forEach((name, index) => (params[name] = groups[index + 1] === undefined ? undefined : decodeURIComponent(groups[index + 1])));
   const key = `${load}${params.id ?? params.ids ?? ""}`;
-  if (!again && shown.key === key && shown.down?.update) {
-    shown.down.update(params);
+  if (!force && current.key === key && current.remove?.update) {
+    current.remove.update(params);
     return;
   }
-  takeDown();
+  removePage();
   const root = h("div", { class: "page" });
   put(main, root);
   try {
     const page = await load();
-    if (mine !== turn) return;
-    const down = await page.show(root, params, ctx);
-    if (mine !== turn) return void down?.();
-    shown = { page, down, key };
+    if (thisRoute !== routeCount) return;
+    const remove = await page.show(root, params, ctx);
+    if (thisRoute !== routeCount) return void remove?.();
+    current = { page, remove, key };
   } catch (error) {
-    if (error.name !== "ApiError") console.error(error); // what the server answers is said on the page
-    if (mine === turn)
+    if (error.name !== "ApiError") console.error(error); // the page shows errors of the server
+    if (thisRoute === routeCount)
       put(
         root,
-        errorState(loadError(error), () => route({ again: true })),
+        errorState(loadError(error), () => route({ force: true })),
       );
   }
 }
@@ -107,20 +107,20 @@ async function route({ again = false } = {}) {
 // If the module of a page cannot be fetched, the server is not reachable.
 const loadError = (error) => (/dynamically imported|module/i.test(error.message) ? { what: "no-answer" } : error);
 
-function takeDown() {
+function removePage() {
   try {
-    shown.down?.();
+    current.remove?.();
   } finally {
-    shown = { page: null, down: null, key: null };
+    current = { page: null, remove: null, key: null };
   }
 }
 
-function drawBar(place) {
-  const link = (name, href, text) => h("a", { href, class: "bar-link", "aria-current": place === name ? "page" : null }, text);
+function drawBar(section) {
+  const link = (name, href, text) => h("a", { href, class: "bar-link", "aria-current": section === name ? "page" : null }, text);
   const theme = getTheme();
   const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
-  const other = Object.keys(LANGUAGES).find((name) => name !== getLanguage());
-  skip.textContent = t("skip");
+  const otherLanguage = Object.keys(LANGUAGES).find((name) => name !== getLanguage());
+  skipLink.textContent = t("skip");
   put(
     bar,
     h("a", { href: "#/", class: "brand" }, h("img", { src: "icons/paceline.svg", alt: "", width: 24, height: 24 }), "Paceline"),
@@ -134,11 +134,11 @@ function drawBar(place) {
           type: "button",
           class: "quiet",
           id: "language",
-          lang: other === "zh" ? "zh-CN" : "en",
+          lang: otherLanguage === "zh" ? "zh-CN" : "en",
           title: t("language"),
-          on: { click: () => setLanguage(other) },
+          on: { click: () => setLanguage(otherLanguage) },
         },
-        LANGUAGES[other],
+        LANGUAGES[otherLanguage],
       ),
       h(
         "button",
@@ -150,7 +150,7 @@ function drawBar(place) {
           on: {
             click: () => {
               setTheme(next);
-              drawBar(place);
+              drawBar(section);
               document.getElementById("theme").focus();
             },
           },
@@ -162,41 +162,41 @@ function drawBar(place) {
   );
 }
 
-let ticking = null;
+let timer = null;
 api.onConnection(({ state, retryAt }) => {
-  clearInterval(ticking);
-  if (state === "there") {
-    if (banner.firstChild) announce(t("server.back"));
+  clearInterval(timer);
+  if (state === "connected") {
+    if (banner.firstChild) announce(t("server.reconnected"));
     put(banner);
     return;
   }
-  const left = h("span", { "aria-hidden": "true" });
+  const countdown = h("span", { "aria-hidden": "true" });
   const tick = () => {
     const left_s = Math.max(0, Math.ceil((retryAt - Date.now()) / 1000));
-    left.textContent = left_s > 0 ? t("server.retry", { left_s }) : t("server.trying");
+    countdown.textContent = left_s > 0 ? t("server.retry", { left_s }) : t("server.trying");
   };
   tick();
-  ticking = setInterval(tick, 500);
+  timer = setInterval(tick, 500);
   put(
     banner,
     h(
       "div",
       { class: "banner" },
       icon("warning"),
-      h("span", {}, t("server.gone")),
-      left,
+      h("span", {}, t("server.lost")),
+      countdown,
       h(
         "button",
         {
           type: "button",
           on: {
             click: () => {
-              api.tryNow();
-              if (!shown.down) route({ again: true });
+              api.retryNow();
+              if (!current.remove) route({ force: true });
             },
           },
         },
-        t("server.now"),
+        t("server.retry_now"),
       ),
     ),
   );
@@ -206,5 +206,5 @@ addEventListener("hashchange", async () => {
   await route();
   if (!main.contains(document.activeElement) && document.activeElement === document.body) main.focus({ preventScroll: true });
 });
-onLanguage(() => route({ again: true }).then(() => document.getElementById("language")?.focus()));
+onLanguage(() => route({ force: true }).then(() => document.getElementById("language")?.focus()));
 route();

@@ -1,4 +1,4 @@
-// English: texts that pages share, and the list of runs. `KEY.is` is the explanation of KEY, if it has one.
+// English texts that pages share, and those of the list of runs. `KEY.is` explains KEY.
 export const en = {
   "skip": "Skip to the content",
   "nav": "Main",
@@ -9,16 +9,16 @@ export const en = {
   "theme.light": "Light",
   "theme.dark": "Dark",
   "theme.next": "Colors: switch to {next}",
-  "page.none": "Page not found",
-  "page.none.text": "This version of Paceline has no page at this address.",
-  "server.gone": "Connection to the server lost. Runs are not affected; this page shows the last known state.",
+  "page.not_found": "Page not found",
+  "page.not_found.text": "This version of Paceline has no page at this address.",
+  "server.lost": "Connection to the server lost. Runs are not affected; this page shows the last known state.",
   "server.retry": "Retrying in {left_s} s.",
   "server.trying": "Connecting…",
-  "server.now": "Retry now",
-  "server.back": "Connected again.",
+  "server.retry_now": "Retry now",
+  "server.reconnected": "Connected again.",
   "error.allowed": "Allowed: {allowed}",
   "error.fix": "To fix: {fix}",
-  "error.again": "Retry",
+  "error.retry": "Retry",
   "error.no_answer": "The server is not responding",
   "error.no_answer.fix": "check that `paceline ui` is still running in its terminal, and restart it if it is not; this page reconnects automatically.",
   "copy": "Copy",
@@ -98,6 +98,6 @@ export const en = {
   "machine.utilisation.is": "Share of the last second during which the GPU was computing.",
 
   "export.title": "Export", "export.is": "The full model in one folder, with the adapters merged into its weights, in the format that transformers loads.",
-  "export.do": "Export merged model", "export.going": "Exporting the merged model…", "export.done": "Exported to:", "export.whole": "This run has no adapters. The full model is in:",
+  "export.start": "Export merged model", "export.running": "Exporting the merged model…", "export.done": "Exported to:", "export.no_adapters": "This run has no adapters. The full model is in:",
   "export.report": "Report of this run",
 };

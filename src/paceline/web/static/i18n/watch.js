@@ -1,5 +1,5 @@
-// Texts for watching and comparing runs.
+// Texts of the pages that show and compare runs.
 import { en } from "./watch-en.js";
 import { zh } from "./watch-zh.js";
 
-export const words = { en, zh };
+export const texts = { en, zh };

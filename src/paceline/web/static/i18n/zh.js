@@ -1,4 +1,4 @@
-// Chinese: the same keys as en.js.
+// Chinese texts with the keys of en.js.
 export const zh = {
   "skip": "跳到正文",
   "nav": "主导航",
@@ -9,16 +9,16 @@ export const zh = {
   "theme.light": "浅色",
   "theme.dark": "深色",
   "theme.next": "配色:切换为{next}",
-  "page.none": "页面不存在",
-  "page.none.text": "当前版本的 Paceline 没有该地址对应的页面。",
-  "server.gone": "与服务器的连接已断开。训练不受影响;页面显示的是最后收到的状态。",
+  "page.not_found": "页面不存在",
+  "page.not_found.text": "当前版本的 Paceline 没有该地址对应的页面。",
+  "server.lost": "与服务器的连接已断开。训练不受影响;页面显示的是最后收到的状态。",
   "server.retry": "{left_s} 秒后重试。",
   "server.trying": "正在连接…",
-  "server.now": "立即重试",
-  "server.back": "已重新连接。",
+  "server.retry_now": "立即重试",
+  "server.reconnected": "已重新连接。",
   "error.allowed": "允许的值:{allowed}",
   "error.fix": "解决办法:{fix}",
-  "error.again": "重试",
+  "error.retry": "重试",
   "error.no_answer": "服务器没有响应",
   "error.no_answer.fix": "请检查终端中的 `paceline ui` 是否仍在运行,若已停止请重新启动;本页面会自动重新连接。",
   "copy": "复制",
@@ -98,6 +98,6 @@ export const zh = {
   "machine.utilisation.is": "最近一秒内 GPU 处于计算状态的时间占比。",
 
   "export.title": "导出", "export.is": "完整模型保存在一个文件夹中,适配器已合并到权重,可直接用 transformers 加载。",
-  "export.do": "导出合并后的模型", "export.going": "正在导出合并后的模型…", "export.done": "已导出到:", "export.whole": "本次训练没有适配器,完整模型位于:",
+  "export.start": "导出合并后的模型", "export.running": "正在导出合并后的模型…", "export.done": "已导出到:", "export.no_adapters": "本次训练没有适配器,完整模型位于:",
   "export.report": "本次训练的报告",
 };

@@ -2,16 +2,16 @@
 
 const TOKEN = "paceline-token";
 
-/** An error response: `what` is wrong, what is `allowed`, how to `fix` it. `status` 0: no response. */
+/** An error response: `what` is wrong, which values are `allowed`, and how to `fix` it. `status` 0 means no response. */
 export class ApiError extends Error {
-  constructor(status, { what, allowed = null, fix = null, ...more }) {
+  constructor(status, { what, allowed = null, fix = null, ...details }) {
     super(what);
-    Object.assign(this, { name: "ApiError", status, what, allowed, fix }, more);
+    Object.assign(this, { name: "ApiError", status, what, allowed, fix }, details);
   }
 }
 
-/** Remove the token from the address, so that it is not in a link that a user copies. */
-export function takeToken() {
+/** Move the token from the address to the session storage, so that a link that a user copies does not contain it. */
+export function storeToken() {
   const query = new URLSearchParams(location.search);
   if (!query.has("token")) return;
   sessionStorage.setItem(TOKEN, query.get("token"));
@@ -27,18 +27,18 @@ export const post = (path, body, options) => request("POST", path, body, options
 export const put = (path, body, options) => request("PUT", path, body, options);
 export const del = (path, options) => request("DELETE", path, undefined, options);
 
-/** Return the text of a file of the server, such as a config. */
+/** Return the text of a file on the server, such as a config. */
 export async function getText(path, options = {}) {
-  return (await answer("GET", path, undefined, options)).text();
+  return (await send("GET", path, undefined, options)).text();
 }
 
 async function request(method, path, body, options = {}) {
-  const response = await answer(method, path, body, options);
+  const response = await send(method, path, body, options);
   return response.status === 204 ? null : response.json();
 }
 
-/** `body`: an object (sent as JSON) or FormData. `options`: `{signal}`. */
-async function answer(method, path, body, { signal, accept = "application/json" } = {}) {
+/** Send a request. `body`: an object, which is sent as JSON, or FormData. */
+async function send(method, path, body, { signal, accept = "application/json" } = {}) {
   const headers = { Accept: accept };
   const token = sessionStorage.getItem(TOKEN);
   if (token) headers["X-Paceline-Token"] = token;
@@ -54,17 +54,17 @@ async function answer(method, path, body, { signal, accept = "application/json" 
     setConnection("lost");
     throw new ApiError(0, { what: "no-answer" });
   }
-  setConnection("there");
-  if (!response.ok) throw await errorOf(response);
+  setConnection("connected");
+  if (!response.ok) throw await readError(response);
   return response;
 }
 
-async function errorOf(response) {
+async function readError(response) {
   let error = null;
   try {
     error = (await response.json()).error;
   } catch {
-    // Not a response of this server (of a proxy, for example): only the status is known.
+    // The response is not from this server but, for example, from a proxy: only its status is known.
   }
   return new ApiError(response.status, error?.what ? error : { what: `${response.status} ${response.statusText}` });
 }
@@ -72,10 +72,10 @@ async function errorOf(response) {
 // --- Connection state --------------------------------------------------------------------------------------------------------
 
 const watchers = new Set();
-let connection = { state: "there", retryAt: 0 };
-let wake = new Set();
+let connection = { state: "connected", retryAt: 0 };
+let pendingRetries = new Set();
 
-/** Call `watcher({state: "there" | "lost", retryAt})` now and at each change. Return a function that ends it. */
+/** Call `watcher({state: "connected" | "lost", retryAt})` now and at each change. Return a function that unsubscribes. */
 export function onConnection(watcher) {
   watchers.add(watcher);
   watcher(connection);
@@ -83,8 +83,8 @@ export function onConnection(watcher) {
 }
 
 /** Reconnect all waiting streams now. */
-export function tryNow() {
-  for (const one of [...wake]) one();
+export function retryNow() {
+  for (const retry of [...pendingRetries]) retry();
 }
 
 function setConnection(state, retryAt = 0) {
@@ -96,20 +96,22 @@ function setConnection(state, retryAt = 0) {
 // --- Streams ----------------------------------------------------------------------------------------------------------------
 
 /**
- * Server-sent events. `path`: a text, or a function that is called at each connection. `handlers`: one for the name of each
- * event, called with its data; `open()` at each connection; `problem(ApiError)` if the server refuses (it is not retried).
- * A GET reconnects automatically and pauses while the page is hidden. With `body` it is a single POST, which ends with the
- * response: then `closed()` is called, or `problem` if it was interrupted. Return a function that ends it.
+ * Receive server-sent events, and return a function that closes the stream.
+ *
+ * `path`: a string, or a function that is called at each connection. `handlers`: a function for each event name, which gets
+ * the data of the event; `open()`, called at each connection; `problem(ApiError)`, called if the server rejects the request,
+ * which is then not retried. A GET request reconnects automatically and pauses while the page is hidden. With `body`, a
+ * single POST request is sent; at its end `closed()` is called, or `problem` if it was interrupted.
  */
 export function stream(path, handlers, { body } = {}) {
   let ended = false;
-  let control = null;
-  const once = body !== undefined;
+  let controller = null;
+  const isSingleRequest = body !== undefined;
 
   async function read() {
-    control = new AbortController();
-    const where = typeof path === "function" ? path() : path;
-    const response = await answer(once ? "POST" : "GET", where, body, { signal: control.signal, accept: "text/event-stream" });
+    controller = new AbortController();
+    const url = typeof path === "function" ? path() : path;
+    const response = await send(isSingleRequest ? "POST" : "GET", url, body, { signal: controller.signal, accept: "text/event-stream" });
     handlers.open?.();
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let text = "";
@@ -118,47 +120,47 @@ export function stream(path, handlers, { body } = {}) {
       if (done || ended) return;
       const blocks = (text + value).split(/\r?\n\r?\n/);
       text = blocks.pop();
-      for (const block of blocks) hand(block, handlers);
+      for (const block of blocks) dispatch(block, handlers);
     }
   }
 
   async function run() {
     let wait_s = 0.5;
     while (!ended) {
-      const began = Date.now();
+      const startedAt = Date.now();
       try {
         await read();
-        if (once) return handlers.closed?.();
+        if (isSingleRequest) return handlers.closed?.();
       } catch (error) {
         if (ended) return undefined;
-        const refused = error instanceof ApiError && error.status >= 400 && error.status < 500;
-        if (refused || once)
+        const isRefused = error instanceof ApiError && error.status >= 400 && error.status < 500;
+        if (isRefused || isSingleRequest)
           return handlers.problem?.(error instanceof ApiError ? error : new ApiError(0, { what: "no-answer" }));
         if (!document.hidden) setConnection("lost");
       }
       if (ended) return undefined;
-      if (document.hidden) await shown();
+      if (document.hidden) await waitUntilVisible();
       else {
-        wait_s = Date.now() - began > 5000 ? 0.5 : Math.min(10, wait_s * 2);
+        wait_s = Date.now() - startedAt > 5000 ? 0.5 : Math.min(10, wait_s * 2);
         if (connection.state === "lost") setConnection("lost", Date.now() + wait_s * 1000);
-        await pause(wait_s * 1000);
+        await waitForRetry(wait_s * 1000);
       }
     }
     return undefined;
   }
 
   // A browser keeps six connections to a server; hidden pages must not use all of them.
-  const hide = () => document.hidden && control?.abort();
-  if (!once) document.addEventListener("visibilitychange", hide);
+  const abortIfHidden = () => document.hidden && controller?.abort();
+  if (!isSingleRequest) document.addEventListener("visibilitychange", abortIfHidden);
   run();
   return () => {
     ended = true;
-    document.removeEventListener("visibilitychange", hide);
-    control?.abort();
+    document.removeEventListener("visibilitychange", abortIfHidden);
+    controller?.abort();
   };
 }
 
-function hand(block, handlers) {
+function dispatch(block, handlers) {
   let name = "message";
   const data = [];
   for (const line of block.split(/\r?\n/)) {
@@ -168,26 +170,26 @@ function hand(block, handlers) {
   if (data.length) handlers[name]?.(JSON.parse(data.join("\n")));
 }
 
-function pause(wait_ms) {
+function waitForRetry(wait_ms) {
   return new Promise((resolve) => {
     const done = () => {
       clearTimeout(timer);
-      wake.delete(done);
+      pendingRetries.delete(done);
       resolve();
     };
     const timer = setTimeout(done, wait_ms);
-    wake.add(done);
+    pendingRetries.add(done);
   });
 }
 
-function shown() {
+function waitUntilVisible() {
   return new Promise((resolve) => {
-    const look = () => {
+    const check = () => {
       if (document.hidden) return;
-      document.removeEventListener("visibilitychange", look);
+      document.removeEventListener("visibilitychange", check);
       resolve();
     };
-    document.addEventListener("visibilitychange", look);
-    look();
+    document.addEventListener("visibilitychange", check);
+    check();
   });
 }

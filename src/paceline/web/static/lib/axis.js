@@ -6,7 +6,7 @@ import { TIMES, WHOLE } from "./chart.js";
 
 export const AXES = ["step", "tokens", "time"];
 
-/** Return the axis for a chart. */
+/** Return the x axis of a chart. */
 export function axis(kind) {
   return {
     name: t(`x.${kind}`),
@@ -15,51 +15,54 @@ export function axis(kind) {
   };
 }
 
-/** Return the x of each point of a series response. `started_at`: the zero of the time axis. */
-export function xsOf(answer, kind, started_at) {
-  if (kind === "step") return answer.step;
-  if (kind === "tokens") return answer.tokens.map((one) => one ?? null);
-  return answer.time.map((one) => one - started_at);
+/** Return the x value of each point of a series. `started_at`: the zero of the time axis. */
+export function seriesX(series, kind, started_at) {
+  if (kind === "step") return series.step;
+  if (kind === "tokens") return series.tokens.map((tokens) => tokens ?? null);
+  return series.time.map((time) => time - started_at);
 }
 
-/** Return the x of an event at `{step, time}`, such as an evaluation. */
-export function xOf({ step, time }, answer, kind, started_at) {
+/** Return the x value of an event at `{step, time}`, such as an evaluation. */
+export function eventX({ step, time }, series, kind, started_at) {
   if (kind === "step") return step;
   if (kind === "time") return time - started_at;
-  return between(step, answer.step, answer.tokens);
+  return interpolate(step, series.step, series.tokens);
 }
 
-/** Return the step at an x, to request a range from the server. */
-export function stepOf(x, answer, kind, started_at) {
-  return Math.round(kind === "step" ? x : between(x, xsOf(answer, kind, started_at), answer.step));
+/** Return the step at an x value, for requesting a range from the server. */
+export function stepAt(x, series, kind, started_at) {
+  return Math.round(kind === "step" ? x : interpolate(x, seriesX(series, kind, started_at), series.step));
 }
 
-/** Linear interpolation: the value of `to` at `value` of the ascending `from`. */
-function between(value, from, to) {
+/** Interpolate linearly: return the value of `ys` at `x`. `xs` is ascending. */
+function interpolate(x, xs, ys) {
   let low = 0;
-  let high = from.length - 1;
-  if (high < 0 || value === null || value === undefined) return null;
-  if (value <= from[0]) return to[0];
-  if (value >= from[high]) return to[high];
+  let high = xs.length - 1;
+  if (high < 0 || x === null || x === undefined) return null;
+  if (x <= xs[0]) return ys[0];
+  if (x >= xs[high]) return ys[high];
   while (high - low > 1) {
     const middle = (low + high) >> 1;
-    if (from[middle] <= value) low = middle;
+    if (xs[middle] <= x) low = middle;
     else high = middle;
   }
-  const share = from[high] === from[low] ? 0 : (value - from[low]) / (from[high] - from[low]);
-  return to[low] + share * (to[high] - to[low]);
+  const share = xs[high] === xs[low] ? 0 : (x - xs[low]) / (xs[high] - xs[low]);
+  return ys[low] + share * (ys[high] - ys[low]);
 }
 
-/** Merge the x of other points (evaluations) into that of the lines: `[xs, index of each old x, index of each new x]`. */
-export function merged(xs, others) {
-  const all = [...new Set([...xs, ...others].filter(Number.isFinite))].sort((one, two) => one - two);
-  const at = new Map(all.map((x, index) => [x, index]));
+/**
+ * Merge the x values of lines with those of other points, such as evaluations. Return `{xs, place}`; `place(values, valueXs)`
+ * aligns values with the merged `xs`, with null in the gaps.
+ */
+export function mergeX(xs, otherXs) {
+  const mergeX = [...new Set([...xs, ...otherXs].filter(Number.isFinite))].sort((a, b) => a - b);
+  const indexOf = new Map(mergeX.map((x, index) => [x, index]));
   return {
-    xs: all,
-    place: (values, from) => {
-      const row = new Array(all.length).fill(null);
-      from.forEach((x, index) => {
-        if (at.has(x)) row[at.get(x)] = values[index] ?? null;
+    xs: mergeX,
+    place: (values, valueXs) => {
+      const row = new Array(mergeX.length).fill(null);
+      valueXs.forEach((x, index) => {
+        if (indexOf.has(x)) row[indexOf.get(x)] = values[index] ?? null;
       });
       return row;
     },

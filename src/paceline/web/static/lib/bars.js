@@ -4,11 +4,11 @@ import { h } from "./dom.js";
 import { t } from "./i18n.js";
 
 /**
- * Rows of bars on a common scale. `rows`: [{name, parts: [{name, value, kind}], text}]; `kind` 1 to 6 is a color with its own
- * pattern. `text` has the value of a row, which the bars only illustrate.
+ * Return rows of bars on a common scale. `rows`: [{name, parts: [{name, value, kind}], text}]. `kind`, from 1 to 6, selects a
+ * color and pattern. `text` contains the value of the row, because screen readers skip the bars.
  */
 export function bars(rows) {
-  const longest = Math.max(...rows.map(({ parts }) => parts.reduce((sum, one) => sum + (one.value ?? 0), 0)), 1e-12);
+  const longest = Math.max(...rows.map(({ parts }) => parts.reduce((sum, part) => sum + (part.value ?? 0), 0)), 1e-12);
   return h(
     "div",
     { class: "bars", role: "list" },
@@ -21,12 +21,12 @@ export function bars(rows) {
           "div",
           { class: "bars-bar", "aria-hidden": "true" },
           parts.map(
-            (one) =>
-              one.value > 0 &&
+            (part) =>
+              part.value > 0 &&
               h("span", {
-                class: `fill fill-${one.kind}`,
-                title: `${one.name}: ${one.text ?? ""}`,
-                style: { width: `${(100 * one.value) / longest}%` },
+                class: `fill fill-${part.kind}`,
+                title: `${part.name}: ${part.text ?? ""}`,
+                style: { width: `${(100 * part.value) / longest}%` },
               }),
           ),
         ),
@@ -36,7 +36,7 @@ export function bars(rows) {
   );
 }
 
-/** The legend of the fills. `kinds`: [[kind, node or text]]. */
+/** Return the legend of the fills. `kinds`: [[kind, node or text]]. */
 export const fillLegend = (kinds) =>
   h(
     "ul",
@@ -44,10 +44,10 @@ export const fillLegend = (kinds) =>
     kinds.map(([kind, text]) => h("li", {}, h("span", { class: `swatch fill fill-${kind}`, "aria-hidden": "true" }), text)),
   );
 
-/** Return by how much the prediction differs from the measurement; empty if one of them is unknown. */
+/** Describe by how much the prediction differs from the measurement. Empty if one of them is unknown. */
 export function difference(predicted, measured) {
   if (!(predicted > 0) || !(measured > 0)) return "";
   const share = (predicted - measured) / measured;
-  if (Math.abs(share) < 0.0005) return t("bars.same");
-  return t(share > 0 ? "bars.more" : "bars.less", { share: `${(Math.abs(share) * 100).toFixed(1)} %` });
+  if (Math.abs(share) < 0.0005) return t("bars.equal");
+  return t(share > 0 ? "bars.higher" : "bars.lower", { share: `${(Math.abs(share) * 100).toFixed(1)} %` });
 }

@@ -1,22 +1,22 @@
-// Controls of all pages with curves: the horizontal axis and the smoothing.
+// Controls that all pages with curves share: the x axis and the smoothing.
 
 import { AXES } from "./axis.js";
 import { h } from "./dom.js";
 import { t } from "./i18n.js";
 import { choice, termOf } from "./ui.js";
 
-/** Select step, tokens or time. */
+/** Return the control that selects the x axis: step, tokens or time. */
 export const axisChoice = (value, changed) =>
   choice(
     t("x"),
-    AXES.map((one) => [one, t(`x.${one}`)]),
+    AXES.map((kind) => [kind, t(`x.${kind}`)]),
     value,
     changed,
   );
 
-/** Select the weight of earlier steps in the smoothed line: 0 to 0.99. */
+/** Return the control that selects the smoothing weight, from 0 to 0.99. */
 export function smoothField(value, changed) {
-  const shown = h("output", { class: "number" }, value.toFixed(2));
+  const output = h("output", { class: "number" }, value.toFixed(2));
   const slider = h("input", {
     type: "range",
     id: "smooth",
@@ -27,10 +27,10 @@ export function smoothField(value, changed) {
     on: {
       input: (event) => {
         const weight = Number(event.target.value);
-        shown.textContent = weight.toFixed(2);
+        output.textContent = weight.toFixed(2);
         changed(weight);
       },
     },
   });
-  return h("div", { class: "field" }, termOf("smooth"), h("label", { class: "sr", for: "smooth" }, t("smooth")), slider, shown);
+  return h("div", { class: "field" }, termOf("smooth"), h("label", { class: "sr", for: "smooth" }, t("smooth")), slider, output);
 }

@@ -1,49 +1,49 @@
-// Format numbers with units. null, which means unknown, is "–".
+// Formatting of numbers with units. Unknown values (null) become "–".
 
 import { getLanguage, t } from "./i18n.js";
 
 export const NONE = "–";
-const known = (value) => value !== null && value !== undefined && Number.isFinite(Number(value));
+const isKnown = (value) => value !== null && value !== undefined && Number.isFinite(Number(value));
 const locale = () => (getLanguage() === "zh" ? "zh-CN" : "en-GB");
 
-/** 12,345 */
+/** Format an integer: 12,345. */
 export function count(value) {
-  return known(value) ? Math.round(value).toLocaleString("en-US") : NONE;
+  return isKnown(value) ? Math.round(value).toLocaleString("en-US") : NONE;
 }
 
-/** 12.3k, 4.56M */
+/** Format a large number with a suffix: 12.3k, 4.56M. */
 export function short(value) {
-  if (!known(value)) return typeof value === "string" ? value : NONE;
+  if (!isKnown(value)) return typeof value === "string" ? value : NONE;
   const size = Math.abs(value);
-  for (const [unit, by] of [
+  for (const [unit, factor] of [
     ["T", 1e12],
     ["B", 1e9],
     ["M", 1e6],
     ["k", 1e3],
   ]) {
-    if (size >= by * 0.9995) return digits(value / by) + unit;
+    if (size >= factor * 0.9995) return digits(value / factor) + unit;
   }
   return Number.isInteger(Number(value)) ? String(value) : digits(value);
 }
 
-/** Three significant digits. */
+/** Format a number with three significant digits. */
 export function digits(value) {
-  if (!known(value)) return typeof value === "string" ? value : NONE;
+  if (!isKnown(value)) return typeof value === "string" ? value : NONE;
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size >= 1e6 || size < 1e-3) return Number(value).toExponential(1).replace("e+", "e");
   return String(Number(Number(value).toPrecision(size >= 100 ? Math.max(3, Math.ceil(Math.log10(size + 1))) : 3)));
 }
 
-/** A loss with four decimals; "nan" and "inf" are unchanged. */
+/** Format a loss with four decimals. "nan" and "inf" are unchanged. */
 export function loss(value) {
-  if (!known(value)) return typeof value === "string" && value ? value : NONE;
+  if (!isKnown(value)) return typeof value === "string" && value ? value : NONE;
   return Math.abs(value) >= 1000 ? short(value) : Number(value).toFixed(4);
 }
 
-/** 1.5 GiB */
+/** Format a number of bytes: 1.5 GiB. */
 export function bytes(value) {
-  if (!known(value)) return NONE;
+  if (!isKnown(value)) return NONE;
   const size = Math.abs(value);
   for (const [unit, power] of [
     ["TiB", 4],
@@ -58,56 +58,56 @@ export function bytes(value) {
   return `${Math.round(value)} B`;
 }
 
-/** 850 µs, 12 ms, 3.2 s, 4 min 10 s, 2 h 5 min, 3 d 4 h */
+/** Format a duration: 850 µs, 12 ms, 3.2 s, 4 min 10 s, 2 h 5 min, 3 d 4 h. */
 export function duration(value_s) {
-  if (!known(value_s)) return NONE;
+  if (!isKnown(value_s)) return NONE;
   const value = Math.abs(value_s);
   const sign = value_s < 0 ? "-" : "";
   if (value === 0) return "0 s";
   if (value < 1e-3) return `${sign}${digits(value * 1e6)} µs`;
   if (value < 1) return `${sign}${digits(value * 1e3)} ms`;
   if (value < 60) return `${sign}${digits(value)} s`;
-  const parts = [
+  const units = [
     ["d", 86400],
     ["h", 3600],
     ["min", 60],
     ["s", 1],
   ];
-  const first = parts.findIndex(([, by]) => value >= by);
-  const [unit, by] = parts[first];
-  const [nextUnit, nextBy] = parts[first + 1];
-  const rest = Math.floor((value % by) / nextBy);
-  return `${sign}${Math.floor(value / by)} ${unit}${rest ? ` ${rest} ${nextUnit}` : ""}`;
+  const index = units.findIndex(([, factor]) => value >= factor);
+  const [unit, factor] = units[index];
+  const [nextUnit, nextFactor] = units[index + 1];
+  const rest = Math.floor((value % factor) / nextFactor);
+  return `${sign}${Math.floor(value / factor)} ${unit}${rest ? ` ${rest} ${nextUnit}` : ""}`;
 }
 
-/** 2,370 tokens/s */
-export const rate = (value) => (known(value) ? `${short(value)} ${t("unit.tokens_s")}` : NONE);
+/** Format a throughput: 2.37k tokens/s. */
+export const rate = (value) => (isKnown(value) ? `${short(value)} ${t("unit.tokens_s")}` : NONE);
 
-/** 12.5 % */
-export const percent = (share) => (known(share) ? `${digits(share * 100)} %` : NONE);
+/** Format a share as a percentage: 12.5 %. */
+export const percent = (share) => (isKnown(share) ? `${digits(share * 100)} %` : NONE);
 
-/** "3 minutes ago". */
+/** Format the time since `time_s`: 3 min ago. */
 export function ago(time_s, now_s = Date.now() / 1000) {
-  if (!known(time_s)) return NONE;
+  if (!isKnown(time_s)) return NONE;
   const past_s = Math.max(0, now_s - time_s);
   const format = new Intl.RelativeTimeFormat(locale(), { numeric: "auto", style: "narrow" });
-  for (const [unit, by] of [
+  for (const [unit, factor] of [
     ["day", 86400],
     ["hour", 3600],
     ["minute", 60],
   ]) {
-    if (past_s >= by) return format.format(-Math.floor(past_s / by), unit);
+    if (past_s >= factor) return format.format(-Math.floor(past_s / factor), unit);
   }
   return format.format(-Math.floor(past_s), "second");
 }
 
-/** The local date and time; `style` "short" without seconds. */
+/** Format a local date and time. `style` "short" omits the seconds. */
 export function time(time_s, style = "medium") {
-  if (!known(time_s)) return NONE;
+  if (!isKnown(time_s)) return NONE;
   return new Date(time_s * 1000).toLocaleString(locale(), { dateStyle: "medium", timeStyle: style });
 }
 
-/** 14:03:25 */
+/** Format a time of day: 14:03:25. */
 export function clock(time_s) {
-  return known(time_s) ? new Date(time_s * 1000).toLocaleTimeString("en-GB") : NONE;
+  return isKnown(time_s) ? new Date(time_s * 1000).toLocaleTimeString("en-GB") : NONE;
 }

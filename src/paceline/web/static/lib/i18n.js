@@ -1,4 +1,4 @@
-// The texts of the page in English and Chinese.
+// The texts of the UI in English and Chinese.
 
 import { en } from "../i18n/en.js";
 import { zh } from "../i18n/zh.js";
@@ -7,21 +7,21 @@ const KEY = "paceline-language";
 const tables = { en: { ...en }, zh: { ...zh } };
 const watchers = new Set();
 export const LANGUAGES = { en: "English", zh: "中文" };
-let language = first();
+let language = detectLanguage();
 
 /** Add the texts of a module: `{en: {key: text}, zh: {key: text}}`. */
-export function addWords(words) {
-  for (const [name, table] of Object.entries(words)) Object.assign(tables[name], table);
+export function addTexts(texts) {
+  for (const [name, table] of Object.entries(texts)) Object.assign(tables[name], table);
 }
 
 /**
- * Return the text of `key`. `{name}` is replaced by `values.name`; of "singular|plural" the first is used if `values.n` is 1.
- * A key without a text is returned unchanged, so that missing texts are visible.
+ * Return the text of `key` with `{name}` replaced by `values.name`. A text "singular|plural" is selected by `values.n`. A key
+ * without a text is returned unchanged, so that missing texts are visible.
  */
 export function t(key, values = {}) {
   let text = tables[language][key] ?? tables.en[key] ?? key;
   if (text.includes("|") && "n" in values) text = text.split("|")[Number(values.n) === 1 ? 0 : 1];
-  return text.replace(/\{(\w+)\}/g, (whole, name) => (name in values ? String(values[name]) : whole));
+  return text.replace(/\{(\w+)\}/g, (placeholder, name) => (name in values ? String(values[name]) : placeholder));
 }
 
 /** Return whether `key` has a text. */
@@ -41,9 +41,9 @@ export function onLanguage(watcher) {
   return () => watchers.delete(watcher);
 }
 
-function first() {
-  const kept = localStorage.getItem(KEY);
-  const name = kept in LANGUAGES ? kept : (navigator.language ?? "").startsWith("zh") ? "zh" : "en";
+function detectLanguage() {
+  const stored = localStorage.getItem(KEY);
+  const name = stored in LANGUAGES ? stored : (navigator.language ?? "").startsWith("zh") ? "zh" : "en";
   document.documentElement.lang = name === "zh" ? "zh-CN" : "en";
   return name;
 }

@@ -1,4 +1,4 @@
-// Light and dark theme: the system's, or the one selected on the page.
+// The theme: light or dark, as selected by the user or by the system.
 
 const KEY = "paceline-theme";
 const watchers = new Set();
@@ -14,14 +14,14 @@ export function setTheme(name) {
   apply();
 }
 
-/** Call `watcher()` after the colors have changed, so that canvases are redrawn. */
+/** Call `watcher()` after each change of colors, so that canvases are redrawn. Return a function that unsubscribes. */
 export function onTheme(watcher) {
   watchers.add(watcher);
   return () => watchers.delete(watcher);
 }
 
-/** Return the color of a custom property such as `--accent` for a canvas. */
-export function colour(name) {
+/** Return the value of a color property, such as `--accent`, for drawing on a canvas. */
+export function color(name) {
   const probe = document.createElement("i");
   probe.style.setProperty("color", `var(${name})`);
   document.documentElement.append(probe);

@@ -1,4 +1,4 @@
-// Common elements of the pages: terms with explanations, figures, badges, tabs, empty and error states.
+// Elements that pages share: terms with explanations, figures, badges, tabs, empty and error states.
 
 import { h, newId, put, svg } from "./dom.js";
 import { t, has } from "./i18n.js";
@@ -32,43 +32,43 @@ const ICONS = {
   chat: "M4 5h16v11H9l-5 4z",
 };
 
-/** An icon next to a text. It is hidden from screen readers. */
+/** Return an icon, which is hidden from screen readers because a text is next to it. */
 export function icon(name) {
   const path = svg("path", { d: ICONS[name] ?? ICONS.notice });
   return svg("svg", { viewBox: "0 0 24 24", class: `icon icon-${name}`, "aria-hidden": "true", focusable: "false" }, path);
 }
 
-/** The status of a run: an icon and a text. */
+/** Return the status of a run as an icon and a text. */
 export const badge = (status) => h("span", { class: `badge badge-${status}` }, icon(status), t(`status.${status}`));
 
-// --- Terms: an underlined text with an explanation on hover, focus and touch ----------------------------------------------------
+// --- Terms ----------------------------------------------------------------------------------------------------
 
 let bubble = null;
 
-/** `text` with its explanation, which is shown on hover, focus and touch, and is the description for screen readers. */
+/** Return `text`, underlined, with an explanation that is shown on hover, focus and touch and read by screen readers. */
 export function term(text, meaning) {
   const id = newId("meaning");
   const hidden = h("span", { id, class: "sr" }, meaning);
-  const word = h("button", { type: "button", class: "term", "aria-describedby": id }, text);
-  for (const event of ["mouseenter", "focus", "click"]) word.addEventListener(event, () => showBubble(word, meaning));
-  for (const event of ["mouseleave", "blur"]) word.addEventListener(event, hideBubble);
-  word.addEventListener("keydown", (event) => event.key === "Escape" && hideBubble());
-  return h("span", { class: "term-wrap" }, word, hidden);
+  const button = h("button", { type: "button", class: "term", "aria-describedby": id }, text);
+  for (const event of ["mouseenter", "focus", "click"]) button.addEventListener(event, () => showBubble(button, meaning));
+  for (const event of ["mouseleave", "blur"]) button.addEventListener(event, hideBubble);
+  button.addEventListener("keydown", (event) => event.key === "Escape" && hideBubble());
+  return h("span", { class: "term-wrap" }, button, hidden);
 }
 
-/** The term of a key that has the texts `KEY` and `KEY.is`. */
+/** Return the term of a key: the text of KEY, explained by the text of `KEY.is` if it exists. */
 export const termOf = (key) => (has(`${key}.is`) ? term(t(key), t(`${key}.is`)) : h("span", {}, t(key)));
 
-function showBubble(at, meaning) {
+function showBubble(anchor, meaning) {
   hideBubble();
   bubble = h("div", { class: "bubble", "aria-hidden": "true" }, meaning);
   document.body.append(bubble);
-  const place = at.getBoundingClientRect();
+  const anchorBox = anchor.getBoundingClientRect();
   const size = bubble.getBoundingClientRect();
-  const left = Math.max(8, Math.min(place.left, document.documentElement.clientWidth - size.width - 8));
-  const below = place.bottom + size.height + 8 < innerHeight;
+  const left = Math.max(8, Math.min(anchorBox.left, document.documentElement.clientWidth - size.width - 8));
+  const fitsBelow = anchorBox.bottom + size.height + 8 < innerHeight;
   bubble.style.left = `${left}px`;
-  bubble.style.top = `${below ? place.bottom + 6 : place.top - size.height - 6}px`;
+  bubble.style.top = `${fitsBelow ? anchorBox.bottom + 6 : anchorBox.top - size.height - 6}px`;
 }
 
 export function hideBubble() {
@@ -78,30 +78,30 @@ export function hideBubble() {
 
 // --- Figures ----------------------------------------------------------------------------------------------------
 
-/** A figure: its name (with an explanation), its value and a note. */
-export function figure(key, value, beside = null) {
+/** Return a figure: its name (with an explanation), its value, and a note below. */
+export function figure(key, value, note = null) {
   return h(
     "div",
     { class: "figure", data: { key } },
     h("div", { class: "figure-name" }, termOf(key)),
     h("div", { class: "figure-value" }, value),
-    beside === null ? null : h("div", { class: "figure-beside" }, beside),
+    note === null ? null : h("div", { class: "figure-beside" }, note),
   );
 }
 
-export const figures = (...all) => h("div", { class: "figures" }, ...all);
+export const figures = (...nodes) => h("div", { class: "figures" }, ...nodes);
 
-/** A card with a heading. `beside`: a node to the right of the heading. */
-export function card(title, beside, ...children) {
+/** Return a card with a heading. `headerContent`: a node to the right of the heading. */
+export function card(title, headerContent, ...children) {
   return h(
     "section",
     { class: "card" },
-    title === null ? null : h("div", { class: "card-head" }, h("h2", {}, title), beside),
+    title === null ? null : h("div", { class: "card-head" }, h("h2", {}, title), headerContent),
     ...children,
   );
 }
 
-/** A table that scrolls horizontally on a narrow screen, also by keyboard. `columns`: [{text or node, number}]. */
+/** Return a table that scrolls horizontally if it is too wide, also by keyboard. `columns`: [{label, number, sort}]. */
 export function table(caption, columns, rows, attrs = {}) {
   return h(
     "div",
@@ -116,7 +116,7 @@ export function table(caption, columns, rows, attrs = {}) {
         h(
           "tr",
           {},
-          columns.map((one) => h("th", { scope: "col", class: one.number ? "number" : null, "aria-sort": one.sort }, one.head)),
+          columns.map((column) => h("th", { scope: "col", class: column.number ? "number" : null, "aria-sort": column.sort }, column.label)),
         ),
       ),
       h("tbody", {}, rows),
@@ -128,32 +128,32 @@ export const row = (cells, columns) =>
   h(
     "tr",
     {},
-    cells.map((cell, at) =>
-      h(at === 0 ? "th" : "td", { scope: at === 0 ? "row" : null, class: columns[at]?.number ? "number" : null }, cell),
+    cells.map((cell, index) =>
+      h(index === 0 ? "th" : "td", { scope: index === 0 ? "row" : null, class: columns[index]?.number ? "number" : null }, cell),
     ),
   );
 
 // --- Empty and error states -------------------------------------------------------------------------------------
 
-/** An empty state: why there is nothing to show, and what to do. */
-export function emptyState(title, text, ...more) {
-  return h("div", { class: "state" }, h("h2", {}, title), h("p", {}, text), ...more);
+/** Return an empty state: why there is nothing to show, and what to do. */
+export function emptyState(title, text, ...children) {
+  return h("div", { class: "state" }, h("h2", {}, title), h("p", {}, text), ...children);
 }
 
-/** An error: what, allowed, fix. `again`: a listener for a Retry button. */
-export function errorState(error, again = null) {
-  const none = error.what === "no-answer";
+/** Return a description of an error: `what`, `allowed` and `fix`. `retry`: the listener of a Retry button. */
+export function errorState(error, retry = null) {
+  const isNoResponse = error.what === "no-answer";
   return h(
     "div",
     { class: "state state-error", role: "alert" },
-    h("h2", {}, icon("warning"), none ? t("error.no_answer") : String(error.what ?? error.message ?? error)),
+    h("h2", {}, icon("warning"), isNoResponse ? t("error.no_answer") : String(error.what ?? error.message ?? error)),
     error.allowed ? h("p", {}, t("error.allowed", { allowed: error.allowed })) : null,
-    none || error.fix ? h("p", {}, t("error.fix", { fix: none ? t("error.no_answer.fix") : error.fix })) : null,
-    again ? h("p", {}, h("button", { type: "button", on: { click: again } }, t("error.again"))) : null,
+    isNoResponse || error.fix ? h("p", {}, t("error.fix", { fix: isNoResponse ? t("error.no_answer.fix") : error.fix })) : null,
+    retry ? h("p", {}, h("button", { type: "button", on: { click: retry } }, t("error.retry"))) : null,
   );
 }
 
-/** A command to type, and a button that copies it. */
+/** Return a command to type in a terminal, with a button that copies it. */
 export function command(text) {
   const button = h("button", { type: "button", class: "quiet" }, t("copy"));
   button.addEventListener("click", async () => {
@@ -180,30 +180,30 @@ export function download(name, content, type = "text/plain") {
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
-/** A row of buttons of which one is selected. `choices`: [[value, text]]. Return the element; its `set(value)` selects. */
+/** Return a row of radio buttons. `choices`: [[value, text]]. The method `set(value)` of the element selects one. */
 export function choice(label, choices, value, changed) {
   const name = newId("choice");
-  const boxes = choices.map(([one, text]) => {
-    const box = h("input", {
+  const inputs = choices.map(([choiceValue, text]) => {
+    const input = h("input", {
       type: "radio",
       name,
-      value: one,
-      prop: { checked: one === value },
-      on: { change: () => changed(one) },
+      value: choiceValue,
+      prop: { checked: choiceValue === value },
+      on: { change: () => changed(choiceValue) },
     });
-    return [one, box, h("label", {}, box, h("span", {}, text))];
+    return [choiceValue, input, h("label", {}, input, h("span", {}, text))];
   });
   const node = h(
     "fieldset",
     { class: "choice" },
     h("legend", { class: "sr" }, label),
-    boxes.map(([, , one]) => one),
+    inputs.map(([, , label]) => label),
   );
-  node.set = (to) => boxes.forEach(([one, box]) => (box.checked = one === to));
+  node.set = (selected) => inputs.forEach(([choiceValue, input]) => (input.checked = choiceValue === selected));
   return node;
 }
 
-/** The tabs of a page, as links: the address contains the current tab. */
+/** Return the tabs of a page. They are links, because the address contains the current tab. */
 export function tabLinks(label, tabs, current) {
   return h(
     "nav",
@@ -216,6 +216,6 @@ export function tabLinks(label, tabs, current) {
 
 /** Announce a text to screen readers without moving the focus. */
 export function announce(text) {
-  const place = document.getElementById("announcer");
-  if (place) put(place, text);
+  const announcer = document.getElementById("announcer");
+  if (announcer) put(announcer, text);
 }

@@ -1,22 +1,22 @@
-// Comparison of several runs: curves, results, config differences, and notes.
+// The comparison of several runs: curves, results, config differences and notes.
 
 import { get } from "../lib/api.js";
-import { AXES, axis, merged, xOf, xsOf } from "../lib/axis.js";
-import { COLOURS, DASHES, key, lineChart } from "../lib/chart.js";
+import { AXES, axis, mergeX, eventX, seriesX } from "../lib/axis.js";
+import { COLORS, DASHES, key, lineChart } from "../lib/chart.js";
 import { axisChoice, smoothField } from "../lib/controls.js";
 import { h, put } from "../lib/dom.js";
 import * as format from "../lib/format.js";
-import { addWords, t } from "../lib/i18n.js";
+import { addTexts, t } from "../lib/i18n.js";
 import { numbers, smooth } from "../lib/smooth.js";
 import { badge, card, copy, download, emptyState, icon, termOf } from "../lib/ui.js";
-import { words } from "../i18n/watch.js";
+import { texts } from "../i18n/watch.js";
 import { configCard } from "./compare/config.js";
 import { figureTable } from "./compare/figures.js";
 import { notesCard } from "./compare/notes.js";
 import { chartPng, curvesCsv } from "./compare/save.js";
-import { ask } from "./run/series.js";
+import { fetchSeries } from "./run/series.js";
 
-addWords(words);
+addTexts(texts);
 
 const METRICS = {
   loss: format.loss,
@@ -57,49 +57,49 @@ export async function show(root, params, ctx) {
     return () => {};
   }
   state.runs = runs;
-  const answers = await Promise.all(runs.map((run) => ask(run.id, { names: SERIES, points: 800 })));
-  runs.forEach((run, at) => state.answers.set(run.id, answers[at]));
+  const answers = await Promise.all(runs.map((run) => fetchSeries(run.id, { names: SERIES, points: 800 })));
+  runs.forEach((run, index) => state.answers.set(run.id, answers[index]));
 
-  const look = (at) => ({ colour: COLOURS[at % COLOURS.length], dash: DASHES[at % DASHES.length] });
+  const lineStyle = (index) => ({ color: COLORS[index % COLORS.length], dash: DASHES[index % DASHES.length] });
   const names = namesOf(runs);
-  const place = h("div", {});
+  const chartNode = h("div", {});
   const figures = h("div", {});
   let chart = null;
 
   function lines() {
-    return runs.map((run, at) => {
-      const answer = state.answers.get(run.id);
-      const started = run.started_at ?? answer.time[0] ?? 0;
+    return runs.map((run, index) => {
+      const series = state.answers.get(run.id);
+      const started = run.started_at ?? series.time[0] ?? 0;
       if (state.metric === "eval_loss") {
-        const evals = answer.evals.filter((one) => Number.isFinite(one.loss));
+        const evals = series.evals.filter((evaluation) => Number.isFinite(evaluation.loss));
         return {
-          name: names[at],
-          ...look(at),
+          name: names[index],
+          ...lineStyle(index),
           points: true,
-          xs: evals.map((one) => xOf(one, answer, state.x, started)),
-          values: evals.map((one) => one.loss),
+          xs: evals.map((evaluation) => eventX(evaluation, series, state.x, started)),
+          values: evals.map((evaluation) => evaluation.loss),
         };
       }
-      const values = numbers(answer.series[state.metric].mean);
+      const values = numbers(series.series[state.metric].mean);
       return {
-        name: names[at],
-        ...look(at),
-        xs: xsOf(answer, state.x, started),
+        name: names[index],
+        ...lineStyle(index),
+        xs: seriesX(series, state.x, started),
         values: state.metric === "learning_rate" ? values : smooth(values, state.weight),
       };
     });
   }
 
   function drawChart(renewed = false) {
-    const all = lines();
-    const any = all.some((one) => one.values.some((value) => value !== null));
-    if (!any) {
+    const curves = lines();
+    const hasValues = curves.some((curve) => curve.values.some((value) => value !== null));
+    if (!hasValues) {
       chart?.end();
       chart = null;
-      return void put(place, h("p", { class: "muted" }, t("compare.none")));
+      return void put(chartNode, h("p", { class: "muted" }, t("compare.none")));
     }
-    const join = merged(
-      all.flatMap((one) => one.xs),
+    const mergedX = mergeX(
+      curves.flatMap((curve) => curve.xs),
       [],
     );
     if (!chart || !renewed) {
@@ -109,18 +109,18 @@ export async function show(root, params, ctx) {
         height: 360,
         x: axis(state.x),
         y: { format: METRICS[state.metric] === format.loss ? format.digits : METRICS[state.metric] },
-        series: all.map(({ name, colour, dash, points }) => ({
+        series: curves.map(({ name, color, dash, points }) => ({
           name,
-          colour,
+          color,
           dash,
           points,
-          always: true,
+          alwaysInLegend: true,
           format: METRICS[state.metric],
         })),
       });
-      put(place, chart.node);
+      put(chartNode, chart.node);
     }
-    chart.set([join.xs, ...all.map((one) => join.place(one.values, one.xs))]);
+    chart.set([mergedX.xs, ...curves.map((curve) => mergedX.place(curve.values, curve.xs))]);
     return undefined;
   }
 
@@ -137,7 +137,7 @@ export async function show(root, params, ctx) {
   const drawFigures = () =>
     put(
       figures,
-      figureTable(runs, names, state.sort, look, (sort) => {
+      figureTable(runs, names, state.sort, lineStyle, (sort) => {
         state.sort = sort;
         redraw();
         drawFigures();
@@ -146,12 +146,12 @@ export async function show(root, params, ctx) {
     );
   put(
     root,
-    head(runs, names, missing, look, ids),
+    header(runs, names, missing, lineStyle, ids),
     controls(state, redraw, ctx, {
       png: () => chart && chartPng(chart, t(`m.${state.metric}`), axis(state.x).name),
       csv: () => curvesCsv(runs, names, state.answers),
     }),
-    card(termOf("compare.curves"), h("span", { class: "muted small" }, t(`m.${state.metric}.unit`)), place),
+    card(termOf("compare.curves"), h("span", { class: "muted small" }, t(`m.${state.metric}.unit`)), chartNode),
     figures,
     notesCard(runs, names, ctx),
     configCard(config_differences, runs, names),
@@ -163,13 +163,13 @@ export async function show(root, params, ctx) {
   async function renew() {
     const live = runs.filter((run) => ["live", "waiting"].includes(run.status));
     if (!live.length || document.hidden) return;
-    const fresh = await get(`api/compare?ids=${live.map((run) => run.id).join(",")}`);
-    for (const one of fresh.runs)
+    const updated = await get(`api/compare?ids=${live.map((run) => run.id).join(",")}`);
+    for (const updatedRun of updated.runs)
       Object.assign(
-        runs.find((run) => run.id === one.id),
-        one,
+        runs.find((run) => run.id === updatedRun.id),
+        updatedRun,
       );
-    for (const run of live) state.answers.set(run.id, await ask(run.id, { names: SERIES, points: 800 }));
+    for (const run of live) state.answers.set(run.id, await fetchSeries(run.id, { names: SERIES, points: 800 }));
     drawChart(true);
     if (!figures.contains(document.activeElement)) drawFigures();
   }
@@ -179,7 +179,7 @@ export async function show(root, params, ctx) {
   };
 }
 
-// A run that no longer exists must not affect the others.
+// If one of the runs no longer exists, the request fails; then only the others are compared.
 async function runsOf(ids) {
   try {
     return { ...(await get(`api/compare?ids=${ids.map(encodeURIComponent).join(",")}`)), missing: [] };
@@ -187,19 +187,19 @@ async function runsOf(ids) {
     if (error.status !== 404) throw error;
   }
   const { runs } = await get("api/runs");
-  const there = ids.filter((id) => runs.some((run) => run.id === id));
-  const missing = ids.filter((id) => !there.includes(id));
-  if (!there.length) return { runs: [], missing, config_differences: [] };
-  return { ...(await get(`api/compare?ids=${there.join(",")}`)), missing };
+  const available = ids.filter((id) => runs.some((run) => run.id === id));
+  const missing = ids.filter((id) => !available.includes(id));
+  if (!available.length) return { runs: [], missing, config_differences: [] };
+  return { ...(await get(`api/compare?ids=${available.join(",")}`)), missing };
 }
 
-/** Unique names: the paths of runs that have the same name. */
+/** Return unique names: for runs with the same name, their paths. */
 function namesOf(runs) {
-  return runs.map((run) => (runs.filter((one) => one.name === run.name).length > 1 ? run.path : run.name));
+  return runs.map((run) => (runs.filter((other) => other.name === run.name).length > 1 ? run.path : run.name));
 }
 
-function head(runs, names, missing, look, ids) {
-  const without = (id) => ids.filter((one) => one !== id && !missing.includes(one));
+function header(runs, names, missing, lineStyle, ids) {
+  const idsWithout = (id) => ids.filter((otherId) => otherId !== id && !missing.includes(otherId));
   return h(
     "div",
     { class: "stack" },
@@ -220,12 +220,12 @@ function head(runs, names, missing, look, ids) {
     h(
       "ul",
       { class: "compare-runs" },
-      runs.map((run, at) =>
+      runs.map((run, index) =>
         h(
           "li",
           {},
-          key(look(at)),
-          h("a", { href: `#/run/${run.id}` }, names[at]),
+          key(lineStyle(index)),
+          h("a", { href: `#/run/${run.id}` }, names[index]),
           badge(run.status),
           runs.length > 1
             ? h(
@@ -233,8 +233,8 @@ function head(runs, names, missing, look, ids) {
                 {
                   type: "button",
                   class: "quiet",
-                  "aria-label": t("compare.remove", { name: names[at] }),
-                  on: { click: () => (location.hash = `#/compare/${without(run.id).join(",")}`) },
+                  "aria-label": t("compare.remove", { name: names[index] }),
+                  on: { click: () => (location.hash = `#/compare/${idsWithout(run.id).join(",")}`) },
                 },
                 icon("close"),
               )
@@ -278,8 +278,8 @@ function controls(state, redraw, ctx, { png, csv }) {
     "div",
     { class: "toolbar" },
     h("label", { class: "field" }, t("compare.metric"), metric),
-    axisChoice(state.x, (one) => {
-      state.x = one;
+    axisChoice(state.x, (kind) => {
+      state.x = kind;
       redraw();
     }),
     smoothField(state.weight, (weight) => {

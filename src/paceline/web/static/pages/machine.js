@@ -1,4 +1,4 @@
-// The machine of the server, and the utilization of its GPUs.
+// The machine that the server runs on, and the utilization of its GPUs.
 
 import { get } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
@@ -6,7 +6,7 @@ import * as format from "../lib/format.js";
 import { t } from "../lib/i18n.js";
 import { term } from "../lib/ui.js";
 
-/** A line about the machine, updated every five seconds. Return `{node, end}`. */
+/** Return `{node, end}`: a summary of the machine, which is updated every five seconds. */
 export function machineStrip() {
   const node = h("div", { class: "machine muted small", role: "group", "aria-label": t("machine") });
   let ended = false;
@@ -17,7 +17,7 @@ export function machineStrip() {
       const machine = await get("api/machine");
       if (!ended && !node.contains(document.activeElement)) put(node, line(machine));
     } catch {
-      // The banner at the top reports the lost connection; the last figures stay.
+      // The banner reports the lost connection, and the last figures stay visible.
     }
     if (!ended) timer = setTimeout(renew, 5000);
   }

@@ -1,19 +1,19 @@
-// A run: its header, its tabs, and the event stream that they share.
+// The page of a run: its header, its tabs, and the event stream that they share.
 
 import { get, post, stream } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
 import * as format from "../lib/format.js";
-import { addWords, t } from "../lib/i18n.js";
+import { addTexts, t } from "../lib/i18n.js";
 import { badge, emptyState, errorState, figure, figures, icon, tabLinks } from "../lib/ui.js";
-import { words } from "../i18n/watch.js";
-import { axesInWords, inWords } from "./run/strategy.js";
+import { texts } from "../i18n/watch.js";
+import { describeAxes, describeStrategy } from "./run/strategy.js";
 
-addWords(words);
+addTexts(texts);
 
 const TABS = ["overview", "ranks", "traffic", "memory", "world", "samples", "log", "config", "checkpoints", "report"];
-// Events after which the details of a run are requested again.
-const TOLD_ONCE = ["memory", "run_end", "sample", "checkpoint", "eval"];
-const LOADED = {
+// After these events, the details of the run are requested again.
+const DETAIL_EVENTS = ["memory", "run_end", "sample", "checkpoint", "eval"];
+const TAB_MODULES = {
   overview: () => import("./run/overview.js"),
   ranks: () => import("./run/ranks.js"),
   traffic: () => import("./run/traffic.js"),
@@ -27,79 +27,82 @@ const LOADED = {
 };
 
 export async function show(root, params, ctx) {
-  const head = h("div", { class: "stack run-head" });
+  const header = h("div", { class: "stack run-head" });
   const tabs = h("div", {});
   const body = h("div", { class: "stack", id: "tab" });
-  put(root, head, tabs, body);
+  put(root, header, tabs, body);
   put(body, h("p", { class: "muted" }, t("loading")));
   const store = await makeStore(params.id, ctx);
-  let tab = null;
-  let turn = 0;
+  let removeTab = null;
+  let openCount = 0;
 
-  const offChange = store.on("change", () => drawHead(head, store, ctx));
-  const offGone = store.on("gone", () => put(body, gone()));
-  const ticking = setInterval(() => drawHead(head, store, ctx), 5000);
-  drawHead(head, store, ctx);
+  const stopChange = store.on("change", () => drawHeader(header, store, ctx));
+  const stopDeleted = store.on("deleted", () => put(body, deletedState()));
+  const timer = setInterval(() => drawHeader(header, store, ctx), 5000);
+  drawHeader(header, store, ctx);
 
-  async function open({ tab: wanted, query }) {
-    const name = TABS.includes(wanted) ? wanted : "overview";
+  async function open({ tab: requestedTab, query }) {
+    const name = TABS.includes(requestedTab) ? requestedTab : "overview";
     ctx.title(`${store.run.name} · ${t(`tab.${name}`)}`);
     put(
       tabs,
       tabLinks(
         t("run.tabs"),
-        TABS.map((one) => [one, t(`tab.${one}`), `#/run/${store.id}/${one}`]),
+        TABS.map((tabName) => [tabName, t(`tab.${tabName}`), `#/run/${store.id}/${tabName}`]),
         name,
       ),
     );
     tabs.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
-    const mine = ++turn;
-    tab?.();
-    tab = null;
-    const place = h("div", { class: "stack" }, h("p", { class: "muted" }, t("loading")));
-    put(body, place);
+    const thisOpen = ++openCount;
+    removeTab?.();
+    removeTab = null;
+    const tabBody = h("div", { class: "stack" }, h("p", { class: "muted" }, t("loading")));
+    put(body, tabBody);
     try {
-      const module = await LOADED[name]();
-      const down = await module.show(place, store, { ...ctx, params: query });
-      if (mine !== turn) down?.();
-      else tab = down;
+      const module = await TAB_MODULES[name]();
+      const remove = await module.show(tabBody, store, { ...ctx, params: query });
+      if (thisOpen !== openCount) remove?.();
+      else removeTab = remove;
     } catch (error) {
       if (error.name !== "ApiError") console.error(error);
-      if (mine === turn)
-        put(place, error.status === 404 && store.isGone ? gone() : errorState(error, () => open({ tab: wanted, query })));
+      if (thisOpen === openCount)
+        put(tabBody, error.status === 404 && store.isDeleted ? deletedState() : errorState(error, () => open({ tab: requestedTab, query })));
     }
   }
   await open(params);
   store.listen();
 
-  const down = () => {
-    turn++;
-    clearInterval(ticking);
-    offChange();
-    offGone();
-    tab?.();
+  const remove = () => {
+    openCount++;
+    clearInterval(timer);
+    stopChange();
+    stopDeleted();
+    removeTab?.();
     store.end();
   };
-  down.update = (next) => open(next);
-  return down;
+  remove.update = (next) => open(next);
+  return remove;
 }
 
-const gone = () => emptyState(t("run.gone"), t("run.gone.text"), h("a", { class: "button", href: "#/" }, t("nav.runs")));
+const deletedState = () => emptyState(t("run.deleted"), t("run.deleted.text"), h("a", { class: "button", href: "#/" }, t("nav.runs")));
 
 /**
- * The state of the run. `run`: the response of `api/runs/ID`, whose summary the stream updates. `on(name, listener)`: `change`
- * (the summary), `append` (an array of new events), `again` (everything may have changed: read it again), `gone` (deleted).
- * `bytes`: the byte up to which the log has been read, so that `listen()` misses nothing.
+ * Return the state of the run.
+ *
+ * - `run`: the response of `api/runs/ID`; the event stream updates its summary.
+ * - `on(name, listener)`: subscribe to `change` (the summary has changed), `append` (new events), `reload` (anything may have
+ *   changed, so request the data again) or `deleted`. Returns a function that unsubscribes.
+ * - `bytes`: the position in the log up to which it has been read; the stream starts there, so that no event is missed.
  */
 async function makeStore(id) {
-  const listeners = { change: new Set(), append: new Set(), again: new Set(), gone: new Set() };
-  const tell = (name, value) => {
-    for (const one of [...listeners[name]]) one(value);
+  const listeners = { change: new Set(), append: new Set(), reload: new Set(), deleted: new Set() };
+  const notify = (name, value) => {
+    for (const listener of [...listeners[name]]) listener(value);
   };
   const store = {
     id,
     run: await get(`api/runs/${id}`),
-    isGone: false,
+    isDeleted: false,
     isStopping: false,
     bytes: null,
     end: () => {},
@@ -109,51 +112,51 @@ async function makeStore(id) {
     },
     async renew() {
       store.run = await get(`api/runs/${id}`);
-      tell("change");
+      notify("change");
     },
     listen() {
       store.end = stream(() => `api/runs/${id}/stream${store.bytes === null ? "" : `?after=${store.bytes}`}`, handlers);
     },
   };
-  const goneNow = () => {
-    if (store.isGone) return;
-    store.isGone = true;
+  const markDeleted = () => {
+    if (store.isDeleted) return;
+    store.isDeleted = true;
     store.end();
-    tell("gone");
+    notify("deleted");
   };
-  let opened = false;
+  let wasOpened = false;
   const handlers = {
     open() {
-      if (opened && store.bytes === null) tell("again");
-      opened = true;
+      if (wasOpened && store.bytes === null) notify("reload");
+      wasOpened = true;
     },
     append({ events = [], bytes, dropped }) {
       store.bytes = bytes ?? store.bytes;
-      const turned = dropped || events.some((one) => one.type === "resume" || one.type === "run_start");
-      if (turned || events.some((one) => TOLD_ONCE.includes(one.type))) store.renew().catch(() => {});
-      if (turned) tell("again");
-      else tell("append", events);
+      const wasResumed = dropped || events.some((event) => event.type === "resume" || event.type === "run_start");
+      if (wasResumed || events.some((event) => DETAIL_EVENTS.includes(event.type))) store.renew().catch(() => {});
+      if (wasResumed) notify("reload");
+      else notify("append", events);
     },
     status(summary) {
-      const ended = store.run.status !== summary.status;
+      const statusChanged = store.run.status !== summary.status;
       Object.assign(store.run, summary);
       if (!["live", "waiting"].includes(summary.status)) store.isStopping = false;
-      if (ended) store.renew().catch(() => {}); // with its end came a report
-      tell("change");
+      if (statusChanged) store.renew().catch(() => {}); // a run that has ended has a report
+      notify("change");
     },
-    gone: goneNow,
-    problem: (error) => error.status === 404 && goneNow(),
+    gone: markDeleted,
+    problem: (error) => error.status === 404 && markDeleted(),
   };
   return store;
 }
 
-function drawHead(head, store, ctx) {
+function drawHeader(header, store, ctx) {
   const { run } = store;
-  const focused = head.contains(document.activeElement) ? document.activeElement.id : null;
-  if (head.contains(document.activeElement) && !focused) return; // somebody reads a term: the next turn draws
+  const focusedId = header.contains(document.activeElement) ? document.activeElement.id : null;
+  if (header.contains(document.activeElement) && !focusedId) return; // do not remove an explanation that is being read
   const running = ["live", "waiting"].includes(run.status);
   put(
-    head,
+    header,
     h(
       "div",
       { class: "page-head" },
@@ -163,7 +166,7 @@ function drawHead(head, store, ctx) {
       run.restarts
         ? h("span", { class: "badge badge-stopped" }, icon("restart"), t("runs.restarts", { n: run.restarts }))
         : null,
-      (run.tags ?? []).map((one) => h("span", { class: "tag" }, one)),
+      (run.tags ?? []).map((tag) => h("span", { class: "tag" }, tag)),
       h("div", { class: "end" }, actions(store, running, ctx)),
     ),
     run.note ? h("p", { class: "muted run-note" }, run.note) : null,
@@ -198,17 +201,17 @@ function drawHead(head, store, ctx) {
       figure(
         "f.world",
         run.world_size ? t("runs.ranks", { n: run.world_size }) : format.NONE,
-        [run.device, run.host, axesInWords(run.mesh?.axes ?? run.axes)].filter(Boolean).join(" · ") || null,
+        [run.device, run.host, describeAxes(run.mesh?.axes ?? run.axes)].filter(Boolean).join(" · ") || null,
       ),
       figure(
-        "f.heard",
+        "f.last_event",
         h("span", { class: staleness(run) }, format.ago(run.updated_at)),
-        running ? t("run.heard.live") : format.time(run.updated_at, "short"),
+        running ? t("run.last_event") : format.time(run.updated_at, "short"),
       ),
-      h("div", { class: "figure-wide" }, figure("f.strategy", run.strategy ?? format.NONE, inWords(run.strategy))),
+      h("div", { class: "figure-wide" }, figure("f.strategy", run.strategy ?? format.NONE, describeStrategy(run.strategy))),
     ),
   );
-  if (focused) document.getElementById(focused)?.focus();
+  if (focusedId) document.getElementById(focusedId)?.focus();
 }
 
 const staleness = (run) => (run.status === "live" && Date.now() / 1000 - run.updated_at > 120 ? "stale" : null);
@@ -224,21 +227,21 @@ function bar(run) {
 function actions(store, running, ctx) {
   const { run } = store;
   const link = (id, name, href) => h("a", { class: "button", id, href }, icon(name), t(`run.${id}`));
-  const all = [];
-  if (running) all.push(stopButton(store, ctx));
-  else if (run.has?.config) all.push(link("resume", "play", `#/new?resume=${store.id}`));
-  if (run.has?.model) all.push(link("chat", "chat", `#/run/${store.id}/chat`));
-  return all;
+  const buttons = [];
+  if (running) buttons.push(stopButton(store, ctx));
+  else if (run.has?.config) buttons.push(link("resume", "play", `#/new?resume=${store.id}`));
+  if (run.has?.model) buttons.push(link("chat", "chat", `#/run/${store.id}/chat`));
+  return buttons;
 }
 
 function stopButton(store, ctx) {
-  const now = store.isStopping; // the second request ends the run at once
-  const click = () => stop(store, ctx, now);
-  return h("button", { type: "button", id: "stop", on: { click } }, icon("stopped"), t(now ? "run.end_now" : "run.stop"));
+  const isSecondRequest = store.isStopping; // the second request ends the run immediately
+  const click = () => stop(store, ctx, isSecondRequest);
+  return h("button", { type: "button", id: "stop", on: { click } }, icon("stopped"), t(isSecondRequest ? "run.end_now" : "run.stop"));
 }
 
-async function stop(store, ctx, now) {
-  const name = now ? "run.end_now" : "run.stop";
+async function stop(store, ctx, endsNow) {
+  const name = endsNow ? "run.end_now" : "run.stop";
   const dialog = h(
     "dialog",
     { class: "dialog", "aria-labelledby": "stop-title" },
@@ -258,12 +261,12 @@ async function stop(store, ctx, now) {
   document.getElementById("stop")?.focus();
   if (dialog.returnValue !== "yes") return;
   try {
-    await post(`api/runs/${store.id}/stop`, { now });
+    await post(`api/runs/${store.id}/stop`, { now: endsNow });
     store.isStopping = true;
     ctx.announce(t(`${name}.sent`));
     store.renew().catch(() => {});
   } catch (error) {
-    if (error.status === 409) store.isStopping = true; // a stop was requested before, perhaps on another page
+    if (error.status === 409) store.isStopping = true; // a stop has already been requested, perhaps on another page
     await store.renew().catch(() => {});
     document.querySelector(".run-head")?.append(errorState(error));
   }

@@ -6,26 +6,26 @@ import * as format from "../lib/format.js";
 import { t } from "../lib/i18n.js";
 import { announce, errorState, icon, termOf } from "../lib/ui.js";
 import { machineStrip } from "./machine.js";
-import { noMatch, nothing } from "./runs/empty.js";
-import { cells, chosen, replaceCell } from "./runs/rows.js";
+import { noMatchingRuns, noRuns } from "./runs/empty.js";
+import { rowCells, selectedIds, replaceCell } from "./runs/rows.js";
 
 const PAGE = 200;
 const RUNNING = ["live", "waiting"];
 const SORTS = {
-  started: (one, two) => (two.started_at ?? two.updated_at ?? 0) - (one.started_at ?? one.updated_at ?? 0),
-  name: (one, two) => one.name.localeCompare(two.name, undefined, { numeric: true }),
-  loss: (one, two) => lower(one.loss, two.loss),
-  eval_loss: (one, two) => lower(one.eval_loss, two.eval_loss),
-  rate: (one, two) => lower(-(one.tokens_per_second ?? -Infinity), -(two.tokens_per_second ?? -Infinity)),
+  started: (a, b) => (b.started_at ?? b.updated_at ?? 0) - (a.started_at ?? a.updated_at ?? 0),
+  name: (a, b) => a.name.localeCompare(b.name, undefined, { numeric: true }),
+  loss: (a, b) => compareNumbers(a.loss, b.loss),
+  eval_loss: (a, b) => compareNumbers(a.eval_loss, b.eval_loss),
+  rate: (a, b) => compareNumbers(-(a.tokens_per_second ?? -Infinity), -(b.tokens_per_second ?? -Infinity)),
 };
-const SORT_WORDS = {
+const SORT_LABELS = {
   started: "runs.started",
   name: "runs.name",
   loss: "runs.loss",
   eval_loss: "runs.eval_loss",
   rate: "runs.rate",
 };
-const lower = (one, two) => (Number.isFinite(one) ? one : Infinity) - (Number.isFinite(two) ? two : Infinity) || 0;
+const compareNumbers = (a, b) => (Number.isFinite(a) ? a : Infinity) - (Number.isFinite(b) ? b : Infinity) || 0;
 
 export async function show(root, params, ctx) {
   ctx.title(t("runs.title"));
@@ -38,18 +38,18 @@ export async function show(root, params, ctx) {
     tag: params.query.get("tag") ?? "",
     sort: params.query.get("sort") in SORTS ? params.query.get("sort") : "started",
   };
-  let asked = get("api/runs"); // before anything is drawn: the page is what it waits for
-  asked.catch(() => {});
+  let firstRequest = get("api/runs"); // sent before the page is drawn, to save time
+  firstRequest.catch(() => {});
   const view = frame(state, ctx, redraw);
   put(root, view.root);
 
   async function load() {
-    const first = asked ?? get("api/runs");
-    asked = null;
-    const answer = await first;
-    state.folder = answer.folder;
-    state.runs = new Map(answer.runs.map((run) => [run.id, run]));
-    for (const id of [...chosen]) if (!state.runs.has(id)) chosen.delete(id);
+    const request = firstRequest ?? get("api/runs");
+    firstRequest = null;
+    const response = await request;
+    state.folder = response.folder;
+    state.runs = new Map(response.runs.map((run) => [run.id, run]));
+    for (const id of [...selectedIds]) if (!state.runs.has(id)) selectedIds.delete(id);
     redraw();
   }
 
@@ -63,26 +63,26 @@ export async function show(root, params, ctx) {
   } catch (error) {
     view.fail(error);
   }
-  let first = true;
+  let isFirst = true;
   const end = stream("api/stream", {
-    open: () => (first ? (first = false) : load().catch(view.fail)), // what changed while nobody listened
+    open: () => (isFirst ? (isFirst = false) : load().catch(view.fail)), // after a reconnection, changes may have been missed
     runs: ({ changed = [], removed = [] }) => {
       for (const run of changed) {
-        const before = state.runs.get(run.id);
-        if (before && before.status !== run.status) announce(`${run.name}: ${t(`status.${run.status}`)}`);
+        const previous = state.runs.get(run.id);
+        if (previous && previous.status !== run.status) announce(`${run.name}: ${t(`status.${run.status}`)}`);
         state.runs.set(run.id, run);
       }
       for (const id of removed) {
         state.runs.delete(id);
-        chosen.delete(id);
+        selectedIds.delete(id);
       }
       view.draw();
     },
   });
-  const ticking = setInterval(() => view.tick(), 10_000);
+  const timer = setInterval(() => view.tick(), 10_000);
   return () => {
     end();
-    clearInterval(ticking);
+    clearInterval(timer);
     view.end();
   };
 }
@@ -134,11 +134,11 @@ function frame(state, ctx, redraw) {
       },
     },
     Object.keys(SORTS).map((name) =>
-      h("option", { value: name, prop: { selected: name === state.sort } }, t(SORT_WORDS[name])),
+      h("option", { value: name, prop: { selected: name === state.sort } }, t(SORT_LABELS[name])),
     ),
   );
   const tagField = h("label", { class: "field" }, t("runs.tags"), tags);
-  const pick = h("div", { class: "end toolbar" });
+  const selectionTools = h("div", { class: "end toolbar" });
   const tools = h(
     "div",
     { class: "toolbar runs-tools" },
@@ -146,7 +146,7 @@ function frame(state, ctx, redraw) {
     h("label", { class: "field" }, t("runs.status"), status),
     tagField,
     h("label", { class: "field" }, t("runs.sort"), sort),
-    pick,
+    selectionTools,
   );
   const root = h(
     "div",
@@ -181,7 +181,7 @@ function frame(state, ctx, redraw) {
             [termOf("runs.strategy")],
             [t("runs.model")],
             [t("runs.started")],
-          ].map(([head, number]) => h("th", { scope: "col", class: number ? "number" : null }, head)),
+          ].map(([label, isNumber]) => h("th", { scope: "col", class: isNumber ? "number" : null }, label)),
         ),
       ),
       tbody,
@@ -189,31 +189,31 @@ function frame(state, ctx, redraw) {
   );
 
   function draw() {
-    const all = [...state.runs.values()];
-    const live = all.filter((run) => RUNNING.includes(run.status)).length;
-    put(heading, t("runs.count", { n: all.length }), live ? ` · ${t("runs.live", { n: live })}` : "");
-    tools.hidden = all.length === 0;
-    options(
+    const runs = [...state.runs.values()];
+    const live = runs.filter((run) => RUNNING.includes(run.status)).length;
+    put(heading, t("runs.count", { n: runs.length }), live ? ` · ${t("runs.live", { n: live })}` : "");
+    tools.hidden = runs.length === 0;
+    setOptions(
       status,
-      [["", t("runs.all")], ...[...new Set(all.map((run) => run.status))].map((one) => [one, t(`status.${one}`)])],
+      [["", t("runs.all")], ...[...new Set(runs.map((run) => run.status))].map((status) => [status, t(`status.${status}`)])],
       state.status,
     );
-    const known = [...new Set(all.flatMap((run) => run.tags ?? []))].sort();
-    tagField.hidden = known.length === 0 && !state.tag;
-    options(tags, [["", t("runs.all")], ...known.map((one) => [one, one])], state.tag);
-    drawPick();
-    if (all.length === 0) return void put(body, nothing(state.folder));
-    const found = all
+    const knownTags = [...new Set(runs.flatMap((run) => run.tags ?? []))].sort();
+    tagField.hidden = knownTags.length === 0 && !state.tag;
+    setOptions(tags, [["", t("runs.all")], ...knownTags.map((tag) => [tag, tag])], state.tag);
+    drawSelection();
+    if (runs.length === 0) return void put(body, noRuns(state.folder));
+    const matching = runs
       .filter((run) => matches(run, state))
-      .sort((one, two) => running(two) - running(one) || SORTS[state.sort](one, two));
-    if (found.length === 0) return void put(body, noMatch(all.length, clearFilters));
-    fillRows(found.slice(0, state.limit));
-    const more = found.length - state.limit;
-    if (table.parentNode !== body || more > 0 || body.children.length > 1) {
+      .sort((a, b) => running(b) - running(a) || SORTS[state.sort](a, b));
+    if (matching.length === 0) return void put(body, noMatchingRuns(runs.length, clearFilters));
+    fillRows(matching.slice(0, state.limit));
+    const hiddenCount = matching.length - state.limit;
+    if (table.parentNode !== body || hiddenCount > 0 || body.children.length > 1) {
       put(
         body,
         table,
-        more > 0
+        hiddenCount > 0
           ? h(
               "p",
               {},
@@ -228,7 +228,7 @@ function frame(state, ctx, redraw) {
                     },
                   },
                 },
-                t("runs.more", { n: Math.min(more, PAGE) }),
+                t("runs.more", { n: Math.min(hiddenCount, PAGE) }),
               ),
             )
           : null,
@@ -237,33 +237,33 @@ function frame(state, ctx, redraw) {
     return undefined;
   }
 
-  // A row is redrawn only if its run has changed, and moved only if the order has, so that the focus stays.
-  function fillRows(found) {
-    const wanted = new Set(found.map((run) => run.id));
-    for (const [id, one] of rows)
-      if (!wanted.has(id)) {
-        one.node.remove();
+  // A row is redrawn only if its run has changed, and moved only if the order has changed, so that it keeps the focus.
+  function fillRows(runs) {
+    const ids = new Set(runs.map((run) => run.id));
+    for (const [id, row] of rows)
+      if (!ids.has(id)) {
+        row.node.remove();
         rows.delete(id);
       }
-    found.forEach((run, at) => {
-      const known = rows.get(run.id);
-      if (!known) rows.set(run.id, { run, node: h("tr", { data: { id: run.id } }, cells(run, drawPick)) });
-      else if (known.run !== run) {
-        known.run = run;
-        const [box, ...rest] = cells(run, drawPick);
-        [...known.node.children].slice(1).forEach((cell, index) => replaceCell(cell, rest[index]));
-        box.remove();
+    runs.forEach((run, index) => {
+      const row = rows.get(run.id);
+      if (!row) rows.set(run.id, { run, node: h("tr", { data: { id: run.id } }, rowCells(run, drawSelection)) });
+      else if (row.run !== run) {
+        row.run = run;
+        const [selectionCell, ...otherCells] = rowCells(run, drawSelection);
+        [...row.node.children].slice(1).forEach((cell, index) => replaceCell(cell, otherCells[index]));
+        selectionCell.remove();
       }
       const node = rows.get(run.id).node;
-      if (tbody.children[at] !== node) tbody.insertBefore(node, tbody.children[at] ?? null);
+      if (tbody.children[index] !== node) tbody.insertBefore(node, tbody.children[index] ?? null);
     });
   }
 
-  function drawPick() {
-    const ids = [...chosen];
+  function drawSelection() {
+    const ids = [...selectedIds];
     const ready = ids.length >= 2;
     put(
-      pick,
+      selectionTools,
       ids.length
         ? h(
             "button",
@@ -272,9 +272,9 @@ function frame(state, ctx, redraw) {
               class: "quiet",
               on: {
                 click: () => {
-                  chosen.clear();
-                  for (const box of tbody.querySelectorAll("input")) box.checked = false;
-                  drawPick();
+                  selectedIds.clear();
+                  for (const checkbox of tbody.querySelectorAll("input")) checkbox.checked = false;
+                  drawSelection();
                   search.focus();
                 },
               },
@@ -310,7 +310,7 @@ function frame(state, ctx, redraw) {
         errorState(error, () => location.reload()),
       ),
     tick: () => {
-      for (const one of body.querySelectorAll("time[data-at]")) one.textContent = format.ago(Number(one.dataset.at));
+      for (const time of body.querySelectorAll("time[data-at]")) time.textContent = format.ago(Number(time.dataset.at));
     },
   };
 }
@@ -326,16 +326,16 @@ function matches(run, { query, status, tag }) {
   return query
     .toLowerCase()
     .split(/\s+/)
-    .every((word) => text.includes(word));
+    .every((term) => text.includes(term));
 }
 
-function options(select, wanted, value) {
-  const key = JSON.stringify([wanted, value]);
+function setOptions(select, choices, value) {
+  const key = JSON.stringify([choices, value]);
   if (select.dataset.key === key) return;
   select.dataset.key = key;
-  if (!wanted.some(([one]) => one === value)) wanted = [...wanted, [value, value]];
+  if (!choices.some(([choice]) => choice === value)) choices = [...choices, [value, value]];
   put(
     select,
-    wanted.map(([one, text]) => h("option", { value: one, prop: { selected: one === value } }, text)),
+    choices.map(([choice, text]) => h("option", { value: choice, prop: { selected: choice === value } }, text)),
   );
 }

@@ -1,10 +1,10 @@
-// Start a run, or resume one with changes: form and YAML side by side and synchronized, with checks and a plan while editing.
+// The page that starts a run, or resumes one with changes: a form and the YAML text, kept in sync, with checks and a plan.
 
 import { get, post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
-import { addWords, t } from "../lib/i18n.js";
+import { addTexts, t } from "../lib/i18n.js";
 import { announce, errorState, icon } from "../lib/ui.js";
-import { words } from "../i18n/start.js";
+import { texts } from "../i18n/start.js";
 import { changesCard } from "./start_changes.js";
 import { datasetTools } from "./start_data.js";
 import { makeForm } from "./start_form.js";
@@ -12,7 +12,7 @@ import { launchCard } from "./start_launch.js";
 import { planCard } from "./start_plan.js";
 import { makeEditor } from "./start_yaml.js";
 
-addWords(words);
+addTexts(texts);
 
 const DRAFT = "paceline-draft";
 const CHECK_MS = 300;
@@ -39,7 +39,7 @@ export async function show(root, params, ctx) {
     h("div", { class: "page-head" }, resume ? h("a", { href: `#/run/${resume}`, class: "button quiet" }, "‹ ", run.name) : null,
       h("h1", {}, resume ? t("start.resume.of", { name: run.name }) : t("start.title"))),
     resume ? h("p", { class: "muted" }, t("start.resume.what")) : presetRow(presets, state, launch),
-    jumps(),
+    jumpLinks(),
     h("div", { class: "start" },
       h("div", { class: "stack start-form" }, fields.node),
       h("div", { class: "stack start-side" }, editor.node, changes?.node ?? null, plan.node, launch.node)));
@@ -53,49 +53,50 @@ export async function show(root, params, ctx) {
 }
 
 /**
- * The current config. `yaml`: its text, the single source of truth; `found`: the result of the last check. Listeners: `text` (the
- * text has changed; with its source), `checked` (`found` belongs to the current text), `busy` (it no longer does).
+ * Return the state of the page: the config as text (`yaml`), from which everything else follows, and the result of its latest
+ * check (`checkResult`). Events: `text` (the text has changed; called with the source of the change), `busy` (the text has been
+ * changed and not been checked yet) and `checked` (`checkResult` belongs to the current text).
  */
 function makeState(yaml) {
   const listeners = { text: new Set(), checked: new Set(), busy: new Set() };
-  const tell = (name, value) => { for (const one of listeners[name]) one(value); };
+  const notify = (name, value) => { for (const listener of listeners[name]) listener(value); };
   let timer = null;
-  let turn = 0;
+  let version = 0;
   let edits = Promise.resolve();
   const state = {
-    yaml, found: null, ended: false,
+    yaml, checkResult: null, ended: false,
     on: (name, listener) => { listeners[name].add(listener); },
-    setYaml(text, by) {
+    setYaml(text, source) {
       if (text === state.yaml) return;
       state.yaml = text;
-      turn++;
-      tell("busy");
-      tell("text", by);
+      version++;
+      notify("busy");
+      notify("text", source);
       state.check();
     },
-    /** Set keys and remove others. The server does this and leaves the rest of the text unchanged. Edits are sequential. */
+    /** Set keys and remove others. The server edits the text, so that comments are kept. Edits are applied in sequence. */
     edit(values, remove = []) {
-      tell("busy");
+      notify("busy");
       edits = edits.then(async () => {
-        for (;;) { // anew where somebody has typed meanwhile
-          const before = state.yaml;
-          const answer = await post("api/yaml", { yaml: before, values, remove });
-          if (state.yaml !== before) continue;
-          if (!answer.kept) announce(t("start.comments_lost"));
-          return state.setYaml(answer.yaml, "form");
+        for (;;) { // repeat the edit if the text was changed in the meantime
+          const yaml = state.yaml;
+          const response = await post("api/yaml", { yaml: yaml, values, remove });
+          if (state.yaml !== yaml) continue;
+          if (!response.kept) announce(t("start.comments_lost"));
+          return state.setYaml(response.yaml, "form");
         }
       }).catch((error) => state.fail(error));
       return edits;
     },
     check(wait_ms = CHECK_MS) {
       clearTimeout(timer);
-      const mine = turn;
+      const checkedVersion = version;
       timer = setTimeout(async () => {
         try {
-          const found = await post("api/check", { yaml: state.yaml });
-          if (mine !== turn || state.ended) return;
-          state.found = found;
-          tell("checked", found);
+          const result = await post("api/check", { yaml: state.yaml });
+          if (checkedVersion !== version || state.ended) return;
+          state.checkResult = result;
+          notify("checked", result);
         } catch (error) {
           state.fail(error);
         }
@@ -104,10 +105,10 @@ function makeState(yaml) {
     fail(error) {
       if (state.ended) return;
       const { what, allowed = null, fix = null } = error;
-      const known = what === "no-answer" ? { what: t("error.no_answer"), allowed: null, fix: t("error.no_answer.fix") } : { what: what ?? error.message, allowed, fix };
-      const one = { ...known, key: null, line: null };
-      state.found = { ok: false, error: one, errors: [one], notices: [], values: state.found?.values ?? {} };
-      tell("checked", state.found);
+      const message = what === "no-answer" ? { what: t("error.no_answer"), allowed: null, fix: t("error.no_answer.fix") } : { what: what ?? error.message, allowed, fix };
+      const shownError = { ...message, key: null, line: null };
+      state.checkResult = { ok: false, error: shownError, errors: [shownError], notices: [], values: state.checkResult?.values ?? {} };
+      notify("checked", state.checkResult);
     },
     end() {
       state.ended = true;
@@ -119,24 +120,24 @@ function makeState(yaml) {
 
 function presetRow(presets, state, launch) {
   return h("div", { class: "presets", role: "group", "aria-label": t("start.presets") },
-    presets.map((one) => h("button", {
-      type: "button", class: "preset", data: { preset: one.id },
+    presets.map((preset) => h("button", {
+      type: "button", class: "preset", data: { preset: preset.id },
       on: { click: () => {
-        state.setYaml(one.yaml, "preset");
-        launch.suggest(one.id);
-        announce(t("start.preset.taken", { name: t(`preset.${one.id}`) }));
+        state.setYaml(preset.yaml, "preset");
+        launch.suggest(preset.id);
+        announce(t("start.preset.loaded", { name: t(`preset.${preset.id}`) }));
       } },
-    }, h("strong", {}, t(`preset.${one.id}`)), h("span", {}, t(`preset.${one.id}.is`)))));
+    }, h("strong", {}, t(`preset.${preset.id}`)), h("span", {}, t(`preset.${preset.id}.is`)))));
 }
 
-/** Links to the text, the plan and the button, which are below a long form on a narrow screen. */
-function jumps() {
-  const to = (id, text) => h("button", { type: "button", on: { click: () => {
-    const place = document.getElementById(id);
-    place.scrollIntoView({ block: "start" });
-    place.focus({ preventScroll: true });
+/** Return links to the text, the plan and the start button, which are below a long form on a narrow screen. */
+function jumpLinks() {
+  const jumpButton = (id, text) => h("button", { type: "button", on: { click: () => {
+    const target = document.getElementById(id);
+    target.scrollIntoView({ block: "start" });
+    target.focus({ preventScroll: true });
   } } }, text);
-  return h("div", { class: "jump", role: "group", "aria-label": t("start.jump") }, to("yaml", t("start.yaml")), to("plan", t("plan.title")), to("start", t("start.start")));
+  return h("div", { class: "jump", role: "group", "aria-label": t("start.jump") }, jumpButton("yaml", t("start.yaml")), jumpButton("plan", t("plan.title")), jumpButton("start", t("start.start")));
 }
 
 const noToken = () => errorState({ what: t("start.no_token"), fix: t("start.no_token.fix") });
@@ -151,11 +152,11 @@ function readDraft() {
 
 const writeDraft = (draft) => sessionStorage.setItem(DRAFT, JSON.stringify(draft));
 
-/** The list of errors. The line of an error is a button that goes there. */
-export function mistakes(errors, go) {
-  return h("ul", { class: "mistakes" }, errors.map((one) => h("li", {},
-    one.line ? h("button", { type: "button", class: "quiet place", on: { click: () => go(one.line) } }, t("start.line", { line: one.line })) : null,
-    h("span", {}, icon("failed"), one.what),
-    one.allowed ? h("div", { class: "small" }, t("error.allowed", { allowed: one.allowed })) : null,
-    one.fix ? h("div", { class: "small" }, t("error.fix", { fix: one.fix })) : null)));
+/** Return a list of errors. The line number of an error is a button that calls `go(line)`. */
+export function errorList(errors, go) {
+  return h("ul", { class: "mistakes" }, errors.map((error) => h("li", {},
+    error.line ? h("button", { type: "button", class: "quiet place", on: { click: () => go(error.line) } }, t("start.line", { line: error.line })) : null,
+    h("span", {}, icon("failed"), error.what),
+    error.allowed ? h("div", { class: "small" }, t("error.allowed", { allowed: error.allowed })) : null,
+    error.fix ? h("div", { class: "small" }, t("error.fix", { fix: error.fix })) : null)));
 }

@@ -1,138 +1,138 @@
-// The form: a control for each config key, generated from the schema. It shows the values of the text.
+// The form: a control for each config key, generated from the schema. It shows the values of the YAML text.
 
 import { h, newId, put } from "../lib/dom.js";
 import { getLanguage, has, t } from "../lib/i18n.js";
 
 const EDIT_MS = 250;
-const helpOf = (one) => (getLanguage() === "zh" ? one.help_zh : one.help);
+const helpOf = (described) => (getLanguage() === "zh" ? described.help_zh : described.help);
 
-/** `form`: the response of api/schema. Return its node, and `slot(group)`: a place at the end of a group. */
+/** Return the form for the response of `api/schema`: `{node, slot}`. `slot(group)` is a node at the end of a group. */
 export function makeForm({ fields, groups }, state) {
   const controls = new Map();
   const slots = {};
-  const make = (key) => {
-    const one = control(fields[key], state);
-    controls.set(key, one);
-    return one.node;
+  const makeControl = (key) => {
+    const control = makeFieldControl(fields[key], state);
+    controls.set(key, control);
+    return control.node;
   };
   const section = (group) => {
     slots[group.name] = h("div", {});
     return h("fieldset", { class: "card fields", data: { group: group.name } }, h("legend", {}, h("h2", {}, t(`group.${group.name}`))),
       has(`group.${group.name}.is`) ? h("p", { class: "muted small" }, t(`group.${group.name}.is`)) : null,
-      h("div", { class: "field-grid" }, group.keys.map(make)), slots[group.name]);
+      h("div", { class: "field-grid" }, group.keys.map(makeControl)), slots[group.name]);
   };
-  const common = groups.filter((one) => one.common).map(section);
-  const rest = groups.filter((one) => !one.common).map((group) => h("details", { class: "more-group" },
-    h("summary", {}, t(`group.${group.name}`), h("span", { class: "muted small" }, coded(helpOf(group)))),
-    h("div", { class: "field-grid" }, group.keys.map(make))));
-  const none = h("p", { class: "muted", hidden: true }, t("start.filter.none"));
+  const common = groups.filter((group) => group.common).map(section);
+  const otherGroups = groups.filter((group) => !group.common).map((group) => h("details", { class: "more-group" },
+    h("summary", {}, t(`group.${group.name}`), h("span", { class: "muted small" }, renderCode(helpOf(group)))),
+    h("div", { class: "field-grid" }, group.keys.map(makeControl))));
+  const noneNote = h("p", { class: "muted", hidden: true }, t("start.filter.none"));
   const filter = h("input", { type: "search", id: "filter", placeholder: t("start.filter.hint"), "aria-label": t("start.filter"), on: { input: search } });
   const node = h("div", { class: "stack" }, common,
-    h("section", { class: "card more" }, h("div", { class: "card-head" }, h("h2", {}, t("start.more")), filter), rest, none));
+    h("section", { class: "card more" }, h("div", { class: "card-head" }, h("h2", {}, t("start.more")), filter), otherGroups, noneNote));
 
   function search() {
-    const wanted = filter.value.trim().toLowerCase();
-    for (const one of rest) {
-      let shown = 0;
-      for (const place of one.querySelectorAll("[data-key]")) {
-        const fits = !wanted || place.textContent.toLowerCase().includes(wanted) || place.dataset.key.includes(wanted);
-        place.hidden = !fits;
-        shown += fits;
+    const searchText = filter.value.trim().toLowerCase();
+    for (const group of otherGroups) {
+      let shownCount = 0;
+      for (const field of group.querySelectorAll("[data-key]")) {
+        const matches = !searchText || field.textContent.toLowerCase().includes(searchText) || field.dataset.key.includes(searchText);
+        field.hidden = !matches;
+        shownCount += matches;
       }
-      one.hidden = shown === 0;
-      one.open = Boolean(wanted) && shown > 0;
+      group.hidden = shownCount === 0;
+      group.open = Boolean(searchText) && shownCount > 0;
     }
-    none.hidden = rest.some((one) => !one.hidden);
+    noneNote.hidden = otherGroups.some((group) => !group.hidden);
   }
 
-  state.on("checked", (found) => {
-    const wrong = new Map(found.errors.filter((one) => one.key).map((one) => [one.key, one]));
-    for (const [key, one] of controls) one.set(found.values[key], wrong.get(key));
+  state.on("checked", (result) => {
+    const errors = new Map(result.errors.filter((error) => error.key).map((error) => [error.key, error]));
+    for (const [key, control] of controls) control.set(result.values[key], errors.get(key));
   });
   return { node, slot: (name) => slots[name] };
 }
 
-function control(field, state) {
+function makeFieldControl(field, state) {
   const { key } = field;
   const id = newId("field");
   const helpId = `${id}-help`;
-  const wrongId = `${id}-wrong`;
+  const errorId = `${id}-wrong`;
   let timer = null;
-  let typed = false; // not sent yet
+  let isUnsent = false; // the user has typed a value that has not been sent yet
   const send = (value, wait_ms = 0) => {
-    typed = true;
+    isUnsent = true;
     clearTimeout(timer);
     timer = setTimeout(() => {
-      typed = false;
-      const empty = value === "" || value === null;
-      if (empty) state.edit({}, [key]);
+      isUnsent = false;
+      const isEmpty = value === "" || value === null;
+      if (isEmpty) state.edit({}, [key]);
       else state.edit({ [key]: value });
     }, wait_ms);
   };
   const input = widget(field, id, send);
-  input.setAttribute("aria-describedby", `${helpId} ${wrongId}`);
-  const wrong = h("p", { class: "bad small", id: wrongId });
-  const reset = h("button", { type: "button", class: "quiet reset", hidden: true, title: t("start.reset.is", { value: spelt(field.default) }), on: { click: () => { send(null); input.focus(); } } },
+  input.setAttribute("aria-describedby", `${helpId} ${errorId}`);
+  const errorNote = h("p", { class: "bad small", id: errorId });
+  const reset = h("button", { type: "button", class: "quiet reset", hidden: true, title: t("start.reset.is", { value: formatValue(field.default) }), on: { click: () => { send(null); input.focus(); } } },
     t("start.reset"), h("span", { class: "sr" }, ` ${key}`));
   const name = key.split(".").at(-1);
-  const label = h("label", { for: id }, h("code", {}, name), field.required ? h("span", { class: "must" }, t("start.must")) : null);
-  const about = h("p", { class: "muted small", id: helpId }, coded(helpOf(field)), field.kind === "text" || field.kind === "bool" ? null : h("span", { class: "takes" }, ` ${bounds(field)}`));
+  const label = h("label", { for: id }, h("code", {}, name), field.required ? h("span", { class: "must" }, t("start.required")) : null);
+  const helpNote = h("p", { class: "muted small", id: helpId }, renderCode(helpOf(field)), field.kind === "text" || field.kind === "bool" ? null : h("span", { class: "takes" }, ` ${bounds(field)}`));
   const node = h("div", { class: `form-field kind-${field.kind}`, data: { key } },
-    field.kind === "bool" ? h("div", { class: "field-head" }, input, label, reset) : [h("div", { class: "field-head" }, label, reset), input], input.suggestions, wrong, about);
+    field.kind === "bool" ? h("div", { class: "field-head" }, input, label, reset) : [h("div", { class: "field-head" }, label, reset), input], input.suggestions, errorNote, helpNote);
 
-  function set(found, error) {
-    const given = found !== undefined;
-    reset.hidden = !given || field.required;
-    node.classList.toggle("given", given);
-    if (!typed && !(document.activeElement === input && state.focusTyped === key)) show(given ? found.value : undefined);
+  function set(entry, error) {
+    const isSet = entry !== undefined;
+    reset.hidden = !isSet || field.required;
+    node.classList.toggle("given", isSet);
+    if (!isUnsent && !(document.activeElement === input && state.editedKey === key)) show(isSet ? entry.value : undefined);
     input.setAttribute("aria-invalid", String(Boolean(error)));
-    put(wrong, error ? [error.what, error.fix ? ` ${t("error.fix", { fix: error.fix })}` : ""] : "");
+    put(errorNote, error ? [error.what, error.fix ? ` ${t("error.fix", { fix: error.fix })}` : ""] : "");
   }
 
   function show(value) {
     if (field.kind === "bool") input.checked = value ?? field.default ?? false;
     else if (input.tagName === "SELECT") input.value = value === undefined ? "" : String(value);
-    else if (!same(value, input.value)) input.value = value === undefined ? "" : spelt(value);
+    else if (!isSameValue(value, input.value)) input.value = value === undefined ? "" : formatValue(value);
   }
 
-  input.addEventListener("focus", () => (state.focusTyped = null));
-  input.addEventListener("input", () => (state.focusTyped = key));
+  input.addEventListener("focus", () => (state.editedKey = null));
+  input.addEventListener("input", () => (state.editedKey = key));
   return { node, set };
 }
 
-// The input may write the same value in another way (1e-4 and 0.0001); then it is left unchanged.
-const same = (value, text) => value !== undefined && text !== "" && (spelt(value) === text || (typeof value === "number" && Number(text) === value));
+// The user may have written the value in another way, such as 1e-4 for 0.0001. Then the input is left unchanged.
+const isSameValue = (value, text) => value !== undefined && text !== "" && (formatValue(value) === text || (typeof value === "number" && Number(text) === value));
 
 function widget(field, id, send) {
   if (field.kind === "bool") return h("input", { type: "checkbox", id, on: { change: (event) => send(event.target.checked) } });
   if (field.kind === "choice") {
     return h("select", { id, on: { change: (event) => send(event.target.value) } },
-      h("option", { value: "" }, t("start.default", { value: spelt(field.default) })), field.choices.map((one) => h("option", { value: one }, one)));
+      h("option", { value: "" }, t("start.default", { value: formatValue(field.default) })), field.choices.map((choice) => h("option", { value: choice }, choice)));
   }
-  const list = field.suggested.length ? h("datalist", { id: `${id}-list` }, field.suggested.map((one) => h("option", { value: one }))) : null;
+  const list = field.suggested.length ? h("datalist", { id: `${id}-list` }, field.suggested.map((suggestion) => h("option", { value: suggestion }))) : null;
   const input = h("input", {
     type: "text", id, spellcheck: "false", autocapitalize: "off", autocomplete: "off", list: list?.id, required: field.required,
     inputmode: field.kind === "integer" ? "numeric" : field.kind === "number" ? "decimal" : null,
-    placeholder: field.required ? "" : field.default === null ? "" : spelt(field.default),
+    placeholder: field.required ? "" : field.default === null ? "" : formatValue(field.default),
     on: { input: (event) => send(event.target.value, EDIT_MS), change: (event) => send(event.target.value) },
   });
   return list ? Object.assign(input, { suggestions: list }) : input;
 }
 
-/** A value as the user would type it. */
-export function spelt(value) {
+/** Format a value as the user would type it. */
+export function formatValue(value) {
   if (value === null || value === undefined) return "null";
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 
 function bounds({ minimum, maximum, exclusive, kind }) {
   if (minimum === null && maximum === null) return kind === "yaml" ? t("start.yaml_value") : "";
-  const low = minimum === null ? "" : t(exclusive.includes("exclusiveMinimum") ? "start.above" : "start.least", { value: minimum });
-  const high = maximum === null ? "" : t(exclusive.includes("exclusiveMaximum") ? "start.below" : "start.most", { value: maximum });
+  const low = minimum === null ? "" : t(exclusive.includes("exclusiveMinimum") ? "start.above" : "start.at_least", { value: minimum });
+  const high = maximum === null ? "" : t(exclusive.includes("exclusiveMaximum") ? "start.below" : "start.at_most", { value: maximum });
   return `(${[low, high].filter(Boolean).join(t("start.and"))})`;
 }
 
-/** Text with code between backticks. */
-export function coded(text) {
-  return text.split("`").map((part, at) => (at % 2 ? h("code", {}, part) : part));
+/** Convert text with backticks to nodes with `code` elements. */
+export function renderCode(text) {
+  return text.split("`").map((part, index) => (index % 2 ? h("code", {}, part) : part));
 }

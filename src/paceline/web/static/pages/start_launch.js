@@ -1,4 +1,4 @@
-// The name of a run and the button that starts it, its output while it starts, and the error if it fails.
+// The name of the run, the button that starts it, its output while it starts, and the error if it fails.
 
 import { get, post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
@@ -6,29 +6,29 @@ import { t } from "../lib/i18n.js";
 import { announce, card, errorState, icon } from "../lib/ui.js";
 
 const NAME = /^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$/;
-const ASK_MS = 1000;
+const POLL_MS = 1000;
 
 export function launchCard(state, ctx, { resume, changes, draft, presets }) {
   let ended = false;
-  let going = false;
-  let taken = new Set(); // names of runs; of what else lies in the folder the server tells
+  let isStarting = false;
+  let takenNames = new Set(); // names of existing runs; the server also rejects names of other files
   if (!resume)
     get("api/runs").then(({ runs }) => {
-      taken = new Set(runs.map((run) => run.path));
+      takenNames = new Set(runs.map((run) => run.path));
       draw();
     }, () => {});
   const feedback = h("div", { "aria-live": "polite" });
-  const nameWrong = h("p", { class: "bad small", id: "name-wrong" });
+  const nameError = h("p", { class: "bad small", id: "name-wrong" });
   const name = h("input", {
     type: "text", id: "run-name", spellcheck: "false", autocapitalize: "off", autocomplete: "off", maxlength: 100,
-    "aria-describedby": "name-wrong name-hint", prop: { value: draft?.name ?? proposed(presets[0].id) }, on: { input: () => { touched = true; draw(); } },
+    "aria-describedby": "name-wrong name-hint", prop: { value: draft?.name ?? proposeName(presets[0].id) }, on: { input: () => { isNameEdited = true; draw(); } },
   });
-  let touched = false;
+  let isNameEdited = false;
   const button = h("button", { type: "submit", class: "main", id: "start" }, icon("play"), t(resume ? "start.resume" : "start.start"));
-  const why = h("span", { class: "muted small", id: "start-why" });
+  const blockedReason = h("span", { class: "muted small", id: "start-why" });
   const form = h("form", { class: "launch", on: { submit: (event) => { event.preventDefault(); start(); } } },
-    resume ? null : h("div", { class: "form-field" }, h("label", { for: "run-name" }, t("start.name")), name, nameWrong, h("p", { class: "muted small", id: "name-hint" }, t("start.name.is"))),
-    h("div", { class: "toolbar" }, button, why));
+    resume ? null : h("div", { class: "form-field" }, h("label", { for: "run-name" }, t("start.name")), name, nameError, h("p", { class: "muted small", id: "name-hint" }, t("start.name.is"))),
+    h("div", { class: "toolbar" }, button, blockedReason));
   const node = card(t(resume ? "start.resume" : "start.start"), null, form, feedback);
 
   state.on("busy", draw);
@@ -36,49 +36,49 @@ export function launchCard(state, ctx, { resume, changes, draft, presets }) {
   if (changes) changes.onChange = draw;
 
   function draw() {
-    const isTaken = taken.has(name.value);
-    const named = resume || (NAME.test(name.value) && !isTaken);
-    put(nameWrong, named ? "" : t(isTaken ? "start.name.taken" : "start.name.wrong"));
-    name.setAttribute("aria-invalid", String(!named));
-    const sound = state.found?.ok;
-    const allowed = !changes || changes.ready();
-    button.disabled = going || !sound || !named || !allowed;
-    put(why, going ? t("start.starting") : !state.found ? "" : !sound ? t("start.first_mend") : !named ? t("start.first_name") : !allowed && changes.changed() ? t("start.first_allow") : "");
+    const isTaken = takenNames.has(name.value);
+    const hasName = resume || (NAME.test(name.value) && !isTaken);
+    put(nameError, hasName ? "" : t(isTaken ? "start.name.taken" : "start.name.invalid"));
+    name.setAttribute("aria-invalid", String(!hasName));
+    const isValid = state.checkResult?.ok;
+    const isAllowed = !changes || changes.ready();
+    button.disabled = isStarting || !isValid || !hasName || !isAllowed;
+    put(blockedReason, isStarting ? t("start.starting") : !state.checkResult ? "" : !isValid ? t("start.fix_errors") : !hasName ? t("start.enter_name") : !isAllowed && changes.changed() ? t("start.allow_changes") : "");
   }
 
   async function start() {
     if (button.disabled) return;
-    going = true;
+    isStarting = true;
     draw();
     put(feedback, h("p", { class: "muted" }, t("start.starting.is")));
     try {
-      const answer = resume
+      const launched = resume
         ? await post(`api/runs/${resume}/resume`, { yaml: changes.changed() ? state.yaml : null, allow_config_change: changes.allowed() })
         : await post("api/start", { yaml: state.yaml, name: name.value });
-      if (!answer.shows) await until(answer.id);
+      if (!launched.shows) await waitForEvents(launched.id);
       if (ended) return;
       sessionStorage.removeItem("paceline-draft");
-      announce(t("start.started", { name: answer.name }));
-      ctx.go(`#/run/${answer.id}`);
+      announce(t("start.started", { name: launched.name }));
+      ctx.go(`#/run/${launched.id}`);
     } catch (error) {
       if (ended) return;
       put(feedback, errorState(error));
       feedback.scrollIntoView({ block: "nearest" });
     } finally {
-      going = false;
+      isStarting = false;
       if (!ended) draw();
     }
   }
 
-  // Show the output of a run that reads data or downloads a model.
-  async function until(id) {
+  // Show the output of the run while it reads data or downloads a model.
+  async function waitForEvents(id) {
     const lines = h("pre", { class: "output", tabindex: 0 });
     put(feedback, h("p", {}, t("start.preparing")), lines);
     while (!ended) {
-      const found = await get(`api/launches/${id}`);
-      put(lines, found.output.trimEnd().split("\n").slice(-12).join("\n"));
-      if (found.shows || found.ended) return;
-      await new Promise((resolve) => setTimeout(resolve, ASK_MS));
+      const launchState = await get(`api/launches/${id}`);
+      put(lines, launchState.output.trimEnd().split("\n").slice(-12).join("\n"));
+      if (launchState.shows || launchState.ended) return;
+      await new Promise((resolve) => setTimeout(resolve, POLL_MS));
     }
   }
 
@@ -86,14 +86,14 @@ export function launchCard(state, ctx, { resume, changes, draft, presets }) {
   return {
     node,
     name: () => name.value,
-    suggest: (id) => { if (!touched) { name.value = proposed(id); draw(); } },
+    suggest: (id) => { if (!isNameEdited) { name.value = proposeName(id); draw(); } },
     end: () => (ended = true),
   };
 }
 
-/** A name such as `lora-0314-0915`: the kind and the date and time. */
-function proposed(word) {
+/** Return a name such as `lora-0314-091500`: a prefix, the date and the time. */
+function proposeName(prefix) {
   const now = new Date();
-  const two = (value) => String(value).padStart(2, "0");
-  return `${word}-${two(now.getMonth() + 1)}${two(now.getDate())}-${two(now.getHours())}${two(now.getMinutes())}${two(now.getSeconds())}`;
+  const twoDigits = (value) => String(value).padStart(2, "0");
+  return `${prefix}-${twoDigits(now.getMonth() + 1)}${twoDigits(now.getDate())}-${twoDigits(now.getHours())}${twoDigits(now.getMinutes())}${twoDigits(now.getSeconds())}`;
 }

@@ -1,70 +1,70 @@
-// The plan, updated while editing: whether the run fits in memory, its strategy and its duration.
+// The plan: whether the run fits in memory, its strategy and its duration. It is updated after each edit.
 
 import { post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
 import * as format from "../lib/format.js";
 import { t } from "../lib/i18n.js";
 import { card, icon, term } from "../lib/ui.js";
-import { coded } from "./start_form.js";
+import { renderCode } from "./start_form.js";
 
-const WAIT_MS = 700;
+const PLAN_DELAY_MS = 700;
 
 export function planCard(state) {
-  const body = h("div", { class: "plan", "aria-live": "polite" }, h("p", { class: "muted" }, t("plan.waits")));
+  const body = h("div", { class: "plan", "aria-live": "polite" }, h("p", { class: "muted" }, t("plan.intro")));
   const busy = h("span", { class: "muted small", id: "plan-busy" });
   const node = card(t("plan.title"), busy, body);
   node.id = "plan";
   node.tabIndex = -1;
   let timer = null;
-  let control = null;
-  let made = null; // the text that the plan shown is of
+  let controller = null;
+  let plannedYaml = null; // the text for which the plan was made
   let derived = null;
 
   state.on("busy", () => { clearTimeout(timer); node.classList.add("old"); });
-  state.on("checked", (found) => {
+  state.on("checked", (result) => {
     clearTimeout(timer);
-    if (!found.ok) return void put(busy, t("plan.first_mend"));
-    if (made === state.yaml) return void done();
+    if (!result.ok) return void put(busy, t("plan.needs_config"));
+    if (plannedYaml === state.yaml) return void markCurrent();
     put(busy, t("plan.making"));
-    timer = setTimeout(make, WAIT_MS);
+    timer = setTimeout(requestPlan, PLAN_DELAY_MS);
     return undefined;
   });
 
-  async function make() {
-    control?.abort();
-    control = new AbortController();
-    const { signal } = control;
+  async function requestPlan() {
+    controller?.abort();
+    controller = new AbortController();
+    const { signal } = controller;
     const yaml = state.yaml;
     try {
       const plan = await post("api/plan", { yaml }, { signal });
       if (signal.aborted || state.ended) return;
-      made = yaml;
+      plannedYaml = yaml;
       if (derived?.yaml !== yaml) derived = null;
-      done();
+      markCurrent();
       draw(plan);
     } catch (error) {
       if (error.name === "AbortError" || signal.aborted || state.ended || yaml !== state.yaml) return;
-      made = yaml;
-      done();
-      put(body, h("p", { class: "verdict-line" }, icon("notice"), t("plan.cannot")), h("p", {}, coded(String(error.what))), error.fix ? h("p", { class: "small" }, t("error.fix", { fix: error.fix })) : null);
+      plannedYaml = yaml;
+      markCurrent();
+      put(body, h("p", { class: "verdict-line" }, icon("notice"), t("plan.cannot")), h("p", {}, renderCode(String(error.what))), error.fix ? h("p", { class: "small" }, t("error.fix", { fix: error.fix })) : null);
     }
   }
 
-  function done() {
+  function markCurrent() {
     node.classList.remove("old");
     put(busy);
   }
 
   function draw(plan) {
     const name = plan.configured ?? plan.chosen;
-    const mode = plan.modes.find((one) => one.mode === name);
+    const mode = plan.modes.find((candidate) => candidate.mode === name);
     const steps = derived?.derived.steps ?? plan.max_steps;
-    const wrong = plan.layout_error;
-    if (wrong) {
+    const error = plan.layout_error;
+    if (error) {
       put(body, h("p", { class: "verdict-line bad", id: "plan-verdict" }, icon("failed"), t("plan.layout_error")),
-        h("p", {}, coded(wrong.what)),
-        wrong.allowed ? h("p", { class: "small" }, coded(t("error.allowed", { allowed: wrong.allowed }))) : null,
-        wrong.fix ? h("p", { class: "small" }, coded(t("error.fix", { fix: wrong.fix }))) : null,
+        h("p", {}, renderCode(error.what)),
+        error.allowed ? h("p", { class: "small" }, renderCode(t("error.allowed", { allowed: error.allowed }))) : null,
+        error.fix ? h("p", { class: "small" }, renderCode(t("error.fix", { fix: error.fix }))) : null,
         table(plan, plan.chosen));
       return;
     }
@@ -73,15 +73,15 @@ export function planCard(state) {
         ? h("p", { class: `verdict-line ${mode.fits ? "good" : "bad"}`, id: "plan-verdict", data: { mode: name } }, icon(mode.fits ? "done" : "failed"),
           t(mode.fits ? "plan.fits" : "plan.not", { mode: name, n: plan.world_size, device: plan.device }))
         : h("p", { class: "verdict-line bad", id: "plan-verdict" }, icon("failed"), t("plan.none")),
-      h("p", { class: "small" }, coded(mode && !mode.fits ? mode.reason : plan.why)),
+      h("p", { class: "small" }, renderCode(mode && !mode.fits ? mode.reason : plan.why)),
       mode ? h("dl", { class: "facts" },
         fact(t("plan.memory"), t("plan.memory.of", { used: format.bytes(mode.memory_bytes.total), all: format.bytes(plan.device_memory_bytes) }), t("plan.memory.is")),
         fact(t("plan.step"), mode.step_time_s === null ? t("plan.unknown") : `≈ ${format.duration(mode.step_time_s)}`, t("plan.step.is")),
-        fact(t("plan.whole"), mode.step_time_s !== null && steps ? `≈ ${format.duration(mode.step_time_s * steps)}` : t("plan.unknown"), t("plan.whole.is"), steps ? t("plan.steps", { n: format.count(steps) }) : stepsButton(plan)),
+        fact(t("plan.total"), mode.step_time_s !== null && steps ? `≈ ${format.duration(mode.step_time_s * steps)}` : t("plan.unknown"), t("plan.total.is"), steps ? t("plan.steps", { n: format.count(steps) }) : stepsButton(plan)),
         fact(t("plan.parameters"), format.short(plan.parameters), t("plan.parameters.is"), plan.trainable_parameters < plan.parameters ? t("plan.trained", { n: format.short(plan.trainable_parameters) }) : null),
         derived ? fact(t("plan.batch"), format.count(derived.derived.global_batch_size), t("plan.batch.is"), t("plan.epochs", { n: format.digits(derived.derived.epochs) })) : null) : null,
       table(plan, name),
-      plan.notes.length ? h("ul", { class: "muted small" }, plan.notes.map((one) => h("li", {}, coded(one)))) : null);
+      plan.notes.length ? h("ul", { class: "muted small" }, plan.notes.map((note) => h("li", {}, renderCode(note)))) : null);
   }
 
   function stepsButton(plan) {
@@ -91,9 +91,9 @@ export function planCard(state) {
       put(feedback, t("plan.reading"));
       const yaml = state.yaml;
       try {
-        const found = await post("api/steps", { yaml });
+        const counted = await post("api/steps", { yaml });
         if (state.ended || yaml !== state.yaml) return;
-        derived = { ...found, yaml };
+        derived = { ...counted, yaml };
         draw(plan);
       } catch (error) {
         button.disabled = false;
@@ -103,22 +103,22 @@ export function planCard(state) {
     return [button, feedback];
   }
 
-  return { node, end: () => { clearTimeout(timer); control?.abort(); } };
+  return { node, end: () => { clearTimeout(timer); controller?.abort(); } };
 }
 
-const fact = (name, value, meaning, beside = null) =>
-  h("div", {}, h("dt", {}, term(name, meaning)), h("dd", {}, h("strong", {}, value), beside === null ? null : [" ", h("span", { class: "muted small" }, beside)]));
+const fact = (name, value, meaning, note = null) =>
+  h("div", {}, h("dt", {}, term(name, meaning)), h("dd", {}, h("strong", {}, value), note === null ? null : [" ", h("span", { class: "muted small" }, note)]));
 
 function table(plan, chosen) {
   const limit = plan.device_memory_bytes;
   return h("details", {}, h("summary", {}, t("plan.modes", { n: plan.modes.length })),
     h("div", { class: "table-wrap", tabindex: 0, role: "region", "aria-label": t("plan.modes", { n: plan.modes.length }) }, h("table", { class: "plan-modes" },
-      h("thead", {}, h("tr", {}, [t("plan.mode"), t("plan.memory"), t("plan.traffic"), t("plan.step")].map((one, at) => h("th", { scope: "col", class: at ? "number" : null }, one)))),
-      h("tbody", {}, plan.modes.map((one) => h("tr", { class: one.mode === chosen ? "chosen" : null },
-        h("th", { scope: "row" }, icon(one.fits ? "done" : "failed"), " ", one.mode, one.mode === chosen ? h("span", { class: "tag" }, t("plan.chosen")) : null,
-          one.fits ? null : h("div", { class: "muted small" }, coded(one.reason))),
-        h("td", { class: "number" }, format.bytes(one.memory_bytes.total),
-          one.memory_bytes.total === null ? null : h("meter", { min: 0, max: 1, high: 0.9, value: Math.min(1, one.memory_bytes.total / limit), "aria-hidden": "true" })),
-        h("td", { class: "number" }, format.bytes(one.traffic_bytes_per_step)),
-        h("td", { class: "number" }, one.step_time_s === null ? format.NONE : format.duration(one.step_time_s))))))));
+      h("thead", {}, h("tr", {}, [t("plan.mode"), t("plan.memory"), t("plan.traffic"), t("plan.step")].map((label, index) => h("th", { scope: "col", class: index ? "number" : null }, label)))),
+      h("tbody", {}, plan.modes.map((mode) => h("tr", { class: mode.mode === chosen ? "chosen" : null },
+        h("th", { scope: "row" }, icon(mode.fits ? "done" : "failed"), " ", mode.mode, mode.mode === chosen ? h("span", { class: "tag" }, t("plan.chosen")) : null,
+          mode.fits ? null : h("div", { class: "muted small" }, renderCode(mode.reason))),
+        h("td", { class: "number" }, format.bytes(mode.memory_bytes.total),
+          mode.memory_bytes.total === null ? null : h("meter", { min: 0, max: 1, high: 0.9, value: Math.min(1, mode.memory_bytes.total / limit), "aria-hidden": "true" })),
+        h("td", { class: "number" }, format.bytes(mode.traffic_bytes_per_step)),
+        h("td", { class: "number" }, mode.step_time_s === null ? format.NONE : format.duration(mode.step_time_s))))))));
 }

@@ -1,28 +1,28 @@
-// The config as text, with line numbers and its errors.
+// The editor of the config text, with line numbers and errors.
 
 import { h, put } from "../lib/dom.js";
 import { t } from "../lib/i18n.js";
 import { copy, icon } from "../lib/ui.js";
-import { mistakes } from "./start.js";
+import { errorList } from "./start.js";
 
 export function makeEditor(state) {
   const verdict = h("div", { class: "verdict", id: "verdict", role: "status" });
-  const numbers = h("div", { class: "yaml-lines", "aria-hidden": "true" });
+  const lineNumbers = h("div", { class: "yaml-lines", "aria-hidden": "true" });
   const text = h("textarea", {
     id: "yaml", class: "yaml-text", spellcheck: "false", autocapitalize: "off", autocomplete: "off", wrap: "off",
     "aria-label": t("start.yaml"), "aria-describedby": "verdict yaml-hint", prop: { value: state.yaml },
     on: {
       input: () => state.setYaml(text.value, "text"),
-      scroll: () => (numbers.scrollTop = text.scrollTop),
-      keydown: tab,
+      scroll: () => (lineNumbers.scrollTop = text.scrollTop),
+      keydown: keepIndentation,
     },
   });
-  const copied = h("button", { type: "button", class: "quiet", on: { click: async () => (copied.textContent = (await copy(text.value)) ? t("copied") : t("copy.failed")) } }, t("copy"));
-  const node = h("section", { class: "card yaml" }, h("div", { class: "card-head" }, h("h2", {}, t("start.yaml")), copied),
-    h("div", { class: "yaml-box" }, numbers, text), h("p", { class: "sr", id: "yaml-hint" }, t("start.yaml.tab")), verdict);
+  const copyButton = h("button", { type: "button", class: "quiet", on: { click: async () => (copyButton.textContent = (await copy(text.value)) ? t("copied") : t("copy.failed")) } }, t("copy"));
+  const node = h("section", { class: "card yaml" }, h("div", { class: "card-head" }, h("h2", {}, t("start.yaml")), copyButton),
+    h("div", { class: "yaml-box" }, lineNumbers, text), h("p", { class: "sr", id: "yaml-hint" }, t("start.yaml.tab")), verdict);
 
-  // Tab moves to the next control, as everywhere; Enter keeps the indentation.
-  function tab(event) {
+  // Enter keeps the indentation. Tab is not handled, because it moves to the next control.
+  function keepIndentation(event) {
     if (event.key !== "Enter" || event.isComposing) return;
     const start = text.value.lastIndexOf("\n", text.selectionStart - 1) + 1;
     const line = text.value.slice(start, text.selectionStart);
@@ -33,7 +33,7 @@ export function makeEditor(state) {
     state.setYaml(text.value, "text");
   }
 
-  function go(line) {
+  function goToLine(line) {
     const lines = text.value.split("\n");
     const start = lines.slice(0, line - 1).join("\n").length + (line > 1 ? 1 : 0);
     text.focus();
@@ -42,15 +42,15 @@ export function makeEditor(state) {
   }
 
   function draw(errors = []) {
-    const bad = new Set(errors.map((one) => one.line));
+    const errorLines = new Set(errors.map((error) => error.line));
     const count = text.value.split("\n").length;
-    put(numbers, Array.from({ length: count }, (_, at) => h("div", { class: bad.has(at + 1) ? "bad" : null }, at + 1)));
-    numbers.scrollTop = text.scrollTop;
+    put(lineNumbers, Array.from({ length: count }, (_, index) => h("div", { class: errorLines.has(index + 1) ? "bad" : null }, index + 1)));
+    lineNumbers.scrollTop = text.scrollTop;
     text.rows = Math.min(26, Math.max(12, count + 1));
   }
 
-  state.on("text", (by) => {
-    if (by !== "text") {
+  state.on("text", (source) => {
+    if (source !== "text") {
       const { scrollTop } = text;
       text.value = state.yaml;
       text.scrollTop = scrollTop;
@@ -58,13 +58,13 @@ export function makeEditor(state) {
     draw();
   });
   state.on("busy", () => node.classList.add("busy"));
-  state.on("checked", (found) => {
+  state.on("checked", (result) => {
     node.classList.remove("busy");
-    draw(found.errors);
-    text.setAttribute("aria-invalid", String(!found.ok));
+    draw(result.errors);
+    text.setAttribute("aria-invalid", String(!result.ok));
     put(verdict,
-      found.ok ? h("p", { class: "good" }, icon("done"), t("start.sound")) : [h("p", { class: "bad" }, t("start.wrong", { n: found.errors.length })), mistakes(found.errors, go)],
-      found.notices.length ? h("ul", { class: "notices" }, found.notices.map((one) => h("li", { class: one.level === "warning" ? "warn" : null }, icon(one.level === "warning" ? "warning" : "notice"), one.text))) : null);
+      result.ok ? h("p", { class: "good" }, icon("done"), t("start.valid")) : [h("p", { class: "bad" }, t("start.invalid", { n: result.errors.length })), errorList(result.errors, goToLine)],
+      result.notices.length ? h("ul", { class: "notices" }, result.notices.map((notice) => h("li", { class: notice.level === "warning" ? "warn" : null }, icon(notice.level === "warning" ? "warning" : "notice"), notice.text))) : null);
   });
   draw();
   return { node };

@@ -1,4 +1,4 @@
-// The results of the reports side by side, sorted by any of them.
+// A table of the results of several runs, sortable by each column.
 
 import { key } from "../../lib/chart.js";
 import { h } from "../../lib/dom.js";
@@ -6,46 +6,46 @@ import * as format from "../../lib/format.js";
 import { t } from "../../lib/i18n.js";
 import { badge, icon, table } from "../../lib/ui.js";
 
-const ended = (run) => !["live", "waiting"].includes(run.status); // what has not ended yet is not the best of anything
+const ended = (run) => !["live", "waiting"].includes(run.status); // a run in progress is not marked as the best
 const largest = (values) =>
   Array.isArray(values) && values.some(Number.isFinite) ? Math.max(...values.filter(Number.isFinite)) : null;
 
-// The results: where each comes from, its format, and whether more (1), less (-1) or neither (0) is better.
+// The columns: the value of a run, its format, and whether a higher (1), a lower (-1) or no (0) value is better.
 const FIGURES = [
-  { name: "strategy", of: (run) => run.strategy, show: (value) => value ?? format.NONE, better: 0, text: true },
-  { name: "world_size", of: (run) => run.world_size, show: format.count, better: 0 },
-  { name: "steps", of: (run) => run.report?.steps ?? run.step, show: format.count, better: 0 },
-  { name: "train_tokens", of: (run) => run.report?.train_tokens, show: format.short, better: 0 },
-  { name: "final_train_loss", of: (run) => run.report?.final_train_loss ?? run.loss, show: format.loss, better: -1 },
-  { name: "final_eval_loss", of: (run) => run.report?.final_eval_loss ?? run.eval_loss, show: format.loss, better: -1 },
+  { name: "strategy", getValue: (run) => run.strategy, show: (value) => value ?? format.NONE, better: 0, text: true },
+  { name: "world_size", getValue: (run) => run.world_size, show: format.count, better: 0 },
+  { name: "steps", getValue: (run) => run.report?.steps ?? run.step, show: format.count, better: 0 },
+  { name: "train_tokens", getValue: (run) => run.report?.train_tokens, show: format.short, better: 0 },
+  { name: "final_train_loss", getValue: (run) => run.report?.final_train_loss ?? run.loss, show: format.loss, better: -1 },
+  { name: "final_eval_loss", getValue: (run) => run.report?.final_eval_loss ?? run.eval_loss, show: format.loss, better: -1 },
   {
     name: "tokens_per_second",
-    of: (run) => run.report?.tokens_per_second ?? run.tokens_per_second,
+    getValue: (run) => run.report?.tokens_per_second ?? run.tokens_per_second,
     show: format.short,
     better: 1,
   },
-  { name: "wall_s", of: (run) => run.report?.wall_s ?? run.wall_s, show: format.duration, better: -1 },
-  { name: "time_to_first_step_s", of: (run) => (run.restarts ? null : run.report?.time_to_first_step_s), show: format.duration, better: -1 },
-  { name: "peak_memory_bytes", of: (run) => largest(run.report?.peak_memory_bytes), show: format.bytes, better: -1 },
-  { name: "traffic_bytes_per_step", of: (run) => run.report?.traffic_bytes_per_step?.measured, show: format.bytes, better: -1 },
-  { name: "restarts", of: (run) => run.report?.restarts ?? run.restarts, show: format.count, better: 0 },
+  { name: "wall_s", getValue: (run) => run.report?.wall_s ?? run.wall_s, show: format.duration, better: -1 },
+  { name: "time_to_first_step_s", getValue: (run) => (run.restarts ? null : run.report?.time_to_first_step_s), show: format.duration, better: -1 },
+  { name: "peak_memory_bytes", getValue: (run) => largest(run.report?.peak_memory_bytes), show: format.bytes, better: -1 },
+  { name: "traffic_bytes_per_step", getValue: (run) => run.report?.traffic_bytes_per_step?.measured, show: format.bytes, better: -1 },
+  { name: "restarts", getValue: (run) => run.report?.restarts ?? run.restarts, show: format.count, better: 0 },
 ];
 
-/** `sort`: the name of a result, with "-" before it for descending order, or empty. `sorted(sort)` is called with a new one. */
-export function figureTable(runs, names, sort, look, sorted) {
-  const down = sort.startsWith("-");
-  const by = FIGURES.find((one) => one.name === sort.replace("-", ""));
-  const order = runs.map((_, at) => at);
-  if (by) order.sort((one, two) => compare(by.of(runs[one]), by.of(runs[two]), down));
-  const heads = [
-    { head: t("runs.name") },
-    { head: t("c.status") },
+/** Return the table. `sort`: the name of a column, prefixed with "-" for descending order, or empty. `onSort(sort)` is called on a click. */
+export function figureTable(runs, names, sort, lineStyle, onSort) {
+  const isDescending = sort.startsWith("-");
+  const sortFigure = FIGURES.find((figure) => figure.name === sort.replace("-", ""));
+  const order = runs.map((_, index) => index);
+  if (sortFigure) order.sort((a, b) => compare(sortFigure.getValue(runs[a]), sortFigure.getValue(runs[b]), isDescending));
+  const columns = [
+    { label: t("runs.name") },
+    { label: t("c.status") },
     ...FIGURES.map((figure) => {
-      const mine = by === figure;
+      const isSorted = sortFigure === figure;
       return {
         number: !figure.text,
-        sort: mine ? (down ? "descending" : "ascending") : null,
-        head: h(
+        sort: isSorted ? (isDescending ? "descending" : "ascending") : null,
+        label: h(
           "button",
           {
             type: "button",
@@ -53,29 +53,29 @@ export function figureTable(runs, names, sort, look, sorted) {
             "data-sort": figure.name,
             "aria-label": t("compare.sort", { name: t(`c.${figure.name}`) }),
             title: t(`c.${figure.name}.is`).replace(/^c\..*/, ""),
-            on: { click: () => sorted(mine && !down ? `-${figure.name}` : figure.name) },
+            on: { click: () => onSort(isSorted && !isDescending ? `-${figure.name}` : figure.name) },
           },
           t(`c.${figure.name}`),
-          mine ? icon(down ? "down" : "up") : null,
+          isSorted ? icon(isDescending ? "down" : "up") : null,
         ),
       };
     }),
   ];
-  const best = new Map(FIGURES.filter((one) => one.better && runs.length > 1).map((one) => [one.name, bestOf(one, runs)]));
-  const rows = order.map((at) =>
+  const best = new Map(FIGURES.filter((figure) => figure.better && runs.length > 1).map((figure) => [figure.name, bestOf(figure, runs)]));
+  const rows = order.map((index) =>
     h(
       "tr",
       {},
-      h("th", { scope: "row" }, key(look(at)), " ", h("a", { href: `#/run/${runs[at].id}` }, names[at])),
-      h("td", {}, badge(runs[at].status)),
+      h("th", { scope: "row" }, key(lineStyle(index)), " ", h("a", { href: `#/run/${runs[index].id}` }, names[index])),
+      h("td", {}, badge(runs[index].status)),
       FIGURES.map((figure) => {
-        const value = figure.of(runs[at]);
-        const top = best.get(figure.name) === value && ended(runs[at]) && value !== null && value !== undefined;
+        const value = figure.getValue(runs[index]);
+        const isBest = best.get(figure.name) === value && ended(runs[index]) && value !== null && value !== undefined;
         return h(
           "td",
-          { class: [figure.text ? null : "number", top ? "best" : null].filter(Boolean).join(" ") || null },
+          { class: [figure.text ? null : "number", isBest ? "best" : null].filter(Boolean).join(" ") || null },
           figure.show(value),
-          top ? h("span", { class: "muted small" }, ` ${t("compare.best")}`) : null,
+          isBest ? h("span", { class: "muted small" }, ` ${t("compare.best")}`) : null,
         );
       }),
     ),
@@ -89,20 +89,20 @@ export function figureTable(runs, names, sort, look, sorted) {
       h("h2", {}, t("compare.figures")),
       h("span", { class: "muted small" }, t("compare.figures.what")),
     ),
-    table(t("compare.figures"), heads, rows, { class: "compare-figures" }),
+    table(t("compare.figures"), columns, rows, { class: "compare-figures" }),
   );
 }
 
-function bestOf({ of, better }, runs) {
-  const known = runs.filter(ended).map(of).filter(Number.isFinite);
-  if (known.length < 2 || known.every((one) => one === known[0])) return null;
-  return better > 0 ? Math.max(...known) : Math.min(...known);
+function bestOf({ getValue, better }, runs) {
+  const values = runs.filter(ended).map(getValue).filter(Number.isFinite);
+  if (values.length < 2 || values.every((value) => value === values[0])) return null;
+  return better > 0 ? Math.max(...values) : Math.min(...values);
 }
 
-// Unknown values come last in both directions.
-function compare(one, two, down) {
-  const [first, second] = [one, two].map((value) => value === null || value === undefined);
-  if (first || second) return first - second;
-  const order = typeof one === "string" ? one.localeCompare(two) : one - two;
-  return down ? -order : order;
+// Unknown values are sorted last in both directions.
+function compare(a, b, isDescending) {
+  const [aUnknown, bUnknown] = [a, b].map((value) => value === null || value === undefined);
+  if (aUnknown || bUnknown) return aUnknown - bUnknown;
+  const order = typeof a === "string" ? a.localeCompare(b) : a - b;
+  return isDescending ? -order : order;
 }

@@ -1,56 +1,56 @@
-// Notes on runs. The panel stores them outside of the run folders.
+// Notes and tags of runs. The server stores them in FOLDER/.paceline-ui.json, outside of the run folders.
 
 import { hasToken, put as send } from "../../lib/api.js";
 import { h, put } from "../../lib/dom.js";
 import { t } from "../../lib/i18n.js";
 import { icon } from "../../lib/ui.js";
 
-/** The note and the tags of each run. */
+/** Return the card with a form for the note and the tags of each run. */
 export function notesCard(runs, names, ctx) {
-  const may = hasToken();
+  const canEdit = hasToken();
   return h(
     "section",
     { class: "card" },
     h("div", { class: "card-head" }, h("h2", {}, t("compare.notes"))),
-    may ? null : h("p", { class: "muted" }, t("compare.token")),
+    canEdit ? null : h("p", { class: "muted" }, t("compare.token")),
     h(
       "div",
       { class: "notes" },
-      runs.map((run, at) => noteForm(run, names[at], may, ctx)),
+      runs.map((run, index) => noteForm(run, names[index], canEdit, ctx)),
     ),
   );
 }
 
-function noteForm(run, name, may, ctx) {
+function noteForm(run, name, canEdit, ctx) {
   const note = h("textarea", {
     rows: 1,
     "aria-label": t("compare.note", { name }),
     placeholder: t("runs.note"),
-    disabled: !may,
+    disabled: !canEdit,
     prop: { value: run.note ?? "" },
   });
   const tags = h("input", {
     type: "text",
     "aria-label": t("compare.tags", { name }),
     placeholder: t("compare.tags.hint"),
-    disabled: !may,
+    disabled: !canEdit,
     prop: { value: (run.tags ?? []).join(", ") },
   });
-  const button = h("button", { disabled: !may }, t("save"));
+  const button = h("button", { disabled: !canEdit }, t("save"));
   const feedback = h("span", { class: "small", role: "status" });
   const form = h("form", {}, h("div", { class: "name" }, name), note, tags, h("div", {}, button, " ", feedback));
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     try {
-      const kept = await send(`api/runs/${run.id}/note`, {
+      const saved = await send(`api/runs/${run.id}/note`, {
         note: note.value.trim(),
         tags: tags.value
           .split(/[,，]/)
-          .map((one) => one.trim())
+          .map((tag) => tag.trim())
           .filter(Boolean),
       });
-      Object.assign(run, kept);
-      tags.value = (kept?.tags ?? run.tags).join(", ");
+      Object.assign(run, saved);
+      tags.value = (saved?.tags ?? run.tags).join(", ");
       put(feedback, icon("done"), " ", t("compare.saved"));
     } catch (error) {
       put(feedback, h("span", { class: "mark-error" }, icon("failed"), " ", error.what, error.fix ? ` – ${error.fix}` : ""));

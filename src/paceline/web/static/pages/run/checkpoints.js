@@ -1,4 +1,4 @@
-// The checkpoints of a run, and the export of its model.
+// The tab Checkpoints of a run, with the export of its model.
 
 import { h, put } from "../../lib/dom.js";
 import * as format from "../../lib/format.js";
@@ -8,38 +8,38 @@ import { exportModel } from "../export.js";
 
 export async function show(root, store) {
   const { button, feedback } = exportModel(store.id);
-  let key = "";
+  let drawnKey = "";
   function draw() {
-    const all = store.run.checkpoints ?? [];
-    const now = JSON.stringify(all) + store.run.status + store.run.has?.model;
-    if (now === key) return;
-    key = now;
-    if (!all.length) return void put(root, emptyState(t("checkpoints.none"), t("checkpoints.none.text")));
-    const heads = [
-      { head: t("marks.step"), number: false },
-      { head: t("checkpoints.when") },
-      { head: termOf("checkpoints.size"), number: true },
-      { head: termOf("checkpoints.wall"), number: true },
-      { head: termOf("checkpoints.blocked"), number: true },
-      { head: t("checkpoints.state") },
+    const checkpoints = store.run.checkpoints ?? [];
+    const newKey = JSON.stringify(checkpoints) + store.run.status + store.run.has?.model;
+    if (newKey === drawnKey) return;
+    drawnKey = newKey;
+    if (!checkpoints.length) return void put(root, emptyState(t("checkpoints.none"), t("checkpoints.none.text")));
+    const columns = [
+      { label: t("marks.step"), number: false },
+      { label: t("checkpoints.when") },
+      { label: termOf("checkpoints.size"), number: true },
+      { label: termOf("checkpoints.wall"), number: true },
+      { label: termOf("checkpoints.blocked"), number: true },
+      { label: t("checkpoints.state") },
     ];
-    const rows = [...all]
+    const rows = [...checkpoints]
       .reverse()
-      .map((one) =>
+      .map((checkpoint) =>
         row(
           [
-            format.count(one.step),
-            format.time(one.time),
-            format.bytes(one.size_bytes),
-            format.duration(one.wall_s),
-            format.duration(one.blocked_s),
-            one.error
-              ? h("span", { class: "mark-error" }, icon("failed"), " ", one.error)
-              : one.exists === false
+            format.count(checkpoint.step),
+            format.time(checkpoint.time),
+            format.bytes(checkpoint.size_bytes),
+            format.duration(checkpoint.wall_s),
+            format.duration(checkpoint.blocked_s),
+            checkpoint.error
+              ? h("span", { class: "mark-error" }, icon("failed"), " ", checkpoint.error)
+              : checkpoint.exists === false
                 ? h("span", { class: "muted" }, t("checkpoints.removed"))
-                : h("span", { class: "nowrap" }, icon("done"), " ", t("checkpoints.whole")),
+                : h("span", { class: "nowrap" }, icon("done"), " ", t("checkpoints.complete")),
           ],
-          heads,
+          columns,
         ),
       );
     put(
@@ -48,7 +48,7 @@ export async function show(root, store) {
         "section",
         { class: "card flush" },
         h("div", { class: "card-head" }, h("h2", {}, t("tab.checkpoints")), store.run.has?.model ? button : null),
-        table(t("tab.checkpoints"), heads, rows),
+        table(t("tab.checkpoints"), columns, rows),
       ),
       feedback,
       h(
@@ -56,7 +56,7 @@ export async function show(root, store) {
         { class: "card" },
         h("h2", {}, t("checkpoints.terminal")),
         h("p", { class: "muted" }, t("checkpoints.terminal.text")),
-        command(`paceline inspect ${store.run.path}/checkpoints/step-${String(all.at(-1).step).padStart(8, "0")}`),
+        command(`paceline inspect ${store.run.path}/checkpoints/step-${String(checkpoints.at(-1).step).padStart(8, "0")}`),
       ),
     );
     return undefined;

@@ -1,4 +1,4 @@
-// The resolved config, derived values, and versions.
+// The tab Config of a run: the resolved config, derived values and versions.
 
 import { getText } from "../../lib/api.js";
 import { h, put } from "../../lib/dom.js";
@@ -37,7 +37,7 @@ export async function show(root, store) {
                 { type: "button", on: { click: () => download(`${run.name}.yaml`, text, "text/yaml") } },
                 t("config.download"),
               ),
-              h("a", { class: "button", href: `#/new?from=${store.id}` }, t("config.again")),
+              h("a", { class: "button", href: `#/new?from=${store.id}` }, t("config.new_run")),
             ),
           ),
           h("p", { class: "muted" }, t("config.what")),
@@ -61,19 +61,19 @@ export async function show(root, store) {
 }
 
 function flat(data, prefix = "") {
-  const all = {};
+  const flattened = {};
   for (const [name, value] of Object.entries(data ?? {})) {
-    if (value && typeof value === "object" && !Array.isArray(value)) Object.assign(all, flat(value, `${prefix}${name}.`));
-    else all[prefix + name] = value;
+    if (value && typeof value === "object" && !Array.isArray(value)) Object.assign(flattened, flat(value, `${prefix}${name}.`));
+    else flattened[prefix + name] = value;
   }
-  return all;
+  return flattened;
 }
 
 function facts(title, values) {
   const entries = Object.entries(values ?? {});
   if (!entries.length) return null;
-  const heads = [{ head: t("config.key") }, { head: t("config.value") }];
-  const shown = (value) =>
+  const columns = [{ label: t("config.key") }, { label: t("config.value") }];
+  const showValue = (value) =>
     value === null
       ? format.NONE
       : typeof value === "number"
@@ -89,8 +89,8 @@ function facts(title, values) {
     h("div", { class: "card-head" }, h("h2", {}, t(title))),
     table(
       t(title),
-      heads,
-      entries.map(([name, value]) => row([h("code", {}, name), shown(value)], heads)),
+      columns,
+      entries.map(([name, value]) => row([h("code", {}, name), showValue(value)], columns)),
     ),
   );
 }

@@ -1,4 +1,4 @@
-// The log of the run, newest last.
+// The tab Log of a run: its messages, newest last.
 
 import { get } from "../../lib/api.js";
 import { h, put } from "../../lib/dom.js";
@@ -11,7 +11,7 @@ const TAIL = 500;
 export async function show(root, store) {
   let lines = [];
   let level = "all";
-  let words = "";
+  let searchText = "";
   const list = h("ol", { class: "log", tabindex: 0, "aria-label": t("log.label") });
   const note = h("p", { class: "muted small" });
   const search = h("input", {
@@ -20,7 +20,7 @@ export async function show(root, store) {
     placeholder: t("log.search"),
     on: {
       input: (event) => {
-        words = event.target.value.toLowerCase();
+        searchText = event.target.value.toLowerCase();
         draw();
       },
     },
@@ -37,8 +37,8 @@ export async function show(root, store) {
           ["warning", t("log.warnings")],
         ],
         "all",
-        (one) => {
-          level = one;
+        (selected) => {
+          level = selected;
           draw();
         },
       ),
@@ -50,10 +50,10 @@ export async function show(root, store) {
 
   function draw() {
     const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
-    const shown = lines.filter((one) => (level === "all" || one.level !== "info") && one.text.toLowerCase().includes(words));
+    const shownLines = lines.filter((line) => (level === "all" || line.level !== "info") && line.text.toLowerCase().includes(searchText));
     put(
       list,
-      shown.length ? shown.map(line) : h("li", { class: "log-line muted" }, t(lines.length ? "log.none_match" : "log.none")),
+      shownLines.length ? shownLines.map(logLine) : h("li", { class: "log-line muted" }, t(lines.length ? "log.none_match" : "log.none")),
     );
     put(note, lines.length >= TAIL ? t("log.tail", { n: TAIL }) : "");
     if (atEnd) list.scrollTop = list.scrollHeight;
@@ -65,19 +65,19 @@ export async function show(root, store) {
   await load();
   list.scrollTop = list.scrollHeight;
   let timer = null;
-  const later = () =>
+  const loadSoon = () =>
     (timer ??= setTimeout(() => {
       timer = null;
       load().catch(() => {});
     }, 1000));
-  const offs = [store.on("append", later), store.on("again", later)];
+  const unsubscribers = [store.on("append", loadSoon), store.on("reload", loadSoon)];
   return () => {
     clearTimeout(timer);
-    offs.forEach((off) => off());
+    unsubscribers.forEach((unsubscribe) => unsubscribe());
   };
 }
 
-const line = ({ time, level, text }) =>
+const logLine = ({ time, level, text }) =>
   h(
     "li",
     { class: `log-line log-${level}` },

@@ -1,4 +1,4 @@
-// The memory of each rank, predicted and measured.
+// The tab Memory of a run: the memory of each rank, predicted and measured.
 
 import { bars, difference, fillLegend } from "../../lib/bars.js";
 import { h, put } from "../../lib/dom.js";
@@ -8,22 +8,22 @@ import { card, row, table, termOf } from "../../lib/ui.js";
 import { notRecorded } from "./missing.js";
 
 const PARTS = ["parameters", "gradients", "optimizer", "activations"];
-const known = (value) => typeof value === "number";
+const isKnown = (value) => typeof value === "number";
 
 export async function show(root, store) {
   function draw() {
     if (root.contains(document.activeElement)) return;
     const predicted = store.run.predicted?.memory_bytes ?? null;
-    const measured = (store.run.memory ?? []).map((one, at) => ({ rank: at, ...one }));
+    const measured = (store.run.memory ?? []).map((memory, rank) => ({ rank: rank, ...memory }));
     const state = store.run.report?.state_memory_bytes;
     if (!predicted && !measured.length && !state) return void put(root, notRecorded("missing.memory", store.run));
     const rows = [];
-    if (predicted) rows.push(line(t("predicted"), predicted, ""));
-    for (const one of measured) rows.push(line(t("memory.rank", { rank: one.rank }), one, compared(predicted, one)));
+    if (predicted) rows.push(memoryRow(t("predicted"), predicted, ""));
+    for (const memory of measured) rows.push(memoryRow(t("memory.rank", { rank: memory.rank }), memory, compare(predicted, memory)));
     put(
       root,
       rows.length
-        ? card(termOf("memory.split"), null, fillLegend(PARTS.map((name, at) => [at + 1, t(`memory.${name}`)])), bars(rows))
+        ? card(termOf("memory.split"), null, fillLegend(PARTS.map((name, index) => [index + 1, t(`memory.${name}`)])), bars(rows))
         : null,
       rows.length ? details(predicted, measured) : null,
       predicted && !measured.length ? h("p", { class: "muted" }, t("memory.not_measured")) : null,
@@ -33,51 +33,51 @@ export async function show(root, store) {
     return undefined;
   }
   draw();
-  const offs = [store.on("change", draw)];
-  return () => offs.forEach((off) => off());
+  const unsubscribers = [store.on("change", draw)];
+  return () => unsubscribers.forEach((unsubscribe) => unsubscribe());
 }
 
-const totalOf = (one) => one.total ?? PARTS.reduce((sum, name) => sum + (one[name] ?? 0), 0);
+const totalOf = (memory) => memory.total ?? PARTS.reduce((sum, name) => sum + (memory[name] ?? 0), 0);
 
-// Only measured parts are compared with the prediction: activations are not known on every device.
-function compared(predicted, one) {
-  const parts = PARTS.filter((part) => known(one[part]));
-  if (!predicted || parts.length === 0) return "";
-  const sum = (of) => parts.reduce((total, part) => total + (of[part] ?? 0), 0);
-  const words = difference(sum(predicted), sum(one));
-  const left = PARTS.filter((part) => !known(one[part])).map((part) => t(`memory.${part}`));
-  return left.length ? t("memory.without", { words, parts: left.join(", ") }) : words;
+// Only measured parts are compared, because activations cannot be measured on every device.
+function compare(predicted, measured) {
+  const measuredParts = PARTS.filter((part) => isKnown(measured[part]));
+  if (!predicted || measuredParts.length === 0) return "";
+  const sum = (memory) => measuredParts.reduce((total, part) => total + (memory[part] ?? 0), 0);
+  const text = difference(sum(predicted), sum(measured));
+  const missingParts = PARTS.filter((part) => !isKnown(measured[part])).map((part) => t(`memory.${part}`));
+  return missingParts.length ? t("memory.without", { words: text, parts: missingParts.join(", ") }) : text;
 }
 
-const line = (name, one, beside) => ({
+const memoryRow = (name, memory, note) => ({
   name,
-  parts: PARTS.map((part, at) => ({
+  parts: PARTS.map((part, index) => ({
     name: t(`memory.${part}`),
-    value: one[part],
-    kind: at + 1,
-    text: format.bytes(one[part]),
+    value: memory[part],
+    kind: index + 1,
+    text: format.bytes(memory[part]),
   })),
-  text: [format.bytes(totalOf(one)), beside ? h("span", { class: "muted small" }, ` ${beside}`) : null],
+  text: [format.bytes(totalOf(memory)), note ? h("span", { class: "muted small" }, ` ${note}`) : null],
 });
 
 function details(predicted, measured) {
-  const heads = [
-    { head: t("memory.of") },
-    ...PARTS.map((part) => ({ head: termOf(`memory.${part}`), number: true })),
-    { head: termOf("memory.total"), number: true },
+  const columns = [
+    { label: t("memory.part") },
+    ...PARTS.map((part) => ({ label: termOf(`memory.${part}`), number: true })),
+    { label: termOf("memory.total"), number: true },
   ];
-  const cells = (name, one) =>
+  const cells = (name, memory) =>
     row(
-      [name, ...PARTS.map((part) => (known(one[part]) ? format.bytes(one[part]) : format.NONE)), format.bytes(totalOf(one))],
-      heads,
+      [name, ...PARTS.map((part) => (isKnown(memory[part]) ? format.bytes(memory[part]) : format.NONE)), format.bytes(totalOf(memory))],
+      columns,
     );
   return h(
     "section",
     { class: "card flush" },
     h("div", { class: "card-head" }, h("h2", {}, t("memory.table"))),
-    table(t("memory.table"), heads, [
+    table(t("memory.table"), columns, [
       ...(predicted ? [cells(t("predicted"), predicted)] : []),
-      ...measured.map((one) => cells(t("memory.rank.measured", { rank: one.rank }), one)),
+      ...measured.map((memory) => cells(t("memory.rank.measured", { rank: memory.rank }), memory)),
     ]),
   );
 }

@@ -1,10 +1,10 @@
-// Figures that a run has not recorded. They are never drawn as zero.
+// Data that a run did not record is never shown as zero.
 
 import { t } from "../../lib/i18n.js";
 import { emptyState } from "../../lib/ui.js";
 
-/** The empty state for figures that the events of a run do not contain. `key`: the key of their name. */
+/** Return the empty state for data that the run did not record. `key`: the text key of its name. */
 export function notRecorded(key, run) {
   const running = run.status === "live" || run.status === "waiting";
-  return emptyState(t("missing", { what: t(key) }), t(running && !(run.step > 1) ? "missing.yet" : "missing.old"));
+  return emptyState(t("missing", { what: t(key) }), t(running && !(run.step > 1) ? "missing.live" : "missing.ended"));
 }

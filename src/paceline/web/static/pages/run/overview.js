@@ -1,6 +1,6 @@
-// Overview of a run: its curves and its events.
+// The tab Overview of a run: its curves and events.
 
-import { axis, merged, stepOf, xOf, xsOf } from "../../lib/axis.js";
+import { axis, mergeX, stepAt, eventX, seriesX } from "../../lib/axis.js";
 import { lineChart } from "../../lib/chart.js";
 import { axisChoice, smoothField } from "../../lib/controls.js";
 import { h, put } from "../../lib/dom.js";
@@ -8,24 +8,24 @@ import * as format from "../../lib/format.js";
 import { t } from "../../lib/i18n.js";
 import { numbers, smooth } from "../../lib/smooth.js";
 import { emptyState, card, icon, row, table, termOf } from "../../lib/ui.js";
-import { ask, lengthen } from "./series.js";
+import { fetchSeries, appendEvents } from "./series.js";
 
-const SMALL = [
-  { name: "learning_rate", colour: "--s3", format: format.digits, min: 0 },
-  { name: "grad_norm", colour: "--s4", format: format.digits, min: 0 },
-  { name: "tokens_per_second", colour: "--s1", format: format.short, min: 0 },
+const METRICS = [
+  { name: "learning_rate", color: "--s3", format: format.digits, min: 0 },
+  { name: "grad_norm", color: "--s4", format: format.digits, min: 0 },
+  { name: "tokens_per_second", color: "--s1", format: format.short, min: 0 },
   {
     name: "step_time_s",
-    colour: "--s2",
+    color: "--s2",
     format: format.duration,
     min: 0,
-    beside: [
+    extraLines: [
       ["data_wait_s", "--s3", [2, 3]],
       ["comm_wait_s", "--s4", [7, 4]],
     ],
   },
-  { name: "memory_bytes", colour: "--s8", format: format.bytes, min: 0 },
-  { name: "traffic_bytes", colour: "--s5", format: format.bytes, min: 0 },
+  { name: "memory_bytes", color: "--s8", format: format.bytes, min: 0 },
+  { name: "traffic_bytes", color: "--s5", format: format.bytes, min: 0 },
 ];
 const MARKS_SHOWN = 100;
 
@@ -40,25 +40,25 @@ export async function show(root, store, ctx) {
   };
   const started = () => store.run.started_at ?? state.answer.time[0] ?? 0;
   const charts = [];
-  const early = [];
-  let turn = 0;
-  const offEarly = store.on("append", (events) => early.push(...events));
-  state.answer = await ask(store.id, state);
+  const earlyEvents = [];
+  let loadCount = 0;
+  const stopEarly = store.on("append", (events) => earlyEvents.push(...events));
+  state.answer = await fetchSeries(store.id, state);
   store.bytes ??= state.answer.bytes;
-  lengthen(state.answer, early);
-  offEarly();
+  appendEvents(state.answer, earlyEvents);
+  stopEarly();
 
   const tools = toolbar(state, { axisChanged, smoothChanged, zoom });
   const note = h("p", { class: "muted small", id: "thinned" });
   const marks = h("div", {});
-  const place = h("div", { class: "stack" });
-  put(root, tools.node, place, marks);
+  const chartsNode = h("div", { class: "stack" });
+  put(root, tools.node, chartsNode, marks);
 
-  function layOut() {
-    charts.splice(0).forEach((one) => one.chart.end());
+  function buildCharts() {
+    charts.splice(0).forEach((built) => built.chart.end());
     if (state.answer.step.length === 0 && state.answer.evals.length === 0) {
       put(
-        place,
+        chartsNode,
         emptyState(
           t("overview.none"),
           t(store.run.status === "live" || store.run.status === "waiting" ? "overview.none.live" : "overview.none.ended"),
@@ -69,7 +69,7 @@ export async function show(root, store, ctx) {
     const zoomed = (low, high) =>
       low === null
         ? zoom(null, null)
-        : zoom(Math.max(0, stepOf(low, state.answer, state.x, started())), stepOf(high, state.answer, state.x, started()));
+        : zoom(Math.max(0, stepAt(low, state.answer, state.x, started())), stepAt(high, state.answer, state.x, started()));
     const x = axis(state.x);
     const loss = lineChart({
       name: t("m.loss"),
@@ -79,75 +79,75 @@ export async function show(root, store, ctx) {
       zoomed,
       sync: store.id,
       series: [
-        { name: t("line.raw"), colour: "--s1", width: 1, faint: true, format: format.loss },
-        { name: t("line.smooth"), colour: "--s1", width: 2.25, format: format.loss },
-        { name: t("line.eval"), colour: "--s2", dash: [6, 4], points: true, width: 1.5, format: format.loss },
-        { name: "min", quiet: true, colour: "--s1", width: 0, band: [5, 4] },
-        { name: "max", quiet: true, colour: "--s1", width: 0 },
+        { name: t("line.raw"), color: "--s1", width: 1, faint: true, format: format.loss },
+        { name: t("line.smooth"), color: "--s1", width: 2.25, format: format.loss },
+        { name: t("line.eval"), color: "--s2", dash: [6, 4], points: true, width: 1.5, format: format.loss },
+        { name: "min", isHidden: true, color: "--s1", width: 0, band: [5, 4] },
+        { name: "max", isHidden: true, color: "--s1", width: 0 },
       ],
     });
     charts.push({ chart: loss, fill: fillLoss });
-    const small = SMALL.filter((one) => has(one.name)).map((one) => {
+    const metricCards = METRICS.filter((metric) => hasSeries(metric.name)).map((metric) => {
       const series = [
-        { name: t(`m.${one.name}`), colour: one.colour, width: 1.5 },
-        { name: "min", quiet: true, colour: one.colour, width: 0, band: [3, 2] },
-        { name: "max", quiet: true, colour: one.colour, width: 0 },
-        ...(one.beside ?? []).map(([name, colour, dash]) => ({ name: t(`m.${name}`), colour, dash, width: 1.5 })),
+        { name: t(`m.${metric.name}`), color: metric.color, width: 1.5 },
+        { name: "min", isHidden: true, color: metric.color, width: 0, band: [3, 2] },
+        { name: "max", isHidden: true, color: metric.color, width: 0 },
+        ...(metric.extraLines ?? []).map(([name, color, dash]) => ({ name: t(`m.${name}`), color, dash, width: 1.5 })),
       ];
       const chart = lineChart({
-        name: t(`m.${one.name}`),
+        name: t(`m.${metric.name}`),
         height: 150,
         x,
-        y: { format: one.format, min: one.min },
+        y: { format: metric.format, min: metric.min },
         series,
         zoomed,
         sync: store.id,
       });
-      charts.push({ chart, fill: (xs) => [xs, ...lines(one.name), ...(one.beside ?? []).map(([name]) => mean(name))] });
-      return card(termOf(`m.${one.name}`), h("span", { class: "muted small" }, t(`m.${one.name}.unit`)), chart.node);
+      charts.push({ chart, fill: (xs) => [xs, ...lines(metric.name), ...(metric.extraLines ?? []).map(([name]) => mean(name))] });
+      return card(termOf(`m.${metric.name}`), h("span", { class: "muted small" }, t(`m.${metric.name}.unit`)), chart.node);
     });
     put(
-      place,
+      chartsNode,
       h("section", { class: "card" }, h("div", { class: "card-head" }, h("h2", {}, termOf("m.loss")), note), loss.node),
-      h("div", { class: "grid" }, small),
+      h("div", { class: "grid" }, metricCards),
     );
     draw();
   }
 
-  const has = (name) => state.answer.series[name]?.mean.some((one) => one !== null);
+  const hasSeries = (name) => state.answer.series[name]?.mean.some((value) => value !== null);
   const mean = (name) => numbers(state.answer.series[name]?.mean ?? state.answer.step.map(() => null));
   const lines = (name) => {
-    const one = state.answer.series[name];
-    const many = one.mean.some((value, at) => one.max[at] > value);
+    const series = state.answer.series[name];
+    const isAggregated = series.mean.some((value, index) => series.max[index] > value);
     return [
-      numbers(one.mean),
-      many ? numbers(one.min) : one.mean.map(() => null),
-      many ? numbers(one.max) : one.mean.map(() => null),
+      numbers(series.mean),
+      isAggregated ? numbers(series.min) : series.mean.map(() => null),
+      isAggregated ? numbers(series.max) : series.mean.map(() => null),
     ];
   };
 
   function fillLoss(xs) {
     const [raw, low, high] = lines("loss");
-    const evals = state.answer.evals.filter((one) => Number.isFinite(one.loss));
-    const evalXs = evals.map((one) => xOf(one, state.answer, state.x, started()));
-    const all = merged(xs, evalXs);
+    const evals = state.answer.evals.filter((evaluation) => Number.isFinite(evaluation.loss));
+    const evalXs = evals.map((evaluation) => eventX(evaluation, state.answer, state.x, started()));
+    const mergedX = mergeX(xs, evalXs);
     return [
-      all.xs,
-      ...[raw, smooth(raw, state.weight)].map((one) => all.place(one, xs)),
-      all.place(
-        evals.map((one) => one.loss),
+      mergedX.xs,
+      ...[raw, smooth(raw, state.weight)].map((values) => mergedX.place(values, xs)),
+      mergedX.place(
+        evals.map((evaluation) => evaluation.loss),
         evalXs,
       ),
-      ...[low, high].map((one) => all.place(one, xs)),
+      ...[low, high].map((values) => mergedX.place(values, xs)),
     ];
   }
 
   function draw() {
-    const xs = xsOf(state.answer, state.x, started());
-    const happened = state.answer.marks
-      .filter((one) => telling(one) && (one.step !== null || state.x === "time"))
-      .map((one) => ({ ...one, x: xOf(one, state.answer, state.x, started()) }));
-    for (const { chart, fill } of charts) chart.set(fill(xs), happened);
+    const xs = seriesX(state.answer, state.x, started());
+    const shownMarks = state.answer.marks
+      .filter((mark) => isShown(mark) && (mark.step !== null || state.x === "time"))
+      .map((mark) => ({ ...mark, x: eventX(mark, state.answer, state.x, started()) }));
+    for (const { chart, fill } of charts) chart.set(fill(xs), shownMarks);
     const { num_steps, step, read } = state.answer;
     put(
       note,
@@ -155,26 +155,26 @@ export async function show(root, store, ctx) {
       read < 1 ? ` ${t("overview.sampled", { read: format.percent(read) })}` : "",
     );
     tools.renew();
-    put(marks, marksCard(state.answer.marks.filter(telling)));
+    put(marks, marksCard(state.answer.marks.filter(isShown)));
   }
 
   async function load() {
-    const mine = ++turn;
-    const answer = await ask(store.id, state).catch((error) => (ctx.announce(error.what), null));
-    if (!answer || mine !== turn) return;
-    const fresh =
+    const thisLoad = ++loadCount;
+    const response = await fetchSeries(store.id, state).catch((error) => (ctx.announce(error.what), null));
+    if (!response || thisLoad !== loadCount) return;
+    const seriesChanged =
       charts.length === 0 ||
-      SMALL.some((one) => has(one.name) !== answer.series[one.name]?.mean.some((value) => value !== null));
-    state.answer = answer;
-    if (fresh) layOut();
+      METRICS.some((metric) => hasSeries(metric.name) !== response.series[metric.name]?.mean.some((value) => value !== null));
+    state.answer = response;
+    if (seriesChanged) buildCharts();
     else draw();
-    if (answer.read < 1) setTimeout(() => mine === turn && load(), 2000);
+    if (response.read < 1) setTimeout(() => thisLoad === loadCount && load(), 2000);
   }
 
   function axisChanged(kind) {
     state.x = kind;
     ctx.setQuery({ x: kind === "step" ? null : kind });
-    layOut();
+    buildCharts();
   }
 
   function smoothChanged(weight) {
@@ -187,46 +187,46 @@ export async function show(root, store, ctx) {
     Object.assign(state, { start, end });
     ctx.setQuery({ start, end });
     await load();
-    ctx.announce(start === null && end === null ? t("zoom.whole") : t("zoom.range", { start: start ?? 0, end: end ?? "" }));
+    ctx.announce(start === null && end === null ? t("zoom.full") : t("zoom.range", { start: start ?? 0, end: end ?? "" }));
   }
 
-  layOut();
+  buildCharts();
   if (state.answer.read < 1) setTimeout(load, 1500);
-  const drawing = inFrames(draw);
-  const offs = [
+  const drawSoon = inFrames(draw);
+  const unsubscribers = [
     store.on("append", (events) => {
       if (state.end !== null) return;
-      const before = state.answer.step.length;
-      if (!lengthen(state.answer, events)) load();
-      else if (before === 0 && state.answer.step.length) layOut();
-      else drawing();
+      const previousCount = state.answer.step.length;
+      if (!appendEvents(state.answer, events)) load();
+      else if (previousCount === 0 && state.answer.step.length) buildCharts();
+      else drawSoon();
     }),
-    store.on("again", load),
+    store.on("reload", load),
   ];
   return () => {
-    turn++;
-    offs.forEach((off) => off());
+    loadCount++;
+    unsubscribers.forEach((unsubscribe) => unsubscribe());
     charts.forEach(({ chart }) => chart.end());
   };
 }
 
 const numberOf = (text) => (text === null || text === "" || !Number.isFinite(Number(text)) ? null : Number(text));
 
-/** Call `draw` at most once per frame. */
+/** Return a function that calls `draw` at most once per frame. */
 export function inFrames(draw) {
-  let asked = false;
+  let isRequested = false;
   return () => {
-    if (asked) return;
-    asked = true;
+    if (isRequested) return;
+    isRequested = true;
     requestAnimationFrame(() => {
-      asked = false;
+      isRequested = false;
       draw();
     });
   };
 }
 
 function toolbar(state, { axisChanged, smoothChanged, zoom }) {
-  const number = (id, label) =>
+  const numberInput = (id, label) =>
     h("input", {
       type: "number",
       id,
@@ -236,9 +236,9 @@ function toolbar(state, { axisChanged, smoothChanged, zoom }) {
       placeholder: t(`${label}.none`),
       on: { change: apply },
     });
-  const from = number("from-step", "zoom.from");
-  const to = number("to-step", "zoom.to");
-  const whole = h(
+  const fromInput = numberInput("from-step", "zoom.from");
+  const toInput = numberInput("to-step", "zoom.to");
+  const fullRunButton = h(
     "button",
     {
       type: "button",
@@ -246,59 +246,59 @@ function toolbar(state, { axisChanged, smoothChanged, zoom }) {
       id: "whole",
       on: {
         click: () => {
-          from.value = to.value = "";
+          fromInput.value = toInput.value = "";
           zoom(null, null);
-          from.focus();
+          fromInput.focus();
         },
       },
     },
-    t("zoom.whole.do"),
+    t("zoom.full_run"),
   );
   function apply() {
-    zoom(numberOf(from.value), numberOf(to.value));
+    zoom(numberOf(fromInput.value), numberOf(toInput.value));
   }
   const node = h(
     "div",
     { class: "toolbar" },
     axisChoice(state.x, axisChanged),
     smoothField(state.weight, smoothChanged),
-    h("div", { class: "field end" }, t("zoom.steps"), from, "–", to, whole),
+    h("div", { class: "field end" }, t("zoom.steps"), fromInput, "–", toInput, fullRunButton),
   );
   return {
     node,
     renew() {
       for (const [input, value] of [
-        [from, state.start],
-        [to, state.end],
+        [fromInput, state.start],
+        [toInput, state.end],
       ])
         if (document.activeElement !== input) input.value = value ?? "";
-      whole.hidden = state.start === null && state.end === null;
+      fullRunButton.hidden = state.start === null && state.end === null;
     },
   };
 }
 
 function marksCard(marks) {
   if (!marks.length) return card(t("marks.title"), null, h("p", { class: "muted" }, t("marks.none")));
-  const heads = [
-    { head: t("marks.time") },
-    { head: t("marks.step"), number: true },
-    { head: t("marks.what") },
-    { head: t("marks.text") },
+  const columns = [
+    { label: t("marks.time") },
+    { label: t("marks.step"), number: true },
+    { label: t("marks.what") },
+    { label: t("marks.text") },
   ];
-  const order = (one) => ({ error: 0, warning: 0, info: 1 })[one.level] ?? 1;
+  const order = (mark) => ({ error: 0, warning: 0, info: 1 })[mark.level] ?? 1;
   const rows = [...marks]
     .reverse()
-    .sort((one, two) => (marks.length > MARKS_SHOWN ? order(one) - order(two) : 0))
+    .sort((a, b) => (marks.length > MARKS_SHOWN ? order(a) - order(b) : 0))
     .slice(0, MARKS_SHOWN)
-    .map((one) =>
+    .map((mark) =>
       row(
         [
-          h("span", { title: format.time(one.time) }, format.clock(one.time)),
-          format.count(one.step),
-          h("span", { class: `mark-${one.level} nowrap` }, icon(markIcon(one)), " ", t(`mark.${one.type}`)),
-          h("span", { class: "wrap" }, one.text),
+          h("span", { title: format.time(mark.time) }, format.clock(mark.time)),
+          format.count(mark.step),
+          h("span", { class: `mark-${mark.level} nowrap` }, icon(markIcon(mark)), " ", t(`mark.${mark.type}`)),
+          h("span", { class: "wrap" }, mark.text),
         ],
-        [{}, heads[1], {}, {}],
+        [{}, columns[1], {}, {}],
       ),
     );
   return h(
@@ -309,15 +309,15 @@ function marksCard(marks) {
       { class: "card-head" },
       h("h2", {}, t("marks.title")),
       marks.length > MARKS_SHOWN
-        ? h("span", { class: "muted small" }, t("marks.some", { shown: MARKS_SHOWN, n: marks.length }))
+        ? h("span", { class: "muted small" }, t("marks.shown", { shown: MARKS_SHOWN, n: marks.length }))
         : null,
     ),
-    table(t("marks.title"), heads, rows),
+    table(t("marks.title"), columns, rows),
   );
 }
 
-// The events that get a mark: not those of the start, nor those shown elsewhere.
-const telling = ({ type, level }) =>
+// Events of the start, and events that other tabs show, have no mark.
+const isShown = ({ type, level }) =>
   !["run_start", "memory", "sample", "eval"].includes(type) && !(type === "notice" && level === "info");
 
 const markIcon = ({ type, level }) =>

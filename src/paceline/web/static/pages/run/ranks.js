@@ -1,18 +1,18 @@
-// The ranks of a run: time breakdown, the slowest rank, and heartbeats.
+// The tab Ranks of a run: the timeline, the slowest rank, and the current state from heartbeats.
 
 import { get } from "../../lib/api.js";
 import { h, put } from "../../lib/dom.js";
 import * as format from "../../lib/format.js";
 import { has, t } from "../../lib/i18n.js";
-import { lanes, PHASES } from "../../lib/lanes.js";
+import { timeline, PHASES } from "../../lib/timeline.js";
 import { card, choice, icon, row, table, termOf } from "../../lib/ui.js";
 import { notRecorded } from "./missing.js";
 
 const RENEW_MS = 1500;
-const BEAT_MS = 2000;
-const STILL_S = 10; // seconds without progress after which a rank is reported
+const HEARTBEAT_MS = 2000;
+const STALLED_AFTER_S = 10; // a rank without progress for longer is marked
 
-/** By how much the slowest rank is slower, as a sentence. */
+/** Return a sentence about how much slower the slowest rank is. */
 const slowdown = ({ slower_by_s, slower_by_share, phase }) =>
   t(phase ? "ranks.slowest.in" : "ranks.slowest.by", {
     time: format.duration(slower_by_s),
@@ -21,13 +21,13 @@ const slowdown = ({ slower_by_s, slower_by_share, phase }) =>
   });
 
 export async function show(root, store) {
-  let answer = await get(`api/runs/${store.id}/ranks?points=200`);
-  if (!answer.ranks?.length || !answer.step?.length) {
+  let times = await get(`api/runs/${store.id}/ranks?points=200`);
+  if (!times.ranks?.length || !times.step?.length) {
     put(root, notRecorded("missing.ranks", store.run));
     return store.on(
       "append",
       (events) =>
-        events.some((one) => one.type === "step") &&
+        events.some((event) => event.type === "step") &&
         location.hash.includes("/ranks") &&
         store
           .renew()
@@ -35,10 +35,10 @@ export async function show(root, store) {
           .catch(() => {}),
     );
   }
-  let share = true;
-  let devices = byRank(answer.devices);
-  let beats = new Map();
-  const picture = lanes();
+  let asShares = true;
+  let devices = byRank(times.devices);
+  let heartbeats = new Map();
+  const chart = timeline();
   const slowest = h("div", { "aria-live": "polite" });
   const figures = h("div", {});
   const note = h("p", { class: "muted small" });
@@ -46,142 +46,142 @@ export async function show(root, store) {
     root,
     slowest,
     card(
-      termOf("lanes"),
+      termOf("timeline"),
       choice(
-        t("lanes.scale"),
+        t("timeline.scale"),
         [
-          ["share", t("lanes.share")],
-          ["time", t("lanes.time")],
+          ["share", t("timeline.share")],
+          ["time", t("timeline.time")],
         ],
         "share",
-        (one) => {
-          share = one === "share";
+        (selected) => {
+          asShares = selected === "share";
           draw();
         },
       ),
-      picture.node,
+      chart.node,
       note,
     ),
     figures,
   );
 
   function draw() {
-    picture.set(answer, share);
+    chart.set(times, asShares);
     put(
       slowest,
-      answer.slowest
+      times.slowest
         ? h(
             "div",
             { class: "callout callout-warn" },
             icon("warning"),
-            h("div", {}, h("b", {}, t("ranks.slowest", { rank: answer.slowest.rank })), " ", slowdown(answer.slowest)),
+            h("div", {}, h("b", {}, t("ranks.slowest", { rank: times.slowest.rank })), " ", slowdown(times.slowest)),
           )
-        : h("div", { class: "callout" }, icon("done"), h("div", {}, t(answer.ranks.length > 1 ? "ranks.even" : "ranks.one"))),
+        : h("div", { class: "callout" }, icon("done"), h("div", {}, t(times.ranks.length > 1 ? "ranks.even" : "ranks.one"))),
     );
-    put(note, hasPhases(answer) ? null : t("ranks.old"));
-    note.hidden = hasPhases(answer);
+    put(note, hasPhases(times) ? null : t("ranks.no_phases"));
+    note.hidden = hasPhases(times);
     drawTable();
   }
   function drawTable() {
-    if (figures.contains(document.activeElement)) return; // somebody reads it: the next turn draws
-    put(figures, rankTable(answer, store.run, devices, beats));
+    if (figures.contains(document.activeElement)) return; // do not replace a table that is being read
+    put(figures, rankTable(times, store.run, devices, heartbeats));
   }
   draw();
 
-  // The current state of the ranks is requested regularly, because a hung run has no new steps.
-  async function listen() {
+  // The current state is requested regularly, because a hung run logs no steps that would trigger an update.
+  async function renewHeartbeats() {
     if (document.hidden || !["live", "lost"].includes(store.run.status)) return;
     try {
-      beats = byRank((await get(`api/runs/${store.id}/heartbeats`)).ranks);
+      heartbeats = byRank((await get(`api/runs/${store.id}/heartbeats`)).ranks);
       drawTable();
     } catch {
       // The banner reports the lost connection.
     }
   }
-  listen();
-  const beating = setInterval(listen, BEAT_MS);
+  renewHeartbeats();
+  const heartbeatTimer = setInterval(renewHeartbeats, HEARTBEAT_MS);
 
   let timer = null;
-  let wanted = false;
+  let isRenewalDue = false;
   async function renew() {
     try {
-      answer = await get(`api/runs/${store.id}/ranks?points=200`);
+      times = await get(`api/runs/${store.id}/ranks?points=200`);
       draw();
     } catch {
-      // The banner reports the lost connection; the page stays as it is.
+      // The banner reports the lost connection, and the page stays unchanged.
     }
     timer = null;
-    if (wanted) later();
+    if (isRenewalDue) renewSoon();
   }
-  function later() {
-    wanted = timer !== null;
-    timer ??= setTimeout(renew, RENEW_MS * Math.max(1, answer.ranks.length / 16)); // large worlds cost the server more
+  function renewSoon() {
+    isRenewalDue = timer !== null;
+    timer ??= setTimeout(renew, RENEW_MS * Math.max(1, times.ranks.length / 16)); // many ranks are more expensive for the server
   }
-  const offs = [
+  const unsubscribers = [
     store.on("append", (events) => {
       for (const event of events) if (event.devices) devices = byRank(event.devices);
-      if (events.some((one) => one.type === "step")) later();
+      if (events.some((event) => event.type === "step")) renewSoon();
     }),
-    store.on("again", later),
+    store.on("reload", renewSoon),
   ];
   return () => {
     clearTimeout(timer);
-    clearInterval(beating);
-    offs.forEach((off) => off());
-    picture.end();
+    clearInterval(heartbeatTimer);
+    unsubscribers.forEach((unsubscribe) => unsubscribe());
+    chart.end();
   };
 }
 
-const hasPhases = (answer) => answer.ranks.some((rank) => rank.forward_s?.some((one) => one !== null));
+const hasPhases = (times) => times.ranks.some((rank) => rank.forward_s?.some((value) => value !== null));
 
-const byRank = (devices) => new Map((Array.isArray(devices) ? devices : []).map((one) => [one.rank, one]));
+const byRank = (entries) => new Map((Array.isArray(entries) ? entries : []).map((entry) => [entry.rank, entry]));
 
 function mean(values) {
-  const known = (values ?? []).filter(Number.isFinite);
-  return known.length ? known.reduce((one, two) => one + two, 0) / known.length : null;
+  const finite = (values ?? []).filter(Number.isFinite);
+  return finite.length ? finite.reduce((a, b) => a + b, 0) / finite.length : null;
 }
 
-const STATES = { T: "T", t: "T", D: "D", Z: "gone", X: "gone", gone: "gone" };
+const STATES = { T: "T", t: "T", D: "D", Z: "ended", X: "ended", gone: "ended" };
 
-/** What a rank is doing, and for how long it has made no progress. */
-function doing(beat) {
-  if (!beat) return format.NONE;
-  const still_s = Date.now() / 1000 - beat.moved_at;
-  const what = [has(`phase.${beat.phase}`) ? t(`phase.${beat.phase}`) : beat.phase, beat.step ? t("ranks.in_step", { step: format.count(beat.step) }) : null];
-  if (beat.state in STATES) what.push(t(`ranks.state.${STATES[beat.state]}`));
-  else if (beat.waits_for) what.push(t("ranks.waits", { what: beat.waits_for }));
-  const text = what.filter(Boolean).join(", ");
-  if (beat.phase === "ended" || (still_s < STILL_S && !(beat.state in STATES))) return text;
-  return h("span", { class: "stale" }, icon("warning"), text, " · ", t("ranks.still", { since: format.duration(still_s) }));
+/** Describe what a rank is doing, and for how long it has made no progress. */
+function describeState(heartbeat) {
+  if (!heartbeat) return format.NONE;
+  const stalled_s = Date.now() / 1000 - heartbeat.moved_at;
+  const parts = [has(`phase.${heartbeat.phase}`) ? t(`phase.${heartbeat.phase}`) : heartbeat.phase, heartbeat.step ? t("ranks.in_step", { step: format.count(heartbeat.step) }) : null];
+  if (heartbeat.state in STATES) parts.push(t(`ranks.state.${STATES[heartbeat.state]}`));
+  else if (heartbeat.waits_for) parts.push(t("ranks.waits", { what: heartbeat.waits_for }));
+  const text = parts.filter(Boolean).join(", ");
+  if (heartbeat.phase === "ended" || (stalled_s < STALLED_AFTER_S && !(heartbeat.state in STATES))) return text;
+  return h("span", { class: "stale" }, icon("warning"), text, " · ", t("ranks.stalled", { since: format.duration(stalled_s) }));
 }
 
-function rankTable(answer, run, devices, beats) {
-  const busy = devices.size > 0 || answer.ranks.some((rank) => rank.utilisation !== undefined && rank.utilisation !== null);
-  const heads = [
-    { head: t("ranks.rank") },
-    { head: t("ranks.where") },
-    ...(beats.size ? [{ head: termOf("ranks.now") }] : []),
-    ...PHASES.map(({ name }) => ({ head: termOf(`phase.${name}`), number: true })),
-    { head: termOf("m.memory_bytes"), number: true },
-    ...(busy ? [{ head: termOf("ranks.gpu"), number: true }] : []),
-    { head: termOf("ranks.heard"), number: true },
+function rankTable(times, run, devices, heartbeats) {
+  const hasGpus = devices.size > 0 || times.ranks.some((rank) => rank.utilisation !== undefined && rank.utilisation !== null);
+  const columns = [
+    { label: t("ranks.rank") },
+    { label: t("ranks.location") },
+    ...(heartbeats.size ? [{ label: termOf("ranks.current") }] : []),
+    ...PHASES.map(({ name }) => ({ label: termOf(`phase.${name}`), number: true })),
+    { label: termOf("m.memory_bytes"), number: true },
+    ...(hasGpus ? [{ label: termOf("ranks.gpu"), number: true }] : []),
+    { label: termOf("ranks.heartbeat"), number: true },
   ];
-  const rows = answer.ranks.map((rank) => {
+  const rows = times.ranks.map((rank) => {
     const gpu = devices.get(rank.rank) ?? rank;
-    const beat = beats.get(rank.rank);
+    const heartbeat = heartbeats.get(rank.rank);
     return row(
       [
         h(
           "span",
           {},
           String(rank.rank),
-          rank.rank === answer.slowest?.rank ? h("span", { class: "tag" }, t("ranks.slow")) : null,
+          rank.rank === times.slowest?.rank ? h("span", { class: "tag" }, t("ranks.slow")) : null,
         ),
-        [rank.host, rank.device].filter((one) => one !== null && one !== undefined).join(" · ") || format.NONE,
-        ...(beats.size ? [doing(beat)] : []),
+        [rank.host, rank.device].filter((part) => part !== null && part !== undefined).join(" · ") || format.NONE,
+        ...(heartbeats.size ? [describeState(heartbeat)] : []),
         ...PHASES.map(({ name }) => format.duration(mean(rank[`${name}_s`]))),
         format.bytes(newest(rank.memory_bytes)),
-        ...(busy
+        ...(hasGpus
           ? [
               [
                 format.percent(gpu.utilisation),
@@ -192,16 +192,16 @@ function rankTable(answer, run, devices, beats) {
                 .join(" · "),
             ]
           : []),
-        format.ago(beat?.heard_at ?? run.updated_at),
+        format.ago(heartbeat?.heard_at ?? run.updated_at),
       ],
-      heads,
+      columns,
     );
   });
   return h(
     "section",
     { class: "card flush" },
     h("div", { class: "card-head" }, h("h2", {}, t("ranks.table")), h("span", { class: "muted small" }, t("ranks.table.what"))),
-    table(t("ranks.table"), heads, rows),
+    table(t("ranks.table"), columns, rows),
   );
 }
 

@@ -1,4 +1,4 @@
-// The report of the run, in a sandboxed frame.
+// The tab Report of a run: report.html in a sandboxed frame.
 
 import { h, put } from "../../lib/dom.js";
 import { t } from "../../lib/i18n.js";

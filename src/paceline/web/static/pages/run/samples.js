@@ -1,4 +1,4 @@
-// Samples that the model generated at each evaluation.
+// The tab Samples of a run: what the model generated at each evaluation.
 
 import { h, put } from "../../lib/dom.js";
 import * as format from "../../lib/format.js";
@@ -6,38 +6,38 @@ import { t } from "../../lib/i18n.js";
 import { emptyState } from "../../lib/ui.js";
 
 export async function show(root, store) {
-  let at = null; // the evaluation that is shown: null is the newest
+  let selected = null; // the index of the evaluation shown; null: the newest
   function draw() {
-    const all = store.run.samples ?? [];
-    if (!all.length) return void put(root, emptyState(t("missing", { what: t("missing.samples") }), t("samples.none")));
-    const focused = document.activeElement?.id;
-    const index = at ?? all.length - 1;
-    const one = all[index];
+    const evaluations = store.run.samples ?? [];
+    if (!evaluations.length) return void put(root, emptyState(t("missing", { what: t("missing.samples") }), t("samples.none")));
+    const focusedId = document.activeElement?.id;
+    const index = selected ?? evaluations.length - 1;
+    const evaluation = evaluations[index];
     const select = h(
       "select",
       {
         id: "sample-step",
         on: {
           change: (event) => {
-            at = Number(event.target.value) === all.length - 1 ? null : Number(event.target.value);
+            selected = Number(event.target.value) === evaluations.length - 1 ? null : Number(event.target.value);
             draw();
           },
         },
       },
-      all.map((sample, nth) =>
-        h("option", { value: nth, prop: { selected: nth === index } }, t("run.at_step", { step: format.count(sample.step) })),
+      evaluations.map((option, optionIndex) =>
+        h("option", { value: optionIndex, prop: { selected: optionIndex === index } }, t("run.at_step", { step: format.count(option.step) })),
       ),
     );
-    const button = (id, to, text) =>
+    const button = (id, target, text) =>
       h(
         "button",
         {
           type: "button",
           id,
-          prop: { disabled: to < 0 || to >= all.length },
+          prop: { disabled: target < 0 || target >= evaluations.length },
           on: {
             click: () => {
-              at = to === all.length - 1 ? null : to;
+              selected = target === evaluations.length - 1 ? null : target;
               draw();
             },
           },
@@ -49,17 +49,17 @@ export async function show(root, store) {
       h(
         "div",
         { class: "toolbar" },
-        h("label", { class: "field" }, t("samples.of"), select),
+        h("label", { class: "field" }, t("samples.evaluation"), select),
         button("sample-before", index - 1, t("samples.before")),
         button("sample-after", index + 1, t("samples.after")),
       ),
       h(
         "div",
         { class: "stack" },
-        (one.samples ?? []).map((sample, nth) =>
+        (evaluation.samples ?? []).map((sample, sampleIndex) =>
           h(
             "section",
-            { class: "card sample", "aria-label": t("samples.nth", { nth: nth + 1 }) },
+            { class: "card sample", "aria-label": t("samples.nth", { nth: sampleIndex + 1 }) },
             part("samples.prompt", sample.prompt),
             part("samples.text", sample.text, "sample-text"),
             sample.reference ? part("samples.reference", sample.reference) : null,
@@ -67,14 +67,14 @@ export async function show(root, store) {
         ),
       ),
     );
-    if (focused && focused.startsWith("sample-")) document.getElementById(focused)?.focus();
+    if (focusedId && focusedId.startsWith("sample-")) document.getElementById(focusedId)?.focus();
     return undefined;
   }
   draw();
-  return store.on("change", () => (at === null ? draw() : null));
+  return store.on("change", () => (selected === null ? draw() : null));
 }
 
-const part = (key, text, more = "") => [
+const part = (key, text, className = "") => [
   h("h3", { class: "muted" }, t(key)),
-  h("p", { class: `sample-part ${more}` }, text || t("samples.empty")),
+  h("p", { class: `sample-part ${className}` }, text || t("samples.empty")),
 ];

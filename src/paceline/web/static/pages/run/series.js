@@ -1,8 +1,8 @@
-// The series of a run: requested from the server, and extended by new events.
+// The series of a run: fetched from the server and extended by new events.
 
 import { get } from "../../lib/api.js";
 
-export const NAMES = [
+export const SERIES_NAMES = [
   "loss",
   "learning_rate",
   "grad_norm",
@@ -15,32 +15,32 @@ export const NAMES = [
 ];
 const POINTS = 1200;
 
-/** The response of `api/runs/ID/series` for a range of steps (null: open). */
-export function ask(id, { start = null, end = null, names = NAMES, points = POINTS } = {}) {
+/** Fetch `api/runs/ID/series` for a range of steps. null: no limit. */
+export function fetchSeries(id, { start = null, end = null, names = SERIES_NAMES, points = POINTS } = {}) {
   const query = new URLSearchParams({ names: names.join(","), points });
   if (start !== null) query.set("start", start);
   if (end !== null) query.set("end", end);
   return get(`api/runs/${id}/series?${query}`);
 }
 
-/** Append new events to a response. Return false if they do not belong at its end (a repeated step): request it again. */
-export function lengthen(answer, events) {
+/** Append new events to a series. Return false if it has to be fetched again, for example because a step was repeated. */
+export function appendEvents(series, events) {
   for (const event of events) {
-    const last = answer.step.at(-1) ?? 0;
+    const last = series.step.at(-1) ?? 0;
     if (event.type === "step") {
       if (event.step < last) return false;
-      if (event.step > last) addStep(answer, event, last);
-    } else if (event.type === "eval" && event.step > (answer.evals.at(-1)?.step ?? -1)) answer.evals.push(event);
-    else if (MARKS[event.type] && event.time > (answer.marks.at(-1)?.time ?? 0)) answer.marks.push(markOf(event));
+      if (event.step > last) addStep(series, event, last);
+    } else if (event.type === "eval" && event.step > (series.evals.at(-1)?.step ?? -1)) series.evals.push(event);
+    else if (MARK_LEVELS[event.type] && event.time > (series.marks.at(-1)?.time ?? 0)) series.marks.push(markOf(event));
   }
-  return answer.step.length < 2 * POINTS;
+  return series.step.length < 2 * POINTS;
 }
 
-function addStep(answer, event, last) {
-  answer.step.push(event.step);
-  answer.time.push(event.time);
-  answer.tokens.push((answer.tokens.at(-1) ?? 0) + (event.tokens ?? 0) * (event.step - last));
-  for (const [name, { mean, min, max }] of Object.entries(answer.series)) {
+function addStep(series, event, last) {
+  series.step.push(event.step);
+  series.time.push(event.time);
+  series.tokens.push((series.tokens.at(-1) ?? 0) + (event.tokens ?? 0) * (event.step - last));
+  for (const [name, { mean, min, max }] of Object.entries(series.series)) {
     const value = valueOf(name, event);
     mean.push(value);
     min.push(value);
@@ -50,12 +50,12 @@ function addStep(answer, event, last) {
 
 function valueOf(name, event) {
   if (name === "tokens_per_second") return event.tokens && event.step_time_s ? event.tokens / event.step_time_s : null;
-  if (name === "traffic_bytes") return event.traffic ? Object.values(event.traffic).reduce((one, two) => one + two, 0) : null;
+  if (name === "traffic_bytes") return event.traffic ? Object.values(event.traffic).reduce((a, b) => a + b, 0) : null;
   const value = event[name];
-  return Array.isArray(value) ? value.reduce((one, two) => Math.max(one, two ?? 0), 0) || null : (value ?? null);
+  return Array.isArray(value) ? value.reduce((max, rankValue) => Math.max(max, rankValue ?? 0), 0) || null : (value ?? null);
 }
 
-const MARKS = {
+const MARK_LEVELS = {
   checkpoint: "info",
   resume: "info",
   fault: "error",
@@ -73,7 +73,7 @@ const MARKS = {
   run_end: "info",
 };
 
-// The server formats the text of a mark. A mark that arrives live has the text of its event until the next request.
+// The server formats the texts of marks. A mark from the event stream has a preliminary text until the next request.
 function markOf(event) {
   const text =
     event.text ??
@@ -81,6 +81,6 @@ function markOf(event) {
     event.error ??
     (event.path ? String(event.path).split("/").at(-1) : event.status) ??
     event.type;
-  const level = event.error || event.status === "failed" ? "error" : MARKS[event.type];
+  const level = event.error || event.status === "failed" ? "error" : MARK_LEVELS[event.type];
   return { time: event.time, step: event.step ?? null, type: event.type, level, text };
 }

@@ -1,18 +1,18 @@
-// Descriptions of strategies.
+// Descriptions of strategies and meshes.
 
 import { has, t } from "../../lib/i18n.js";
 
-export const AXES = ["pipeline", "data", "shard", "tensor"];
+export const MESH_AXES = ["pipeline", "data", "shard", "tensor"];
 
-/** The description of a strategy; null if the strategy is unknown. */
-export function inWords(strategy) {
+/** Describe a strategy. null if the strategy is not known. */
+export function describeStrategy(strategy) {
   if (!strategy) return null;
-  return has(`strategy.${strategy}`) ? t(`strategy.${strategy}`) : t("strategy.own");
+  return has(`strategy.${strategy}`) ? t(`strategy.${strategy}`) : t("strategy.custom");
 }
 
-/** "data 2 × tensor 2"; empty if no axis has more than one rank. */
-export function axesInWords(axes) {
-  return AXES.filter((name) => axes?.[name] > 1)
+/** Describe a mesh, such as "data 2 × tensor 2". Empty if no axis has more than one rank. */
+export function describeAxes(axes) {
+  return MESH_AXES.filter((name) => axes?.[name] > 1)
     .map((name) => `${t(`axis.${name}`)} ${axes[name]}`)
     .join(" × ");
 }

@@ -1,8 +1,8 @@
-// Traffic: bytes of each collective per step, predicted and measured.
+// The tab Traffic of a run: bytes per step, predicted and measured, by collective.
 
 import { get } from "../../lib/api.js";
 import { bars, difference } from "../../lib/bars.js";
-import { COLOURS, DASHES, lineChart } from "../../lib/chart.js";
+import { COLORS, DASHES, lineChart } from "../../lib/chart.js";
 import { axis } from "../../lib/axis.js";
 import { h, put } from "../../lib/dom.js";
 import * as format from "../../lib/format.js";
@@ -15,47 +15,47 @@ export async function show(root, store) {
   let chart = null;
   let shownNames = "";
   async function draw() {
-    const answer = await get(`api/runs/${store.id}/traffic`);
-    const names = Object.keys(answer.by_collective ?? {}).filter((name) => answer.by_collective[name].some((one) => one > 0));
-    if (!names.length && answer.predicted_bytes === null && answer.measured_bytes === null)
+    const traffic = await get(`api/runs/${store.id}/traffic`);
+    const names = Object.keys(traffic.by_collective ?? {}).filter((name) => traffic.by_collective[name].some((bytes) => bytes > 0));
+    if (!names.length && traffic.predicted_bytes === null && traffic.measured_bytes === null)
       return void put(root, notRecorded("missing.traffic", store.run));
     const totals = card(
       termOf("traffic.step"),
-      h("span", { class: "muted small" }, difference(answer.predicted_bytes, answer.measured_bytes)),
-      comparison(answer),
-      answer.bound ? h("p", { class: "muted small" }, t("traffic.bound")) : null,
+      h("span", { class: "muted small" }, difference(traffic.predicted_bytes, traffic.measured_bytes)),
+      comparison(traffic),
+      traffic.bound ? h("p", { class: "muted small" }, t("traffic.bound")) : null,
     );
-    const series = names.map((name, at) => ({
+    const series = names.map((name, index) => ({
       name,
-      colour: COLOURS[at % COLOURS.length],
-      dash: DASHES[at % DASHES.length],
-      always: true,
+      color: COLORS[index % COLORS.length],
+      dash: DASHES[index % DASHES.length],
+      alwaysInLegend: true,
     }));
     if (names.join() !== shownNames) {
       chart?.end();
       shownNames = names.join();
       chart = names.length
-        ? lineChart({ name: t("traffic.over"), height: 240, x: axis("step"), y: { format: format.bytes, min: 0 }, series })
+        ? lineChart({ name: t("traffic.by_collective"), height: 240, x: axis("step"), y: { format: format.bytes, min: 0 }, series })
         : null;
     }
     put(
       root,
-      summary(answer),
+      summary(traffic),
       totals,
       chart
-        ? card(termOf("traffic.over"), h("span", { class: "muted small" }, t("traffic.unit")), chart.node)
-        : card(t("traffic.over"), null, h("p", { class: "muted" }, t("traffic.no_collectives"))),
-      names.length ? collectives(answer, names) : null,
+        ? card(termOf("traffic.by_collective"), h("span", { class: "muted small" }, t("traffic.unit")), chart.node)
+        : card(t("traffic.by_collective"), null, h("p", { class: "muted" }, t("traffic.no_collectives"))),
+      names.length ? collectives(traffic, names) : null,
     );
-    chart?.set([answer.step, ...names.map((name) => numbers(answer.by_collective[name]))]);
+    chart?.set([traffic.step, ...names.map((name) => numbers(traffic.by_collective[name]))]);
     return undefined;
   }
   await draw();
   const timer = setInterval(() => store.run.status === "live" && !document.hidden && draw().catch(() => {}), 5000);
-  const off = store.on("again", () => draw().catch(() => {}));
+  const unsubscribe = store.on("reload", () => draw().catch(() => {}));
   return () => {
     clearInterval(timer);
-    off();
+    unsubscribe();
     chart?.end();
   };
 }
@@ -86,19 +86,19 @@ const comparison = ({ predicted_bytes, measured_bytes }) =>
     },
   ]);
 
-function collectives(answer, names) {
-  const heads = [
-    { head: t("traffic.collective") },
-    { head: t("traffic.mean"), number: true },
-    { head: t("traffic.share"), number: true },
-    { head: t("traffic.what") },
+function collectives(traffic, names) {
+  const columns = [
+    { label: t("traffic.collective") },
+    { label: t("traffic.mean"), number: true },
+    { label: t("traffic.share"), number: true },
+    { label: t("traffic.what") },
   ];
   const means = names.map((name) => {
-    const known = answer.by_collective[name].filter(Number.isFinite);
-    return known.reduce((one, two) => one + two, 0) / Math.max(1, known.length);
+    const finite = traffic.by_collective[name].filter(Number.isFinite);
+    return finite.reduce((a, b) => a + b, 0) / Math.max(1, finite.length);
   });
-  const all = means.reduce((one, two) => one + two, 0) || 1;
-  const what = (name) => {
+  const total = means.reduce((a, b) => a + b, 0) || 1;
+  const describe = (name) => {
     const text = t(`collective.${name.replaceAll("-", "_")}`);
     return text.startsWith("collective.") ? "" : text;
   };
@@ -108,9 +108,9 @@ function collectives(answer, names) {
     h("div", { class: "card-head" }, h("h2", {}, t("traffic.table"))),
     table(
       t("traffic.table"),
-      heads,
-      names.map((name, at) =>
-        row([h("code", {}, name), format.bytes(means[at]), format.percent(means[at] / all), what(name)], heads),
+      columns,
+      names.map((name, index) =>
+        row([h("code", {}, name), format.bytes(means[index]), format.percent(means[index] / total), describe(name)], columns),
       ),
     ),
   );

@@ -4,8 +4,8 @@ import { h } from "../../lib/dom.js";
 import { t } from "../../lib/i18n.js";
 import { command, emptyState, icon } from "../../lib/ui.js";
 
-/** The folder has no runs. */
-export function nothing(folder) {
+/** Return the empty state of a folder without runs. */
+export function noRuns(folder) {
   return emptyState(
     t("runs.none", { folder }),
     t("runs.none.text"),
@@ -16,8 +16,8 @@ export function nothing(folder) {
 
 const quoted = (path) => (/^[\w./@:+-]+$/.test(path) ? path : `'${path.replaceAll("'", `'\\''`)}'`);
 
-/** No run matches the search. */
-export const noMatch = (n, clear) =>
+/** Return the empty state of a search without a match. */
+export const noMatchingRuns = (n, clear) =>
   emptyState(
     t("runs.none.match"),
     t("runs.none.match.text", { n }),

@@ -1,36 +1,36 @@
-// A row of the list of runs.
+// The rows of the list of runs.
 
 import { h } from "../../lib/dom.js";
 import * as format from "../../lib/format.js";
 import { t } from "../../lib/i18n.js";
 import { badge, icon } from "../../lib/ui.js";
 
-/** The ids of the runs selected for comparison. They stay selected while other pages are shown. */
-export const chosen = new Set();
+/** The ids of the runs selected for comparison. The selection persists while other pages are shown. */
+export const selectedIds = new Set();
 
-/** The cells of a run. `drawPick()` is called when its selection changes. */
-export function cells(run, drawPick) {
-  const box = h("input", {
+/** Return the cells of a run. `onSelect()` is called when the run is selected or deselected. */
+export function rowCells(run, onSelect) {
+  const checkbox = h("input", {
     type: "checkbox",
     "aria-label": t("runs.choose", { name: run.name }),
-    prop: { checked: chosen.has(run.id) },
+    prop: { checked: selectedIds.has(run.id) },
     on: {
       change: (event) => {
-        chosen[event.target.checked ? "add" : "delete"](run.id);
-        drawPick();
+        selectedIds[event.target.checked ? "add" : "delete"](run.id);
+        onSelect();
       },
     },
   });
   const label = (key) => ({ "data-label": t(key) });
   return [
-    h("td", { class: "pick" }, box),
+    h("td", { class: "pick" }, checkbox),
     h(
       "th",
       { scope: "row", class: "run-name" },
       h("div", { class: "run-line" }, h("a", { href: `#/run/${run.id}` }, run.name || run.path), " ", badge(run.status)),
-      runMore(run),
+      runDetails(run),
     ),
-    h("td", label("runs.progress"), progress(run)),
+    h("td", label("runs.progress"), progressBar(run)),
     h("td", { class: "number", ...label("runs.loss") }, format.loss(run.loss)),
     h("td", { class: "number", ...label("runs.eval_loss") }, format.loss(run.eval_loss)),
     h("td", { class: "number", ...label("runs.rate") }, format.short(run.tokens_per_second)),
@@ -47,11 +47,11 @@ export function cells(run, drawPick) {
       run.model ?? format.NONE,
       run.task ? h("div", { class: "muted small" }, run.task) : null,
     ),
-    h("td", label("runs.started"), when(run.started_at)),
+    h("td", label("runs.started"), timeElement(run.started_at)),
   ];
 }
 
-function runMore(run) {
+function runDetails(run) {
   const parts = [];
   if (run.path && run.path !== run.name) parts.push(h("span", { class: "mono" }, run.path));
   if (run.restarts) parts.push(t("runs.restarts", { n: run.restarts }));
@@ -60,7 +60,7 @@ function runMore(run) {
       ? h(
           "div",
           { class: "muted small" },
-          parts.flatMap((one, at) => (at ? [" · ", one] : [one])),
+          parts.flatMap((part, index) => (index ? [" · ", part] : [part])),
         )
       : null,
   ];
@@ -71,16 +71,16 @@ function runMore(run) {
       h(
         "div",
         { class: "run-tags" },
-        run.tags.map((one) => h("span", { class: "tag" }, one)),
+        run.tags.map((tag) => h("span", { class: "tag" }, tag)),
       ),
     );
   return h("div", { class: "run-more" }, lines);
 }
 
-/** The progress of a run as a bar with a text. */
-export function progress(run) {
+/** Return the progress of a run as a bar with a text. */
+export function progressBar(run) {
   const share = run.steps ? Math.min(1, (run.step ?? 0) / run.steps) : null;
-  const words =
+  const text =
     run.step === null || run.step === undefined
       ? format.NONE
       : run.steps
@@ -99,7 +99,7 @@ export function progress(run) {
     h(
       "div",
       { class: "small muted" },
-      words,
+      text,
       run.status === "live" && run.eta_s !== null && run.eta_s !== undefined
         ? ` · ${t("runs.left", { left: format.duration(run.eta_s) })}`
         : null,
@@ -107,7 +107,7 @@ export function progress(run) {
   );
 }
 
-export function when(time_s) {
+export function timeElement(time_s) {
   if (!time_s) return format.NONE;
   return h(
     "time",
@@ -116,10 +116,10 @@ export function when(time_s) {
   );
 }
 
-/** Replace a cell by `next`; a focused link stays. */
+/** Replace the cell `old` by `next`. A link that has the focus is kept. */
 export function replaceCell(old, next) {
   if (old.contains(document.activeElement) && old.querySelector("a")) {
-    // The link of this run has the focus: its text may change, but the link stays.
+    // Replacing the link would remove the focus, so only its text is replaced.
     old.querySelector("a").textContent = next.querySelector("a").textContent;
     for (const kind of [".badge", ".run-more"]) old.querySelector(kind)?.replaceWith(next.querySelector(kind) ?? "");
   } else old.replaceWith(next);
