@@ -57,7 +57,7 @@ def take(browser: Browser, url: str, place: str, way: str, path: Path) -> None:
             expect(page.locator("#plan-verdict")).not_to_be_empty(timeout=60_000)
         if place.endswith("/chat"):
             page.locator(".choice label").last.click()  # both models
-            page.fill("#chat-most", "24")
+            page.fill("#chat-max-tokens", "24")
             page.fill("#question", "What does json.dumps do?")
             page.keyboard.press("Enter")
             expect(page.locator(".answer-base p")).to_contain_text("tokens/s", timeout=60_000)

@@ -54,12 +54,12 @@ def test_form_and_text_are_in_step(form):
     # And the other way; a mistake is named at its line and at its field, and nothing can be
     # started.
     yaml.fill("model: m\ndataset: d\ntrain_args:\n  max_length: 2\n  lerning_rate: 1\n")
-    expect(form.locator(".mistakes li")).to_have_count(2)
-    expect(form.locator(".mistakes .place").first).to_have_text("line 4")
+    expect(form.locator(".error-list li")).to_have_count(2)
+    expect(form.locator(".error-list .place").first).to_have_text("line 4")
     expect(field(form, "model")).to_have_value("m")
     expect(field(form, "train_args.max_length")).to_have_attribute("aria-invalid", "true")
     expect(form.locator("#start")).to_be_disabled()
-    form.locator(".mistakes .place").last.click()
+    form.locator(".error-list .place").last.click()
     assert form.evaluate("document.getSelection().toString()") == "  lerning_rate: 1"
     form.locator('[data-preset="classify"]').click()
     expect(field(form, "task")).to_have_value("classify")
@@ -78,7 +78,7 @@ def test_data_is_uploaded_and_looked_at(form, panel):
     )
     expect(field(form, "dataset")).to_have_value("./datasets/mine.jsonl")
     assert (panel.folder / "datasets" / "mine.jsonl").read_bytes() == content
-    form.locator("#look").click()
+    form.locator("#preview-button").click()
     shown = form.locator(".rows > li")
     expect(shown).to_have_count(2, timeout=LONG_MS)
     expect(shown.nth(0).locator("mark.label")).to_have_text("Riders in a row.<|im_end|>")
@@ -90,7 +90,7 @@ def test_data_is_uploaded_and_looked_at(form, panel):
     form.locator('[data-preset="classify"]').click()
     expect(field(form, "dataset")).to_have_value("builtin:digits")
     expect(form.locator("#start")).to_be_enabled()
-    form.locator("#look").click()
+    form.locator("#preview-button").click()
     expect(form.locator(".pictures img")).to_have_count(5, timeout=LONG_MS)
     assert form.locator(".pictures img").evaluate_all(
         "all => all.every((one) => one.complete && one.naturalWidth > 0)"
@@ -116,14 +116,14 @@ def test_a_run_is_started_watched_to_its_end_and_chatted_with(form, panel):
 
     form.locator("#chat").click()
     form.locator(".choice label", has_text="Both").click()
-    form.fill("#chat-most", "8")
+    form.fill("#chat-max-tokens", "8")
     form.fill("#question", "What is os?")
     form.keyboard.press("Enter")
     for side in ("tuned", "base"):
         expect(form.locator(f".answer-{side} p")).to_contain_text("tokens/s", timeout=LONG_MS)
     form.locator(".choice label", has_text="Fine-tuned").click()
-    form.fill("#chat-most", "4096")
-    form.fill("#chat-heat", "2")
+    form.fill("#chat-max-tokens", "4096")
+    form.fill("#chat-temperature", "2")
     form.fill("#question", "Go on.")
     form.locator("#send").click()
     expect(form.locator(".turn").last.locator(".answer-text")).not_to_be_empty(timeout=LONG_MS)

@@ -8,8 +8,9 @@ import { announce, emptyState, errorState, hideBubble, icon } from "./lib/ui.js"
 
 api.storeToken();
 
-// The first matching route is used. A page has `show(root, params, ctx)`, which returns a function that removes the page. If that
-// function has an `update` and the address changes within the page, `update(params)` is called instead of a new `show`.
+// The first matching route is used. A page has `show(root, params, ctx)`, which returns a function
+// that removes the page. If that function has an `update` and the address changes within the page,
+// `update(params)` is called instead of a new `show`.
 const ROUTES = [
   [/^\/?$/, [], () => import("./pages/runs.js"), "runs"],
   [/^\/new$/, [], () => import("./pages/start.js"), "new"],
@@ -41,7 +42,10 @@ const ctx = {
   hasToken: api.hasToken,
   /** Go to another page, such as `#/run/ID/overview`. */
   go: (hash) => (location.hash = hash),
-  /** Set or (null) remove query parameters of the address, without a new entry in the browser's history. */
+  /**
+   * Set or (null) remove query parameters of the address, without a new entry in the browser's
+   * history.
+   */
   setQuery(values) {
     const [path, query] = parseHash();
     for (const [name, value] of Object.entries(values)) {
@@ -65,21 +69,34 @@ function parseHash() {
 
 async function route({ force = false } = {}) {
   const [path, query] = parseHash();
-  const match = ROUTES.map(([pattern, names, load, section]) => [path.match(pattern), names, load, section]).find(
-    ([match]) => match,
-  );
+  const match = ROUTES.map(([pattern, names, load, section]) => [
+    path.match(pattern),
+    names,
+    load,
+    section,
+  ]).find(([match]) => match);
   const thisRoute = ++routeCount;
   hideBubble();
   drawBar(match?.[3]);
   if (!match) {
     removePage();
     ctx.title(t("page.not_found"));
-    put(main, emptyState(t("page.not_found"), t("page.not_found.text"), h("p", {}, h("a", { href: "#/" }, t("nav.runs")))));
+    put(
+      main,
+      emptyState(
+        t("page.not_found"),
+        t("page.not_found.text"),
+        h("p", {}, h("a", { href: "#/" }, t("nav.runs"))),
+      ),
+    );
     return;
   }
   const [groups, names, load] = match;
   const params = { query };
-  names.forEach((name, index) => (params[name] = groups[index + 1] === undefined ? undefined : decodeURIComponent(groups[index + 1])));
+  names.forEach((name, index) =>
+    (params[name] =
+      groups[index + 1] === undefined ? undefined : decodeURIComponent(groups[index + 1])),
+  );
   const key = `${load}${params.id ?? params.ids ?? ""}`;
   if (!force && current.key === key && current.remove?.update) {
     current.remove.update(params);
@@ -105,7 +122,8 @@ async function route({ force = false } = {}) {
 }
 
 // If the module of a page cannot be fetched, the server is not reachable.
-const loadError = (error) => (/dynamically imported|module/i.test(error.message) ? { what: "no-answer" } : error);
+const loadError = (error) =>
+  /dynamically imported|module/i.test(error.message) ? { what: "no-answer" } : error;
 
 function removePage() {
   try {
@@ -116,15 +134,26 @@ function removePage() {
 }
 
 function drawBar(section) {
-  const link = (name, href, text) => h("a", { href, class: "bar-link", "aria-current": section === name ? "page" : null }, text);
+  const link = (name, href, text) =>
+    h("a", { href, class: "bar-link", "aria-current": section === name ? "page" : null }, text);
   const theme = getTheme();
   const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
   const otherLanguage = Object.keys(LANGUAGES).find((name) => name !== getLanguage());
   skipLink.textContent = t("skip");
   put(
     bar,
-    h("a", { href: "#/", class: "brand" }, h("img", { src: "icons/paceline.svg", alt: "", width: 24, height: 24 }), "Paceline"),
-    h("nav", { "aria-label": t("nav") }, link("runs", "#/", t("nav.runs")), link("new", "#/new", [icon("plus"), t("nav.new")])),
+    h(
+      "a",
+      { href: "#/", class: "brand" },
+      h("img", { src: "icons/paceline.svg", alt: "", width: 24, height: 24 }),
+      "Paceline",
+    ),
+    h(
+      "nav",
+      { "aria-label": t("nav") },
+      link("runs", "#/", t("nav.runs")),
+      link("new", "#/new", [icon("plus"), t("nav.new")]),
+    ),
     h(
       "div",
       { class: "bar-end" },
@@ -204,7 +233,8 @@ api.onConnection(({ state, retryAt }) => {
 
 addEventListener("hashchange", async () => {
   await route();
-  if (!main.contains(document.activeElement) && document.activeElement === document.body) main.focus({ preventScroll: true });
+  if (!main.contains(document.activeElement) && document.activeElement === document.body)
+    main.focus({ preventScroll: true });
 });
 onLanguage(() => route({ force: true }).then(() => document.getElementById("language")?.focus()));
 route();

@@ -11,7 +11,8 @@ export const en = {
   "theme.next": "Colors: switch to {next}",
   "page.not_found": "Page not found",
   "page.not_found.text": "This version of Paceline has no page at this address.",
-  "server.lost": "Connection to the server lost. Runs are not affected; this page shows the last known state.",
+  "server.lost":
+    "Connection to the server lost. Runs are not affected; this page shows the last known state.",
   "server.retry": "Retrying in {left_s} s.",
   "server.trying": "Connecting…",
   "server.retry_now": "Retry now",
@@ -20,7 +21,8 @@ export const en = {
   "error.fix": "To fix: {fix}",
   "error.retry": "Retry",
   "error.no_answer": "The server is not responding",
-  "error.no_answer.fix": "check that `paceline ui` is still running in its terminal, and restart it if it is not; this page reconnects automatically.",
+  "error.no_answer.fix":
+    "check that `paceline ui` is still running in its terminal, and restart it if it is not; this page reconnects automatically.",
   "copy": "Copy",
   "copied": "Copied",
   "copy.failed": "Copy failed",
@@ -42,9 +44,11 @@ export const en = {
   "status.empty": "no events",
   "status.live.is": "Training is in progress.",
   "status.done.is": "Training has finished.",
-  "status.stopped.is": "The run was stopped. If training had begun, a checkpoint was written and the run can be resumed.",
+  "status.stopped.is":
+    "The run was stopped. If training had begun, a checkpoint was written and the run can be resumed.",
   "status.failed.is": "The run ended with an error; see the log.",
-  "status.lost.is": "The process ended without a final event: it was killed, or the machine went down. The run can be resumed from its latest checkpoint.",
+  "status.lost.is":
+    "The process ended without a final event: it was killed, or the machine went down. The run can be resumed from its latest checkpoint.",
   "status.waiting.is": "The process has started but has not written an event yet.",
   "status.empty.is": "The run's folder contains no events.",
 
@@ -64,7 +68,8 @@ export const en = {
   "runs.name": "Run",
   "runs.progress": "Progress",
   "runs.loss": "Loss",
-  "runs.loss.is": "Training loss of the latest step: the mean over the label tokens (or images) of the batch. Lower is better.",
+  "runs.loss.is":
+    "Training loss of the latest step: the mean over the label tokens (or images) of the batch. Lower is better.",
   "runs.eval_loss": "Eval loss",
   "runs.eval_loss.is": "Loss on held-out data at the latest evaluation. Lower is better.",
   "runs.rate": "Tokens/s",
@@ -78,10 +83,12 @@ export const en = {
   "runs.step.open": "step {step}",
   "runs.sort": "Sort by",
   "runs.none": "No runs in {folder} yet",
-  "runs.none.text": "Start one here with a form, or in a terminal. It appears in this list within a second.",
+  "runs.none.text":
+    "Start one here with a form, or in a terminal. It appears in this list within a second.",
   "runs.none.start": "Start a run",
   "runs.none.match": "No matching runs",
-  "runs.none.match.text": "{n} run does not match the search or the filters.|None of the {n} runs matches the search and the filters.",
+  "runs.none.match.text":
+    "{n} run does not match the search or the filters.|None of the {n} runs matches the search and the filters.",
   "runs.none.match.clear": "Show all runs",
   "runs.ranks": "{n} rank|{n} ranks",
   "runs.restarts": "{n} restart|{n} restarts",
@@ -97,7 +104,12 @@ export const en = {
   "machine.utilisation": "{value} utilization",
   "machine.utilisation.is": "Share of the last second during which the GPU was computing.",
 
-  "export.title": "Export", "export.is": "The full model in one folder, with the adapters merged into its weights, in the format that transformers loads.",
-  "export.start": "Export merged model", "export.running": "Exporting the merged model…", "export.done": "Exported to:", "export.no_adapters": "This run has no adapters. The full model is in:",
+  "export.title": "Export",
+  "export.is":
+    "The full model in one folder, with the adapters merged into its weights, in the format that transformers loads.",
+  "export.start": "Export merged model",
+  "export.running": "Exporting the merged model…",
+  "export.done": "Exported to:",
+  "export.no_adapters": "This run has no adapters. The full model is in:",
   "export.report": "Report of this run",
 };

@@ -97,7 +97,11 @@ export const zh = {
   "machine.utilisation": "利用率 {value}",
   "machine.utilisation.is": "最近一秒内 GPU 处于计算状态的时间占比。",
 
-  "export.title": "导出", "export.is": "完整模型保存在一个文件夹中,适配器已合并到权重,可直接用 transformers 加载。",
-  "export.start": "导出合并后的模型", "export.running": "正在导出合并后的模型…", "export.done": "已导出到:", "export.no_adapters": "本次训练没有适配器,完整模型位于:",
+  "export.title": "导出",
+  "export.is": "完整模型保存在一个文件夹中,适配器已合并到权重,可直接用 transformers 加载。",
+  "export.start": "导出合并后的模型",
+  "export.running": "正在导出合并后的模型…",
+  "export.done": "已导出到:",
+  "export.no_adapters": "本次训练没有适配器,完整模型位于:",
   "export.report": "本次训练的报告",
 };

@@ -2,7 +2,10 @@
 
 const TOKEN = "paceline-token";
 
-/** An error response: `what` is wrong, which values are `allowed`, and how to `fix` it. `status` 0 means no response. */
+/**
+ * An error response: `what` is wrong, which values are `allowed`, and how to `fix` it. `status` 0
+ * means no response.
+ */
 export class ApiError extends Error {
   constructor(status, { what, allowed = null, fix = null, ...details }) {
     super(what);
@@ -10,7 +13,10 @@ export class ApiError extends Error {
   }
 }
 
-/** Move the token from the address to the session storage, so that a link that a user copies does not contain it. */
+/**
+ * Move the token from the address to the session storage, so that a link that a user copies does
+ * not contain it.
+ */
 export function storeToken() {
   const query = new URLSearchParams(location.search);
   if (!query.has("token")) return;
@@ -48,7 +54,14 @@ async function send(method, path, body, { signal, accept = "application/json" } 
   }
   let response;
   try {
-    response = await fetch(path, { method, headers, body, signal, credentials: "same-origin", cache: "no-store" });
+    response = await fetch(path, {
+      method,
+      headers,
+      body,
+      signal,
+      credentials: "same-origin",
+      cache: "no-store",
+    });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     setConnection("lost");
@@ -64,18 +77,25 @@ async function readError(response) {
   try {
     error = (await response.json()).error;
   } catch {
-    // The response is not from this server but, for example, from a proxy: only its status is known.
+    // The response is not from this server but, for example, from a proxy: only its status is
+    // known.
   }
-  return new ApiError(response.status, error?.what ? error : { what: `${response.status} ${response.statusText}` });
+  return new ApiError(
+    response.status,
+    error?.what ? error : { what: `${response.status} ${response.statusText}` },
+  );
 }
 
-// --- Connection state --------------------------------------------------------------------------------------------------------
+// --- Connection state ----------------------------------------------------------------------------
 
 const watchers = new Set();
 let connection = { state: "connected", retryAt: 0 };
 let pendingRetries = new Set();
 
-/** Call `watcher({state: "connected" | "lost", retryAt})` now and at each change. Return a function that unsubscribes. */
+/**
+ * Call `watcher({state: "connected" | "lost", retryAt})` now and at each change. Return a function
+ * that unsubscribes.
+ */
 export function onConnection(watcher) {
   watchers.add(watcher);
   watcher(connection);
@@ -93,15 +113,16 @@ function setConnection(state, retryAt = 0) {
   for (const watcher of watchers) watcher(connection);
 }
 
-// --- Streams ----------------------------------------------------------------------------------------------------------------
+// --- Streams -------------------------------------------------------------------------------------
 
 /**
  * Receive server-sent events, and return a function that closes the stream.
  *
- * `path`: a string, or a function that is called at each connection. `handlers`: a function for each event name, which gets
- * the data of the event; `open()`, called at each connection; `problem(ApiError)`, called if the server rejects the request,
- * which is then not retried. A GET request reconnects automatically and pauses while the page is hidden. With `body`, a
- * single POST request is sent; at its end `closed()` is called, or `problem` if it was interrupted.
+ * `path`: a string, or a function that is called at each connection. `handlers`: a function for
+ * each event name, which gets the data of the event; `open()`, called at each connection;
+ * `problem(ApiError)`, called if the server rejects the request, which is then not retried. A GET
+ * request reconnects automatically and pauses while the page is hidden. With `body`, a single POST
+ * request is sent; at its end `closed()` is called, or `problem` if it was interrupted.
  */
 export function stream(path, handlers, { body } = {}) {
   let ended = false;
@@ -111,7 +132,10 @@ export function stream(path, handlers, { body } = {}) {
   async function read() {
     controller = new AbortController();
     const url = typeof path === "function" ? path() : path;
-    const response = await send(isSingleRequest ? "POST" : "GET", url, body, { signal: controller.signal, accept: "text/event-stream" });
+    const response = await send(isSingleRequest ? "POST" : "GET", url, body, {
+      signal: controller.signal,
+      accept: "text/event-stream",
+    });
     handlers.open?.();
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     let text = "";
@@ -135,7 +159,9 @@ export function stream(path, handlers, { body } = {}) {
         if (ended) return undefined;
         const isRefused = error instanceof ApiError && error.status >= 400 && error.status < 500;
         if (isRefused || isSingleRequest)
-          return handlers.problem?.(error instanceof ApiError ? error : new ApiError(0, { what: "no-answer" }));
+          return handlers.problem?.(
+            error instanceof ApiError ? error : new ApiError(0, { what: "no-answer" }),
+          );
         if (!document.hidden) setConnection("lost");
       }
       if (ended) return undefined;

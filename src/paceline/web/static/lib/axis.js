@@ -31,7 +31,9 @@ export function eventX({ step, time }, series, kind, started_at) {
 
 /** Return the step at an x value, for requesting a range from the server. */
 export function stepAt(x, series, kind, started_at) {
-  return Math.round(kind === "step" ? x : interpolate(x, seriesX(series, kind, started_at), series.step));
+  return Math.round(
+    kind === "step" ? x : interpolate(x, seriesX(series, kind, started_at), series.step),
+  );
 }
 
 /** Interpolate linearly: return the value of `ys` at `x`. `xs` is ascending. */
@@ -51,8 +53,8 @@ function interpolate(x, xs, ys) {
 }
 
 /**
- * Merge the x values of lines with those of other points, such as evaluations. Return `{xs, place}`; `place(values, valueXs)`
- * aligns values with the merged `xs`, with null in the gaps.
+ * Merge the x values of lines with those of other points, such as evaluations. Return `{xs,
+ * place}`; `place(values, valueXs)` aligns values with the merged `xs`, with null in the gaps.
  */
 export function mergeX(xs, otherXs) {
   const mergeX = [...new Set([...xs, ...otherXs].filter(Number.isFinite))].sort((a, b) => a - b);

@@ -1,4 +1,5 @@
-// Line charts drawn with uPlot: theme colors, dashed lines, event marks, and zoom by mouse or keyboard.
+// Line charts drawn with uPlot: theme colors, dashed lines, event marks, and zoom by mouse or
+// keyboard.
 
 import uPlot from "../vendor/uPlot.esm.js";
 import { h, newId, put, svg } from "./dom.js";
@@ -7,9 +8,21 @@ import { t } from "./i18n.js";
 import { bytes, digits, duration } from "./format.js";
 
 export const COLORS = ["--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7", "--s8"];
-export const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [14, 4], [4, 2, 1, 2], [1, 4], [8, 2, 2, 2, 2, 2]];
-// Tick distances of an axis: integers, times (seconds, minutes, hours, days) and bytes (powers of two).
-export const WHOLE = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((factor) => factor * 10 ** power)).flat();
+export const DASHES = [
+  [],
+  [7, 4],
+  [2, 3],
+  [10, 3, 2, 3],
+  [14, 4],
+  [4, 2, 1, 2],
+  [1, 4],
+  [8, 2, 2, 2, 2, 2],
+];
+// Tick distances of an axis: integers, times (seconds, minutes, hours, days) and bytes (powers of
+// two).
+export const WHOLE = Array.from({ length: 15 }, (_, power) =>
+  [1, 2, 5].map((factor) => factor * 10 ** power),
+).flat();
 export const TIMES = [
   ...[-6, -5, -4, -3, -2, -1].flatMap((power) => [1, 2, 5].map((factor) => factor * 10 ** power)),
   1,
@@ -31,19 +44,22 @@ export const TIMES = [
   43200,
   ...[1, 2, 5, 10, 20, 50, 100].map((days) => days * 86400),
 ];
-const BYTES = [0, 1, 2, 3, 4].flatMap((power) => [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].map((factor) => factor * 1024 ** power));
+const BYTES = [0, 1, 2, 3, 4].flatMap((power) =>
+  [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].map((factor) => factor * 1024 ** power),
+);
 const MARK_LEVEL = { error: "--bad", warning: "--warn", info: "--line-strong" };
 
 /**
- * Return a line chart: `{node, set(data, marks), series(), canvas(), end()}`. `data` is as in uPlot: [x, y1, y2, …];
- * `marks`: [{x, level, type, text}].
+ * Return a line chart: `{node, set(data, marks), series(), canvas(), end()}`. `data` is as in
+ * uPlot: [x, y1, y2, …]; `marks`: [{x, level, type, text}].
  *
  * - `name`: the title.
  * - `height`: the height of the plot, in px.
  * - `x`: `{name, format(value)}`.
  * - `y`: `{format(value), min, log}`.
- * - `series`: [{name, color: "--s1", dash: [..], width, faint, points, format}]. `band: [i, j]` fills the area between two
- *   series. A series with `isHidden` is in neither the legend nor the tooltip.
+ * - `series`: [{name, color: "--s1", dash: [..], width, faint, points, format}]. `band: [i, j]`
+ *   fills the area between two series. A series with `isHidden` is in neither the legend nor the
+ *   tooltip.
  * - `zoomed(min, max)`: called when the user selects a range of x; null, null for the full range.
  * - `sync`: charts with the same key share a cursor.
  */
@@ -55,7 +71,13 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
   const feedback = h("div", { class: "sr", role: "status", "aria-live": "polite" });
   const frame = h(
     "div",
-    { class: "chart", role: "application", tabindex: 0, "aria-roledescription": t("chart.role"), "aria-describedby": hintId },
+    {
+      class: "chart",
+      role: "application",
+      tabindex: 0,
+      "aria-roledescription": t("chart.role"),
+      "aria-describedby": hintId,
+    },
     plot,
     tip,
   );
@@ -97,16 +119,27 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
         },
         scales: {
           x: { time: false },
-          y: { distr: y.log ? 3 : 1, range: y.log ? undefined : (_, low, high) => paddedRange(low, high, y.min) },
+          y: {
+            distr: y.log ? 3 : 1,
+            range: y.log ? undefined : (_, low, high) => paddedRange(low, high, y.min),
+          },
         },
         axes: [
-          { ...axis, size: 24, space: 70, incrs: x.incrs, values: (_, ticks) => ticks.map((tick) => (x.format ?? digits)(tick)) },
           {
             ...axis,
-            size: (_, labels) => 16 + 7 * Math.max(3, ...(labels ?? []).map((label) => String(label ?? "").length)),
+            size: 24,
+            space: 70,
+            incrs: x.incrs,
+            values: (_, ticks) => ticks.map((tick) => (x.format ?? digits)(tick)),
+          },
+          {
+            ...axis,
+            size: (_, labels) =>
+              16 + 7 * Math.max(3, ...(labels ?? []).map((label) => String(label ?? "").length)),
             space: 34,
             incrs: y.format === bytes ? BYTES : y.format === duration ? TIMES : undefined,
-            values: (_, ticks) => ticks.map((tick) => (tick === null ? null : (y.format ?? digits)(tick))),
+            values: (_, ticks) =>
+              ticks.map((tick) => (tick === null ? null : (y.format ?? digits)(tick))),
           },
         ],
         series: [
@@ -122,12 +155,15 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
             spanGaps: true,
           })),
         ],
-        bands: series.flatMap((line) => (line.band ? [{ series: line.band, fill: translucent(color(line.color), 0.14) }] : [])),
+        bands: series.flatMap((line) =>
+          line.band ? [{ series: line.band, fill: translucent(color(line.color), 0.14) }] : [],
+        ),
         hooks: {
           setSelect: [
             (plotted) => {
               const { left, width: selectedWidth } = plotted.select;
-              if (selectedWidth > 4) zoomed?.(plotted.posToVal(left, "x"), plotted.posToVal(left + selectedWidth, "x"));
+              if (selectedWidth > 4)
+                zoomed?.(plotted.posToVal(left, "x"), plotted.posToVal(left + selectedWidth, "x"));
               plotted.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
             },
           ],
@@ -151,7 +187,9 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
       tip,
       h("div", { class: "chart-tip-x" }, `${x.name} ${(x.format ?? digits)(data[0][index])}`),
       series.map((line, lineIndex) =>
-        line.isHidden || data[lineIndex + 1][index] === null || data[lineIndex + 1][index] === undefined
+        line.isHidden ||
+        data[lineIndex + 1][index] === null ||
+        data[lineIndex + 1][index] === undefined
           ? null
           : h(
               "div",
@@ -161,7 +199,9 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
               h("b", {}, (line.format ?? y.format ?? digits)(data[lineIndex + 1][index])),
             ),
       ),
-      marksAtCursor.map((mark) => h("div", { class: `chart-tip-mark mark-${mark.level}` }, mark.text)),
+      marksAtCursor.map((mark) =>
+        h("div", { class: `chart-tip-mark mark-${mark.level}` }, mark.text),
+      ),
     );
     const left = plotted.cursor.left + plotted.over.offsetLeft;
     const isInRightHalf = left > frame.clientWidth / 2;
@@ -170,9 +210,12 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
   }
 
   const nearMarks = (plotted) =>
-    marks.filter((mark) => Math.abs(plotted.valToPos(mark.x, "x") - plotted.cursor.left) < 6).slice(0, 3);
+    marks
+      .filter((mark) => Math.abs(plotted.valToPos(mark.x, "x") - plotted.cursor.left) < 6)
+      .slice(0, 3);
 
-  // A mark is a vertical line with a shape on the axis: a triangle for a problem, a square for a restart, otherwise a dash.
+  // A mark is a vertical line with a shape on the axis: a triangle for a problem, a square for a
+  // restart, otherwise a dash.
   function drawMarks(plotted) {
     const { ctx, bbox } = plotted;
     const unit = devicePixelRatio || 1;
@@ -198,7 +241,8 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
         ctx.moveTo(x, bottom - 2 * size);
         ctx.lineTo(x + size, bottom);
         ctx.lineTo(x - size, bottom);
-      } else if (mark.type === "resume") ctx.rect(x - size * 0.8, bottom - size * 1.6, size * 1.6, size * 1.6);
+      } else if (mark.type === "resume")
+        ctx.rect(x - size * 0.8, bottom - size * 1.6, size * 1.6, size * 1.6);
       else ctx.rect(x - unit, bottom - size * 1.5, 2 * unit, size * 1.5);
       ctx.fill();
     }
@@ -217,8 +261,10 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
     if (!chart || last < 0) return;
     let index = chart.cursor.idx ?? last;
     const hasModifier = event.ctrlKey || event.altKey || event.metaKey;
-    if (event.key === "ArrowLeft" && !hasModifier) index = Math.max(0, index - (event.shiftKey ? Math.ceil(last / 20) : 1));
-    else if (event.key === "ArrowRight" && !hasModifier) index = Math.min(last, index + (event.shiftKey ? Math.ceil(last / 20) : 1));
+    if (event.key === "ArrowLeft" && !hasModifier)
+      index = Math.max(0, index - (event.shiftKey ? Math.ceil(last / 20) : 1));
+    else if (event.key === "ArrowRight" && !hasModifier)
+      index = Math.min(last, index + (event.shiftKey ? Math.ceil(last / 20) : 1));
     else if (event.key === "Home") index = 0;
     else if (event.key === "End") index = last;
     else if (event.key === "Enter" && zoomed) return void chooseRange(event, index);
@@ -229,20 +275,25 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
       return;
     } else return;
     event.preventDefault();
-    const first = series.findIndex((line, lineIndex) => !line.isHidden && Number.isFinite(data[lineIndex + 1][index]));
-    chart.setCursor({ left: chart.valToPos(data[0][index], "x"), top: chart.valToPos(data[first + 1]?.[index] ?? 0, "y") });
+    const first = series.findIndex(
+      (line, lineIndex) => !line.isHidden && Number.isFinite(data[lineIndex + 1][index]),
+    );
+    chart.setCursor({
+      left: chart.valToPos(data[0][index], "x"),
+      top: chart.valToPos(data[first + 1]?.[index] ?? 0, "y"),
+    });
     if (rangeStart !== null) markRange(index);
     put(
       feedback,
       `${x.name} ${(x.format ?? digits)(data[0][index])}: ` +
-        series
-          .map((line, lineIndex) =>
-            line.isHidden || !Number.isFinite(data[lineIndex + 1][index])
-              ? null
-              : `${line.name} ${(line.format ?? y.format ?? digits)(data[lineIndex + 1][index])}`,
-          )
-          .filter(Boolean)
-          .join(", "),
+      series
+        .map((line, lineIndex) =>
+          line.isHidden || !Number.isFinite(data[lineIndex + 1][index])
+            ? null
+            : `${line.name} ${(line.format ?? y.format ?? digits)(data[lineIndex + 1][index])}`,
+        )
+        .filter(Boolean)
+        .join(", "),
     );
   }
 
@@ -260,13 +311,29 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
   }
 
   function markRange(index) {
-    const [startX, endX] = [chart.valToPos(data[0][rangeStart], "x"), chart.valToPos(data[0][index], "x")];
-    chart.setSelect({ left: Math.min(startX, endX), width: Math.abs(endX - startX), top: 0, height: chart.over.clientHeight }, false);
+    const [startX, endX] = [
+      chart.valToPos(data[0][rangeStart], "x"),
+      chart.valToPos(data[0][index], "x"),
+    ];
+    chart.setSelect(
+      {
+        left: Math.min(startX, endX),
+        width: Math.abs(endX - startX),
+        top: 0,
+        height: chart.over.clientHeight,
+      },
+      false,
+    );
   }
 
   function drawLegend() {
     const visibleSeries = series.filter((line) => !line.isHidden);
-    put(legend, visibleSeries.length > 1 || visibleSeries[0]?.alwaysInLegend ? visibleSeries.map((line) => h("li", {}, key(line), line.name)) : []);
+    put(
+      legend,
+      visibleSeries.length > 1 || visibleSeries[0]?.alwaysInLegend
+        ? visibleSeries.map((line) => h("li", {}, key(line), line.name))
+        : [],
+    );
   }
 
   frame.addEventListener("keydown", onKey);
@@ -320,13 +387,20 @@ export function key({ color: property, dash = [], points, faint, width = 1.75 })
       style: { stroke: `var(${property})`, opacity: faint ? 0.45 : 1 },
     }),
     points
-      ? svg("circle", { cx: 11, cy: 4, r: 3, style: { fill: "var(--card)", stroke: `var(${property})`, "stroke-width": 2 } })
+      ? svg("circle", {
+          cx: 11,
+          cy: 4,
+          r: 3,
+          style: { fill: "var(--card)", stroke: `var(${property})`, "stroke-width": 2 },
+        })
       : null,
   );
 }
 
 function summary(name, x, y, series, data) {
-  const shownIndex = series.findIndex((line, lineIndex) => !line.isHidden && data[lineIndex + 1]?.some(Number.isFinite));
+  const shownIndex = series.findIndex(
+    (line, lineIndex) => !line.isHidden && data[lineIndex + 1]?.some(Number.isFinite),
+  );
   if (shownIndex < 0) return t("chart.empty", { name });
   const values = data[shownIndex + 1].filter(Number.isFinite);
   const format = series[shownIndex].format ?? y.format ?? digits;
@@ -341,7 +415,14 @@ function summary(name, x, y, series, data) {
 }
 
 function paddedRange(low, high, min) {
-  if (low === null || high === null || low === undefined || high === undefined || !Number.isFinite(low)) return [0, 1];
+  if (
+    low === null ||
+    high === null ||
+    low === undefined ||
+    high === undefined ||
+    !Number.isFinite(low)
+  )
+    return [0, 1];
   const padding = (high - low || Math.abs(high) || 1) * 0.08;
   const bottom = min === undefined ? low - padding : Math.min(low, min);
   return [bottom, high + padding];

@@ -32,5 +32,12 @@ export function smoothField(value, changed) {
       },
     },
   });
-  return h("div", { class: "field" }, termOf("smooth"), h("label", { class: "sr", for: "smooth" }, t("smooth")), slider, output);
+  return h(
+    "div",
+    { class: "field" },
+    termOf("smooth"),
+    h("label", { class: "sr", for: "smooth" }, t("smooth")),
+    slider,
+    output,
+  );
 }

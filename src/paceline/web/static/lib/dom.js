@@ -5,9 +5,10 @@ const SVG = "http://www.w3.org/2000/svg";
 /**
  * Create an element.
  *
- * `attrs`: attributes by name, and `on: {event: listener}`, `style: {property: value}`, `data: {name: value}` for data
- * attributes, and `prop: {name: value}` for properties. Attributes that are null, undefined or false are omitted.
- * `children`: nodes, strings, numbers, and arrays of these; null, undefined and false are ignored.
+ * `attrs`: attributes by name, and `on: {event: listener}`, `style: {property: value}`, `data:
+ * {name: value}` for data attributes, and `prop: {name: value}` for properties. Attributes that are
+ * null, undefined or false are omitted. `children`: nodes, strings, numbers, and arrays of these;
+ * null, undefined and false are ignored.
  */
 export function h(tag, attrs, ...children) {
   return fill(document.createElement(tag), attrs, children);
@@ -33,8 +34,11 @@ export function newId(prefix = "id") {
 function fill(node, attrs, children) {
   for (const [name, value] of Object.entries(attrs ?? {})) {
     if (value === null || value === undefined || value === false) continue;
-    if (name === "on") for (const [event, listener] of Object.entries(value)) node.addEventListener(event, listener);
-    else if (name === "style") for (const [key, propertyValue] of Object.entries(value)) node.style.setProperty(key, propertyValue);
+    if (name === "on")
+      for (const [event, listener] of Object.entries(value)) node.addEventListener(event, listener);
+    else if (name === "style")
+      for (const [key, propertyValue] of Object.entries(value))
+        node.style.setProperty(key, propertyValue);
     else if (name === "data") Object.assign(node.dataset, value);
     else if (name === "prop") Object.assign(node, value);
     else node.setAttribute(name, value === true ? "" : value);

@@ -32,7 +32,11 @@ export function digits(value) {
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size >= 1e6 || size < 1e-3) return Number(value).toExponential(1).replace("e+", "e");
-  return String(Number(Number(value).toPrecision(size >= 100 ? Math.max(3, Math.ceil(Math.log10(size + 1))) : 3)));
+  return String(
+    Number(
+      Number(value).toPrecision(size >= 100 ? Math.max(3, Math.ceil(Math.log10(size + 1))) : 3),
+    ),
+  );
 }
 
 /** Format a loss with four decimals. "nan" and "inf" are unchanged. */
@@ -104,7 +108,10 @@ export function ago(time_s, now_s = Date.now() / 1000) {
 /** Format a local date and time. `style` "short" omits the seconds. */
 export function time(time_s, style = "medium") {
   if (!isKnown(time_s)) return NONE;
-  return new Date(time_s * 1000).toLocaleString(locale(), { dateStyle: "medium", timeStyle: style });
+  return new Date(time_s * 1000).toLocaleString(locale(), {
+    dateStyle: "medium",
+    timeStyle: style,
+  });
 }
 
 /** Format a time of day: 14:03:25. */

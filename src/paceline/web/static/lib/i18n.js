@@ -15,13 +15,16 @@ export function addTexts(texts) {
 }
 
 /**
- * Return the text of `key` with `{name}` replaced by `values.name`. A text "singular|plural" is selected by `values.n`. A key
- * without a text is returned unchanged, so that missing texts are visible.
+ * Return the text of `key` with `{name}` replaced by `values.name`. A text "singular|plural" is
+ * selected by `values.n`. A key without a text is returned unchanged, so that missing texts are
+ * visible.
  */
 export function t(key, values = {}) {
   let text = tables[language][key] ?? tables.en[key] ?? key;
   if (text.includes("|") && "n" in values) text = text.split("|")[Number(values.n) === 1 ? 0 : 1];
-  return text.replace(/\{(\w+)\}/g, (placeholder, name) => (name in values ? String(values[name]) : placeholder));
+  return text.replace(/\{(\w+)\}/g, (placeholder, name) =>
+    name in values ? String(values[name]) : placeholder,
+  );
 }
 
 /** Return whether `key` has a text. */
@@ -43,7 +46,8 @@ export function onLanguage(watcher) {
 
 function detectLanguage() {
   const stored = localStorage.getItem(KEY);
-  const name = stored in LANGUAGES ? stored : (navigator.language ?? "").startsWith("zh") ? "zh" : "en";
+  const name =
+    stored in LANGUAGES ? stored : (navigator.language ?? "").startsWith("zh") ? "zh" : "en";
   document.documentElement.lang = name === "zh" ? "zh-CN" : "en";
   return name;
 }

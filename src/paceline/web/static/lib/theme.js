@@ -5,7 +5,8 @@ const watchers = new Set();
 const system = matchMedia("(prefers-color-scheme: dark)");
 export const THEMES = ["system", "light", "dark"];
 
-export const getTheme = () => (THEMES.includes(localStorage.getItem(KEY)) ? localStorage.getItem(KEY) : "system");
+export const getTheme = () =>
+  THEMES.includes(localStorage.getItem(KEY)) ? localStorage.getItem(KEY) : "system";
 
 export const isDark = () => (getTheme() === "system" ? system.matches : getTheme() === "dark");
 
@@ -14,7 +15,10 @@ export function setTheme(name) {
   apply();
 }
 
-/** Call `watcher()` after each change of colors, so that canvases are redrawn. Return a function that unsubscribes. */
+/**
+ * Call `watcher()` after each change of colors, so that canvases are redrawn. Return a function
+ * that unsubscribes.
+ */
 export function onTheme(watcher) {
   watchers.add(watcher);
   return () => watchers.delete(watcher);

@@ -1,4 +1,5 @@
-// A timeline with one row per rank: the phases of each step as stacked bars, each phase with its own pattern.
+// A timeline with one row per rank: the phases of each step as stacked bars, each phase with its
+// own pattern.
 
 import { color, onTheme } from "./theme.js";
 import { h, put } from "./dom.js";
@@ -16,7 +17,10 @@ export const PHASES = [
 const GUTTER = 52;
 const FOOT = 24;
 
-/** Return the fill of a phase: a pattern that is distinguishable without its color. `unit`: device pixels per CSS pixel. */
+/**
+ * Return the fill of a phase: a pattern that is distinguishable without its color. `unit`: device
+ * pixels per CSS pixel.
+ */
 function patternOf(context, { color: property, pattern }, unit, card) {
   const ink = color(property);
   const size = 6 * unit;
@@ -35,7 +39,8 @@ function patternOf(context, { color: property, pattern }, unit, card) {
     points.forEach(([x, y], index) => ctx[index ? "lineTo" : "moveTo"](x * size, y * size));
     ctx.stroke();
   };
-  if (pattern === "rising" || pattern === "cross") for (const offset of [-1, 0, 1]) line([offset, 1], [offset + 1, 0]);
+  if (pattern === "rising" || pattern === "cross")
+    for (const offset of [-1, 0, 1]) line([offset, 1], [offset + 1, 0]);
   if (pattern === "cross") for (const offset of [-1, 0, 1]) line([offset, 0], [offset + 1, 1]);
   if (pattern === "level") line([0, 0.5], [1, 0.5]);
   if (pattern === "dots") {
@@ -49,7 +54,12 @@ function patternOf(context, { color: property, pattern }, unit, card) {
 /** Return a legend swatch with the pattern of a phase. */
 function swatch(phase) {
   const unit = devicePixelRatio || 1;
-  const canvas = h("canvas", { class: "swatch", width: 22 * unit, height: 12 * unit, "aria-hidden": "true" });
+  const canvas = h("canvas", {
+    class: "swatch",
+    width: 22 * unit,
+    height: 12 * unit,
+    "aria-hidden": "true",
+  });
   const draw = () => {
     const ctx = canvas.getContext("2d");
     ctx.fillStyle = patternOf(ctx, phase, unit, color("--card"));
@@ -60,21 +70,36 @@ function swatch(phase) {
 }
 
 /**
- * Return a timeline: `{node, set, end}`. `set(times, asShares)` draws the response of `api/runs/ID/ranks`, with each step as
- * 100 % (`asShares`) or in seconds. Arrow keys move between steps and ranks.
+ * Return a timeline: `{node, set, end}`. `set(times, asShares)` draws the response of
+ * `api/runs/ID/ranks`, with each step as 100 % (`asShares`) or in seconds. Arrow keys move between
+ * steps and ranks.
  */
 export function timeline() {
-  const canvas = h("canvas", { class: "timeline", tabindex: 0, role: "application", "aria-roledescription": t("timeline.role") });
+  const canvas = h("canvas", {
+    class: "timeline",
+    tabindex: 0,
+    role: "application",
+    "aria-roledescription": t("timeline.role"),
+  });
   const tip = h("div", { class: "chart-tip", hidden: true, "aria-hidden": "true" });
-  const mark = h("div", { class: "timeline-mark", hidden: true }); // an element above the canvas, so that the canvas is not redrawn
+  // An element above the canvas, so that the canvas is not redrawn.
+  const mark = h("div", { class: "timeline-mark", hidden: true });
   const feedback = h("div", { class: "sr", role: "status", "aria-live": "polite" });
   const swatches = PHASES.map((phase) => ({ phase, ...swatch(phase) }));
   const legend = h(
     "ul",
     { class: "legend" },
-    swatches.map(({ phase, canvas: swatchCanvas }) => h("li", {}, swatchCanvas, t(`phase.${phase.name}`))),
+    swatches.map(({ phase, canvas: swatchCanvas }) =>
+      h("li", {}, swatchCanvas, t(`phase.${phase.name}`)),
+    ),
   );
-  const node = h("div", { class: "chart-wrap" }, legend, h("div", { class: "chart" }, canvas, mark, tip), feedback);
+  const node = h(
+    "div",
+    { class: "chart-wrap" },
+    legend,
+    h("div", { class: "chart" }, canvas, mark, tip),
+    feedback,
+  );
   let times = null;
   let asShares = true;
   let selected = null; // {step: index, rank: index}
@@ -83,7 +108,8 @@ export function timeline() {
     const n = times.ranks.length;
     return n <= 4 ? 56 : n <= 8 ? 40 : n <= 16 ? 26 : n <= 32 ? 18 : n <= 64 ? 13 : 8;
   };
-  const phasesOf = (rank, index) => PHASES.map(({ name }) => Math.max(0, rank[`${name}_s`]?.[index] ?? 0));
+  const phasesOf = (rank, index) =>
+    PHASES.map(({ name }) => Math.max(0, rank[`${name}_s`]?.[index] ?? 0));
   const sum = (values) => values.reduce((a, b) => a + b, 0);
 
   function draw() {
@@ -105,7 +131,12 @@ export function timeline() {
     const maxBarHeight = Math.max(2, height - (height > 20 ? 6 : 2)) * unit;
     const longest_s = asShares
       ? null
-      : Math.max(...times.ranks.flatMap((rank) => times.step.map((_, index) => sum(phasesOf(rank, index)))), 1e-9);
+      : Math.max(
+          ...times.ranks.flatMap((rank) =>
+            times.step.map((_, index) => sum(phasesOf(rank, index))),
+          ),
+          1e-9,
+        );
     ctx.font = `${Math.min(12, Math.max(9, height - 2)) * unit}px ${getComputedStyle(document.body).fontFamily}`;
     ctx.textBaseline = "middle";
     times.ranks.forEach((rank, row) => {
@@ -113,14 +144,22 @@ export function timeline() {
       if (height >= 12 || row % 4 === 0) {
         const isSlowest = times.slowest?.rank === rank.rank;
         ctx.fillStyle = isSlowest ? color("--warn") : ink;
-        if (isSlowest) ctx.fillRect(GUTTER * unit - 6 * unit, bottom - maxBarHeight, 3 * unit, maxBarHeight);
-        ctx.fillText(`${height > 20 ? t("timeline.rank") + " " : ""}${rank.rank}`, 0, bottom - maxBarHeight / 2);
+        if (isSlowest)
+          ctx.fillRect(GUTTER * unit - 6 * unit, bottom - maxBarHeight, 3 * unit, maxBarHeight);
+        ctx.fillText(
+          `${height > 20 ? t("timeline.rank") + " " : ""}${rank.rank}`,
+          0,
+          bottom - maxBarHeight / 2,
+        );
       }
       for (let index = 0; index < n; index++) {
         const values = phasesOf(rank, index);
         const scale = maxBarHeight / (longest_s ?? (sum(values) || 1));
         const left = Math.round(GUTTER * unit + index * columnWidth);
-        const barWidth = Math.max(1, Math.round(GUTTER * unit + (index + 1) * columnWidth) - left - gap);
+        const barWidth = Math.max(
+          1,
+          Math.round(GUTTER * unit + (index + 1) * columnWidth) - left - gap,
+        );
         let top = bottom;
         values.forEach((value, phase) => {
           const barHeight = value * scale;
@@ -155,8 +194,19 @@ export function timeline() {
     const rank = times.ranks[selected.rank];
     const values = phasesOf(rank, selected.step);
     const step_s = sum(values) || 1;
-    const title = t("timeline.at", { rank: rank.rank, step: count(times.step[selected.step]), all: duration(sum(values)) });
-    return { title, parts: PHASES.map((phase, index) => [phase, duration(values[index]), percent(values[index] / step_s)]) };
+    const title = t("timeline.at", {
+      rank: rank.rank,
+      step: count(times.step[selected.step]),
+      all: duration(sum(values)),
+    });
+    return {
+      title,
+      parts: PHASES.map((phase, index) => [
+        phase,
+        duration(values[index]),
+        percent(values[index] / step_s),
+      ]),
+    };
   }
 
   function showTooltip(announces) {
@@ -167,7 +217,13 @@ export function timeline() {
       tip,
       h("div", { class: "chart-tip-x" }, title),
       parts.map(([phase, value, part]) =>
-        h("div", {}, h("span", { class: "chart-tip-name" }, t(`phase.${phase.name}`)), h("b", {}, value), ` ${part}`),
+        h(
+          "div",
+          {},
+          h("span", { class: "chart-tip-name" }, t(`phase.${phase.name}`)),
+          h("b", {}, value),
+          ` ${part}`,
+        ),
       ),
     );
     const width = canvas.clientWidth;
@@ -181,25 +237,38 @@ export function timeline() {
     tip.style.left = left > width / 2 ? "auto" : `${left + 12}px`;
     tip.style.right = left > width / 2 ? `${width - left + 12}px` : "auto";
     tip.style.top = `${top}px`;
-    if (announces) put(feedback, `${title} ${parts.map(([phase, value]) => `${t(`phase.${phase.name}`)} ${value}`).join(", ")}`);
+    if (announces)
+      put(
+        feedback,
+        `${title} ${parts.map(([phase, value]) => `${t(`phase.${phase.name}`)} ${value}`).join(", ")}`,
+      );
   }
 
   canvas.addEventListener("mousemove", (event) => {
     if (!times) return;
     const { left, top, width } = canvas.getBoundingClientRect();
-    const step = Math.floor(((event.clientX - left - GUTTER) / (width - GUTTER)) * times.step.length);
+    const step = Math.floor(
+      ((event.clientX - left - GUTTER) / (width - GUTTER)) * times.step.length,
+    );
     const rank = Math.floor((event.clientY - top) / rowHeight());
-    selected = step >= 0 && step < times.step.length && rank >= 0 && rank < times.ranks.length ? { step, rank } : null;
+    selected =
+      step >= 0 && step < times.step.length && rank >= 0 && rank < times.ranks.length
+        ? { step, rank }
+        : null;
     showTooltip(false);
   });
   const clearSelection = () => {
     selected = null;
     tip.hidden = mark.hidden = true;
   };
-  canvas.addEventListener("mouseleave", () => document.activeElement !== canvas && clearSelection());
+  canvas.addEventListener(
+    "mouseleave",
+    () => document.activeElement !== canvas && clearSelection(),
+  );
   canvas.addEventListener("blur", clearSelection);
   canvas.addEventListener("keydown", (event) => {
-    const move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+    const move =
+      { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
     if (!move || !times?.step.length || event.altKey || event.ctrlKey) return;
     event.preventDefault();
     const last = { step: times.step.length - 1, rank: times.ranks.length - 1 };
@@ -222,8 +291,12 @@ export function timeline() {
     set(newTimes, newAsShares) {
       times = newTimes;
       asShares = newAsShares;
-      if (selected && (selected.step >= times.step.length || selected.rank >= times.ranks.length)) clearSelection();
-      canvas.setAttribute("aria-label", t("timeline.label", { n: times.ranks.length, steps: times.step.length }));
+      if (selected && (selected.step >= times.step.length || selected.rank >= times.ranks.length))
+        clearSelection();
+      canvas.setAttribute(
+        "aria-label",
+        t("timeline.label", { n: times.ranks.length, steps: times.step.length }),
+      );
       draw();
     },
     end() {

@@ -1,4 +1,5 @@
-// Elements that pages share: terms with explanations, figures, badges, tabs, empty and error states.
+// Elements that pages share: terms with explanations, figures, badges, tabs, empty and error
+// states.
 
 import { h, newId, put, svg } from "./dom.js";
 import { t, has } from "./i18n.js";
@@ -17,7 +18,8 @@ const ICONS = {
   notice: "M12 11v6M12 7v.5M12 3a9 9 0 1 0 .01 0",
   warning: "M12 6v7M12 17v.5M12 3l10 18H2z",
   eval: "M12 12m-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0",
-  sun: "M12 8a4 4 0 1 0 .01 0M12 2v2M12 20v2M2 12h2M20 12h2M5 5l1.4 1.4M17.6 17.6L19 19M5 19l1.4-1.4M17.6 6.4L19 5",
+  sun:
+    "M12 8a4 4 0 1 0 .01 0M12 2v2M12 20v2M2 12h2M20 12h2M5 5l1.4 1.4M17.6 17.6L19 19M5 19l1.4-1.4M17.6 6.4L19 5",
   moon: "M20 14.5A8.5 8.5 0 1 1 9.5 4a7 7 0 0 0 10.5 10.5z",
   system: "M3 5h18v11H3zM9 20h6M12 16v4",
   plus: "M12 5v14M5 12h14",
@@ -35,29 +37,39 @@ const ICONS = {
 /** Return an icon, which is hidden from screen readers because a text is next to it. */
 export function icon(name) {
   const path = svg("path", { d: ICONS[name] ?? ICONS.notice });
-  return svg("svg", { viewBox: "0 0 24 24", class: `icon icon-${name}`, "aria-hidden": "true", focusable: "false" }, path);
+  return svg(
+    "svg",
+    { viewBox: "0 0 24 24", class: `icon icon-${name}`, "aria-hidden": "true", focusable: "false" },
+    path,
+  );
 }
 
 /** Return the status of a run as an icon and a text. */
-export const badge = (status) => h("span", { class: `badge badge-${status}` }, icon(status), t(`status.${status}`));
+export const badge = (status) =>
+  h("span", { class: `badge badge-${status}` }, icon(status), t(`status.${status}`));
 
-// --- Terms ----------------------------------------------------------------------------------------------------
+// --- Terms ---------------------------------------------------------------------------------------
 
 let bubble = null;
 
-/** Return `text`, underlined, with an explanation that is shown on hover, focus and touch and read by screen readers. */
+/**
+ * Return `text`, underlined, with an explanation that is shown on hover, focus and touch and read
+ * by screen readers.
+ */
 export function term(text, meaning) {
   const id = newId("meaning");
   const hidden = h("span", { id, class: "sr" }, meaning);
   const button = h("button", { type: "button", class: "term", "aria-describedby": id }, text);
-  for (const event of ["mouseenter", "focus", "click"]) button.addEventListener(event, () => showBubble(button, meaning));
+  for (const event of ["mouseenter", "focus", "click"])
+    button.addEventListener(event, () => showBubble(button, meaning));
   for (const event of ["mouseleave", "blur"]) button.addEventListener(event, hideBubble);
   button.addEventListener("keydown", (event) => event.key === "Escape" && hideBubble());
   return h("span", { class: "term-wrap" }, button, hidden);
 }
 
 /** Return the term of a key: the text of KEY, explained by the text of `KEY.is` if it exists. */
-export const termOf = (key) => (has(`${key}.is`) ? term(t(key), t(`${key}.is`)) : h("span", {}, t(key)));
+export const termOf = (key) =>
+  has(`${key}.is`) ? term(t(key), t(`${key}.is`)) : h("span", {}, t(key));
 
 function showBubble(anchor, meaning) {
   hideBubble();
@@ -65,7 +77,10 @@ function showBubble(anchor, meaning) {
   document.body.append(bubble);
   const anchorBox = anchor.getBoundingClientRect();
   const size = bubble.getBoundingClientRect();
-  const left = Math.max(8, Math.min(anchorBox.left, document.documentElement.clientWidth - size.width - 8));
+  const left = Math.max(
+    8,
+    Math.min(anchorBox.left, document.documentElement.clientWidth - size.width - 8),
+  );
   const fitsBelow = anchorBox.bottom + size.height + 8 < innerHeight;
   bubble.style.left = `${left}px`;
   bubble.style.top = `${fitsBelow ? anchorBox.bottom + 6 : anchorBox.top - size.height - 6}px`;
@@ -76,7 +91,7 @@ export function hideBubble() {
   bubble = null;
 }
 
-// --- Figures ----------------------------------------------------------------------------------------------------
+// --- Figures -------------------------------------------------------------------------------------
 
 /** Return a figure: its name (with an explanation), its value, and a note below. */
 export function figure(key, value, note = null) {
@@ -101,7 +116,10 @@ export function card(title, headerContent, ...children) {
   );
 }
 
-/** Return a table that scrolls horizontally if it is too wide, also by keyboard. `columns`: [{label, number, sort}]. */
+/**
+ * Return a table that scrolls horizontally if it is too wide, also by keyboard. `columns`: [{label,
+ * number, sort}].
+ */
 export function table(caption, columns, rows, attrs = {}) {
   return h(
     "div",
@@ -116,7 +134,13 @@ export function table(caption, columns, rows, attrs = {}) {
         h(
           "tr",
           {},
-          columns.map((column) => h("th", { scope: "col", class: column.number ? "number" : null, "aria-sort": column.sort }, column.label)),
+          columns.map((column) =>
+            h(
+              "th",
+              { scope: "col", class: column.number ? "number" : null, "aria-sort": column.sort },
+              column.label,
+            ),
+          ),
         ),
       ),
       h("tbody", {}, rows),
@@ -129,27 +153,43 @@ export const row = (cells, columns) =>
     "tr",
     {},
     cells.map((cell, index) =>
-      h(index === 0 ? "th" : "td", { scope: index === 0 ? "row" : null, class: columns[index]?.number ? "number" : null }, cell),
+      h(
+        index === 0 ? "th" : "td",
+        { scope: index === 0 ? "row" : null, class: columns[index]?.number ? "number" : null },
+        cell,
+      ),
     ),
   );
 
-// --- Empty and error states -------------------------------------------------------------------------------------
+// --- Empty and error states ----------------------------------------------------------------------
 
 /** Return an empty state: why there is nothing to show, and what to do. */
 export function emptyState(title, text, ...children) {
   return h("div", { class: "state" }, h("h2", {}, title), h("p", {}, text), ...children);
 }
 
-/** Return a description of an error: `what`, `allowed` and `fix`. `retry`: the listener of a Retry button. */
+/**
+ * Return a description of an error: `what`, `allowed` and `fix`. `retry`: the listener of a Retry
+ * button.
+ */
 export function errorState(error, retry = null) {
   const isNoResponse = error.what === "no-answer";
   return h(
     "div",
     { class: "state state-error", role: "alert" },
-    h("h2", {}, icon("warning"), isNoResponse ? t("error.no_answer") : String(error.what ?? error.message ?? error)),
+    h(
+      "h2",
+      {},
+      icon("warning"),
+      isNoResponse ? t("error.no_answer") : String(error.what ?? error.message ?? error),
+    ),
     error.allowed ? h("p", {}, t("error.allowed", { allowed: error.allowed })) : null,
-    isNoResponse || error.fix ? h("p", {}, t("error.fix", { fix: isNoResponse ? t("error.no_answer.fix") : error.fix })) : null,
-    retry ? h("p", {}, h("button", { type: "button", on: { click: retry } }, t("error.retry"))) : null,
+    isNoResponse || error.fix
+      ? h("p", {}, t("error.fix", { fix: isNoResponse ? t("error.no_answer.fix") : error.fix }))
+      : null,
+    retry
+      ? h("p", {}, h("button", { type: "button", on: { click: retry } }, t("error.retry")))
+      : null,
   );
 }
 
@@ -175,12 +215,17 @@ export async function copy(text) {
 
 /** Download a file. `content`: text or a Blob. */
 export function download(name, content, type = "text/plain") {
-  const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
+  const url = URL.createObjectURL(
+    content instanceof Blob ? content : new Blob([content], { type }),
+  );
   h("a", { href: url, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
-/** Return a row of radio buttons. `choices`: [[value, text]]. The method `set(value)` of the element selects one. */
+/**
+ * Return a row of radio buttons. `choices`: [[value, text]]. The method `set(value)` of the element
+ * selects one.
+ */
 export function choice(label, choices, value, changed) {
   const name = newId("choice");
   const inputs = choices.map(([choiceValue, text]) => {
@@ -199,7 +244,8 @@ export function choice(label, choices, value, changed) {
     h("legend", { class: "sr" }, label),
     inputs.map(([, , label]) => label),
   );
-  node.set = (selected) => inputs.forEach(([choiceValue, input]) => (input.checked = choiceValue === selected));
+  node.set = (selected) =>
+    inputs.forEach(([choiceValue, input]) => (input.checked = choiceValue === selected));
   return node;
 }
 

@@ -57,10 +57,15 @@ export async function show(root, params, ctx) {
     return () => {};
   }
   state.runs = runs;
-  const answers = await Promise.all(runs.map((run) => fetchSeries(run.id, { names: SERIES, points: 800 })));
+  const answers = await Promise.all(
+    runs.map((run) => fetchSeries(run.id, { names: SERIES, points: 800 })),
+  );
   runs.forEach((run, index) => state.answers.set(run.id, answers[index]));
 
-  const lineStyle = (index) => ({ color: COLORS[index % COLORS.length], dash: DASHES[index % DASHES.length] });
+  const lineStyle = (index) => ({
+    color: COLORS[index % COLORS.length],
+    dash: DASHES[index % DASHES.length],
+  });
   const names = namesOf(runs);
   const chartNode = h("div", {});
   const figures = h("div", {});
@@ -108,7 +113,9 @@ export async function show(root, params, ctx) {
         name: t(`m.${state.metric}`),
         height: 360,
         x: axis(state.x),
-        y: { format: METRICS[state.metric] === format.loss ? format.digits : METRICS[state.metric] },
+        y: {
+          format: METRICS[state.metric] === format.loss ? format.digits : METRICS[state.metric],
+        },
         series: curves.map(({ name, color, dash, points }) => ({
           name,
           color,
@@ -151,7 +158,11 @@ export async function show(root, params, ctx) {
       png: () => chart && chartPng(chart, t(`m.${state.metric}`), axis(state.x).name),
       csv: () => curvesCsv(runs, names, state.answers),
     }),
-    card(termOf("compare.curves"), h("span", { class: "muted small" }, t(`m.${state.metric}.unit`)), chartNode),
+    card(
+      termOf("compare.curves"),
+      h("span", { class: "muted small" }, t(`m.${state.metric}.unit`)),
+      chartNode,
+    ),
     figures,
     notesCard(runs, names, ctx),
     configCard(config_differences, runs, names),
@@ -169,7 +180,8 @@ export async function show(root, params, ctx) {
         runs.find((run) => run.id === updatedRun.id),
         updatedRun,
       );
-    for (const run of live) state.answers.set(run.id, await fetchSeries(run.id, { names: SERIES, points: 800 }));
+    for (const run of live)
+      state.answers.set(run.id, await fetchSeries(run.id, { names: SERIES, points: 800 }));
     drawChart(true);
     if (!figures.contains(document.activeElement)) drawFigures();
   }
@@ -182,7 +194,10 @@ export async function show(root, params, ctx) {
 // If one of the runs no longer exists, the request fails; then only the others are compared.
 async function runsOf(ids) {
   try {
-    return { ...(await get(`api/compare?ids=${ids.map(encodeURIComponent).join(",")}`)), missing: [] };
+    return {
+      ...(await get(`api/compare?ids=${ids.map(encodeURIComponent).join(",")}`)),
+      missing: [],
+    };
   } catch (error) {
     if (error.status !== 404) throw error;
   }
@@ -195,7 +210,9 @@ async function runsOf(ids) {
 
 /** Return unique names: for runs with the same name, their paths. */
 function namesOf(runs) {
-  return runs.map((run) => (runs.filter((other) => other.name === run.name).length > 1 ? run.path : run.name));
+  return runs.map((run) =>
+    runs.filter((other) => other.name === run.name).length > 1 ? run.path : run.name,
+  );
 }
 
 function header(runs, names, missing, lineStyle, ids) {
@@ -234,7 +251,9 @@ function header(runs, names, missing, lineStyle, ids) {
                   type: "button",
                   class: "quiet",
                   "aria-label": t("compare.remove", { name: names[index] }),
-                  on: { click: () => (location.hash = `#/compare/${idsWithout(run.id).join(",")}`) },
+                  on: {
+                    click: () => (location.hash = `#/compare/${idsWithout(run.id).join(",")}`),
+                  },
                 },
                 icon("close"),
               )
@@ -257,7 +276,9 @@ function controls(state, redraw, ctx, { png, csv }) {
         },
       },
     },
-    Object.keys(METRICS).map((name) => h("option", { value: name, prop: { selected: name === state.metric } }, t(`m.${name}`))),
+    Object.keys(METRICS).map((name) =>
+      h("option", { value: name, prop: { selected: name === state.metric } }, t(`m.${name}`)),
+    ),
   );
   const link = h(
     "button",
@@ -291,7 +312,11 @@ function controls(state, redraw, ctx, { png, csv }) {
       { class: "end toolbar" },
       h(
         "button",
-        { type: "button", id: "save-csv", on: { click: () => download("compare.csv", csv(), "text/csv") } },
+        {
+          type: "button",
+          id: "save-csv",
+          on: { click: () => download("compare.csv", csv(), "text/csv") },
+        },
         icon("save"),
         t("compare.csv"),
       ),

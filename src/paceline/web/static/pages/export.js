@@ -5,16 +5,27 @@ import { h, put } from "../lib/dom.js";
 import { t } from "../lib/i18n.js";
 import { command, errorState, icon } from "../lib/ui.js";
 
-/** Return `{button, feedback}`: a button that exports the model, and a node that shows the result. */
+/**
+ * Return `{button, feedback}`: a button that exports the model, and a node that shows the result.
+ */
 export function exportModel(id) {
   const feedback = h("div", { "aria-live": "polite" });
-  const button = h("button", { type: "button", id: "export", on: { click } }, icon("save"), t("export.start"));
+  const button = h(
+    "button",
+    { type: "button", id: "export", on: { click } },
+    icon("save"),
+    t("export.start"),
+  );
   async function click() {
     button.disabled = true;
     put(feedback, h("p", { class: "muted" }, t("export.running")));
     try {
       const { path, merged } = await post(`api/runs/${id}/export`, {});
-      put(feedback, h("p", { class: "good" }, icon("done"), t(merged ? "export.done" : "export.no_adapters")), command(path));
+      put(
+        feedback,
+        h("p", { class: "good" }, icon("done"), t(merged ? "export.done" : "export.no_adapters")),
+        command(path),
+      );
     } catch (error) {
       put(feedback, errorState(error));
     }

@@ -8,7 +8,11 @@ import { term } from "../lib/ui.js";
 
 /** Return `{node, end}`: a summary of the machine, which is updated every five seconds. */
 export function machineStrip() {
-  const node = h("div", { class: "machine muted small", role: "group", "aria-label": t("machine") });
+  const node = h("div", {
+    class: "machine muted small",
+    role: "group",
+    "aria-label": t("machine"),
+  });
   let ended = false;
   let timer = null;
 
@@ -44,7 +48,10 @@ function line({ cpu_count, memory_bytes, gpus = [], gpus_problem }) {
         { class: "gpu" },
         t("machine.gpu", { index: gpu.index, name: gpu.name }),
         " ",
-        term(t("machine.utilisation", { value: format.percent(gpu.utilisation) }), t("machine.utilisation.is")),
+        term(
+          t("machine.utilisation", { value: format.percent(gpu.utilisation) }),
+          t("machine.utilisation.is"),
+        ),
         " ",
         [
           gpu.temperature_c === null ? null : `${format.digits(gpu.temperature_c)} °C`,

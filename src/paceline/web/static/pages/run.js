@@ -10,7 +10,18 @@ import { describeAxes, describeStrategy } from "./run/strategy.js";
 
 addTexts(texts);
 
-const TABS = ["overview", "ranks", "traffic", "memory", "world", "samples", "log", "config", "checkpoints", "report"];
+const TABS = [
+  "overview",
+  "ranks",
+  "traffic",
+  "memory",
+  "world",
+  "samples",
+  "log",
+  "config",
+  "checkpoints",
+  "report",
+];
 // After these events, the details of the run are requested again.
 const DETAIL_EVENTS = ["memory", "run_end", "sample", "checkpoint", "eval"];
 const TAB_MODULES = {
@@ -66,7 +77,12 @@ export async function show(root, params, ctx) {
     } catch (error) {
       if (error.name !== "ApiError") console.error(error);
       if (thisOpen === openCount)
-        put(tabBody, error.status === 404 && store.isDeleted ? deletedState() : errorState(error, () => open({ tab: requestedTab, query })));
+        put(
+          tabBody,
+          error.status === 404 && store.isDeleted
+            ? deletedState()
+            : errorState(error, () => open({ tab: requestedTab, query })),
+        );
     }
   }
   await open(params);
@@ -84,15 +100,22 @@ export async function show(root, params, ctx) {
   return remove;
 }
 
-const deletedState = () => emptyState(t("run.deleted"), t("run.deleted.text"), h("a", { class: "button", href: "#/" }, t("nav.runs")));
+const deletedState = () =>
+  emptyState(
+    t("run.deleted"),
+    t("run.deleted.text"),
+    h("a", { class: "button", href: "#/" }, t("nav.runs")),
+  );
 
 /**
  * Return the state of the run.
  *
  * - `run`: the response of `api/runs/ID`; the event stream updates its summary.
- * - `on(name, listener)`: subscribe to `change` (the summary has changed), `append` (new events), `reload` (anything may have
- *   changed, so request the data again) or `deleted`. Returns a function that unsubscribes.
- * - `bytes`: the position in the log up to which it has been read; the stream starts there, so that no event is missed.
+ * - `on(name, listener)`: subscribe to `change` (the summary has changed), `append` (new events),
+ *   `reload` (anything may have changed, so request the data again) or `deleted`. Returns a
+ *   function that unsubscribes.
+ * - `bytes`: the position in the log up to which it has been read; the stream starts there, so that
+ *   no event is missed.
  */
 async function makeStore(id) {
   const listeners = { change: new Set(), append: new Set(), reload: new Set(), deleted: new Set() };
@@ -115,7 +138,10 @@ async function makeStore(id) {
       notify("change");
     },
     listen() {
-      store.end = stream(() => `api/runs/${id}/stream${store.bytes === null ? "" : `?after=${store.bytes}`}`, handlers);
+      store.end = stream(
+        () => `api/runs/${id}/stream${store.bytes === null ? "" : `?after=${store.bytes}`}`,
+        handlers,
+      );
     },
   };
   const markDeleted = () => {
@@ -132,8 +158,10 @@ async function makeStore(id) {
     },
     append({ events = [], bytes, dropped }) {
       store.bytes = bytes ?? store.bytes;
-      const wasResumed = dropped || events.some((event) => event.type === "resume" || event.type === "run_start");
-      if (wasResumed || events.some((event) => DETAIL_EVENTS.includes(event.type))) store.renew().catch(() => {});
+      const wasResumed =
+        dropped || events.some((event) => event.type === "resume" || event.type === "run_start");
+      if (wasResumed || events.some((event) => DETAIL_EVENTS.includes(event.type)))
+        store.renew().catch(() => {});
       if (wasResumed) notify("reload");
       else notify("append", events);
     },
@@ -153,18 +181,29 @@ async function makeStore(id) {
 function drawHeader(header, store, ctx) {
   const { run } = store;
   const focusedId = header.contains(document.activeElement) ? document.activeElement.id : null;
-  if (header.contains(document.activeElement) && !focusedId) return; // do not remove an explanation that is being read
+  // Do not remove an explanation that is being read.
+  if (header.contains(document.activeElement) && !focusedId) return;
   const running = ["live", "waiting"].includes(run.status);
   put(
     header,
     h(
       "div",
       { class: "page-head" },
-      h("a", { href: "#/", class: "button quiet", id: "back", "aria-label": t("run.back") }, "‹ ", t("nav.runs")),
+      h(
+        "a",
+        { href: "#/", class: "button quiet", id: "back", "aria-label": t("run.back") },
+        "‹ ",
+        t("nav.runs"),
+      ),
       h("h1", {}, run.name || run.path),
       badge(run.status),
       run.restarts
-        ? h("span", { class: "badge badge-stopped" }, icon("restart"), t("runs.restarts", { n: run.restarts }))
+        ? h(
+            "span",
+            { class: "badge badge-stopped" },
+            icon("restart"),
+            t("runs.restarts", { n: run.restarts }),
+          )
         : null,
       (run.tags ?? []).map((tag) => h("span", { class: "tag" }, tag)),
       h("div", { class: "end" }, actions(store, running, ctx)),
@@ -173,7 +212,9 @@ function drawHeader(header, store, ctx) {
     run.problem
       ? h(
           "div",
-          { class: `callout ${run.status === "failed" || run.status === "lost" ? "callout-bad" : "callout-warn"}` },
+          {
+            class: `callout ${run.status === "failed" || run.status === "lost" ? "callout-bad" : "callout-warn"}`,
+          },
           icon("warning"),
           h("div", {}, run.problem),
         )
@@ -188,45 +229,66 @@ function drawHeader(header, store, ctx) {
         ? figure(
             "f.eta",
             format.duration(run.eta_s),
-            run.wall_s === null || run.wall_s === undefined ? null : t("run.running", { wall: format.duration(run.wall_s) }),
+            run.wall_s === null || run.wall_s === undefined
+              ? null
+              : t("run.running", { wall: format.duration(run.wall_s) }),
           )
-        : figure("f.wall", format.duration(run.wall_s), run.started_at ? format.time(run.started_at, "short") : null),
+        : figure(
+            "f.wall",
+            format.duration(run.wall_s),
+            run.started_at ? format.time(run.started_at, "short") : null,
+          ),
       figure("f.loss", format.loss(run.loss), t("run.at_step", { step: format.count(run.step) })),
       figure(
         "f.eval_loss",
         format.loss(run.eval_loss),
-        run.evals?.length ? t("run.at_step", { step: format.count(run.evals.at(-1).step) }) : t("run.no_eval"),
+        run.evals?.length
+          ? t("run.at_step", { step: format.count(run.evals.at(-1).step) })
+          : t("run.no_eval"),
       ),
       figure("f.rate", format.short(run.tokens_per_second), t("unit.tokens_s")),
       figure(
         "f.world",
         run.world_size ? t("runs.ranks", { n: run.world_size }) : format.NONE,
-        [run.device, run.host, describeAxes(run.mesh?.axes ?? run.axes)].filter(Boolean).join(" · ") || null,
+        [run.device, run.host, describeAxes(run.mesh?.axes ?? run.axes)]
+          .filter(Boolean)
+          .join(" · ") ||
+        null,
       ),
       figure(
         "f.last_event",
         h("span", { class: staleness(run) }, format.ago(run.updated_at)),
         running ? t("run.last_event") : format.time(run.updated_at, "short"),
       ),
-      h("div", { class: "figure-wide" }, figure("f.strategy", run.strategy ?? format.NONE, describeStrategy(run.strategy))),
+      h(
+        "div",
+        { class: "figure-wide" },
+        figure("f.strategy", run.strategy ?? format.NONE, describeStrategy(run.strategy)),
+      ),
     ),
   );
   if (focusedId) document.getElementById(focusedId)?.focus();
 }
 
-const staleness = (run) => (run.status === "live" && Date.now() / 1000 - run.updated_at > 120 ? "stale" : null);
+const staleness = (run) =>
+  run.status === "live" && Date.now() / 1000 - run.updated_at > 120 ? "stale" : null;
 
 function bar(run) {
   const share = Math.min(1, (run.step ?? 0) / run.steps);
   return [
-    h("div", { class: "progress", "aria-hidden": "true" }, h("span", { style: { width: `${share * 100}%` } })),
+    h(
+      "div",
+      { class: "progress", "aria-hidden": "true" },
+      h("span", { style: { width: `${share * 100}%` } }),
+    ),
     h("div", {}, t("runs.step", { step: format.count(run.step), steps: format.count(run.steps) })),
   ];
 }
 
 function actions(store, running, ctx) {
   const { run } = store;
-  const link = (id, name, href) => h("a", { class: "button", id, href }, icon(name), t(`run.${id}`));
+  const link = (id, name, href) =>
+    h("a", { class: "button", id, href }, icon(name), t(`run.${id}`));
   const buttons = [];
   if (running) buttons.push(stopButton(store, ctx));
   else if (run.has?.config) buttons.push(link("resume", "play", `#/new?resume=${store.id}`));
@@ -237,7 +299,12 @@ function actions(store, running, ctx) {
 function stopButton(store, ctx) {
   const isSecondRequest = store.isStopping; // the second request ends the run immediately
   const click = () => stop(store, ctx, isSecondRequest);
-  return h("button", { type: "button", id: "stop", on: { click } }, icon("stopped"), t(isSecondRequest ? "run.end_now" : "run.stop"));
+  return h(
+    "button",
+    { type: "button", id: "stop", on: { click } },
+    icon("stopped"),
+    t(isSecondRequest ? "run.end_now" : "run.stop"),
+  );
 }
 
 async function stop(store, ctx, endsNow) {
@@ -266,7 +333,8 @@ async function stop(store, ctx, endsNow) {
     ctx.announce(t(`${name}.sent`));
     store.renew().catch(() => {});
   } catch (error) {
-    if (error.status === 409) store.isStopping = true; // a stop has already been requested, perhaps on another page
+    // A stop has already been requested, perhaps on another page.
+    if (error.status === 409) store.isStopping = true;
     await store.renew().catch(() => {});
     document.querySelector(".run-head")?.append(errorState(error));
   }

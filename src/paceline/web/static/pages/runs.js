@@ -16,7 +16,8 @@ const SORTS = {
   name: (a, b) => a.name.localeCompare(b.name, undefined, { numeric: true }),
   loss: (a, b) => compareNumbers(a.loss, b.loss),
   eval_loss: (a, b) => compareNumbers(a.eval_loss, b.eval_loss),
-  rate: (a, b) => compareNumbers(-(a.tokens_per_second ?? -Infinity), -(b.tokens_per_second ?? -Infinity)),
+  rate: (a, b) =>
+    compareNumbers(-(a.tokens_per_second ?? -Infinity), -(b.tokens_per_second ?? -Infinity)),
 };
 const SORT_LABELS = {
   started: "runs.started",
@@ -25,7 +26,8 @@ const SORT_LABELS = {
   eval_loss: "runs.eval_loss",
   rate: "runs.rate",
 };
-const compareNumbers = (a, b) => (Number.isFinite(a) ? a : Infinity) - (Number.isFinite(b) ? b : Infinity) || 0;
+const compareNumbers = (a, b) =>
+  (Number.isFinite(a) ? a : Infinity) - (Number.isFinite(b) ? b : Infinity) || 0;
 
 export async function show(root, params, ctx) {
   ctx.title(t("runs.title"));
@@ -54,7 +56,12 @@ export async function show(root, params, ctx) {
   }
 
   function redraw() {
-    ctx.setQuery({ q: state.query, status: state.status, tag: state.tag, sort: state.sort === "started" ? null : state.sort });
+    ctx.setQuery({
+      q: state.query,
+      status: state.status,
+      tag: state.tag,
+      sort: state.sort === "started" ? null : state.sort,
+    });
     view.draw();
   }
 
@@ -65,11 +72,13 @@ export async function show(root, params, ctx) {
   }
   let isFirst = true;
   const end = stream("api/stream", {
-    open: () => (isFirst ? (isFirst = false) : load().catch(view.fail)), // after a reconnection, changes may have been missed
+    // After a reconnection, changes may have been missed.
+    open: () => (isFirst ? (isFirst = false) : load().catch(view.fail)),
     runs: ({ changed = [], removed = [] }) => {
       for (const run of changed) {
         const previous = state.runs.get(run.id);
-        if (previous && previous.status !== run.status) announce(`${run.name}: ${t(`status.${run.status}`)}`);
+        if (previous && previous.status !== run.status)
+          announce(`${run.name}: ${t(`status.${run.status}`)}`);
         state.runs.set(run.id, run);
       }
       for (const id of removed) {
@@ -151,7 +160,13 @@ function frame(state, ctx, redraw) {
   const root = h(
     "div",
     { class: "stack" },
-    h("div", { class: "page-head" }, h("h1", {}, t("runs.title")), heading, h("div", { class: "end" }, machine.node)),
+    h(
+      "div",
+      { class: "page-head" },
+      h("h1", {}, t("runs.title")),
+      heading,
+      h("div", { class: "end" }, machine.node),
+    ),
     tools,
     body,
   );
@@ -181,7 +196,9 @@ function frame(state, ctx, redraw) {
             [termOf("runs.strategy")],
             [t("runs.model")],
             [t("runs.started")],
-          ].map(([label, isNumber]) => h("th", { scope: "col", class: isNumber ? "number" : null }, label)),
+          ].map(([label, isNumber]) =>
+            h("th", { scope: "col", class: isNumber ? "number" : null }, label),
+          ),
         ),
       ),
       tbody,
@@ -191,11 +208,21 @@ function frame(state, ctx, redraw) {
   function draw() {
     const runs = [...state.runs.values()];
     const live = runs.filter((run) => RUNNING.includes(run.status)).length;
-    put(heading, t("runs.count", { n: runs.length }), live ? ` · ${t("runs.live", { n: live })}` : "");
+    put(
+      heading,
+      t("runs.count", { n: runs.length }),
+      live ? ` · ${t("runs.live", { n: live })}` : "",
+    );
     tools.hidden = runs.length === 0;
     setOptions(
       status,
-      [["", t("runs.all")], ...[...new Set(runs.map((run) => run.status))].map((status) => [status, t(`status.${status}`)])],
+      [
+        ["", t("runs.all")],
+        ...[...new Set(runs.map((run) => run.status))].map((status) => [
+          status,
+          t(`status.${status}`),
+        ]),
+      ],
       state.status,
     );
     const knownTags = [...new Set(runs.flatMap((run) => run.tags ?? []))].sort();
@@ -237,7 +264,8 @@ function frame(state, ctx, redraw) {
     return undefined;
   }
 
-  // A row is redrawn only if its run has changed, and moved only if the order has changed, so that it keeps the focus.
+  // A row is redrawn only if its run has changed, and moved only if the order has changed, so that
+  // it keeps the focus.
   function fillRows(runs) {
     const ids = new Set(runs.map((run) => run.id));
     for (const [id, row] of rows)
@@ -247,11 +275,17 @@ function frame(state, ctx, redraw) {
       }
     runs.forEach((run, index) => {
       const row = rows.get(run.id);
-      if (!row) rows.set(run.id, { run, node: h("tr", { data: { id: run.id } }, rowCells(run, drawSelection)) });
+      if (!row)
+        rows.set(run.id, {
+          run,
+          node: h("tr", { data: { id: run.id } }, rowCells(run, drawSelection)),
+        });
       else if (row.run !== run) {
         row.run = run;
         const [selectionCell, ...otherCells] = rowCells(run, drawSelection);
-        [...row.node.children].slice(1).forEach((cell, index) => replaceCell(cell, otherCells[index]));
+        [...row.node.children]
+          .slice(1)
+          .forEach((cell, index) => replaceCell(cell, otherCells[index]));
         selectionCell.remove();
       }
       const node = rows.get(run.id).node;
@@ -310,7 +344,8 @@ function frame(state, ctx, redraw) {
         errorState(error, () => location.reload()),
       ),
     tick: () => {
-      for (const time of body.querySelectorAll("time[data-at]")) time.textContent = format.ago(Number(time.dataset.at));
+      for (const time of body.querySelectorAll("time[data-at]"))
+        time.textContent = format.ago(Number(time.dataset.at));
     },
   };
 }
@@ -320,7 +355,16 @@ const running = (run) => (RUNNING.includes(run.status) ? 1 : 0);
 function matches(run, { query, status, tag }) {
   if (status && run.status !== status) return false;
   if (tag && !(run.tags ?? []).includes(tag)) return false;
-  const text = [run.name, run.path, run.model, run.task, run.strategy, run.device, run.note, ...(run.tags ?? [])]
+  const text = [
+    run.name,
+    run.path,
+    run.model,
+    run.task,
+    run.strategy,
+    run.device,
+    run.note,
+    ...(run.tags ?? []),
+  ]
     .join(" ")
     .toLowerCase();
   return query
@@ -336,6 +380,8 @@ function setOptions(select, choices, value) {
   if (!choices.some(([choice]) => choice === value)) choices = [...choices, [value, value]];
   put(
     select,
-    choices.map(([choice, text]) => h("option", { value: choice, prop: { selected: choice === value } }, text)),
+    choices.map(([choice, text]) =>
+      h("option", { value: choice, prop: { selected: choice === value } }, text),
+    ),
   );
 }

@@ -1,4 +1,5 @@
-// The page that starts a run, or resumes one with changes: a form and the YAML text, kept in sync, with checks and a plan.
+// The page that starts a run, or resumes one with changes: a form and the YAML text, kept in sync,
+// with checks and a plan.
 
 import { get, post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
@@ -22,7 +23,10 @@ export async function show(root, params, ctx) {
   ctx.title(t(resume ? "start.resume.title" : "start.title"));
   if (!ctx.hasToken()) return void put(root, noToken());
   const [form, { presets }, run, old] = await Promise.all([
-    get("api/schema"), get("api/presets"), resume ? get(`api/runs/${resume}`) : null, resume ? get(`api/runs/${resume}/resume`) : null,
+    get("api/schema"),
+    get("api/presets"),
+    resume ? get(`api/runs/${resume}`) : null,
+    resume ? get(`api/runs/${resume}/resume`) : null,
   ]);
   const draft = resume ? null : readDraft();
   const state = makeState(old?.yaml ?? draft?.yaml ?? presets[0].yaml);
@@ -35,14 +39,30 @@ export async function show(root, params, ctx) {
   const changes = resume ? changesCard(state, resume) : null;
   const launch = launchCard(state, ctx, { resume, run, changes, presets, draft });
 
-  put(root,
-    h("div", { class: "page-head" }, resume ? h("a", { href: `#/run/${resume}`, class: "button quiet" }, "‹ ", run.name) : null,
-      h("h1", {}, resume ? t("start.resume.of", { name: run.name }) : t("start.title"))),
+  put(
+    root,
+    h(
+      "div",
+      { class: "page-head" },
+      resume ? h("a", { href: `#/run/${resume}`, class: "button quiet" }, "‹ ", run.name) : null,
+      h("h1", {}, resume ? t("start.resume.of", { name: run.name }) : t("start.title")),
+    ),
     resume ? h("p", { class: "muted" }, t("start.resume.what")) : presetRow(presets, state, launch),
     jumpLinks(),
-    h("div", { class: "start" },
+    h(
+      "div",
+      { class: "start" },
       h("div", { class: "stack start-form" }, fields.node),
-      h("div", { class: "stack start-side" }, editor.node, changes?.node ?? null, plan.node, launch.node)));
+      h(
+        "div",
+        { class: "stack start-side" },
+        editor.node,
+        changes?.node ?? null,
+        plan.node,
+        launch.node,
+      ),
+    ),
+  );
   if (!resume) state.on("text", () => writeDraft({ yaml: state.yaml, name: launch.name() }));
   state.check(0);
   return () => {
@@ -53,19 +73,26 @@ export async function show(root, params, ctx) {
 }
 
 /**
- * Return the state of the page: the config as text (`yaml`), from which everything else follows, and the result of its latest
- * check (`checkResult`). Events: `text` (the text has changed; called with the source of the change), `busy` (the text has been
- * changed and not been checked yet) and `checked` (`checkResult` belongs to the current text).
+ * Return the state of the page: the config as text (`yaml`), from which everything else follows,
+ * and the result of its latest check (`checkResult`). Events: `text` (the text has changed; called
+ * with the source of the change), `busy` (the text has been changed and not been checked yet) and
+ * `checked` (`checkResult` belongs to the current text).
  */
 function makeState(yaml) {
   const listeners = { text: new Set(), checked: new Set(), busy: new Set() };
-  const notify = (name, value) => { for (const listener of listeners[name]) listener(value); };
+  const notify = (name, value) => {
+    for (const listener of listeners[name]) listener(value);
+  };
   let timer = null;
   let version = 0;
   let edits = Promise.resolve();
   const state = {
-    yaml, checkResult: null, ended: false,
-    on: (name, listener) => { listeners[name].add(listener); },
+    yaml,
+    checkResult: null,
+    ended: false,
+    on: (name, listener) => {
+      listeners[name].add(listener);
+    },
     setYaml(text, source) {
       if (text === state.yaml) return;
       state.yaml = text;
@@ -74,18 +101,23 @@ function makeState(yaml) {
       notify("text", source);
       state.check();
     },
-    /** Set keys and remove others. The server edits the text, so that comments are kept. Edits are applied in sequence. */
+    /**
+     * Set keys and remove others. The server edits the text, so that comments are kept. Edits are
+     * applied in sequence.
+     */
     edit(values, remove = []) {
       notify("busy");
-      edits = edits.then(async () => {
-        for (;;) { // repeat the edit if the text was changed in the meantime
-          const yaml = state.yaml;
-          const response = await post("api/yaml", { yaml: yaml, values, remove });
-          if (state.yaml !== yaml) continue;
-          if (!response.kept) announce(t("start.comments_lost"));
-          return state.setYaml(response.yaml, "form");
-        }
-      }).catch((error) => state.fail(error));
+      edits = edits
+        .then(async () => {
+          for (;;) {
+            const yaml = state.yaml;
+            const response = await post("api/yaml", { yaml: yaml, values, remove });
+            if (state.yaml !== yaml) continue;
+            if (!response.kept) announce(t("start.comments_lost"));
+            return state.setYaml(response.yaml, "form");
+          }
+        })
+        .catch((error) => state.fail(error));
       return edits;
     },
     check(wait_ms = CHECK_MS) {
@@ -105,9 +137,18 @@ function makeState(yaml) {
     fail(error) {
       if (state.ended) return;
       const { what, allowed = null, fix = null } = error;
-      const message = what === "no-answer" ? { what: t("error.no_answer"), allowed: null, fix: t("error.no_answer.fix") } : { what: what ?? error.message, allowed, fix };
+      const message =
+        what === "no-answer"
+          ? { what: t("error.no_answer"), allowed: null, fix: t("error.no_answer.fix") }
+          : { what: what ?? error.message, allowed, fix };
       const shownError = { ...message, key: null, line: null };
-      state.checkResult = { ok: false, error: shownError, errors: [shownError], notices: [], values: state.checkResult?.values ?? {} };
+      state.checkResult = {
+        ok: false,
+        error: shownError,
+        errors: [shownError],
+        notices: [],
+        values: state.checkResult?.values ?? {},
+      };
       notify("checked", state.checkResult);
     },
     end() {
@@ -119,25 +160,58 @@ function makeState(yaml) {
 }
 
 function presetRow(presets, state, launch) {
-  return h("div", { class: "presets", role: "group", "aria-label": t("start.presets") },
-    presets.map((preset) => h("button", {
-      type: "button", class: "preset", data: { preset: preset.id },
-      on: { click: () => {
-        state.setYaml(preset.yaml, "preset");
-        launch.suggest(preset.id);
-        announce(t("start.preset.loaded", { name: t(`preset.${preset.id}`) }));
-      } },
-    }, h("strong", {}, t(`preset.${preset.id}`)), h("span", {}, t(`preset.${preset.id}.is`)))));
+  return h(
+    "div",
+    { class: "presets", role: "group", "aria-label": t("start.presets") },
+    presets.map((preset) =>
+      h(
+        "button",
+        {
+          type: "button",
+          class: "preset",
+          data: { preset: preset.id },
+          on: {
+            click: () => {
+              state.setYaml(preset.yaml, "preset");
+              launch.suggest(preset.id);
+              announce(t("start.preset.loaded", { name: t(`preset.${preset.id}`) }));
+            },
+          },
+        },
+        h("strong", {}, t(`preset.${preset.id}`)),
+        h("span", {}, t(`preset.${preset.id}.is`)),
+      ),
+    ),
+  );
 }
 
-/** Return links to the text, the plan and the start button, which are below a long form on a narrow screen. */
+/**
+ * Return links to the text, the plan and the start button, which are below a long form on a narrow
+ * screen.
+ */
 function jumpLinks() {
-  const jumpButton = (id, text) => h("button", { type: "button", on: { click: () => {
-    const target = document.getElementById(id);
-    target.scrollIntoView({ block: "start" });
-    target.focus({ preventScroll: true });
-  } } }, text);
-  return h("div", { class: "jump", role: "group", "aria-label": t("start.jump") }, jumpButton("yaml", t("start.yaml")), jumpButton("plan", t("plan.title")), jumpButton("start", t("start.start")));
+  const jumpButton = (id, text) =>
+    h(
+      "button",
+      {
+        type: "button",
+        on: {
+          click: () => {
+            const target = document.getElementById(id);
+            target.scrollIntoView({ block: "start" });
+            target.focus({ preventScroll: true });
+          },
+        },
+      },
+      text,
+    );
+  return h(
+    "div",
+    { class: "jump", role: "group", "aria-label": t("start.jump") },
+    jumpButton("yaml", t("start.yaml")),
+    jumpButton("plan", t("plan.title")),
+    jumpButton("start", t("start.start")),
+  );
 }
 
 const noToken = () => errorState({ what: t("start.no_token"), fix: t("start.no_token.fix") });
@@ -154,9 +228,26 @@ const writeDraft = (draft) => sessionStorage.setItem(DRAFT, JSON.stringify(draft
 
 /** Return a list of errors. The line number of an error is a button that calls `go(line)`. */
 export function errorList(errors, go) {
-  return h("ul", { class: "mistakes" }, errors.map((error) => h("li", {},
-    error.line ? h("button", { type: "button", class: "quiet place", on: { click: () => go(error.line) } }, t("start.line", { line: error.line })) : null,
-    h("span", {}, icon("failed"), error.what),
-    error.allowed ? h("div", { class: "small" }, t("error.allowed", { allowed: error.allowed })) : null,
-    error.fix ? h("div", { class: "small" }, t("error.fix", { fix: error.fix })) : null)));
+  return h(
+    "ul",
+    { class: "error-list" },
+    errors.map((error) =>
+      h(
+        "li",
+        {},
+        error.line
+          ? h(
+              "button",
+              { type: "button", class: "quiet place", on: { click: () => go(error.line) } },
+              t("start.line", { line: error.line }),
+            )
+          : null,
+        h("span", {}, icon("failed"), error.what),
+        error.allowed
+          ? h("div", { class: "small" }, t("error.allowed", { allowed: error.allowed }))
+          : null,
+        error.fix ? h("div", { class: "small" }, t("error.fix", { fix: error.fix })) : null,
+      ),
+    ),
+  );
 }

@@ -7,23 +7,81 @@ import { t } from "../lib/i18n.js";
 import { announce, errorState, icon } from "../lib/ui.js";
 import { renderCode } from "./start_form.js";
 
-const DATA_KEYS = ["model", "tokenizer", "task", "dataset", "format", "system", "chat_template", "train_args.max_length", "train_args.truncation_strategy", "train_args.train_on_inputs", "train_args.train_on_turns", "ignore_columns"];
+const DATA_KEYS = [
+  "model",
+  "tokenizer",
+  "task",
+  "dataset",
+  "format",
+  "system",
+  "chat_template",
+  "train_args.max_length",
+  "train_args.truncation_strategy",
+  "train_args.train_on_inputs",
+  "train_args.train_on_turns",
+  "ignore_columns",
+];
 
 export function datasetTools(state) {
   const rows = h("div", { id: "preview", "aria-live": "polite" });
   const feedback = h("div", { "aria-live": "polite" });
-  const previewButton = h("button", { type: "button", id: "look", on: { click: () => preview() } }, icon("search"), t("data.preview"));
-  const rowCount = h("select", { id: "rows", on: { change: () => shownSettings !== null && preview() } }, [3, 5, 10, 25].map((count) => h("option", { value: count, prop: { selected: count === 5 } }, t("data.rows", { n: count }))));
-  const chooseButton = h("button", { type: "button", id: "choose-data", on: { click: chooseFile } }, t("data.choose"));
-  const file = h("input", { type: "file", id: "upload", accept: ".json,.jsonl,.ndjson,.csv,.tsv,.parquet,.arrow,.txt,.md", class: "sr", on: { change: () => file.files[0] && upload(file.files[0]) } });
-  const uploadButton = h("label", { for: "upload", class: "button file" }, icon("plus"), t("data.upload"));
-  const node = h("div", { class: "data-tools" },
-    h("div", { class: "toolbar" }, chooseButton, h("span", { class: "file-wrap" }, file, uploadButton), h("span", { class: "toolbar end" }, h("label", { class: "sr", for: "rows" }, t("data.rows.label")), rowCount, previewButton)),
-    feedback, rows);
+  const previewButton = h(
+    "button",
+    { type: "button", id: "preview-button", on: { click: () => preview() } },
+    icon("search"),
+    t("data.preview"),
+  );
+  const rowCount = h(
+    "select",
+    { id: "rows", on: { change: () => shownSettings !== null && preview() } },
+    [3, 5, 10, 25].map((count) =>
+      h("option", { value: count, prop: { selected: count === 5 } }, t("data.rows", { n: count })),
+    ),
+  );
+  const chooseButton = h(
+    "button",
+    { type: "button", id: "choose-data", on: { click: chooseFile } },
+    t("data.choose"),
+  );
+  const file = h("input", {
+    type: "file",
+    id: "upload",
+    accept: ".json,.jsonl,.ndjson,.csv,.tsv,.parquet,.arrow,.txt,.md",
+    class: "sr",
+    on: { change: () => file.files[0] && upload(file.files[0]) },
+  });
+  const uploadButton = h(
+    "label",
+    { for: "upload", class: "button file" },
+    icon("plus"),
+    t("data.upload"),
+  );
+  const node = h(
+    "div",
+    { class: "data-tools" },
+    h(
+      "div",
+      { class: "toolbar" },
+      chooseButton,
+      h("span", { class: "file-wrap" }, file, uploadButton),
+      h(
+        "span",
+        { class: "toolbar end" },
+        h("label", { class: "sr", for: "rows" }, t("data.rows.label")),
+        rowCount,
+        previewButton,
+      ),
+    ),
+    feedback,
+    rows,
+  );
   let shownSettings = null; // the settings with which the preview was made
   let controller = null;
 
-  node.addEventListener("dragover", (event) => { event.preventDefault(); node.classList.add("drop"); });
+  node.addEventListener("dragover", (event) => {
+    event.preventDefault();
+    node.classList.add("drop");
+  });
   node.addEventListener("dragleave", () => node.classList.remove("drop"));
   node.addEventListener("drop", (event) => {
     event.preventDefault();
@@ -43,7 +101,11 @@ export function datasetTools(state) {
     shownSettings = state.checkResult ? settings(state.checkResult) : "";
     put(rows, h("p", { class: "muted" }, t("data.reading")));
     try {
-      const response = await post("api/preview", { yaml: state.yaml, rows: Number(rowCount.value) }, { signal });
+      const response = await post(
+        "api/preview",
+        { yaml: state.yaml, rows: Number(rowCount.value) },
+        { signal },
+      );
       if (!signal.aborted) put(rows, drawRows(response));
     } catch (error) {
       if (error.name !== "AbortError" && !signal.aborted) put(rows, errorState(error));
@@ -52,16 +114,42 @@ export function datasetTools(state) {
 
   async function upload(uploaded) {
     const controller = new AbortController();
-    const cancel = h("button", { type: "button", on: { click: () => controller.abort() } }, t("cancel"));
-    put(feedback, h("p", {}, t("data.uploading", { name: uploaded.name, size: format.bytes(uploaded.size) }), " ", cancel));
+    const cancel = h(
+      "button",
+      { type: "button", on: { click: () => controller.abort() } },
+      t("cancel"),
+    );
+    put(
+      feedback,
+      h(
+        "p",
+        {},
+        t("data.uploading", { name: uploaded.name, size: format.bytes(uploaded.size) }),
+        " ",
+        cancel,
+      ),
+    );
     const body = new FormData();
     body.append("file", uploaded);
     try {
       const stored = await post("api/upload", body, { signal: controller.signal });
-      put(feedback, h("p", { class: "good" }, icon("done"), t("data.uploaded", { path: stored.path, size: format.bytes(stored.size_bytes) })));
+      put(
+        feedback,
+        h(
+          "p",
+          { class: "good" },
+          icon("done"),
+          t("data.uploaded", { path: stored.path, size: format.bytes(stored.size_bytes) }),
+        ),
+      );
       await state.edit({ dataset: stored.path });
     } catch (error) {
-      put(feedback, error.name === "AbortError" ? h("p", { class: "muted" }, t("data.cancelled")) : errorState(error));
+      put(
+        feedback,
+        error.name === "AbortError"
+          ? h("p", { class: "muted" }, t("data.cancelled"))
+          : errorState(error),
+      );
     } finally {
       file.value = "";
     }
@@ -69,11 +157,19 @@ export function datasetTools(state) {
 
   async function chooseFile() {
     const list = h("div", { class: "data-list" }, h("p", { class: "muted" }, t("loading")));
-    const dialog = h("dialog", { class: "dialog wide", "aria-labelledby": "choose-title" },
-      h("h2", { id: "choose-title" }, t("data.choose")), h("p", { class: "muted small" }, t("data.choose.is")), list,
-      h("form", { method: "dialog", class: "toolbar" }, h("button", { value: "" }, t("cancel"))));
+    const dialog = h(
+      "dialog",
+      { class: "dialog wide", "aria-labelledby": "choose-title" },
+      h("h2", { id: "choose-title" }, t("data.choose")),
+      h("p", { class: "muted small" }, t("data.choose.is")),
+      list,
+      h("form", { method: "dialog", class: "toolbar" }, h("button", { value: "" }, t("cancel"))),
+    );
     document.body.append(dialog);
-    dialog.addEventListener("close", () => { dialog.remove(); chooseButton.focus(); });
+    dialog.addEventListener("close", () => {
+      dialog.remove();
+      chooseButton.focus();
+    });
     dialog.showModal();
     const selectDataset = (path) => {
       dialog.close();
@@ -82,12 +178,44 @@ export function datasetTools(state) {
     };
     try {
       const response = await get("api/datasets");
-      const item = (path, note) => h("li", {}, h("button", { type: "button", class: "data-item", on: { click: () => selectDataset(path) } }, h("span", { class: "mono" }, path), h("span", { class: "muted small" }, note)));
-      put(list,
+      const item = (path, note) =>
+        h(
+          "li",
+          {},
+          h(
+            "button",
+            { type: "button", class: "data-item", on: { click: () => selectDataset(path) } },
+            h("span", { class: "mono" }, path),
+            h("span", { class: "muted small" }, note),
+          ),
+        );
+      put(
+        list,
         h("h3", {}, t("data.in_folder")),
-        response.datasets.length ? h("ul", {}, response.datasets.map((file) => item(file.path, `${format.bytes(file.size_bytes)} · ${format.ago(file.modified_at)}`))) : h("p", { class: "muted" }, t("data.none")),
-        response.left_out ? h("p", { class: "muted small" }, t("data.left_out", { n: response.left_out })) : null,
-        h("h3", {}, t("data.builtin")), h("ul", {}, response.builtin.map((dataset) => item(dataset.path, t("data.for", { task: dataset.task })))));
+        response.datasets.length
+          ? h(
+              "ul",
+              {},
+              response.datasets.map((file) =>
+                item(
+                  file.path,
+                  `${format.bytes(file.size_bytes)} · ${format.ago(file.modified_at)}`,
+                ),
+              ),
+            )
+          : h("p", { class: "muted" }, t("data.none")),
+        response.left_out
+          ? h("p", { class: "muted small" }, t("data.left_out", { n: response.left_out }))
+          : null,
+        h("h3", {}, t("data.builtin")),
+        h(
+          "ul",
+          {},
+          response.builtin.map((dataset) =>
+            item(dataset.path, t("data.for", { task: dataset.task })),
+          ),
+        ),
+      );
     } catch (error) {
       put(list, errorState(error));
     }
@@ -99,35 +227,138 @@ function drawRows(preview) {
   const { rows, max_length: maxLength, overlong, notices } = preview;
   if (preview.task === "classify" || preview.task === "recommend") return drawSamples(preview);
   return [
-    h("p", { class: "legend small" }, h("mark", { class: "label" }, t("data.label")), t("data.label.is"), " · ", h("span", { class: "plain" }, t("data.plain")), " · ", h("del", { class: "cut" }, t("data.cut")), t("data.cut.is", { most: format.count(maxLength) })),
-    h("ol", { class: "rows" }, rows.map((row) => h("li", {},
-      h("div", { class: "row-head small" }, h("span", { class: "muted" }, shortPlace(row.place)), h("span", {}, row.format ?? ""),
-        h("span", {}, t("data.tokens", { n: format.count(row.num_tokens) })), h("span", {}, t("data.labels", { n: format.count(row.label_tokens) })),
-        row.cut_tokens ? h("span", { class: "warn" }, icon("warning"), t("data.cuts", { n: format.count(row.cut_tokens) })) : null,
-        row.parts > 1 ? h("span", {}, t("data.parts", { n: format.count(row.parts) })) : null),
-      row.reason ? h("p", { class: "bad small" }, icon("failed"), t("data.dropped", { reason: row.reason }), row.reason.startsWith("longer") ? ` ${t("data.dropped.long", { overlong })}` : "") : null,
-      h("div", { class: "row-text", tabindex: 0, role: "group", "aria-label": shortPlace(row.place) }, row.segments.map(segment)),
-      row.hidden_tokens ? h("p", { class: "muted small" }, t("data.hidden", { n: format.count(row.hidden_tokens) })) : null))),
-    notices.length ? h("ul", { class: "muted small" }, notices.map(([, text]) => h("li", {}, renderCode(text)))) : null,
+    h(
+      "p",
+      { class: "legend small" },
+      h("mark", { class: "label" }, t("data.label")),
+      t("data.label.is"),
+      " · ",
+      h("span", { class: "plain" }, t("data.plain")),
+      " · ",
+      h("del", { class: "cut" }, t("data.cut")),
+      t("data.cut.is", { most: format.count(maxLength) }),
+    ),
+    h(
+      "ol",
+      { class: "rows" },
+      rows.map((row) =>
+        h(
+          "li",
+          {},
+          h(
+            "div",
+            { class: "row-head small" },
+            h("span", { class: "muted" }, shortPlace(row.place)),
+            h("span", {}, row.format ?? ""),
+            h("span", {}, t("data.tokens", { n: format.count(row.num_tokens) })),
+            h("span", {}, t("data.labels", { n: format.count(row.label_tokens) })),
+            row.cut_tokens
+              ? h(
+                  "span",
+                  { class: "warn" },
+                  icon("warning"),
+                  t("data.cuts", { n: format.count(row.cut_tokens) }),
+                )
+              : null,
+            row.parts > 1 ? h("span", {}, t("data.parts", { n: format.count(row.parts) })) : null,
+          ),
+          row.reason
+            ? h(
+                "p",
+                { class: "bad small" },
+                icon("failed"),
+                t("data.dropped", { reason: row.reason }),
+                row.reason.startsWith("longer") ? ` ${t("data.dropped.long", { overlong })}` : "",
+              )
+            : null,
+          h(
+            "div",
+            { class: "row-text", tabindex: 0, role: "group", "aria-label": shortPlace(row.place) },
+            row.segments.map(segment),
+          ),
+          row.hidden_tokens
+            ? h(
+                "p",
+                { class: "muted small" },
+                t("data.hidden", { n: format.count(row.hidden_tokens) }),
+              )
+            : null,
+        ),
+      ),
+    ),
+    notices.length
+      ? h(
+          "ul",
+          { class: "muted small" },
+          notices.map(([, text]) => h("li", {}, renderCode(text))),
+        )
+      : null,
   ];
 }
 
 /** Return a preview of images, as the model receives them, or of the rows of a click log. */
 function drawSamples({ task, rows, notices }) {
-  const label = (row) => h("mark", { class: "label" }, t("data.sample.label", { label: row.label }));
+  const label = (row) =>
+    h("mark", { class: "label" }, t("data.sample.label", { label: row.label }));
   const body =
     task === "classify"
-      ? h("ul", { class: "pictures" }, rows.map((row) => h("li", {},
-          h("img", { src: row.image, alt: t("data.sample.image", { label: row.label }) }), label(row), h("span", { class: "muted small" }, `${row.place} · ${row.shape.join(" × ")}`))))
-      : h("ol", { class: "rows" }, rows.map((row) => h("li", {},
-          h("div", { class: "row-head small" }, h("span", { class: "muted" }, row.place), label(row)),
-          h("dl", { class: "facts" }, row.fields.map((field) => h("div", {}, h("dt", { class: "mono" }, field.name), h("dd", {}, field.value)))))));
+      ? h(
+          "ul",
+          { class: "pictures" },
+          rows.map((row) =>
+            h(
+              "li",
+              {},
+              h("img", { src: row.image, alt: t("data.sample.image", { label: row.label }) }),
+              label(row),
+              h("span", { class: "muted small" }, `${row.place} · ${row.shape.join(" × ")}`),
+            ),
+          ),
+        )
+      : h(
+          "ol",
+          { class: "rows" },
+          rows.map((row) =>
+            h(
+              "li",
+              {},
+              h(
+                "div",
+                { class: "row-head small" },
+                h("span", { class: "muted" }, row.place),
+                label(row),
+              ),
+              h(
+                "dl",
+                { class: "facts" },
+                row.fields.map((field) =>
+                  h("div", {}, h("dt", { class: "mono" }, field.name), h("dd", {}, field.value)),
+                ),
+              ),
+            ),
+          ),
+        );
   return [
-    h("p", { class: "legend small" }, t(task === "classify" ? "data.sample.images" : "data.sample.clicks")),
+    h(
+      "p",
+      { class: "legend small" },
+      t(task === "classify" ? "data.sample.images" : "data.sample.clicks"),
+    ),
     body,
-    notices.length ? h("ul", { class: "muted small" }, notices.map(([, text]) => h("li", {}, renderCode(text)))) : null,
+    notices.length
+      ? h(
+          "ul",
+          { class: "muted small" },
+          notices.map(([, text]) => h("li", {}, renderCode(text))),
+        )
+      : null,
   ];
 }
 
 const shortPlace = (text) => text.replace(/ of (?:.*\/)?([^/]+)$/, " · $1");
-const segment = (part) => (part.cut ? h("del", { class: `cut${part.label ? " label" : ""}` }, part.text) : part.label ? h("mark", { class: "label" }, part.text) : part.text);
+const segment = (part) =>
+  part.cut
+    ? h("del", { class: `cut${part.label ? " label" : ""}` }, part.text)
+    : part.label
+      ? h("mark", { class: "label" }, part.text)
+      : part.text;

@@ -1,4 +1,5 @@
-// The name of the run, the button that starts it, its output while it starts, and the error if it fails.
+// The name of the run, the button that starts it, its output while it starts, and the error if it
+// fails.
 
 import { get, post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
@@ -11,24 +12,65 @@ const POLL_MS = 1000;
 export function launchCard(state, ctx, { resume, changes, draft, presets }) {
   let ended = false;
   let isStarting = false;
-  let takenNames = new Set(); // names of existing runs; the server also rejects names of other files
+  // Names of existing runs; the server also rejects names of other files.
+  let takenNames = new Set();
   if (!resume)
-    get("api/runs").then(({ runs }) => {
-      takenNames = new Set(runs.map((run) => run.path));
-      draw();
-    }, () => {});
+    get("api/runs").then(
+      ({ runs }) => {
+        takenNames = new Set(runs.map((run) => run.path));
+        draw();
+      },
+      () => {},
+    );
   const feedback = h("div", { "aria-live": "polite" });
   const nameError = h("p", { class: "bad small", id: "name-wrong" });
   const name = h("input", {
-    type: "text", id: "run-name", spellcheck: "false", autocapitalize: "off", autocomplete: "off", maxlength: 100,
-    "aria-describedby": "name-wrong name-hint", prop: { value: draft?.name ?? proposeName(presets[0].id) }, on: { input: () => { isNameEdited = true; draw(); } },
+    type: "text",
+    id: "run-name",
+    spellcheck: "false",
+    autocapitalize: "off",
+    autocomplete: "off",
+    maxlength: 100,
+    "aria-describedby": "name-wrong name-hint",
+    prop: { value: draft?.name ?? proposeName(presets[0].id) },
+    on: {
+      input: () => {
+        isNameEdited = true;
+        draw();
+      },
+    },
   });
   let isNameEdited = false;
-  const button = h("button", { type: "submit", class: "main", id: "start" }, icon("play"), t(resume ? "start.resume" : "start.start"));
+  const button = h(
+    "button",
+    { type: "submit", class: "main", id: "start" },
+    icon("play"),
+    t(resume ? "start.resume" : "start.start"),
+  );
   const blockedReason = h("span", { class: "muted small", id: "start-why" });
-  const form = h("form", { class: "launch", on: { submit: (event) => { event.preventDefault(); start(); } } },
-    resume ? null : h("div", { class: "form-field" }, h("label", { for: "run-name" }, t("start.name")), name, nameError, h("p", { class: "muted small", id: "name-hint" }, t("start.name.is"))),
-    h("div", { class: "toolbar" }, button, blockedReason));
+  const form = h(
+    "form",
+    {
+      class: "launch",
+      on: {
+        submit: (event) => {
+          event.preventDefault();
+          start();
+        },
+      },
+    },
+    resume
+      ? null
+      : h(
+          "div",
+          { class: "form-field" },
+          h("label", { for: "run-name" }, t("start.name")),
+          name,
+          nameError,
+          h("p", { class: "muted small", id: "name-hint" }, t("start.name.is")),
+        ),
+    h("div", { class: "toolbar" }, button, blockedReason),
+  );
   const node = card(t(resume ? "start.resume" : "start.start"), null, form, feedback);
 
   state.on("busy", draw);
@@ -43,7 +85,20 @@ export function launchCard(state, ctx, { resume, changes, draft, presets }) {
     const isValid = state.checkResult?.ok;
     const isAllowed = !changes || changes.ready();
     button.disabled = isStarting || !isValid || !hasName || !isAllowed;
-    put(blockedReason, isStarting ? t("start.starting") : !state.checkResult ? "" : !isValid ? t("start.fix_errors") : !hasName ? t("start.enter_name") : !isAllowed && changes.changed() ? t("start.allow_changes") : "");
+    put(
+      blockedReason,
+      isStarting
+        ? t("start.starting")
+        : !state.checkResult
+          ? ""
+          : !isValid
+            ? t("start.fix_errors")
+            : !hasName
+              ? t("start.enter_name")
+              : !isAllowed && changes.changed()
+                ? t("start.allow_changes")
+                : "",
+    );
   }
 
   async function start() {
@@ -53,7 +108,10 @@ export function launchCard(state, ctx, { resume, changes, draft, presets }) {
     put(feedback, h("p", { class: "muted" }, t("start.starting.is")));
     try {
       const launched = resume
-        ? await post(`api/runs/${resume}/resume`, { yaml: changes.changed() ? state.yaml : null, allow_config_change: changes.allowed() })
+        ? await post(`api/runs/${resume}/resume`, {
+            yaml: changes.changed() ? state.yaml : null,
+            allow_config_change: changes.allowed(),
+          })
         : await post("api/start", { yaml: state.yaml, name: name.value });
       if (!launched.shows) await waitForEvents(launched.id);
       if (ended) return;
@@ -86,7 +144,12 @@ export function launchCard(state, ctx, { resume, changes, draft, presets }) {
   return {
     node,
     name: () => name.value,
-    suggest: (id) => { if (!isNameEdited) { name.value = proposeName(id); draw(); } },
+    suggest: (id) => {
+      if (!isNameEdited) {
+        name.value = proposeName(id);
+        draw();
+      }
+    },
     end: () => (ended = true),
   };
 }
@@ -95,5 +158,7 @@ export function launchCard(state, ctx, { resume, changes, draft, presets }) {
 function proposeName(prefix) {
   const now = new Date();
   const twoDigits = (value) => String(value).padStart(2, "0");
-  return `${prefix}-${twoDigits(now.getMonth() + 1)}${twoDigits(now.getDate())}-${twoDigits(now.getHours())}${twoDigits(now.getMinutes())}${twoDigits(now.getSeconds())}`;
+  const date = [now.getMonth() + 1, now.getDate()].map(twoDigits).join("");
+  const time = [now.getHours(), now.getMinutes(), now.getSeconds()].map(twoDigits).join("");
+  return `${prefix}-${date}-${time}`;
 }

@@ -1,4 +1,5 @@
-// The plan: whether the run fits in memory, its strategy and its duration. It is updated after each edit.
+// The plan: whether the run fits in memory, its strategy and its duration. It is updated after each
+// edit.
 
 import { post } from "../lib/api.js";
 import { h, put } from "../lib/dom.js";
@@ -10,7 +11,11 @@ import { renderCode } from "./start_form.js";
 const PLAN_DELAY_MS = 700;
 
 export function planCard(state) {
-  const body = h("div", { class: "plan", "aria-live": "polite" }, h("p", { class: "muted" }, t("plan.intro")));
+  const body = h(
+    "div",
+    { class: "plan", "aria-live": "polite" },
+    h("p", { class: "muted" }, t("plan.intro")),
+  );
   const busy = h("span", { class: "muted small", id: "plan-busy" });
   const node = card(t("plan.title"), busy, body);
   node.id = "plan";
@@ -20,7 +25,10 @@ export function planCard(state) {
   let plannedYaml = null; // the text for which the plan was made
   let derived = null;
 
-  state.on("busy", () => { clearTimeout(timer); node.classList.add("old"); });
+  state.on("busy", () => {
+    clearTimeout(timer);
+    node.classList.add("old");
+  });
   state.on("checked", (result) => {
     clearTimeout(timer);
     if (!result.ok) return void put(busy, t("plan.needs_config"));
@@ -43,10 +51,16 @@ export function planCard(state) {
       markCurrent();
       draw(plan);
     } catch (error) {
-      if (error.name === "AbortError" || signal.aborted || state.ended || yaml !== state.yaml) return;
+      if (error.name === "AbortError" || signal.aborted || state.ended || yaml !== state.yaml)
+        return;
       plannedYaml = yaml;
       markCurrent();
-      put(body, h("p", { class: "verdict-line" }, icon("notice"), t("plan.cannot")), h("p", {}, renderCode(String(error.what))), error.fix ? h("p", { class: "small" }, t("error.fix", { fix: error.fix })) : null);
+      put(
+        body,
+        h("p", { class: "verdict-line" }, icon("notice"), t("plan.cannot")),
+        h("p", {}, renderCode(String(error.what))),
+        error.fix ? h("p", { class: "small" }, t("error.fix", { fix: error.fix })) : null,
+      );
     }
   }
 
@@ -61,64 +75,224 @@ export function planCard(state) {
     const steps = derived?.derived.steps ?? plan.max_steps;
     const error = plan.layout_error;
     if (error) {
-      put(body, h("p", { class: "verdict-line bad", id: "plan-verdict" }, icon("failed"), t("plan.layout_error")),
+      put(
+        body,
+        h(
+          "p",
+          { class: "verdict-line bad", id: "plan-verdict" },
+          icon("failed"),
+          t("plan.layout_error"),
+        ),
         h("p", {}, renderCode(error.what)),
-        error.allowed ? h("p", { class: "small" }, renderCode(t("error.allowed", { allowed: error.allowed }))) : null,
-        error.fix ? h("p", { class: "small" }, renderCode(t("error.fix", { fix: error.fix }))) : null,
-        table(plan, plan.chosen));
+        error.allowed
+          ? h("p", { class: "small" }, renderCode(t("error.allowed", { allowed: error.allowed })))
+          : null,
+        error.fix
+          ? h("p", { class: "small" }, renderCode(t("error.fix", { fix: error.fix })))
+          : null,
+        table(plan, plan.chosen),
+      );
       return;
     }
-    put(body,
+    put(
+      body,
       mode
-        ? h("p", { class: `verdict-line ${mode.fits ? "good" : "bad"}`, id: "plan-verdict", data: { mode: name } }, icon(mode.fits ? "done" : "failed"),
-          t(mode.fits ? "plan.fits" : "plan.not", { mode: name, n: plan.world_size, device: plan.device }))
+        ? h(
+            "p",
+            {
+              class: `verdict-line ${mode.fits ? "good" : "bad"}`,
+              id: "plan-verdict",
+              data: { mode: name },
+            },
+            icon(mode.fits ? "done" : "failed"),
+            t(mode.fits ? "plan.fits" : "plan.not", {
+              mode: name,
+              n: plan.world_size,
+              device: plan.device,
+            }),
+          )
         : h("p", { class: "verdict-line bad", id: "plan-verdict" }, icon("failed"), t("plan.none")),
       h("p", { class: "small" }, renderCode(mode && !mode.fits ? mode.reason : plan.why)),
-      mode ? h("dl", { class: "facts" },
-        fact(t("plan.memory"), t("plan.memory.of", { used: format.bytes(mode.memory_bytes.total), all: format.bytes(plan.device_memory_bytes) }), t("plan.memory.is")),
-        fact(t("plan.step"), mode.step_time_s === null ? t("plan.unknown") : `≈ ${format.duration(mode.step_time_s)}`, t("plan.step.is")),
-        fact(t("plan.total"), mode.step_time_s !== null && steps ? `≈ ${format.duration(mode.step_time_s * steps)}` : t("plan.unknown"), t("plan.total.is"), steps ? t("plan.steps", { n: format.count(steps) }) : stepsButton(plan)),
-        fact(t("plan.parameters"), format.short(plan.parameters), t("plan.parameters.is"), plan.trainable_parameters < plan.parameters ? t("plan.trained", { n: format.short(plan.trainable_parameters) }) : null),
-        derived ? fact(t("plan.batch"), format.count(derived.derived.global_batch_size), t("plan.batch.is"), t("plan.epochs", { n: format.digits(derived.derived.epochs) })) : null) : null,
+      mode
+        ? h(
+            "dl",
+            { class: "facts" },
+            fact(
+              t("plan.memory"),
+              t("plan.memory.of", {
+                used: format.bytes(mode.memory_bytes.total),
+                all: format.bytes(plan.device_memory_bytes),
+              }),
+              t("plan.memory.is"),
+            ),
+            fact(
+              t("plan.step"),
+              mode.step_time_s === null
+                ? t("plan.unknown")
+                : `≈ ${format.duration(mode.step_time_s)}`,
+              t("plan.step.is"),
+            ),
+            fact(
+              t("plan.total"),
+              mode.step_time_s !== null && steps
+                ? `≈ ${format.duration(mode.step_time_s * steps)}`
+                : t("plan.unknown"),
+              t("plan.total.is"),
+              steps ? t("plan.steps", { n: format.count(steps) }) : stepsButton(plan),
+            ),
+            fact(
+              t("plan.parameters"),
+              format.short(plan.parameters),
+              t("plan.parameters.is"),
+              plan.trainable_parameters < plan.parameters
+                ? t("plan.trained", { n: format.short(plan.trainable_parameters) })
+                : null,
+            ),
+            derived
+              ? fact(
+                  t("plan.batch"),
+                  format.count(derived.derived.global_batch_size),
+                  t("plan.batch.is"),
+                  t("plan.epochs", { n: format.digits(derived.derived.epochs) }),
+                )
+              : null,
+          )
+        : null,
       table(plan, name),
-      plan.notes.length ? h("ul", { class: "muted small" }, plan.notes.map((note) => h("li", {}, renderCode(note)))) : null);
+      plan.notes.length
+        ? h(
+            "ul",
+            { class: "muted small" },
+            plan.notes.map((note) => h("li", {}, renderCode(note))),
+          )
+        : null,
+    );
   }
 
   function stepsButton(plan) {
     const feedback = h("span", { class: "small" });
-    const button = h("button", { type: "button", id: "steps", on: { click: async () => {
-      button.disabled = true;
-      put(feedback, t("plan.reading"));
-      const yaml = state.yaml;
-      try {
-        const counted = await post("api/steps", { yaml });
-        if (state.ended || yaml !== state.yaml) return;
-        derived = { ...counted, yaml };
-        draw(plan);
-      } catch (error) {
-        button.disabled = false;
-        put(feedback, String(error.what), error.fix ? ` ${t("error.fix", { fix: error.fix })}` : "");
-      }
-    } } }, t("plan.read"));
+    const button = h(
+      "button",
+      {
+        type: "button",
+        id: "steps",
+        on: {
+          click: async () => {
+            button.disabled = true;
+            put(feedback, t("plan.reading"));
+            const yaml = state.yaml;
+            try {
+              const counted = await post("api/steps", { yaml });
+              if (state.ended || yaml !== state.yaml) return;
+              derived = { ...counted, yaml };
+              draw(plan);
+            } catch (error) {
+              button.disabled = false;
+              put(
+                feedback,
+                String(error.what),
+                error.fix ? ` ${t("error.fix", { fix: error.fix })}` : "",
+              );
+            }
+          },
+        },
+      },
+      t("plan.read"),
+    );
     return [button, feedback];
   }
 
-  return { node, end: () => { clearTimeout(timer); controller?.abort(); } };
+  return {
+    node,
+    end: () => {
+      clearTimeout(timer);
+      controller?.abort();
+    },
+  };
 }
 
 const fact = (name, value, meaning, note = null) =>
-  h("div", {}, h("dt", {}, term(name, meaning)), h("dd", {}, h("strong", {}, value), note === null ? null : [" ", h("span", { class: "muted small" }, note)]));
+  h(
+    "div",
+    {},
+    h("dt", {}, term(name, meaning)),
+    h(
+      "dd",
+      {},
+      h("strong", {}, value),
+      note === null ? null : [" ", h("span", { class: "muted small" }, note)],
+    ),
+  );
 
 function table(plan, chosen) {
   const limit = plan.device_memory_bytes;
-  return h("details", {}, h("summary", {}, t("plan.modes", { n: plan.modes.length })),
-    h("div", { class: "table-wrap", tabindex: 0, role: "region", "aria-label": t("plan.modes", { n: plan.modes.length }) }, h("table", { class: "plan-modes" },
-      h("thead", {}, h("tr", {}, [t("plan.mode"), t("plan.memory"), t("plan.traffic"), t("plan.step")].map((label, index) => h("th", { scope: "col", class: index ? "number" : null }, label)))),
-      h("tbody", {}, plan.modes.map((mode) => h("tr", { class: mode.mode === chosen ? "chosen" : null },
-        h("th", { scope: "row" }, icon(mode.fits ? "done" : "failed"), " ", mode.mode, mode.mode === chosen ? h("span", { class: "tag" }, t("plan.chosen")) : null,
-          mode.fits ? null : h("div", { class: "muted small" }, renderCode(mode.reason))),
-        h("td", { class: "number" }, format.bytes(mode.memory_bytes.total),
-          mode.memory_bytes.total === null ? null : h("meter", { min: 0, max: 1, high: 0.9, value: Math.min(1, mode.memory_bytes.total / limit), "aria-hidden": "true" })),
-        h("td", { class: "number" }, format.bytes(mode.traffic_bytes_per_step)),
-        h("td", { class: "number" }, mode.step_time_s === null ? format.NONE : format.duration(mode.step_time_s))))))));
+  return h(
+    "details",
+    {},
+    h("summary", {}, t("plan.modes", { n: plan.modes.length })),
+    h(
+      "div",
+      {
+        class: "table-wrap",
+        tabindex: 0,
+        role: "region",
+        "aria-label": t("plan.modes", { n: plan.modes.length }),
+      },
+      h(
+        "table",
+        { class: "plan-modes" },
+        h(
+          "thead",
+          {},
+          h(
+            "tr",
+            {},
+            [t("plan.mode"), t("plan.memory"), t("plan.traffic"), t("plan.step")].map((
+              label,
+              index,
+            ) => h("th", { scope: "col", class: index ? "number" : null }, label)),
+          ),
+        ),
+        h(
+          "tbody",
+          {},
+          plan.modes.map((mode) =>
+            h(
+              "tr",
+              { class: mode.mode === chosen ? "chosen" : null },
+              h(
+                "th",
+                { scope: "row" },
+                icon(mode.fits ? "done" : "failed"),
+                " ",
+                mode.mode,
+                mode.mode === chosen ? h("span", { class: "tag" }, t("plan.chosen")) : null,
+                mode.fits ? null : h("div", { class: "muted small" }, renderCode(mode.reason)),
+              ),
+              h(
+                "td",
+                { class: "number" },
+                format.bytes(mode.memory_bytes.total),
+                mode.memory_bytes.total === null
+                  ? null
+                  : h("meter", {
+                      min: 0,
+                      max: 1,
+                      high: 0.9,
+                      value: Math.min(1, mode.memory_bytes.total / limit),
+                      "aria-hidden": "true",
+                    }),
+              ),
+              h("td", { class: "number" }, format.bytes(mode.traffic_bytes_per_step)),
+              h(
+                "td",
+                { class: "number" },
+                mode.step_time_s === null ? format.NONE : format.duration(mode.step_time_s),
+              ),
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
 }

@@ -9,17 +9,41 @@ export function makeEditor(state) {
   const verdict = h("div", { class: "verdict", id: "verdict", role: "status" });
   const lineNumbers = h("div", { class: "yaml-lines", "aria-hidden": "true" });
   const text = h("textarea", {
-    id: "yaml", class: "yaml-text", spellcheck: "false", autocapitalize: "off", autocomplete: "off", wrap: "off",
-    "aria-label": t("start.yaml"), "aria-describedby": "verdict yaml-hint", prop: { value: state.yaml },
+    id: "yaml",
+    class: "yaml-text",
+    spellcheck: "false",
+    autocapitalize: "off",
+    autocomplete: "off",
+    wrap: "off",
+    "aria-label": t("start.yaml"),
+    "aria-describedby": "verdict yaml-hint",
+    prop: { value: state.yaml },
     on: {
       input: () => state.setYaml(text.value, "text"),
       scroll: () => (lineNumbers.scrollTop = text.scrollTop),
       keydown: keepIndentation,
     },
   });
-  const copyButton = h("button", { type: "button", class: "quiet", on: { click: async () => (copyButton.textContent = (await copy(text.value)) ? t("copied") : t("copy.failed")) } }, t("copy"));
-  const node = h("section", { class: "card yaml" }, h("div", { class: "card-head" }, h("h2", {}, t("start.yaml")), copyButton),
-    h("div", { class: "yaml-box" }, lineNumbers, text), h("p", { class: "sr", id: "yaml-hint" }, t("start.yaml.tab")), verdict);
+  const copyButton = h(
+    "button",
+    {
+      type: "button",
+      class: "quiet",
+      on: {
+        click: async () =>
+          (copyButton.textContent = (await copy(text.value)) ? t("copied") : t("copy.failed")),
+      },
+    },
+    t("copy"),
+  );
+  const node = h(
+    "section",
+    { class: "card yaml" },
+    h("div", { class: "card-head" }, h("h2", {}, t("start.yaml")), copyButton),
+    h("div", { class: "yaml-box" }, lineNumbers, text),
+    h("p", { class: "sr", id: "yaml-hint" }, t("start.yaml.tab")),
+    verdict,
+  );
 
   // Enter keeps the indentation. Tab is not handled, because it moves to the next control.
   function keepIndentation(event) {
@@ -44,7 +68,12 @@ export function makeEditor(state) {
   function draw(errors = []) {
     const errorLines = new Set(errors.map((error) => error.line));
     const count = text.value.split("\n").length;
-    put(lineNumbers, Array.from({ length: count }, (_, index) => h("div", { class: errorLines.has(index + 1) ? "bad" : null }, index + 1)));
+    put(
+      lineNumbers,
+      Array.from({ length: count }, (_, index) =>
+        h("div", { class: errorLines.has(index + 1) ? "bad" : null }, index + 1),
+      ),
+    );
     lineNumbers.scrollTop = text.scrollTop;
     text.rows = Math.min(26, Math.max(12, count + 1));
   }
@@ -62,9 +91,29 @@ export function makeEditor(state) {
     node.classList.remove("busy");
     draw(result.errors);
     text.setAttribute("aria-invalid", String(!result.ok));
-    put(verdict,
-      result.ok ? h("p", { class: "good" }, icon("done"), t("start.valid")) : [h("p", { class: "bad" }, t("start.invalid", { n: result.errors.length })), errorList(result.errors, goToLine)],
-      result.notices.length ? h("ul", { class: "notices" }, result.notices.map((notice) => h("li", { class: notice.level === "warning" ? "warn" : null }, icon(notice.level === "warning" ? "warning" : "notice"), notice.text))) : null);
+    put(
+      verdict,
+      result.ok
+        ? h("p", { class: "good" }, icon("done"), t("start.valid"))
+        : [
+            h("p", { class: "bad" }, t("start.invalid", { n: result.errors.length })),
+            errorList(result.errors, goToLine),
+          ],
+      result.notices.length
+        ? h(
+            "ul",
+            { class: "notices" },
+            result.notices.map((notice) =>
+              h(
+                "li",
+                { class: notice.level === "warning" ? "warn" : null },
+                icon(notice.level === "warning" ? "warning" : "notice"),
+                notice.text,
+              ),
+            ),
+          )
+        : null,
+    );
   });
   draw();
   return { node };

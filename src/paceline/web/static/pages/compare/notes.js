@@ -1,4 +1,5 @@
-// Notes and tags of runs. The server stores them in FOLDER/.paceline-ui.json, outside of the run folders.
+// Notes and tags of runs. The server stores them in FOLDER/.paceline-ui.json, outside of the run
+// folders.
 
 import { hasToken, put as send } from "../../lib/api.js";
 import { h, put } from "../../lib/dom.js";
@@ -38,7 +39,14 @@ function noteForm(run, name, canEdit, ctx) {
   });
   const button = h("button", { disabled: !canEdit }, t("save"));
   const feedback = h("span", { class: "small", role: "status" });
-  const form = h("form", {}, h("div", { class: "name" }, name), note, tags, h("div", {}, button, " ", feedback));
+  const form = h(
+    "form",
+    {},
+    h("div", { class: "name" }, name),
+    note,
+    tags,
+    h("div", {}, button, " ", feedback),
+  );
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     try {
@@ -53,7 +61,17 @@ function noteForm(run, name, canEdit, ctx) {
       tags.value = (saved?.tags ?? run.tags).join(", ");
       put(feedback, icon("done"), " ", t("compare.saved"));
     } catch (error) {
-      put(feedback, h("span", { class: "mark-error" }, icon("failed"), " ", error.what, error.fix ? ` – ${error.fix}` : ""));
+      put(
+        feedback,
+        h(
+          "span",
+          { class: "mark-error" },
+          icon("failed"),
+          " ",
+          error.what,
+          error.fix ? ` – ${error.fix}` : "",
+        ),
+      );
       ctx.announce(error.what);
     }
   });

@@ -14,7 +14,8 @@ export async function show(root, store) {
     const newKey = JSON.stringify(checkpoints) + store.run.status + store.run.has?.model;
     if (newKey === drawnKey) return;
     drawnKey = newKey;
-    if (!checkpoints.length) return void put(root, emptyState(t("checkpoints.none"), t("checkpoints.none.text")));
+    if (!checkpoints.length)
+      return void put(root, emptyState(t("checkpoints.none"), t("checkpoints.none.text")));
     const columns = [
       { label: t("marks.step"), number: false },
       { label: t("checkpoints.when") },
@@ -47,7 +48,12 @@ export async function show(root, store) {
       h(
         "section",
         { class: "card flush" },
-        h("div", { class: "card-head" }, h("h2", {}, t("tab.checkpoints")), store.run.has?.model ? button : null),
+        h(
+          "div",
+          { class: "card-head" },
+          h("h2", {}, t("tab.checkpoints")),
+          store.run.has?.model ? button : null,
+        ),
         table(t("tab.checkpoints"), columns, rows),
       ),
       feedback,
@@ -56,7 +62,9 @@ export async function show(root, store) {
         { class: "card" },
         h("h2", {}, t("checkpoints.terminal")),
         h("p", { class: "muted" }, t("checkpoints.terminal.text")),
-        command(`paceline inspect ${store.run.path}/checkpoints/step-${String(checkpoints.at(-1).step).padStart(8, "0")}`),
+        command(
+          `paceline inspect ${store.run.path}/checkpoints/step-${String(checkpoints.at(-1).step).padStart(8, "0")}`,
+        ),
       ),
     );
     return undefined;

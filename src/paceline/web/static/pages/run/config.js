@@ -7,14 +7,21 @@ import { t } from "../../lib/i18n.js";
 import { command, copy, download, row, table } from "../../lib/ui.js";
 
 export async function show(root, store) {
-  const text = await getText(`api/runs/${store.id}/config`, { accept: "text/yaml" }).catch((error) => {
-    if (error.status === 404) return null;
-    throw error;
-  });
+  const text = await getText(`api/runs/${store.id}/config`, { accept: "text/yaml" }).catch(
+    (error) => {
+      if (error.status === 404) return null;
+      throw error;
+    },
+  );
   const { run } = store;
   const button = h(
     "button",
-    { type: "button", on: { click: async () => (button.textContent = t((await copy(text)) ? "copied" : "copy.failed")) } },
+    {
+      type: "button",
+      on: {
+        click: async () => (button.textContent = t((await copy(text)) ? "copied" : "copy.failed")),
+      },
+    },
     t("copy"),
   );
   put(
@@ -34,7 +41,10 @@ export async function show(root, store) {
               button,
               h(
                 "button",
-                { type: "button", on: { click: () => download(`${run.name}.yaml`, text, "text/yaml") } },
+                {
+                  type: "button",
+                  on: { click: () => download(`${run.name}.yaml`, text, "text/yaml") },
+                },
                 t("config.download"),
               ),
               h("a", { class: "button", href: `#/new?from=${store.id}` }, t("config.new_run")),
@@ -42,7 +52,11 @@ export async function show(root, store) {
           ),
           h("p", { class: "muted" }, t("config.what")),
           command(`paceline sft ${run.path ? `${run.path}/` : ""}config.yaml`),
-          h("pre", { class: "code", tabindex: 0, role: "region", "aria-label": "config.yaml" }, text),
+          h(
+            "pre",
+            { class: "code", tabindex: 0, role: "region", "aria-label": "config.yaml" },
+            text,
+          ),
         ),
     h(
       "div",
@@ -63,7 +77,8 @@ export async function show(root, store) {
 function flat(data, prefix = "") {
   const flattened = {};
   for (const [name, value] of Object.entries(data ?? {})) {
-    if (value && typeof value === "object" && !Array.isArray(value)) Object.assign(flattened, flat(value, `${prefix}${name}.`));
+    if (value && typeof value === "object" && !Array.isArray(value))
+      Object.assign(flattened, flat(value, `${prefix}${name}.`));
     else flattened[prefix + name] = value;
   }
   return flattened;

@@ -50,10 +50,15 @@ export async function show(root, store) {
 
   function draw() {
     const atEnd = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
-    const shownLines = lines.filter((line) => (level === "all" || line.level !== "info") && line.text.toLowerCase().includes(searchText));
+    const shownLines = lines.filter(
+      (line) =>
+        (level === "all" || line.level !== "info") && line.text.toLowerCase().includes(searchText),
+    );
     put(
       list,
-      shownLines.length ? shownLines.map(logLine) : h("li", { class: "log-line muted" }, t(lines.length ? "log.none_match" : "log.none")),
+      shownLines.length
+        ? shownLines.map(logLine)
+        : h("li", { class: "log-line muted" }, t(lines.length ? "log.none_match" : "log.none")),
     );
     put(note, lines.length >= TAIL ? t("log.tail", { n: TAIL }) : "");
     if (atEnd) list.scrollTop = list.scrollHeight;
@@ -84,6 +89,11 @@ const logLine = ({ time, level, text }) =>
     h("span", { class: "log-time", title: format.time(time) }, time ? format.clock(time) : ""),
     level === "info" || !level
       ? null
-      : h("span", { class: "log-level" }, icon(level === "error" ? "fault" : "warning"), t(`level.${level}`)),
+      : h(
+          "span",
+          { class: "log-level" },
+          icon(level === "error" ? "fault" : "warning"),
+          t(`level.${level}`),
+        ),
     h("span", { class: "log-text" }, text),
   );

@@ -16,14 +16,23 @@ export async function show(root, store) {
     const predicted = store.run.predicted?.memory_bytes ?? null;
     const measured = (store.run.memory ?? []).map((memory, rank) => ({ rank: rank, ...memory }));
     const state = store.run.report?.state_memory_bytes;
-    if (!predicted && !measured.length && !state) return void put(root, notRecorded("missing.memory", store.run));
+    if (!predicted && !measured.length && !state)
+      return void put(root, notRecorded("missing.memory", store.run));
     const rows = [];
     if (predicted) rows.push(memoryRow(t("predicted"), predicted, ""));
-    for (const memory of measured) rows.push(memoryRow(t("memory.rank", { rank: memory.rank }), memory, compare(predicted, memory)));
+    for (const memory of measured)
+      rows.push(
+        memoryRow(t("memory.rank", { rank: memory.rank }), memory, compare(predicted, memory)),
+      );
     put(
       root,
       rows.length
-        ? card(termOf("memory.split"), null, fillLegend(PARTS.map((name, index) => [index + 1, t(`memory.${name}`)])), bars(rows))
+        ? card(
+            termOf("memory.split"),
+            null,
+            fillLegend(PARTS.map((name, index) => [index + 1, t(`memory.${name}`)])),
+            bars(rows),
+          )
         : null,
       rows.length ? details(predicted, measured) : null,
       predicted && !measured.length ? h("p", { class: "muted" }, t("memory.not_measured")) : null,
@@ -37,7 +46,8 @@ export async function show(root, store) {
   return () => unsubscribers.forEach((unsubscribe) => unsubscribe());
 }
 
-const totalOf = (memory) => memory.total ?? PARTS.reduce((sum, name) => sum + (memory[name] ?? 0), 0);
+const totalOf = (memory) =>
+  memory.total ?? PARTS.reduce((sum, name) => sum + (memory[name] ?? 0), 0);
 
 // Only measured parts are compared, because activations cannot be measured on every device.
 function compare(predicted, measured) {
@@ -45,8 +55,12 @@ function compare(predicted, measured) {
   if (!predicted || measuredParts.length === 0) return "";
   const sum = (memory) => measuredParts.reduce((total, part) => total + (memory[part] ?? 0), 0);
   const text = difference(sum(predicted), sum(measured));
-  const missingParts = PARTS.filter((part) => !isKnown(measured[part])).map((part) => t(`memory.${part}`));
-  return missingParts.length ? t("memory.without", { words: text, parts: missingParts.join(", ") }) : text;
+  const missingParts = PARTS.filter((part) => !isKnown(measured[part])).map((part) =>
+    t(`memory.${part}`),
+  );
+  return missingParts.length
+    ? t("memory.without", { words: text, parts: missingParts.join(", ") })
+    : text;
 }
 
 const memoryRow = (name, memory, note) => ({
@@ -57,7 +71,10 @@ const memoryRow = (name, memory, note) => ({
     kind: index + 1,
     text: format.bytes(memory[part]),
   })),
-  text: [format.bytes(totalOf(memory)), note ? h("span", { class: "muted small" }, ` ${note}`) : null],
+  text: [
+    format.bytes(totalOf(memory)),
+    note ? h("span", { class: "muted small" }, ` ${note}`) : null,
+  ],
 });
 
 function details(predicted, measured) {
@@ -68,7 +85,11 @@ function details(predicted, measured) {
   ];
   const cells = (name, memory) =>
     row(
-      [name, ...PARTS.map((part) => (isKnown(memory[part]) ? format.bytes(memory[part]) : format.NONE)), format.bytes(totalOf(memory))],
+      [
+        name,
+        ...PARTS.map((part) => (isKnown(memory[part]) ? format.bytes(memory[part]) : format.NONE)),
+        format.bytes(totalOf(memory)),
+      ],
       columns,
     );
   return h(
@@ -87,8 +108,16 @@ const stateCard = ({ predicted, measured }) =>
     termOf("memory.state"),
     h("span", { class: "muted small" }, difference(predicted, measured)),
     bars([
-      { name: t("predicted"), parts: [{ name: t("predicted"), value: predicted, kind: 6 }], text: format.bytes(predicted) },
-      { name: t("measured"), parts: [{ name: t("measured"), value: measured, kind: 1 }], text: format.bytes(measured) },
+      {
+        name: t("predicted"),
+        parts: [{ name: t("predicted"), value: predicted, kind: 6 }],
+        text: format.bytes(predicted),
+      },
+      {
+        name: t("measured"),
+        parts: [{ name: t("measured"), value: measured, kind: 1 }],
+        text: format.bytes(measured),
+      },
     ]),
   );
 

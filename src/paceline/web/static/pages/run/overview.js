@@ -61,7 +61,11 @@ export async function show(root, store, ctx) {
         chartsNode,
         emptyState(
           t("overview.none"),
-          t(store.run.status === "live" || store.run.status === "waiting" ? "overview.none.live" : "overview.none.ended"),
+          t(
+            store.run.status === "live" || store.run.status === "waiting"
+              ? "overview.none.live"
+              : "overview.none.ended",
+          ),
         ),
       );
       return;
@@ -69,7 +73,10 @@ export async function show(root, store, ctx) {
     const zoomed = (low, high) =>
       low === null
         ? zoom(null, null)
-        : zoom(Math.max(0, stepAt(low, state.answer, state.x, started())), stepAt(high, state.answer, state.x, started()));
+        : zoom(
+            Math.max(0, stepAt(low, state.answer, state.x, started())),
+            stepAt(high, state.answer, state.x, started()),
+          );
     const x = axis(state.x);
     const loss = lineChart({
       name: t("m.loss"),
@@ -81,7 +88,14 @@ export async function show(root, store, ctx) {
       series: [
         { name: t("line.raw"), color: "--s1", width: 1, faint: true, format: format.loss },
         { name: t("line.smooth"), color: "--s1", width: 2.25, format: format.loss },
-        { name: t("line.eval"), color: "--s2", dash: [6, 4], points: true, width: 1.5, format: format.loss },
+        {
+          name: t("line.eval"),
+          color: "--s2",
+          dash: [6, 4],
+          points: true,
+          width: 1.5,
+          format: format.loss,
+        },
         { name: "min", isHidden: true, color: "--s1", width: 0, band: [5, 4] },
         { name: "max", isHidden: true, color: "--s1", width: 0 },
       ],
@@ -92,7 +106,12 @@ export async function show(root, store, ctx) {
         { name: t(`m.${metric.name}`), color: metric.color, width: 1.5 },
         { name: "min", isHidden: true, color: metric.color, width: 0, band: [3, 2] },
         { name: "max", isHidden: true, color: metric.color, width: 0 },
-        ...(metric.extraLines ?? []).map(([name, color, dash]) => ({ name: t(`m.${name}`), color, dash, width: 1.5 })),
+        ...(metric.extraLines ?? []).map(([name, color, dash]) => ({
+          name: t(`m.${name}`),
+          color,
+          dash,
+          width: 1.5,
+        })),
       ];
       const chart = lineChart({
         name: t(`m.${metric.name}`),
@@ -103,19 +122,36 @@ export async function show(root, store, ctx) {
         zoomed,
         sync: store.id,
       });
-      charts.push({ chart, fill: (xs) => [xs, ...lines(metric.name), ...(metric.extraLines ?? []).map(([name]) => mean(name))] });
-      return card(termOf(`m.${metric.name}`), h("span", { class: "muted small" }, t(`m.${metric.name}.unit`)), chart.node);
+      charts.push({
+        chart,
+        fill: (xs) => [
+          xs,
+          ...lines(metric.name),
+          ...(metric.extraLines ?? []).map(([name]) => mean(name)),
+        ],
+      });
+      return card(
+        termOf(`m.${metric.name}`),
+        h("span", { class: "muted small" }, t(`m.${metric.name}.unit`)),
+        chart.node,
+      );
     });
     put(
       chartsNode,
-      h("section", { class: "card" }, h("div", { class: "card-head" }, h("h2", {}, termOf("m.loss")), note), loss.node),
+      h(
+        "section",
+        { class: "card" },
+        h("div", { class: "card-head" }, h("h2", {}, termOf("m.loss")), note),
+        loss.node,
+      ),
       h("div", { class: "grid" }, metricCards),
     );
     draw();
   }
 
   const hasSeries = (name) => state.answer.series[name]?.mean.some((value) => value !== null);
-  const mean = (name) => numbers(state.answer.series[name]?.mean ?? state.answer.step.map(() => null));
+  const mean = (name) =>
+    numbers(state.answer.series[name]?.mean ?? state.answer.step.map(() => null));
   const lines = (name) => {
     const series = state.answer.series[name];
     const isAggregated = series.mean.some((value, index) => series.max[index] > value);
@@ -151,7 +187,9 @@ export async function show(root, store, ctx) {
     const { num_steps, step, read } = state.answer;
     put(
       note,
-      num_steps > 1.5 * step.length ? t("overview.thinned", { every: format.short(Math.round(num_steps / step.length)) }) : "",
+      num_steps > 1.5 * step.length
+        ? t("overview.thinned", { every: format.short(Math.round(num_steps / step.length)) })
+        : "",
       read < 1 ? ` ${t("overview.sampled", { read: format.percent(read) })}` : "",
     );
     tools.renew();
@@ -160,11 +198,17 @@ export async function show(root, store, ctx) {
 
   async function load() {
     const thisLoad = ++loadCount;
-    const response = await fetchSeries(store.id, state).catch((error) => (ctx.announce(error.what), null));
+    const response = await fetchSeries(store.id, state).catch((error) =>
+      (ctx.announce(error.what), null),
+    );
     if (!response || thisLoad !== loadCount) return;
     const seriesChanged =
       charts.length === 0 ||
-      METRICS.some((metric) => hasSeries(metric.name) !== response.series[metric.name]?.mean.some((value) => value !== null));
+      METRICS.some(
+        (metric) =>
+          hasSeries(metric.name) !==
+          response.series[metric.name]?.mean.some((value) => value !== null),
+      );
     state.answer = response;
     if (seriesChanged) buildCharts();
     else draw();
@@ -187,7 +231,11 @@ export async function show(root, store, ctx) {
     Object.assign(state, { start, end });
     ctx.setQuery({ start, end });
     await load();
-    ctx.announce(start === null && end === null ? t("zoom.full") : t("zoom.range", { start: start ?? 0, end: end ?? "" }));
+    ctx.announce(
+      start === null && end === null
+        ? t("zoom.full")
+        : t("zoom.range", { start: start ?? 0, end: end ?? "" }),
+    );
   }
 
   buildCharts();
@@ -210,7 +258,8 @@ export async function show(root, store, ctx) {
   };
 }
 
-const numberOf = (text) => (text === null || text === "" || !Number.isFinite(Number(text)) ? null : Number(text));
+const numberOf = (text) =>
+  text === null || text === "" || !Number.isFinite(Number(text)) ? null : Number(text);
 
 /** Return a function that calls `draw` at most once per frame. */
 export function inFrames(draw) {
@@ -243,7 +292,7 @@ function toolbar(state, { axisChanged, smoothChanged, zoom }) {
     {
       type: "button",
       class: "quiet",
-      id: "whole",
+      id: "full-run",
       on: {
         click: () => {
           fromInput.value = toInput.value = "";
@@ -278,7 +327,8 @@ function toolbar(state, { axisChanged, smoothChanged, zoom }) {
 }
 
 function marksCard(marks) {
-  if (!marks.length) return card(t("marks.title"), null, h("p", { class: "muted" }, t("marks.none")));
+  if (!marks.length)
+    return card(t("marks.title"), null, h("p", { class: "muted" }, t("marks.none")));
   const columns = [
     { label: t("marks.time") },
     { label: t("marks.step"), number: true },
@@ -295,7 +345,13 @@ function marksCard(marks) {
         [
           h("span", { title: format.time(mark.time) }, format.clock(mark.time)),
           format.count(mark.step),
-          h("span", { class: `mark-${mark.level} nowrap` }, icon(markIcon(mark)), " ", t(`mark.${mark.type}`)),
+          h(
+            "span",
+            { class: `mark-${mark.level} nowrap` },
+            icon(markIcon(mark)),
+            " ",
+            t(`mark.${mark.type}`),
+          ),
           h("span", { class: "wrap" }, mark.text),
         ],
         [{}, columns[1], {}, {}],
@@ -309,7 +365,11 @@ function marksCard(marks) {
       { class: "card-head" },
       h("h2", {}, t("marks.title")),
       marks.length > MARKS_SHOWN
-        ? h("span", { class: "muted small" }, t("marks.shown", { shown: MARKS_SHOWN, n: marks.length }))
+        ? h(
+            "span",
+            { class: "muted small" },
+            t("marks.shown", { shown: MARKS_SHOWN, n: marks.length }),
+          )
         : null,
     ),
     table(t("marks.title"), columns, rows),
@@ -318,7 +378,8 @@ function marksCard(marks) {
 
 // Events of the start, and events that other tabs show, have no mark.
 const isShown = ({ type, level }) =>
-  !["run_start", "memory", "sample", "eval"].includes(type) && !(type === "notice" && level === "info");
+  !["run_start", "memory", "sample", "eval"].includes(type) &&
+  !(type === "notice" && level === "info");
 
 const markIcon = ({ type, level }) =>
   type === "resume"

@@ -74,21 +74,34 @@ export async function show(root, store) {
             "div",
             { class: "callout callout-warn" },
             icon("warning"),
-            h("div", {}, h("b", {}, t("ranks.slowest", { rank: times.slowest.rank })), " ", slowdown(times.slowest)),
+            h(
+              "div",
+              {},
+              h("b", {}, t("ranks.slowest", { rank: times.slowest.rank })),
+              " ",
+              slowdown(times.slowest),
+            ),
           )
-        : h("div", { class: "callout" }, icon("done"), h("div", {}, t(times.ranks.length > 1 ? "ranks.even" : "ranks.one"))),
+        : h(
+            "div",
+            { class: "callout" },
+            icon("done"),
+            h("div", {}, t(times.ranks.length > 1 ? "ranks.even" : "ranks.one")),
+          ),
     );
     put(note, hasPhases(times) ? null : t("ranks.no_phases"));
     note.hidden = hasPhases(times);
     drawTable();
   }
   function drawTable() {
-    if (figures.contains(document.activeElement)) return; // do not replace a table that is being read
+    // Do not replace a table that is being read.
+    if (figures.contains(document.activeElement)) return;
     put(figures, rankTable(times, store.run, devices, heartbeats));
   }
   draw();
 
-  // The current state is requested regularly, because a hung run logs no steps that would trigger an update.
+  // The current state is requested regularly, because a hung run logs no steps that would trigger
+  // an update.
   async function renewHeartbeats() {
     if (document.hidden || !["live", "lost"].includes(store.run.status)) return;
     try {
@@ -115,7 +128,8 @@ export async function show(root, store) {
   }
   function renewSoon() {
     isRenewalDue = timer !== null;
-    timer ??= setTimeout(renew, RENEW_MS * Math.max(1, times.ranks.length / 16)); // many ranks are more expensive for the server
+    // Many ranks are more expensive for the server.
+    timer ??= setTimeout(renew, RENEW_MS * Math.max(1, times.ranks.length / 16));
   }
   const unsubscribers = [
     store.on("append", (events) => {
@@ -132,9 +146,11 @@ export async function show(root, store) {
   };
 }
 
-const hasPhases = (times) => times.ranks.some((rank) => rank.forward_s?.some((value) => value !== null));
+const hasPhases = (times) =>
+  times.ranks.some((rank) => rank.forward_s?.some((value) => value !== null));
 
-const byRank = (entries) => new Map((Array.isArray(entries) ? entries : []).map((entry) => [entry.rank, entry]));
+const byRank = (entries) =>
+  new Map((Array.isArray(entries) ? entries : []).map((entry) => [entry.rank, entry]));
 
 function mean(values) {
   const finite = (values ?? []).filter(Number.isFinite);
@@ -147,16 +163,29 @@ const STATES = { T: "T", t: "T", D: "D", Z: "ended", X: "ended", gone: "ended" }
 function describeState(heartbeat) {
   if (!heartbeat) return format.NONE;
   const stalled_s = Date.now() / 1000 - heartbeat.moved_at;
-  const parts = [has(`phase.${heartbeat.phase}`) ? t(`phase.${heartbeat.phase}`) : heartbeat.phase, heartbeat.step ? t("ranks.in_step", { step: format.count(heartbeat.step) }) : null];
+  const parts = [
+    has(`phase.${heartbeat.phase}`) ? t(`phase.${heartbeat.phase}`) : heartbeat.phase,
+    heartbeat.step ? t("ranks.in_step", { step: format.count(heartbeat.step) }) : null,
+  ];
   if (heartbeat.state in STATES) parts.push(t(`ranks.state.${STATES[heartbeat.state]}`));
   else if (heartbeat.waits_for) parts.push(t("ranks.waits", { what: heartbeat.waits_for }));
   const text = parts.filter(Boolean).join(", ");
-  if (heartbeat.phase === "ended" || (stalled_s < STALLED_AFTER_S && !(heartbeat.state in STATES))) return text;
-  return h("span", { class: "stale" }, icon("warning"), text, " · ", t("ranks.stalled", { since: format.duration(stalled_s) }));
+  if (heartbeat.phase === "ended" || (stalled_s < STALLED_AFTER_S && !(heartbeat.state in STATES)))
+    return text;
+  return h(
+    "span",
+    { class: "stale" },
+    icon("warning"),
+    text,
+    " · ",
+    t("ranks.stalled", { since: format.duration(stalled_s) }),
+  );
 }
 
 function rankTable(times, run, devices, heartbeats) {
-  const hasGpus = devices.size > 0 || times.ranks.some((rank) => rank.utilisation !== undefined && rank.utilisation !== null);
+  const hasGpus =
+    devices.size > 0 ||
+    times.ranks.some((rank) => rank.utilisation !== undefined && rank.utilisation !== null);
   const columns = [
     { label: t("ranks.rank") },
     { label: t("ranks.location") },
@@ -177,21 +206,30 @@ function rankTable(times, run, devices, heartbeats) {
           String(rank.rank),
           rank.rank === times.slowest?.rank ? h("span", { class: "tag" }, t("ranks.slow")) : null,
         ),
-        [rank.host, rank.device].filter((part) => part !== null && part !== undefined).join(" · ") || format.NONE,
+        [rank.host, rank.device]
+          .filter((part) => part !== null && part !== undefined)
+          .join(" · ") ||
+        format.NONE,
         ...(heartbeats.size ? [describeState(heartbeat)] : []),
         ...PHASES.map(({ name }) => format.duration(mean(rank[`${name}_s`]))),
         format.bytes(newest(rank.memory_bytes)),
-        ...(hasGpus
-          ? [
-              [
-                format.percent(gpu.utilisation),
-                gpu.temperature_c === null || gpu.temperature_c === undefined ? null : `${format.digits(gpu.temperature_c)} °C`,
-                gpu.power_w === null || gpu.power_w === undefined ? null : `${format.digits(gpu.power_w)} W`,
+        ...(
+          hasGpus
+            ? [
+                [
+                  format.percent(gpu.utilisation),
+                  gpu.temperature_c === null || gpu.temperature_c === undefined
+                    ? null
+                    : `${format.digits(gpu.temperature_c)} °C`,
+                  gpu.power_w === null || gpu.power_w === undefined
+                    ? null
+                    : `${format.digits(gpu.power_w)} W`,
+                ]
+                  .filter(Boolean)
+                  .join(" · "),
               ]
-                .filter(Boolean)
-                .join(" · "),
-            ]
-          : []),
+            : []
+        ),
         format.ago(heartbeat?.heard_at ?? run.updated_at),
       ],
       columns,
@@ -200,9 +238,15 @@ function rankTable(times, run, devices, heartbeats) {
   return h(
     "section",
     { class: "card flush" },
-    h("div", { class: "card-head" }, h("h2", {}, t("ranks.table")), h("span", { class: "muted small" }, t("ranks.table.what"))),
+    h(
+      "div",
+      { class: "card-head" },
+      h("h2", {}, t("ranks.table")),
+      h("span", { class: "muted small" }, t("ranks.table.what")),
+    ),
     table(t("ranks.table"), columns, rows),
   );
 }
 
-const newest = (values) => (Array.isArray(values) ? (values.findLast(Number.isFinite) ?? null) : values);
+const newest = (values) =>
+  Array.isArray(values) ? (values.findLast(Number.isFinite) ?? null) : values;

@@ -11,14 +11,23 @@ export async function show(root, store) {
       root,
       emptyState(
         t("report.none"),
-        t(store.run.status === "live" || store.run.status === "waiting" ? "report.none.live" : "report.none.ended"),
+        t(
+          store.run.status === "live" || store.run.status === "waiting"
+            ? "report.none.live"
+            : "report.none.ended",
+        ),
       ),
     );
   else
     put(
       root,
       h("p", {}, h("a", { href: url, target: "_blank", rel: "noopener" }, t("report.open"))),
-      h("iframe", { class: "report", src: url, title: t("report.title", { name: store.run.name }), sandbox: "allow-scripts" }),
+      h("iframe", {
+        class: "report",
+        src: url,
+        title: t("report.title", { name: store.run.name }),
+        sandbox: "allow-scripts",
+      }),
     );
   return () => {};
 }

@@ -9,7 +9,11 @@ export async function show(root, store) {
   let selected = null; // the index of the evaluation shown; null: the newest
   function draw() {
     const evaluations = store.run.samples ?? [];
-    if (!evaluations.length) return void put(root, emptyState(t("missing", { what: t("missing.samples") }), t("samples.none")));
+    if (!evaluations.length)
+      return void put(
+        root,
+        emptyState(t("missing", { what: t("missing.samples") }), t("samples.none")),
+      );
     const focusedId = document.activeElement?.id;
     const index = selected ?? evaluations.length - 1;
     const evaluation = evaluations[index];
@@ -19,13 +23,20 @@ export async function show(root, store) {
         id: "sample-step",
         on: {
           change: (event) => {
-            selected = Number(event.target.value) === evaluations.length - 1 ? null : Number(event.target.value);
+            selected =
+              Number(event.target.value) === evaluations.length - 1
+                ? null
+                : Number(event.target.value);
             draw();
           },
         },
       },
       evaluations.map((option, optionIndex) =>
-        h("option", { value: optionIndex, prop: { selected: optionIndex === index } }, t("run.at_step", { step: format.count(option.step) })),
+        h(
+          "option",
+          { value: optionIndex, prop: { selected: optionIndex === index } },
+          t("run.at_step", { step: format.count(option.step) }),
+        ),
       ),
     );
     const button = (id, target, text) =>

@@ -16,22 +16,30 @@ export const SERIES_NAMES = [
 const POINTS = 1200;
 
 /** Fetch `api/runs/ID/series` for a range of steps. null: no limit. */
-export function fetchSeries(id, { start = null, end = null, names = SERIES_NAMES, points = POINTS } = {}) {
+export function fetchSeries(
+  id,
+  { start = null, end = null, names = SERIES_NAMES, points = POINTS } = {},
+) {
   const query = new URLSearchParams({ names: names.join(","), points });
   if (start !== null) query.set("start", start);
   if (end !== null) query.set("end", end);
   return get(`api/runs/${id}/series?${query}`);
 }
 
-/** Append new events to a series. Return false if it has to be fetched again, for example because a step was repeated. */
+/**
+ * Append new events to a series. Return false if it has to be fetched again, for example because a
+ * step was repeated.
+ */
 export function appendEvents(series, events) {
   for (const event of events) {
     const last = series.step.at(-1) ?? 0;
     if (event.type === "step") {
       if (event.step < last) return false;
       if (event.step > last) addStep(series, event, last);
-    } else if (event.type === "eval" && event.step > (series.evals.at(-1)?.step ?? -1)) series.evals.push(event);
-    else if (MARK_LEVELS[event.type] && event.time > (series.marks.at(-1)?.time ?? 0)) series.marks.push(markOf(event));
+    } else if (event.type === "eval" && event.step > (series.evals.at(-1)?.step ?? -1))
+      series.evals.push(event);
+    else if (MARK_LEVELS[event.type] && event.time > (series.marks.at(-1)?.time ?? 0))
+      series.marks.push(markOf(event));
   }
   return series.step.length < 2 * POINTS;
 }
@@ -49,10 +57,14 @@ function addStep(series, event, last) {
 }
 
 function valueOf(name, event) {
-  if (name === "tokens_per_second") return event.tokens && event.step_time_s ? event.tokens / event.step_time_s : null;
-  if (name === "traffic_bytes") return event.traffic ? Object.values(event.traffic).reduce((a, b) => a + b, 0) : null;
+  if (name === "tokens_per_second")
+    return event.tokens && event.step_time_s ? event.tokens / event.step_time_s : null;
+  if (name === "traffic_bytes")
+    return event.traffic ? Object.values(event.traffic).reduce((a, b) => a + b, 0) : null;
   const value = event[name];
-  return Array.isArray(value) ? value.reduce((max, rankValue) => Math.max(max, rankValue ?? 0), 0) || null : (value ?? null);
+  return Array.isArray(value)
+    ? value.reduce((max, rankValue) => Math.max(max, rankValue ?? 0), 0) || null
+    : (value ?? null);
 }
 
 const MARK_LEVELS = {
@@ -73,7 +85,8 @@ const MARK_LEVELS = {
   run_end: "info",
 };
 
-// The server formats the texts of marks. A mark from the event stream has a preliminary text until the next request.
+// The server formats the texts of marks. A mark from the event stream has a preliminary text until
+// the next request.
 function markOf(event) {
   const text =
     event.text ??

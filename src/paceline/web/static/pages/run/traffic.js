@@ -16,12 +16,18 @@ export async function show(root, store) {
   let shownNames = "";
   async function draw() {
     const traffic = await get(`api/runs/${store.id}/traffic`);
-    const names = Object.keys(traffic.by_collective ?? {}).filter((name) => traffic.by_collective[name].some((bytes) => bytes > 0));
+    const names = Object.keys(traffic.by_collective ?? {}).filter((name) =>
+      traffic.by_collective[name].some((bytes) => bytes > 0),
+    );
     if (!names.length && traffic.predicted_bytes === null && traffic.measured_bytes === null)
       return void put(root, notRecorded("missing.traffic", store.run));
     const totals = card(
       termOf("traffic.step"),
-      h("span", { class: "muted small" }, difference(traffic.predicted_bytes, traffic.measured_bytes)),
+      h(
+        "span",
+        { class: "muted small" },
+        difference(traffic.predicted_bytes, traffic.measured_bytes),
+      ),
       comparison(traffic),
       traffic.bound ? h("p", { class: "muted small" }, t("traffic.bound")) : null,
     );
@@ -35,7 +41,13 @@ export async function show(root, store) {
       chart?.end();
       shownNames = names.join();
       chart = names.length
-        ? lineChart({ name: t("traffic.by_collective"), height: 240, x: axis("step"), y: { format: format.bytes, min: 0 }, series })
+        ? lineChart({
+            name: t("traffic.by_collective"),
+            height: 240,
+            x: axis("step"),
+            y: { format: format.bytes, min: 0 },
+            series,
+          })
         : null;
     }
     put(
@@ -43,15 +55,26 @@ export async function show(root, store) {
       summary(traffic),
       totals,
       chart
-        ? card(termOf("traffic.by_collective"), h("span", { class: "muted small" }, t("traffic.unit")), chart.node)
-        : card(t("traffic.by_collective"), null, h("p", { class: "muted" }, t("traffic.no_collectives"))),
+        ? card(
+            termOf("traffic.by_collective"),
+            h("span", { class: "muted small" }, t("traffic.unit")),
+            chart.node,
+          )
+        : card(
+            t("traffic.by_collective"),
+            null,
+            h("p", { class: "muted" }, t("traffic.no_collectives")),
+          ),
       names.length ? collectives(traffic, names) : null,
     );
     chart?.set([traffic.step, ...names.map((name) => numbers(traffic.by_collective[name]))]);
     return undefined;
   }
   await draw();
-  const timer = setInterval(() => store.run.status === "live" && !document.hidden && draw().catch(() => {}), 5000);
+  const timer = setInterval(
+    () => store.run.status === "live" && !document.hidden && draw().catch(() => {}),
+    5000,
+  );
   const unsubscribe = store.on("reload", () => draw().catch(() => {}));
   return () => {
     clearInterval(timer);
@@ -67,7 +90,9 @@ function summary({ predicted_bytes, measured_bytes, compression }) {
     figure(
       "traffic.compression",
       compression?.ratio ? `${format.digits(compression.ratio)} ×` : t("none"),
-      compression?.method && compression.method !== "none" ? compression.method : t("traffic.plain"),
+      compression?.method && compression.method !== "none"
+        ? compression.method
+        : t("traffic.plain"),
     ),
   );
 }
@@ -76,12 +101,21 @@ const comparison = ({ predicted_bytes, measured_bytes }) =>
   bars([
     {
       name: t("predicted"),
-      parts: [{ name: t("predicted"), value: predicted_bytes, kind: 6, text: format.bytes(predicted_bytes) }],
+      parts: [
+        {
+          name: t("predicted"),
+          value: predicted_bytes,
+          kind: 6,
+          text: format.bytes(predicted_bytes),
+        },
+      ],
       text: format.bytes(predicted_bytes),
     },
     {
       name: t("measured"),
-      parts: [{ name: t("measured"), value: measured_bytes, kind: 1, text: format.bytes(measured_bytes) }],
+      parts: [
+        { name: t("measured"), value: measured_bytes, kind: 1, text: format.bytes(measured_bytes) },
+      ],
       text: format.bytes(measured_bytes),
     },
   ]);
@@ -110,7 +144,15 @@ function collectives(traffic, names) {
       t("traffic.table"),
       columns,
       names.map((name, index) =>
-        row([h("code", {}, name), format.bytes(means[index]), format.percent(means[index] / total), describe(name)], columns),
+        row(
+          [
+            h("code", {}, name),
+            format.bytes(means[index]),
+            format.percent(means[index] / total),
+            describe(name),
+          ],
+          columns,
+        ),
       ),
     ),
   );

@@ -8,7 +8,12 @@ import { notRecorded } from "./missing.js";
 import { MESH_AXES, describeAxes, describeStrategy } from "./strategy.js";
 
 const CHIP = { width: 88, height: 64, gapX: 30, gapY: 46 };
-const LINE_STYLES = { data: ["--s1", null], shard: ["--s3", "7 4"], tensor: ["--s2", "2 4"], pipeline: ["--s4", "10 3 2 3"] };
+const LINE_STYLES = {
+  data: ["--s1", null],
+  shard: ["--s3", "7 4"],
+  tensor: ["--s2", "2 4"],
+  pipeline: ["--s4", "10 3 2 3"],
+};
 const lineStyle = (axis) => LINE_STYLES[axis] ?? ["--s6", "4 4"];
 
 export async function show(root, store) {
@@ -19,7 +24,11 @@ export async function show(root, store) {
     t("world.strategy"),
     null,
     h("p", {}, h("b", {}, run.strategy ?? "–"), " – ", describeStrategy(run.strategy) ?? ""),
-    h("p", { class: "muted" }, axes ? t("world.axes", { axes: describeAxes(axes) || t("world.axes.none") }) : ""),
+    h(
+      "p",
+      { class: "muted" },
+      axes ? t("world.axes", { axes: describeAxes(axes) || t("world.axes.none") }) : "",
+    ),
   );
   if (!mesh?.ranks?.length) {
     put(root, strategyCard, notRecorded("missing.mesh", run));
@@ -31,15 +40,33 @@ export async function show(root, store) {
   ];
   let axis = usedAxes.length === 1 || mesh.ranks.length <= 16 ? "all" : usedAxes.at(-1);
   const meshNode = h("div", { class: "world" });
-  const drawMesh = () => put(meshNode, meshPicture(mesh, axis === "all" ? usedAxes : usedAxes.filter((name) => name === axis), countColumns(meshNode)));
+  const drawMesh = () =>
+    put(
+      meshNode,
+      meshPicture(
+        mesh,
+        axis === "all" ? usedAxes : usedAxes.filter((name) => name === axis),
+        countColumns(meshNode),
+      ),
+    );
   const axisPicker =
     usedAxes.length > 1
-      ? choice(t("world.show"), [["all", t("world.all")], ...usedAxes.map((name) => [name, t(`axis.${name}`)])], axis, (selected) => {
-          axis = selected;
-          drawMesh();
-        })
+      ? choice(
+          t("world.show"),
+          [["all", t("world.all")], ...usedAxes.map((name) => [name, t(`axis.${name}`)])],
+          axis,
+          (selected) => {
+            axis = selected;
+            drawMesh();
+          },
+        )
       : null;
-  put(root, strategyCard, card(termOf("world.mesh"), axisPicker, usedAxes.length ? legend(usedAxes) : null, meshNode), groupTable(mesh, usedAxes));
+  put(
+    root,
+    strategyCard,
+    card(termOf("world.mesh"), axisPicker, usedAxes.length ? legend(usedAxes) : null, meshNode),
+    groupTable(mesh, usedAxes),
+  );
   drawMesh();
   let width = meshNode.clientWidth;
   const sizing = new ResizeObserver(() => {
@@ -52,7 +79,10 @@ export async function show(root, store) {
 }
 
 const countColumns = (node) =>
-  Math.max(2, Math.min(8, Math.floor((node.clientWidth - 32 + CHIP.gapX) / (CHIP.width + CHIP.gapX))));
+  Math.max(
+    2,
+    Math.min(8, Math.floor((node.clientWidth - 32 + CHIP.gapX) / (CHIP.width + CHIP.gapX))),
+  );
 
 /** Return the groups of ranks that differ only along `axis`: [[rank, …], …]. */
 function groupsOf(mesh, axis) {
@@ -67,14 +97,17 @@ function groupsOf(mesh, axis) {
   }
   return [...groups.values()]
     .map((group) =>
-      group.sort((a, b) => (a.coordinates?.[axis] ?? 0) - (b.coordinates?.[axis] ?? 0)).map((rank) => rank.rank),
+      group
+        .sort((a, b) => (a.coordinates?.[axis] ?? 0) - (b.coordinates?.[axis] ?? 0))
+        .map((rank) => rank.rank),
     )
     .filter((group) => group.length > 1);
 }
 
 function meshPicture(mesh, axes, columns) {
   const hosts = new Map();
-  for (const rank of mesh.ranks) hosts.set(rank.host ?? "", [...(hosts.get(rank.host ?? "") ?? []), rank]);
+  for (const rank of mesh.ranks)
+    hosts.set(rank.host ?? "", [...(hosts.get(rank.host ?? "") ?? []), rank]);
   const places = new Map();
   const boxes = [];
   let top = 0;
@@ -97,12 +130,18 @@ function meshPicture(mesh, axes, columns) {
     widest = Math.max(widest, width);
   }
   const links = axes.flatMap((axis, axisIndex) =>
-    groupsOf(mesh, axis).flatMap((group) => pairs(group, axis).map(([from, to]) => link(places.get(from), places.get(to), axis, axisIndex))),
+    groupsOf(mesh, axis).flatMap((group) =>
+      pairs(group, axis).map(([from, to]) =>
+        link(places.get(from), places.get(to), axis, axisIndex),
+      ),
+    ),
   );
   const label = t("world.label", {
     n: mesh.ranks.length,
     hosts: hosts.size,
-    axes: axes.map((axis) => `${t(`axis.${axis}`)} ${mesh.axes[axis]}`).join(", ") || t("world.axes.none"),
+    axes:
+      axes.map((axis) => `${t(`axis.${axis}`)} ${mesh.axes[axis]}`).join(", ") ||
+      t("world.axes.none"),
   });
   return svg(
     "svg",
@@ -118,7 +157,14 @@ function meshPicture(mesh, axes, columns) {
       svg(
         "g",
         {},
-        svg("rect", { x: 1, y: box.top + 1, width: box.width, height: box.height, rx: 8, class: "mesh-host" }),
+        svg("rect", {
+          x: 1,
+          y: box.top + 1,
+          width: box.width,
+          height: box.height,
+          rx: 8,
+          class: "mesh-host",
+        }),
         svg(
           "text",
           { x: 16, y: box.top + 25, class: "mesh-host-name" },
@@ -145,12 +191,20 @@ function link(fromChip, toChip, axis, axisIndex) {
   const to = { x: toChip.x + CHIP.width / 2, y: toChip.y + CHIP.height / 2 };
   const distance = Math.abs(to.x - from.x) / (CHIP.width + CHIP.gapX);
   let path;
-  if (fromChip.line === toChip.line && distance < 1.5) path = `M${from.x} ${from.y + shift}L${to.x} ${to.y + shift}`;
+  if (fromChip.line === toChip.line && distance < 1.5)
+    path = `M${from.x} ${from.y + shift}L${to.x} ${to.y + shift}`;
   else if (fromChip.line === toChip.line) {
-    const bottom = fromChip.y + CHIP.height + 12 + 4 * Math.min(distance, 5);
-    path = `M${from.x + shift} ${fromChip.y + CHIP.height}C${from.x + shift} ${bottom + 8} ${to.x + shift} ${bottom + 8} ${to.x + shift} ${toChip.y + CHIP.height}`;
+    const [startX, endX] = [from.x + shift, to.x + shift];
+    const [startY, endY] = [fromChip.y + CHIP.height, toChip.y + CHIP.height];
+    const curveY = startY + 20 + 4 * Math.min(distance, 5);
+    path = `M${startX} ${startY}C${startX} ${curveY} ${endX} ${curveY} ${endX} ${endY}`;
   } else path = `M${from.x + shift * 2} ${from.y}L${to.x + shift * 2} ${to.y}`;
-  return svg("path", { d: path, class: "mesh-link", "stroke-dasharray": dash, style: { stroke: `var(${color})` } });
+  return svg("path", {
+    d: path,
+    class: "mesh-link",
+    "stroke-dasharray": dash,
+    style: { stroke: `var(${color})` },
+  });
 }
 
 function chip({ x, y, rank }, sizes) {
@@ -162,8 +216,16 @@ function chip({ x, y, rank }, sizes) {
     "g",
     {},
     svg("rect", { x, y, width: CHIP.width, height: CHIP.height, rx: 6, class: "mesh-rank" }),
-    svg("text", { x: x + 10, y: y + 20, class: "mesh-rank-name" }, t("memory.rank", { rank: rank.rank })),
-    svg("text", { x: x + 10, y: y + 38, class: "mesh-rank-more" }, String(rank.device ?? "").slice(0, 12)),
+    svg(
+      "text",
+      { x: x + 10, y: y + 20, class: "mesh-rank-name" },
+      t("memory.rank", { rank: rank.rank }),
+    ),
+    svg(
+      "text",
+      { x: x + 10, y: y + 38, class: "mesh-rank-more" },
+      String(rank.device ?? "").slice(0, 12),
+    ),
     svg("text", { x: x + 10, y: y + 54, class: "mesh-rank-more" }, coordinates),
     svg(
       "title",
@@ -171,7 +233,9 @@ function chip({ x, y, rank }, sizes) {
       [
         rank.host,
         rank.device,
-        ...Object.entries(rank.coordinates ?? {}).map(([name, value]) => `${t(`axis.${name}`)} ${value}`),
+        ...Object.entries(rank.coordinates ?? {}).map((
+          [name, value],
+        ) => `${t(`axis.${name}`)} ${value}`),
       ].join(" · "),
     ),
   );
@@ -202,8 +266,11 @@ function groupTable(mesh, usedAxes) {
   const text = (groups) =>
     groups
       .slice(0, 8)
-      .map((group) => `{${group.length > 8 ? `${group.slice(0, 6).join(", ")}, … ${group.at(-1)}` : group.join(", ")}}`)
-      .join("  ") + (groups.length > 8 ? t("world.more", { n: groups.length - 8 }) : "");
+      .map(
+        (group) => `{${group.length > 8 ? `${group.slice(0, 6).join(", ")}, … ${group.at(-1)}` : group.join(", ")}}`,
+      )
+      .join("  ") +
+    (groups.length > 8 ? t("world.more", { n: groups.length - 8 }) : "");
   return h(
     "section",
     { class: "card flush" },

@@ -9,7 +9,10 @@ export function noRuns(folder) {
   return emptyState(
     t("runs.none", { folder }),
     t("runs.none.text"),
-    command("paceline sft model=builtin:qwen2-micro dataset=builtin:python-docs " + `output_dir=${quoted(`${folder}/first`)}`),
+    command(
+      "paceline sft model=builtin:qwen2-micro dataset=builtin:python-docs " +
+      `output_dir=${quoted(`${folder}/first`)}`,
+    ),
     h("a", { class: "button main", href: "#/new" }, icon("plus"), t("runs.none.start")),
   );
 }

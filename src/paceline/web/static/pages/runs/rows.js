@@ -5,7 +5,9 @@ import * as format from "../../lib/format.js";
 import { t } from "../../lib/i18n.js";
 import { badge, icon } from "../../lib/ui.js";
 
-/** The ids of the runs selected for comparison. The selection persists while other pages are shown. */
+/**
+ * The ids of the runs selected for comparison. The selection persists while other pages are shown.
+ */
 export const selectedIds = new Set();
 
 /** Return the cells of a run. `onSelect()` is called when the run is selected or deselected. */
@@ -27,7 +29,13 @@ export function rowCells(run, onSelect) {
     h(
       "th",
       { scope: "row", class: "run-name" },
-      h("div", { class: "run-line" }, h("a", { href: `#/run/${run.id}` }, run.name || run.path), " ", badge(run.status)),
+      h(
+        "div",
+        { class: "run-line" },
+        h("a", { href: `#/run/${run.id}` }, run.name || run.path),
+        " ",
+        badge(run.status),
+      ),
       runDetails(run),
     ),
     h("td", label("runs.progress"), progressBar(run)),
@@ -39,7 +47,9 @@ export function rowCells(run, onSelect) {
       label("runs.strategy"),
       run.strategy ?? format.NONE,
       " ",
-      run.world_size ? h("span", { class: "muted nowrap" }, `× ${run.world_size} ${run.device ?? ""}`) : null,
+      run.world_size
+        ? h("span", { class: "muted nowrap" }, `× ${run.world_size} ${run.device ?? ""}`)
+        : null,
     ),
     h(
       "td",
@@ -64,7 +74,8 @@ function runDetails(run) {
         )
       : null,
   ];
-  if (run.problem) lines.push(h("div", { class: "run-problem small" }, icon("warning"), " ", run.problem));
+  if (run.problem)
+    lines.push(h("div", { class: "run-problem small" }, icon("warning"), " ", run.problem));
   if (run.note) lines.push(h("div", { class: "muted small run-note" }, run.note));
   if (run.tags?.length)
     lines.push(
@@ -94,7 +105,10 @@ export function progressBar(run) {
       : h(
           "div",
           { class: "progress", "aria-hidden": "true" },
-          h("span", { class: run.status === "live" ? null : "is-done", style: { width: `${share * 100}%` } }),
+          h("span", {
+            class: run.status === "live" ? null : "is-done",
+            style: { width: `${share * 100}%` },
+          }),
         ),
     h(
       "div",
@@ -111,7 +125,12 @@ export function timeElement(time_s) {
   if (!time_s) return format.NONE;
   return h(
     "time",
-    { datetime: new Date(time_s * 1000).toISOString(), title: format.time(time_s), class: "nowrap", "data-at": time_s },
+    {
+      datetime: new Date(time_s * 1000).toISOString(),
+      title: format.time(time_s),
+      class: "nowrap",
+      "data-at": time_s,
+    },
     format.ago(time_s),
   );
 }
@@ -121,6 +140,7 @@ export function replaceCell(old, next) {
   if (old.contains(document.activeElement) && old.querySelector("a")) {
     // Replacing the link would remove the focus, so only its text is replaced.
     old.querySelector("a").textContent = next.querySelector("a").textContent;
-    for (const kind of [".badge", ".run-more"]) old.querySelector(kind)?.replaceWith(next.querySelector(kind) ?? "");
+    for (const kind of [".badge", ".run-more"])
+      old.querySelector(kind)?.replaceWith(next.querySelector(kind) ?? "");
   } else old.replaceWith(next);
 }
