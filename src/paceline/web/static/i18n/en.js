@@ -22,7 +22,7 @@ export const en = {
   "error.retry": "Retry",
   "error.no_answer": "The server is not responding",
   "error.no_answer.fix":
-    "check that `paceline ui` is still running in its terminal, and restart it if it is not; this page reconnects automatically.",
+    "check that `paceline ui` is still running in its terminal, and restart it if not; this page reconnects automatically.",
   "copy": "Copy",
   "copied": "Copied",
   "copy.failed": "Copy failed",
@@ -75,7 +75,7 @@ export const en = {
   "runs.rate": "Tokens/s",
   "runs.rate.is": "Tokens processed per second by all ranks together, without padding.",
   "runs.strategy": "Strategy",
-  "runs.strategy.is": "How training is distributed over devices, and over how many.",
+  "runs.strategy.is": "The parallelism strategy, and the number of devices.",
   "runs.model": "Model",
   "runs.started": "Started",
   "runs.left": "{left} left",
@@ -84,7 +84,7 @@ export const en = {
   "runs.sort": "Sort by",
   "runs.none": "No runs in {folder} yet",
   "runs.none.text":
-    "Start one here with a form, or in a terminal. It appears in this list within a second.",
+    "Start a run here with a form, or with this command in a terminal. It appears in this list within a second.",
   "runs.none.start": "Start a run",
   "runs.none.match": "No matching runs",
   "runs.none.match.text":
@@ -106,7 +106,7 @@ export const en = {
 
   "export.title": "Export",
   "export.is":
-    "The full model in one folder, with the adapters merged into its weights, in the format that transformers loads.",
+    "Writes the full model to a folder, with the adapters merged into its weights, in a format that transformers can load.",
   "export.start": "Export merged model",
   "export.running": "Exporting the merged model…",
   "export.done": "Exported to:",

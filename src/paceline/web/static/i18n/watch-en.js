@@ -5,7 +5,7 @@ export const en = {
   "run.at_step": "step {step}",
   "run.no_eval": "no evaluation yet",
   "run.running": "running for {wall}",
-  "run.last_event": "latest event",
+  "run.last_event": "updated live",
   "run.stop": "Stop",
   "run.stop.ask": "Stop {name}?",
   "run.stop.what":
@@ -13,14 +13,14 @@ export const en = {
   "run.stop.sent": "Stop requested; a checkpoint is written first.",
   "run.end_now": "End now",
   "run.end_now.ask": "End {name} now?",
-  "run.end_now.sent": "The run was told to end at once.",
+  "run.end_now.sent": "Immediate end requested.",
   "run.end_now.what":
-    "The run is finishing its step and writing a checkpoint. If you end it now, everything after its latest checkpoint is lost; it can be resumed from that checkpoint.",
+    "The run is finishing its current step and writing a checkpoint. If you end it now, all progress since its latest checkpoint is lost. It can be resumed from that checkpoint.",
   "run.resume": "Resume",
   "run.chat": "Chat",
   "run.deleted": "This run no longer exists",
   "run.deleted.text":
-    "Its folder was moved or deleted while this page was open. If it was moved, its checkpoints and model are in the new place.",
+    "Its folder was moved or deleted while this page was open. If it was moved, its checkpoints and model are at the new location.",
   "tab.overview": "Overview",
   "tab.ranks": "Ranks",
   "tab.traffic": "Traffic",
@@ -33,7 +33,7 @@ export const en = {
   "tab.report": "Report",
 
   "f.progress": "Progress",
-  "f.progress.is": "Steps done out of the planned steps. A step is one update of the weights.",
+  "f.progress.is": "Completed steps out of the planned steps. A step is one update of the weights.",
   "f.eta": "Time left",
   "f.eta.is":
     "Remaining steps times the recent time per step, including evaluations and checkpoints.",
@@ -51,7 +51,7 @@ export const en = {
     "The number of ranks that train together (processes or threads, each with a device).",
   "f.strategy": "Strategy",
   "f.strategy.is": "How the model and the data are distributed over the ranks.",
-  "f.last_event": "Last event",
+  "f.last_event": "Latest event",
   "f.last_event.is":
     "When the latest event was written. A live run that has written nothing for a long time may be hung.",
 
@@ -95,7 +95,7 @@ export const en = {
   "x.time": "time",
   "smooth": "Smoothing",
   "smooth.is":
-    "Weight of earlier steps in the strong line; 0 shows the raw values. The faint line always shows them.",
+    "Weight of earlier steps in the bold line; 0 shows the raw values. The faint line always shows the raw values.",
   "zoom.steps": "Steps",
   "zoom.from": "From step",
   "zoom.from.none": "first",
@@ -109,18 +109,18 @@ export const en = {
     "The run is loading its model and tokenizing its data; the log shows its progress. The first step appears here automatically.",
   "overview.none.ended": "The run ended before its first step; see the log.",
   "overview.thinned":
-    "each point is the mean of about {every} steps, the band shows their range; drag to zoom in",
-  "overview.sampled": "Long log: this is a sample. {read} has been read so far.",
+    "Each point is the mean of about {every} steps, and the band shows their range. Drag to zoom in.",
+  "overview.sampled": "The log is long, so a sample is shown. {read} of it has been read so far.",
   "chart.role": "chart",
   "chart.keys": "Left and right arrow keys move along the curve; Home and End jump to its ends.",
   "chart.keys.zoom":
-    "Left and right arrow keys move along the curve; Enter sets the start and then the end of a range to zoom into; Escape shows everything.",
+    "Left and right arrow keys move along the curve; Enter sets the start and then the end of a range to zoom into; Escape shows the full range.",
   "chart.from": "Start: {at}. Move to the end of the range and press Enter.",
   "chart.empty": "{name}: no values",
   "chart.summary": "{name} over {x}: {line} ends at {last}, with values between {low} and {high}.",
 
   "marks.title": "Events",
-  "marks.none": "No events other than steps so far: no restart, fault or checkpoint.",
+  "marks.none": "No restarts, faults or checkpoints so far.",
   "marks.time": "Time",
   "marks.step": "Step",
   "marks.what": "Event",
@@ -150,7 +150,7 @@ export const en = {
   "missing": "{what}: not recorded by this run",
   "missing.live": "Available after the first steps; this page updates automatically.",
   "missing.ended":
-    "The run was written by an older version of Paceline, or it ended too early. New runs record it.",
+    "The run was recorded by an older version of Paceline, or it ended too early. New runs record this data.",
   "missing.ranks": "Time of each rank",
   "missing.traffic": "Traffic",
   "missing.memory": "Memory",
@@ -159,8 +159,8 @@ export const en = {
 
   "timeline": "Time breakdown per step",
   "timeline.is":
-    "One lane per rank and one column per step (or the mean of several steps), with the parts of its time stacked.",
-  "timeline.role": "lane chart",
+    "One row per rank and one column per step (or the mean of several steps). Each column is divided into the phases of the step.",
+  "timeline.role": "timeline",
   "timeline.rank": "rank",
   "timeline.label":
     "{n} ranks over {steps} points. Use the arrow keys to move between steps and ranks.",
@@ -183,11 +183,11 @@ export const en = {
   "phase.other.is": "The rest of the step.",
   "ranks.slowest": "Rank {rank} is the slowest.",
   "ranks.slowest.in":
-    "It works {time} longer per step than the other ranks ({share} of a step), mostly in this phase: {phase}.",
-  "ranks.slowest.by": "It works {time} longer per step than the other ranks ({share} of a step).",
+    "It takes {time} longer per step than the other ranks ({share} of a step), mostly in the {phase} phase.",
+  "ranks.slowest.by": "It takes {time} longer per step than the other ranks ({share} of a step).",
   "ranks.even": "No rank is slower than the others.",
-  "ranks.one": "There is only one rank, so nothing to wait for.",
-  "ranks.no_phases": "This run recorded waiting times only; everything else is shown as other.",
+  "ranks.one": "There is only one rank, so it waits for no other.",
+  "ranks.no_phases": "This run recorded only waiting times. Everything else is shown as “other”.",
   "ranks.table": "Ranks",
   "ranks.table.what": "means per step over the range shown",
   "ranks.rank": "Rank",
@@ -197,14 +197,14 @@ export const en = {
   "ranks.gpu.is": "Utilization, temperature and power of the GPU.",
   "ranks.heartbeat": "Heartbeat",
   "ranks.heartbeat.is":
-    "When the latest heartbeat of the rank was received. Without heartbeats (a single rank, or the watchdog is off) the latest event is shown for all ranks, because every rank takes part in every step.",
+    "When the latest heartbeat of the rank was received. Without heartbeats (a single rank, or the watchdog is off), the time of the latest event is shown for all ranks, because every rank takes part in every step.",
   "ranks.current": "Current state",
   "ranks.current.is":
     "What the rank was doing at its latest heartbeat, and for how long it has made no progress.",
   "ranks.stalled": "no progress for {since}",
   "ranks.in_step": "step {step}",
   "ranks.waits": "waiting for {what}",
-  "ranks.state.T": "process is stopped",
+  "ranks.state.T": "process is suspended",
   "ranks.state.ended": "process has ended",
   "ranks.state.D": "process is waiting for a disk or a device",
   "phase.starting": "starting",
@@ -265,7 +265,7 @@ export const en = {
   "memory.total": "total",
   "memory.total.is": "The sum of the parts.",
   "memory.not_measured": "Not measured yet. Memory is measured after the second step.",
-  "memory.without": "{words}, without {parts} (not measured)",
+  "memory.without": "{text}, without {parts} (not measured)",
   "memory.state": "Training state",
   "memory.state.is":
     "Parameters, gradients and optimizer state, without activations: maximum over the ranks, from the report.",
@@ -381,7 +381,7 @@ export const en = {
   "compare.curves": "Curves",
   "compare.none": "None of these runs recorded this metric.",
   "compare.figures": "Results",
-  "compare.figures.what": "from the reports; for runs in progress, the current values",
+  "compare.figures.what": "from the reports; current values for runs in progress",
   "compare.sort": "Sort by {name}",
   "compare.config": "Config differences",
   "compare.config.none": "The configs are identical.",
@@ -423,5 +423,5 @@ export const en = {
     "From the command to the end of the first step. Not compared for runs that were restarted.",
   "c.peak_memory_bytes.is": "Maximum over the processes of the ranks.",
   "c.traffic_bytes_per_step.is": "Measured on the busiest rank.",
-  "c.restarts.is": "How often the run was restarted from a checkpoint after a failure.",
+  "c.restarts.is": "Number of restarts from a checkpoint after a fault.",
 };

@@ -58,9 +58,7 @@ function compare(predicted, measured) {
   const missingParts = PARTS.filter((part) => !isKnown(measured[part])).map((part) =>
     t(`memory.${part}`),
   );
-  return missingParts.length
-    ? t("memory.without", { words: text, parts: missingParts.join(", ") })
-    : text;
+  return missingParts.length ? t("memory.without", { text, parts: missingParts.join(", ") }) : text;
 }
 
 const memoryRow = (name, memory, note) => ({
