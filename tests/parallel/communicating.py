@@ -1,9 +1,9 @@
-"""Training with gradients summed otherwise than by the backend: shared by the tests of it."""
+"""A training loop for the tests of compressed gradients and of Paceline's own all-reduce."""
 
 import io
 
 import torch
-from states import MemorySource, copied
+from states import MemorySource, copy_shards
 from torch.nn import functional
 from training import ROWS, VOCABULARY
 
@@ -18,16 +18,18 @@ from paceline.parallel.save_load import load_state, memory_bytes, state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 
-def packed(sources):
-    """Sources by name as bytes: handed to a process as they are, each of their tensors would take a
-    file descriptor."""
+def serialize(sources):
+    """Return sources by name as bytes. Tensors sent to a process directly would take a file
+    descriptor each."""
     buffer = io.BytesIO()
     torch.save({name: source.full for name, source in sources.items()}, buffer)
     return buffer.getvalue()
 
 
-def unpacked(raw):
-    return {name: MemorySource(tensors) for name, tensors in torch.load(io.BytesIO(raw)).items()}
+def deserialize(serialized):
+    return {
+        name: MemorySource(tensors) for name, tensors in torch.load(io.BytesIO(serialized)).items()
+    }
 
 
 def train(
@@ -38,15 +40,18 @@ def train(
     mode="ddp",
     axes=None,
     source=None,
-    first=0,
-    rate=3e-3,
+    first_step=0,
+    learning_rate=3e-3,
     parallel=None,
     compression=None,
     **args,
 ):
-    """Train ``steps`` steps from step ``first`` on. Every rank starts from weights of its own.
-    Returns losses (of the whole batch), norms, parts, weights, state bytes measured, cost, traffic
-    of the last step, figures, notices."""
+    """Train for ``steps`` steps from ``first_step`` on. The initial weights differ between ranks.
+
+    Returns:
+        Among others the losses of the global batch, the tensor shards and weights of this rank, the
+        measured state in bytes, the estimated cost, and the bytes sent in the last step.
+    """
     if axes is not None:
         world = Communicator(world.env, world.device, axes)
     config = Config(
@@ -62,13 +67,13 @@ def train(
     shape, matrices = outline(built, config), matrices_of(built)
     model = strategy.setup(built)
     strategy.setup_optimizer(
-        lambda named: build_optimizer(config.train_args, rate, named, matrices)
+        lambda named: build_optimizer(config.train_args, learning_rate, named, matrices)
     )
     if source is not None:
         load_state(strategy, source)
     losses, norms, traffic = [], [], {}
     rows = ROWS // world.axes.replicas
-    for step in range(first, first + steps):
+    for step in range(first_step, first_step + steps):
         tokens = torch.randint(
             0, VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(step)
         )
@@ -97,14 +102,14 @@ def train(
     result = {
         "losses": losses,
         "norms": norms,
-        "parts": copied(state_shards(strategy)),
+        "shards": copy_shards(state_shards(strategy)),
         "weights": {
             name: parameter.detach().clone() for name, parameter in model.named_parameters()
         },
         "state": memory_bytes(strategy),
         "cost": estimate_cost(strategy.name, shape, world.axes, Workload(), config),
         "traffic": {name: size for name, size in traffic.items() if size},
-        "figures": report_metrics(strategy, float(sum(traffic.values()))),
+        "metrics": report_metrics(strategy, float(sum(traffic.values()))),
         "notices": strategy.notices,
     }
     world.barrier()

@@ -1,7 +1,7 @@
-"""Local training on real ranks: shared by the tests of `local_sgd` and `diloco`."""
+"""Training loops on real ranks for the tests of `local_sgd` and `diloco`."""
 
 import torch
-from states import assemble, copied
+from states import assemble, copy_shards
 from torch import nn
 from torch.nn import functional
 
@@ -13,11 +13,11 @@ from paceline.parallel.save_load import load_state, optimizer_entries, state_sha
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 VOCAB = 24
-ROWS = 24  # of a global batch: two micro-batches on 2, 3 and 4 ranks
+ROWS = 24  # of a global batch; divisible into two micro-batches on 2, 3 and 4 ranks
 
 
 class Small(nn.Module):
-    """A scalar, a frozen layer and running statistics besides plain layers."""
+    """A model with a scalar, a frozen layer and running statistics besides plain layers."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Small(nn.Module):
 
 
 class Plain(nn.Sequential):
-    """Wide enough that step counts and padding do not show."""
+    """A plain chain, wide enough that the bytes of step counts and padding are negligible."""
 
     def __init__(self):
         super().__init__(
@@ -43,7 +43,7 @@ class Plain(nn.Sequential):
         )
 
 
-def config_of(mode, local=None, optim="adamw", clip=0.5, **train_args):
+def make_config(mode, local=None, optim="adamw", clip=0.5, **train_args):
     return Config(
         model="m",
         dataset="d",
@@ -53,38 +53,40 @@ def config_of(mode, local=None, optim="adamw", clip=0.5, **train_args):
     )
 
 
-def make(world, mode, local=None, optim="adamw", net=Small, clip=0.5, rate=1e-2):
+def set_up_strategy(
+    world, mode, local=None, optim="adamw", net=Small, clip=0.5, learning_rate=1e-2
+):
     """Return a strategy after setup, with its optimizer and the model's ``shape``."""
-    config = config_of(mode, local, optim, clip)
+    config = make_config(mode, local, optim, clip)
     strategy = make_strategy(mode, config, world)
-    torch.manual_seed(world.rank)  # rank 0's weights must win
-    built = net()
-    strategy.shape, matrices = outline(built, config), matrices_of(built)
-    model = strategy.setup(built)
+    torch.manual_seed(world.rank)  # `setup` must replace these weights by those of rank 0
+    model_to_train = net()
+    strategy.shape, matrices = outline(model_to_train, config), matrices_of(model_to_train)
+    model = strategy.setup(model_to_train)
     strategy.setup_optimizer(
-        lambda named: build_optimizer(config.train_args, rate, named, matrices)
+        lambda named: build_optimizer(config.train_args, learning_rate, named, matrices)
     )
     model.train()
     return strategy
 
 
-def tokens_of(step):
+def make_tokens(step):
     return torch.randint(0, VOCAB, (ROWS,), generator=torch.Generator().manual_seed(step))
 
 
-def loss_of(module, tokens):
-    """Sum over the tokens."""
+def compute_loss(module, tokens):
+    """Return the sum of the loss over the tokens."""
     return functional.cross_entropy(module(tokens), (tokens * 7 + 1) % VOCAB, reduction="sum")
 
 
 def train_step(strategy, step, micro_batches=2):
-    """Run a step on this rank's share of a global batch. Returns the mean loss over all of it."""
-    tokens, losses = tokens_of(step), []
+    """Run a step on this rank's share of a global batch. Return the mean loss of the batch."""
+    tokens, losses = make_tokens(step), []
     rows = ROWS // (strategy.world.size * micro_batches)
 
     def micro_step(number, module):
         begin = (replica_of(strategy)[0] * micro_batches + number) * rows
-        loss = loss_of(module, tokens[begin : begin + rows])
+        loss = compute_loss(module, tokens[begin : begin + rows])
         losses.append(float(loss.detach()))
         return loss / ROWS
 
@@ -94,13 +96,13 @@ def train_step(strategy, step, micro_batches=2):
     return strategy.world.sum(sum(losses))[0] / ROWS
 
 
-def weights(strategy):
+def flat_weights(strategy):
     """Return this rank's trained parameters as one vector."""
-    return torch.cat([each.detach().reshape(-1) for each in strategy.trained.values()])
+    return torch.cat([parameter.detach().reshape(-1) for parameter in strategy.trained.values()])
 
 
-def everything(strategy):
-    """Return everything of this rank that the next steps depend on."""
+def full_state(strategy):
+    """Return all state of this rank that the next steps depend on."""
     state = {
         f"model/{name}": tensor.detach().clone()
         for name, tensor in strategy.model.state_dict().items()
@@ -113,32 +115,32 @@ def everything(strategy):
     return state
 
 
-def source_of(strategy):
-    """Return a checkpoint of all ranks, as each of them would read it."""
+def gather_checkpoint(strategy):
+    """Return the assembled state of all ranks, as each of them would read it from a checkpoint."""
     world = strategy.world
-    return assemble(world.gather_objects(copied(state_shards(strategy))))
+    return assemble(world.gather_objects(copy_shards(state_shards(strategy))))
 
 
 def resume_differences(world, mode, local, save_at, steps):
-    """Return the names of what differs on this rank between an uninterrupted run and those that
-    resume from a checkpoint of each step of ``save_at``. The uninterrupted run saves nothing, so
-    this also shows that a checkpoint does not change the run that wrote it."""
-    plain = make(world, mode, local)
+    """Return the names of the tensors that differ on this rank between an uninterrupted run and
+    runs that resume from a checkpoint of each step of ``save_at``. The uninterrupted run saves no
+    checkpoint, so this also shows that saving one does not change a run."""
+    uninterrupted = set_up_strategy(world, mode, local)
     for step in range(steps):
-        train_step(plain, step)
-    expected, differences = everything(plain), []
-    saving, sources = make(world, mode, local), {}
+        train_step(uninterrupted, step)
+    expected, differences = full_state(uninterrupted), []
+    saving, sources = set_up_strategy(world, mode, local), {}
     for step in range(steps):
         train_step(saving, step)
         if step + 1 in save_at:
-            sources[step + 1] = source_of(saving)
+            sources[step + 1] = gather_checkpoint(saving)
     for name, run in [
         ("saving", saving),
-        *((f"from {at}", resumed(world, mode, local, sources[at])) for at in save_at),
+        *((f"from {at}", resume_strategy(world, mode, local, sources[at])) for at in save_at),
     ]:
         for step in range(run.steps_done, steps):
             train_step(run, step)
-        state = everything(run)
+        state = full_state(run)
         assert state.keys() == expected.keys()
         differences += [
             f"{name}: {key}"
@@ -149,7 +151,7 @@ def resume_differences(world, mode, local, save_at, steps):
     return differences
 
 
-def resumed(world, mode, local, source):
-    strategy = make(world, mode, local)
+def resume_strategy(world, mode, local, source):
+    strategy = set_up_strategy(world, mode, local)
     load_state(strategy, source)
     return strategy

@@ -1,10 +1,10 @@
-"""Configs of a parameter server, for the tests of it."""
+"""The config of a run with a parameter server, for its tests."""
 
 from paceline.config.schema import Config
 
 
 def make_config(mode, optimizer, servers, consistency="sync", dense="auto"):
-    other = {"adagrad": "adagrad", "sgd": "sgd"}.get(optimizer, "adamw")
+    train_optimizer = {"adagrad": "adagrad", "sgd": "sgd"}.get(optimizer, "adamw")
     return Config(
         model="m",
         dataset="d",
@@ -17,5 +17,5 @@ def make_config(mode, optimizer, servers, consistency="sync", dense="auto"):
             "max_staleness": 2,
             "dense_placement": dense,
         },
-        train_args={"optim": other, "momentum": 0.0, "gradient_accumulation_steps": 2},
+        train_args={"optim": train_optimizer, "momentum": 0.0, "gradient_accumulation_steps": 2},
     )

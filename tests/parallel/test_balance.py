@@ -1,5 +1,4 @@
-"""Shares of the micro-batches by speed: the arithmetic, and what is refused before anything
-starts."""
+"""`parallel.balance`: shares of the micro-batches by speed, and the settings that are rejected."""
 
 from typing import Any
 
@@ -21,7 +20,7 @@ from paceline.parallel.balance import (
 from paceline.parallel.registry import check_strategy
 
 
-def config(balance: Any = "speed", **settings: Any) -> Config:
+def make_config(balance: Any = "speed", **settings: Any) -> Config:
     parallel = {"balance": balance, **settings.pop("parallel", {})}
     return Config(model="m", dataset="d", parallel=parallel, **settings)
 
@@ -38,41 +37,43 @@ def config(balance: Any = "speed", **settings: Any) -> Config:
         (5, [1, 1], [3, 2]),
     ],
 )
-def test_largest_remainder(total: int, weights: list[float], expected: list[int]) -> None:
+def test_weighted_shares_use_largest_remainder(
+    total: int, weights: list[float], expected: list[int]
+) -> None:
     assert weighted_shares(total, weights) == expected
 
 
 @pytest.mark.parametrize("total", [3, 4, 7, 64])
 @pytest.mark.parametrize("weights", [[1.0, 2.5, 0.3], [5, 1e-6, 1e-6], [1, 1, 1]])
-def test_shares_have_the_same_sum_and_leave_no_rank_idle(total: int, weights: list[float]) -> None:
+def test_shares_add_up_and_leave_no_rank_idle(total: int, weights: list[float]) -> None:
     shares = weighted_shares(total, weights)
     assert sum(shares) == total
     assert min(shares) >= 1
 
 
-def test_a_rank_at_a_third_of_the_speed_makes_steps_twice_as_fast() -> None:
+def test_balancing_halves_step_time_with_one_slow_rank() -> None:
     seconds = [1.0, 3.0]
     shares = shares_by_speed(8, seconds)
     assert shares == [6, 2]
     assert step_seconds([4, 4], seconds) / step_seconds(shares, seconds) == 2.0
 
 
-def test_text_of_many_shares() -> None:
+def test_counts_text_groups_equal_shares() -> None:
     assert counts_text([6, 2]) == "6+2"
     assert counts_text([3] * 8 + [1] * 8) == "8 × 3 + 8 × 1"
 
 
-def test_a_weight_of_a_host_is_that_of_its_ranks() -> None:
-    assert rank_weights(config([3, 1]), [0, 1, 2, 0]) == [3, 3, 3, 1]
-    assert rank_weights(config([4, 3, 2, 1]), [0, 1, 0, 1]) == [4, 3, 2, 1]
+def test_host_weights_apply_to_all_ranks_of_the_host() -> None:
+    assert rank_weights(make_config([3, 1]), [0, 1, 2, 0]) == [3, 3, 3, 1]
+    assert rank_weights(make_config([4, 3, 2, 1]), [0, 1, 0, 1]) == [4, 3, 2, 1]
     with pytest.raises(ConfigError, match=r"3 weights, and the run has 4 ranks on 2 hosts"):
-        rank_weights(config([1, 1, 2]), [0, 1, 0, 1])
+        rank_weights(make_config([1, 1, 2]), [0, 1, 0, 1])
 
 
 @pytest.mark.parametrize("balance", ["fast", [], [1, 0], [-1, 2], [float("inf"), 1], "1:2"])
-def test_values_that_are_not_weights_are_refused(balance: Any) -> None:
+def test_rejects_invalid_weights(balance: Any) -> None:
     with pytest.raises(ValidationError):
-        config(balance)
+        make_config(balance)
 
 
 @pytest.mark.parametrize(
@@ -88,10 +89,10 @@ def test_values_that_are_not_weights_are_refused(balance: Any) -> None:
         ("dp", ParallelDims(data=2), "lockstep"),
     ],
 )
-def test_other_strategies_are_refused_by_name(mode: str, axes: ParallelDims, reason: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        check_strategy(mode, config(parallel={"mode": mode}), axes)
-    text = refused.value.paragraph()
+def test_rejects_unsupported_strategies(mode: str, axes: ParallelDims, reason: str) -> None:
+    with pytest.raises(ConfigError) as error_info:
+        check_strategy(mode, make_config(parallel={"mode": mode}), axes)
+    text = error_info.value.paragraph()
     assert f"`parallel.balance: speed` is not supported with `parallel.mode: {mode}`" in text
     assert reason in text
 
@@ -109,22 +110,22 @@ def test_other_strategies_are_refused_by_name(mode: str, axes: ParallelDims, rea
         ([3, 1], {"parallel": {"nnodes": "1:2"}}, "the number of hosts may change"),
     ],
 )
-def test_settings_that_contradict_it_are_refused(
-    balance: Any, settings: dict[str, Any], reason: str
-) -> None:
+def test_rejects_conflicting_settings(balance: Any, settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        check_strategy("ddp", config(balance, **settings), ParallelDims(data=2))
+        check_strategy("ddp", make_config(balance, **settings), ParallelDims(data=2))
 
 
 @pytest.mark.parametrize("mode", ["ddp", "zero1"])
 @pytest.mark.parametrize("balance", ["speed", [3, 1]])
-def test_data_parallel_strategies_take_it(mode: str, balance: Any) -> None:
-    check_strategy(mode, config(balance), ParallelDims(data=2))
-    check_strategy("ddp", config(balance, compression={"method": "powersgd"}), ParallelDims(data=2))
+def test_data_parallel_strategies_are_supported(mode: str, balance: Any) -> None:
+    check_strategy(mode, make_config(balance), ParallelDims(data=2))
+    check_strategy(
+        "ddp", make_config(balance, compression={"method": "powersgd"}), ParallelDims(data=2)
+    )
 
 
-def notice(replicas: int, accumulation: int, balance: Any = "speed") -> tuple[str, str] | None:
-    settings = config(balance, train_args={"gradient_accumulation_steps": accumulation})
+def notice_for(replicas: int, accumulation: int, balance: Any = "speed") -> tuple[str, str] | None:
+    settings = make_config(balance, train_args={"gradient_accumulation_steps": accumulation})
     return equal_notice(
         settings,
         derive(
@@ -133,18 +134,18 @@ def notice(replicas: int, accumulation: int, balance: Any = "speed") -> tuple[st
     )
 
 
-def test_too_few_micro_batches_are_reported_before_the_start() -> None:
-    level, text = notice(2, 1) or ("", "")
+def test_warns_about_too_few_micro_batches() -> None:
+    level, text = notice_for(2, 1) or ("", "")
     assert level == "warning"
     assert (
         "`parallel.balance: speed` has no effect: it needs at least 4 micro-batches per step on 2"
         " ranks" in text
     )
     assert "gradient_accumulation_steps: 2" in text
-    assert "at least 16 micro-batches" in (notice(8, 1, [1] * 8) or ("", ""))[1]
-    assert (notice(1, 8) or ("", ""))[0] == "info"
-    assert notice(2, 2) is None
-    assert notice(2, 1, "equal") is None
+    assert "at least 16 micro-batches" in (notice_for(8, 1, [1] * 8) or ("", ""))[1]
+    assert (notice_for(1, 8) or ("", ""))[0] == "info"
+    assert notice_for(2, 2) is None
+    assert notice_for(2, 1, "equal") is None
     assert [is_divisible(2, count) for count in (2, 4)] == [False, True]
     assert [is_divisible(4, count) for count in (4, 8)] == [False, True]
     assert is_divisible(3, 6)

@@ -1,9 +1,9 @@
-"""Training with compressed gradients: it learns, resumes from a checkpoint to the bit, costs what
-is predicted, or is rejected."""
+"""Training with compressed gradients: convergence, bitwise resume, predicted cost, and rejected
+settings."""
 
 import pytest
 import torch
-from communicating import packed, train, unpacked
+from communicating import deserialize, serialize, train
 from ranks import run_ranks
 from states import assemble
 from training import Plain
@@ -20,8 +20,9 @@ from paceline.parallel.compression.cost import (
 from paceline.parallel.cost import TensorShape
 from paceline.parallel.registry import check_strategy
 
-#: by name: settings, and the loss that 60 steps must reach; plain ddp goes from 3.35 to 0.09
-LEARNS = {
+#: Name → settings, and the loss to reach in 60 steps; ddp without compression reaches 0.09 from
+#: 3.35.
+LOSS_TARGETS = {
     "bf16": ({"method": "bf16"}, 0.15),
     "fp16": ({"method": "fp16"}, 0.15),
     "int8": ({"method": "int8"}, 0.15),
@@ -34,42 +35,42 @@ LEARNS = {
 }
 
 
-def learn(world):
+def train_each_method(world):
     results = {}
-    for name, (settings, _) in LEARNS.items():
+    for name, (settings, _) in LOSS_TARGETS.items():
         results[name] = train(
             world, Plain, 60, parallel={"bucket_cap_mb": 0.02}, compression=settings
         )
-        del results[name]["parts"]
+        del results[name]["shards"]
     world.barrier()
     return results
 
 
 @pytest.mark.soak
-def test_each_method_trains_to_the_stated_loss_and_costs_what_is_predicted():
-    first, second = run_ranks(learn, 2)
-    for name, (_, goal) in LEARNS.items():
+def test_each_method_reaches_its_loss_target_at_the_predicted_cost():
+    first, second = run_ranks(train_each_method, 2)
+    for name, (_, target_loss) in LOSS_TARGETS.items():
         ours = first[name]
         assert ours["losses"][0] > 3.3, name
-        assert ours["losses"][-1] < goal, (name, ours["losses"][-1])
+        assert ours["losses"][-1] < target_loss, (name, ours["losses"][-1])
         for key, weight in ours["weights"].items():
             assert torch.equal(weight, second[name]["weights"][key]), (name, key)
         assert ours["traffic"] == dict(ours["cost"].traffic), name
         assert abs(ours["cost"].state / ours["state"] - 1) < 0.02, name
-        figures = ours["figures"]["communication"]
-        assert figures == second[name]["figures"]["communication"]
-        assert figures["method"] == name
-        assert (figures["residual_norm"] is None) == (name in ("bf16", "fp16", "int8", "signsgd"))
-    ratios = {name: first[name]["figures"]["communication"]["ratio_sent"] for name in LEARNS}
+        metrics = ours["metrics"]["communication"]
+        assert metrics == second[name]["metrics"]["communication"]
+        assert metrics["method"] == name
+        assert (metrics["residual_norm"] is None) == (name in ("bf16", "fp16", "int8", "signsgd"))
+    ratios = {name: first[name]["metrics"]["communication"]["ratio_sent"] for name in LOSS_TARGETS}
     assert ratios["bf16"] == pytest.approx(2.0, rel=0.01)
     assert ratios["int8"] == pytest.approx(4.0, rel=0.01)
-    # 5 %, each with an index as large as its value
+    # 5 % of the elements, each with an index as large as its value
     assert ratios["topk"] == pytest.approx(10.0, rel=0.02)
     assert ratios["signsgd"] == pytest.approx(32.0, rel=0.02)
 
 
-#: methods with state, or with random numbers
-KEEPS = {
+#: Methods with state or random numbers.
+STATEFUL_METHODS = {
     "topk": {"compression": {"method": "topk", "ratio": 0.05, "warmup_steps": 4}},
     "topk sgd": {
         "compression": {"method": ["topk", "int8"], "ratio": 0.05},
@@ -84,30 +85,35 @@ KEEPS = {
 }
 
 
-def run_each(world, steps, first, raw):
-    results, sources = {}, unpacked(raw) if raw else {}
-    for name, settings in KEEPS.items():
-        result = train(world, Plain, steps, first=first, source=sources.get(name), **settings)
-        results[name] = {key: result[key] for key in ("parts", "losses", "notices")}
+def train_stateful_methods(world, steps, first_step, serialized):
+    results, sources = {}, deserialize(serialized) if serialized else {}
+    for name, settings in STATEFUL_METHODS.items():
+        result = train(
+            world, Plain, steps, first_step=first_step, source=sources.get(name), **settings
+        )
+        results[name] = {key: result[key] for key in ("shards", "losses", "notices")}
     world.barrier()
     return results
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_resuming_from_the_state_is_bitwise_equal(world_size):
-    full = run_ranks(run_each, world_size, 5, 0, None)
-    half = run_ranks(run_each, world_size, 2, 0, None)
-    sources = {name: assemble([rank[name]["parts"] for rank in half]) for name in KEEPS}
-    resumed = run_ranks(run_each, world_size, 3, 2, packed(sources))
-    for name in KEEPS:
+def test_resume_is_bitwise_exact(world_size):
+    uninterrupted = run_ranks(train_stateful_methods, world_size, 5, 0, None)
+    interrupted = run_ranks(train_stateful_methods, world_size, 2, 0, None)
+    sources = {
+        name: assemble([rank[name]["shards"] for rank in interrupted]) for name in STATEFUL_METHODS
+    }
+    resumed = run_ranks(train_stateful_methods, world_size, 3, 2, serialize(sources))
+    for name in STATEFUL_METHODS:
         ours, theirs = (
-            assemble([rank[name]["parts"] for rank in results]).full for results in (full, resumed)
+            assemble([rank[name]["shards"] for rank in results]).full
+            for results in (uninterrupted, resumed)
         )
         assert set(ours) == set(theirs), name
         for key, value in ours.items():
             assert torch.equal(value, theirs[key]), (name, key)
-        assert full[0][name]["losses"][2:] == resumed[0][name]["losses"], name
+        assert uninterrupted[0][name]["losses"][2:] == resumed[0][name]["losses"], name
         assert not [text for level, text in resumed[0][name]["notices"] if level == "warning"]
     names = set(sources["topk"].full)
     for rank in range(world_size):
@@ -117,52 +123,51 @@ def test_resuming_from_the_state_is_bitwise_equal(world_size):
     assert not any(name.startswith("optimizer/") for name in names)
 
 
-def change(world, raw):
+def resume_with_other_settings(world, serialized):
     """Resume with a different number of ranks, a different method, or none."""
-    sources = unpacked(raw)
+    sources = deserialize(serialized)
     topk, powersgd = ({"compression": {"method": name}} for name in ("topk", "powersgd"))
     results = {
-        "topk to topk": train(world, Plain, 2, first=2, source=sources["topk"], **topk),
-        "topk to ddp": train(world, Plain, 2, first=2, source=sources["topk"]),
-        "topk to zero1": train(world, Plain, 2, first=2, source=sources["topk"], mode="zero1"),
-        "ddp to topk": train(world, Plain, 2, first=2, source=sources["ddp"], **topk),
-        "ddp to powersgd": train(world, Plain, 2, first=2, source=sources["ddp"], **powersgd),
-        "ddp to ddp": train(world, Plain, 2, first=2, source=sources["ddp"]),
+        "topk to topk": train(world, Plain, 2, first_step=2, source=sources["topk"], **topk),
+        "topk to ddp": train(world, Plain, 2, first_step=2, source=sources["topk"]),
+        "topk to zero1": train(world, Plain, 2, first_step=2, source=sources["topk"], mode="zero1"),
+        "ddp to topk": train(world, Plain, 2, first_step=2, source=sources["ddp"], **topk),
+        "ddp to powersgd": train(world, Plain, 2, first_step=2, source=sources["ddp"], **powersgd),
+        "ddp to ddp": train(world, Plain, 2, first_step=2, source=sources["ddp"]),
     }
     world.barrier()
     return {
-        name: {key: result[key] for key in ("losses", "notices", "parts")}
+        name: {key: result[key] for key in ("losses", "notices", "shards")}
         for name, result in results.items()
     }
 
 
-def begin(world):
+def train_first_steps(world):
     return {
-        "topk": train(world, Plain, 2, compression={"method": "topk"})["parts"],
-        "ddp": train(world, Plain, 2)["parts"],
+        "topk": train(world, Plain, 2, compression={"method": "topk"})["shards"],
+        "ddp": train(world, Plain, 2)["shards"],
     }
 
 
 @pytest.mark.soak
-def test_state_of_other_ranks_is_dropped_with_a_notice():
-    begun = run_ranks(begin, 2)
-    sources = {name: assemble([rank[name] for rank in begun]) for name in begun[0]}
-    results = run_ranks(change, 3, packed(sources))[0]
+def test_state_of_another_layout_is_dropped_with_a_notice():
+    first_steps = run_ranks(train_first_steps, 2)
+    sources = {name: assemble([rank[name] for rank in first_steps]) for name in first_steps[0]}
+    results = run_ranks(resume_with_other_settings, 3, serialize(sources))[0]
     for name, result in results.items():
-        # NaN is not less
+        # also fails for NaN
         assert all(loss < 4.0 for loss in result["losses"]), (name, result["losses"])
         dropped = [text for _, text in result["notices"] if "dropped" in text]
         assert bool(dropped) == name.startswith("topk"), name
         if dropped:
             assert "moments" in dropped[0]
-    # Local moments start from the common ones: the first steps are those of ddp, not those of an
-    # Adam that starts from zero.
-    ages = {part.name: part.tensor for part in results["ddp to topk"]["parts"]}
-    assert int(ages["compression/age"]) == 4
+    # Local moments start from those of ddp, not from zero, so the first steps are those of ddp.
+    initial_state = {shard.name: shard.tensor for shard in results["ddp to topk"]["shards"]}
+    assert int(initial_state["compression/age"]) == 4
     assert abs(results["ddp to topk"]["losses"][0] - results["ddp to ddp"]["losses"][0]) < 1e-5
 
 
-def with_parts(world):
+def train_hybrid(world):
     axes = ParallelDims(data=2, tensor=2)
     sizes = {"data": 2, "tensor": 2, "tensor_plan": {"1": "colwise", "3": "rowwise"}}
     results = []
@@ -182,7 +187,7 @@ def with_parts(world):
                 result["traffic"],
                 dict(result["cost"].traffic),
                 result["state"] / result["cost"].state,
-                result["parts"],
+                result["shards"],
             )
         )
     world.barrier()
@@ -190,8 +195,8 @@ def with_parts(world):
 
 
 @pytest.mark.soak
-def test_the_data_axis_of_a_hybrid_with_methods_for_sharded_replicas():
-    results = run_ranks(with_parts, 4)
+def test_hybrid_compresses_along_the_data_dimension():
+    results = run_ranks(train_hybrid, 4)
     plain, bf16, powersgd = results[0]
     torch.testing.assert_close(bf16[0], plain[0], rtol=5e-3, atol=0)
     assert powersgd[0][-1] < powersgd[0][0]
@@ -199,7 +204,7 @@ def test_the_data_axis_of_a_hybrid_with_methods_for_sharded_replicas():
         for kind in ("all_to_all", "all_gather"):
             assert results[0][number][1].get(kind, 0) == results[0][number][2].get(kind, 0)
         assert results[0][number][3] == pytest.approx(1.0, abs=0.02)
-        assemble([rank[number][4] for rank in results])  # every element is written once
+        assemble([rank[number][4] for rank in results])  # checks that each element is written once
 
 
 # -- rejected
@@ -219,7 +224,7 @@ def test_the_data_axis_of_a_hybrid_with_methods_for_sharded_replicas():
         ("ddp", ParallelDims(data=1), "topk", "two ranks"),
     ],
 )
-def test_unsupported_modes_are_rejected_with_the_supported_ones(mode, axes, method, allowed):
+def test_rejects_unsupported_modes_and_names_supported_ones(mode, axes, method, allowed):
     config = Config(model="m", dataset="d", parallel={"mode": mode}, compression={"method": method})
     with pytest.raises(ConfigError, match=r"compression\.method") as caught:
         check_strategy(mode, config, axes)
@@ -237,7 +242,7 @@ def test_unsupported_modes_are_rejected_with_the_supported_ones(mode, axes, meth
         ({"compression": {"momentum_correction": True}}, "momentum_correction"),
     ],
 )
-def test_unsupported_combinations_of_settings_are_rejected(settings, message):
+def test_rejects_unsupported_combinations(settings, message):
     compression = {"method": "topk", **settings.get("compression", {})}
     config = Config(model="m", dataset="d", **{**settings, "compression": compression})
     with pytest.raises(ConfigError, match=message):
@@ -245,7 +250,7 @@ def test_unsupported_combinations_of_settings_are_rejected(settings, message):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "settings",
     [
         {"method": "topk", "ratio": 0},
         {"method": "topk", "ratio": 1.5},
@@ -259,15 +264,15 @@ def test_unsupported_combinations_of_settings_are_rejected(settings, message):
         {"method": "topk", "warmup_steps": -1},
     ],
 )
-def test_the_schema_rejects_values_out_of_range(wrong):
+def test_rejects_values_out_of_range(settings):
     with pytest.raises(ValueError, match="compression"):
-        Config(model="m", dataset="d", compression=wrong)
+        Config(model="m", dataset="d", compression=settings)
 
 
 @pytest.mark.parametrize("method", ["topk", ["topk", "bf16"], ["topk", "int8"], "randomk"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_a_ratio_that_saves_nothing_is_reported(method, ranks):
-    """At the break-even ratio as many bytes are sent as by `ddp` without compression."""
+def test_warns_about_a_ratio_that_saves_no_traffic(method, ranks):
+    """The break-even ratio is the one that sends as many bytes as `ddp` without compression."""
 
     def config(ratio):
         return Config(model="m", dataset="d", compression={"method": method, "ratio": ratio})
@@ -286,7 +291,7 @@ def test_a_ratio_that_saves_nothing_is_reported(method, ranks):
         assert "2 times the bytes" in compression_notice(config(min(1, 2 * limit)), ranks)[1]
 
 
-def test_other_methods_have_no_ratio():
+def test_no_ratio_warning_for_methods_without_ratio():
     for method in ("none", "bf16", "int8", "powersgd", "signsgd"):
         assert (
             compression_notice(

@@ -1,5 +1,5 @@
-"""Each compressor against its definition, on fixed tensors and real ranks; what is sent and what is
-kept add up to the gradient."""
+"""Compressors against their definitions, on fixed tensors and real ranks: values, residuals and
+bytes sent."""
 
 import math
 from itertools import pairwise
@@ -29,7 +29,7 @@ from paceline.parallel.compression.sizes import (
 )
 from paceline.parallel.compression.sparsify import largest
 
-#: two matrices, a vector and a scalar, with padding between them
+#: Two matrices, a vector and a scalar, with padding between them.
 SLOTS = (
     TensorSlot("a", 0, (12, 10)),
     TensorSlot("v", 128, (7,)),
@@ -42,8 +42,8 @@ METHODS += [[first, second] for first, seconds in CHAINS.items() for second in s
 SETTINGS = {"ratio": 0.1, "rank": 2}
 
 
-def gradients(rank, step):
-    """Gradients of a rank: values in the slots, zero between them."""
+def make_gradients(rank, step):
+    """Return the gradients of a rank: values in the slots, zeros between them."""
     flat = torch.zeros(BUCKET.size)
     noise = torch.randn(BUCKET.size, generator=torch.Generator().manual_seed(100 * step + rank))
     for slot in SLOTS:
@@ -51,9 +51,9 @@ def gradients(rank, step):
     return flat
 
 
-def run_all(world):
-    """By method: for each of three steps (sum, residual before and after, bytes counted, bytes
-    predicted)."""
+def reduce_with_each_method(world):
+    """Return, by method and for each of three steps, the sum, the residual before and after, the
+    bytes counted and the bytes predicted."""
     results = {}
     for method in METHODS:
         settings = Compression(method=method, **SETTINGS)
@@ -61,7 +61,7 @@ def run_all(world):
         state = compressor.initial_state(BUCKET, world.device)
         steps = []
         for step in range(3):
-            flat = gradients(world.rank, step)
+            flat = make_gradients(world.rank, step)
             before = {kind: flat.clone() for kind, flat in state.flats.items()}
             sent = dict(world.traffic.bytes_by_collective)
             compressor.reduce(flat, state, world, step)
@@ -97,10 +97,10 @@ def run_all(world):
 
 @pytest.fixture(scope="module", params=[2, 3])
 def results(request):
-    return run_ranks(run_all, request.param)
+    return run_ranks(reduce_with_each_method, request.param)
 
 
-def test_every_rank_gets_the_same_bits_and_sends_what_is_predicted(results):
+def test_all_ranks_get_equal_bits_and_send_the_predicted_bytes(results):
     for method in map(str, METHODS):
         for step in range(3):
             first = results[0][method][step]
@@ -113,17 +113,18 @@ def test_every_rank_gets_the_same_bits_and_sends_what_is_predicted(results):
             assert not padding.any(), method
 
 
-def test_what_is_sent_and_what_is_kept_add_up_to_the_gradients(results):
-    """Over all ranks: sum of what came out + residuals after = gradients + residuals before."""
+def test_results_and_residuals_add_up_to_the_gradients(results):
+    """Over all ranks, the results and the residuals after a step add up to the gradients and the
+    residuals before it."""
     for method in METHODS:
         if method in ("bf16", "fp16", "int8", "signsgd"):
-            assert not results[0][str(method)][0][1], method  # they keep nothing
+            assert not results[0][str(method)][0][1], method  # these methods have no state
             continue
         for step in range(3):
             out = results[0][str(method)][step][0].double()
             before = sum(rank[str(method)][step][1]["residual"].double() for rank in results)
             after = sum(rank[str(method)][step][2]["residual"].double() for rank in results)
-            total = sum(gradients(rank, step).double() for rank in range(len(results)))
+            total = sum(make_gradients(rank, step).double() for rank in range(len(results)))
             torch.testing.assert_close(
                 out + after,
                 total + before,
@@ -133,22 +134,22 @@ def test_what_is_sent_and_what_is_kept_add_up_to_the_gradients(results):
             )
 
 
-def test_fewer_bits_are_the_sum_to_their_precision(results):
-    total = sum(gradients(rank, 0) for rank in range(len(results)))
-    largest_value = max(float(gradients(rank, 0).abs().max()) for rank in range(len(results)))
+def test_cast_compressors_sum_to_their_precision(results):
+    total = sum(make_gradients(rank, 0) for rank in range(len(results)))
+    largest_value = max(float(make_gradients(rank, 0).abs().max()) for rank in range(len(results)))
     for method, allowed in (("bf16", 2**-8), ("fp16", 2**-10), ("int8", 1 / 127)):
         error = (results[0][method][0][0] - total).abs().max()
-        # each rank's own rounding, and that of the sum
+        # the rounding of each rank, and that of the sum
         assert 0 < error <= (len(results) * largest_value + float(total.abs().max())) * allowed, (
             method
         )
 
 
-def test_topk_sends_the_largest_of_each_rank_with_their_signs(results):
+def test_topk_sends_the_largest_values_of_each_rank(results):
     count = math.ceil(0.1 * BUCKET.numel)
     expected, residuals = torch.zeros(BUCKET.size), []
     for rank in range(len(results)):
-        values = gradients(rank, 0)
+        values = make_gradients(rank, 0)
         chosen = values.abs().topk(count).indices
         expected[chosen] += values[chosen]
         residuals.append(values.index_fill(0, chosen, 0.0))
@@ -158,54 +159,56 @@ def test_topk_sends_the_largest_of_each_rank_with_their_signs(results):
         assert torch.equal(result["topk"][0][2]["residual"], residual)
 
 
-def test_randomk_sends_the_same_places_of_every_rank_and_other_ones_each_step(results):
+def test_randomk_sends_the_same_indices_on_all_ranks_and_new_ones_each_step(results):
     count, seen = math.ceil(0.1 * BUCKET.numel), []
     for step in range(3):
-        places = results[0]["randomk"][step][0].nonzero().view(-1)
-        assert len(places) == count
-        waiting = sum(
-            gradients(rank, step) + result["randomk"][step][1]["residual"]
+        indices = results[0]["randomk"][step][0].nonzero().view(-1)
+        assert len(indices) == count
+        uncompressed = sum(
+            make_gradients(rank, step) + result["randomk"][step][1]["residual"]
             for rank, result in enumerate(results)
         )
         torch.testing.assert_close(
-            results[0]["randomk"][step][0][places], waiting[places], rtol=0, atol=1e-5
+            results[0]["randomk"][step][0][indices], uncompressed[indices], rtol=0, atol=1e-5
         )
-        seen.append(places)
+        seen.append(indices)
     assert not torch.equal(seen[0], seen[1])
 
 
-def test_powersgd_is_the_projection_of_the_sum(results):
-    """With orthonormal P the result is P Pᵀ M: its rank is that asked for, and what is left is
+def test_powersgd_projects_the_sum(results):
+    """With orthonormal P the result is P Pᵀ M: it has the configured rank, and the residual is
     orthogonal to it."""
     for step in range(3):
         out = results[0]["powersgd"][step][0]
-        waiting = sum(
-            gradients(rank, step) + result["powersgd"][step][1]["residual"]
+        uncompressed = sum(
+            make_gradients(rank, step) + result["powersgd"][step][1]["residual"]
             for rank, result in enumerate(results)
         )
         for slot, rank in ((SLOTS[0], 2), (SLOTS[2], 2)):
             rows = slot.shape[0]
             matrix = slot_view(slot, out).reshape(rows, -1)
-            total = slot_view(slot, waiting).reshape(rows, -1)
+            total = slot_view(slot, uncompressed).reshape(rows, -1)
             assert torch.linalg.matrix_rank(matrix, rtol=1e-4) == rank
             assert float(((total - matrix) * matrix).sum().abs()) < 1e-3
         for slot in (SLOTS[1], SLOTS[3]):  # vectors are sent in full
             torch.testing.assert_close(
-                slot_view(slot, out), slot_view(slot, waiting), rtol=0, atol=1e-5
+                slot_view(slot, out), slot_view(slot, uncompressed), rtol=0, atol=1e-5
             )
 
 
-def test_signsgd_is_the_vote_of_the_majority(results):
-    votes = sum(gradients(rank, 0).sign() for rank in range(len(results)))
-    size = sum(float(gradients(rank, 0).abs().sum()) / BUCKET.numel for rank in range(len(results)))
+def test_signsgd_is_a_majority_vote(results):
+    votes = sum(make_gradients(rank, 0).sign() for rank in range(len(results)))
+    size = sum(
+        float(make_gradients(rank, 0).abs().sum()) / BUCKET.numel for rank in range(len(results))
+    )
     torch.testing.assert_close(results[0]["signsgd"][0][0], votes.sign() * size)
     if len(results) % 2 == 0:
-        # where the ranks are even nothing moves
+        # in a tie the result is zero
         assert (results[0]["signsgd"][0][0][:120] == 0).any()
 
 
-# -- the parts, alone
-def test_largest_is_exact_with_and_without_a_sample():
+# -- single functions
+def test_largest_is_exact_with_and_without_sampling():
     for seed, numel, count in (
         (0, 500_000, 5000),
         (1, 500_000, 1),
@@ -213,41 +216,41 @@ def test_largest_is_exact_with_and_without_a_sample():
         (3, 200_000, 150_000),
     ):
         values = torch.randn(numel, generator=torch.Generator().manual_seed(seed)) ** 3
-        places = largest(values.abs(), count)
-        assert torch.equal(places, values.abs().topk(count).indices.sort().values)
+        indices = largest(values.abs(), count)
+        assert torch.equal(indices, values.abs().topk(count).indices.sort().values)
     values = torch.zeros(500_000)
     values[123_457] = -3.0
-    # nearly all of one magnitude: the sample cannot tell, and need not
+    # nearly all of one magnitude: no threshold from the sample, and still an exact result
     assert 123_457 in largest(values.abs(), 10)
     values[77] = float("nan")
     assert 77 in largest(values.abs(), 10)
 
 
-def rounded(name, values, seed=0):
-    """Values as they arrive."""
+def roundtrip(name, values, seed=0):
+    """Return the values after encoding and decoding."""
     codec = CODECS[name]
     return codec.decode(codec.encode(values[None], torch.Generator().manual_seed(seed)))[0]
 
 
-def test_int8_is_unbiased_and_hides_no_non_finite_value():
+def test_int8_is_unbiased_and_preserves_non_finite_values():
     values = torch.linspace(-1, 1, 64)
-    samples = torch.stack([rounded("int8", values, seed) for seed in range(4000)])
-    # a step of 1/127, its deviation at most half of that: five standard errors
+    samples = torch.stack([roundtrip("int8", values, seed) for seed in range(4000)])
+    # five standard errors of rounding to steps of 1/127, whose deviation is at most half a step
     assert float((samples.mean(0) - values).abs().max()) < 5 * 0.5 / 127 / math.sqrt(4000)
     assert float((samples[0] - values).abs().max()) <= 1 / 127 + 1e-7
-    for wrong in (math.nan, math.inf):
-        assert not rounded("int8", torch.tensor([1.0, wrong, 0.0, 0.0])).isfinite().all()
-    assert not rounded("int8", torch.zeros(8)).any()
+    for non_finite in (math.nan, math.inf):
+        assert not roundtrip("int8", torch.tensor([1.0, non_finite, 0.0, 0.0])).isfinite().all()
+    assert not roundtrip("int8", torch.zeros(8)).any()
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-7, 1.0, 1e6, 1e30])
 def test_fp16_keeps_small_and_large_gradients(size):
     values = torch.tensor([1.0, -0.3, 1e-3, 0.0]) * size
-    torch.testing.assert_close(rounded("fp16", values), values, rtol=2**-10, atol=0)
+    torch.testing.assert_close(roundtrip("fp16", values), values, rtol=2**-10, atol=0)
 
 
 @pytest.mark.parametrize(("name", "precision"), [("bf16", 2**-8), ("fp16", 2**-10), ("int8", 0.1)])
-def test_messages_have_the_predicted_size_and_are_decoded_row_by_row(name, precision):
+def test_encoded_messages_have_the_predicted_size(name, precision):
     codec, rows = CODECS[name], torch.randn(3, 8, generator=torch.Generator().manual_seed(5))
     messages = codec.encode(rows, torch.Generator().manual_seed(1))
     width, header = FORMATS[name]
@@ -257,33 +260,37 @@ def test_messages_have_the_predicted_size_and_are_decoded_row_by_row(name, preci
     assert torch.equal(codec.decode(messages[1:2]), decoded[1:2])
 
 
-def test_bits_and_matrices():
+def test_packed_bits_matrix_shapes_and_orthonormalization():
     bits = torch.rand(37, generator=torch.Generator().manual_seed(0)) > 0.5
     assert len(pack_bits(bits)) == 5
     assert torch.equal(unpack_bits(pack_bits(bits), 37).bool(), bits)
     assert matrix_of((64, 4, 8), 4) == (64, 32, 4)
     assert matrix_of((64,), 4) is None
     assert matrix_of((4, 4), 4) is None  # P and Q would be larger
-    made = orthonormal(torch.randn(20, 3, generator=torch.Generator().manual_seed(2)))
-    torch.testing.assert_close(made.t() @ made, torch.eye(3), rtol=0, atol=1e-6)
-    twice = orthonormal(torch.ones(5, 2))
-    assert twice[:, 0].norm() > 0
-    assert not twice[:, 1].any()
+    orthonormal_columns = orthonormal(
+        torch.randn(20, 3, generator=torch.Generator().manual_seed(2))
+    )
+    torch.testing.assert_close(
+        orthonormal_columns.t() @ orthonormal_columns, torch.eye(3), rtol=0, atol=1e-6
+    )
+    degenerate = orthonormal(torch.ones(5, 2))
+    assert degenerate[:, 0].norm() > 0
+    assert not degenerate[:, 1].any()
 
 
-def test_powersgd_does_not_stay_at_zero_after_a_step_without_gradient():
+def test_powersgd_recovers_after_a_zero_gradient():
     world = Communicator(RankEnv(), torch.device("cpu"))
     compressor = make_compressor(Compression(method="powersgd", rank=2), 0)
     state = compressor.initial_state(BUCKET, world.device)
     compressor.reduce(torch.zeros(BUCKET.size), state, world, 0)
     flat = torch.zeros(BUCKET.size)
-    # only the last row: a start that had gone to zero would never see it
+    # only in the last row, to which a factor that has become zero would be blind
     slot_view(SLOTS[0], flat)[-1] = 1.0
     compressor.reduce(flat, state, world, 1)
     torch.testing.assert_close(slot_view(SLOTS[0], flat)[-1], torch.ones(10))
 
 
-def test_warm_up_lowers_the_share_step_by_step():
+def test_warmup_decreases_the_ratio_geometrically():
     settings = Compression(method="topk", ratio=0.01, warmup_steps=4)
     bucket = BucketShape(0, 10_000, (TensorSlot("w", 0, (10_000,)),))
     counts = [num_chosen(settings, bucket, step) for step in range(6)]
@@ -293,9 +300,9 @@ def test_warm_up_lowers_the_share_step_by_step():
     assert max(ratios) - min(ratios) < 0.01
 
 
-def test_local_directions_are_adams_if_the_ranks_gradients_are_equal():
-    """Three ranks with a third of the gradient each: the sum of their directions, applied, is what
-    torch's AdamW does."""
+def test_local_adam_with_equal_gradients_matches_adamw():
+    """With a third of the gradient on each of three ranks, applying the sum of their directions is
+    a step of torch's AdamW."""
     shape = BucketShape(0, 16, (TensorSlot("w", 0, (10,)),))
     theirs, ours = (torch.nn.Parameter(torch.linspace(-1, 1, 10)) for _ in range(2))
     adam = torch.optim.AdamW([theirs], lr=0.1, betas=(0.0, 0.99), weight_decay=0.1)
@@ -314,7 +321,7 @@ def test_local_directions_are_adams_if_the_ranks_gradients_are_equal():
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_topk_weighs_directions_by_the_root_of_the_gradients_size():
+def test_topk_weights_directions_by_root_of_gradient_magnitude():
     world, shape = (
         Communicator(RankEnv(), torch.device("cpu")),
         BucketShape(0, 16, (TensorSlot("w", 0, (4,)),)),
@@ -322,7 +329,7 @@ def test_topk_weighs_directions_by_the_root_of_the_gradients_size():
     compressor = make_compressor(Compression(method="topk", ratio=0.25), 0)
     state = compressor.initial_state(shape, world.device)
     state.flats[SECOND_MOMENT] = torch.zeros(16)
-    # roots of the gradient's size: 0.1, 2, 0.01, 1
+    # the square roots of the gradient's magnitude are 0.1, 2, 0.01 and 1
     state.flats[SECOND_MOMENT][:4] = torch.tensor([1e-4, 16.0, 1e-8, 1.0])
     flat = torch.zeros(16)
     flat[:4] = torch.tensor([5.0, -1.0, 9.0, 1.5])

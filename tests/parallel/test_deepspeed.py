@@ -1,5 +1,5 @@
-"""`deepspeed`: on real ranks its stages train as `single` does, their state moves, and they hold
-and send what they declare."""
+"""`deepspeed` on real ranks: all stages match `single`, exchange state with it, and have the
+predicted memory and traffic."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 from ranks import run_ranks
-from states import assemble, copied
+from states import assemble, copy_shards
 from torch import nn
 
 from paceline.config.schema import Config
@@ -33,7 +33,8 @@ MICRO_BATCHES = 6  # of a global step, over all ranks
 
 
 class Net(nn.Module):
-    """A tied weight, a layer used twice, a frozen one, one without gradient, odd sizes, buffers."""
+    """A model with a tied weight, a layer that is used twice, a frozen layer, one without gradient,
+    odd sizes and buffers."""
 
     def __init__(self, statistics=False):
         super().__init__()
@@ -55,7 +56,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """A strategy over a small model, driven as the engine drives it."""
+    """A strategy with a small model, called in the order of the training loop."""
 
     def __init__(self, world, stage, bf16=False, statistics=False, **parallel):
         self.world = world
@@ -69,7 +70,7 @@ class Run:
                 "gradient_accumulation_steps": MICRO_BATCHES // world.size,
             },
         )
-        torch.manual_seed(world.rank)  # rank 0's weights must win
+        torch.manual_seed(world.rank)  # `setup` must replace these weights by those of rank 0
         model = Net(statistics)
         self.shape, matrices = outline(model, self.config), matrices_of(model)
         args = self.config.train_args
@@ -81,7 +82,7 @@ class Run:
         )
 
     def train(self, first, last):
-        """(loss, norm of the gradient) of each step."""
+        """Return the loss and the gradient norm of each step."""
         results = []
         count = MICRO_BATCHES // self.world.size
         for step in range(first, last):
@@ -108,10 +109,10 @@ class Run:
             results.append((self.world.sum(float(seen))[0] / (4 * MICRO_BATCHES), float(norm)))
         return results
 
-    def saved(self):
-        return assemble(self.world.gather_objects(copied(state_shards(self.strategy))))
+    def gather_state(self):
+        return assemble(self.world.gather_objects(copy_shards(state_shards(self.strategy))))
 
-    def evaluated(self):
+    def evaluate_loss(self):
         tokens = torch.arange(20).view(4, 5)
 
         def run(module):
@@ -120,67 +121,68 @@ class Run:
 
         return float(evaluate(self.strategy, run, self.model)["loss"])
 
-    def sent(self):
-        """Bytes of one more step, by collective."""
+    def measure_traffic(self):
+        """Run another step and return the bytes that it sends, by collective."""
         before = dict(self.world.traffic.bytes_by_collective)
         self.train(20, 21)
         after = self.world.traffic.bytes_by_collective
         return {name: size - before.get(name, 0) for name, size in after.items()}
 
 
-def alone(world):
+def train_single(world):
     run = Run(world, 0)
     losses = run.train(0, 5)
-    middle = run.saved().full
+    middle = run.gather_state().full
     losses += run.train(5, 10)
-    return losses, middle, run.saved().full
+    return losses, middle, run.gather_state().full
 
 
 @pytest.fixture(scope="module")
 def single():
-    return run_ranks(alone, 1)[0]
+    return run_ranks(train_single, 1)[0]
 
 
-def everything(world, stage, middle):
-    """All that one start of DeepSpeed can show: training, state out and in, cost; then bf16."""
+def train_resume_and_measure(world, stage, middle):
+    """Train, save, resume and measure in one start of DeepSpeed; then train in bf16."""
     run = Run(world, stage)
     losses = run.train(0, 5)
-    source = run.saved()
+    source = run.gather_state()
     losses += run.train(5, 7)
-    evaluated = run.evaluated(), run.model.training
+    evaluated = run.evaluate_loss(), run.model.training
     losses += run.train(7, 10)
-    last = run.saved().full
+    last = run.gather_state().full
 
-    load_state(run.strategy, source)  # back to step 5, over what came after
+    load_state(run.strategy, source)  # back to step 5, replacing the later state
     resumed = run.train(5, 10)
-    resumed_last = run.saved().full
-    fresh = Run(world, stage)
-    source.full.update(middle)  # what `single` wrote
-    load_state(fresh.strategy, source)
-    moved = fresh.train(5, 10)
+    resumed_last = run.gather_state().full
+    run_from_single = Run(world, stage)
+    source.full.update(middle)  # the state that `single` wrote
+    load_state(run_from_single.strategy, source)
+    resumed_from_single = run_from_single.train(5, 10)
 
     work = Workload(MICRO_BATCHES // world.size)
     costs = []
     for bf16 in (False, True):
         run = run if not bf16 else Run(world, stage, bf16=True)
-        low = run.train(0, 4) if bf16 else []
+        bf16_losses = run.train(0, 4) if bf16 else []
         cost = estimate_cost(
             "deepspeed", run.shape, ParallelDims(data=world.size), work, run.config
         )
-        costs.append((memory_bytes(run.strategy), cost, run.sent(), low))
-    dtypes = {str(value.dtype) for value in run.saved().full.values()}
+        costs.append((memory_bytes(run.strategy), cost, run.measure_traffic(), bf16_losses))
+    dtypes = {str(value.dtype) for value in run.gather_state().full.values()}
     world.barrier()
     return {
-        "losses": losses, "resumed": resumed, "moved": moved, "last": last,
-        "resumed_last": resumed_last, "evaluated": evaluated, "costs": costs, "dtypes": dtypes,
+        "losses": losses, "resumed": resumed, "resumed_from_single": resumed_from_single,
+        "last": last, "resumed_last": resumed_last, "evaluated": evaluated, "costs": costs,
+        "dtypes": dtypes,
     }  # fmt: skip
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("stage", "world_size"), [(1, 2), (2, 3), (3, 2)])
-def test_a_stage_trains_saves_loads_and_costs_as_it_says(single, stage, world_size):
+def test_stages_match_single_in_losses_state_and_predicted_cost(single, stage, world_size):
     reference, middle, last = single
-    results = run_ranks(everything, world_size, stage, middle, timeout_s=240.0)
+    results = run_ranks(train_resume_and_measure, world_size, stage, middle, timeout_s=240.0)
     first = results[0]
     close = {"rtol": 1e-5, "atol": 1e-6}
     torch.testing.assert_close(first["losses"], reference, **close)
@@ -194,32 +196,40 @@ def test_a_stage_trains_saves_loads_and_costs_as_it_says(single, stage, world_si
         torch.testing.assert_close(first["last"][name], value, rtol=1e-4, atol=2e-5, msg=name)
         assert torch.equal(first["last"][name], first["resumed_last"][name]), name
     assert first["resumed"] == first["losses"][5:]
-    torch.testing.assert_close(first["moved"], reference[5:], **close)
+    torch.testing.assert_close(first["resumed_from_single"], reference[5:], **close)
 
-    fullest = max(range(world_size), key=lambda rank: results[rank]["costs"][0][0])
+    largest_state_rank = max(range(world_size), key=lambda rank: results[rank]["costs"][0][0])
     for number in (0, 1):  # float32, bf16
-        state_bytes, cost, sent, low = results[fullest]["costs"][number]
+        state_bytes, cost, sent, bf16_losses = results[largest_state_rank]["costs"][number]
         assert state_bytes == pytest.approx(cost.state, rel=0.02)
-        # A module that is called twice is gathered twice at stage 3: `twice`, of 272 elements, in
-        # forward and in backward. The model's shape does not tell of it.
-        again = (
-            2 * MICRO_BATCHES // world_size * scatter_bytes(272 * (2 if low else 4), world_size)
+        # Stage 3 gathers a module once for each call, in forward and in backward. The model's shape
+        # does not include that `twice`, of 272 elements, is called twice.
+        repeated_gather_bytes = (
+            2
+            * MICRO_BATCHES
+            // world_size
+            * scatter_bytes(272 * (2 if bf16_losses else 4), world_size)
             if stage == 3
             else 0
         )
-        assert sum(sent.values()) == pytest.approx(cost.traffic_per_step + again, rel=0.02)
-        if low:
+        assert sum(sent.values()) == pytest.approx(
+            cost.traffic_per_step + repeated_gather_bytes, rel=0.02
+        )
+        if bf16_losses:
             torch.testing.assert_close(
-                [loss for loss, _ in low], [loss for loss, _ in reference[:4]], rtol=0.02, atol=0
+                [loss for loss, _ in bf16_losses],
+                [loss for loss, _ in reference[:4]],
+                rtol=0.02,
+                atol=0,
             )
-    # master weights, and a buffer that counts
+    # master weights, and an integer buffer
     assert first["dtypes"] == {"torch.float32", "torch.int64"}
 
 
-def quiet(world, folder):
-    """What a rank says on its terminal, as a user's process: file descriptors, not Python's
-    streams."""
-    os.dup2(os.open(os.path.join(folder, f"said-{world.rank}"), os.O_WRONLY | os.O_CREAT), 1)
+def train_with_redirected_output(world, folder):
+    """Train with file descriptors 1 and 2 redirected to a file, since libraries may write to them
+    without Python's streams."""
+    os.dup2(os.open(os.path.join(folder, f"output-{world.rank}"), os.O_WRONLY | os.O_CREAT), 1)
     os.dup2(1, 2)
     os.environ["HOME"] = folder
     run = Run(world, 2, statistics=True)
@@ -229,8 +239,8 @@ def quiet(world, folder):
 
 
 @pytest.mark.soak
-def test_it_says_nothing_leaves_no_file_and_shares_running_statistics(tmp_path):
-    first, second = run_ranks(quiet, 2, str(tmp_path), timeout_s=240.0)
+def test_prints_nothing_leaves_no_file_and_shares_running_statistics(tmp_path):
+    first, second = run_ranks(train_with_redirected_output, 2, str(tmp_path), timeout_s=240.0)
     assert torch.equal(first[0], second[0])
     assert first[0].any()
     assert (first[1], second[1]) == (6, 6)
@@ -239,30 +249,30 @@ def test_it_says_nothing_leaves_no_file_and_shares_running_statistics(tmp_path):
         for path in tmp_path.rglob("*")
         if path.is_file()
     }
-    assert files == {"said-0": "", "said-1": ""}
+    assert files == {"output-0": "", "output-1": ""}
 
 
 def error_message_of(code, *paths):
-    """What a new interpreter prints of the ConfigError that ``code`` ends in. ``paths``: found
-    before all others."""
+    """Return the message of the ConfigError that ``code`` raises in a new interpreter, in which
+    ``paths`` precede all other import paths."""
     code = (
         f"from paceline.core.errors import ConfigError\ntry:\n    {code}\nexcept ConfigError as"
         " error:\n    print(error)\n"
     )
     python_path = os.pathsep.join([*paths, *(path for path in sys.path if path)])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": python_path},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    return done.stdout + done.stderr
+    return process.stdout + process.stderr
 
 
 @pytest.mark.soak
-def test_not_installed_is_said_with_the_command(tmp_path):
-    # a folder of that name in the way, as the one with its configs
+def test_missing_package_error_has_the_install_command(tmp_path):
+    # a folder of the same name on the import path, such as one with DeepSpeed's configs
     (tmp_path / "deepspeed").mkdir()
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
@@ -270,9 +280,9 @@ def test_not_installed_is_said_with_the_command(tmp_path):
         "    def __init__(self, finder): self.finder = finder\n"
         "    def __getattr__(self, name): return getattr(self.finder, name)\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        found = self.finder.find_spec(name, path, target)\n"
-        "        return None if name == 'deepspeed' and found and found.origin else found\n"
-        "sys.meta_path[:] = [Without(one) for one in sys.meta_path]\n"
+        "        spec = self.finder.find_spec(name, path, target)\n"
+        "        return None if name == 'deepspeed' and spec and spec.origin else spec\n"
+        "sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]\n"
     )
     check = (
         "from paceline.config.schema import Config; from paceline.parallel.registry import"
@@ -290,7 +300,7 @@ def test_not_installed_is_said_with_the_command(tmp_path):
 
 
 @pytest.mark.soak
-def test_one_that_does_not_load_is_a_rank_s_error_with_its_reason(tmp_path):
+def test_import_failure_is_reported_with_its_reason(tmp_path):
     (tmp_path / "deepspeed.py").write_text("raise RuntimeError('no compiler')\n")
     message = error_message_of(
         "from paceline.parallel.deepspeed.package import import_deepspeed; import_deepspeed('cpu')",
@@ -300,7 +310,7 @@ def test_one_that_does_not_load_is_a_rank_s_error_with_its_reason(tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed"])
-def test_running_statistics_in_half_precision_are_refused(precision):
+def test_rejects_running_statistics_in_half_precision(precision):
     world = Communicator(RankEnv(), torch.device("cpu"))
     config = Config(
         model="m", dataset="d", parallel={"mode": "deepspeed"}, train_args={"precision": precision}
@@ -310,7 +320,7 @@ def test_running_statistics_in_half_precision_are_refused(precision):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "rest", "says"),
+    ("parallel", "sections", "message"),
     [
         ({}, {"train_args": {"optim": "adafactor"}}, "train_args.optim: adamw"),
         ({"deepspeed_stage": 3}, {"evaluation": {"mode": "rank0"}}, "evaluation.mode"),
@@ -318,7 +328,7 @@ def test_running_statistics_in_half_precision_are_refused(precision):
         ({"cpu_offload": "all", "deepspeed_stage": 1}, {}, "deepspeed_stage: 3"),
     ],
 )
-def test_what_cannot_run_is_refused_before_the_start(parallel, rest, says):
-    config = Config(model="m", dataset="d", parallel={"mode": "deepspeed", **parallel}, **rest)
-    with pytest.raises(ConfigError, match=says):
+def test_rejects_unsupported_settings(parallel, sections, message):
+    config = Config(model="m", dataset="d", parallel={"mode": "deepspeed", **parallel}, **sections)
+    with pytest.raises(ConfigError, match=message):
         check_strategy("deepspeed", config, ParallelDims(data=2))

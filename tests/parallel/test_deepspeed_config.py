@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON of the user's: each key is honoured, or refused by name with the reason."""
+"""A user's DeepSpeed JSON file: each key is honored, or rejected by name with the reason."""
 
 import json
 
@@ -19,7 +19,7 @@ from paceline.parallel.deepspeed.cost import estimate
 from paceline.parallel.deepspeed.strategy import DeepSpeedStrategy
 
 
-def configured(content, stage=2, **train_args):
+def make_config(content, stage=2, **train_args):
     return Config(
         model="m",
         dataset="d",
@@ -28,7 +28,7 @@ def configured(content, stage=2, **train_args):
     )
 
 
-def test_a_file_that_agrees_is_honoured(tmp_path):
+def test_file_consistent_with_the_config_is_honored(tmp_path):
     content = {
         "train_batch_size": 48,
         "train_micro_batch_size_per_gpu": "auto",
@@ -63,12 +63,15 @@ def test_a_file_that_agrees_is_honoured(tmp_path):
         "adam_beta2": 0.95,
     }
     for value in (str(path), content):
-        config = configured(value, stage=3, **settings)
+        config = make_config(value, stage=3, **settings)
         check_json(config, num_ranks=4)
-        made = engine_config(config, 10_000_000)
-        assert made["bf16"] == {"enabled": True}
-        assert (made["gradient_accumulation_steps"], made["gradient_clipping"]) == (3, 0.5)
-        zero = made["zero_optimization"]
+        engine_settings = engine_config(config, 10_000_000)
+        assert engine_settings["bf16"] == {"enabled": True}
+        assert (
+            engine_settings["gradient_accumulation_steps"],
+            engine_settings["gradient_clipping"],
+        ) == (3, 0.5)
+        zero = engine_settings["zero_optimization"]
         assert (
             zero["stage"],
             zero["overlap_comm"],
@@ -81,7 +84,7 @@ def test_a_file_that_agrees_is_honoured(tmp_path):
             10**9,
         )
         assert isinstance(zero["reduce_bucket_size"], int)
-        assert zero["stage3_param_persistence_threshold"] == 0  # "auto" leaves it to Paceline
+        assert zero["stage3_param_persistence_threshold"] == 0  # "auto": Paceline chooses
 
 
 AUTO_BATCH = {
@@ -299,7 +302,7 @@ STOCK = {
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_stock_files_are_accepted_with_their_stage_and_offload(name, tmp_path):
+def test_stock_files_set_stage_and_offload(name, tmp_path):
     content, stage, offload = STOCK[name]
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(content))
@@ -322,14 +325,18 @@ def test_stock_files_are_accepted_with_their_stage_and_offload(name, tmp_path):
         )
         assert section["reduce_bucket_size"] <= 10_000_000
         for key_in_file, value in content["zero_optimization"].items():
-            honoured = {"max_live_parameters": "stage3_max_live_parameters"}.get(
+            honored_key = {"max_live_parameters": "stage3_max_live_parameters"}.get(
                 key_in_file, key_in_file
             )
-            if honoured in HONORED_ZERO and value != "auto" and honoured != "reduce_bucket_size":
-                assert section[honoured] == value
+            if (
+                honored_key in HONORED_ZERO
+                and value != "auto"
+                and honored_key != "reduce_bucket_size"
+            ):
+                assert section[honored_key] == value
 
 
-def test_the_stage_of_a_file_counts_without_a_loaded_config_too(tmp_path):
+def test_stage_of_the_file_applies_without_load_config(tmp_path):
     config = Config(
         model="m",
         dataset="d",
@@ -340,7 +347,7 @@ def test_the_stage_of_a_file_counts_without_a_loaded_config_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "expected"),
     [
         ({"train_batch_size": 7}, "train_args.per_device_train_batch_size"),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale"),
@@ -380,39 +387,39 @@ def test_the_stage_of_a_file_counts_without_a_loaded_config_too(tmp_path):
         ({"nonsense": "auto"}, "nonsense"),
     ],
 )
-def test_each_setting_that_cannot_be_honoured_is_named(content, says):
+def test_rejects_unsupported_setting_by_name(content, expected):
     with pytest.raises(ConfigError) as caught:
-        check_json(configured(content), num_ranks=2)
-    assert says in str(caught.value)
+        check_json(make_config(content), num_ranks=2)
+    assert expected in str(caught.value)
 
 
-def test_all_mistakes_are_named_at_once_and_every_feature_has_a_reason():
+def test_reports_all_errors_at_once_with_reasons():
     content = {key: {"enabled": True} for key in REFUSED if "." not in key}
     with pytest.raises(ConfigError) as caught:
-        check_json(configured(content), num_ranks=2)
+        check_json(make_config(content), num_ranks=2)
     for key in content:
         assert f"{key}: {REFUSED[key].reason}" in str(caught.value)
-    check_json(configured(dict.fromkeys([*REFUSED, *IGNORED], "auto")), num_ranks=2)
-    check_json(configured({key: {"enabled": False, "size": 3} for key in content}), num_ranks=2)
+    check_json(make_config(dict.fromkeys([*REFUSED, *IGNORED], "auto")), num_ranks=2)
+    check_json(make_config({key: {"enabled": False, "size": 3} for key in content}), num_ranks=2)
     check_json(
-        configured({key: {"enabled": True} for key, rule in IGNORED.items() if rule.reason}),
+        make_config({key: {"enabled": True} for key, rule in IGNORED.items() if rule.reason}),
         num_ranks=2,
     )
-    check_json(configured({"zero_optimization": dict.fromkeys(HONORED_ZERO, "auto")}), num_ranks=2)
+    check_json(make_config({"zero_optimization": dict.fromkeys(HONORED_ZERO, "auto")}), num_ranks=2)
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", None])
-def test_a_file_that_cannot_be_read(tmp_path, text):
+def test_rejects_unreadable_file(tmp_path, text):
     path = tmp_path / "ds.json"
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=r"ds\.json"):
-        check_json(configured(str(path)), num_ranks=2)
+        check_json(make_config(str(path)), num_ranks=2)
 
 
-def test_the_stages_of_a_large_model_cost_what_the_paper_says():
-    """ZeRO's own figures (7.5 B parameters, 64 ranks) for the optimizer's share, 12/N bytes a
-    parameter, and the weights'."""
+def test_stage_costs_match_the_zero_paper():
+    """The ZeRO paper's figures (7.5 B parameters, 64 ranks) for the optimizer state, 12/N bytes per
+    parameter, and for the weights."""
     shape = ModelShape(
         tuple(TensorShape(f"w{number}", (7_500_000, 100), 4, True) for number in range(10)),
         low_bytes=2,
@@ -422,7 +429,7 @@ def test_the_stages_of_a_large_model_cost_what_the_paper_says():
             shape,
             ParallelDims(data=64),
             Workload(1),
-            configured(None, stage=stage, precision="bf16-mixed"),
+            make_config(None, stage=stage, precision="bf16-mixed"),
         )
         for stage in (1, 2, 3)
     }
@@ -432,7 +439,7 @@ def test_the_stages_of_a_large_model_cost_what_the_paper_says():
         [15e9, 15e9, 15e9 / 64], rel=1e-3
     )
     assert costs[3].state == pytest.approx(1.9e9, rel=0.02)
-    # Stage 1 is 2 + 2 + 12/N as in the paper; stage 2 keeps whole what its partition touches: two
-    # matrices of 0.75 B at most.
+    # Stage 1 is 2 + 2 + 12/N as in the paper. Stage 2 keeps the full gradients of matrices that its
+    # partition overlaps: at most two of 0.75 B elements.
     assert costs[1].state == pytest.approx(31.4e9, rel=0.01)
     assert costs[2].state == pytest.approx(15e9 + 2 * 1.5e9 + 1.4e9, rel=0.01)

@@ -1,5 +1,5 @@
-"""`diloco`: what Douillard et al. (2023, 2025) define, on real ranks; outer gradients in few bits;
-exact when resumed."""
+"""`diloco` on real ranks: the definitions of Douillard et al. (2023, 2025), low-precision outer
+gradients, and bitwise resume."""
 
 import copy
 
@@ -7,23 +7,23 @@ import pytest
 import torch
 from local_runs import (
     Plain,
-    loss_of,
-    make,
+    compute_loss,
+    flat_weights,
+    gather_checkpoint,
+    make_tokens,
     resume_differences,
-    resumed,
-    source_of,
-    tokens_of,
+    resume_strategy,
+    set_up_strategy,
     train_step,
-    weights,
 )
 from ranks import run_ranks
-from test_local_sgd import costs_of, decayed
+from test_local_sgd import measure_costs, optimizer_groups
 from torch import nn
 
 from paceline.parallel.local_sgd.schedule import BLOCK, mean_traffic, row_bytes, share
 from paceline.parallel.local_sgd.sync import CODECS, FlatParams, GroupMean
 
-BITWISE = [
+RESUME_CASES = [
     ({"sync_every": 4}, (2, 4)),
     (
         {"sync_every": 5, "fragment_sync_delay": 4, "num_fragments": 2, "outer_dtype": "int8"},
@@ -33,57 +33,59 @@ BITWISE = [
 ]
 
 
-def three_ranks(world):
-    wrong = [
+def run_on_three_ranks(world):
+    resume_mismatches = [
         (local, name)
-        for local, at in BITWISE
-        for name in resume_differences(world, "diloco", local, at, 11)
+        for local, save_at in RESUME_CASES
+        for name in resume_differences(world, "diloco", local, save_at, 11)
     ]
-    paths = [
-        by_definition(world, local)
+    errors = [
+        compare_with_definition(world, local)
         for local in (
             {"sync_every": 3},
             {"sync_every": 4, "fragment_sync_delay": 2, "fragment_update_alpha": 0.25},
         )
     ]
     costs = [
-        costs_of(world, local, "diloco")
+        measure_costs(world, local, "diloco")
         for local in (
             {"sync_every": 4, "outer_dtype": "int8", "fragment_sync_delay": 3},
             {"sync_every": 4, "num_fragments": 2, "fragment_sync_delay": 3, "outer_dtype": "bf16"},
         )
     ]
-    means = {dtype: mean_of(world, dtype) for dtype in ("float32", "bf16", "int8")}
+    means = {dtype: measure_mean(world, dtype) for dtype in ("float32", "bf16", "int8")}
     world.barrier()
-    return wrong, paths, costs, means
+    return resume_mismatches, errors, costs, means
 
 
-def by_definition(world, local):
-    """Return the largest difference from three models that this process trains, with torch's SGD
-    for the outer steps."""
-    ours = make(
+def compare_with_definition(world, local):
+    """Return the largest difference of the weights from a reference: three models that this process
+    trains, with torch's SGD for the outer steps."""
+    strategy = set_up_strategy(
         world,
         "diloco",
         {**local, "outer_learning_rate": 0.5, "outer_momentum": 0.8},
         "sgd",
         net=Plain,
-        rate=0.2,
+        learning_rate=0.2,
     )
-    models = [copy.deepcopy(ours.model) for _ in range(world.size)]
+    models = [copy.deepcopy(strategy.model) for _ in range(world.size)]
     for model in models:
         for parameter in model.parameters():
             parameter.grad = None
-    optimizers = [torch.optim.SGD(decayed(model), lr=0.2, momentum=0.9) for model in models]
-    outer = nn.Parameter(weights(ours).clone())
+    optimizers = [
+        torch.optim.SGD(optimizer_groups(model), lr=0.2, momentum=0.9) for model in models
+    ]
+    outer = nn.Parameter(flat_weights(strategy).clone())
     outer_optimizer = torch.optim.SGD([outer], lr=0.5, momentum=0.8, nesterov=True)
     overlap, mix = local.get("fragment_sync_delay", 0), local.get("fragment_update_alpha", 0.0)
-    worst, gradient = 0.0, None
+    largest_error, gradient = 0.0, None
     for step in range(1, 14):
-        train_step(ours, step - 1)
+        train_step(strategy, step - 1)
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            share_of_rank = tokens_of(step - 1).view(world.size, -1)[rank]
+            share_of_rank = make_tokens(step - 1).view(world.size, -1)[rank]
             optimizer.zero_grad()
-            (loss_of(model, share_of_rank) / len(share_of_rank)).backward()
+            (compute_loss(model, share_of_rank) / len(share_of_rank)).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
         flats = [nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
@@ -95,13 +97,15 @@ def by_definition(world, local):
             flats = [mix * flat + (1 - mix) * outer.detach() for flat in flats]
             for model, flat in zip(models, flats, strict=True):
                 nn.utils.vector_to_parameters(flat.clone(), model.parameters())
-        worst = max(worst, float((weights(ours) - flats[world.rank]).abs().max()))
-    return worst
+        largest_error = max(
+            largest_error, float((flat_weights(strategy) - flats[world.rank]).abs().max())
+        )
+    return largest_error
 
 
-def mean_of(world, dtype):
-    """Return (mean by the collective, exact mean, largest magnitude, bytes sent) of vectors with
-    an odd size, and whether the mean of a vector with NaN is NaN."""
+def measure_mean(world, dtype):
+    """Return the mean by the collective, the exact mean, the largest magnitude and the bytes sent
+    for vectors of an odd size, and whether the mean of a vector with NaN is NaN."""
     vectors = [
         torch.randn(1003, generator=torch.Generator().manual_seed(rank))
         for rank in range(world.size)
@@ -109,7 +113,7 @@ def mean_of(world, dtype):
     sent = world.traffic.total
     mean = GroupMean(vectors[world.rank].clone(), world, dtype).value()
     sent = world.traffic.total - sent
-    broken = GroupMean(
+    mean_of_nan = GroupMean(
         torch.full((300,), float("nan") if world.rank == 1 else 1.0), world, dtype
     ).value()
     exact = torch.stack([vector.double() for vector in vectors]).mean(0)
@@ -118,31 +122,31 @@ def mean_of(world, dtype):
         exact,
         max(float(vector.abs().max()) for vector in vectors),
         sent,
-        bool(broken.isnan().all()),
+        bool(mean_of_nan.isnan().all()),
     )
 
 
 @pytest.mark.soak
-def test_three_ranks():
-    results = run_ranks(three_ranks, 3)
-    for wrong, paths, costs, means in results:
-        assert not wrong
-        assert max(paths) < 1e-5
+def test_resume_definition_costs_and_means_on_three_ranks():
+    results = run_ranks(run_on_three_ranks, 3)
+    for resume_mismatches, errors, costs, means in results:
+        assert not resume_mismatches
+        assert max(errors) < 1e-5
         for state, state_measured, traffic, traffic_measured in costs:
             assert state == pytest.approx(state_measured, rel=0.02)
             assert traffic == pytest.approx(traffic_measured, rel=0.02)
-        # Rounded twice: each vector, and their mean. A unit is 2^-8 of the magnitude, in int8 the
-        # largest / 127.
+        # Two roundings, of each vector and of their mean, by at most half a unit each: 2^-8 of the
+        # magnitude in bf16, the largest magnitude / 127 in int8.
         for dtype, bound in (("float32", 1e-6), ("bf16", 2 * 2**-9), ("int8", 2 * 0.5 / 127)):
             mean, exact, largest, sent, is_nan = means[dtype]
             assert float((mean.double() - exact).abs().max()) <= bound * largest * 1.001
-            assert torch.equal(mean, results[0][3][dtype][0])  # the same bits on every rank
+            assert torch.equal(mean, results[0][3][dtype][0])  # equal bits on all ranks
             assert sent == sum(mean_traffic(1003, 3, dtype).values())
             assert is_nan
 
 
-def two_ranks(world):
-    wrong = resume_differences(
+def run_on_two_ranks(world):
+    resume_mismatches = resume_differences(
         world, "diloco", {"sync_every": 3, "fragment_sync_delay": 2, "outer_dtype": "int8"}, (4,), 8
     )
     losses = {}
@@ -156,43 +160,54 @@ def two_ranks(world):
             "num_fragments": 2,
         },
     }.items():
-        run = make(world, "ddp" if local is None else "diloco", local, net=Plain)
+        run = set_up_strategy(world, "ddp" if local is None else "diloco", local, net=Plain)
         losses[name] = [train_step(run, step) for step in range(60)]
-    run = make(world, "diloco", {"sync_every": 3})
+    run = set_up_strategy(world, "diloco", {"sync_every": 3})
     for step in range(4):
         train_step(run, step)
-    mean = torch.stack(world.gather_objects(weights(run))).mean(0)
-    alone = resumed(world, "diloco", {"sync_every": 3, "workers": 1}, source_of(run))
+    mean = torch.stack(world.gather_objects(flat_weights(run))).mean(0)
+    single_worker = resume_strategy(
+        world, "diloco", {"sync_every": 3, "workers": 1}, gather_checkpoint(run)
+    )
     outer = {
-        name: [torch.equal(*pair) for pair in in_range(run, alone, name)]
+        name: [torch.equal(*pair) for pair in pair_ranges(run, single_worker, name)]
         for name in run.outer_state()
     }
     world.barrier()
-    return wrong, losses, mean, weights(alone), outer, [text for _, text in alone.notices]
+    return (
+        resume_mismatches,
+        losses,
+        mean,
+        flat_weights(single_worker),
+        outer,
+        [text for _, text in single_worker.notices],
+    )
 
 
-def in_range(run, other, name):
-    """Return pairs of ``other``'s ranges of the outer state and the same ranges of ``run``, which
-    has all of it in one range."""
+def pair_ranges(run, other, name):
+    """Return each range of ``other``'s outer state together with the same range of that of ``run``,
+    which has a single range."""
     (_, full), *_ = run.outer_state()[name]
     ranges = other.outer_state()[name]
     return [(values, full[start : start + values.numel()]) for start, values in ranges]
 
 
-def test_two_ranks():
-    for wrong, losses, mean, alone, outer, notices in run_ranks(two_ranks, 2):
-        assert not wrong
+def test_convergence_and_change_of_workers_on_two_ranks():
+    for resume_mismatches, losses, mean, single_worker, outer, notices in run_ranks(
+        run_on_two_ranks, 2
+    ):
+        assert not resume_mismatches
         start, plain = losses["ddp"][0], sum(losses["ddp"][-5:]) / 5
         for name in ("every 5", "int8, delayed, streamed"):
-            reached = sum(losses[name][-5:]) / 5
-            assert reached < plain + 0.1 * (start - plain), (name, reached, plain, start)
-        # A different number of workers starts from the mean, with the same outer state.
-        torch.testing.assert_close(alone, mean)
-        assert all(all(same) for same in outer.values())
+            final_loss = sum(losses[name][-5:]) / 5
+            assert final_loss < plain + 0.1 * (start - plain), (name, final_loss, plain, start)
+        # A run with another number of workers starts from the mean and keeps the outer state.
+        torch.testing.assert_close(single_worker, mean)
+        assert all(all(ranges_equal) for ranges_equal in outer.values())
         assert "2 workers" in notices[-1]
 
 
-def four_ranks(world):
+def run_on_four_ranks(world):
     local = {
         "sync_every": 4,
         "workers": 2,
@@ -200,21 +215,23 @@ def four_ranks(world):
         "fragment_sync_delay": 2,
         "outer_dtype": "bf16",
     }
-    wrong = resume_differences(world, "diloco", local, (3, 6), 9)
-    costs = costs_of(world, local, "diloco")
+    resume_mismatches = resume_differences(world, "diloco", local, (3, 6), 9)
+    costs = measure_costs(world, local, "diloco")
     world.barrier()
-    return wrong, costs
+    return resume_mismatches, costs
 
 
 @pytest.mark.soak
-def test_two_workers_of_two_ranks_keep_half_the_outer_state_each():
-    for wrong, (state, state_measured, traffic, traffic_measured) in run_ranks(four_ranks, 4):
-        assert not wrong
+def test_two_workers_of_two_ranks_shard_the_outer_state():
+    for resume_mismatches, (state, state_measured, traffic, traffic_measured) in run_ranks(
+        run_on_four_ranks, 4
+    ):
+        assert not resume_mismatches
         assert state == pytest.approx(state_measured, rel=0.02)
         assert traffic == pytest.approx(traffic_measured, rel=0.02)
 
 
-def test_vectors_and_codecs():
+def test_flat_params_shares_and_codecs():
     tensors = [torch.arange(6.0).view(2, 3), torch.tensor(6.0), torch.arange(7.0, 12.0)]
     vector = FlatParams(tensors)
     assert vector.read(4, 9).tolist() == [4, 5, 6, 7, 8]

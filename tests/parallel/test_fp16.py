@@ -1,11 +1,11 @@
-"""float16 with loss scaling under every strategy: losses near float32's, overflows skipped by all
-ranks, exact resume."""
+"""float16 with loss scaling in every strategy: losses close to float32, overflows skipped by all
+ranks, and exact resume."""
 
 import pytest
 import torch
 from ranks import run_ranks
-from states import MemorySource, assemble, copied
-from test_skipped import Run, differences
+from states import MemorySource, assemble, copy_shards
+from test_skipped import Run, changed_names
 from training import Adapted, Plain
 
 from paceline.distributed.mesh import ParallelDims
@@ -28,11 +28,11 @@ CASES = {
     "powersgd": {"mode": "ddp", "compression": {"method": "powersgd", "rank": 2}},
     "fp16 messages": {"mode": "ddp", "compression": {"method": "fp16"}},
 }
-STEPS, BAD, SAVED = 7, 2, 4
+STEPS, OVERFLOW_STEP, SAVED_STEP = 7, 2, 4
 
 
 class HalfFrozen(Adapted):
-    """Frozen weights in the compute type, as a model with LoRA is loaded."""
+    """A model with frozen weights in the compute dtype, like a model that is loaded for LoRA."""
 
     def __init__(self):
         super().__init__()
@@ -45,19 +45,19 @@ CASES["frozen weights in zero3"] = {"mode": "zero3", "net": HalfFrozen}
 CASES["frozen weights in ddp"] = {"mode": "ddp", "net": HalfFrozen}
 
 
-def saved(run):
-    parts = copied(state_shards(run.strategy))
+def gather_shards(run):
+    shards = copy_shards(state_shards(run.strategy))
     if run.world.is_rank_zero and run.precision.scaler is not None:
-        parts += [
+        shards += [
             TensorShard.full(f"scaler/{name}", value)
             for name, value in run.precision.scaler.state().items()
         ]
-    return run.world.gather_objects(parts)
+    return run.world.gather_objects(shards)
 
 
-def resumed(world, arguments, parts):
+def resume_run(world, arguments, shards):
     run = Run(world, **arguments, precision="fp16-mixed")
-    source = assemble(parts)
+    source = assemble(shards)
     run.precision.scaler.load(
         *(float(source.full[f"scaler/{name}"]) for name in ("scale", "growth_tracker"))
     )
@@ -65,67 +65,75 @@ def resumed(world, arguments, parts):
     return run
 
 
-def trains(world):
+def train_and_resume_each(world):
     results = {}
     for name, arguments in CASES.items():
         half = Run(world, **arguments, precision="fp16-mixed")
         full = Run(world, **{**arguments, "net": Adapted if "frozen" in name else Plain})
-        made, scales, parts = [], [], None
+        updated, scales, shards = [], [], None
         for step in range(STEPS):
-            bad = "gradient" if step == BAD else None
-            made.append(half.step(step, bad, float("inf"))[0])
-            assert full.step(step, bad, float("inf"))[0] == made[-1]
+            fault = "gradient" if step == OVERFLOW_STEP else None
+            updated.append(half.step(step, fault, float("inf"))[0])
+            assert full.step(step, fault, float("inf"))[0] == updated[-1]
             scales.append(float(half.precision.scaler.scale))
-            if step == SAVED:
-                parts = saved(half)
-        again = resumed(world, arguments, parts)
-        for step in range(SAVED + 1, STEPS):
-            again.step(step)
-        differing = differences(assemble(saved(half)).full, assemble(saved(again)).full)
-        results[name] = half.losses, full.losses, made, scales, differing
+            if step == SAVED_STEP:
+                shards = gather_shards(half)
+        resumed = resume_run(world, arguments, shards)
+        for step in range(SAVED_STEP + 1, STEPS):
+            resumed.step(step)
+        mismatches = changed_names(
+            assemble(gather_shards(half)).full, assemble(gather_shards(resumed)).full
+        )
+        results[name] = half.losses, full.losses, updated, scales, mismatches
     world.barrier()
     return results
 
 
 @pytest.mark.soak
-def test_every_strategy():
-    first, second = run_ranks(trains, 2)
+def test_strategies_match_float32_and_skip_overflows_together():
+    first, second = run_ranks(train_and_resume_each, 2)
     for name in CASES:
-        half, full, made, scales, differing = first[name]
+        half, full, updated, scales, mismatches = first[name]
         assert half == pytest.approx(full, rel=2e-2), name
-        assert made == second[name][2] == [step != BAD for step in range(STEPS)], name
+        assert updated == second[name][2] == [step != OVERFLOW_STEP for step in range(STEPS)], name
         assert (
-            scales == second[name][3] == [INITIAL_SCALE] * BAD + [INITIAL_SCALE / 2] * (STEPS - BAD)
+            scales
+            == second[name][3]
+            == [INITIAL_SCALE] * OVERFLOW_STEP + [INITIAL_SCALE / 2] * (STEPS - OVERFLOW_STEP)
         ), name
-        assert differing == second[name][4] == [], name
+        assert mismatches == second[name][4] == [], name
 
 
-def workers(world):
-    """Each worker of local SGD has a scale of its own, which a checkpoint keeps."""
+def train_and_resume_workers(world):
+    """Train two workers of local SGD, each with its own loss scale, and resume them."""
     run = Run(world, "local_sgd", local_sgd={"sync_every": 4}, precision="fp16-mixed")
-    made = [run.step(step, "gradient" if step == 1 else None, float("inf"))[0] for step in range(3)]
-    parts = saved(run)
-    again = resumed(world, {"mode": "local_sgd", "local_sgd": {"sync_every": 4}}, parts)
-    scale = float(again.precision.scaler.scale)
+    updated = [
+        run.step(step, "gradient" if step == 1 else None, float("inf"))[0] for step in range(3)
+    ]
+    shards = gather_shards(run)
+    resumed = resume_run(world, {"mode": "local_sgd", "local_sgd": {"sync_every": 4}}, shards)
+    scale = float(resumed.precision.scaler.scale)
     for step in range(3, 9):
         run.step(step)
-        again.step(step)
-    differing = differences(assemble(saved(run)).full, assemble(saved(again)).full)
+        resumed.step(step)
+    mismatches = changed_names(
+        assemble(gather_shards(run)).full, assemble(gather_shards(resumed)).full
+    )
     world.barrier()
-    return made, scale, differing, run.losses
+    return updated, scale, mismatches, run.losses
 
 
-def test_workers_that_train_on_their_own():
-    (first, scale, differing, losses), (second, other_scale, other_differing, _) = run_ranks(
-        workers, 2
+def test_local_sgd_workers_have_separate_loss_scales():
+    (first, scale, mismatches, losses), (second, other_scale, other_mismatches, _) = run_ranks(
+        train_and_resume_workers, 2
     )
     assert (first, second) == ([True] * 3, [True, False, True])
     assert (scale, other_scale) == (INITIAL_SCALE, INITIAL_SCALE / 2)
-    assert differing == other_differing == []
+    assert mismatches == other_mismatches == []
     assert losses[-1] < losses[0]
 
 
-def test_the_scale_follows_the_steps():
+def test_scale_grows_and_backs_off():
     scaler = LossScaler(torch.device("cpu"))
     for _ in range(GROWTH_INTERVAL - 1):
         scaler.update(True)
@@ -144,7 +152,7 @@ def test_the_scale_follows_the_steps():
     assert torch.equal(gradients[0], torch.tensor([3.0, 2.0**-20]))
 
 
-def test_it_never_grows_beyond_float32():
+def test_scale_stays_within_float32():
     scaler = LossScaler(torch.device("cpu"))
     scaler.load(2.0**127, GROWTH_INTERVAL - 1)
     scaler.update(True)

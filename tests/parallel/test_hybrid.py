@@ -1,12 +1,12 @@
-"""Layouts train as one rank does: losses, weights, norms, state; and hold and send what the cost
-says."""
+"""`hybrid`: layouts match one rank in losses, weights, norms and state, and the predicted memory
+and traffic."""
 
 import contextlib
 
 import pytest
 import torch
 from ranks import run_ranks
-from states import assemble, copied
+from states import assemble, copy_shards
 from torch.nn import functional
 
 from paceline.config.schema import Config
@@ -22,10 +22,10 @@ from paceline.parallel.registry import check_strategy, estimate_cost
 from paceline.parallel.save_load import load_state, memory_bytes, state_shards
 from paceline.train.precision import checkpoint_activations
 
-TOKENS, STEPS, MICRO = 14, 20, 2
+TOKENS, STEPS, MICRO_BATCHES = 14, 20, 2
 
 
-def make(lora=False, **train_args):
+def make_model(lora=False, **train_args):
     from peft import LoraConfig, get_peft_model
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -52,51 +52,54 @@ def make(lora=False, **train_args):
     return model
 
 
-def config_of(parallel, train_args):
+def make_config(parallel, train_args):
     return Config(model="m", dataset="d", parallel=parallel, train_args=train_args)
 
 
-def train(world, axes, parallel, train_args, lora=False, state=None, first=0, steps=STEPS):
-    """Losses, norms, traffic of the last step, state bytes, state."""
+def train(world, axes, parallel, train_args, lora=False, state=None, first_step=0, steps=STEPS):
+    """Train and return losses, norms, bytes sent in the last step, bytes of the state, and the
+    tensor shards."""
     world = Communicator(world.env, world.device, axes)
-    config = config_of(parallel, train_args)
+    config = make_config(parallel, train_args)
     strategy = (SingleDeviceStrategy if axes.size == 1 else HybridStrategy)(config, world)
-    model = strategy.setup(make(lora, **train_args))
+    model = strategy.setup(make_model(lora, **train_args))
     optimizer = strategy.setup_optimizer(
         lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3)
     )
     if state is not None:
         load_state(strategy, state)
     model.train()
-    each = MICRO // axes.replicas
+    micro_batches_per_replica = MICRO_BATCHES // axes.replicas
     losses, norms, sent = [], [], 0
-    for step in range(first, first + steps):
+    for step in range(first_step, first_step + steps):
         seen = []
 
         def micro_step(number, module, step=step, seen=seen):
-            number += replica_of(strategy)[0] * each
+            number += replica_of(strategy)[0] * micro_batches_per_replica
             torch.manual_seed(100 * step + number)
             ids = torch.randint(0, 96, (1, TOKENS))
-            places = torch.cat([torch.arange(9), torch.arange(5)]).unsqueeze(0)
+            position_ids = torch.cat([torch.arange(9), torch.arange(5)]).unsqueeze(0)
             with (
                 torch.autocast("cpu", torch.bfloat16)
                 if config.train_args.precision == "bf16-mixed"
                 else contextlib.nullcontext()
             ):
-                logits = module(input_ids=ids, position_ids=places, use_cache=False).logits[0, :-1]
+                logits = module(input_ids=ids, position_ids=position_ids, use_cache=False).logits[
+                    0, :-1
+                ]
             loss = functional.cross_entropy(logits.float(), ids[0, 1:], reduction="sum") / (
-                MICRO * TOKENS
+                MICRO_BATCHES * TOKENS
             )
             seen.append(loss.detach())
             return loss
 
         before = world.traffic.total
-        strategy.forward_backward(micro_step, each)
+        strategy.forward_backward(micro_step, micro_batches_per_replica)
         norms.append(float(strategy.clip_grad_norm(0.5)))
         strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
         sent = world.traffic.total - before
         losses.append(world.sum(float(sum(seen)) if reports_loss(strategy) else 0.0)[0])
-    results = losses, norms, sent, memory_bytes(strategy), copied(state_shards(strategy))
+    results = losses, norms, sent, memory_bytes(strategy), copy_shards(state_shards(strategy))
     assert optimizer is strategy.optimizer
     world.barrier()
     return results
@@ -120,40 +123,40 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("axes", "parallel", "train_args", "lora"), LAYOUTS)
-def test_layouts_train_as_one_rank_does_and_cost_what_they_say(axes, parallel, train_args, lora):
-    alone = run_ranks(train, 1, ParallelDims(), {}, train_args, lora)[0]
+def test_layouts_match_one_rank_at_the_predicted_cost(axes, parallel, train_args, lora):
+    single_rank = run_ranks(train, 1, ParallelDims(), {}, train_args, lora)[0]
     ranks = run_ranks(train, axes.size, axes, parallel, train_args, lora)
     for losses, norms, *_ in ranks:
-        torch.testing.assert_close(losses, alone[0], rtol=1e-5, atol=0)
-        torch.testing.assert_close(norms, alone[1], rtol=1e-3, atol=0)
-    expected, state = assemble([alone[4]]).full, assemble([rank[4] for rank in ranks]).full
+        torch.testing.assert_close(losses, single_rank[0], rtol=1e-5, atol=0)
+        torch.testing.assert_close(norms, single_rank[1], rtol=1e-3, atol=0)
+    expected, state = assemble([single_rank[4]]).full, assemble([rank[4] for rank in ranks]).full
     assert state.keys() == expected.keys()
     for name, value in state.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-4, msg=name)
-    shape = outline(make(lora, **train_args), config_of(parallel, train_args))
+    shape = outline(make_model(lora, **train_args), make_config(parallel, train_args))
     cost = estimate_cost(
         "hybrid",
         shape,
         axes,
-        Workload(MICRO // axes.replicas, TOKENS),
-        config_of(parallel, train_args),
+        Workload(MICRO_BATCHES // axes.replicas, TOKENS),
+        make_config(parallel, train_args),
     )
     assert max(rank[3] for rank in ranks) == pytest.approx(cost.state, rel=0.02)
     assert max(rank[2] for rank in ranks) == pytest.approx(cost.traffic_per_step, rel=0.02)
 
 
 @pytest.mark.soak
-def test_bf16_stays_near_one_rank():
+def test_bf16_is_close_to_one_rank():
     train_args = {"precision": "bf16-mixed"}
-    alone = run_ranks(train, 1, ParallelDims(), {}, train_args)[0]
+    single_rank = run_ranks(train, 1, ParallelDims(), {}, train_args)[0]
     ranks = run_ranks(train, 2, ParallelDims(tensor=2), {}, train_args)
-    torch.testing.assert_close(ranks[0][0], alone[0], rtol=1e-2, atol=0)
+    torch.testing.assert_close(ranks[0][0], single_rank[0], rtol=1e-2, atol=0)
     assert ranks[0][0] == ranks[1][0]
 
 
 @pytest.mark.soak
-def test_state_moves_from_a_hybrid_to_one_rank_and_back():
-    unbroken = run_ranks(train, 1, ParallelDims(), {}, {})[0]
+def test_resume_from_hybrid_on_one_rank_and_back():
+    uninterrupted = run_ranks(train, 1, ParallelDims(), {}, {})[0]
     hybrid = ParallelDims(shard=2, tensor=2)
     start = run_ranks(train, 4, hybrid, {}, {}, False, None, 0, 4)
     middle = run_ranks(
@@ -161,7 +164,7 @@ def test_state_moves_from_a_hybrid_to_one_rank_and_back():
     )
     end = run_ranks(train, 4, hybrid, {}, {}, False, assemble([middle[0][4]]), 8, 4)
     torch.testing.assert_close(
-        [*start[0][0], *middle[0][0], *end[0][0]], unbroken[0][:12], rtol=1e-5, atol=0
+        [*start[0][0], *middle[0][0], *end[0][0]], uninterrupted[0][:12], rtol=1e-5, atol=0
     )
 
 
@@ -179,6 +182,6 @@ def test_state_moves_from_a_hybrid_to_one_rank_and_back():
         ),
     ],
 )
-def test_what_cannot_be_combined_is_refused_before_the_start(axes, settings, message):
+def test_rejects_unsupported_combinations(axes, settings, message):
     with pytest.raises(ConfigError, match=message):
         check_strategy("hybrid", Config(model="m", dataset="d", **settings), axes)

@@ -1,5 +1,5 @@
-"""From `parallel` in a config to the mesh: what fits, and what is refused with the sizes that
-would."""
+"""From the `parallel` section of a config to the device mesh, and errors for sizes that do not
+fit."""
 
 import subprocess
 import sys
@@ -44,14 +44,14 @@ from paceline.parallel.registry import STRATEGIES, get_spec, layout, load_object
         ),
     ],
 )
-def test_what_fits(
+def test_layout_of_settings(
     settings: dict[str, Any], devices: int, strategy: str, axes: ParallelDims
 ) -> None:
     result = layout(Parallel(**settings), devices)
     assert (result.strategy, result.axes, result.num_processes) == (strategy, axes, devices)
 
 
-def test_dp_is_one_process() -> None:
+def test_dp_has_one_process() -> None:
     result = layout(Parallel(mode="dp"), 4)
     assert (result.num_processes, result.world_size, result.axes.replicas) == (1, 4, 4)
 
@@ -75,14 +75,16 @@ def test_dp_is_one_process() -> None:
         ({"mode": "ddp", "data": 2}, 4, ["`parallel.data: 2`", "4 ranks"]),
     ],
 )
-def test_what_does_not(settings: dict[str, Any], devices: int, fragments: list[str]) -> None:
+def test_rejects_sizes_that_do_not_fit(
+    settings: dict[str, Any], devices: int, fragments: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         layout(Parallel(**settings), devices)
     for fragment in fragments:
         assert fragment in caught.value.paragraph()
 
 
-def test_modes_and_their_classes() -> None:
+def test_registered_modes_and_strategy_specs() -> None:
     assert mode_of(Parallel()) == "auto"
     assert mode_of(Parallel(mode="fsdp")) == "zero3"
     with pytest.raises(ConfigError, match=r"zero4.*zero3"):
@@ -99,11 +101,11 @@ def test_modes_and_their_classes() -> None:
         get_spec("./no_such_file.py:SPEC")
 
 
-def test_the_registry_imports_no_torch() -> None:
+def test_registry_does_not_import_torch() -> None:
     code = "import sys, paceline.parallel.registry; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_modes_that_are_another_training_are_not_chosen_by_auto() -> None:
+def test_auto_does_not_choose_modes_that_change_training() -> None:
     not_chosen = {name for name, spec in STRATEGIES.items() if not spec.capabilities.chosen_by_auto}
     assert not_chosen == {"dp", "deepspeed", *OTHER_TRAINING}

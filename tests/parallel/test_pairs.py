@@ -1,5 +1,5 @@
-"""What works with what: each strategy with each switch on two ranks, tried, against what its
-capabilities say."""
+"""The support table: each strategy is run with each option on two ranks and compared with its
+declared capabilities."""
 
 import json
 from pathlib import Path
@@ -27,8 +27,8 @@ MICRO: dict[str, Any] = {
         "max_grad_norm": 0.5,
     },
 }
-#: column → what it adds to MICRO, or a whole config
-SWITCHES: dict[str, dict[str, Any]] = {
+#: Column → the settings that it adds to MICRO, or a complete config.
+OPTIONS: dict[str, dict[str, Any]] = {
     "full, packed": {},
     "LoRA": {"lora": {"enable": True, "rank": 4}},
     "bf16": {"train_args": {"precision": "bf16-mixed"}},
@@ -49,9 +49,9 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
-def tried(switch: str, folder: Path) -> dict[str, tuple[str, str]]:
-    """mode → (cell of the table, reason), from the strategies' own training of three steps."""
-    extra = SWITCHES[switch]
+def run_modes(option: str, folder: Path) -> dict[str, tuple[str, str]]:
+    """Return mode → (cell of the table, reason) from three steps of training with each strategy."""
+    extra = OPTIONS[option]
     arguments = {
         **(MICRO["train_args"] if "model" not in extra else {}),
         **extra.get("train_args", {}),
@@ -59,34 +59,34 @@ def tried(switch: str, folder: Path) -> dict[str, tuple[str, str]]:
     config = {**MICRO, **extra, "train_args": arguments, "parallel": {"device": "cpu"}}
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
-    done = run(
+    process = run(
         str(file), "--world-size", "2", "--steps", "3", "--json", verb="verify", timeout_s=400.0
     )
-    rows = {row["mode"]: row for row in json.loads(done.stdout)["modes"]}
+    rows = {row["mode"]: row for row in json.loads(process.stdout)["modes"]}
     cells = {}
     for mode in MODES:
-        row = rows.get(mode) or rows[mode.removesuffix("-2")]  # stage 2 is what the config asks for
-        assert row["ok"] is not False, f"{mode} with {switch}: {row}"
+        row = rows.get(mode) or rows[mode.removesuffix("-2")]  # the config sets stage 2
+        assert row["ok"] is not False, f"{mode} with {option}: {row}"
         cells[mode] = ("yes", "") if row["ok"] else ("–", row["reason"])
     return cells
 
 
-def test_the_table_in_the_docs_is_fresh() -> None:
+def test_table_in_the_docs_is_up_to_date() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert support_table.updated(page) == page
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.parametrize("switch", SWITCHES)
-def test_what_is_said_to_work_does(switch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", OPTIONS)
+def test_table_matches_three_steps_of_training(option: str, tmp_path: Path) -> None:
     settings = {
-        key: SWITCHES[switch][key] for key in SWITCHES[switch] if key in ("lora", "train_args")
+        key: OPTIONS[option][key] for key in OPTIONS[option] if key in ("lora", "train_args")
     }
     expected = {
         name: support_table.reason_against(mode, dims, parallel, settings)
         for name, mode, dims, parallel in support_table.rows()
         if name in MODES
     }
-    for mode, (cell, reason) in tried(switch, tmp_path).items():
-        assert (cell == "yes") == (expected[mode] is None), f"{mode} with {switch}: {reason}"
+    for mode, (cell, reason) in run_modes(option, tmp_path).items():
+        assert (cell == "yes") == (expected[mode] is None), f"{mode} with {option}: {reason}"

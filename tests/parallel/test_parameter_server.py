@@ -1,4 +1,4 @@
-"""`parameter_server`: the steps of ddp, tables divided among servers, checkpoints for any layout,
+"""`parameter_server`: the same steps as ddp, tables divided among servers, resume in other layouts,
 and bounded staleness."""
 
 import json
@@ -9,7 +9,7 @@ import torch
 from commands import run
 from ranks import run_ranks
 from serving import make_config
-from states import assemble, copied
+from states import assemble, copy_shards
 from torch.distributed import rpc
 from torch.nn import functional
 
@@ -38,8 +38,8 @@ from paceline.train.optimizer import build_optimizer, matrices_of
 TABLES, DIM, ROWS = (5000, 7, 2), 4, 24
 
 
-def batch_of(step):
-    """Return a global batch with ids from a power law, so that ranks share rows."""
+def make_batch(step):
+    """Return a global batch. Its ids follow a power law, so that ranks have rows in common."""
     generator = torch.Generator().manual_seed(step)
     ids = [((torch.rand(ROWS, generator=generator) ** 6) * size).long() for size in TABLES]
     return (
@@ -49,7 +49,7 @@ def batch_of(step):
     )
 
 
-def share_of(batch, rows):
+def select_share(batch, rows):
     dense, ids, labels = batch
     starts = [torch.arange(len(rows) + 1) for _ in ids]
     return dense[rows], [column[rows] for column in ids], starts, labels[rows]
@@ -63,13 +63,13 @@ def train(
     servers=1,
     steps=6,
     source=None,
-    first=0,
-    watch=(),
+    first_step=0,
+    save_after=(),
     consistency="sync",
     dense="auto",
 ):
-    """Train. Returns losses of the global batch, what this rank writes into a checkpoint after each
-    step of ``watch``, and more."""
+    """Train and return, among others, the losses of the global batch and the shards that this rank
+    writes into a checkpoint after each step of ``save_after``."""
     world = Communicator(world.env, world.device, ParallelDims(data=workers))
     config = make_config(mode, optimizer, servers, consistency, dense)
     strategy = make_strategy(mode, config, world)
@@ -83,15 +83,15 @@ def train(
     )
     if source is not None:
         load_state(strategy, source)
-    losses, norms, parts = [], [], {}
-    for step in range(first, first + steps):
-        batch = batch_of(step)
+    losses, norms, shards = [], [], {}
+    for step in range(first_step, first_step + steps):
+        batch = make_batch(step)
         seen = []
 
         def micro_step(number, module, batch=batch, seen=seen):
             size = ROWS // (2 * workers)
             start = (replica_of(strategy)[0] * 2 + number) * size
-            dense, ids, starts, labels = share_of(batch, torch.arange(start, start + size))
+            dense, ids, starts, labels = select_share(batch, torch.arange(start, start + size))
             loss = (
                 functional.binary_cross_entropy_with_logits(
                     module(dense, ids, starts), labels, reduction="sum"
@@ -99,19 +99,19 @@ def train(
                 / ROWS
             )
             seen.append(float(loss.detach()))
-            # as the trainer does if each replica divides by its local count
+            # like the trainer in modes in which each replica divides by its local count
             return loss if consistency == "sync" else loss / world.size
 
         strategy.forward_backward(micro_step, 2 if has_data(strategy) else 0)
         norms.append(float(strategy.clip_grad_norm(0.2)))
         assert strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
         losses.append(world.sum(sum(seen))[0])
-        if step in watch:
-            parts[step] = copied(state_shards(strategy))
+        if step in save_after:
+            shards[step] = copy_shards(state_shards(strategy))
     result = {
         "losses": losses,
         "norms": norms,
-        "parts": parts,
+        "shards": shards,
         "state": memory_bytes(strategy),
         "cost": estimate_cost(strategy.name, shape, world.axes, Workload(), config).state,
         "serves": not has_data(strategy),
@@ -126,23 +126,23 @@ def train(
     return result
 
 
-def alone(optimizer, **options):
+def train_on_one_rank(optimizer, **options):
     world = Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
     return train(world, "single", optimizer, workers=1, **options)
 
 
-def close(ours, theirs, tolerance=1e-6):
+def are_close(ours, theirs, tolerance=1e-6):
     return all(
         abs(our - their) <= tolerance * abs(their) for our, their in zip(ours, theirs, strict=True)
     )
 
 
-def merged(results, step):
+def assemble_step(results, step):
     """Return the checkpoint of all ranks after a step."""
-    return assemble([result["parts"][step] for result in results])
+    return assemble([result["shards"][step] for result in results])
 
 
-def same_weights(ours, theirs):
+def have_same_weights(ours, theirs):
     assert set(ours.full) == set(theirs.full)
     return all(
         torch.allclose(tensor, theirs.full[name], rtol=1e-5, atol=1e-6)
@@ -159,24 +159,24 @@ def same_weights(ours, theirs):
         ("sgd", 3, 1, "server"),
     ],
 )
-def test_each_step_is_that_of_ddp(optimizer, workers, servers, dense):
+def test_steps_match_ddp(optimizer, workers, servers, dense):
     options = (6, None, 0, (2, 5), "sync", dense)
     results = run_ranks(
         train, workers + servers, "parameter_server", optimizer, workers, servers, *options
     )
-    reference = alone(optimizer, watch=(2, 5))
-    assert all(close(result["losses"], reference["losses"]) for result in results)
-    assert all(close(result["norms"], reference["norms"], 1e-5) for result in results)
-    # The state has the names, shapes and values of ddp's; each row is written by one server.
-    end = merged(results, 5)
-    assert same_weights(end, assemble([reference["parts"][5]]))
-    # No table is on a worker, and with two servers none has a full one.
+    reference = train_on_one_rank(optimizer, save_after=(2, 5))
+    assert all(are_close(result["losses"], reference["losses"]) for result in results)
+    assert all(are_close(result["norms"], reference["norms"], 1e-5) for result in results)
+    # The state equals that of ddp in names, shapes and values; one server writes each row.
+    end = assemble_step(results, 5)
+    assert have_same_weights(end, assemble([reference["shards"][5]]))
+    # Workers hold no rows of the tables; with two servers, each holds half of the rows.
     assert all(result["table_elements"] == 0 for result in results)
     elements = [
         sum(
-            part.tensor.numel()
-            for part in result["parts"][5]
-            if part.name.startswith("model/tables.")
+            shard.tensor.numel()
+            for shard in result["shards"][5]
+            if shard.name.startswith("model/tables.")
         )
         for result in results
     ]
@@ -185,51 +185,56 @@ def test_each_step_is_that_of_ddp(optimizer, workers, servers, dense):
     assert max(elements[workers:]) <= sum(-(-rows // servers) for rows in TABLES) * DIM
     max_state = max(result["state"] for result in results)
     assert abs(max_state - results[0]["cost"]) <= 0.02 * max_state
-    # A worker writes only buffers, and this model has none; both servers have a share.
+    # A worker writes only buffers, of which this model has none; both servers write a share.
     if dense == "server":
-        assert not any(result["parts"][5] for result in results[:workers])
+        assert not any(result["shards"][5] for result in results[:workers])
         for result in results[workers:]:
-            assert any("top" in part.name for part in result["parts"][5])
+            assert any("top" in shard.name for shard in result["shards"][5])
     if optimizer == "adagrad":
-        check_resumed_runs(merged(results, 2), end, reference, dense)
+        check_resumed_runs(assemble_step(results, 2), end, reference, dense)
 
 
 def check_resumed_runs(middle, end, reference, dense):
-    """In the same layout they are equal to the bit, in another one and without servers up to
-    rounding."""
-    again = run_ranks(
+    """Check that resuming is exact to the bit in the same layout, and up to rounding in another
+    layout and without servers."""
+    resumed_results = run_ranks(
         train, 4, "parameter_server", "adagrad", 2, 2, 3, middle, 3, (5,), "sync", dense
     )
-    resumed = merged(again, 5)
+    resumed = assemble_step(resumed_results, 5)
     assert all(torch.equal(tensor, end.full[name]) for name, tensor in resumed.full.items())
-    fewer = run_ranks(train, 2, "parameter_server", "adagrad", 1, 1, 3, middle, 3, (5,))
-    assert close(fewer[0]["losses"], reference["losses"][3:])
-    assert same_weights(merged(fewer, 5), end)
-    assert close(
-        alone("adagrad", steps=3, source=middle, first=3)["losses"], reference["losses"][3:]
+    resumed_with_fewer = run_ranks(
+        train, 2, "parameter_server", "adagrad", 1, 1, 3, middle, 3, (5,)
+    )
+    assert are_close(resumed_with_fewer[0]["losses"], reference["losses"][3:])
+    assert have_same_weights(assemble_step(resumed_with_fewer, 5), end)
+    assert are_close(
+        train_on_one_rank("adagrad", steps=3, source=middle, first_step=3)["losses"],
+        reference["losses"][3:],
     )
 
 
 @pytest.mark.soak
-def test_one_worker_alone_makes_the_same_steps_without_waiting():
+def test_single_asynchronous_worker_matches_one_rank():
     results = run_ranks(
         train, 3, "parameter_server", "adagrad", 1, 2, 6, None, 0, (2, 5), "bounded"
     )
-    reference = alone("adagrad", watch=(5,))
-    assert all(close(result["losses"], reference["losses"]) for result in results)
-    assert same_weights(merged(results, 5), assemble([reference["parts"][5]]))
+    reference = train_on_one_rank("adagrad", save_after=(5,))
+    assert all(are_close(result["losses"], reference["losses"]) for result in results)
+    assert have_same_weights(assemble_step(results, 5), assemble([reference["shards"][5]]))
     # All parameters are on the servers.
-    assert sum(part.tensor.numel() for part in results[0]["parts"][5]) == 0
+    assert sum(shard.tensor.numel() for shard in results[0]["shards"][5]) == 0
     max_state = max(result["state"] for result in results)
     assert abs(max_state - results[0]["cost"]) <= 0.02 * max_state
-    middle = merged(results, 2)
-    again = run_ranks(train, 2, "parameter_server", "adagrad", 1, 1, 3, middle, 3, (5,), "async")
-    assert close(again[0]["losses"], reference["losses"][3:])
+    middle = assemble_step(results, 2)
+    resumed_results = run_ranks(
+        train, 2, "parameter_server", "adagrad", 1, 1, 3, middle, 3, (5,), "async"
+    )
+    assert are_close(resumed_results[0]["losses"], reference["losses"][3:])
 
 
-def drift(world, consistency, steps, lead):
-    """Two workers and a server. Worker 1 makes its third step only when worker 0 is ``lead`` steps
-    ahead."""
+def measure_staleness(world, consistency, steps, lead):
+    """Train on two workers and a server. Worker 1 waits before its third step until worker 0 is
+    ``lead`` steps ahead."""
     world = Communicator(world.env, world.device, ParallelDims(data=2))
     strategy = make_strategy(
         "parameter_server", make_config("parameter_server", "sgd", 1, consistency), world
@@ -244,13 +249,13 @@ def drift(world, consistency, steps, lead):
     )
     for step in range(steps):
         if step == 2 and world.rank == 1:
-            # This ends: worker 0 continues until it must wait or is done.
+            # Worker 0 continues until it has to wait or has finished, so this loop ends.
             while rpc.rpc_sync("rank2", measure_lead) < lead:
                 pass
 
         def micro_step(number, module, step=step):
-            dense, ids, starts, labels = share_of(
-                batch_of(step), torch.arange(world.rank * 12, world.rank * 12 + 12)
+            dense, ids, starts, labels = select_share(
+                make_batch(step), torch.arange(world.rank * 12, world.rank * 12 + 12)
             )
             loss = functional.binary_cross_entropy_with_logits(module(dense, ids, starts), labels)
             return loss / world.size
@@ -258,10 +263,10 @@ def drift(world, consistency, steps, lead):
         strategy.forward_backward(micro_step, 1)
         strategy.clip_grad_norm(1.0)
         strategy.optimizer_step(lambda optimizer: True)
-    figures = report_metrics(strategy, None)
+    metrics = report_metrics(strategy, None)
     world.barrier()
     close_servers(strategy)
-    return figures["staleness"]
+    return metrics["staleness"]
 
 
 def measure_lead():
@@ -273,8 +278,8 @@ def measure_lead():
     ("consistency", "lead", "expected"),
     [("bounded", 3, {"bound": 2, "seen": 2}), ("async", 7, None)],
 )
-def test_staleness_is_bounded_and_measured(consistency, lead, expected):
-    for staleness in run_ranks(drift, 3, consistency, 12, lead):
+def test_staleness_is_measured_and_bounded(consistency, lead, expected):
+    for staleness in run_ranks(measure_staleness, 3, consistency, 12, lead):
         if expected is not None:
             assert staleness == expected
         else:
@@ -284,13 +289,13 @@ def test_staleness_is_bounded_and_measured(consistency, lead, expected):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("optimizer", ["adam", "row_wise_adagrad"])
-def test_row_state_is_in_the_checkpoint(optimizer):
+def test_checkpoint_has_optimizer_state_of_rows(optimizer):
     results = run_ranks(train, 3, "parameter_server", optimizer, 1, 2, 4, None, 0, (1, 3))
-    middle = merged(results, 1)
-    again = run_ranks(train, 2, "parameter_server", optimizer, 1, 1, 2, middle, 2, (3,))
-    # With one worker not even rounding depends on the number of servers.
-    assert results[0]["losses"][2:] == again[0]["losses"]
-    ours, theirs = merged(again, 3), merged(results, 3)
+    middle = assemble_step(results, 1)
+    resumed_results = run_ranks(train, 2, "parameter_server", optimizer, 1, 1, 2, middle, 2, (3,))
+    # With one worker, the results do not depend on the number of servers, not even in rounding.
+    assert results[0]["losses"][2:] == resumed_results[0]["losses"]
+    ours, theirs = assemble_step(resumed_results, 3), assemble_step(results, 3)
     assert set(ours.full) == set(theirs.full)
     assert all(
         torch.equal(tensor, theirs.full[name])
@@ -302,7 +307,7 @@ def test_row_state_is_in_the_checkpoint(optimizer):
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("settings", "message"),
     [
         ({"train_args": {"weight_decay": 0.1}}, "weight_decay"),
         ({"train_args": {"precision": "fp16-mixed"}}, "train_args.precision: fp16-mixed"),
@@ -318,15 +323,15 @@ def test_row_state_is_in_the_checkpoint(optimizer):
         ),
     ],
 )
-def test_unsupported_settings_are_rejected(keys, message):
-    config = Config.model_validate({"model": "m", "dataset": "d", "task": "recommend", **keys})
+def test_rejects_unsupported_settings(settings, message):
+    config = Config.model_validate({"model": "m", "dataset": "d", "task": "recommend", **settings})
     with pytest.raises(ConfigError, match=message):
         check_strategy("parameter_server", config, ParallelDims(data=2))
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_an_asynchronous_run_ends_with_a_full_model(tmp_path: Path):
+def test_asynchronous_run_exports_full_model(tmp_path: Path):
     args = [
         "model=builtin:dlrm", "task=recommend", "dataset=builtin:clicks#2000",
         "split_dataset_ratio=0.2", f"output_dir={tmp_path}/run", "parallel.mode=parameter_server",
@@ -346,7 +351,7 @@ def test_an_asynchronous_run_ends_with_a_full_model(tmp_path: Path):
     assert 0 < report["final_eval_metrics"]["auc"] < report["final_eval_metrics"]["best_auc"]
     state = report["state_memory_bytes"]
     assert abs(state["measured"] - state["predicted"]) <= 0.02 * state["measured"]
-    # from the distinct ids of some batches; those of a step vary
+    # predicted from the distinct ids of some batches; their number varies from step to step
     traffic = report["traffic_bytes_per_step"]
     assert abs(traffic["measured"] - traffic["predicted"]) <= 0.1 * traffic["measured"]
     assert "bound" not in traffic

@@ -1,4 +1,4 @@
-"""`parameter_server` when the process of a rank ends: the run reports it, and stops or continues as
+"""`parameter_server` when a rank's process dies: the run reports it and ends or continues, as
 configured."""
 
 import json
@@ -28,26 +28,26 @@ class Killer(RecommendTask):
         (Path(self.config.task_args["pids"]) / os.environ["RANK"]).write_text(str(os.getpid()))
         return super().build_datasets()
 
-    def due(self, now):
+    def kill_if_due(self, moment):
         for kill in self.config.task_args["kills"]:
             parts = kill.split()
             killer = parts[2] if "by" in parts else parts[0]
-            if killer == os.environ["RANK"] and parts[-1] == str(now):
+            if killer == os.environ["RANK"] and parts[-1] == str(moment):
                 pid = (Path(self.config.task_args["pids"]) / parts[0]).read_text()
                 os.kill(int(pid), signal.SIGKILL)
 
     def loss(self, model, batch):
         self.losses += 1
-        self.due(self.losses)
+        self.kill_if_due(self.losses)
         return super().loss(model, batch)
 
     def evaluate(self, model, batch):
         self.evaluations += 1
-        self.due("eval" if self.evaluations == 2 else None)
+        self.kill_if_due("eval" if self.evaluations == 2 else None)
         return super().evaluate(model, batch)
 
-class LeavesOut(RecommendTask):
-    '''Rank 0 trains on nothing in step `task_args.step`.'''
+class SkipsSamples(RecommendTask):
+    '''Rank 0 trains on no samples in step `task_args.step`.'''
     losses = 0
 
     def count(self, batch):
@@ -71,7 +71,7 @@ class LeavesOut(RecommendTask):
 STEPS = 16
 
 
-def command(
+def make_args(
     tmp_path: Path, name: str, task: str, *args: str, steps: int = STEPS, logging: int = 1
 ) -> list[str]:
     (tmp_path / "tasks.py").write_text(TASK)
@@ -88,12 +88,12 @@ def command(
 
 
 def run(tmp_path: Path, name: str, task: str, *args: str) -> subprocess.CompletedProcess[str]:
-    process = start(*command(tmp_path, name, task, *args))
+    process = start(*make_args(tmp_path, name, task, *args))
     out, err = process.communicate(timeout=240)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def served(tmp_path: Path, *kills: str) -> list[str]:
+def server_args(tmp_path: Path, *kills: str) -> list[str]:
     return [
         "parallel.mode=parameter_server", "parameter_server.num_servers=2",
         "parameter_server.on_worker_failure=continue", f"task_args.pids={tmp_path}/pids",
@@ -101,7 +101,7 @@ def served(tmp_path: Path, *kills: str) -> list[str]:
     ]  # fmt: skip
 
 
-def losses(run_dir: Path) -> dict[int, float]:
+def losses_by_step(run_dir: Path) -> dict[int, float]:
     return {
         event["step"]: event["loss"]
         for event in read_events(run_dir / "events.jsonl")
@@ -111,19 +111,19 @@ def losses(run_dir: Path) -> dict[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_without_two_workers_the_run_is_that_of_ddp_without_their_samples(tmp_path: Path) -> None:
-    """Rank 0, which writes the log and coordinates the checkpoints, dies in step 6; rank 2 in the
-    middle of the last evaluation."""
-    done = run(
+def test_run_that_loses_two_workers_matches_ddp(tmp_path: Path) -> None:
+    """Rank 0, which writes the log and coordinates the checkpoints, dies in step 6, and rank 2
+    during the last evaluation. Without their samples the run matches ddp."""
+    process = run(
         tmp_path,
         "served",
         "Killer",
-        *served(tmp_path, "0 at 6", "2 at eval"),
+        *server_args(tmp_path, "0 at 6", "2 at eval"),
         "train_args.save_steps=5",
         "train_args.save_total_limit=9",
     )
-    output = done.stderr.replace("\n", " ")
-    assert done.returncode == 0, done.stderr
+    output = process.stderr.replace("\n", " ")
+    assert process.returncode == 0, process.stderr
     pids = {rank: int((tmp_path / "pids" / str(rank)).read_text()) for rank in range(5)}
     for rank in (0, 2):
         assert (
@@ -143,26 +143,28 @@ def test_without_two_workers_the_run_is_that_of_ddp_without_their_samples(tmp_pa
     assert [rank for rank in range(5) if peaks[rank] is None] == [0, 2]
     saved = {path.name for path in (tmp_path / "served" / "checkpoints").iterdir()}
     assert saved - {"step-00000005"} == {"step-00000010", "step-00000015", "step-00000016"}
-    if "step-00000005" not in saved:  # rank 0 ended while it was being written
+    if "step-00000005" not in saved:  # rank 0 died while the checkpoint was written
         assert "no checkpoint at step 5" in output
-    # The same training without a server, in which rank 0 sees nothing of its share in step 6.
-    done = run(tmp_path, "ddp", "LeavesOut", "parallel.mode=ddp", "task_args.step=6")
-    assert done.returncode == 0, done.stderr
-    ours, theirs = losses(tmp_path / "served"), losses(tmp_path / "ddp")
+    # The same training with ddp, in which rank 0 leaves out its samples of step 6.
+    process = run(tmp_path, "ddp", "SkipsSamples", "parallel.mode=ddp", "task_args.step=6")
+    assert process.returncode == 0, process.stderr
+    ours, theirs = losses_by_step(tmp_path / "served"), losses_by_step(tmp_path / "ddp")
     assert set(ours) == set(theirs) == set(range(1, STEPS + 1))
     assert all(abs(loss - theirs[step]) <= 1e-5 * theirs[step] for step, loss in ours.items())
     other = json.loads((tmp_path / "ddp" / "report.json").read_text())
     assert report["final_eval_loss"] == pytest.approx(other["final_eval_loss"], rel=1e-5)
-    # over every row
+    # evaluated on all rows
     assert report["final_eval_metrics"]["best_auc"] == other["final_eval_metrics"]["best_auc"]
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_a_worker_killed_from_outside_leaves_a_bounded_run_going(tmp_path: Path) -> None:
-    """No rank waits for the dead worker's clock, and the run ends with a full model."""
+def test_bounded_run_continues_after_worker_is_killed(tmp_path: Path) -> None:
+    """No rank waits for the clock of the dead worker, and the run exports the full model."""
     bounded = ["parameter_server.consistency=bounded", "parameter_server.max_staleness=1"]
-    args = command(tmp_path, "run", "Killer", *served(tmp_path), *bounded, steps=400, logging=10)
+    args = make_args(
+        tmp_path, "run", "Killer", *server_args(tmp_path), *bounded, steps=400, logging=10
+    )
     process = start(*args)
     output: list[str] = []
     assert process.stderr is not None
@@ -192,21 +194,21 @@ def test_a_worker_killed_from_outside_leaves_a_bounded_run_going(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kills", "named"),
+    ("kills", "blamed"),
     [
         pytest.param(("4 by 1 at 5",), "rank 4, a server of the tables", marks=pytest.mark.soak),
         (("0 at 3", "1 at 5", "2 at 7"), "rank 2, a worker"),
     ],
 )
 @pytest.mark.soak
-def test_without_a_server_or_without_any_worker_the_run_ends(
-    tmp_path: Path, kills: tuple[str, ...], named: str
+def test_losing_a_server_or_all_workers_ends_the_run(
+    tmp_path: Path, kills: tuple[str, ...], blamed: str
 ) -> None:
-    done = run(tmp_path, "run", "Killer", *served(tmp_path, *kills))
-    output = done.stderr.replace("\n", " ")
-    assert done.returncode == 1, done.stderr
-    pid = (tmp_path / "pids" / named.split()[1].rstrip(",")).read_text()
-    assert f"{named} (process {pid}) was killed" in output
+    process = run(tmp_path, "run", "Killer", *server_args(tmp_path, *kills))
+    output = process.stderr.replace("\n", " ")
+    assert process.returncode == 1, process.stderr
+    pid = (tmp_path / "pids" / blamed.split()[1].rstrip(",")).read_text()
+    assert f"{blamed} (process {pid}) was killed" in output
     assert "To resume: run the same command again" in output
     for rank in ("0", "1") if len(kills) > 1 else ():
         assert (
@@ -220,32 +222,30 @@ def test_without_a_server_or_without_any_worker_the_run_ends(
     ("victim", "role"),
     [pytest.param(1, "a worker", marks=pytest.mark.soak), (3, "a server of the tables")],
 )
-def test_by_default_a_killed_rank_ends_the_run_and_is_reported(
-    tmp_path: Path, victim: int, role: str
-) -> None:
+def test_killed_rank_ends_the_run_by_default(tmp_path: Path, victim: int, role: str) -> None:
     args = ["parallel.mode=parameter_server", f"task_args.pids={tmp_path}/pids"]
     kills = f'task_args.kills=["{victim} by 1 at 3"]'
-    done = run(tmp_path, "run", "Killer", *args, kills)
-    assert done.returncode == 1, done.stderr
+    process = run(tmp_path, "run", "Killer", *args, kills)
+    assert process.returncode == 1, process.stderr
     pid = (tmp_path / "pids" / str(victim)).read_text()
-    output = done.stderr.replace("\n", " ")
+    output = process.stderr.replace("\n", " ")
     assert f"rank {victim}, {role} (process {pid}) was killed" in output
     assert "To resume: run the same command again" in output
-    # the log of the second may be on its way when the rank dies
-    assert max(losses(tmp_path / "run"), default=0) in (1, 2)
+    # the event of step 2 may not have been written when the rank dies
+    assert max(losses_by_step(tmp_path / "run"), default=0) in (1, 2)
 
 
-def test_a_collective_completes_without_dead_ranks_and_names_them() -> None:
+def test_collective_completes_without_lost_ranks() -> None:
     server = CollectiveServer(3)
     first = [server.join(rank, 1, rank * 10) for rank in (0, 2)]
-    assert not any(answer.done() for answer in first)
+    assert not any(future.done() for future in first)
     second = server.join(0, 2, "early")
     server.lose(WorkerExit(1, 7, "ended"))
-    assert [answer.value() for answer in first] == [
+    assert [future.value() for future in first] == [
         ({0: 0, 2: 20}, {1: WorkerExit(1, 7, "ended")})
     ] * 2
     assert not second.done()
-    # Its values in incomplete collectives no longer count.
+    # The values of a lost rank in incomplete collectives are discarded.
     server.lose(WorkerExit(2, 8, "ended"))
     assert second.value()[0] == {0: "early"}
     assert server.join(0, 3, None).value()[0] == {0: None}

@@ -1,4 +1,4 @@
-"""`parameter_server` with a table that is too large for one process."""
+"""`parameter_server` with a table that exceeds the memory of one process."""
 
 import pytest
 import torch
@@ -15,19 +15,21 @@ from paceline.parallel.save_load import state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 
 
-def large(world, rows, dim, spare_bytes):
-    """Train on a table that is too large for one process. Returns whether it was, the losses, and
-    the bytes of this rank's part."""
+def train_large_table(world, rows, dim, spare_bytes):
+    """Train on a table that exceeds the memory of one process. Return whether it did, the losses,
+    and the bytes of this rank's shard."""
     import resource
 
     with open("/proc/self/status") as handle:
-        used = next(int(line.split()[1]) * 1024 for line in handle if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (used + spare_bytes, used + spare_bytes))
+        used_bytes = next(
+            int(line.split()[1]) * 1024 for line in handle if line.startswith("VmData")
+        )
+    resource.setrlimit(resource.RLIMIT_DATA, (used_bytes + spare_bytes, used_bytes + spare_bytes))
     try:
         torch.empty(rows, dim)
-        out_of_reach = False
+        exceeds_limit = False
     except RuntimeError:
-        out_of_reach = True
+        exceeds_limit = True
     world = Communicator(world.env, world.device, ParallelDims(data=1))
     config = make_config("parameter_server", "sgd", world.size - 1)
     strategy = make_strategy("parameter_server", config, world)
@@ -60,19 +62,20 @@ def large(world, rows, dim, spare_bytes):
     assert optimizer is strategy.optimizer
     world.barrier()
     strategy.close()
-    return out_of_reach, losses, table_bytes
+    return exceeds_limit, losses, table_bytes
 
 
 @pytest.mark.parametrize(
     ("rows", "spare_bytes"),
     [(8_000_000, 400 << 20), pytest.param(24_000_000, 800 << 20, marks=pytest.mark.soak)],
 )
-def test_a_table_larger_than_a_process_may_have(rows: int, spare_bytes: int) -> None:
-    """0.5 GB (1.5 GB), on four servers with a limit of 0.4 GB (0.8 GB) more than at the start."""
+def test_table_exceeds_memory_of_one_process(rows: int, spare_bytes: int) -> None:
+    """The table has 0.5 GB (1.5 GB); each process may allocate 0.4 GB (0.8 GB) besides the memory
+    that it uses at the start."""
     dim = 16
-    results = run_ranks(large, 5, rows, dim, spare_bytes, timeout_s=400.0)
-    assert all(out_of_reach for out_of_reach, _, _ in results)
-    # bytes: a quarter of the elements, four bytes each
+    results = run_ranks(train_large_table, 5, rows, dim, spare_bytes, timeout_s=400.0)
+    assert all(exceeds_limit for exceeds_limit, _, _ in results)
+    # in bytes: a quarter of the elements, four bytes each
     assert [table_bytes for _, _, table_bytes in results] == [0] + [rows * dim] * 4
     losses = results[0][1]
     assert losses[0] > losses[1] > losses[2]

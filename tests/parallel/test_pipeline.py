@@ -1,5 +1,5 @@
-"""Pipeline stages on real ranks give the gradients of the whole model, whatever the schedule and
-the shapes."""
+"""Pipeline stages on real ranks: the gradients of the full model, for each schedule and for
+micro-batches of different shapes."""
 
 import copy
 from functools import partial
@@ -25,7 +25,7 @@ from paceline.parallel.pipeline.cost import pipeline_cost
 from paceline.parallel.pipeline.partition import PartitionedModel
 from paceline.parallel.pipeline.runner import PipelineRunner, divide_model
 
-# samples of each micro-batch: ragged, packed into one row
+# Lengths of the samples of each micro-batch, which are packed into one row.
 LENGTHS = ((5, 3), (7,), (2, 2, 9), (4, 4))
 HIDDEN = 16
 
@@ -39,7 +39,7 @@ def make_config(schedule: str, **parallel: Any) -> Config:
     )
 
 
-def language_model(layers: int = 4, tied: bool = False) -> Any:
+def make_language_model(layers: int = 4, tied: bool = False) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(1)
@@ -54,13 +54,13 @@ def language_model(layers: int = 4, tied: bool = False) -> Any:
     )
 
 
-def language_step(lengths: Any, low: bool, number: int, model: Any) -> torch.Tensor:
+def language_step(lengths: Any, bf16: bool, number: int, model: Any) -> torch.Tensor:
     generator = torch.Generator().manual_seed(number)
     total = sum(lengths[number])
     ids = torch.randint(0, 50, (1, total), generator=generator)
     positions = torch.cat([torch.arange(length) for length in lengths[number]]).unsqueeze(0)
     keep = torch.arange(1, total)
-    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         logits = model(
             input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep
         ).logits
@@ -68,7 +68,7 @@ def language_step(lengths: Any, low: bool, number: int, model: Any) -> torch.Ten
     return loss / 40
 
 
-def image_model() -> nn.Module:
+def make_image_model() -> nn.Module:
     from paceline.models.vision import build_small_cnn
 
     torch.manual_seed(2)
@@ -90,13 +90,13 @@ def image_step(number: int, model: Any) -> torch.Tensor:
 def compare(
     world: Communicator, model: nn.Module, step: Any, config: Config, steps: int = 1
 ) -> dict[str, Any]:
-    """Train nothing, but take the gradients of the whole model and of the pipeline; what
-    differs."""
+    """Compare gradients, losses and evaluation of the pipeline with those of the full model. No
+    optimizer step is made."""
     full, count = copy.deepcopy(model), len(LENGTHS)
     expected = [step(number, full) for number in range(count)]
     for loss in expected:
         loss.backward()
-    truth = dict(full.named_parameters())
+    expected_parameters = dict(full.named_parameters())
     pipeline = PipelineRunner(model, world, config)
     for _ in range(steps):
         model.zero_grad()
@@ -113,41 +113,43 @@ def compare(
         pipeline.backward(micro_step, count)
         pipeline.sum_shared_gradients()
         sent = world.traffic.total - before
-    worst = 0.0
+    largest_error = 0.0
     names = []
     for name, parameter in model.named_parameters():
         names.append(name)
         assert set(pipeline.division.stages[name]) & set(pipeline.local_stages), name
         if not parameter.requires_grad:
             continue
-        expected_grad = truth[name].grad
+        expected_grad = expected_parameters[name].grad
         if expected_grad is None:
             assert parameter.grad is None or not parameter.grad.any(), name
             continue
         assert parameter.grad is not None, name
         scale = expected_grad.abs().max().clamp(min=1e-3)
-        worst = max(worst, float((parameter.grad - expected_grad).abs().max() / scale))
+        largest_error = max(
+            largest_error, float((parameter.grad - expected_grad).abs().max() / scale)
+        )
     if losses:
-        worst = max(
-            worst,
+        largest_error = max(
+            largest_error,
             max(abs(losses[number] - float(expected[number].detach())) for number in range(count)),
         )
     evaluated = pipeline.evaluate(lambda module: {"loss": step(2, module)}, model)
     with torch.no_grad():
-        wanted = float(step(2, full))
+        expected_loss = float(step(2, full))
     return {
-        "worst": worst,
+        "largest_error": largest_error,
         "names": names,
-        "all": list(truth),
-        "owned": [name for name in truth if pipeline.owns(name)],
+        "all": list(expected_parameters),
+        "owned": [name for name in expected_parameters if pipeline.owns(name)],
         "sent": sent,
         "losses": sorted(losses),
-        "evaluated": None if evaluated is None else abs(float(evaluated["loss"]) - wanted),
+        "evaluated": None if evaluated is None else abs(float(evaluated["loss"]) - expected_loss),
         "notices": pipeline.notices,
     }
 
 
-def with_adapters(model: Any) -> Any:
+def add_adapters(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(3)
@@ -157,67 +159,69 @@ def with_adapters(model: Any) -> Any:
     return adapted.bfloat16()
 
 
-def recomputed(model: Any) -> Any:
+def enable_recomputation(model: Any) -> Any:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
 
 
-def recomputed_images() -> nn.Module:
-    model = image_model()
+def make_recomputed_images() -> nn.Module:
+    model = make_image_model()
     for block in model["body"]:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return model
 
 
-def on_two_ranks(world: Communicator) -> dict[str, Any]:
-    plain = partial(language_step, LENGTHS, False)
+def run_on_two_ranks(world: Communicator) -> dict[str, Any]:
+    float32_step = partial(language_step, LENGTHS, False)
     results = {
-        schedule: compare(world, language_model(), plain, make_config(schedule), steps=2)
+        schedule: compare(
+            world, make_language_model(), float32_step, make_config(schedule), steps=2
+        )
         for schedule in ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
     }
     for schedule in ("1f1b", "zero_bubble"):
         results[f"tied {schedule}"] = compare(
-            world, language_model(tied=True), plain, make_config(schedule)
+            world, make_language_model(tied=True), float32_step, make_config(schedule)
         )
         results[f"recomputed {schedule}"] = compare(
-            world, recomputed(language_model()), plain, make_config(schedule)
+            world, enable_recomputation(make_language_model()), float32_step, make_config(schedule)
         )
-    low = partial(language_step, LENGTHS, True)
-    results["bf16"] = compare(world, language_model(), low, make_config("1f1b"))
+    bf16_step = partial(language_step, LENGTHS, True)
+    results["bf16"] = compare(world, make_language_model(), bf16_step, make_config("1f1b"))
     results["adapters"] = compare(
-        world, with_adapters(language_model()), low, make_config("interleaved_1f1b")
+        world, add_adapters(make_language_model()), bf16_step, make_config("interleaved_1f1b")
     )
-    results["images"] = compare(world, image_model(), image_step, make_config("1f1b"), steps=2)
+    results["images"] = compare(world, make_image_model(), image_step, make_config("1f1b"), steps=2)
     results["images recomputed"] = compare(
-        world, recomputed_images(), image_step, make_config("gpipe")
+        world, make_recomputed_images(), image_step, make_config("gpipe")
     )
     world.barrier()
     return results
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    return run_ranks(on_two_ranks, 2, timeout_s=240)
+def results() -> list[dict[str, Any]]:
+    return run_ranks(run_on_two_ranks, 2, timeout_s=240)
 
 
-def test_gradients_losses_and_evaluation_are_those_of_the_whole_model(
-    two_ranks: list[dict[str, Any]],
+def test_gradients_losses_and_evaluation_match_full_model(
+    results: list[dict[str, Any]],
 ) -> None:
-    for name in two_ranks[0]:
+    for name in results[0]:
         bound = 2e-2 if name in ("bf16", "adapters") else 1e-5
-        for rank, result in enumerate(rank[name] for rank in two_ranks):
-            assert result["worst"] < bound, f"{name} on rank {rank}"
+        for rank, result in enumerate(rank[name] for rank in results):
+            assert result["largest_error"] < bound, f"{name} on rank {rank}"
             assert result["losses"] == ([] if rank == 0 else [0, 1, 2, 3]), name
             assert (result["evaluated"] is None) == (rank == 0), name
             assert rank == 0 or result["evaluated"] < bound, name
             assert result["notices"] == [], name
 
 
-def test_each_parameter_is_kept_where_it_is_used_and_owned_once(
-    two_ranks: list[dict[str, Any]],
+def test_parameters_are_on_the_stages_that_use_them_and_owned_once(
+    results: list[dict[str, Any]],
 ) -> None:
-    for name in two_ranks[0]:
-        first, second = (rank[name] for rank in two_ranks)
+    for name in results[0]:
+        first, second = (rank[name] for rank in results)
         assert sorted(first["owned"] + second["owned"]) == sorted(first["all"]), name
         both = set(first["names"]) & set(second["names"])
         assert both == ({"model.embed_tokens.weight"} if name.startswith("tied") else set()), name
@@ -234,24 +238,22 @@ def test_each_parameter_is_kept_where_it_is_used_and_owned_once(
         ("tied 1f1b", "1f1b", True),
     ],
 )
-def test_bytes_sent_are_those_predicted(
-    two_ranks: list[dict[str, Any]], name: str, schedule: str, tied: bool
+def test_bytes_sent_match_prediction(
+    results: list[dict[str, Any]], name: str, schedule: str, tied: bool
 ) -> None:
-    model = language_model(tied=tied)
+    model = make_language_model(tied=tied)
     shape = outline(model, make_config(schedule))
     shape = type(shape)(**{**vars(shape), "block_output_elements": (HIDDEN,) * len(shape.blocks)})
     positions = sum(map(sum, LENGTHS)) / len(LENGTHS)
     cost = pipeline_cost(
         shape, 2, 2, schedule, Workload(micro_batches=len(LENGTHS), positions=positions)
     )
-    assert tuple(rank[name]["sent"] for rank in two_ranks) == cost.send_bytes
-    assert [set(rank) for rank in cost.parameters] == [
-        set(rank[name]["names"]) for rank in two_ranks
-    ]
+    assert tuple(rank[name]["sent"] for rank in results) == cost.send_bytes
+    assert [set(rank) for rank in cost.parameters] == [set(rank[name]["names"]) for rank in results]
 
 
-class Crossed(nn.Module):
-    """The second half looks at what the first block gave, too."""
+class SkipConnection(nn.Module):
+    """A model whose output depends on the output of the first block directly, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -265,7 +267,7 @@ class Crossed(nn.Module):
         return out + first
 
 
-class Between(Crossed):
+class WorkBetweenBlocks(SkipConnection):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x).relu()
@@ -276,21 +278,25 @@ def simple_step(number: int, model: nn.Module) -> torch.Tensor:
     return model(torch.ones(2, 4) + number).square().sum()
 
 
-def on_four_ranks(world: Communicator) -> dict[str, Any]:
-    plain = partial(language_step, LENGTHS, False)
+def run_on_four_ranks(world: Communicator) -> dict[str, Any]:
+    step = partial(language_step, LENGTHS, False)
     results = {
-        schedule: compare(world, language_model(layers=8, tied=True), plain, make_config(schedule))
+        schedule: compare(
+            world, make_language_model(layers=8, tied=True), step, make_config(schedule)
+        )
         for schedule in ("1f1b", "zero_bubble")
     }
     world.barrier()
-    # Two replicas of two stages: each line works on its own.
-    grid = Communicator(
+    # Two replicas of two stages: the pipelines run independently.
+    mesh = Communicator(
         RankEnv(world.rank, 4, world.rank, 4), world.device, ParallelDims(data=2, pipeline=2)
     )
-    line = grid.subgroup("pipeline")
-    results["lines"] = compare(line, language_model(), plain, make_config("interleaved_1f1b"))
-    # Three micro-batches do not fill the schedule.
-    pipeline = PipelineRunner(language_model(), world, make_config("1f1b"))
+    group = mesh.subgroup("pipeline")
+    results["replicas"] = compare(
+        group, make_language_model(), step, make_config("interleaved_1f1b")
+    )
+    # The schedule needs at least four micro-batches.
+    pipeline = PipelineRunner(make_language_model(), world, make_config("1f1b"))
     pipeline.backward(partial(language_step, LENGTHS, False), 3)
     results["notices"] = pipeline.notices
     world.barrier()
@@ -298,52 +304,55 @@ def on_four_ranks(world: Communicator) -> dict[str, Any]:
 
 
 @pytest.mark.soak
-def test_four_ranks() -> None:
-    ranks = run_ranks(on_four_ranks, 4, timeout_s=240)
-    for name in ("1f1b", "zero_bubble", "lines"):
-        assert [rank[name]["worst"] < 1e-5 for rank in ranks] == [True] * 4, name
-    assert [rank["lines"]["evaluated"] is None for rank in ranks] == [True, True, False, False]
+def test_four_stages_and_replicas_of_two_stages() -> None:
+    ranks = run_ranks(run_on_four_ranks, 4, timeout_s=240)
+    for name in ("1f1b", "zero_bubble", "replicas"):
+        assert [rank[name]["largest_error"] < 1e-5 for rank in ranks] == [True] * 4, name
+    assert [rank["replicas"]["evaluated"] is None for rank in ranks] == [True, True, False, False]
     for rank in ranks:
         assert len(rank["notices"]) == 1
         assert rank["notices"][0][0] == "warning"
         assert "gpipe" in rank["notices"][0][1]
     counts = [len(rank["1f1b"]["names"]) for rank in ranks]
-    assert sum(counts) == len(ranks[0]["1f1b"]["all"]) + 1  # the tied weight twice
+    assert sum(counts) == len(ranks[0]["1f1b"]["all"]) + 1  # the tied weight is on two ranks
 
 
-def alone(model: nn.Module) -> PipelineRunner:
+def make_runner(model: nn.Module) -> PipelineRunner:
     return PipelineRunner(
         model, Communicator(RankEnv(0, 2, 0, 2), torch.device("cpu")), make_config("1f1b")
     )
 
 
-def test_models_that_are_no_chain_of_blocks_are_refused() -> None:
+def test_rejects_models_that_are_not_a_chain_of_blocks() -> None:
     with pytest.raises(ConfigError, match="no ModuleList or Sequential"):
-        alone(nn.Linear(2, 2))
+        make_runner(nn.Linear(2, 2))
     layer = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="occurs several times"):
-        alone(nn.Sequential(layer, nn.Linear(2, 2), layer))
+        make_runner(nn.Sequential(layer, nn.Linear(2, 2), layer))
     with pytest.raises(ConfigError, match="but the model has 1 layer"):
-        alone(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    twice = language_model()
-    twice.model.layers[2].forward = lambda hidden, **others: twice.model.layers[1](hidden, **others)
+        make_runner(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    reusing_model = make_language_model()
+    reusing_model.model.layers[2].forward = lambda hidden, **others: reusing_model.model.layers[1](
+        hidden, **others
+    )
     with pytest.raises(ConfigError, match="run in the order"):
-        alone(twice)
+        make_runner(reusing_model)
 
 
-def cut_in_two(model: nn.Module) -> PartitionedModel:
+def partition_in_two(model: nn.Module) -> PartitionedModel:
     blocks = find_blocks(model)
     return PartitionedModel(
         model, blocks, check_blocks(model, blocks)[0], divide_model(model, blocks, 2), [0, 1]
     )
 
 
-def test_what_passes_beside_the_blocks_shows_in_the_first_step() -> None:
-    model = Between()
+def test_detects_data_flow_outside_the_blocks() -> None:
+    model = WorkBetweenBlocks()
     with pytest.raises(RunError, match="changes the output of block 1 before block 2"):
-        cut_in_two(model).run(0, partial(simple_step, 0, model), None)
-    model = Crossed()
-    cut = cut_in_two(model)
-    hidden = cut.run(0, partial(simple_step, 0, model), None)
+        partition_in_two(model).run(0, partial(simple_step, 0, model), None)
+    model = SkipConnection()
+    partitioned = partition_in_two(model)
+    hidden = partitioned.run(0, partial(simple_step, 0, model), None)
     assert not hidden.isnan().any()
-    assert cut.run(1, partial(simple_step, 0, model), hidden).isnan()  # Pipeline refuses this
+    # The second stage has no output of the first block; PipelineRunner rejects such a model.
+    assert partitioned.run(1, partial(simple_step, 0, model), hidden).isnan()

@@ -1,5 +1,5 @@
-"""`parallel.all_reduce_algorithm`: training through our own all-reduce, beside backward, has the
-losses of the backend's."""
+"""`parallel.all_reduce_algorithm`: training with Paceline's own all-reduce, overlapped with
+backward, matches training with the backend's."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from paceline.parallel.registry import check_strategy
 ALGORITHMS = ("native", "ring", "tree", "halving", "naive")
 
 
-def train_by_each(world):
+def train_with_each_algorithm(world):
     results = {}
     for algorithm in ALGORITHMS:
         result = train(world, Net, 5, parallel={"all_reduce_algorithm": algorithm})
@@ -29,16 +29,15 @@ def train_by_each(world):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_losses_and_weights_are_those_of_the_backends_all_reduce(world_size):
-    results = run_ranks(train_by_each, world_size)
+def test_all_reduce_algorithms_match_the_backend(world_size):
+    results = run_ranks(train_with_each_algorithm, world_size)
     native = results[0]["native"]
     for algorithm in ALGORITHMS[1:]:
         ours = results[0][algorithm]
         torch.testing.assert_close(ours["losses"], native["losses"], rtol=1e-6, atol=0)
         torch.testing.assert_close(ours["norms"], native["norms"], rtol=1e-5, atol=0)
         for name, weight in ours["weights"].items():
-            # The place of a sum's parts may differ, and AdamW makes much of the last bit of a small
-            # gradient.
+            # The order of summation may differ, and AdamW amplifies rounding of small gradients.
             torch.testing.assert_close(weight, native["weights"][name], rtol=0, atol=1e-4)
             for other in results[1:]:
                 assert torch.equal(weight, other[algorithm]["weights"][name]), (algorithm, name)
@@ -50,7 +49,7 @@ def test_losses_and_weights_are_those_of_the_backends_all_reduce(world_size):
             assert max(sent) == sent[0]
 
 
-def hybrid_data_axis(world):
+def train_hybrid(world):
     axes = ParallelDims(data=2, tensor=2)
     plan = {"1": "colwise", "3": "rowwise"}
     return [
@@ -72,31 +71,31 @@ def hybrid_data_axis(world):
 
 
 @pytest.mark.soak
-def test_the_data_axis_of_a_hybrid_too():
-    native, ring = run_ranks(hybrid_data_axis, 4)[0]
+def test_hybrid_data_dimension_matches_the_backend():
+    native, ring = run_ranks(train_hybrid, 4)[0]
     torch.testing.assert_close(ring, native, rtol=1e-6, atol=0)
 
 
-def in_order(world):
-    """Work runs in the order given, beside what the main thread does on the world's own group;
-    after an error nothing runs."""
+def submit_work(world):
+    """Submit work to a CommThread while the main thread uses the world's group, and then work that
+    fails. Return the results."""
     thread = CommThread(world, "data", timeout_s=30.0)
     tensors = [torch.full((1000,), float(number + world.rank)) for number in range(20)]
     pending = [
-        thread.submit(lambda line, tensor=tensor: line.wait(line.all_reduce(tensor)))
+        thread.submit(lambda group, tensor=tensor: group.wait(group.all_reduce(tensor)))
         for tensor in tensors
     ]
     summed = [world.sum(1.0)[0] for _ in range(20)]
     for work in pending:
         work.wait()
-    ran = []
+    completed = []
 
-    def fail(line):
+    def fail(group):
         raise ValueError("wrong in the thread")
 
-    bad, after = thread.submit(fail), thread.submit(lambda line: ran.append(1))
+    failing, after = thread.submit(fail), thread.submit(lambda group: completed.append(1))
     messages = []
-    for work in (bad, after):
+    for work in (failing, after):
         try:
             work.wait()
         except ValueError as error:
@@ -106,17 +105,17 @@ def in_order(world):
         [float(tensor[0]) for tensor in tensors],
         summed,
         messages,
-        ran,
+        completed,
         thread.world.waits is not world.waits,
     )
 
 
-def test_a_lane_runs_in_order_and_hands_errors_on():
-    for values, summed, messages, ran, is_separate in run_ranks(in_order, 2):
+def test_comm_thread_runs_in_order_and_propagates_errors():
+    for values, summed, messages, completed, is_separate in run_ranks(submit_work, 2):
         assert values == [2.0 * number + 1 for number in range(20)]
         assert summed == [2.0] * 20
         assert messages == ["wrong in the thread"] * 2
-        assert not ran
+        assert not completed
         assert is_separate
 
 
@@ -129,14 +128,14 @@ def test_a_lane_runs_in_order_and_hands_errors_on():
         ("dp", ParallelDims(data=2)),
     ],
 )
-def test_modes_that_sum_otherwise_refuse(mode, axes):
+def test_rejects_unsupported_modes(mode, axes):
     config = Config(model="m", dataset="d", parallel={"mode": mode, "all_reduce_algorithm": "ring"})
     with pytest.raises(ConfigError, match="all_reduce_algorithm: ring") as caught:
         check_strategy(mode, config, axes)
     assert "ddp" in caught.value.allowed
 
 
-def test_modes_that_can_do_not():
+def test_accepts_supported_modes():
     config = Config(model="m", dataset="d", parallel={"all_reduce_algorithm": "ring"})
     for mode, axes in (
         ("ddp", ParallelDims(data=2)),

@@ -1,10 +1,9 @@
-"""`ddp`: gradients are the sum over ranks, whatever the buckets; state goes out and comes back bit
-for bit."""
+"""`ddp`: gradients are summed over ranks for any bucket size, and resuming is exact to the bit."""
 
 import pytest
 import torch
 from ranks import run_ranks
-from states import assemble, copied
+from states import assemble, copy_shards
 from torch import nn
 
 from paceline.config.schema import Config
@@ -20,8 +19,8 @@ from paceline.parallel.save_load import load_state, memory_bytes, state_shards
 
 
 class Net(nn.Module):
-    """A weight used twice, a frozen layer, a layer that only rank 0's batches reach, and running
-    statistics."""
+    """A model with a weight that is used twice, a frozen layer, a layer that only batches of rank 0
+    reach, and running statistics."""
 
     def __init__(self):
         super().__init__()
@@ -38,27 +37,30 @@ class Net(nn.Module):
         return self.out(self.rare(x) if rare else x)
 
 
-def make(world, cap_mb=25.0, optimizer=torch.optim.AdamW):
-    torch.manual_seed(world.rank)  # different weights on purpose: rank 0's must win
+def make_strategy(world, cap_mb=25.0, optimizer=torch.optim.AdamW):
+    torch.manual_seed(world.rank)  # `setup` must replace these weights by those of rank 0
     config = Config(model="m", dataset="d", parallel={"bucket_cap_mb": cap_mb})
     strategy = DDPStrategy(config, world)
     model = strategy.setup(Net())
-    made = strategy.setup_optimizer(
+    optimizer_of_run = strategy.setup_optimizer(
         lambda named: optimizer([parameter for _, parameter in named], lr=1e-2)
     )
-    return strategy, model, made
+    return strategy, model, optimizer_of_run
 
 
-def batch(rank, micro, step):
+def make_batch(rank, micro, step):
     generator = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
     return torch.randn(5, 7, generator=generator)
 
 
-def gradients(world, cap_mb):
-    strategy, model, _ = make(world, cap_mb)
+def compute_gradients(world, cap_mb):
+    strategy, model, _ = make_strategy(world, cap_mb)
     model.eval()
     strategy.forward_backward(
-        lambda micro, module: module(batch(world.rank, micro, 0), world.rank == 0).square().sum(), 2
+        lambda micro, module: (
+            module(make_batch(world.rank, micro, 0), world.rank == 0).square().sum()
+        ),
+        2,
     )
     grads = {name: parameter.grad.clone() for name, parameter in strategy.trained.items()}
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -67,37 +69,37 @@ def gradients(world, cap_mb):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("cap_mb", [25.0, 0.00001])
-def test_gradient_is_the_sum_over_ranks_and_micro_batches(world_size, cap_mb):
-    results = run_ranks(gradients, world_size, cap_mb)
+def test_gradient_is_summed_over_ranks_and_micro_batches(world_size, cap_mb):
+    results = run_ranks(compute_gradients, world_size, cap_mb)
     torch.manual_seed(0)
-    alone = Net()
-    alone.eval()
+    single_rank_net = Net()
+    single_rank_net.eval()
     for rank in range(world_size):
         for micro in range(2):
-            alone(batch(rank, micro, 0), rank == 0).square().sum().backward()
+            single_rank_net(make_batch(rank, micro, 0), rank == 0).square().sum().backward()
     expected = {
         name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        for name, parameter in alone.named_parameters()
+        for name, parameter in single_rank_net.named_parameters()
     }
     for grads, weights, norm, buckets in results:
         assert "frozen.weight" not in grads
         for name, grad in grads.items():
             torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-5)
-        for name, weight in alone.named_parameters():
+        for name, weight in single_rank_net.named_parameters():
             assert torch.equal(weights[name], weight)
         total = torch.stack([grads[name].norm() for name in grads]).norm()
         torch.testing.assert_close(norm, total, rtol=1e-5, atol=1e-6)
         assert buckets == (1 if cap_mb > 1 else len(grads))
 
 
-def train_some(world, steps, state=None, first=0):
-    strategy, model, optimizer = make(world, cap_mb=0.0002)
+def train_steps(world, steps, state=None, first_step=0):
+    strategy, model, optimizer = make_strategy(world, cap_mb=0.0002)
     if state is not None:
         load_state(strategy, state)
-    for step in range(first, first + steps):
+    for step in range(first_step, first_step + steps):
         strategy.forward_backward(
             lambda micro, module, step=step: (
-                module(batch(world.rank, micro, step), step % 2 == 0).square().mean()
+                module(make_batch(world.rank, micro, step), step % 2 == 0).square().mean()
             ),
             2,
         )
@@ -105,27 +107,31 @@ def train_some(world, steps, state=None, first=0):
         optimizer.step()
     statistics = model.norm.running_mean.clone()
     world.barrier()
-    return copied(state_shards(strategy)), statistics
+    return copy_shards(state_shards(strategy)), statistics
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_going_on_from_the_state_is_bitwise_equal(world_size):
-    unbroken = run_ranks(train_some, world_size, 6)
-    half = run_ranks(train_some, world_size, 3)
-    resumed = run_ranks(train_some, world_size, 3, assemble([parts for parts, _ in half]), 3)
-    ours, theirs = (assemble([parts for parts, _ in ranks]).full for ranks in (unbroken, resumed))
+def test_resume_is_bitwise_exact(world_size):
+    uninterrupted = run_ranks(train_steps, world_size, 6)
+    interrupted = run_ranks(train_steps, world_size, 3)
+    resumed = run_ranks(
+        train_steps, world_size, 3, assemble([shards for shards, _ in interrupted]), 3
+    )
+    ours, theirs = (
+        assemble([shards for shards, _ in ranks]).full for ranks in (uninterrupted, resumed)
+    )
     assert set(ours) == set(theirs)
     for name, value in ours.items():
         assert torch.equal(value, theirs[name]), name
-    assert all(not parts for parts, _ in unbroken[1:])  # the first rank writes it all
-    for _, statistics in unbroken[1:]:
-        # running statistics are the same on every rank
-        assert torch.equal(statistics, unbroken[0][1])
+    assert all(not shards for shards, _ in uninterrupted[1:])  # rank 0 writes the full state
+    for _, statistics in uninterrupted[1:]:
+        # running statistics are equal on all ranks
+        assert torch.equal(statistics, uninterrupted[0][1])
 
 
-def test_state_names():
-    names = set(assemble([run_ranks(train_some, 1, 1)[0][0]]).full)
+def test_names_of_state_tensors():
+    names = set(assemble([run_ranks(train_steps, 1, 1)[0][0]]).full)
     assert {
         "model/inner.weight",
         "optimizer/inner.weight/exp_avg",
@@ -134,10 +140,10 @@ def test_state_names():
     assert not any(name.startswith("model/frozen") for name in names)
 
 
-def test_state_bytes_and_traffic_are_what_the_cost_says():
-    strategy, model, optimizer = make(Communicator(RankEnv(), torch.device("cpu")))
+def test_state_and_traffic_match_the_cost_model():
+    strategy, model, optimizer = make_strategy(Communicator(RankEnv(), torch.device("cpu")))
     shape = outline(model, strategy.config)
-    strategy.forward_backward(lambda micro, module: module(batch(0, 0, 0), True).sum(), 1)
+    strategy.forward_backward(lambda micro, module: module(make_batch(0, 0, 0), True).sum(), 1)
     optimizer.step()
     cost = estimate_cost("ddp", shape, ParallelDims(data=4), Workload(), strategy.config)
     elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -148,26 +154,26 @@ def test_state_bytes_and_traffic_are_what_the_cost_says():
         estimate_cost("single", shape, ParallelDims(), Workload(), strategy.config).traffic_per_step
         == 0
     )
-    # buckets align each gradient to 64 bytes; Adam keeps a step count a parameter
+    # buckets align each gradient to 64 bytes, and Adam has a step count for each parameter
     padding = 64 * len(shape.trained)
     assert cost.state <= memory_bytes(strategy) <= cost.state + padding + 4 * len(shape.trained)
 
 
-def uneven(world):
-    strategy, _, _ = make(world, cap_mb=0.0001)
+def train_unevenly(world):
+    strategy, _, _ = make_strategy(world, cap_mb=0.0001)
     for step in range(3):
         strategy.forward_backward(
             lambda micro, module, step=step: module(
-                batch(world.rank, 0, step), world.rank == 1
+                make_batch(world.rank, 0, step), world.rank == 1
             ).sum(),
             1,
         )
     return [flat.clone() for flat in strategy.buckets.flats]
 
 
-def test_one_order_of_collectives_whatever_order_gradients_come_in():
-    # Rank 0 never reaches `rare`, rank 1 does: were buckets sent as they fill, the ranks would
-    # issue different collectives.
-    left, right = run_ranks(uneven, 2)
-    for value, other in zip(left, right, strict=True):
+def test_order_of_collectives_is_independent_of_gradient_order():
+    # Only rank 1 uses `rare`. If buckets were sent as soon as they are full, the ranks would issue
+    # different collectives.
+    first_rank, second_rank = run_ranks(train_unevenly, 2)
+    for value, other in zip(first_rank, second_rank, strict=True):
         assert torch.equal(value, other)

@@ -1,5 +1,5 @@
-"""Predicted traffic of a parameter server: from distinct ids counted in the data, else an upper
-bound."""
+"""Predicted traffic of a parameter server: from the distinct ids in the data if they are counted,
+else an upper bound."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from paceline.parallel.registry import estimate_cost
 TABLES, DIM = (10, 6), 4
 
 
-def test_distinct_ids_are_counted_by_the_server_that_has_their_rows() -> None:
+def test_distinct_ids_are_counted_per_server() -> None:
     first = [np.array([0, 0, 4, 5, 9]), np.array([2, 2, 2, 3, 3])]
     second = [np.array([1, 1, 1, 1, 1]), np.array([0, 1, 2, 3, 4])]
     assert distinct_ids([first, second], TABLES, 2) == ((1.5, 1.0), (2.0, 1.5))
@@ -24,7 +24,7 @@ def test_distinct_ids_are_counted_by_the_server_that_has_their_rows() -> None:
 
 
 @pytest.mark.parametrize("dense", ["ddp", "server"])
-def test_traffic_without_counts_is_a_bound_and_with_them_is_not(dense: str) -> None:
+def test_traffic_is_a_bound_without_id_counts(dense: str) -> None:
     config = make_config("parameter_server", "adagrad", 2, dense=dense)
     shape = outline(ClickModel(2, TABLES, DIM, [6], [8]), config)
     batch = Workload(micro_batches=3, positions=100.0)
@@ -37,16 +37,16 @@ def test_traffic_without_counts_is_a_bound_and_with_them_is_not(dense: str) -> N
     assert not counted.traffic_is_bound
     assert counted.traffic_per_step < bound.traffic_per_step
     dense_bytes = sum(_dense_sizes(shape))
-    ids, bound_ids = 3 * 4.5, 3 * (10 + 6)  # a batch of 100 can have every row
+    ids, bound_ids = 3 * 4.5, 3 * (10 + 6)  # a batch of 100 samples can have every id
     for cost, count in ((counted, ids), (bound, bound_ids)):
         rows = {"pull": 8 * count, "push": (8 + 4 * DIM) * count}
         if dense == "ddp":
             assert cost.traffic == {"all_reduce": dense_bytes, **rows}
-        elif cost is bound:  # no server sends as much as a worker
+        elif cost is bound:  # a worker sends more than any server
             assert cost.traffic == {"pull": rows["pull"], "push": rows["push"] + dense_bytes}
         else:
-            # Both workers pull 3 rows of every micro-batch from the first server, and its half of
-            # the other parameters.
+            # The first server sends most: both workers pull 3 rows of every micro-batch, and its
+            # half of the other parameters.
             assert cost.traffic == {"pull": 2 * 3 * 4 * DIM * (2 + 1) + 2 * _larger_half(shape)}
 
 
@@ -58,10 +58,10 @@ def _larger_half(shape: ModelShape) -> int:
 
 
 def _dense_sizes(shape: ModelShape) -> list[int]:
-    return [4 * each.numel for each in shape.trained if not each.name.startswith("tables.")]
+    return [4 * tensor.numel for tensor in shape.trained if not tensor.name.startswith("tables.")]
 
 
-def test_parameters_are_assigned_by_size() -> None:
-    # 9 to the first, 5 and 4 to the second, 4 to the first, 1 to the second
+def test_parameters_are_assigned_to_servers_by_size() -> None:
+    # 9 to the first server, 5 and 4 to the second, 4 to the first, 1 to the second
     assert assign_servers([5, 1, 9, 4, 4], 2) == [1, 1, 0, 1, 0]
     assert assign_servers([3], 4) == [0]

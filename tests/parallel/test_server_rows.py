@@ -1,5 +1,5 @@
-"""What a server does with the rows: torch's optimizers on the rows of a batch, sums in a fixed
-order, even ranges."""
+"""Rows on a parameter server: updates as by torch's optimizers, sums in a fixed order, and even
+ranges."""
 
 import pytest
 import torch
@@ -12,7 +12,8 @@ ROWS, DIM, STEPS = 12, 3, 5
 
 
 def batches():
-    """Rows of each step with their gradients; rows 0 and 7 never occur, others come and go."""
+    """Yield the rows of each step with their gradients. Rows 0 and 7 never occur, the others in
+    some steps."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
         rows = (
@@ -25,7 +26,7 @@ def batches():
         yield rows, torch.randn(4, DIM, generator=generator)
 
 
-def trained(kind, start=0, end=ROWS, rates=(0.1,) * STEPS):
+def train_rows(kind, start=0, end=ROWS, rates=(0.1,) * STEPS):
     values = torch.linspace(-1, 1, ROWS * DIM).view(ROWS, DIM)[start:end].clone()
     shard = TableShard("table", ROWS, start, nn.Parameter(values))
     optimizer = RowOptimizer([shard], kind, rates[0])
@@ -39,7 +40,7 @@ def trained(kind, start=0, end=ROWS, rates=(0.1,) * STEPS):
     return shard.values.detach()
 
 
-def by_torch(make, sparse=False, rates=(0.1,) * STEPS):
+def train_with_torch(make, sparse=False, rates=(0.1,) * STEPS):
     weight = nn.Parameter(torch.linspace(-1, 1, ROWS * DIM).view(ROWS, DIM).clone())
     optimizer = make([weight])
     for (rows, gradient), rate in zip(batches(), rates, strict=True):
@@ -60,32 +61,36 @@ def by_torch(make, sparse=False, rates=(0.1,) * STEPS):
         ("adam", lambda p: torch.optim.SparseAdam(p, lr=0.1), True),
     ],
 )
-def test_rows_move_as_torchs_optimizer_moves_them(kind, make, sparse):
+def test_row_updates_match_torch_optimizers(kind, make, sparse):
     rates = (0.1, 0.05, 0.2, 0.0, 0.1)
-    expected = by_torch(make, sparse, rates)
-    assert torch.allclose(trained(kind, rates=rates), expected, rtol=1e-6, atol=1e-7)
-    cut = torch.cat(
-        [trained(kind, 0, 5, rates), trained(kind, 5, 6, rates), trained(kind, 6, ROWS, rates)]
+    expected = train_with_torch(make, sparse, rates)
+    assert torch.allclose(train_rows(kind, rates=rates), expected, rtol=1e-6, atol=1e-7)
+    divided = torch.cat(
+        [
+            train_rows(kind, 0, 5, rates),
+            train_rows(kind, 5, 6, rates),
+            train_rows(kind, 6, ROWS, rates),
+        ]
     )
     # The result does not depend on how the table is divided.
-    assert torch.equal(cut, trained(kind, rates=rates))
+    assert torch.equal(divided, train_rows(kind, rates=rates))
 
 
-def test_row_wise_adagrad_keeps_the_mean_of_squares_per_row():
+def test_row_wise_adagrad_has_one_mean_of_squares_per_row():
     weight = torch.linspace(-1, 1, ROWS * DIM, dtype=torch.float64).view(ROWS, DIM).clone()
     sums = torch.zeros(ROWS, dtype=torch.float64)
     for rows, gradient in batches():
         for row, values in zip(rows.tolist(), gradient.double(), strict=True):
             sums[row] += (values * values).sum() / DIM
             weight[row] -= 0.1 * values / (sums[row].sqrt() + 1e-10)
-    assert torch.allclose(trained("row_wise_adagrad").double(), weight, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(train_rows("row_wise_adagrad").double(), weight, rtol=1e-5, atol=1e-6)
     assert torch.equal(
-        trained("row_wise_adagrad")[[0, 7]],
+        train_rows("row_wise_adagrad")[[0, 7]],
         torch.linspace(-1, 1, ROWS * DIM).view(ROWS, DIM)[[0, 7]],
     )
 
 
-def test_pushes_are_summed_in_the_same_order_whatever_order_they_arrive_in():
+def test_sum_of_pushes_is_independent_of_arrival_order():
     generator = torch.Generator().manual_seed(1)
     pushes = {
         (worker, number): (
@@ -113,7 +118,7 @@ def test_pushes_are_summed_in_the_same_order_whatever_order_they_arrive_in():
 
 
 @pytest.mark.parametrize(("rows", "servers"), [(10, 3), (3, 3), (2, 4), (1000, 1)])
-def test_ranges_are_even_and_leave_no_row_out(rows, servers):
+def test_row_ranges_are_even_and_complete(rows, servers):
     ranges = row_ranges(rows, servers)
     assert len(ranges) == servers
     assert [row for start, end in ranges for row in range(start, end)] == list(range(rows))

@@ -1,4 +1,5 @@
-"""`zero2`, `zero3`: the same losses as one rank, from weights, gradients and state in shards."""
+"""`zero2` and `zero3`: training with shards matches one rank, at the predicted memory and
+traffic."""
 
 import pytest
 import torch
@@ -18,41 +19,41 @@ from paceline.parallel.registry import check_strategy, estimate_cost
 
 
 class SingleUse(Net):
-    """Each block runs once, so that traffic is what a cost can know."""
+    """A variant in which each block runs once, as the cost model assumes."""
 
     def __init__(self):
         super().__init__(twice=False)
 
 
-def train_alone(world):
+def train_on_one_rank(world):
     return {
-        "whole": train(world, "single", steps=20, micro_batches=4),
-        "half": train(world, "single", steps=3, micro_batches=4),
-        "six": train(world, "single", steps=6, micro_batches=4),
+        "full": train(world, "single", steps=20, micro_batches=4),
+        "three_steps": train(world, "single", steps=3, micro_batches=4),
+        "six_steps": train(world, "single", steps=6, micro_batches=4),
         "one_rank": train(world, "zero3", steps=3, micro_batches=4),
     }
 
 
-def two_ranks(world, source):
+def train_on_two_ranks(world, source):
     axes = ParallelDims(shard=2)
     results = {mode: train(world, mode, axes, steps=20) for mode in ("zero2", "zero3")}
     for mode in ("zero2", "zero3"):
-        half = assemble(world.gather_objects(train(world, mode, axes, steps=3)["parts"]))
-        results[f"{mode} resumed"] = train(world, mode, axes, steps=3, first=3, source=half)
-        results[f"{mode} unbroken"] = train(world, mode, axes, steps=6)
-        results[f"{mode} moved"] = train(world, mode, axes, steps=3, first=3, source=source)
-    # A state goes from strategy to strategy, through all of them.
+        saved = assemble(world.gather_objects(train(world, mode, axes, steps=3)["shards"]))
+        results[f"{mode} resumed"] = train(world, mode, axes, steps=3, first_step=3, source=saved)
+        results[f"{mode} uninterrupted"] = train(world, mode, axes, steps=6)
+        results[f"{mode} moved"] = train(world, mode, axes, steps=3, first_step=3, source=source)
+    # One state is resumed by each of the strategies in turn.
     for mode, next_axes in (("zero3", axes), ("zero1", None), ("zero2", axes), ("ddp", None)):
         last = train(
-            world, mode, next_axes, steps=1, first=results.get("steps", 0) + 3, source=source
+            world, mode, next_axes, steps=1, first_step=results.get("steps", 0) + 3, source=source
         )
-        source = assemble(world.gather_objects(last["parts"]))
+        source = assemble(world.gather_objects(last["shards"]))
         results["steps"] = results.get("steps", 0) + 1
         results.setdefault("chain", []).extend(last["losses"])
-    results["held"] = [
-        train(world, mode, axes, steps=2, net=net, bf16=low)
+    results["costs"] = [
+        train(world, mode, axes, steps=2, net=net, bf16=bf16)
         for mode in ("zero2", "zero3")
-        for net, low in (
+        for net, bf16 in (
             (Plain, False),
             (Plain, True),
             (Adapted, False),
@@ -63,7 +64,7 @@ def two_ranks(world, source):
     return results
 
 
-def four_ranks(world):
+def train_on_four_ranks(world):
     hybrid = ParallelDims(data=2, shard=2)
     results = {
         mode: train(world, mode, hybrid, steps=6, net=SingleUse, micro_batches=1)
@@ -83,56 +84,68 @@ def four_ranks(world):
 
 
 @pytest.fixture(scope="module")
-def alone():
-    return run_ranks(train_alone, 1, timeout_s=120.0)[0]
+def one_rank():
+    return run_ranks(train_on_one_rank, 1, timeout_s=120.0)[0]
 
 
 @pytest.fixture(scope="module")
-def two(alone):
-    return run_ranks(two_ranks, 2, assemble([alone["half"]["parts"]]), timeout_s=180.0)
+def two_ranks(one_rank):
+    return run_ranks(
+        train_on_two_ranks, 2, assemble([one_rank["three_steps"]["shards"]]), timeout_s=180.0
+    )
 
 
 @pytest.fixture(scope="module")
-def four():
-    return run_ranks(four_ranks, 4, timeout_s=120.0)
+def four_ranks():
+    return run_ranks(train_on_four_ranks, 4, timeout_s=120.0)
 
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
-def test_losses_norms_and_weights_are_those_of_one_rank(mode, alone, two):
-    for result in two:
-        assert result[mode]["losses"] == pytest.approx(alone["whole"]["losses"], rel=1e-6)
-        assert result[mode]["norms"] == pytest.approx(alone["whole"]["norms"], rel=1e-5)
+def test_losses_norms_and_weights_match_one_rank(mode, one_rank, two_ranks):
+    for result in two_ranks:
+        assert result[mode]["losses"] == pytest.approx(one_rank["full"]["losses"], rel=1e-6)
+        assert result[mode]["norms"] == pytest.approx(one_rank["full"]["norms"], rel=1e-5)
         torch.testing.assert_close(
-            result[mode]["logits"], alone["whole"]["logits"], rtol=1e-4, atol=1e-4
+            result[mode]["logits"], one_rank["full"]["logits"], rtol=1e-4, atol=1e-4
         )
     assert (
         largest_difference(
-            assemble([rank[mode]["parts"] for rank in two]), assemble([alone["whole"]["parts"]])
+            assemble([rank[mode]["shards"] for rank in two_ranks]),
+            assemble([one_rank["full"]["shards"]]),
         )
         < 1e-5
     )
 
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
-def test_going_on(mode, alone, two):
-    """Bitwise in the same layout; from one rank's state to rounding."""
-    unbroken = assemble([rank[f"{mode} unbroken"]["parts"] for rank in two]).full
-    resumed = assemble([rank[f"{mode} resumed"]["parts"] for rank in two]).full
-    for name, value in unbroken.items():
+def test_resume_is_exact(mode, one_rank, two_ranks):
+    """Resuming is exact to the bit in the same layout, and up to rounding from the state of one
+    rank."""
+    uninterrupted = assemble([rank[f"{mode} uninterrupted"]["shards"] for rank in two_ranks]).full
+    resumed = assemble([rank[f"{mode} resumed"]["shards"] for rank in two_ranks]).full
+    for name, value in uninterrupted.items():
         assert torch.equal(value, resumed[name]), name
-    assert two[0][f"{mode} unbroken"]["losses"][3:] == two[0][f"{mode} resumed"]["losses"]
-    assert two[0][f"{mode} moved"]["losses"] == pytest.approx(alone["six"]["losses"][3:], rel=1e-6)
+    assert (
+        two_ranks[0][f"{mode} uninterrupted"]["losses"][3:]
+        == two_ranks[0][f"{mode} resumed"]["losses"]
+    )
+    assert two_ranks[0][f"{mode} moved"]["losses"] == pytest.approx(
+        one_rank["six_steps"]["losses"][3:], rel=1e-6
+    )
 
 
-def test_a_state_goes_through_all_strategies(alone, two):
-    assert two[0]["chain"] == pytest.approx(alone["whole"]["losses"][3:7], rel=1e-6)
+def test_state_resumes_in_all_strategies(one_rank, two_ranks):
+    assert two_ranks[0]["chain"] == pytest.approx(one_rank["full"]["losses"][3:7], rel=1e-6)
 
 
 @pytest.mark.soak
-def test_state_and_traffic_are_what_the_cost_says(two, four):
-    results = [[rank["held"][number] for rank in two] for number in range(len(two[0]["held"]))]
+def test_state_and_traffic_match_the_cost_model(two_ranks, four_ranks):
+    results = [
+        [rank["costs"][number] for rank in two_ranks]
+        for number in range(len(two_ranks[0]["costs"]))
+    ]
     results += [
-        [rank[key] for rank in four] for key in ("zero2", "zero3", "zero3 bf16", "zero3 wide")
+        [rank[key] for rank in four_ranks] for key in ("zero2", "zero3", "zero3 bf16", "zero3 wide")
     ]
     for ranks in results:
         cost = ranks[0]["cost"]
@@ -143,12 +156,12 @@ def test_state_and_traffic_are_what_the_cost_says(two, four):
         assert all(rank["state_after_evaluation"] == rank["state"] for rank in ranks)
 
 
-@pytest.mark.parametrize("low", [False, True])
-def test_frozen_weights_are_sent_by_zero3_only(low, two):
-    """The formulas of docs/strategies.md with A = 2 micro-batches on N = 2 ranks, against what was
-    measured."""
+@pytest.mark.parametrize("bf16", [False, True])
+def test_only_zero3_sends_frozen_weights(bf16, two_ranks):
+    """The measured traffic follows the formulas of docs/strategies.md, with A = 2 micro-batches on
+    N = 2 ranks."""
     trained, frozen = 3 * 2 * 48 * 2, 2 * 48 * VOCABULARY + 3 * 49 * 48
-    size = 2 if low else 4
+    size = 2 if bf16 else 4
     expected = {
         "zero2": (1 + 2) * size * trained / 2,
         "zero3": 3 * 2 * size * trained / 2 + 2 * 2 * size * frozen / 2,
@@ -158,46 +171,52 @@ def test_frozen_weights_are_sent_by_zero3_only(low, two):
         "zero3": 16 / 2 * trained + 4 / 2 * frozen,
     }
     for offset, mode in ((0, "zero2"), (5, "zero3")):
-        result = two[0]["held"][offset + (3 if low else 2)]
+        result = two_ranks[0]["costs"][offset + (3 if bf16 else 2)]
         assert sum(result["traffic"].values()) == pytest.approx(expected[mode], rel=0.02)
         assert result["state"] == pytest.approx(state[mode], rel=0.02)
 
 
-def test_a_quarter_of_the_state_on_four_ranks(four):
-    assert max(rank["zero3 plain"]["state"] for rank in four) <= 0.27 * four[0]["ddp"]["state"]
+def test_four_ranks_hold_a_quarter_of_the_state_each(four_ranks):
+    assert (
+        max(rank["zero3 plain"]["state"] for rank in four_ranks)
+        <= 0.27 * four_ranks[0]["ddp"]["state"]
+    )
 
 
-def test_shards_that_are_repeated(alone, four):
-    """Two replicas of two shards: one writer for each element, one all-reduce of a shard a step."""
+def test_replicas_of_shards_write_each_element_once(one_rank, four_ranks):
+    """With two replicas of two shards, one rank writes each element, and each step has one
+    all-reduce of a shard."""
     for mode in ("zero2", "zero3"):
-        state = assemble([rank[mode]["parts"] for rank in four])
-        assert set(state.full) == set(assemble([alone["half"]["parts"]]).full)
-        assert len({tuple(rank[mode]["losses"]) for rank in four}) == 1
-    assert four[0]["zero2"]["losses"] == pytest.approx(four[0]["zero3"]["losses"], rel=1e-6)
-    reduced = four[0]["zero3"]["traffic"]["all_reduce"]
-    assert reduced == pytest.approx(four[0]["zero3"]["cost"].gradients, rel=0.02)
+        state = assemble([rank[mode]["shards"] for rank in four_ranks])
+        assert set(state.full) == set(assemble([one_rank["three_steps"]["shards"]]).full)
+        assert len({tuple(rank[mode]["losses"]) for rank in four_ranks}) == 1
+    assert four_ranks[0]["zero2"]["losses"] == pytest.approx(
+        four_ranks[0]["zero3"]["losses"], rel=1e-6
+    )
+    reduced = four_ranks[0]["zero3"]["traffic"]["all_reduce"]
+    assert reduced == pytest.approx(four_ranks[0]["zero3"]["cost"].gradients, rel=0.02)
 
 
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
-def test_replicas_of_shards_train_as_one_rank_does(mode, alone, four):
-    results = [rank[f"{mode} accumulated"] for rank in four]
+def test_replicas_of_shards_match_one_rank(mode, one_rank, four_ranks):
+    results = [rank[f"{mode} accumulated"] for rank in four_ranks]
     for result in results:
-        assert result["losses"] == pytest.approx(alone["six"]["losses"], rel=1e-6)
-        assert result["norms"] == pytest.approx(alone["six"]["norms"], rel=1e-5)
+        assert result["losses"] == pytest.approx(one_rank["six_steps"]["losses"], rel=1e-6)
+        assert result["norms"] == pytest.approx(one_rank["six_steps"]["norms"], rel=1e-5)
     difference = largest_difference(
-        assemble([rank["parts"] for rank in results]), assemble([alone["six"]["parts"]])
+        assemble([rank["shards"] for rank in results]), assemble([one_rank["six_steps"]["shards"]])
     )
     assert difference < 1e-5
 
 
-def test_one_rank_shards_nothing_and_trains_the_same(alone):
-    assert alone["one_rank"]["losses"] == pytest.approx(alone["whole"]["losses"][:3], rel=1e-6)
-    assert alone["one_rank"]["traffic"] == {}
+def test_one_rank_sends_nothing_and_matches_single(one_rank):
+    assert one_rank["one_rank"]["losses"] == pytest.approx(one_rank["full"]["losses"][:3], rel=1e-6)
+    assert one_rank["one_rank"]["traffic"] == {}
 
 
-def as_a_component(world):
-    """As the hybrids use it: a module of plain parameters, blocks given, norms over some of the
-    parameters."""
+def use_as_component(world):
+    """Use FSDPSharding as the hybrid strategy does: on a module with plain parameters, with
+    explicit blocks, and with norms over some of the parameters."""
     world = Communicator(world.env, world.device, ParallelDims(shard=2))
     torch.manual_seed(world.rank)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -214,14 +233,14 @@ def as_a_component(world):
     )
 
 
-def test_as_a_component():
-    (total, bias), scaled, units = run_ranks(as_a_component, 2)[0]
+def test_sharding_as_a_component():
+    (total, bias), scaled, units = run_ranks(use_as_component, 2)[0]
     assert bias == pytest.approx(3 * 4.0**2)
     assert scaled == pytest.approx(total / 4, rel=1e-5)
     assert units == 2
 
 
-def test_cut_along_the_dimension_that_wastes_least():
+def test_shard_dim_needs_the_least_padding():
     assert shard_dim((8, 64), 4) == 0
     assert shard_dim((7, 64), 4) == 0  # padding of one row
     assert shard_dim((2, 64), 4) == 1
@@ -231,9 +250,9 @@ def test_cut_along_the_dimension_that_wastes_least():
 @pytest.mark.parametrize(
     ("strategy", "gigabytes", "volume"), [("zero2", 16.6, 2), ("zero3", 1.9, 3)]
 )
-def test_formulas_of_the_paper(strategy, gigabytes, volume):
-    """7.5 B parameters on 64 ranks, mixed precision Adam (Rajbhandari et al., 2020, figure 1 and
-    section 7)."""
+def test_cost_matches_the_zero_paper(strategy, gigabytes, volume):
+    """Memory and traffic of mixed-precision Adam with 7.5 B parameters on 64 ranks match
+    Rajbhandari et al. (2020), figure 1 and section 7."""
     config = Config(model="m", dataset="d", train_args={"precision": "bf16-mixed"})
     shape = ModelShape((TensorShape("w", (7_500_000, 1000), 4, True),), low_bytes=2)
     cost = estimate_cost(strategy, shape, ParallelDims(shard=64), Workload(), config)
@@ -250,19 +269,19 @@ def test_formulas_of_the_paper(strategy, gigabytes, volume):
         ({"parallel": {"cpu_offload": "all", "device": "cpu"}}, "accelerator"),
     ],
 )
-def test_what_does_not_fit_is_refused(section, message):
+def test_rejects_unsupported_settings(section, message):
     for mode in ("zero2", "zero3"):
         with pytest.raises(ConfigError, match=message):
             check_strategy(mode, Config(model="m", dataset="d", **section), ParallelDims(shard=2))
 
 
-def test_parameters_of_several_types_are_refused():
+def test_rejects_parameters_of_several_dtypes():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
     with pytest.raises(ConfigError, match="float32, float64"):
-        run_ranks_alone(model)
+        shard_on_one_rank(model)
 
 
-def run_ranks_alone(model):
+def shard_on_one_rank(model):
     from paceline.distributed.environment import RankEnv
 
     return FSDPSharding(model, Communicator(RankEnv(), torch.device("cpu")))

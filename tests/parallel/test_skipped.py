@@ -1,10 +1,9 @@
-"""A gradient that is not finite: the update is skipped on all ranks, as if the step had not been
-made."""
+"""Non-finite gradients: all ranks skip the update, and training continues as without the step."""
 
 import pytest
 import torch
 from ranks import run_ranks
-from states import copied
+from states import copy_shards
 from torch.nn import functional
 from training import ROWS, VOCABULARY, Net, Plain
 
@@ -18,11 +17,11 @@ from paceline.parallel.save_load import state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 from paceline.train.precision import Precision
 
-BAD_RANK = 1
+FAULTY_RANK = 1
 
 
 class Run:
-    """A strategy that trains a small model; at some steps a rank's loss, or only one gradient, is
+    """A strategy that trains a small model. In some steps, the loss or one gradient of a rank is
     made NaN or infinite."""
 
     def __init__(
@@ -52,10 +51,13 @@ class Run:
         self.strategy.scaler = self.precision.scaler
         self.losses = []
 
-    def step(self, step, bad=None, value=float("nan")):
-        """Run a step. Returns whether the update was made, whether this rank's gradient was finite
-        (None: unknown), and whether the norm was. ``bad``: None, "loss", or "gradient" (only that
-        of one parameter)."""
+    def step(self, step, fault=None, value=float("nan")):
+        """Run a step. Return whether the update was applied, whether this rank's gradient was
+        finite (None if unknown), and whether the norm was.
+
+        Args:
+            fault: None, "loss" or "gradient" (of a single parameter): what becomes ``value``.
+        """
         rows = ROWS // self.world.axes.replicas
         tokens = torch.randint(
             0, VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(step)
@@ -63,20 +65,20 @@ class Run:
         replica, _ = replica_of(self.strategy)
         local = tokens[replica * rows : (replica + 1) * rows]
         # the last stage has the loss
-        bad_rank = BAD_RANK if self.world.axes.pipeline == 1 else self.world.size - 1
-        is_bad = bad is not None and self.world.rank == bad_rank
+        faulty_rank = FAULTY_RANK if self.world.axes.pipeline == 1 else self.world.size - 1
+        is_faulty = fault is not None and self.world.rank == faulty_rank
 
         def micro_step(number, module):
             with self.precision.autocast():
                 logits = module(local).float()
-            if is_bad and bad == "gradient":
+            if is_faulty and fault == "gradient":
                 logits.register_hook(lambda gradient: torch.full_like(gradient, value))
             loss = (
                 functional.cross_entropy(logits, (local * 7 + 1) % VOCABULARY, reduction="sum")
                 / ROWS
             )
             losses.append(float(loss.detach()))
-            return self.precision.scale(loss * value if is_bad and bad == "loss" else loss)
+            return self.precision.scale(loss * value if is_faulty and fault == "loss" else loss)
 
         losses = []
         self.strategy.forward_backward(micro_step, 1)
@@ -85,20 +87,20 @@ class Run:
         norm = self.strategy.clip_grad_norm(self.config.train_args.max_grad_norm)
         local_finite = local_grad_finite(self.strategy)
         checked_norm = None if self.strategy.handles_overflow else norm
-        made = self.strategy.optimizer_step(
+        updated = self.strategy.optimizer_step(
             lambda optimizer: self.precision.step(optimizer, UpdateDecision(checked_norm))
         )
         if self.strategy.handles_overflow:
-            self.precision.update_scale(made)
+            self.precision.update_scale(updated)
         is_finite = None if local_finite is None else bool(local_finite.isfinite())
-        return made, is_finite, bool(norm.isfinite())
+        return updated, is_finite, bool(norm.isfinite())
 
     def state(self):
-        """Return everything of this rank that the next steps depend on, without step counters."""
+        """Return all state of this rank that the next steps depend on, except step counters."""
         counters = ("compression/step", "local/steps")
         state = {
             shard.name: shard.tensor
-            for shard in copied(state_shards(self.strategy))
+            for shard in copy_shards(state_shards(self.strategy))
             if shard.name not in counters
         }
         for name, tensor in self.strategy.replicated_tensors():
@@ -106,27 +108,27 @@ class Run:
         return state
 
 
-def differences(ours, theirs):
+def changed_names(ours, theirs):
     assert ours.keys() == theirs.keys()
     return [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
 
 
-def skips(world, arguments, kind, value):
-    """Return (what a bad step changed, what differs from a run without that step, what the bad step
-    returned) on this rank."""
-    with_bad, without = Run(world, **arguments), Run(world, **arguments)
+def skip_a_step(world, arguments, kind, value):
+    """Return, for this rank, the tensors that a faulty step changed, those that differ from a run
+    without that step, and the results of the faulty step."""
+    with_fault, without = Run(world, **arguments), Run(world, **arguments)
     for step in range(2):
-        assert with_bad.step(step)[0]
+        assert with_fault.step(step)[0]
         assert without.step(step)[0]
-    before = with_bad.state()
-    outcome = with_bad.step(2, kind, value)
-    changed = differences(before, with_bad.state())
+    before = with_fault.state()
+    outcome = with_fault.step(2, kind, value)
+    changed = changed_names(before, with_fault.state())
     for step in range(3, 5):
-        assert with_bad.step(step)[0]
+        assert with_fault.step(step)[0]
         assert without.step(step)[0]
-    differing = differences(with_bad.state(), without.state())
+    mismatches = changed_names(with_fault.state(), without.state())
     world.barrier()
-    return changed, differing, outcome
+    return changed, mismatches, outcome
 
 
 NET = {"net": Net}
@@ -156,8 +158,8 @@ CASES = {
     "signsgd": (2, {"mode": "ddp", "compression": {"method": "signsgd"}, "optim": "sgd", **NET}),
     "bf16 messages": (2, {"mode": "ddp", "compression": {"method": "bf16"}, **NET}),
 }
-#: Modes in which the local gradient shows whose it was.
-KNOWN = (
+#: Modes in which the local gradient shows which rank had the fault.
+RANK_IS_KNOWN = (
     "ddp",
     "ddp without clipping",
     "ddp with sgd",
@@ -171,7 +173,7 @@ KNOWN = (
 )
 
 
-#: One of each kind; `make soak` has the rest.
+#: One case of each kind; `make soak` runs the others.
 QUICK = ("ddp", "zero1", "zero3", "deepspeed 2", "pipeline", "topk")
 
 
@@ -180,40 +182,44 @@ QUICK = ("ddp", "zero1", "zero3", "deepspeed 2", "pipeline", "topk")
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in CASES],
 )
 @pytest.mark.parametrize(("kind", "value"), [("loss", float("nan")), ("gradient", float("inf"))])
-def test_a_skipped_step_leaves_nothing_behind(name, kind, value):
+def test_skipped_step_changes_no_state(name, kind, value):
     world_size, arguments = CASES[name]
-    results = run_ranks(skips, world_size, arguments, kind, value)
-    for rank, (changed, differing, (made, local_is_finite, norm_is_finite)) in enumerate(results):
-        assert not made
+    results = run_ranks(skip_a_step, world_size, arguments, kind, value)
+    for rank, (changed, mismatches, (updated, local_is_finite, norm_is_finite)) in enumerate(
+        results
+    ):
+        assert not updated
         assert changed == []
-        # The votes of zero elements depend on the number of the step, and a skipped step counts.
-        assert differing == [] or name == "signsgd"
-        if name in KNOWN:
-            assert local_is_finite == (rank != BAD_RANK)
+        # The votes of zero elements depend on the step number, which includes skipped steps.
+        assert mismatches == [] or name == "signsgd"
+        if name in RANK_IS_KNOWN:
+            assert local_is_finite == (rank != FAULTY_RANK)
         if "deepspeed" not in name:
             assert not norm_is_finite
 
 
 def skip_with_few_elements(world):
-    """`randomk` draws few elements: a NaN that is not among them must not stay in the residual."""
+    """Skip a step of `randomk`, which sends few elements: a NaN that it does not send must not
+    remain in the residual."""
     run = Run(world, "ddp", compression={"method": "randomk", "ratio": 0.01}, optim="sgd", net=Net)
     run.step(0)
     before = run.state()
 
     def micro_step(number, module):
-        if world.rank == BAD_RANK:
+        if world.rank == FAULTY_RANK:
             module.scale.register_hook(lambda gradient: gradient * float("nan"))
-        return sum(each.square().sum() for each in module.parameters() if each.requires_grad)
+        trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
+        return sum(parameter.square().sum() for parameter in trained)
 
     run.strategy.forward_backward(micro_step, 1)
     norm = run.strategy.clip_grad_norm(0.5)
-    made = run.strategy.optimizer_step(
+    updated = run.strategy.optimizer_step(
         lambda optimizer: run.precision.step(optimizer, UpdateDecision(norm))
     )
-    return made, differences(before, run.state())
+    return updated, changed_names(before, run.state())
 
 
-def test_error_feedback_does_not_hide_it():
+def test_non_finite_value_does_not_remain_in_residual():
     assert run_ranks(skip_with_few_elements, 2) == [(False, [])] * 2
 
 
@@ -221,26 +227,27 @@ def skip_in_a_worker(world):
     run = Run(world, "local_sgd", local_sgd={"sync_every": 4}, net=Plain)
     updates, finite = [], []
     for step in range(8):
-        before = {name: each.detach().clone() for name, each in run.strategy.trained.items()}
+        before = {name: tensor.detach().clone() for name, tensor in run.strategy.trained.items()}
         updates.append(run.step(step, "loss" if step in (1, 2) else None)[0])
-        changed = differences(before, run.strategy.trained)
+        changed = changed_names(before, run.strategy.trained)
         assert bool(changed) == updates[-1]
-        finite.append(all(bool(each.isfinite().all()) for each in run.strategy.trained.values()))
+        parameters = run.strategy.trained.values()
+        finite.append(all(bool(parameter.isfinite().all()) for parameter in parameters))
     return updates, all(finite), run.strategy.is_synchronized, dict(run.strategy.trained)
 
 
-def test_a_worker_of_local_sgd_skips_only_its_step():
+def test_local_sgd_worker_skips_independently():
     (first, *_, ours), (second, finite, synchronized, theirs) = run_ranks(skip_in_a_worker, 2)
     assert first == [True] * 8
     assert second == [True, False, False, *[True] * 5]
     assert finite
     assert synchronized
-    assert differences(ours, theirs) == []
+    assert changed_names(ours, theirs) == []
 
 
 @pytest.mark.parametrize("optim", ["adamw", "adam"])
-def test_a_fused_optimizer_skips_a_step_on_the_device(optim):
-    """The flag is read on the device; here on the CPU."""
+def test_fused_optimizer_skips_on_the_device(optim):
+    """The optimizer reads the flag on the device, which is the CPU in this test."""
     from paceline.distributed.environment import RankEnv
     from paceline.health.anomalies import skips_on_device
 

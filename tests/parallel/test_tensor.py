@@ -1,5 +1,5 @@
-"""Cut layers give the outputs and gradients of whole ones; what cannot be cut is refused with what
-would fit."""
+"""Tensor parallelism on real ranks: outputs and gradients of sharded layers match those of full
+ones, and errors for layers that cannot be sharded."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from paceline.parallel.tensor.shard import TensorParallelizer, check_plan_sizes
 
 
 class Heads(nn.Module):
-    """Its own number of heads, a norm over each head, one input for two layers, biases
-    everywhere."""
+    """An attention-like layer with a number of heads as attribute, a norm over each head, one input
+    for two layers, and biases."""
 
     def __init__(self, norm=True):
         super().__init__()
@@ -54,12 +54,12 @@ NETS = {
 }
 
 
-def outputs_and_gradients(world):
+def compute_outputs_and_gradients(world):
     results = {}
     for key, (build, plan) in NETS.items():
         torch.manual_seed(0)
         model = build()
-        split = (
+        parallelizer = (
             TensorParallelizer(model, world, Parallel(tensor_plan=plan)) if world.size > 1 else None
         )
         x = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -67,38 +67,40 @@ def outputs_and_gradients(world):
         before = world.traffic.total
         out.square().sum().backward()
         sent = world.traffic.total - before
-        if split is not None:
-            split.sum_over_copies(
-                [(parameter.grad, split.group.size) for parameter in split.partial]
+        if parallelizer is not None:
+            parallelizer.sum_over_copies(
+                [(parameter.grad, parallelizer.group.size) for parameter in parallelizer.partial]
             )
-        where = {} if split is None else split.cuts
+        cuts_by_name = {} if parallelizer is None else parallelizer.cuts
         grads = {
-            name: (parameter.grad, where.get(name)) for name, parameter in model.named_parameters()
+            name: (parameter.grad, cuts_by_name.get(name))
+            for name, parameter in model.named_parameters()
         }
         results[key] = out.detach(), x.grad, grads, sent
     world.barrier()
     return results
 
 
-def test_outputs_and_gradients_are_those_of_the_whole_layers():
-    alone = run_ranks(outputs_and_gradients, 1)[0]
-    for results in run_ranks(outputs_and_gradients, 2):
+def test_outputs_and_gradients_match_full_layers():
+    full_results = run_ranks(compute_outputs_and_gradients, 1)[0]
+    for results in run_ranks(compute_outputs_and_gradients, 2):
         for key, (out, at_input, grads, _) in results.items():
-            torch.testing.assert_close(out, alone[key][0], rtol=1e-5, atol=1e-5)
-            torch.testing.assert_close(at_input, alone[key][1], rtol=1e-5, atol=1e-4)
-            for name, (grad, cut) in grads.items():
-                full = alone[key][2][name][0]
-                if cut is not None:
-                    assert cut.shape == tuple(full.shape)
-                    full = full.narrow(cut.dim, cut.start, grad.shape[cut.dim])
+            torch.testing.assert_close(out, full_results[key][0], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(at_input, full_results[key][1], rtol=1e-5, atol=1e-4)
+            for name, (grad, tensor_slice) in grads.items():
+                full = full_results[key][2][name][0]
+                if tensor_slice is not None:
+                    assert tensor_slice.shape == tuple(full.shape)
+                    full = full.narrow(
+                        tensor_slice.dim, tensor_slice.start, grad.shape[tensor_slice.dim]
+                    )
                 torch.testing.assert_close(grad, full, rtol=1e-5, atol=1e-4, msg=f"{key} {name}")
-        assert any(cut is not None for _, cut in results["chain"][2].values())
-        # The two layers that share an input share one all-reduce of its gradient: 15 rows of 8
-        # floats.
+        assert any(tensor_slice is not None for _, tensor_slice in results["chain"][2].values())
+        # Layers that share an input share one all-reduce of its gradient: 15 rows of 8 floats.
         assert results["heads"][3] == 15 * 8 * 4
 
 
-def test_sizes_that_do_not_divide_are_refused_with_those_that_would():
+def test_rejects_indivisible_sizes_and_names_allowed_ones():
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     sizes = {"vocab_size": 16, "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1}
@@ -123,7 +125,7 @@ class Tied(nn.Module):
         self.up.weight = self.embed.weight
 
 
-def refusals(world):
+def collect_errors(world):
     messages = []
     pair = {"up": "colwise", "down": "rowwise"}
     modules = nn.ModuleDict({"up": nn.Conv1d(8, 8, 1), "down": nn.Linear(8, 8)})
@@ -141,8 +143,8 @@ def refusals(world):
     return messages
 
 
-def test_what_cannot_be_cut_is_refused_by_name():
-    tied, convolution, blocks = run_ranks(refusals, 2)[0]
+def test_rejects_layers_that_cannot_be_sharded():
+    tied, convolution, blocks = run_ranks(collect_errors, 2)[0]
     assert "embed.weight, up.weight" in tied
     assert "with `up`: it is a Conv1d" in convolution
     assert "sequence_parallel: false" in blocks

@@ -1,12 +1,12 @@
-"""Fused, packed and shared weights under tensor parallelism: the memory of the blocks, and states
-that move between layouts."""
+"""Fused, packed and shared weights under tensor parallelism: memory of the blocks, and resume in
+other layouts."""
 
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
-from states import assemble, copied
+from states import assemble, copy_shards
 from torch.nn import functional
 
 from paceline.config.schema import Config
@@ -74,12 +74,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-#: Weights of the blocks on one of two ranks, of all. A key and a value head that all ranks hold are
-#: the most that is repeated.
+#: Share of the blocks' weights on one of two ranks. It exceeds a half because of replicated
+#: weights, at most a key head and a value head.
 LARGEST_SHARE = 0.55
 
 
-def make(name: str) -> Any:
+def make_model(name: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -93,51 +93,52 @@ def make(name: str) -> Any:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    return model.eval()  # no dropout of any kind
+    return model.eval()  # without any dropout
 
 
 def train(
-    world: Communicator, name: str, axes: ParallelDims, state: Any, first: int, steps: int
+    world: Communicator, name: str, axes: ParallelDims, state: Any, first_step: int, steps: int
 ) -> tuple[Any, float, list[float]]:
-    """(whole state, elements of the blocks on this rank, gradient norms)."""
-    world_of_rank = (
+    """Train and return the full state, the number of elements in this rank's blocks, and the
+    gradient norms."""
+    mesh = (
         Communicator(world.env, world.device, axes)
         if axes.size > 1
         else Communicator(RankEnv(), world.device, ParallelDims())
     )
     strategy: Any = (HybridStrategy if axes.size > 1 else SingleDeviceStrategy)(
-        Config(model="m", dataset="d"), world_of_rank
+        Config(model="m", dataset="d"), mesh
     )
-    model = strategy.setup(make(name))
+    model = strategy.setup(make_model(name))
     strategy.setup_optimizer(
         lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-2)
     )
     if state is not None:
         load_state(strategy, state)
     norms = []
-    for step in range(first, first + steps):
+    for step in range(first_step, first_step + steps):
         tokens = torch.randint(0, 96, (2, 14), generator=torch.Generator().manual_seed(step))
 
         def micro_step(number: int, module: Any, tokens: torch.Tensor = tokens) -> torch.Tensor:
             logits = module(input_ids=tokens, use_cache=False).logits[:, :-1]
-            # Every replica has the same words, and gradients are summed over replicas.
+            # All replicas have the same tokens, and their gradients are summed.
             return (
                 functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-                / world_of_rank.axes.replicas
+                / mesh.axes.replicas
             )
 
         strategy.forward_backward(micro_step, 1)
         norms.append(float(strategy.clip_grad_norm(0.1)))
         strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
-    parts = copied(state_shards(strategy))
-    gathered = world_of_rank.gather_objects(parts) if axes.size > 1 else [parts]
+    shards = copy_shards(state_shards(strategy))
+    gathered = mesh.gather_objects(shards) if axes.size > 1 else [shards]
     elements = sum(
         parameter.numel() for _, block in find_blocks(model) for parameter in block.parameters()
     )
     return assemble(gathered), elements, norms
 
 
-def worst(ours: Any, theirs: Any) -> tuple[float, str]:
+def find_largest_error(ours: Any, theirs: Any) -> tuple[float, str]:
     assert set(ours.full) == set(theirs.full)
     return max(
         (
@@ -152,37 +153,44 @@ def worst(ours: Any, theirs: Any) -> tuple[float, str]:
     )
 
 
-def move(world: Communicator, axes: ParallelDims, names: list[str]) -> dict[str, Any]:
+def resume_in_other_layouts(
+    world: Communicator, axes: ParallelDims, names: list[str]
+) -> dict[str, Any]:
     results = {}
     for name in names:
-        unbroken, whole_elements, norms = train(world, name, ParallelDims(), None, 0, 4)
-        half, _, _ = train(world, name, ParallelDims(), None, 0, 2)
-        cut_half, elements, cut_norms = train(world, name, axes, None, 0, 2)
-        to_one_rank, _, _ = train(world, name, ParallelDims(), cut_half, 2, 2)
-        to_many, _, _ = train(world, name, axes, half, 2, 2)
-        differences = [worst(state, unbroken) for state in (to_one_rank, to_many)]
+        uninterrupted, full_elements, norms = train(world, name, ParallelDims(), None, 0, 4)
+        saved_state, _, _ = train(world, name, ParallelDims(), None, 0, 2)
+        sharded_state, elements, sharded_norms = train(world, name, axes, None, 0, 2)
+        resumed_on_one_rank, _, _ = train(world, name, ParallelDims(), sharded_state, 2, 2)
+        resumed_on_many, _, _ = train(world, name, axes, saved_state, 2, 2)
+        errors = [
+            find_largest_error(state, uninterrupted)
+            for state in (resumed_on_one_rank, resumed_on_many)
+        ]
         results[name] = (
-            differences,
-            elements / whole_elements,
-            max(abs(a / b - 1) for a, b in zip(cut_norms, norms, strict=False)),
+            errors,
+            elements / full_elements,
+            max(abs(a / b - 1) for a, b in zip(sharded_norms, norms, strict=False)),
         )
         world.barrier()
     return results
 
 
-def check(results: dict[str, Any], largest_share: float) -> None:
-    for name, (differences, share, norm) in results.items():
-        # AdamW makes steps of rounding where a gradient is 0 (a bias of keys): its tensors are near
-        # 0 themselves.
-        assert all(difference < 2e-3 for difference, _ in differences), (name, differences)
+def check_results(results: dict[str, Any], largest_share: float) -> None:
+    for name, (errors, share, norm) in results.items():
+        # Where a gradient is 0 (the bias of keys), AdamW amplifies rounding; these tensors are
+        # themselves close to 0.
+        assert all(error < 2e-3 for error, _ in errors), (name, errors)
         assert share <= largest_share, (name, share)
         assert norm < 1e-4, (name, norm)
 
 
 @pytest.mark.soak
-def test_weights_are_cut_in_half_and_states_move_between_one_rank_and_two() -> None:
-    for results in run_ranks(move, 2, ParallelDims(tensor=2), list(MODELS), timeout_s=240):
-        check(results, LARGEST_SHARE)
+def test_two_ranks_hold_half_the_weights_and_resume_either_way() -> None:
+    for results in run_ranks(
+        resume_in_other_layouts, 2, ParallelDims(tensor=2), list(MODELS), timeout_s=240
+    ):
+        check_results(results, LARGEST_SHARE)
 
 
 @pytest.mark.soak
@@ -190,15 +198,15 @@ def test_weights_are_cut_in_half_and_states_move_between_one_rank_and_two() -> N
     "axes",
     [ParallelDims(shard=2, tensor=2), ParallelDims(tensor=2, pipeline=2), ParallelDims(tensor=4)],
 )
-def test_states_move_between_one_rank_and_four(axes: ParallelDims) -> None:
+def test_resume_between_one_rank_and_four(axes: ParallelDims) -> None:
     names = ["gpt2", "falcon multi-query", "gemma, one key head", "mpt", "mixtral"]
     if axes.tensor == 4:
-        names.remove("mixtral")  # two key heads: refused
-    for results in run_ranks(move, 4, axes, names, timeout_s=400):
-        check(results, 1.0)
+        names.remove("mixtral")  # rejected, since it has two key heads
+    for results in run_ranks(resume_in_other_layouts, 4, axes, names, timeout_s=400):
+        check_results(results, 1.0)
 
 
-def test_ranges_of_fused_weights_make_the_whole() -> None:
+def test_ranges_of_fused_weights_cover_them_once() -> None:
     for style, length, size in (
         ("packed_colwise:3", 24, 4),
         ("colwise", 12, 3),
@@ -207,11 +215,11 @@ def test_ranges_of_fused_weights_make_the_whole() -> None:
         ("kv_colwise:2", 6, 4),
         ("kv_colwise:4", 8, 2),
     ):
-        counted = torch.zeros(length)
+        coverage = torch.zeros(length)
         for rank in range(size):
             for part in ranges(style, length, size, rank):
-                counted[part.start : part.start + part.length] += part.owned
-        assert counted.tolist() == [1.0] * length, style
+                coverage[part.start : part.start + part.length] += part.owned
+        assert coverage.tolist() == [1.0] * length, style
     assert [(part.start, part.length) for part in ranges("packed_colwise:3", 24, 4, 1)] == [
         (2, 2),
         (10, 2),
@@ -222,12 +230,12 @@ def test_ranges_of_fused_weights_make_the_whole() -> None:
     ]
 
 
-def test_what_a_family_cannot_do_is_refused_with_the_reason() -> None:
-    model = make("bloom")
+def test_rejects_unsupported_family_settings() -> None:
+    model = make_model("bloom")
     model.config.slow_but_exact, model.config.pretraining_tp = True, 2
     with pytest.raises(ConfigError, match="slow_but_exact"):
         find_tensor_plan(model, {})
-    experts = make("mixtral")
+    experts = make_model("mixtral")
     del (
         experts._tp_plan["model.layers.*.mlp.experts.gate_up_proj"],
         experts._tp_plan["model.layers.*.mlp.experts.down_proj"],

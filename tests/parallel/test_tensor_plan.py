@@ -1,5 +1,5 @@
-"""Which layers are cut: the model's own plan, the user's, a plain chain; and what is refused, with
-the sizes that would fit."""
+"""Tensor-parallel plans: of the model, of the user and for plain chains, and errors for plans and
+sizes that do not fit."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ from paceline.models.tensor_plan.plan import check_sizes, find_tensor_plan, fitt
 from paceline.models.tensor_plan.style import cut_dim
 
 
-def chain(*widths):
+def make_chain(*widths):
     layers = [
         layer
         for before, after in pairwise(widths)
@@ -42,16 +42,16 @@ class Stack(nn.Module):
         return x
 
 
-def small_qwen(**changes):
+def make_small_qwen(**overrides):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    return Qwen2ForCausalLM(Qwen2Config(**{**sizes, **heads, **changes}))
+    return Qwen2ForCausalLM(Qwen2Config(**{**sizes, **heads, **overrides}))
 
 
-def test_a_transformers_model_is_cut_by_its_own_plan_and_the_head_stays_whole():
-    plan = find_tensor_plan(small_qwen(), {})
+def test_transformers_model_uses_its_own_plan_without_the_head():
+    plan = find_tensor_plan(make_small_qwen(), {})
     assert plan["model.layers.1.self_attn.k_proj"] == "colwise"
     assert plan["model.layers.0.mlp.down_proj"] == "rowwise"
     assert len(plan) == 14
@@ -59,8 +59,8 @@ def test_a_transformers_model_is_cut_by_its_own_plan_and_the_head_stays_whole():
     assert list(plan)[:4] == [f"model.layers.0.self_attn.{letter}_proj" for letter in "qkvo"]
 
 
-def test_a_users_plan_goes_before_the_models_and_takes_short_names():
-    plan = find_tensor_plan(small_qwen(), {"layers.1.mlp.down_proj": "rowwise_split_input"})
+def test_user_plan_overrides_model_plan_and_accepts_short_names():
+    plan = find_tensor_plan(make_small_qwen(), {"layers.1.mlp.down_proj": "rowwise_split_input"})
     assert plan["model.layers.1.mlp.down_proj"] == "rowwise_split_input"
     assert find_tensor_plan(Stack(), {"layers.*.up": "colwise", "layers.*.down": "rowwise"}) == {
         "layers.0.up": "colwise",
@@ -70,22 +70,22 @@ def test_a_users_plan_goes_before_the_models_and_takes_short_names():
     }
 
 
-def test_pairs_of_a_chain_and_nothing_that_is_not_surely_right():
-    assert find_tensor_plan(chain(8, 16, 16, 4), {}) == {"1": "colwise", "3": "rowwise"}
-    assert find_tensor_plan(chain(8, 16, 16, 16, 4), {}) == {
+def test_chain_is_sharded_in_pairs_and_ambiguous_models_are_rejected():
+    assert find_tensor_plan(make_chain(8, 16, 16, 4), {}) == {"1": "colwise", "3": "rowwise"}
+    assert find_tensor_plan(make_chain(8, 16, 16, 16, 4), {}) == {
         "1": "colwise",
         "3": "rowwise",
         "5": "colwise",
         "7": "rowwise",
     }
-    twice = nn.Linear(8, 8)
-    for unsure in (
-        nn.Sequential(twice, nn.ReLU(), twice),
+    reused = nn.Linear(8, 8)
+    for unsupported in (
+        nn.Sequential(reused, nn.ReLU(), reused),
         nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)),
         Stack(),
     ):
         with pytest.raises(ConfigError, match="tensor_plan"):
-            find_tensor_plan(unsure, {})
+            find_tensor_plan(unsupported, {})
 
 
 @pytest.mark.parametrize(
@@ -96,19 +96,19 @@ def test_pairs_of_a_chain_and_nothing_that_is_not_surely_right():
         ({"layers.*.up": "colwise"}, "rowwise"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(plan, message):
+def test_rejects_invalid_plan(plan, message):
     with pytest.raises(ConfigError, match=message):
         find_tensor_plan(Stack(), plan)
 
 
-def test_a_style_of_a_models_own_plan_that_is_not_built_in_is_refused_by_name():
-    model = small_qwen()
+def test_rejects_unknown_style_in_model_plan():
+    model = make_small_qwen()
     model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.gate_proj": "grouped_gemm"}
     with pytest.raises(ConfigError, match=r"gate_proj.*grouped_gemm"):
         find_tensor_plan(model, {})
 
 
-def test_what_is_cut_of_a_layer_and_of_its_adapter():
+def test_sharded_dimension_of_layers_and_adapters():
     plan = {"a.q": "colwise", "a.o": "rowwise"}
     assert [cut_dim(f"a.q.{leaf}", dims, plan) for leaf, dims in (("weight", 2), ("bias", 1))] == [
         0,
@@ -133,7 +133,7 @@ def test_what_is_cut_of_a_layer_and_of_its_adapter():
     assert cut_dim("a.norm.weight", 1, plan) is None
 
 
-def test_sizes_of_a_config_json_are_checked_before_anything_is_loaded():
+def test_rejects_indivisible_sizes_before_loading():
     sizes = {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 4096}
     check_sizes(sizes, 4)
     check_sizes({}, 3)

@@ -1,5 +1,4 @@
-"""`dp`: the losses of `single`, one process, replicas that share nothing, and the traffic it
-declares."""
+"""`dp`: losses of `single`, independent replicas in one process, and the predicted traffic."""
 
 import pytest
 import torch
@@ -17,8 +16,8 @@ from paceline.parallel.save_load import memory_bytes, state_shards
 
 
 class Tied(nn.Module):
-    """A tied weight, a layer used twice, a frozen layer, one without gradient, running statistics
-    and a counter."""
+    """A model with a tied weight, a layer that is used twice, a frozen layer, one without gradient,
+    running statistics and a counter."""
 
     def __init__(self):
         super().__init__()
@@ -35,17 +34,17 @@ class Tied(nn.Module):
         return self.head(self.frozen(self.twice(torch.tanh(self.twice(hidden)))))
 
 
-def configured(num_gpus="auto", **train_args):
+def make_config(num_gpus="auto", **train_args):
     return Config(
         model="m", dataset="d", parallel={"mode": "dp", "num_gpus": num_gpus}, train_args=train_args
     )
 
 
-def train(strategy, steps, micro_batches, eval_norm):
+def train(strategy, steps, micro_batches, eval_mode):
     torch.manual_seed(0)
     model = strategy.setup(Tied())
-    model.norm.train(not eval_norm)
-    if eval_norm:
+    model.norm.train(not eval_mode)
+    if eval_mode:
         model.eval()
     optimizer = strategy.setup_optimizer(
         lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-2)
@@ -70,34 +69,36 @@ def train(strategy, steps, micro_batches, eval_norm):
     return losses, weights, optimizer
 
 
-def trained_both_ways(world, num_devices, micro_batches):
-    alone, weights, _ = train(
-        SingleDeviceStrategy(configured(), world), 20, micro_batches, eval_norm=True
+def train_in_both_modes(world, num_devices, micro_batches):
+    single_losses, weights, _ = train(
+        SingleDeviceStrategy(make_config(), world), 20, micro_batches, eval_mode=True
     )
     results = []
     for _ in range(2):
-        strategy = ThreadedDPStrategy(configured(), world)
+        strategy = ThreadedDPStrategy(make_config(), world)
         strategy.num_devices = num_devices
-        results.append(train(strategy, 20, micro_batches, eval_norm=True)[:2])
-    return alone, weights, results
+        results.append(train(strategy, 20, micro_batches, eval_mode=True)[:2])
+    return single_losses, weights, results
 
 
 @pytest.mark.parametrize(("num_devices", "micro_batches"), [(2, 4), (3, 7)])
-def test_losses_are_those_of_single_and_repeat_to_the_bit(num_devices, micro_batches):
-    alone, weights, (first, again) = run_ranks(trained_both_ways, 1, num_devices, micro_batches)[0]
-    assert alone[-1] < alone[0]
-    torch.testing.assert_close(first[0], alone, rtol=1e-5, atol=0)
+def test_losses_match_single_and_are_reproducible(num_devices, micro_batches):
+    single_losses, weights, (first, second) = run_ranks(
+        train_in_both_modes, 1, num_devices, micro_batches
+    )[0]
+    assert single_losses[-1] < single_losses[0]
+    torch.testing.assert_close(first[0], single_losses, rtol=1e-5, atol=0)
     for name, value in weights.items():
         torch.testing.assert_close(first[1][name], value, rtol=1e-4, atol=1e-5)
-        assert torch.equal(first[1][name], again[1][name]), name
-    assert first[0] == again[0]
+        assert torch.equal(first[1][name], second[1][name]), name
+    assert first[0] == second[0]
 
 
-def measured(world):
-    strategy = ThreadedDPStrategy(configured(num_gpus=3), world)
+def measure_cost(world):
+    strategy = ThreadedDPStrategy(make_config(num_gpus=3), world)
     before = world.traffic.bytes_by_collective.get("copy", 0)
-    train(strategy, 1, 3, eval_norm=False)
-    copied = world.traffic.bytes_by_collective["copy"] - before
+    train(strategy, 1, 3, eval_mode=False)
+    copied_bytes = world.traffic.bytes_by_collective["copy"] - before
     cost = estimate_cost(
         strategy.name,
         outline(Tied(), strategy.config),
@@ -107,15 +108,15 @@ def measured(world):
     )
     model, *replicas = strategy.replicas
     storages = [
-        {parameter.untyped_storage().data_ptr() for parameter in each.parameters()}
-        for each in strategy.replicas
+        {parameter.untyped_storage().data_ptr() for parameter in replica.parameters()}
+        for replica in strategy.replicas
     ]
     shared = storages[0] & storages[1] | storages[1] & storages[2] | storages[0] & storages[2]
-    tied = all(each.head.weight is each.embed.weight for each in strategy.replicas)
+    tied = all(replica.head.weight is replica.embed.weight for replica in strategy.replicas)
     statistics = model.norm.num_batches_tracked.item()
     names = sorted(part.name for part in state_shards(strategy))
     return (
-        copied,
+        copied_bytes,
         cost,
         memory_bytes(strategy),
         len(replicas),
@@ -127,15 +128,15 @@ def measured(world):
     )
 
 
-def test_cost_and_replicas():
-    copied, cost, state_bytes, replicas, shared, tied, statistics, names, notices = run_ranks(
-        measured, 1
+def test_replicas_are_independent_and_cost_is_predicted():
+    copied_bytes, cost, state_bytes, replicas, shared, tied, statistics, names, notices = run_ranks(
+        measure_cost, 1
     )[0]
-    # A parameter without gradient moves no gradient: `never`, 12 elements, from two replicas.
-    assert copied + 2 * 12 * 4 == cost.traffic["copy"] == cost.traffic_per_step
+    # `never`, with 12 elements, has no gradient that two replicas would copy.
+    assert copied_bytes + 2 * 12 * 4 == cost.traffic["copy"] == cost.traffic_per_step
     assert state_bytes == pytest.approx(cost.state, rel=0.02)
     assert (replicas, shared, tied) == (2, set(), True)
-    assert statistics == 1  # device 0 keeps its own running statistics, as DataParallel does
+    assert statistics == 1  # the running statistics are those of device 0, as in DataParallel
     assert "model/embed.weight" in names
     assert "model/head.weight" not in names
     assert "buffer/norm.running_mean" in names
@@ -143,28 +144,28 @@ def test_cost_and_replicas():
     assert any("ddp" in text for _, text in notices)
 
 
-class Broken(Exception):
+class TaskError(Exception):
     pass
 
 
-def failing(world):
-    strategy = ThreadedDPStrategy(configured(num_gpus=2), world)
+def fail_in_thread(world):
+    strategy = ThreadedDPStrategy(make_config(num_gpus=2), world)
     strategy.setup(Tied())
-    ended = []
+    finished = []
 
     def micro_step(number, module):
         if number == 0:
-            raise Broken("the task fails")
+            raise TaskError("the task fails")
         loss = module(torch.zeros(4, 5, dtype=torch.long)).sum()
-        ended.append(number)
+        finished.append(number)
         return loss
 
     try:
         strategy.forward_backward(micro_step, 2)
-    except Broken as error:
-        return str(error), ended
-    return None, ended
+    except TaskError as error:
+        return str(error), finished
+    return None, finished
 
 
-def test_an_error_in_a_thread_is_raised_when_all_have_ended():
-    assert run_ranks(failing, 1)[0] == ("the task fails", [1])
+def test_error_in_a_thread_is_raised_after_all_have_finished():
+    assert run_ranks(fail_in_thread, 1)[0] == ("the task fails", [1])

@@ -1,4 +1,4 @@
-"""A strategy in a user's file: the one in examples/."""
+"""A strategy from a user's file: the one in `examples/`."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from paceline.parallel.registry import check_strategy, layout
 MODE = f"{Path(__file__).parents[2] / 'examples' / 'my_strategy.py'}:SPEC"
 
 
-def test_the_example_trains_a_step() -> None:
+def test_example_strategy_trains_a_step() -> None:
     config = Config(model="m", dataset="d", parallel={"mode": MODE})
     assert layout(config.parallel, 2).axes == ParallelDims(data=2)
     check_strategy(MODE, config, ParallelDims(data=2))
@@ -31,7 +31,7 @@ def test_the_example_trains_a_step() -> None:
     assert (before - model.weight).norm().item() == pytest.approx(1.0, rel=1e-5)
 
 
-def test_its_limits_are_checked() -> None:
+def test_example_strategy_rejects_unsupported_settings() -> None:
     config = Config(
         model="m",
         dataset="d",

@@ -1,4 +1,5 @@
-"""`zero1`: the same losses as one rank, from state that is cut into shards."""
+"""`zero1`: training with a sharded optimizer state matches one rank, at the predicted memory and
+traffic."""
 
 import pytest
 import torch
@@ -17,78 +18,82 @@ from paceline.parallel.zero1.buckets import ShardedBuckets
 from paceline.train.optimizer import build_optimizer
 
 
-def chain(world, source):
-    """All that three ranks are asked, in one start: a run without a break, its second half from its
-    own middle and from another's, and what runs of other kinds hold."""
+def train_on_three_ranks(world, source):
+    """Train on three ranks: uninterrupted, resumed from the state of the same layout and of one
+    rank, with other models, and with running statistics in training mode."""
     complete = train(world, "zero1", steps=20)
-    half = train(world, "zero1", steps=3)
-    gathered = world.gather_objects(half["parts"])
-    resumed = train(world, "zero1", steps=3, first=3, source=assemble(gathered))
-    unbroken = train(world, "zero1", steps=6)
-    moved = train(world, "zero1", steps=3, first=3, source=source)
+    saved = train(world, "zero1", steps=3)
+    gathered = world.gather_objects(saved["shards"])
+    resumed = train(world, "zero1", steps=3, first_step=3, source=assemble(gathered))
+    uninterrupted = train(world, "zero1", steps=6)
+    resumed_from_one_rank = train(world, "zero1", steps=3, first_step=3, source=source)
     costs = [
-        train(world, "zero1", steps=2, net=net, bf16=low)
+        train(world, "zero1", steps=2, net=net, bf16=bf16)
         for net in (Plain, Adapted)
-        for low in (False, True)
+        for bf16 in (False, True)
     ]
-    moving = train(world, "zero1", steps=2, train_mode=True)
+    training_mode = train(world, "zero1", steps=2, train_mode=True)
     return {
-        "whole": complete,
+        "full": complete,
         "resumed": resumed,
-        "unbroken": unbroken,
-        "moved": moved,
-        "held": costs,
-        "moving": moving,
+        "uninterrupted": uninterrupted,
+        "resumed_from_one_rank": resumed_from_one_rank,
+        "costs": costs,
+        "training_mode": training_mode,
     }
 
 
 @pytest.fixture(scope="module")
-def alone():
-    return run_ranks(train_alone, 1)[0]
+def one_rank():
+    return run_ranks(train_on_one_rank, 1)[0]
 
 
-def train_alone(world):
+def train_on_one_rank(world):
     return {
-        "whole": train(world, "single", steps=20, micro_batches=6),
-        "half": train(world, "single", steps=3, micro_batches=6),
-        "six": train(world, "single", steps=6, micro_batches=6),
+        "full": train(world, "single", steps=20, micro_batches=6),
+        "three_steps": train(world, "single", steps=3, micro_batches=6),
+        "six_steps": train(world, "single", steps=6, micro_batches=6),
         "one_rank": train(world, "zero1", steps=20, micro_batches=6),
     }
 
 
 @pytest.fixture(scope="module")
-def three(alone):
-    return run_ranks(chain, 3, assemble([alone["half"]["parts"]]), timeout_s=120.0)
+def three_ranks(one_rank):
+    return run_ranks(
+        train_on_three_ranks, 3, assemble([one_rank["three_steps"]["shards"]]), timeout_s=120.0
+    )
 
 
-def test_losses_norms_and_weights_are_those_of_one_rank(alone, three):
-    for ranks in (three, [{"whole": alone["one_rank"]}]):
+def test_losses_norms_and_weights_match_one_rank(one_rank, three_ranks):
+    for ranks in (three_ranks, [{"full": one_rank["one_rank"]}]):
         for result in ranks:
-            assert result["whole"]["losses"] == pytest.approx(alone["whole"]["losses"], rel=1e-6)
-            assert result["whole"]["norms"] == pytest.approx(alone["whole"]["norms"], rel=1e-5)
+            assert result["full"]["losses"] == pytest.approx(one_rank["full"]["losses"], rel=1e-6)
+            assert result["full"]["norms"] == pytest.approx(one_rank["full"]["norms"], rel=1e-5)
             torch.testing.assert_close(
-                result["whole"]["logits"], alone["whole"]["logits"], rtol=1e-4, atol=1e-4
+                result["full"]["logits"], one_rank["full"]["logits"], rtol=1e-4, atol=1e-4
             )
-        ours = assemble([result["whole"]["parts"] for result in ranks])
-        assert largest_difference(ours, assemble([alone["whole"]["parts"]])) < 1e-5
+        ours = assemble([result["full"]["shards"] for result in ranks])
+        assert largest_difference(ours, assemble([one_rank["full"]["shards"]])) < 1e-5
 
 
-def test_going_on_in_the_same_layout_is_bitwise(three):
-    unbroken = assemble([result["unbroken"]["parts"] for result in three]).full
-    resumed = assemble([result["resumed"]["parts"] for result in three]).full
-    assert set(unbroken) == set(resumed)
-    for name, value in unbroken.items():
+def test_resume_in_the_same_layout_is_bitwise_exact(three_ranks):
+    uninterrupted = assemble([result["uninterrupted"]["shards"] for result in three_ranks]).full
+    resumed = assemble([result["resumed"]["shards"] for result in three_ranks]).full
+    assert set(uninterrupted) == set(resumed)
+    for name, value in uninterrupted.items():
         assert torch.equal(value, resumed[name]), name
-    assert three[0]["unbroken"]["losses"][3:] == three[0]["resumed"]["losses"]
+    assert three_ranks[0]["uninterrupted"]["losses"][3:] == three_ranks[0]["resumed"]["losses"]
 
 
-def test_going_on_from_one_rank(alone, three):
-    assert three[0]["moved"]["losses"] == pytest.approx(alone["six"]["losses"][3:], rel=1e-6)
+def test_resume_from_one_rank_has_the_same_losses(one_rank, three_ranks):
+    assert three_ranks[0]["resumed_from_one_rank"]["losses"] == pytest.approx(
+        one_rank["six_steps"]["losses"][3:], rel=1e-6
+    )
 
 
-def test_state_and_traffic_are_what_the_cost_says(three):
-    for number in range(len(three[0]["held"])):
-        results = [result["held"][number] for result in three]
+def test_state_and_traffic_match_the_cost_model(three_ranks):
+    for number in range(len(three_ranks[0]["costs"])):
+        results = [result["costs"][number] for result in three_ranks]
         cost = results[0]["cost"]
         assert max(result["state"] for result in results) == pytest.approx(cost.state, rel=0.02)
         assert max(sum(result["traffic"].values()) for result in results) == pytest.approx(
@@ -96,22 +101,27 @@ def test_state_and_traffic_are_what_the_cost_says(three):
         )
 
 
-def test_running_statistics_are_the_first_rank_s_everywhere(three):
+def test_running_statistics_are_those_of_rank_zero(three_ranks):
     shards = [
-        part
-        for part in three[0]["moving"]["parts"]
-        if part.name == "buffer/statistics.running_mean"
+        shard
+        for shard in three_ranks[0]["training_mode"]["shards"]
+        if shard.name == "buffer/statistics.running_mean"
     ]
     assert len(shards) == 1
     assert shards[0].tensor.abs().sum() > 0
-    for result in three[1:]:
-        assert not any(part.name.startswith("buffer/") for part in result["moving"]["parts"])
+    for result in three_ranks[1:]:
+        assert not any(
+            shard.name.startswith("buffer/") for shard in result["training_mode"]["shards"]
+        )
         torch.testing.assert_close(
-            result["moving"]["logits"], three[0]["moving"]["logits"], rtol=0, atol=0
+            result["training_mode"]["logits"],
+            three_ranks[0]["training_mode"]["logits"],
+            rtol=0,
+            atol=0,
         )
 
 
-def test_buckets_are_cut_evenly_and_hold_each_tensor_once():
+def test_buckets_are_sharded_evenly_and_hold_each_tensor_once():
     tensors = [(5, 4, "a"), (17, 4, "a"), (300, 4, "a"), (1, 2, "b"), (40, 2, "b")]
     layouts = lay_out(tensors, 128, shards=3)
     assert [layout.members for layout in layouts] == [(4, 3), (2,), (1, 0)]
@@ -122,9 +132,8 @@ def test_buckets_are_cut_evenly_and_hold_each_tensor_once():
     assert sorted(member for layout in layouts for member in layout.members) == list(range(5))
 
 
-def overflowing(world):
-    """float16: the gradient scaler finds what overflowed on another rank's shard; a rank that holds
-    padding alone takes part."""
+def step_in_float16(world):
+    """Make a step in float16 with a gradient scaler. On four ranks, one shard is only padding."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     buckets = ShardedBuckets(dict(model.named_parameters()), 2**20, world, torch.float16)
@@ -143,8 +152,8 @@ def overflowing(world):
     return norm, model.weight.detach().float(), len(buckets.pieces)
 
 
-def test_float16_with_a_scaler_and_a_rank_without_elements():
-    results = run_ranks(overflowing, 4)
+def test_float16_step_with_a_shard_of_padding():
+    results = run_ranks(step_in_float16, 4)
     torch.manual_seed(0)
     start = nn.Linear(3, 2).weight.detach()
     for norm, weight, pieces in results:
@@ -153,9 +162,9 @@ def test_float16_with_a_scaler_and_a_rank_without_elements():
         torch.testing.assert_close(weight, start * (1 - 0.1 * 0.01) - 0.1, rtol=2e-3, atol=2e-3)
 
 
-def test_formula_of_the_paper():
-    """7.5 B parameters on 64 ranks, mixed precision Adam (Rajbhandari et al., 2020, figure 1): 31.4
-    GB a rank, 2Ψ of traffic."""
+def test_cost_matches_the_zero_paper():
+    """Memory and traffic of mixed-precision Adam with 7.5 B parameters on 64 ranks match
+    Rajbhandari et al. (2020), figure 1: 31.4 GB per rank, traffic of 2Ψ."""
     config = Config(model="m", dataset="d", train_args={"precision": "bf16-mixed"})
     shape = ModelShape((TensorShape("w", (7_500_000_000,), 4, True),), low_bytes=2)
     cost = estimate_cost("zero1", shape, ParallelDims(data=64), Workload(), config)
@@ -170,12 +179,12 @@ def test_formula_of_the_paper():
         ({"parallel": {"cpu_offload": "all"}}, "zero3"),
     ],
 )
-def test_what_does_not_fit_is_refused(section, message):
+def test_rejects_unsupported_settings(section, message):
     with pytest.raises(ConfigError, match=message):
         check_strategy("zero1", Config(model="m", dataset="d", **section), ParallelDims(data=2))
 
 
-def test_weight_decay_falls_on_pieces_of_matrices_alone():
+def test_weight_decay_applies_only_to_matrices():
     named = [("a", nn.Parameter(torch.zeros(4))), ("b", nn.Parameter(torch.zeros(4)))]
     args = Config(model="m", dataset="d", train_args={"weight_decay": 0.1}).train_args
     groups = build_optimizer(args, 1e-3, named, frozenset({"a"})).param_groups

@@ -1,8 +1,8 @@
-"""A small model with every difficulty, and a training loop around a strategy: shared by the tests
-of strategies."""
+"""Small models, among them one with tied, frozen and unused weights, and a training loop around a
+strategy, for the tests of strategies."""
 
 import torch
-from states import copied
+from states import copy_shards
 from torch import nn
 from torch.nn import functional
 
@@ -16,7 +16,7 @@ from paceline.parallel.registry import estimate_cost
 from paceline.parallel.save_load import load_state, memory_bytes, state_shards
 from paceline.train.optimizer import build_optimizer, matrices_of
 
-WIDTH = 20  # does not divide by three: shards get padding
+WIDTH = 20  # not divisible by three, so that shards have padding
 VOCABULARY = 30
 ROWS = 24
 
@@ -33,8 +33,8 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Tied weights, a frozen layer, a scalar, layers that few samples or none reach, running
-    statistics; with ``twice`` a block that runs twice."""
+    """A model with tied weights, a frozen layer, a scalar, layers that few or no samples reach, and
+    running statistics. With ``twice``, the first block runs twice."""
 
     def __init__(self, twice=True):
         super().__init__()
@@ -61,7 +61,7 @@ class Net(nn.Module):
 
 
 class Adapted(nn.Module):
-    """Frozen matrices with low-rank ones beside them, as LoRA has."""
+    """Frozen matrices with low-rank adapters, as in LoRA."""
 
     class Layer(nn.Module):
         def __init__(self):
@@ -87,7 +87,7 @@ class Adapted(nn.Module):
 
 
 class Plain(nn.Sequential):
-    """No difficulty; wide enough that step counts and scalars do not show."""
+    """A plain chain, wide enough that the bytes of step counts and scalars are negligible."""
 
     def __init__(self):
         blocks = [layer for _ in range(2) for layer in (nn.Linear(64, 64), nn.Tanh())]
@@ -101,15 +101,19 @@ def train(
     steps=6,
     net=Net,
     source=None,
-    first=0,
+    first_step=0,
     bf16=False,
     micro_batches=2,
     train_mode=False,
-    rate=3e-3,
+    learning_rate=3e-3,
 ):
-    """Train ``steps`` steps of AdamW with weight decay, clipping and accumulation. Every rank
-    starts from weights of its own: rank 0's must win. Returns a dict: losses (of the whole batch),
-    parts (what this rank writes), state and cost and traffic (of the last step)."""
+    """Train for ``steps`` steps of AdamW with weight decay, clipping and accumulation. The initial
+    weights differ between ranks, so that only a strategy that takes those of rank 0 passes.
+
+    Returns:
+        Among others the losses of the global batch, the tensor shards that this rank writes, the
+        state in bytes, the estimated cost, and the bytes sent in the last step.
+    """
     if axes is not None:
         world = Communicator(world.env, world.device, axes)
     config = Config(
@@ -128,13 +132,13 @@ def train(
     shape, matrices = outline(built, config), matrices_of(built)
     model = strategy.setup(built)
     strategy.setup_optimizer(
-        lambda named: build_optimizer(config.train_args, rate, named, matrices)
+        lambda named: build_optimizer(config.train_args, learning_rate, named, matrices)
     )
     if source is not None:
         load_state(strategy, source)
     losses, norms, traffic = [], [], {}
     rows = ROWS // (world.axes.replicas * micro_batches)
-    for step in range(first, first + steps):
+    for step in range(first_step, first_step + steps):
         tokens = torch.randint(
             0, VOCABULARY, (ROWS,), generator=torch.Generator().manual_seed(step)
         )
@@ -164,20 +168,20 @@ def train(
         }
         losses.append(world.sum(sum(seen))[0])
 
-    def look(module):
+    def compute_logits(module):
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             return {"logits": module(torch.arange(VOCABULARY))}
 
     model.eval()
-    parts, state_bytes = copied(state_shards(strategy)), memory_bytes(strategy)
-    looked = evaluate(strategy, look, model)["logits"]
+    shards, state_bytes = copy_shards(state_shards(strategy)), memory_bytes(strategy)
+    logits_by_vocabulary = evaluate(strategy, compute_logits, model)["logits"]
     result = {
         "losses": losses,
         "norms": norms,
-        "parts": parts,
+        "shards": shards,
         "state": state_bytes,
         "state_after_evaluation": memory_bytes(strategy),
-        "logits": looked,
+        "logits": logits_by_vocabulary,
         "cost": (
             estimate_cost(
                 strategy.name, shape, world.axes, Workload(micro_batches=micro_batches), config
@@ -190,7 +194,7 @@ def train(
 
 
 def largest_difference(ours, theirs):
-    """Largest relative difference of two states' trained weights, and of nothing else."""
+    """Return the largest relative difference between the trained weights of two states."""
     assert set(ours.full) == set(theirs.full), set(ours.full) ^ set(theirs.full)
     return max(
         float((value - theirs.full[name]).norm() / theirs.full[name].norm().clamp(min=1e-3))
