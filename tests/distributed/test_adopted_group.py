@@ -1,4 +1,4 @@
-"""A process group that exists before the run."""
+"""A process group that exists before a run starts."""
 
 import pytest
 from ranks import run_ranks
@@ -7,8 +7,8 @@ pytestmark = pytest.mark.slow
 
 
 def adopt(world):
-    """``world``'s group is the default process group of these two processes: whoever made it was
-    not `init_communicator`."""
+    """Adopt the default process group, which `init_communicator` did not create, and try to adopt
+    it with another rank. Return the sum over the adopted group, the error, and a sum after that."""
     import torch
     import torch.distributed as dist
 
@@ -22,15 +22,15 @@ def adopt(world):
     try:
         init_communicator(RankEnv(1 - world.rank, 2, world.rank, 2), "cpu", 30.0)
     except RunError as error:
-        refused = str(error)
+        error_message = str(error)
     tensor = torch.ones(1)
     dist.all_reduce(tensor)  # the group is still open
-    return total, refused, float(tensor)
+    return total, error_message, float(tensor)
 
 
-def test_an_existing_group_is_adopted_and_a_differing_one_is_refused():
-    for rank, (total, refused, after) in enumerate(run_ranks(adopt, 2)):
+def test_adopts_existing_group_and_rejects_mismatched_rank():
+    for rank, (total, error_message, after) in enumerate(run_ranks(adopt, 2)):
         assert total == [3.0]
-        assert f"rank {rank} of 2 in the existing process group" in refused
-        assert f"rank {1 - rank} of 2 in the environment" in refused
+        assert f"rank {rank} of 2 in the existing process group" in error_message
+        assert f"rank {1 - rank} of 2 in the environment" in error_message
         assert after == 2.0

@@ -1,4 +1,4 @@
-"""The last collectives of a rank can be read by the others of its host, also when it has ended."""
+"""The last collectives of a rank can be read by other ranks of its host, even after it has died."""
 
 import multiprocessing
 import os
@@ -14,22 +14,22 @@ from paceline.distributed.progress import CollectiveCall, where
 CODE = (lambda: None).__code__
 
 
-def call(number: int | None, numel: int = 3) -> CollectiveCall:
+def make_call(number: int | None, numel: int = 3) -> CollectiveCall:
     return CollectiveCall(number, "all_reduce", torch.float32, numel, "0", ((CODE, 7),))
 
 
-def make() -> CallLog:
-    box = CallLog.make()
-    assert box is not None
-    return box
+def make_log() -> CallLog:
+    log = CallLog.make()
+    assert log is not None
+    return log
 
 
-def test_the_last_calls_come_back_in_order() -> None:
-    box = make()
+def test_last_calls_are_read_in_order() -> None:
+    log = make_log()
     for number in range(40):
-        box.write(call(number, numel=number % 5))
-    box.write(call(None))
-    calls = CallLogReader(os.getpid(), box.file).calls()
+        log.write(make_call(number, numel=number % 5))
+    log.write(make_call(None))
+    calls = CallLogReader(os.getpid(), log.file).calls()
     assert [call["number"] for call in calls] == [*range(9, 40), None]
     assert calls[0] == {
         "number": 9, "function": "all_reduce", "dtype": "float32", "numel": 4, "group": "0",
@@ -37,29 +37,29 @@ def test_the_last_calls_come_back_in_order() -> None:
     }  # fmt: skip
 
 
-def test_an_empty_one() -> None:
-    assert CallLogReader(os.getpid(), make().file).calls() == []
+def test_empty_log_has_no_calls() -> None:
+    assert CallLogReader(os.getpid(), make_log().file).calls() == []
 
 
-def test_one_that_is_not_there() -> None:
+def test_missing_log_raises_oserror() -> None:
     with pytest.raises(OSError, match=r"\d"):
         CallLogReader(os.getpid(), 10_000)
 
 
 def _write_and_wait(pipe: Any) -> None:
-    box = make()
-    box.write(call(5))
-    pipe.send(box.file)
+    log = make_log()
+    log.write(make_call(5))
+    pipe.send(log.file)
     pipe.recv()
 
 
-def test_it_outlives_its_process() -> None:
+def test_log_is_readable_after_its_process_was_killed() -> None:
     context = multiprocessing.get_context("forkserver")
     receiver, sender = context.Pipe()
     process = context.Process(target=_write_and_wait, args=(sender,))
     process.start()
     assert process.pid is not None
-    opened = CallLogReader(process.pid, receiver.recv())
+    reader = CallLogReader(process.pid, receiver.recv())
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    assert [call["number"] for call in opened.calls()] == [5]
+    assert [call["number"] for call in reader.calls()] == [5]

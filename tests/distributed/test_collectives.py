@@ -1,5 +1,5 @@
-"""Collectives of our own: the same values as the backend's, the bytes that the formulas say, on
-real ranks."""
+"""Paceline's own collectives on real ranks: the values of the backend's collectives, and the bytes
+of the closed formulas."""
 
 import threading
 from typing import Any
@@ -28,31 +28,31 @@ DTYPES = (
 )  # fmt: skip
 
 
-def _values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small whole numbers: their sums are exact in every dtype."""
+def _make_values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return small integers, whose sums are exact in every dtype."""
     numbers = (torch.arange(numel) * (rank + 2) + rank) % 5
     return (numbers % 2 == 0 if dtype == torch.bool else numbers).to(dtype)
 
 
-def _expected(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    every = [_values(rank, numel, dtype) for rank in range(size)]
+def _expected_sum(size: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    values_by_rank = [_make_values(rank, numel, dtype) for rank in range(size)]
     if dtype == torch.bool:
-        return torch.stack(every).any(dim=0)
-    return torch.stack(every).sum(dim=0).to(dtype)
+        return torch.stack(values_by_rank).any(dim=0)
+    return torch.stack(values_by_rank).sum(dim=0).to(dtype)
 
 
-def _same(tensor: torch.Tensor, other: torch.Tensor, what: object) -> None:
-    assert torch.equal(tensor, other), f"{what}: {tensor} instead of {other}"
+def _assert_equal(tensor: torch.Tensor, other: torch.Tensor, case: object) -> None:
+    assert torch.equal(tensor, other), f"{case}: {tensor} instead of {other}"
 
 
 def sent_bytes(algorithm: str, world_size: int, rank: int, numel: int, element_size: int) -> int:
-    """Bytes that a rank sends in an all-reduce, in closed form.
+    """Return the bytes that a rank sends in an all-reduce, in closed form.
 
-    - ring: all chunks but one in each phase: 2(N-1)/N of the tensor where N divides it.
-    - naive: rank 0 sends the tensor N-1 times, each other rank once.
-    - tree: once up (all but rank 0), and down to each child of the binomial tree.
-    - halving, N = 2^k: 2(N-1)/N of the tensor; the ranks beyond a power of two send and get it
-      whole beside that.
+    - ring: all chunks but one in each phase, or 2(N-1)/N of the tensor if N divides it.
+    - naive: the tensor N-1 times on rank 0, once on each other rank.
+    - tree: once up (except on rank 0), and once down to each child in the binomial tree.
+    - halving, N = 2^k: 2(N-1)/N of the tensor. If N is not a power of two, each rank beyond it
+      also sends and receives the full tensor.
     """
     if world_size == 1:
         return 0
@@ -72,7 +72,7 @@ def _naive_sent(size: int, rank: int, numel: int) -> int:
 
 
 def _tree_sent(size: int, rank: int, numel: int) -> int:
-    # A rank's children lie at rank + 2^k, for each 2^k below its lowest set bit (rank 0: below N).
+    # A rank's children are rank + 2^k for each 2^k below its lowest set bit (for rank 0, below N).
     reach = rank & -rank if rank else size
     children = sum(
         1 for power in range(size.bit_length()) if 1 << power < reach and rank + (1 << power) < size
@@ -85,8 +85,8 @@ def _halving_sent(size: int, rank: int, numel: int) -> int:
     if rank >= core:
         return numel
     first, last = bounds(rank, core, numel)
-    # Halving: everything but its own chunk goes away. Doubling: the chunk goes out once, then each
-    # doubled range but the last.
+    # Halving sends everything except the rank's own chunk. Doubling sends that chunk, and then each
+    # doubled range except the last.
     total = numel - (last - first)
     span = 1
     while span < core:
@@ -103,18 +103,22 @@ def _check_values(world: Communicator) -> None:
     for algorithm in ALGORITHMS["all-reduce"]:
         for numel in SIZES:
             for dtype in DTYPES if numel in (7, 64) else (torch.float32,):
-                tensor = _values(world.rank, numel, dtype)
-                done = all_reduce(world, tensor, algorithm)
-                _same(tensor, _expected(world.size, numel, dtype), (algorithm, numel, dtype))
-                assert done.bytes == sent_bytes(
+                tensor = _make_values(world.rank, numel, dtype)
+                result = all_reduce(world, tensor, algorithm)
+                _assert_equal(
+                    tensor, _expected_sum(world.size, numel, dtype), (algorithm, numel, dtype)
+                )
+                assert result.bytes == sent_bytes(
                     algorithm, world.size, world.rank, numel, tensor.element_size()
                 )
     for algorithm in ALGORITHMS["broadcast"]:
         for root in range(world.size):
             for numel in SIZES:
-                tensor = _values(world.rank, numel, torch.bfloat16)
+                tensor = _make_values(world.rank, numel, torch.bfloat16)
                 broadcast(world, tensor, algorithm, root)
-                _same(tensor, _values(root, numel, torch.bfloat16), (algorithm, root, numel))
+                _assert_equal(
+                    tensor, _make_values(root, numel, torch.bfloat16), (algorithm, root, numel)
+                )
     world.barrier()
 
 
@@ -127,32 +131,34 @@ def _check_against_backend(world: Communicator) -> None:
             all_reduce(world, tensor, algorithm, op=op)
             dist.all_reduce(native, op)
             torch.testing.assert_close(tensor, native, msg=f"{algorithm} {op}")
-            every = world.gather_objects(tensor.tolist())
-            assert all(values == every[0] for values in every), "ranks end with different bits"
+            values_by_rank = world.gather_objects(tensor.tolist())
+            assert all(values == values_by_rank[0] for values in values_by_rank), (
+                "ranks end with different bits"
+            )
     world.barrier()
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_every_algorithm_dtype_and_size(size: int) -> None:
+def test_values_for_each_algorithm_dtype_and_size(size: int) -> None:
     run_ranks(_check_values, size)
 
 
 def _check_strides_and_gradients(world: Communicator) -> None:
-    plain = _values(world.rank, 24, torch.float32).view(4, 6)
-    total = _expected(world.size, 24, torch.float32).view(4, 6)
+    plain = _make_values(world.rank, 24, torch.float32).view(4, 6)
+    total = _expected_sum(world.size, 24, torch.float32).view(4, 6)
     for algorithm in ALGORITHMS["all-reduce"]:
-        # The strides differ between the ranks; what lies beside the view stays as it is.
-        turned = plain.clone() if world.rank == 0 else plain.t().contiguous().t()
-        all_reduce(world, turned, algorithm)
-        _same(turned, total, algorithm)
+        # The strides differ between the ranks, and elements outside the view must not change.
+        strided = plain.clone() if world.rank == 0 else plain.t().contiguous().t()
+        all_reduce(world, strided, algorithm)
+        _assert_equal(strided, total, algorithm)
         wide = torch.full((4, 12), -1.0)
         wide[:, ::2] = plain
         all_reduce(world, wide[:, ::2], algorithm)
-        _same(wide[:, ::2], total, algorithm)
+        _assert_equal(wide[:, ::2], total, algorithm)
         assert (wide[:, 1::2] == -1).all()
     leaf = plain.clone().requires_grad_()
     all_reduce(world, leaf, "ring")
-    _same(leaf.detach(), total, "a tensor that requires grad")
+    _assert_equal(leaf.detach(), total, "a tensor that requires grad")
     scalar = torch.tensor(float(world.rank))
     all_reduce(world, scalar, "halving")
     assert float(scalar) == sum(range(world.size))
@@ -163,39 +169,39 @@ def _check_strides_and_gradients(world: Communicator) -> None:
     _check_against_backend(world)
 
 
-def test_strides_gradients_operations_and_the_backend() -> None:
+def test_strides_reduce_ops_and_agreement_with_the_backend() -> None:
     run_ranks(_check_strides_and_gradients, 3)
 
 
 def _check_counts(world: Communicator) -> dict[str, Any]:
-    """Count what is handed to the process group, message by message."""
-    passed: list[int] = []
+    """Count the messages and bytes that are passed to the process group."""
+    sent_sizes: list[int] = []
     start = dist.batch_isend_irecv
 
     def counting(calls: list[dist.P2POp]) -> list[dist.Work]:
         tensors = [call.tensor for call in calls if call.op is dist.isend]
-        passed.extend(tensor.numel() * tensor.element_size() for tensor in tensors)
+        sent_sizes.extend(tensor.numel() * tensor.element_size() for tensor in tensors)
         return start(calls)
 
     dist.batch_isend_irecv = counting
     before = world.traffic.total
     sent_by_algorithm = {}
     for algorithm in ALGORITHMS["all-reduce"]:
-        passed.clear()
-        done = all_reduce(world, torch.ones(1000), algorithm)
-        assert (sum(passed), len(passed)) == (done.bytes, done.messages)
-        assert done == sent(algorithm, world.size, 1000, 4)[world.rank]
-        sent_by_algorithm[algorithm] = done.bytes
+        sent_sizes.clear()
+        result = all_reduce(world, torch.ones(1000), algorithm)
+        assert (sum(sent_sizes), len(sent_sizes)) == (result.bytes, result.messages)
+        assert result == sent(algorithm, world.size, 1000, 4)[world.rank]
+        sent_by_algorithm[algorithm] = result.bytes
     assert world.traffic.total - before == sum(sent_by_algorithm.values())
     world.barrier()
     return sent_by_algorithm
 
 
 @pytest.mark.parametrize("size", [2, 4, 5, 8])
-def test_bytes_sent_are_those_of_the_formulas(size: int) -> None:
+def test_bytes_sent_match_the_formulas(size: int) -> None:
     ranks = run_ranks(_check_counts, size)
-    # The ring: the same for every rank, 2(N-1)/N of the tensor whatever N. The naive one: rank 0's
-    # grow with N.
+    # With `ring`, each rank sends 2(N-1)/N of the tensor for any N. With `naive`, the bytes of rank
+    # 0 grow with N.
     assert {rank["ring"] for rank in ranks} == {all_reduce_bytes(4000, size)}
     assert ranks[0]["naive"] == (size - 1) * 4000
     assert {rank["naive"] for rank in ranks[1:]} == {4000}
@@ -207,75 +213,77 @@ def _check_trace(world: Communicator) -> Trace:
     all_reduce(world, tensor, "ring", trace)
     assert trace.values[0] == [2.0**world.rank] * 10
     assert trace.values[-1] == tensor.tolist()
-    alone = Communicator(RankEnv(), world.device)
-    assert all_reduce(alone, tensor, "ring", Trace()).messages == 0
+    single_rank = Communicator(RankEnv(), world.device)
+    assert all_reduce(single_rank, tensor, "ring", Trace()).messages == 0
     world.barrier()
     return trace
 
 
-def test_a_trace_tells_each_step() -> None:
+def test_trace_records_each_step() -> None:
     ranks = run_ranks(_check_trace, 5)
     phases = [step.phase for step in ranks[0].steps]
     assert phases == ["scatter-reduce"] * 4 + ["all-gather"] * 4
     for rank, trace in enumerate(ranks):
         sends = [send for step in trace.steps for send in step.sends if send.source == rank]
         assert {send.target for send in sends} == {(rank + 1) % 5}
-        # After the scatter-reduce, rank r holds the whole sum of chunk r + 1 and of no other.
+        # After the scatter-reduce, rank r has the complete sum of chunk r + 1 only.
         chunk = (rank + 1) % 5
         complete = [number for number, value in enumerate(trace.values[4]) if value == 31.0]
         assert complete == [2 * chunk, 2 * chunk + 1]
 
 
 def _check_groups(world: Communicator) -> None:
-    """Two threads with a group each reduce at the same time, over persistent buckets of several
-    dtypes."""
+    """Reduce persistent buckets of several dtypes in two threads at the same time, each with its
+    own group."""
     groups = [Communicator(world.env, world.device, group=dist.new_group()) for _ in range(2)]
     buckets = [
         [torch.empty(5000 + 77 * number, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
         for number in range(2)
     ]
-    wrong: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def work(number: int) -> None:
         try:
             for _ in range(10):
                 for bucket in buckets[number]:
-                    bucket.copy_(_values(world.rank, bucket.numel(), bucket.dtype))
+                    bucket.copy_(_make_values(world.rank, bucket.numel(), bucket.dtype))
                     all_reduce(groups[number], bucket, "ring" if number else "halving")
-                    _same(bucket, _expected(world.size, bucket.numel(), bucket.dtype), number)
+                    _assert_equal(
+                        bucket, _expected_sum(world.size, bucket.numel(), bucket.dtype), number
+                    )
         except BaseException as error:
-            wrong.append(error)
+            errors.append(error)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong, wrong
+    assert not errors, errors
     world.barrier()
 
 
-def test_threads_with_groups_of_their_own() -> None:
+def test_concurrent_all_reduce_in_threads_with_separate_groups() -> None:
     run_ranks(_check_groups, 3)
 
 
-def _check_line(world: Communicator) -> None:
-    """A line of the mesh: ranks of a group are not those of the world."""
-    meshed = Communicator(world.env, world.device, ParallelDims(data=2, shard=2))
-    line = meshed.subgroup("data")
+def _check_subgroup(world: Communicator) -> None:
+    """Reduce and broadcast in a subgroup of the mesh, whose ranks are numbered differently."""
+    mesh = Communicator(world.env, world.device, ParallelDims(data=2, shard=2))
+    group = mesh.subgroup("data")
     tensor = torch.full((9,), 10.0**world.rank)
-    all_reduce(line, tensor, "ring")
-    _same(tensor, torch.full((9,), sum(10.0**rank for rank in line.ranks)), line.ranks)
-    broadcast(line, tensor.fill_(world.rank), "ring", root=1)
-    _same(tensor, torch.full((9,), float(line.ranks[1])), line.ranks)
+    all_reduce(group, tensor, "ring")
+    _assert_equal(tensor, torch.full((9,), sum(10.0**rank for rank in group.ranks)), group.ranks)
+    broadcast(group, tensor.fill_(world.rank), "ring", root=1)
+    _assert_equal(tensor, torch.full((9,), float(group.ranks[1])), group.ranks)
     world.barrier()
 
 
-def test_a_line_of_the_mesh() -> None:
-    run_ranks(_check_line, 4)
+def test_collectives_in_a_mesh_subgroup() -> None:
+    run_ranks(_check_subgroup, 4)
 
 
-def test_unknown_algorithm() -> None:
+def test_rejects_unknown_algorithm() -> None:
     world = Communicator(RankEnv(), torch.device("cpu"))
     with pytest.raises(ConfigError, match="ring, tree, halving, naive"):
         all_reduce(world, torch.zeros(1), "rign")

@@ -1,4 +1,4 @@
-"""Which devices a run takes: what was asked for is there, or it is an error."""
+"""The choice of devices: the requested ones, or an error."""
 
 import pytest
 import torch
@@ -13,34 +13,34 @@ def notice_text(chosen: devices.Devices) -> str:
     return " | ".join(text for _, text in chosen.notices)
 
 
-def refused(parallel: Parallel, ranks_given: int | None = None) -> str:
+def expect_config_error(parallel: Parallel, num_launched: int | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
-        choose_devices(parallel, ranks_given)
+        choose_devices(parallel, num_launched)
     return str(caught.value)
 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without an accelerator, as torch would report it."""
+    """Simulate a machine without an accelerator."""
     monkeypatch.setattr(devices, "accelerators", lambda: (None, []))
 
 
 @pytest.fixture
 def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which torch would report four."""
+    """Simulate a machine with four GPUs."""
     monkeypatch.setattr(
         devices, "accelerators", lambda: ("cuda", [f"Card {index}" for index in range(4)])
     )
 
 
 # -- the CPU
-def test_the_cpu_when_asked_for() -> None:
+def test_cpu_on_request() -> None:
     chosen = choose_devices(Parallel(device="cpu"))
     assert (chosen.type, chosen.count) == ("cpu", min(2, cpu_cores()))
     assert "devices: CPU (`parallel.device: cpu`)" in notice_text(chosen)
 
 
-def test_more_ranks_than_cores_is_said() -> None:
+def test_warns_about_more_ranks_than_cores() -> None:
     count = cpu_cores() + 1
     chosen = choose_devices(Parallel(device="cpu", num_gpus=count))
     assert chosen.count == count
@@ -49,7 +49,7 @@ def test_more_ranks_than_cores_is_said() -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_a_machine_without_one_says_so_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_falls_back_to_cpu_without_a_gpu_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     chosen = choose_devices(Parallel())
     assert (chosen.type, chosen.count) == ("cpu", min(2, cpu_cores()))
@@ -59,25 +59,28 @@ def test_a_machine_without_one_says_so_plainly(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_gpus_asked_for_that_are_not_there() -> None:
-    text = refused(Parallel(num_gpus=4))
+def test_rejects_gpus_that_are_missing() -> None:
+    text = expect_config_error(Parallel(num_gpus=4))
     assert "`parallel.num_gpus: 4`: no GPU was found" in text
     assert "set `parallel.device=cpu` to run 4 ranks" in text
-    assert "no accelerator was found" in refused(Parallel(device="cuda"))
-    assert "no accelerator was found" in refused(Parallel(device="cuda", num_gpus=1, mode="single"))
-    assert "no GPU was found" in refused(Parallel(num_gpus=1, mode="single"))
+    assert "no accelerator was found" in expect_config_error(Parallel(device="cuda"))
+    assert "no accelerator was found" in expect_config_error(
+        Parallel(device="cuda", num_gpus=1, mode="single")
+    )
+    assert "no GPU was found" in expect_config_error(Parallel(num_gpus=1, mode="single"))
 
 
-def test_single_is_one_device() -> None:
+def test_single_uses_one_device() -> None:
     assert choose_devices(Parallel(device="cpu", mode="single")).count == 1
-    assert "is not supported with `parallel.mode: single`: it trains on one device" in refused(
-        Parallel(device="cpu", mode="single", num_gpus=2)
+    assert (
+        "is not supported with `parallel.mode: single`: it trains on one device"
+        in expect_config_error(Parallel(device="cpu", mode="single", num_gpus=2))
     )
 
 
 # -- accelerators
 @pytest.mark.usefixtures("four_gpus")
-def test_all_visible_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_all_visible_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     chosen = choose_devices(Parallel())
     assert (chosen.type, chosen.count) == ("cuda", 4)
@@ -86,15 +89,15 @@ def test_all_visible_gpus_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
         in notice_text(chosen)
     )
     assert choose_devices(Parallel(mode="single")).count == 1
-    some = choose_devices(Parallel(device="cuda", num_gpus=3))
-    assert (some.count, some.names) == (3, ["Card 0", "Card 1", "Card 2"])
-    assert "3 of 4 visible" in notice_text(some)
+    chosen_three = choose_devices(Parallel(device="cuda", num_gpus=3))
+    assert (chosen_three.count, chosen_three.names) == (3, ["Card 0", "Card 1", "Card 2"])
+    assert "3 of 4 visible" in notice_text(chosen_three)
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_more_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_more_gpus_than_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    text = refused(Parallel(num_gpus=8))
+    text = expect_config_error(Parallel(num_gpus=8))
     for part in (
         "`parallel.num_gpus: 8`",
         "only 4 × cuda visible",
@@ -103,19 +106,19 @@ def test_more_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
         "`parallel.num_gpus=4`",
     ):
         assert part in text
-    assert "this machine has 4 × cuda" in refused(Parallel(device="xpu"))
+    assert "this machine has 4 × cuda" in expect_config_error(Parallel(device="xpu"))
 
 
 # -- an outer launcher
-def test_the_ranks_an_outer_launcher_gave() -> None:
+def test_uses_the_number_of_ranks_of_an_outer_launcher() -> None:
     assert choose_devices(Parallel(device="cpu"), ranks_given=3).count == 3
     assert choose_devices(Parallel(device="cpu", num_gpus=3), ranks_given=3).count == 3
-    text = refused(Parallel(device="cpu", num_gpus=2), ranks_given=3)
+    text = expect_config_error(Parallel(device="cpu", num_gpus=2), num_launched=3)
     assert "the outer launcher, which started 3 ranks" in text
     assert "--nproc-per-node 2" in text
 
 
-def test_asking_torch_initialises_no_device() -> None:
+def test_listing_accelerators_initializes_no_device() -> None:
     kind, names = devices.accelerators()
     assert (kind is None) == (names == [])
     assert not torch.cuda.is_initialized()

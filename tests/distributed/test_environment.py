@@ -1,4 +1,5 @@
-"""Who this process is among the ranks, and this host among those of a job."""
+"""The rank of this process and of this host, from the environment variables of launchers and
+schedulers."""
 
 import os
 
@@ -18,12 +19,12 @@ from paceline.distributed.environment import (
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "here", "MASTER_PORT": "1234",
+    "MASTER_ADDR": "host0", "MASTER_PORT": "1234",
 }  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
-def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+def clear_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name in (*TORCHRUN, "TORCHELASTIC_RUN_ID", "KUBERNETES_SERVICE_HOST") or name.startswith(
             ("SLURM_", "PET_")
@@ -31,27 +32,27 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-def test_alone() -> None:
+def test_single_process_without_a_launcher() -> None:
     assert outer_launcher() is None
     assert from_environment() == RankEnv(0, 1, 0, 1)
 
 
-def test_a_world_size_left_in_the_environment_alone_means_nothing(
+def test_ignores_world_size_without_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # as notebooks and clusters leave them
+    # some notebooks and clusters set these variables
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, TORCHRUN[name])
     assert outer_launcher() is None
 
 
-def test_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert outer_launcher() == RankEnv(rank=3, world_size=4, local_rank=1, local_world_size=2)
 
 
-def test_one_host_where_the_local_size_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_local_world_size_means_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         if name != "LOCAL_WORLD_SIZE":
             monkeypatch.setenv(name, value)
@@ -61,7 +62,9 @@ def test_one_host_where_the_local_size_is_not_said(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("missing", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_rejects_incomplete_launcher_variables(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
     for name, value in TORCHRUN.items():
         if name != missing:
             monkeypatch.setenv(name, value)
@@ -69,7 +72,7 @@ def test_half_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, missing: st
         outer_launcher()
 
 
-def test_a_rank_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_rank_that_is_not_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RANK", "first")
@@ -116,10 +119,10 @@ PYTORCH_JOB = {
         "Trainer, one node",
         "elastic",
         "PyTorchJob",
-        "PyTorchJob, later",
+        "PyTorchJob and Trainer",
     ],
 )
-def test_which_host_this_is(
+def test_host_of_each_scheduler(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], host: HostEnv | None
 ) -> None:
     for name, value in variables.items():
@@ -138,7 +141,7 @@ def test_which_host_this_is(
         ("login,a[1-2]", "login"),
     ],
 )
-def test_the_first_of_a_list_of_hosts(names: str, first: str) -> None:
+def test_first_host_of_a_node_list(names: str, first: str) -> None:
     assert first_host(names) == first
 
 
@@ -151,7 +154,7 @@ def test_the_first_of_a_list_of_hosts(names: str, first: str) -> None:
         ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, "PET_MASTER_ADDR is not set"),
     ],
 )
-def test_a_scheduler_that_says_too_little_or_too_much(
+def test_rejects_inconsistent_scheduler_variables(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], message: str
 ) -> None:
     for name, value in variables.items():
@@ -163,7 +166,7 @@ def test_a_scheduler_that_says_too_little_or_too_much(
 HOST = HostEnv("Slurm", (2, 2), 1, "gpu003:23456")
 
 
-def test_what_the_config_leaves_open_is_the_schedulers_to_say() -> None:
+def test_scheduler_fills_unset_settings() -> None:
     assert with_scheduler(Parallel(), None) == Parallel()
     assert with_scheduler(Parallel(), HOST) == Parallel(
         nnodes=2, node_rank=1, rdzv_endpoint="gpu003:23456"
@@ -188,6 +191,6 @@ def test_what_the_config_leaves_open_is_the_schedulers_to_say() -> None:
         ),
     ],
 )
-def test_a_config_that_contradicts_the_scheduler(parallel: Parallel, message: str) -> None:
+def test_rejects_config_that_contradicts_the_scheduler(parallel: Parallel, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         with_scheduler(parallel, HOST)

@@ -1,5 +1,5 @@
-"""The link between ranks: what is measured is what was set, nothing of it counts as training, and
-the model's arithmetic."""
+"""The link between ranks: measurements of shaped links, which do not count as training, and the
+arithmetic of the cost model."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +12,7 @@ from paceline.distributed.link import Link, fit, measure_link
 from paceline.distributed.mesh import ParallelDims
 
 
-def test_the_model_is_found_again() -> None:
+def test_fit_recovers_alpha_and_beta() -> None:
     points = [
         (messages, size, 40e-6 * messages + 2e-9 * size)
         for messages in (2, 8)
@@ -25,8 +25,8 @@ def test_the_model_is_found_again() -> None:
     assert model["residual"] == pytest.approx(0, abs=1e-9)
 
 
-def test_a_model_that_does_not_hold_says_so_and_has_no_negative_part() -> None:
-    falling = fit([(2, 1e3, 3e-3), (2, 1e6, 1e-3)])  # larger is faster: no such model
+def test_poor_fit_has_a_residual_and_no_negative_parameters() -> None:
+    falling = fit([(2, 1e3, 3e-3), (2, 1e6, 1e-3)])  # larger messages are faster
     assert falling is not None
     assert falling["alpha_s"] >= 0
     assert falling["beta_s_per_byte"] >= 0
@@ -35,7 +35,7 @@ def test_a_model_that_does_not_hold_says_so_and_has_no_negative_part() -> None:
 
 
 def measure(world, rate, latency):
-    """Over a link of its own speed and over a shaped one."""
+    """Measure the unshaped link and one with the given rate and latency."""
     links = []
     for group in (world, SlowCommunicator.wrap(world, rate, latency)):
         before = (world.traffic.total, world.wait_s)
@@ -46,57 +46,56 @@ def measure(world, rate, latency):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_a_shaped_link_is_seen_and_counts_for_nothing(world_size):
+def test_shaped_link_is_measured_and_not_counted_as_traffic(world_size):
     rate, latency = 2e6, 3e-3
     ranks = run_ranks(measure, world_size, rate, latency)
     for number in range(2):
-        seen = [links[number] for links in ranks]
+        links_of_ranks = [links[number] for links in ranks]
         assert (
             len(
                 {
                     (link.latency_s, link.bandwidth_bytes_s, link.residual, link.sent_bytes)
-                    for link in seen
+                    for link in links_of_ranks
                 }
             )
             == 1
         )
     fast, shaped = ranks[0]
     assert fast.num_ranks == shaped.num_ranks == world_size
-    # What is shaped takes at least so long; a busy machine adds to it, more to one size than to
-    # another.
+    # Shaping is a lower bound; load on the machine adds to it, by different amounts for each size.
     assert shaped.all_reduce_s(1 << 20) > 0.7 * (2 * (world_size - 1)) * (
         latency + (1 << 20) / world_size / rate
     )
     assert shaped.bandwidth_bytes_s < 1.5 * rate < fast.bandwidth_bytes_s
-    assert 0 < shaped.sent_bytes < fast.sent_bytes  # a slow link is not filled for long
+    assert 0 < shaped.sent_bytes < fast.sent_bytes  # a slow link is measured with fewer bytes
 
 
-def of_lines(world):
-    lines = type(world)(world.env, world.device, ParallelDims(data=2, shard=2))
+def measure_subgroups(world):
+    mesh = type(world)(world.env, world.device, ParallelDims(data=2, shard=2))
     return [
-        measure_link(lines.subgroup("data")),
-        measure_link(lines.subgroup("shard")),
+        measure_link(mesh.subgroup("data")),
+        measure_link(mesh.subgroup("shard")),
         measure_link(world),
     ]
 
 
-def test_lines_are_measured_at_the_same_time():
-    ranks = run_ranks(of_lines, 4)
+def test_subgroups_are_measured_concurrently():
+    ranks = run_ranks(measure_subgroups, 4)
     assert [link.num_ranks for link in ranks[0]] == [2, 2, 4]
-    for number, lines in enumerate(([(0, 2), (1, 3)], [(0, 1), (2, 3)], [(0, 1, 2, 3)])):
-        for line in lines:
-            assert len({ranks[rank][number].latency_s for rank in line}) == 1
+    for number, groups in enumerate(([(0, 2), (1, 3)], [(0, 1), (2, 3)], [(0, 1, 2, 3)])):
+        for group in groups:
+            assert len({ranks[rank][number].latency_s for rank in group}) == 1
 
 
-def alone(world):
+def measure_on_one_rank(world):
     return measure_link(world)
 
 
-def test_one_rank_has_no_link():
-    assert run_ranks(alone, 1) == [None]
+def test_single_rank_has_no_link():
+    assert run_ranks(measure_on_one_rank, 1) == [None]
 
 
-def test_seconds_of_an_all_reduce():
+def test_time_of_an_all_reduce():
     link = Link(0.01, 1e6, num_ranks=4)
     assert link.all_reduce_s(2e6) == pytest.approx(6 * 0.01 + 3.0)
     assert Link(0.01, None, num_ranks=2).all_reduce_s(2e6) == pytest.approx(0.02)
@@ -107,22 +106,22 @@ def test_seconds_of_an_all_reduce():
 
 
 @pytest.mark.parametrize(
-    ("buckets", "backward_s", "waits"),
+    ("buckets", "backward_s", "exposed_s"),
     [
-        ([1000, 1000], 0.0, 2.0),  # nothing to hide behind
-        ([1000], 100.0, 1.0),  # full when backward is over
-        ([1000, 1000], 100.0, 1.0),  # all but the last
-        # the first begins at half of backward, and the second when that is done
+        ([1000, 1000], 0.0, 2.0),  # no backward to overlap with
+        ([1000], 100.0, 1.0),  # the bucket is full at the end of backward
+        ([1000, 1000], 100.0, 1.0),  # all buckets but the last are hidden
+        # the first bucket is sent from half of backward on, the second after it
         ([1000, 1000], 1.0, 1.5),
         ([3000, 1000], 1.0, 3.75),
         ([], 1.0, 0.0),
     ],
 )
-def test_what_backward_does_not_hide(buckets, backward_s, waits):
-    assert Link(0.0, 1000.0, num_ranks=2).exposed_s(buckets, backward_s) == pytest.approx(waits)
+def test_exposed_communication_after_backward(buckets, backward_s, exposed_s):
+    assert Link(0.0, 1000.0, num_ranks=2).exposed_s(buckets, backward_s) == pytest.approx(exposed_s)
 
 
-def test_the_module_does_without_torch():
+def test_module_does_not_import_torch():
     import subprocess
     import sys
 

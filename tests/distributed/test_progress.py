@@ -1,5 +1,5 @@
-"""What a process knows of where it stands: phases, step times, collectives with their numbers and
-places, waits."""
+"""Progress tracking of a process: phases, step times, collectives with number and call site, and
+waiting time."""
 
 import threading
 import time
@@ -18,15 +18,15 @@ from paceline.distributed.progress import PROGRESS, ProgressTracker, stack_of
 FILE = __file__
 
 
-def issued(only: str | None = None) -> list[dict[str, Any]]:
+def recorded_calls(function: str | None = None) -> list[dict[str, Any]]:
     return [
         call
         for call in (recorded.record() for recorded in PROGRESS.ring)
-        if only is None or call["function"] == only
+        if function is None or call["function"] == function
     ]
 
 
-def test_time_of_the_data_is_without_the_waits() -> None:
+def test_data_time_excludes_waits() -> None:
     tracker = ProgressTracker()
     tracker.start()
     tracker.begin_step(7)
@@ -42,10 +42,10 @@ def test_time_of_the_data_is_without_the_waits() -> None:
     assert times.wall_s >= times.data_s + times.wait_s
 
 
-def test_phases_and_waits_add_up_to_the_step() -> None:
+def test_phases_and_waits_add_up_to_the_step_time() -> None:
     tracker = ProgressTracker()
     tracker.start()
-    tracker.enter("evaluation")  # of no step
+    tracker.enter("evaluation")  # outside of any step
     for number in (1, 2):
         tracker.begin_step(number)
         for phase in ("forward", "backward", "forward", "backward"):
@@ -58,13 +58,13 @@ def test_phases_and_waits_add_up_to_the_step() -> None:
     assert set(tracker.spent_s) == {"data", "forward", "backward", "optimizer"}
     assert tracker.spent_s["forward"] >= 0.01
     assert tracker.spent_s["backward"] >= 0.01
-    assert tracker.step_wait_s >= 0.04  # of the second step alone: it does not add up over steps
+    assert tracker.step_wait_s >= 0.04  # of the second step only; it does not accumulate over steps
     assert sum(tracker.spent_s.values()) + tracker.step_wait_s == pytest.approx(
         tracker.steps[-1].wall_s, abs=1e-9
     )
 
 
-def test_phases_add_up_where_threads_enter_them() -> None:
+def test_phases_add_up_with_several_threads() -> None:
     tracker = ProgressTracker()
     tracker.start()
     tracker.begin_step(1)
@@ -87,7 +87,7 @@ def test_phases_add_up_where_threads_enter_them() -> None:
     assert sum(tracker.spent_s.values()) == pytest.approx(tracker.steps[-1].wall_s, abs=1e-9)
 
 
-def test_a_phase_within_a_phase_and_signs_of_progress() -> None:
+def test_nested_phase_and_progress_marks() -> None:
     tracker = ProgressTracker()
     tracker.start()
     tracker.enter("logging")
@@ -99,7 +99,7 @@ def test_a_phase_within_a_phase_and_signs_of_progress() -> None:
     assert tracker.marks == marks + 3
 
 
-def test_waits_of_other_threads_do_not_count() -> None:
+def test_waits_of_other_threads_are_ignored() -> None:
     tracker = ProgressTracker()
     tracker.start()
 
@@ -116,29 +116,29 @@ def test_waits_of_other_threads_do_not_count() -> None:
         assert tracker.waits_for == "first"
 
 
-def test_the_stack_names_this_place() -> None:
+def test_stack_contains_the_current_function() -> None:
     assert any(
-        "test_the_stack_names_this_place" in line and FILE in line
+        "test_stack_contains_the_current_function" in line and FILE in line
         for line in stack_of(threading.get_ident())
     )
 
 
-def _collectives(world: Communicator) -> dict[str, Any]:
+def _record_collectives(world: Communicator) -> dict[str, Any]:
     PROGRESS.start()
     mesh = Communicator(world.env, world.device, ParallelDims(data=2, shard=2))
-    line = mesh.subgroup("shard")
+    group = mesh.subgroup("shard")
     world.sum(1.0, 2.0)
-    line.wait(line.all_reduce(torch.ones(10)))
+    group.wait(group.all_reduce(torch.ones(10)))
     dist.broadcast(torch.ones(3, dtype=torch.float64), src=0)
     world.gather_objects("x")
     all_reduce(world, torch.ones(5), "ring")
     if world.rank < 2:
         dist.send(torch.ones(1), 1) if world.rank == 0 else dist.recv(torch.ones(1), 0)
-    return {"calls": issued(), "issued": PROGRESS.issued, "groups": PROGRESS.groups}
+    return {"calls": recorded_calls(), "issued": PROGRESS.issued, "groups": PROGRESS.groups}
 
 
-def test_collectives_are_numbered_in_their_group_and_placed() -> None:
-    ranks = run_ranks(_collectives, 4)
+def test_collectives_have_a_number_in_their_group_and_a_call_site() -> None:
+    ranks = run_ranks(_record_collectives, 4)
     kinds = [
         [
             (call["number"], call["function"], call["dtype"], call["numel"])
@@ -159,40 +159,40 @@ def test_collectives_are_numbered_in_their_group_and_placed() -> None:
     assert ranks[2]["issued"][group] == 4
     assert sorted(ranks[3]["groups"].values()) == [[0, 1, 2, 3], [2, 3]]
     assert all(
-        "_collectives" in call["site"][0] and FILE in call["site"][0]
+        "_record_collectives" in call["site"][0] and FILE in call["site"][0]
         for rank in ranks
         for call in rank["calls"]
     )
     assert [call["function"] for call in ranks[1]["calls"] if call["number"] is None] == ["recv"]
 
 
-def _wait_for_the_slow(world: Communicator, how: str) -> float:
+def _wait_for_slow_rank(world: Communicator, mode: str) -> float:
     PROGRESS.start()
     world.barrier()
     before = PROGRESS.waited_s
     if world.rank == 1:
         time.sleep(0.5)
     tensor = torch.ones(4)
-    if how == "async":
+    if mode == "async":
         dist.all_reduce(tensor, async_op=True).wait()
-    elif how == "sync":
+    elif mode == "sync":
         dist.all_reduce(tensor)
     else:
         world.sum(1.0)
     return PROGRESS.waited_s - before
 
 
-@pytest.mark.parametrize("how", ["async", "sync", "world"])
-def test_the_wait_for_a_slow_rank_is_seen_whoever_waits(how: str) -> None:
-    first, slow = run_ranks(_wait_for_the_slow, 2, how)
+@pytest.mark.parametrize("mode", ["async", "sync", "world"])
+def test_wait_for_a_slow_rank_is_measured(mode: str) -> None:
+    first, slow = run_ranks(_wait_for_slow_rank, 2, mode)
     assert first > 0.4 > slow
 
 
-def _inactive(world: Communicator) -> tuple[int, float]:
+def _record_without_tracking(world: Communicator) -> tuple[int, float]:
     PROGRESS.start(active=False)
     world.sum(1.0)
     return len(PROGRESS.ring), PROGRESS.waited_s
 
 
-def test_where_it_is_off_nothing_is_marked() -> None:
-    assert [calls for calls, _ in run_ranks(_inactive, 2)] == [0, 0]
+def test_inactive_tracker_records_nothing() -> None:
+    assert [calls for calls, _ in run_ranks(_record_without_tracking, 2)] == [0, 0]

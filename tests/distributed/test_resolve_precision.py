@@ -1,4 +1,4 @@
-"""What `precision: auto` is on the devices of a run."""
+"""How `precision: auto` is resolved for the devices of a run."""
 
 from types import SimpleNamespace
 
@@ -12,12 +12,12 @@ from paceline.distributed.devices import with_precision
 from paceline.train.precision import check_same_precision
 
 
-def config(**train_args: str) -> Config:
+def make_config(**train_args: str) -> Config:
     return Config.model_validate({"model": "m", "dataset": "d", "train_args": train_args})
 
 
-def capabilities(monkeypatch: pytest.MonkeyPatch, *majors: int) -> None:
-    """CUDA devices as the driver would report them."""
+def set_capabilities(monkeypatch: pytest.MonkeyPatch, *majors: int) -> None:
+    """Simulate CUDA devices with these major compute capabilities."""
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(major=majors[index])
@@ -38,39 +38,42 @@ def capabilities(monkeypatch: pytest.MonkeyPatch, *majors: int) -> None:
         ((9,), [], "bf16-mixed", "bfloat16 is supported by cuda"),
     ],
 )
-def test_cuda_by_compute_capability(
+def test_cuda_precision_depends_on_compute_capability(
     monkeypatch: pytest.MonkeyPatch,
     majors: tuple[int, ...],
     names: list[str],
     precision: str,
     reason: str,
 ) -> None:
-    capabilities(monkeypatch, *majors)
-    resolved, line = with_precision(config(), "cuda", names)
+    set_capabilities(monkeypatch, *majors)
+    resolved, line = with_precision(make_config(), "cuda", names)
     assert resolved.train_args.precision == precision
     assert line == f"precision: {precision}, chosen by `precision: auto`: {reason}"
 
 
-def test_a_device_that_is_not_used_plays_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    capabilities(monkeypatch, 8, 7)
-    assert with_precision(config(), "cuda", ["NVIDIA A10"])[0].train_args.precision == "bf16-mixed"
+def test_unused_devices_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_capabilities(monkeypatch, 8, 7)
+    assert (
+        with_precision(make_config(), "cuda", ["NVIDIA A10"])[0].train_args.precision
+        == "bf16-mixed"
+    )
 
 
-def test_a_cpu_is_float32_and_an_unknown_accelerator_too() -> None:
-    assert with_precision(config(), "cpu", ["cpu", "cpu"])[0].train_args.precision == "32"
-    assert with_precision(config(), "npu9", ["Card"])[0].train_args.precision == "32"
+def test_cpu_and_unknown_accelerators_use_float32() -> None:
+    assert with_precision(make_config(), "cpu", ["cpu", "cpu"])[0].train_args.precision == "32"
+    assert with_precision(make_config(), "npu9", ["Card"])[0].train_args.precision == "32"
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp16-mixed", "32"])
-def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    capabilities(monkeypatch, 7)
-    requested = config(precision=precision)
+def test_explicit_precision_is_unchanged(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
+    set_capabilities(monkeypatch, 7)
+    requested = make_config(precision=precision)
     assert with_precision(requested, "cuda", ["Tesla T4"]) == (requested, f"precision: {precision}")
     assert with_precision(requested, "cpu") == (requested, f"precision: {precision}")
 
 
-class Ranks(Communicator):
-    """A world whose ranks report these precisions."""
+class FakeCommunicator(Communicator):
+    """A communicator whose ranks report these precisions."""
 
     def __init__(self, *precisions: str) -> None:
         self.precisions = precisions
@@ -79,9 +82,11 @@ class Ranks(Communicator):
         return list(self.precisions)
 
 
-def test_ranks_on_different_devices_agree() -> None:
-    check_same_precision(Ranks("32", "32"), config().train_args)
+def test_rejects_ranks_with_different_precisions() -> None:
+    check_same_precision(FakeCommunicator("32", "32"), make_config().train_args)
     with pytest.raises(ConfigError) as error:
-        check_same_precision(Ranks("bf16-mixed", "fp16-mixed", "bf16-mixed"), config().train_args)
+        check_same_precision(
+            FakeCommunicator("bf16-mixed", "fp16-mixed", "bf16-mixed"), make_config().train_args
+        )
     assert "bf16-mixed on ranks 0, 2; fp16-mixed on rank 1" in error.value.what
     assert "train_args.precision" in str(error.value.fix)

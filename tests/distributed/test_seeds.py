@@ -1,4 +1,4 @@
-"""Randomness is a function of (seed, purpose, counters) alone."""
+"""Random numbers depend only on the seed, the purpose and the counters."""
 
 import random
 
@@ -9,33 +9,33 @@ import torch
 from paceline.distributed.seeds import derive_seed, seed_everything
 
 
-def draws() -> tuple[float, float, float]:
+def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def test_the_same_arguments_give_the_same_draws_whatever_came_before() -> None:
+def test_equal_arguments_give_equal_numbers() -> None:
     seed_everything(42, "step", 3, 1)
-    first = draws()
+    first = draw()
     for _ in range(5):
-        draws()
+        draw()
     seed_everything(42, "step", 3, 1)
-    assert draws() == first
+    assert draw() == first
 
 
 @pytest.mark.parametrize(
-    "other",
+    "arguments",
     [(43, "step", 3, 1), (42, "eval", 3, 1), (42, "step", 1, 3), (42, "step", 31), (42, "step", 3)],
 )
-def test_other_arguments_give_other_draws(other: tuple[int, str, int]) -> None:
+def test_different_arguments_give_different_numbers(arguments: tuple[int, str, int]) -> None:
     seed_everything(42, "step", 3, 1)
-    first = draws()
-    seed_everything(*other)
+    first = draw()
+    seed_everything(*arguments)
     assert all(
-        first_draw != second_draw for first_draw, second_draw in zip(first, draws(), strict=True)
+        first_draw != second_draw for first_draw, second_draw in zip(first, draw(), strict=True)
     )
 
 
-def test_seeds_are_fixed_for_all_time_and_spread_out() -> None:
+def test_derived_seeds_are_reproducible_and_distinct() -> None:
     assert derive_seed(42, "order", 0) == derive_seed(42, "order", np.int64(0))
     seeds = {
         derive_seed(seed, purpose, counter)

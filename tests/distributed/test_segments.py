@@ -1,4 +1,4 @@
-"""Segments are counted per connection that leaves the host, also after it has been closed."""
+"""TCP segments are counted for connections that leave the host, even after they are closed."""
 
 import json
 import subprocess
@@ -13,29 +13,29 @@ _SEND = """
 import json, socket, sys, time
 from paceline.distributed.segments import SegmentCounter
 counter, readings = SegmentCounter(), []
-with socket.create_connection((sys.argv[1], 7000)) as one:
+with socket.create_connection((sys.argv[1], 7000)) as connection:
     for _ in range(20):
-        one.sendall(bytes(100_000))
-    one.recv(1)  # all has arrived
+        connection.sendall(bytes(100_000))
+    connection.recv(1)  # wait until all data has arrived
     readings.append(counter.read())
 readings.append(counter.read())
-print(json.dumps([[one.sent, one.resent] for one in readings]))
+print(json.dumps([[reading.sent, reading.resent] for reading in readings]))
 """
 _RECEIVE = """
 import socket, sys
 with socket.create_server((sys.argv[1], 7000)) as server:
     print("ready", flush=True)
     connection, _ = server.accept()
-    left = 2_000_000
-    while left:
-        left -= len(connection.recv(1 << 20))
+    remaining = 2_000_000
+    while remaining:
+        remaining -= len(connection.recv(1 << 20))
     connection.sendall(b"x")
     connection.recv(1)
 """
 
 
 @pytest.mark.alone
-def test_what_a_lossy_link_makes_a_process_send_again_is_counted(
+def test_counts_retransmitted_segments_of_a_lossy_link(
     request: pytest.FixtureRequest,
 ) -> None:
     with create_network(request.config, 2, loss=0.05) as network:
@@ -46,16 +46,16 @@ def test_what_a_lossy_link_makes_a_process_send_again_is_counted(
         assert receiver.stdout is not None
         receiver.stdout.readline()
         sender = network.on(1, [sys.executable, "-c", _SEND, address])
-        done = subprocess.run(sender, capture_output=True, text=True, check=True)
+        process = subprocess.run(sender, capture_output=True, text=True, check=True)
         receiver.wait(30)
         receiver.stdout.close()
-    (sent, resent), after = json.loads(done.stdout)
+    (sent, resent), after_close = json.loads(process.stdout)
     assert sent > 1300  # 2 MB in segments of at most 1,460 bytes
     assert 0.01 * sent < resent < 0.2 * sent
-    assert after == [sent, resent]
+    assert after_close == [sent, resent]
 
 
-def test_connections_within_a_host_do_not_count() -> None:
+def test_connections_within_a_host_are_not_counted() -> None:
     import socket
 
     with (

@@ -24,7 +24,7 @@ EXCEPTIONS = {
     "parallel/deepspeed/package.py",
     "models/attention.py",
 }
-#: Names that begin with an underscore and are documented all the same.
+#: Documented names with a leading underscore.
 DOCUMENTED = {"_exit", "_current_frames", "_fields", "_asdict", "_replace"}
 
 
@@ -32,12 +32,12 @@ def is_private(name):
     return name.startswith("_") and not name.startswith("__") and name not in DOCUMENTED
 
 
-def parsed():
+def parse_modules():
     for file in sorted(SOURCE.rglob("*.py")):
         yield file.relative_to(SOURCE).as_posix(), ast.parse(file.read_text(encoding="utf-8"))
 
 
-def names_defined_in(tree):
+def find_defined_names(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
@@ -47,7 +47,7 @@ def names_defined_in(tree):
             yield node.attr
 
 
-def private_uses(tree, defined):
+def find_private_uses(tree, defined):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
@@ -69,26 +69,26 @@ def private_uses(tree, defined):
             yield node.lineno, node.args[1].value
 
 
-def test_private_names_of_other_packages_stay_in_their_modules():
-    trees = dict(parsed())
-    defined = {name for tree in trees.values() for name in names_defined_in(tree)}
+def test_private_names_are_used_only_in_listed_modules():
+    trees = dict(parse_modules())
+    defined = {name for tree in trees.values() for name in find_defined_names(tree)}
     uses = [
         f"{module}:{line} {name}"
         for module, tree in trees.items()
         if module not in EXCEPTIONS
-        for line, name in private_uses(tree, defined)
+        for line, name in find_private_uses(tree, defined)
     ]
     assert not uses, "\n".join(uses)
 
 
-def test_a_missing_name_is_refused_with_the_supported_range():
-    with pytest.raises(ConfigError, match=r"torch\._gone") as caught:
-        torch_compat._find(torch, "_gone.name")
+def test_missing_name_error_has_the_supported_range():
+    with pytest.raises(ConfigError, match=r"torch\._missing") as caught:
+        torch_compat._find(torch, "_missing.name")
     assert torch_compat.SUPPORTED in str(caught.value)
-    assert torch_compat._find(torch, "_gone.name", None) is None
+    assert torch_compat._find(torch, "_missing.name", None) is None
 
 
-def test_supported_range_is_that_of_the_package():
+def test_supported_range_matches_pyproject():
     project = SOURCE.parents[1] / "pyproject.toml"
     if not project.exists():
         pytest.skip("installed without its sources")
@@ -99,7 +99,7 @@ FOREACH = ["_foreach_zero_", "_foreach_copy_", "_foreach_add_", "_foreach_mul_",
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
-def test_foreach(has_kernels, monkeypatch):
+def test_foreach_functions(has_kernels, monkeypatch):
     if not has_kernels:
         for name in FOREACH:
             monkeypatch.delattr(torch, name)
@@ -119,7 +119,7 @@ def test_foreach(has_kernels, monkeypatch):
     assert not any(tensor.any() for tensor in tensors)
 
 
-def test_tensors():
+def test_tensor_version_and_storage_id():
     tensor = torch.zeros(2)
     version = torch_compat.tensor_version(tensor)
     tensor.add_(1)
@@ -129,7 +129,7 @@ def test_tensors():
     assert torch_compat.storage_id(on_meta) != torch_compat.storage_id(torch.zeros(4))
 
 
-def test_dispatched_operations():
+def test_classification_of_dispatched_operations():
     class Recorder(torch_compat.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             seen.append((torch_compat.is_mutable_op(func), torch_compat.is_item_op(func)))
@@ -144,7 +144,7 @@ def test_dispatched_operations():
     assert seen == [(False, False), (True, False), (False, True)]
 
 
-def test_optimizers_that_skip_by_themselves():
+def test_fused_optimizers_take_found_inf():
     parameter = nn.Parameter(torch.zeros(1))
     assert torch_compat.takes_found_inf(torch.optim.AdamW([parameter], fused=True))
     assert not torch_compat.takes_found_inf(torch.optim.AdamW([parameter], foreach=False))
@@ -155,9 +155,9 @@ def test_flight_recorder():
     assert isinstance(torch_compat.dump_flight_recorder(), bytes)
 
 
-def hooks_and_store(world):
+def hook_and_use_store(world):
     store = torch_compat.default_store()
-    store.set(f"rank {world.rank}", "met")
+    store.set(f"rank {world.rank}", "ready")
     store.wait(["rank 0", "rank 1"])
     before = dist.all_reduce
     torch_compat.hook_collectives(["all_reduce"], lambda *_: None, lambda *_: None)
@@ -168,4 +168,4 @@ def hooks_and_store(world):
 
 
 def test_collectives_are_hooked_once_and_counted():
-    assert run_ranks(hooks_and_store, 2) == [(True, 16, True)] * 2
+    assert run_ranks(hook_and_use_store, 2) == [(True, 16, True)] * 2
