@@ -1,4 +1,5 @@
-"""Whole runs whose numbers go wrong: skipped and named, ended at good weights, gone back before."""
+"""Complete runs with numerical anomalies: skipped updates, replica divergence and rollback after a
+loss spike."""
 
 import json
 from pathlib import Path
@@ -18,8 +19,8 @@ from paceline.data.order import SampleOrder
 
 pytestmark = pytest.mark.slow
 
-EACH, RANKS, SEED = 8, 2, 7  # samples of a micro-batch
-ORDER = SampleOrder(SAMPLES, EACH * RANKS, SEED)
+MICRO_BATCH_SIZE, RANKS, SEED = 8, 2, 7
+ORDER = SampleOrder(SAMPLES, MICRO_BATCH_SIZE * RANKS, SEED)
 FILE = Path(faulty_task.__file__)
 
 
@@ -44,7 +45,7 @@ def train(
         "parallel": {"num_gpus": ranks, "device": "cpu", **(parallel or {"mode": "ddp"})},
         "recovery": {"max_restarts": 0, **(recovery or {})},
         "train_args": {
-            "per_device_train_batch_size": EACH * RANKS // ranks,
+            "per_device_train_batch_size": MICRO_BATCH_SIZE * RANKS // ranks,
             "max_steps": 24,
             "learning_rate": 3e-3,
             "lr_scheduler_type": "constant",
@@ -60,23 +61,24 @@ def train(
     return run(str(file), *args, expect=expect)
 
 
-def samples_of(step):
-    """Return the samples of a step (from 0) of each rank."""
+def find_samples(step):
+    """Return the samples of each rank in a step, counted from 0."""
     return [[int(sample) for sample in part] for part in ORDER.micro_batches(step, RANKS)]
 
 
-def only_in(steps, rank=0, until=24):
-    """Return a sample of this rank's share of each step that no other step before ``until`` has."""
+def samples_unique_to(steps, rank=0, until=24):
+    """Return, for each of ``steps``, a sample of this rank that no other step before ``until``
+    has."""
     samples = []
     for step in steps:
         others = np.concatenate(
             [ORDER.global_batch(other) for other in range(until) if other != step]
         )
-        samples.append(next(sample for sample in samples_of(step)[rank] if sample not in others))
+        samples.append(next(sample for sample in find_samples(step)[rank] if sample not in others))
     return samples
 
 
-def tensors(folder, step=None):
+def read_tensors(folder, step=None):
     path = store.find(folder) if step is None else folder / "checkpoints" / name_of(step)
     with CheckpointReader(path) as reader:
         return {
@@ -94,13 +96,13 @@ SKIPPING = [
 
 @pytest.mark.soak
 @pytest.mark.parametrize("parallel", SKIPPING, ids=["ddp", "zero3", "unclipped"])
-def test_a_step_is_skipped_and_its_rank_named(tmp_path, parallel):
+def test_update_with_non_finite_gradient_is_skipped_and_its_rank_reported(tmp_path, parallel):
     clip = parallel.get("max_grad_norm", 1.0)
     settings = {
         "parallel": {"mode": parallel["mode"]},
         "train_args": {"save_steps": 1, "max_grad_norm": clip},
     }
-    result = train(tmp_path / "run", bad=only_in([10], rank=1), **settings)
+    result = train(tmp_path / "run", bad=samples_unique_to([10], rank=1), **settings)
     assert (
         "step 11: the gradient is not finite (loss of rank 1); the update is skipped"
         in result.stderr
@@ -109,9 +111,9 @@ def test_a_step_is_skipped_and_its_rank_named(tmp_path, parallel):
     assert (event["step"], event["ranks"], event["cause"], event["updates"]) == (11, [1], "loss", 1)
     assert report(tmp_path / "run")["skipped_steps"] == 1
     assert report(tmp_path / "run")["steps"] == 24
-    before, after, later = (tensors(tmp_path / "run", step) for step in (10, 11, 12))
-    moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
-    assert moved == {"schedule/step", "data/position"}
+    before, after, later = (read_tensors(tmp_path / "run", step) for step in (10, 11, 12))
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert changed == {"schedule/step", "data/position"}
     assert all(
         not torch.equal(tensor, after[name])
         for name, tensor in later.items()
@@ -120,9 +122,9 @@ def test_a_step_is_skipped_and_its_rank_named(tmp_path, parallel):
 
 
 @pytest.mark.soak
-def test_too_many_in_a_row_end_the_run_at_its_last_good_weights(tmp_path):
+def test_too_many_consecutive_skips_end_the_run_with_finite_weights(tmp_path):
     folder = tmp_path / "run"
-    bad = only_in(range(6, 10))
+    bad = samples_unique_to(range(6, 10))
     result = train(
         folder, expect=1, recovery={"max_consecutive_skips": 3, "max_restarts": 3}, bad=bad
     )
@@ -131,31 +133,31 @@ def test_too_many_in_a_row_end_the_run_at_its_last_good_weights(tmp_path):
         in result.stderr
     )
     assert "recovery.max_consecutive_skips" in result.stderr
-    assert len(events(folder, "run_start")) == 1  # to go back would bring it again
+    assert len(events(folder, "run_start")) == 1  # no restart, since the fault would recur
     good = {
         name: tensor
-        for name, tensor in tensors(folder, 9).items()
+        for name, tensor in read_tensors(folder, 9).items()
         if name.startswith(("model/", "optimizer/"))
     }
     assert all(bool(tensor.isfinite().all()) for tensor in good.values())
-    # counts anew, and comes through
+    # the resumed run counts from zero, and finishes
     train(folder, recovery={"max_consecutive_skips": 3, "max_restarts": 3}, bad=bad)
     assert report(folder)["resumed_from_step"] == 9
     assert report(folder)["skipped_steps"] == 4
 
 
 @pytest.mark.soak
-def test_what_comes_to_an_end_may_come_again(tmp_path):
-    """Steps in a row: one that is good between them begins the count anew."""
-    train(tmp_path / "run", recovery={"max_consecutive_skips": 2}, bad=only_in([5, 7, 9]))
+def test_only_consecutive_skips_end_the_run(tmp_path):
+    """A step with a finite gradient resets the count of consecutive skips."""
+    train(tmp_path / "run", recovery={"max_consecutive_skips": 2}, bad=samples_unique_to([5, 7, 9]))
     assert report(tmp_path / "run")["skipped_steps"] == 3
 
 
 @pytest.mark.soak
-def test_workers_that_train_on_their_own_are_told_of_too(tmp_path):
+def test_skips_of_local_sgd_workers_are_reported(tmp_path):
     folder = tmp_path / "run"
     local = {"parallel": {"mode": "local_sgd"}, "train_args": {"logging_steps": 4}}
-    result = train(folder, bad=only_in([9, 10], rank=1), **local)
+    result = train(folder, bad=samples_unique_to([9, 10], rank=1), **local)
     assert "rank 1 independently skipped up to 2 updates before this step" in result.stderr
     (event,) = events(folder, "skipped")
     assert (event["step"], event["ranks"], event["updates"]) == (12, [1], 2)
@@ -164,14 +166,14 @@ def test_workers_that_train_on_their_own_are_told_of_too(tmp_path):
         tmp_path / "ended",
         expect=1,
         recovery={"max_consecutive_skips": 2},
-        bad=only_in([10, 11], rank=1),
+        bad=samples_unique_to([10, 11], rank=1),
         **local,
     )
     assert "2 consecutive steps (up to step 12) had non-finite gradients (rank 1)" in ended.stderr
 
 
 @pytest.mark.soak
-def test_a_drifted_replica_is_named_and_never_saved(tmp_path):
+def test_divergent_replica_is_reported_and_not_saved(tmp_path):
     folder = tmp_path / "run"
     flip = {"rank": 1, "call": 6, "name": "2.weight"}
     result = train(
@@ -211,11 +213,11 @@ ROLLBACK = {
 @pytest.fixture(scope="module")
 def rolled_back(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rolled_back") / "run"
-    return folder, train(folder, recovery=ROLLBACK, bad=only_in([10], rank=1), times=1e6)
+    return folder, train(folder, recovery=ROLLBACK, bad=samples_unique_to([10], rank=1), times=1e6)
 
 
 @pytest.mark.soak
-def test_a_spike_is_rolled_back_and_its_batch_skipped(rolled_back):
+def test_loss_spike_is_rolled_back_and_its_batch_skipped(rolled_back):
     folder, result = rolled_back
     assert "step 11: the loss spiked to" in result.stderr
     assert "rolling back to step 8 and skipping the batch of this step" in result.stderr
@@ -238,31 +240,35 @@ def test_a_spike_is_rolled_back_and_its_batch_skipped(rolled_back):
     [{"mode": "zero1"}, {"mode": "zero3"}, {"mode": "deepspeed"}],
     ids=lambda parallel: parallel["mode"],
 )
-def test_every_strategy_rolls_back(rolled_back, tmp_path, parallel):
+def test_rollback_in_each_strategy(rolled_back, tmp_path, parallel):
     train(
-        tmp_path / "run", recovery=ROLLBACK, bad=only_in([10], rank=1), times=1e6, parallel=parallel
+        tmp_path / "run",
+        recovery=ROLLBACK,
+        bad=samples_unique_to([10], rank=1),
+        times=1e6,
+        parallel=parallel,
     )
     assert report(tmp_path / "run")["data"]["skipped_batches"]["steps"] == [11]
-    actual, expected = (tensors(folder) for folder in (tmp_path / "run", rolled_back[0]))
+    actual, expected = (read_tensors(folder) for folder in (tmp_path / "run", rolled_back[0]))
     for name, tensor in expected.items():
         if name.startswith("model/"):
             assert torch.allclose(actual[name], tensor, rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.soak
-def test_two_runs_with_the_same_jump_end_alike_cut_or_not(rolled_back, tmp_path):
-    bad = {"bad": only_in([10], rank=1), "times": 1e6}
+def test_rollback_is_reproducible_with_and_without_restart(rolled_back, tmp_path):
+    bad = {"bad": samples_unique_to([10], rank=1), "times": 1e6}
     train(tmp_path / "again", recovery=ROLLBACK, **bad)
     assert digest(tmp_path / "again") == digest(rolled_back[0])
-    # a rank is killed between the rollback and the next checkpoint: it happens again; after
-    # the checkpoint: the skipped batch is read from it
+    # If a rank is killed between the rollback and the next checkpoint, the rollback recurs. If it
+    # is killed after that checkpoint, the skipped batch is read from the checkpoint.
     for step, rollbacks in ((11, 2), (14, 1)):
         folder = tmp_path / f"killed-{step}"
         train(
             folder,
             recovery=ROLLBACK,
             **bad,
-            die=only_in([step], rank=0)[0],
+            die=samples_unique_to([step], rank=0)[0],
             train_args={"async_save": False},
         )
         assert digest(folder) == digest(rolled_back[0])
@@ -271,10 +277,10 @@ def test_two_runs_with_the_same_jump_end_alike_cut_or_not(rolled_back, tmp_path)
 
 
 @pytest.mark.soak
-def test_a_loss_that_is_not_finite_is_a_jump_and_with_no_checkpoint_its_batch_alone_is_left_out(
+def test_non_finite_loss_without_a_checkpoint_skips_only_its_batch(
     tmp_path,
 ):
-    result = train(tmp_path / "run", recovery=ROLLBACK, bad=only_in([2]), times="nan")
+    result = train(tmp_path / "run", recovery=ROLLBACK, bad=samples_unique_to([2]), times="nan")
     assert (
         "step 3: the loss spiked to nan; there is no earlier checkpoint, so only the batch"
         in result.stderr
@@ -285,10 +291,13 @@ def test_a_loss_that_is_not_finite_is_a_jump_and_with_no_checkpoint_its_batch_al
 
 
 @pytest.mark.soak
-def test_the_number_of_rollbacks_is_limited(tmp_path):
+def test_number_of_rollbacks_is_limited(tmp_path):
     folder = tmp_path / "run"
     result = train(
-        folder, recovery={**ROLLBACK, "max_restarts": 1}, bad=only_in([9, 10], rank=1), times=1e6
+        folder,
+        recovery={**ROLLBACK, "max_restarts": 1},
+        bad=samples_unique_to([9, 10], rank=1),
+        times=1e6,
     )
     assert [event["step"] for event in events(folder, "rollback")] == [10]
     assert "so this one is kept" in result.stderr

@@ -1,4 +1,4 @@
-"""``heartbeats.json``: the status of each rank, for readers outside the run."""
+"""`heartbeats.json`: the status of each rank, for readers outside of the run."""
 
 import contextlib
 import json
@@ -16,29 +16,27 @@ from paceline.health.hangs import RankStatus
 from paceline.health.heartbeats import HeartbeatFile
 
 
-def status(rank: int, **changes: object) -> RankStatus:
+def make_status(rank: int, **overrides: object) -> RankStatus:
     return RankStatus(
         **{
             "rank": rank,
-            "host": "one",
+            "host": "host0",
             "pid": 7,
             "phase": "backward",
             "step": 3,
             "stalled_s": 2.0,
             "since_heartbeat_s": 0.5,
         }
-        | changes
+        | overrides
     )
 
 
-def test_the_file_holds_the_last_status_completely(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_has_only_the_latest_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeats, "_EVERY_S", 0.0)
     file = HeartbeatFile(tmp_path / "heartbeats.json")
     assert not file.path.exists()
-    file.write([status(0, waits_for="all_reduce number 12 of 2 ranks"), status(1)])
-    file.write([status(0)])  # shorter than what was there
+    file.write([make_status(0, waits_for="all_reduce number 12 of 2 ranks"), make_status(1)])
+    file.write([make_status(0)])  # shorter than the previous content
     written = json.loads(file.path.read_text())
     assert [row["rank"] for row in written["ranks"]] == [0]
     assert written["ranks"][0]["phase"] == "backward"
@@ -48,27 +46,27 @@ def test_the_file_holds_the_last_status_completely(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_is_written_now_and_then_only(tmp_path: Path) -> None:
+def test_writes_are_rate_limited(tmp_path: Path) -> None:
     file = HeartbeatFile(tmp_path / "heartbeats.json")
-    file.write([status(0)])
-    file.write([status(0), status(1)])
+    file.write([make_status(0)])
+    file.write([make_status(0), make_status(1)])
     assert len(json.loads(file.path.read_text())["ranks"]) == 1
     file.close()
 
 
-def test_a_folder_that_cannot_be_written_is_ignored(tmp_path: Path) -> None:
+def test_unwritable_file_and_symlink_are_ignored(tmp_path: Path) -> None:
     file = HeartbeatFile(tmp_path / "missing" / "heartbeats.json")
-    file.write([status(0)])
+    file.write([make_status(0)])
     file.close()
     (tmp_path / "heartbeats.json").symlink_to(tmp_path / "target")
     file = HeartbeatFile(tmp_path / "heartbeats.json")
-    file.write([status(0)])
+    file.write([make_status(0)])
     file.close()
     assert not (tmp_path / "target").exists()
 
 
 @pytest.mark.slow
-def test_a_run_writes_the_file_and_removes_it_at_its_end(tmp_path: Path) -> None:
+def test_run_writes_the_file_and_removes_it_at_the_end(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(
         *MICRO, f"output_dir={run}", "parallel.num_gpus=2", "max_steps=2000", "warmup_steps=1"
@@ -82,7 +80,7 @@ def test_a_run_writes_the_file_and_removes_it_at_its_end(tmp_path: Path) -> None
         with contextlib.suppress(FileNotFoundError):
             written = json.loads((run / "heartbeats.json").read_text())
     assert [row["rank"] for row in written["ranks"]] == [0, 1]
-    # they are processes of this machine
+    # the pids are those of processes on this machine
     assert {os.readlink(f"/proc/{row['pid']}/exe") for row in written["ranks"]}
     assert abs(written["time"] - time.time()) < 60
     end_with_signal(process, signal.SIGTERM, 2)

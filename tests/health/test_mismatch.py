@@ -1,16 +1,16 @@
-"""Where ranks issue different collectives, both are shown, and who left one out."""
+"""Reports of ranks that issue different collectives, or leave one out."""
 
 from typing import Any
 
 from paceline.health.mismatch import describe, find_mismatch
 
 
-def call(
+def make_call(
     number: int | None,
     function: str = "all_reduce",
     numel: int | None = 10,
     site: str = "a.py:1 in f",
-    **changes: Any,
+    **overrides: Any,
 ) -> Any:
     dtype = "float32" if numel is not None else None
     return {
@@ -20,44 +20,50 @@ def call(
         "numel": numel,
         "group": "0",
         "site": [site],
-        **changes,
+        **overrides,
     }
 
 
-def test_equal_calls_are_no_mismatch() -> None:
-    ring = [call(3), call(4, "broadcast"), call(None, "send", 5)]
-    assert find_mismatch({0: ring, 1: ring[:2], 2: []}) is None
+def test_equal_calls_match() -> None:
+    calls = [make_call(3), make_call(4, "broadcast"), make_call(None, "send", 5)]
+    assert find_mismatch({0: calls, 1: calls[:2], 2: []}) is None
 
 
-def test_messages_between_two_ranks_are_not_compared() -> None:
-    assert find_mismatch({0: [call(None, "send")], 1: [call(None, "recv")]}) is None
+def test_point_to_point_calls_are_not_compared() -> None:
+    assert find_mismatch({0: [make_call(None, "send")], 1: [make_call(None, "recv")]}) is None
 
 
-def test_different_functions_show_both_places() -> None:
+def test_different_functions_are_reported_with_both_call_sites() -> None:
     mismatch = find_mismatch(
-        {0: [call(4), call(5)], 1: [call(4), call(5, "broadcast", 3, "b.py:9 in g")]}
+        {
+            0: [make_call(4), make_call(5)],
+            1: [make_call(4), make_call(5, "broadcast", 3, "b.py:9 in g")],
+        }
     )
     assert mismatch is not None
-    odd, text = mismatch
-    assert odd == [0, 1]  # of two ranks nobody knows who is right
+    ranks, text = mismatch
+    assert ranks == [0, 1]  # with two ranks, either may be wrong
     assert "number 6 of their group" in text
     assert "rank 0: all_reduce of 10 float32 at a.py:1 in f" in text
     assert "rank 1: broadcast of 3 float32 at b.py:9 in g" in text
 
 
-def test_the_one_that_differs_from_most_is_the_odd_one() -> None:
-    rings = {0: [call(5)], 1: [call(5)], 2: [call(5, numel=20)]}
-    mismatch = find_mismatch(rings)
+def test_rank_that_differs_from_the_majority_is_reported() -> None:
+    calls_by_rank = {0: [make_call(5)], 1: [make_call(5)], 2: [make_call(5, numel=20)]}
+    mismatch = find_mismatch(calls_by_rank)
     assert mismatch is not None
     assert mismatch[0] == [2]
     assert "ranks 0, 1: all_reduce of 10 float32" in mismatch[1]
     assert "rank 2: all_reduce of 20 float32" in mismatch[1]
 
 
-def test_groups_are_compared_each_by_itself() -> None:
+def test_groups_are_compared_separately() -> None:
     assert (
         find_mismatch(
-            {0: [call(5, group="0"), call(5, numel=7, group="1")], 1: [call(5, group="0")]}
+            {
+                0: [make_call(5, group="0"), make_call(5, numel=7, group="1")],
+                1: [make_call(5, group="0")],
+            }
         )
         is None
     )
@@ -67,17 +73,17 @@ SITES = ("a.py:1 in f", "a.py:2 in f", "a.py:3 in f")
 NUMELS = (10, 20, 30)
 
 
-def steps(count: int, without: int | None = None) -> list[Any]:
-    """Three calls a step; ``without``: one of all of them is left out."""
-    wanted = [number for number in range(3 * count) if number != without]
+def make_steps(count: int, without: int | None = None) -> list[Any]:
+    """Return the calls of ``count`` steps, three in each step, without the call ``without``."""
+    issued = [number for number in range(3 * count) if number != without]
     return [
-        call(place, numel=NUMELS[number % 3], site=SITES[number % 3])
-        for place, number in enumerate(wanted)
+        make_call(position, numel=NUMELS[number % 3], site=SITES[number % 3])
+        for position, number in enumerate(issued)
     ]
 
 
-def test_a_rank_that_left_one_out_is_named_with_what_it_left_out() -> None:
-    mismatch = find_mismatch({0: steps(3)[:8], 1: steps(3, without=6)[:8]})
+def test_omitted_call_is_reported() -> None:
+    mismatch = find_mismatch({0: make_steps(3)[:8], 1: make_steps(3, without=6)[:8]})
     assert mismatch is not None
     assert (
         "Rank 1 is 1 collective behind: it did not call all_reduce of 10 float32 at a.py:1 in f"
@@ -85,9 +91,10 @@ def test_a_rank_that_left_one_out_is_named_with_what_it_left_out() -> None:
     )
 
 
-def test_also_where_the_other_has_not_come_further() -> None:
-    """It waits in the very call that was left out; what follows is known from the step before."""
-    mismatch = find_mismatch({0: steps(3)[:7], 1: steps(3, without=6)[:7]})
+def test_omitted_call_is_reported_while_other_ranks_wait_in_it() -> None:
+    """Rank 0 is blocked in the call that rank 1 left out, so the calls after it are known only from
+    the previous step."""
+    mismatch = find_mismatch({0: make_steps(3)[:7], 1: make_steps(3, without=6)[:7]})
     assert mismatch is not None
     assert (
         "Rank 1 is 1 collective behind: it did not call all_reduce of 10 float32 at a.py:1 in f"
@@ -95,12 +102,13 @@ def test_also_where_the_other_has_not_come_further() -> None:
     )
 
 
-def test_the_omitted_call_is_found_where_alike_calls_went_together_first() -> None:
-    """Two calls of one size one after the other: without the first, the second takes its place, and
-    no size differs yet."""
+def test_omitted_call_is_found_among_calls_of_equal_size() -> None:
+    """If the first of two consecutive calls of equal size is left out, the second is matched with
+    it, and no sizes differ until later."""
     sites = ("a.py:1 in mean", "a.py:2 in other", "b.py:3 in send")
     calls = [
-        call(number, numel=(3, 3, 32)[number % 3], site=sites[number % 3]) for number in range(9)
+        make_call(number, numel=(3, 3, 32)[number % 3], site=sites[number % 3])
+        for number in range(9)
     ]
     remaining = [call for call in calls if call["number"] != 6]
     shifted = [{**call, "number": number} for number, call in enumerate(remaining)]
@@ -113,14 +121,14 @@ def test_the_omitted_call_is_found_where_alike_calls_went_together_first() -> No
     )
 
 
-def test_alike_but_from_another_place_only_where_asked() -> None:
-    rings = {0: [call(5, site="a.py:1 in f")], 1: [call(5, site="a.py:2 in f")]}
-    assert find_mismatch(rings) is None
-    mismatch = find_mismatch(rings, sites=True)
+def test_call_sites_are_compared_only_on_request() -> None:
+    calls_by_rank = {0: [make_call(5, site="a.py:1 in f")], 1: [make_call(5, site="a.py:2 in f")]}
+    assert find_mismatch(calls_by_rank) is None
+    mismatch = find_mismatch(calls_by_rank, sites=True)
     assert mismatch is not None
     assert "a.py:1 in f" in mismatch[1]
     assert "a.py:2 in f" in mismatch[1]
 
 
-def test_a_call_without_a_size() -> None:
-    assert describe(call(1, "barrier", None)) == "barrier at a.py:1 in f"
+def test_description_of_a_call_without_a_size() -> None:
+    assert describe(make_call(1, "barrier", None)) == "barrier at a.py:1 in f"

@@ -1,4 +1,4 @@
-"""Replicas compare their bits; one that differs is named."""
+"""Replicas are compared by their bits, and one that differs is reported."""
 
 import pytest
 import torch
@@ -16,31 +16,31 @@ from paceline.parallel.protocols import replica_of
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8]
 )
-def test_one_bit_changes_the_sum(dtype):
+def test_flipping_a_bit_changes_the_sum(dtype):
     values = torch.randint(0, 2, (13,), generator=torch.Generator().manual_seed(0)).to(dtype)
-    usual = int(bit_sum(values))
+    original = int(bit_sum(values))
     raw = values.view(torch.uint8)
-    for place in range(raw.numel()):
+    for byte_index in range(raw.numel()):
         for bit in range(1 if dtype == torch.bool else 8):
-            raw[place] ^= 1 << bit
-            assert int(bit_sum(values)) != usual
-            raw[place] ^= 1 << bit
-    assert int(bit_sum(values)) == usual
+            raw[byte_index] ^= 1 << bit
+            assert int(bit_sum(values)) != original
+            raw[byte_index] ^= 1 << bit
+    assert int(bit_sum(values)) == original
 
 
-def test_the_sum_is_of_the_values_however_they_lie():
+def test_bit_sum_is_independent_of_strides_and_alignment():
     values = torch.randn(40, 7, generator=torch.Generator().manual_seed(1))
-    copied = torch.empty(7, 40).t().copy_(values)  # of other strides
-    # not at a multiple of eight bytes
-    behind = torch.cat([torch.zeros(1), values.reshape(-1)])[1:].view(40, 7)
-    assert int(bit_sum(values)) == int(bit_sum(copied)) == int(bit_sum(behind))
+    transposed = torch.empty(7, 40).t().copy_(values)  # with other strides
+    # at an address that is not a multiple of eight bytes
+    unaligned = torch.cat([torch.zeros(1), values.reshape(-1)])[1:].view(40, 7)
+    assert int(bit_sum(values)) == int(bit_sum(transposed)) == int(bit_sum(unaligned))
     assert int(bit_sum(torch.zeros(0))) == 0
     assert int(bit_sum(torch.tensor(1.5))) != int(bit_sum(torch.tensor(-1.5)))
     assert int(bit_sum(torch.tensor(float("nan")))) == int(bit_sum(torch.tensor(float("nan"))))
 
 
 @pytest.mark.parametrize(
-    ("rows", "bad", "others"),
+    ("rows", "divergent", "others"),
     [
         ([(1, 2), (1, 2), (1, 3)], (6,), (2, 4)),
         ([(1, 2), (1, 3)], (2, 4), ()),
@@ -49,10 +49,10 @@ def test_the_sum_is_of_the_values_however_they_lie():
         ([(1, 3), (1, 2), (1, 2), (1, 2), (0, 2)], (2, 10), (4, 6, 8)),
     ],
 )
-def test_the_minority_is_named(rows, bad, others):
+def test_minority_is_divergent(rows, divergent, others):
     ranks = [2, 4, 6, 8, 10][: len(rows)]
     divergence = find_divergence(rows, ["first", "second"], ranks)
-    assert (divergence.ranks, divergence.others) == (bad, others)
+    assert (divergence.ranks, divergence.others) == (divergent, others)
     assert divergence.parameter == ("first" if len({row[0] for row in rows}) > 1 else "second")
 
 
@@ -67,9 +67,9 @@ class Net(nn.Module):
         return self.last(self.frozen(torch.tanh(self.first(x))))
 
 
-def divergences(world, mode, axes, flip, settings):
-    """Return the divergence of equal replicas, and that after one bit of the tensor ``flip`` was
-    flipped on rank 1."""
+def find_divergences(world, mode, axes, flipped_name, settings):
+    """Return the divergence of equal replicas, and that after a bit of the tensor ``flipped_name``
+    is flipped on rank 1."""
     world = Communicator(world.env, world.device, axes)
     config = Config(model="m", dataset="d", parallel={"mode": mode}, **settings)
     strategy = make_strategy(mode, config, world)
@@ -85,23 +85,23 @@ def divergences(world, mode, axes, flip, settings):
         strategy.forward_backward(lambda number, module, x=x: module(x).square().mean(), 1)
         strategy.clip_grad_norm(1.0)
         strategy.optimizer_step(lambda optimizer: (optimizer.step(), True)[1])
-    even = compare(strategy)
-    named = dict(strategy.replicated_tensors())
+    before = compare(strategy)
+    replicated = dict(strategy.replicated_tensors())
     if world.rank == 1:
         with torch.no_grad():
-            tensor = named[flip].detach()
+            tensor = replicated[flipped_name].detach()
             local = getattr(tensor, "_local_tensor", tensor)
             # the last bit of the first element
             local.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
-    flipped = compare(strategy)
+    after = compare(strategy)
     world.barrier()
     del model
-    return even, flipped
+    return before, after
 
 
 CASES = {
     "ddp": (3, "ddp", None, "last.weight", {}),
-    "what the optimizer keeps": (3, "ddp", None, "first.weight/exp_avg", {}),
+    "optimizer state": (3, "ddp", None, "first.weight/exp_avg", {}),
     "frozen": (3, "ddp", None, "frozen.bias", {}),
     "zero1": (3, "zero1", None, "last.weight", {}),
     "hybrid sharding": (4, "zero3", ParallelDims(data=2, shard=2), "first.weight", {}),
@@ -114,7 +114,7 @@ CASES = {
         "last.weight",
         {"local_sgd": {"sync_every": 2, "workers": 2}},
     ),
-    "workers, brought together": (
+    "synchronized workers": (
         4,
         "diloco",
         None,
@@ -125,21 +125,21 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_flipped_bit_is_found_and_named(name):
-    world_size, mode, axes, flip, settings = CASES[name]
-    by_rank = run_ranks(divergences, world_size, mode, axes, flip, settings)
-    assert [even for even, _ in by_rank] == [None] * world_size
+def test_flipped_bit_is_reported(name):
+    world_size, mode, axes, flipped_name, settings = CASES[name]
+    by_rank = run_ranks(find_divergences, world_size, mode, axes, flipped_name, settings)
+    assert [before for before, _ in by_rank] == [None] * world_size
     group = {"hybrid sharding": [1, 3], "a worker": [0, 1]}.get(name, list(range(world_size)))
     for rank, (_, divergence) in enumerate(by_rank):
         if rank not in group:
             assert divergence is None
             continue
-        assert divergence.parameter == flip
+        assert divergence.parameter == flipped_name
         assert divergence.num_differing == 1
         assert divergence.ranks == ((1,) if len(group) > 2 else tuple(group))
 
 
-def nothing_to_compare(world, mode, settings):
+def compare_shards(world, mode, settings):
     config = Config(model="m", dataset="d", parallel={"mode": mode, **settings})
     strategy = make_strategy(mode, config, world)
     torch.manual_seed(world.rank)
@@ -153,5 +153,5 @@ def nothing_to_compare(world, mode, settings):
 @pytest.mark.parametrize(
     ("mode", "settings"), [("zero3", {}), ("zero2", {}), ("deepspeed", {"deepspeed_stage": 3})]
 )
-def test_shards_that_nobody_repeats_are_left_alone(mode, settings):
-    assert run_ranks(nothing_to_compare, 2, mode, settings) == [None, None]
+def test_unreplicated_shards_are_not_compared(mode, settings):
+    assert run_ranks(compare_shards, 2, mode, settings) == [None, None]

@@ -1,5 +1,5 @@
-"""A slow rank is reported soon, with the cause; none is if all ranks are equally fast, however
-noisy their steps are."""
+"""Straggler detection: a slow rank is reported early and with the cause, and none is reported if
+all ranks are equally fast, however noisy their steps are."""
 
 import random
 from collections.abc import Callable
@@ -8,16 +8,17 @@ import pytest
 
 from paceline.health.stragglers import RankBusyTime, Straggler, StragglerDetector
 
-EVEN = dict.fromkeys(range(4), "stage 0")
+SAME_STAGE = dict.fromkeys(range(4), "stage 0")
 
 
-def run(
+def find_stragglers(
     detector: StragglerDetector,
     steps: int,
     busy: Callable[[int, int], float],
     data: Callable[[int, int], float] = lambda rank, step: 0.0,
 ) -> list[Straggler]:
-    """``busy(rank, step)``: seconds without those for data."""
+    """Return the stragglers reported if a rank takes ``busy(rank, step)`` seconds for a step, and
+    ``data(rank, step)`` seconds more for its data."""
     stragglers = []
     for step in range(1, steps + 1):
         times = {}
@@ -28,38 +29,46 @@ def run(
     return stragglers
 
 
-def noisy(
-    seed: int, base_s: float, spread: float, jump: float = 0.0
+def make_noisy_times(
+    seed: int, base_s: float, spread: float, outlier_probability: float = 0.0
 ) -> Callable[[int, int], float]:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     return lambda rank, step: (
         base_s
         * (
             1
-            + spread * abs(chance.gauss(0, 1))
-            + (4 * chance.random() if chance.random() < jump else 0)
+            + spread * abs(rng.gauss(0, 1))
+            + (4 * rng.random() if rng.random() < outlier_probability else 0)
         )
     )
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 @pytest.mark.parametrize(
-    ("base_s", "spread", "jump"),
+    ("base_s", "spread", "outlier_probability"),
     [(0.01, 1.0, 0.1), (0.1, 0.3, 0.1), (0.5, 0.2, 0.05), (2.0, 0.1, 0.02)],
 )
-def test_none_in_a_thousand_even_steps(
-    world_size: int, base_s: float, spread: float, jump: float
+def test_no_straggler_in_1000_even_steps(
+    world_size: int, base_s: float, spread: float, outlier_probability: float
 ) -> None:
     for seed in range(2):
         detector = StragglerDetector(dict.fromkeys(range(world_size), "stage 0"))
-        assert run(detector, 1000, noisy(seed, base_s, spread, jump)) == []
+        assert (
+            find_stragglers(
+                detector, 1000, make_noisy_times(seed, base_s, spread, outlier_probability)
+            )
+            == []
+        )
 
 
 @pytest.mark.soak
-def test_ranks_that_take_turns_in_being_slow_are_even() -> None:
-    """As three ranks on two cores: some are always slower, but not one of them."""
-    detector = StragglerDetector(EVEN)
-    assert run(detector, 1000, lambda rank, step: 0.2 if (step // 3) % 4 == rank else 0.1) == []
+def test_ranks_that_are_slow_in_turns_are_not_stragglers() -> None:
+    """With three ranks on two cores, some ranks are always slower, but never the same ones."""
+    detector = StragglerDetector(SAME_STAGE)
+    assert (
+        find_stragglers(detector, 1000, lambda rank, step: 0.2 if (step // 3) % 4 == rank else 0.1)
+        == []
+    )
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
@@ -67,43 +76,45 @@ def test_ranks_that_take_turns_in_being_slow_are_even() -> None:
     "base_s",
     [0.1, pytest.param(0.02, marks=pytest.mark.soak), pytest.param(0.4, marks=pytest.mark.soak)],
 )
-def test_two_hundred_milliseconds_are_named_within_ten_steps(
-    world_size: int, base_s: float
-) -> None:
-    even = noisy(3, base_s, 0.1)
+def test_rank_slower_by_200_ms_is_reported_within_ten_steps(world_size: int, base_s: float) -> None:
+    regular_times = make_noisy_times(3, base_s, 0.1)
     detector = StragglerDetector(dict.fromkeys(range(world_size), "stage 0"))
-    stragglers = run(
-        detector, 60, lambda rank, step: even(rank, step) + (0.2 if rank == 1 and step > 30 else 0)
+    stragglers = find_stragglers(
+        detector,
+        60,
+        lambda rank, step: regular_times(rank, step) + (0.2 if rank == 1 and step > 30 else 0),
     )
     assert [(straggler.rank, straggler.is_even) for straggler in stragglers] == [(1, False)]  # once
     assert stragglers[0].step - 30 <= 5
     assert stragglers[0].slower_by_s == pytest.approx(0.2, abs=0.05)
 
 
-def test_also_in_long_steps_that_are_even() -> None:
-    even = noisy(5, 1.2, 0.01)
-    detector = StragglerDetector(EVEN)
-    stragglers = run(
-        detector, 40, lambda rank, step: even(rank, step) + (0.2 if rank == 2 and step > 30 else 0)
+def test_rank_slower_by_200_ms_is_reported_in_long_steps() -> None:
+    regular_times = make_noisy_times(5, 1.2, 0.01)
+    detector = StragglerDetector(SAME_STAGE)
+    stragglers = find_stragglers(
+        detector,
+        40,
+        lambda rank, step: regular_times(rank, step) + (0.2 if rank == 2 and step > 30 else 0),
     )
     assert [straggler.rank for straggler in stragglers] == [2]
     assert stragglers[0].step <= 40
 
 
-def test_a_little_slower_for_long_is_named_as_well() -> None:
-    even = noisy(9, 0.1, 0.05)
-    stragglers = run(
-        StragglerDetector(EVEN),
+def test_slightly_slower_rank_is_reported_over_time() -> None:
+    regular_times = make_noisy_times(9, 0.1, 0.05)
+    stragglers = find_stragglers(
+        StragglerDetector(SAME_STAGE),
         60,
-        lambda rank, step: even(rank, step) + (0.05 if rank == 3 else 0),
+        lambda rank, step: regular_times(rank, step) + (0.05 if rank == 3 else 0),
     )
     assert [straggler.rank for straggler in stragglers] == [3]
 
 
-def test_the_share_tells_the_cause() -> None:
-    detector = StragglerDetector(EVEN)
-    (straggler,) = run(
-        detector, 20, noisy(1, 0.05, 0.1), lambda rank, step: 0.3 if rank == 1 else 0.01
+def test_share_of_time_has_the_cause() -> None:
+    detector = StragglerDetector(SAME_STAGE)
+    (straggler,) = find_stragglers(
+        detector, 20, make_noisy_times(1, 0.05, 0.1), lambda rank, step: 0.3 if rank == 1 else 0.01
     )
     assert straggler.share["data_s"] == pytest.approx(0.29, abs=0.01)
     assert straggler.share["compute_s"] < 0.05
@@ -111,10 +122,10 @@ def test_the_share_tells_the_cause() -> None:
     assert "rank 1 on node1" in straggler.text("node1")
 
 
-def test_reported_again_when_it_has_grown_and_when_it_is_over() -> None:
-    detector = StragglerDetector(EVEN)
+def test_straggler_is_reported_again_when_slower_and_when_recovered() -> None:
+    detector = StragglerDetector(SAME_STAGE)
     slow = {range(11, 40): 0.2, range(40, 80): 0.9}
-    stragglers = run(
+    stragglers = find_stragglers(
         detector,
         120,
         lambda rank, step: (
@@ -131,11 +142,11 @@ def test_reported_again_when_it_has_grown_and_when_it_is_over() -> None:
     assert "as fast as the other ranks again" in stragglers[2].text("h")
 
 
-def test_stages_of_a_pipeline_are_compared_within_the_stage() -> None:
+def test_pipeline_ranks_are_compared_within_their_stage() -> None:
     kinds = {0: "stage 0", 1: "stage 0", 2: "stage 1", 3: "stage 1"}
     stages = {0: 0.1, 1: 0.1, 2: 0.5, 3: 0.5}
-    assert run(StragglerDetector(kinds), 300, lambda rank, step: stages[rank]) == []
-    stragglers = run(
+    assert find_stragglers(StragglerDetector(kinds), 300, lambda rank, step: stages[rank]) == []
+    stragglers = find_stragglers(
         StragglerDetector(kinds),
         60,
         lambda rank, step: stages[rank] + (0.3 if rank == 1 and step > 20 else 0),
@@ -143,11 +154,11 @@ def test_stages_of_a_pipeline_are_compared_within_the_stage() -> None:
     assert [straggler.rank for straggler in stragglers] == [1]
 
 
-def test_a_stage_without_an_equal_is_compared_with_its_own_first_steps() -> None:
+def test_single_rank_of_a_stage_is_compared_with_its_first_steps() -> None:
     kinds = {0: "stage 0", 1: "stage 1"}
     stages = {0: 0.1, 1: 0.5}
-    assert run(StragglerDetector(kinds), 300, lambda rank, step: stages[rank]) == []
-    stragglers = run(
+    assert find_stragglers(StragglerDetector(kinds), 300, lambda rank, step: stages[rank]) == []
+    stragglers = find_stragglers(
         StragglerDetector(kinds),
         60,
         lambda rank, step: stages[rank] + (0.3 if rank == 0 and step > 30 else 0),
@@ -156,10 +167,10 @@ def test_a_stage_without_an_equal_is_compared_with_its_own_first_steps() -> None
     assert stragglers[0].step <= 40
 
 
-def test_ranks_that_do_not_train_are_left_out() -> None:
+def test_ranks_that_do_not_train_are_ignored() -> None:
     detector = StragglerDetector({0: "stage 0", 1: "stage 0", 2: None})
     assert detector.kinds.keys() == {0, 1}
     assert [
         straggler.rank
-        for straggler in run(detector, 20, lambda rank, step: 0.5 if rank == 1 else 0.1)
+        for straggler in find_stragglers(detector, 20, lambda rank, step: 0.5 if rank == 1 else 0.1)
     ] == [1]

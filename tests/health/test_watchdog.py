@@ -1,5 +1,5 @@
-"""Real ranks report the ranks that hang, issue different collectives or are slow, and none if all
-are equally fast."""
+"""The watchdog on real ranks reports hangs, mismatched collectives and stragglers, and nothing if
+all ranks are equally fast."""
 
 import contextlib
 import io
@@ -27,23 +27,23 @@ from paceline.health.watchdog import Watchdog
 
 pytestmark = pytest.mark.alone
 
-# -- a small loop of steps on real ranks
+# -- a minimal training loop on real ranks
 
 
 class Reports:
-    """What a rank's watchdog has reported: to the event log on rank 0, else on standard error; and
-    whether it ended its rank."""
+    """The reports of a rank's watchdog, in the event log on rank 0 and on standard error on other
+    ranks, and the calls by which it ended its rank."""
 
     def __init__(self) -> None:
         self.error = ""
         self.events: list[dict[str, Any]] = []
         self.failed: list[tuple[str, list[int]]] = []
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
+    def get_events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["type"] == kind]
 
 
-def _steps(
+def _train(
     world: Communicator, folder: str, fault: str, recovery: dict[str, Any], steps: int = 30
 ) -> Reports:
     PROGRESS.start()
@@ -63,9 +63,9 @@ def _steps(
         watchdog.watch(SimpleNamespace(world=world, has_data=True), log)  # type: ignore[arg-type]
         try:
             for step in range(1, steps + 1):
-                _step(world, step, fault if step == 10 else "")
+                _train_step(world, step, fault if step == 10 else "")
             if fault == "skip" and world.rank == 1:
-                watchdog.close()  # it has come to its end, with one collective too few
+                watchdog.close()  # this rank has finished, with one collective too few
                 dist.distributed_c10d._get_default_store().wait(["failed"])
                 world.barrier()
         finally:
@@ -76,10 +76,10 @@ def _steps(
     return reports
 
 
-def _step(world: Communicator, step: int, fault: str) -> None:
+def _train_step(world: Communicator, step: int, fault: str) -> None:
     PROGRESS.begin_step(step)
     if fault == "sleep" and world.rank == 1:
-        _read_slowly()
+        _load_data_slowly()
     PROGRESS.enter("forward")
     time.sleep(0.02)
     if not (fault == "skip" and world.rank == 1):
@@ -87,27 +87,27 @@ def _step(world: Communicator, step: int, fault: str) -> None:
     PROGRESS.end_step()
 
 
-def _read_slowly() -> None:
+def _load_data_slowly() -> None:
     time.sleep(6.0)
 
 
 @pytest.mark.soak
-def test_a_rank_that_sleeps_over_its_data_is_named_by_all_others(tmp_path: Path) -> None:
-    first, slow, third = run_ranks(_steps, 3, str(tmp_path), "sleep", {})
-    (hang,) = first.of("hang")
+def test_rank_blocked_in_data_loading_is_reported_by_all_others(tmp_path: Path) -> None:
+    first, slow, third = run_ranks(_train, 3, str(tmp_path), "sleep", {})
+    (hang,) = first.get_events("hang")
     assert (hang["rank"], hang["phase"], hang["step"]) == (1, "data", 10)
-    assert any("_read_slowly" in line for line in hang["stack"])
+    assert any("_load_data_slowly" in line for line in hang["stack"])
     assert "its last known stack" in hang["text"]
-    assert [event["rank"] for event in first.of("hang_end")] == [1]
+    assert [event["rank"] for event in first.get_events("hang_end")] == [1]
     assert "[rank 2] rank 1 on" in third.error
-    assert "stack" not in third.error  # a single rank reports it
+    assert "stack" not in third.error  # only one rank reports the stack
     assert slow.error == ""
     assert first.failed == slow.failed == third.failed == []
 
 
 @pytest.mark.soak
-def test_the_others_end_after_the_timeout(tmp_path: Path) -> None:
-    first, slow, third = run_ranks(_steps, 3, str(tmp_path), "sleep", {"hang_timeout_s": 3.0})
+def test_other_ranks_end_after_the_hang_timeout(tmp_path: Path) -> None:
+    first, slow, third = run_ranks(_train, 3, str(tmp_path), "sleep", {"hang_timeout_s": 3.0})
     assert slow.failed == []
     for reports in (first, third):
         text, blamed = reports.failed[0]
@@ -117,24 +117,25 @@ def test_the_others_end_after_the_timeout(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_rank_that_left_out_a_collective_is_named(tmp_path: Path) -> None:
-    first, *_ = run_ranks(_steps, 3, str(tmp_path), "skip", {"hang_timeout_s": 2.0})
-    hang = first.of("hang")[0]
+def test_rank_that_omitted_a_collective_is_reported(tmp_path: Path) -> None:
+    first, *_ = run_ranks(_train, 3, str(tmp_path), "skip", {"hang_timeout_s": 2.0})
+    hang = first.get_events("hang")[0]
     assert hang["rank"] == 1
     assert "it is 1 collective behind; it has ended" in hang["text"]
     assert first.failed[0][1] == [1]
 
 
 @pytest.mark.soak
-def test_switched_off_it_is_silent(tmp_path: Path) -> None:
-    by_rank = run_ranks(_steps, 2, str(tmp_path), "sleep", {"watchdog": False})
+def test_disabled_watchdog_reports_nothing(tmp_path: Path) -> None:
+    by_rank = run_ranks(_train, 2, str(tmp_path), "sleep", {"watchdog": False})
     assert [(reports.error, reports.events, reports.failed) for reports in by_rank] == [
         ("", [], [])
     ] * 2
 
 
-def _differ(world: Communicator) -> tuple[str, str]:
-    """What each rank is about to call is marked, and not called: gloo would end the process."""
+def _explain_mismatch(world: Communicator) -> tuple[str, str]:
+    """Record different collectives without calling them, since gloo would end the process. Return
+    the explanations of a collective's error and of another error."""
     PROGRESS.start()
     watchdog = Watchdog(RecoveryConfig(), 60.0, world, StopFlag())
     watchdog.start()
@@ -146,16 +147,16 @@ def _differ(world: Communicator) -> tuple[str, str]:
     return str(error), str(other)
 
 
-def test_a_collective_that_failed_is_explained_by_what_the_others_called() -> None:
-    for text, other in run_ranks(_differ, 2):
+def test_failed_collective_is_explained_with_the_calls_of_all_ranks() -> None:
+    for text, other in run_ranks(_explain_mismatch, 2):
         assert "rank 0: all_reduce of 10 float32 at" in text
         assert "rank 1: all_reduce of 20 float32 at" in text
-        assert text.count("_differ") == 2
+        assert text.count("_explain_mismatch") == 2
         assert "op.preamble.length" in text
         assert other == "something else"
 
 
-def _agree(world: Communicator) -> str:
+def _explain_other_error(world: Communicator) -> str:
     PROGRESS.start()
     watchdog = Watchdog(RecoveryConfig(), 60.0, world, StopFlag())
     watchdog.start()
@@ -166,13 +167,13 @@ def _agree(world: Communicator) -> str:
     return str(same)
 
 
-def test_an_error_of_another_cause_stays_as_it_is() -> None:
-    assert run_ranks(_agree, 2) == ["True", "True"]
+def test_other_errors_are_unchanged() -> None:
+    assert run_ranks(_explain_other_error, 2) == ["True", "True"]
 
 
 @pytest.mark.soak
-def test_the_flight_recorder_of_torch_is_read() -> None:
-    """In processes of their own: torch reads the variable once."""
+def test_reads_the_flight_recorder_of_torch() -> None:
+    """Each size needs a new process, since torch reads the variable only once."""
     code = (
         "import torch, torch.distributed as dist; from paceline.distributed import torch_compat;"
         "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore());"
@@ -185,14 +186,14 @@ def test_the_flight_recorder_of_torch_is_read() -> None:
             "TORCH_FR_BUFFER_SIZE": size,
             "TORCH_NCCL_TRACE_BUFFER_SIZE": size,
         }
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code],
             env=environment,
             capture_output=True,
             text=True,
             check=True,
         )
-        assert done.stdout.strip() == expected, done.stderr
+        assert process.stdout.strip() == expected, process.stderr
 
 
 # -- whole runs
@@ -232,7 +233,7 @@ class Faulty(paceline.Task):
 """
 
 
-def begin(tmp_path: Path, *args: str, num_ranks: int = 2) -> Any:
+def start_run(tmp_path: Path, *args: str, num_ranks: int = 2) -> Any:
     (tmp_path / "faulty.py").write_text(TASK)
     return start(
         "model=faulty", "dataset=made-by-the-task", f"task={tmp_path}/faulty.py:Faulty",
@@ -241,7 +242,9 @@ def begin(tmp_path: Path, *args: str, num_ranks: int = 2) -> Any:
     )  # fmt: skip
 
 
-def wait_for(folder: Path, kind: str, process: Any, timeout_s: float = 60.0) -> dict[str, Any]:
+def wait_for_event(
+    folder: Path, kind: str, process: Any, timeout_s: float = 60.0
+) -> dict[str, Any]:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
@@ -255,10 +258,10 @@ def wait_for(folder: Path, kind: str, process: Any, timeout_s: float = 60.0) -> 
 @pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["ddp", "zero3"])
-def test_a_stopped_process_is_named_within_ten_seconds_and_goes_on(
+def test_stopped_process_is_reported_within_ten_seconds_and_continues(
     tmp_path: Path, mode: str
 ) -> None:
-    process = begin(
+    process = start_run(
         tmp_path, "max_steps=60", f"parallel.mode={mode}", "task_args.base_s=0.02", num_ranks=3
     )
     run = tmp_path / "run"
@@ -271,8 +274,8 @@ def test_a_stopped_process_is_named_within_ten_seconds_and_goes_on(
     os.kill(victim.pid, signal.SIGSTOP)
     stopped_at = time.time()
     try:
-        hang = wait_for(run, "hang", process)
-        time.sleep(2.0)  # each rank looks by itself
+        hang = wait_for_event(run, "hang", process)
+        time.sleep(2.0)  # the other ranks detect the hang separately
         stopped_s = time.time() - stopped_at
     finally:
         os.kill(victim.pid, signal.SIGCONT)
@@ -287,7 +290,7 @@ def test_a_stopped_process_is_named_within_ten_seconds_and_goes_on(
         f"rank {3 - hang['rank']}] rank {hang['rank']} on" in stderr
     )  # the other rank prints it too
     assert [event["rank"] for event in events(run, "hang_end")] == [hang["rank"]]
-    (pause,) = events(run, "straggler")  # reported by the rank itself, when it runs again
+    (pause,) = events(run, "straggler")  # reported by the rank itself after SIGCONT
     assert pause["rank"] == hang["rank"]
     assert pause["steps"] == 1
     assert stopped_s - 1 < pause["slower_by_s"] < stopped_s + 5
@@ -295,8 +298,8 @@ def test_a_stopped_process_is_named_within_ten_seconds_and_goes_on(
 
 
 @pytest.mark.soak
-def test_different_collectives_end_the_run_and_both_places_are_shown(tmp_path: Path) -> None:
-    process = begin(
+def test_mismatched_collectives_end_the_run_with_both_call_sites(tmp_path: Path) -> None:
+    process = start_run(
         tmp_path, "max_steps=30", "recovery.max_restarts=0", "recovery.hang_warning_s=2",
         "recovery.hang_timeout_s=6", "task_args.rank=1", "task_args.fault=other_collective",
         "task_args.from_step=12",
@@ -311,44 +314,44 @@ def test_different_collectives_end_the_run_and_both_places_are_shown(tmp_path: P
 
 
 @pytest.mark.slow
-def test_another_size_is_reported_though_gloo_ends_the_process_at_once(tmp_path: Path) -> None:
-    process = begin(
+def test_mismatched_sizes_are_reported_although_gloo_aborts(tmp_path: Path) -> None:
+    process = start_run(
         tmp_path, "max_steps=30", "task_args.rank=1", "task_args.fault=other_size",
-        "task_args.from_step=12", "task_args.base_s=0.1",  # until the ranks have met
+        "task_args.from_step=12", "task_args.base_s=0.1",  # time for the rendezvous of the ranks
     )  # fmt: skip
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 1
     assert "error: the ranks have issued different collectives" in stderr
     assert "rank 0: all_reduce of 10 float32 at" in stderr
     assert "rank 1: all_reduce of 20 float32 at" in stderr
-    assert events(tmp_path / "run", "fault") == []  # it would only come again
+    assert events(tmp_path / "run", "fault") == []  # no restart, since the fault would recur
 
 
 @pytest.mark.soak
-def test_a_rank_slower_by_two_hundred_milliseconds_is_named_within_ten_steps(
+def test_rank_slower_by_200_ms_is_reported_within_ten_steps(
     tmp_path: Path,
 ) -> None:
-    process = begin(
+    process = start_run(
         tmp_path, "max_steps=45", "task_args.base_s=0.05", "task_args.rank=2",
         "task_args.fault=slow", "task_args.from_step=20", num_ranks=4,
     )  # fmt: skip
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, stderr
-    (named,) = events(tmp_path / "run", "straggler")
-    assert named["rank"] == 2
-    made = [
+    (straggler,) = events(tmp_path / "run", "straggler")
+    assert straggler["rank"] == 2
+    steps_before_report = [
         event["step"]
         for event in events(tmp_path / "run", "step")
-        if event["time"] <= named["time"]
+        if event["time"] <= straggler["time"]
     ]
-    assert made[-1] - 20 < 10
-    assert 0.15 < named["slower_by_s"] < 0.3
-    assert max(named["share"], key=named["share"].get) == "compute_s"
+    assert steps_before_report[-1] - 20 < 10
+    assert 0.15 < straggler["slower_by_s"] < 0.3
+    assert max(straggler["share"], key=straggler["share"].get) == "compute_s"
     assert "rank 2 on" in stderr
 
 
-def even(tmp_path: Path, steps: int) -> None:
-    process = begin(
+def check_no_reports(tmp_path: Path, steps: int) -> None:
+    process = start_run(
         tmp_path, f"max_steps={steps}", "task_args.base_s=0.005", "save_steps=50", num_ranks=4
     )
     _, stderr = process.communicate(timeout=590)
@@ -358,10 +361,10 @@ def even(tmp_path: Path, steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_none_is_named_in_even_steps(tmp_path: Path) -> None:
-    even(tmp_path, 200)
+def test_no_reports_in_200_even_steps(tmp_path: Path) -> None:
+    check_no_reports(tmp_path, 200)
 
 
 @pytest.mark.soak
-def test_none_is_named_in_a_thousand_even_steps(tmp_path: Path) -> None:
-    even(tmp_path, 1000)
+def test_no_reports_in_1000_even_steps(tmp_path: Path) -> None:
+    check_no_reports(tmp_path, 1000)
