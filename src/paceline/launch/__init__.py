@@ -1,1 +1,1 @@
-"""Starting a run: the checks before it, the ranks on this host, and what becomes of them."""
+"""Start a run: preflight checks, the rank processes of this host, and restarts after faults."""

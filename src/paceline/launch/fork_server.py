@@ -1,8 +1,7 @@
 """A fork server that imports torch and other modules while the launcher reads config and data.
 
-The ranks are forked from it, so each host pays for the imports once, and in parallel with other
-work. It is started before torch is imported in the launcher, and never after an accelerator was
-used.
+The ranks are forked from it, so each host imports these modules only once, in parallel with other
+work. It is started before the launcher imports torch, and never after an accelerator was used.
 """
 
 import multiprocessing
@@ -36,30 +35,30 @@ def start_fork_server(config: Config) -> None:
             modules.append("peft")
     elif config.task == "classify":
         modules.append("paceline.tasks.classify")
-    # Keep the resource tracker quiet about what is left when a run is killed.
+    # The resource tracker would warn about semaphores that remain when a run is killed.
     warnings = filter(
         None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"]
     )
     environment = {"PYTHONWARNINGS": ",".join(warnings)}
     if config.parameter_server.on_worker_failure == "continue":
-        # torch.distributed.rpc warns about each connection to a lost rank
+        # torch.distributed.rpc warns about each connection to a lost rank.
         environment["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
     start_server(modules, environment)
 
 
 def start_server(modules: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Start a fork server that imports ``modules`` with these environment variables set, and ends
-    with this process. Returns immediately."""
+    """Start a fork server that imports ``modules`` with these environment variables set, and exits
+    when this process does. Returns immediately."""
     in_main = threading.current_thread() is threading.main_thread()
     if in_main:
-        # Imported first: from then on the kernel ends the server together with the thread that
-        # starts it, which must therefore be the main thread.
+        # Must be imported first. The kernel then ends the server together with the thread that
+        # started it, which must therefore be the main thread.
         modules = ["paceline.launch.parent_death", *modules]
     multiprocessing.set_forkserver_preload(list(modules))
     _set_temp_dir()
-    # Ctrl-C and a closed terminal reach the whole process group, and Slurm's SIGTERM every process
-    # of a step. The server inherits that these are ignored: it prints no traceback, lets the ranks
-    # save their checkpoint, and ends with the launcher.
+    # Ctrl-C and a closed terminal signal the whole process group, and Slurm sends SIGTERM to every
+    # process of a step. The server inherits that these signals are ignored. It prints no traceback,
+    # lets the ranks save their checkpoint, and exits with the launcher.
     numbers = []
     if in_main:
         numbers = [
@@ -78,11 +77,11 @@ def start_server(modules: Sequence[str], environment: Mapping[str, str]) -> None
 
 
 def _set_temp_dir() -> None:
-    """Put the server's socket into a folder that is removed even if this process is killed (then by
-    the next run)."""
+    """Put the server's socket into a folder that is always removed: by the next run if this process
+    is killed."""
     if multiprocessing.current_process()._config.get("tempdir") is not None:  # type: ignore[attr-defined]
-        return  # the caller's program has used multiprocessing before
-    # The path of a socket may have 107 bytes; the names below this folder take 55 of them.
+        return  # the calling program has already used multiprocessing
+    # The path of a socket is limited to 107 bytes, and the names below this folder take up to 55.
     is_long = len(os.fsencode(tempfile.gettempdir())) > 50
     scratch, before = Scratch(parent="/tmp" if is_long else None), tempfile.tempdir
     try:
@@ -90,5 +89,5 @@ def _set_temp_dir() -> None:
         multiprocessing.util.get_temp_dir()
     finally:
         tempfile.tempdir = before
-    # after the finalizer of the folder's content, which has the priority -100
+    # Runs after the finalizer of the folder's content, which has the priority -100.
     multiprocessing.util.Finalize(None, scratch.close, exitpriority=-200)

@@ -14,7 +14,7 @@ from paceline.core.formatting import counted
 from paceline.distributed.devices import cpu_cores
 
 _SHARED = Path("/dev/shm")
-#: With less, loader processes and NCCL run out of it. (By default a container has 64 MB.)
+#: With less shared memory, loader processes and NCCL run out of it. (Docker's default is 64 MB.)
 _MIN_SHARED_BYTES = 1 << 30
 #: Limit on open files below which ranks, loader processes and checkpoints may exceed it.
 _MIN_OPEN_FILES = 1024
@@ -25,11 +25,11 @@ class CheckResult:
     """The result of one check.
 
     Args:
-        name: stable, for scripts.
-        ok: there is no problem.
-        value: what was measured or found, as text.
-        advice: how to solve the problem; None without one.
-        fatal: the problem would make a run fail.
+        name: name of the check, which is stable for use in scripts.
+        ok: whether there is no problem.
+        value: measured value, as text.
+        advice: advice on how to solve the problem, or None if there is none.
+        fatal: whether the problem would make a run fail.
     """
 
     name: str
@@ -44,17 +44,18 @@ class CheckResult:
 
     @classmethod
     def warning(cls, name: str, value: str, advice: str) -> Self:
-        """Return a problem that costs time or may surprise the user."""
+        """Return the result for a problem that slows runs down or has unexpected effects."""
         return cls(name, False, value, advice)
 
     @classmethod
     def error(cls, name: str, value: str, advice: str) -> Self:
-        """Return a problem that would make a run fail."""
+        """Return the result for a problem that would make a run fail."""
         return cls(name, False, value, advice, fatal=True)
 
 
 def quick_checks(config: Config, device_type: str, num_ranks: int) -> list[CheckResult]:
-    """Return the problems of this host that can be found within a millisecond and without torch."""
+    """Run the checks of this host that take at most a millisecond and do not need torch. Return
+    those that found a problem."""
     checks = [
         check_open_files(),
         check_shared_memory(
@@ -121,7 +122,7 @@ def check_open_files() -> CheckResult:
 
 
 def check_port() -> CheckResult:
-    """Check that ranks of this host can connect to each other through the loopback interface."""
+    """Check that ranks on this host can connect to each other through the loopback interface."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]

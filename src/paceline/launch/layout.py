@@ -1,5 +1,5 @@
-"""Choose strategy and mesh of a run, and how the replicas share the global batch, before the ranks
-exist."""
+"""Choose the strategy and the mesh of a run, and how replicas share the global batch, before the
+ranks are started."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def choose_layout(
     the fastest that fits in memory.
 
     Args:
-        outer: the rank that an outer launcher assigned to this process.
+        outer: rank that an outer launcher assigned to this process, or None.
 
     Raises:
-        ConfigError: the product of the axes is not the number of ranks, or the strategy does not
-            support this config.
+        ConfigError: if the product of the axes is not the number of ranks, or if the strategy does
+            not support this config.
     """
     name = mode_of(config.parallel)
     if name == "auto":
@@ -49,7 +49,7 @@ def choose_layout(
         chosen, why = pick(config, num_devices, device_type=device_type)
         text = f"strategy: {chosen.text()}, chosen by `mode: auto`: {why}"
     else:
-        if outer is not None:  # its ranks include the servers
+        if outer is not None:  # the ranks of an outer launcher include the servers
             num_devices -= get_spec(name).extra_ranks(config)
         if num_devices < 1:
             raise ConfigError(
@@ -58,7 +58,7 @@ def choose_layout(
             )
         chosen = layout(config.parallel, num_devices, name)
         text = f"strategy: {chosen.text()}"
-    # the event log has a `run_start` event
+    # The event log contains this in its `run_start` event.
     logger.info(text, extra=CONSOLE_ONLY)
     if chosen.num_processes == 1 and outer is not None and outer.world_size > 1:
         raise ConfigError(
@@ -98,10 +98,10 @@ def choose_layout(
 
 
 def check_row_state(config: Config, stored: Config, path: Path) -> None:
-    """Check that the optimizer can use the state that parameter servers have stored for the rows.
+    """Check that the optimizer can use the row state in a checkpoint of parameter servers.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: if the stored state belongs to another kind of optimizer.
     """
     stored_optimizer, optimizer = stored.parameter_server.optimizer, config.train_args.optim
     was_served = stored.parallel.mode == "parameter_server" != config.parallel.mode
@@ -114,8 +114,8 @@ def check_row_state(config: Config, stored: Config, path: Path) -> None:
 
 
 def sharing_text(config: Config, derived: ResolvedValues) -> str | None:
-    """Describe how the replicas share the global batch of a run that resumes with another number of
-    replicas or other micro-batches. None if it is as configured."""
+    """Describe how the replicas share the global batch if the run resumes with a different number
+    of replicas or size of micro-batches. Return None if the config is unchanged."""
     configured = config.train_args.gradient_accumulation_steps
     accumulation = derived.gradient_accumulation_steps
     batch = counted(derived.global_batch_size, "sample")
@@ -134,17 +134,17 @@ def check_sizes(derived: ResolvedValues, samples: int, mode: str) -> list[Notice
     """Check that every replica gets part of the run's global batch.
 
     Args:
-        mode: the strategy's name.
+        mode: name of the strategy.
         samples: number of training samples. It may be smaller than the global batch or the number
-            of replicas: missing rows are padded with zero weight, which changes neither loss nor
-            gradient.
+            of replicas: missing rows are padded with zero weight, which changes neither the loss
+            nor the gradient.
 
     Returns:
         The notices to log.
 
     Raises:
-        ConfigError: no sample to train on; more replicas than samples in the global batch of a
-            resumed run, or than samples at all in a mode whose replicas train separately.
+        ConfigError: if there are no training samples, or more replicas than samples in the global
+            batch of a resumed run or, in a mode whose replicas train separately, in the dataset.
     """
     if samples == 0:
         raise ConfigError(

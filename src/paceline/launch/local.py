@@ -1,4 +1,4 @@
-"""Run a job on this host: its ranks, the signals to the launcher, and restarts after faults."""
+"""Run the ranks of a job on this host, forward signals to them, and restart them after faults."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Decides what follows an attempt that a fault has ended: (spec of the next attempt, outcome). The
-#: spec is None if there is no further attempt; then the outcome is the one to report.
+#: Called after a failed attempt. Returns (spec of the next attempt, outcome). If there is no
+#: further attempt, the spec is None and the outcome is the one to report.
 Follow = Callable[[Any, Outcome], tuple[Any, Outcome]]
 
 
@@ -30,9 +30,9 @@ class LocalLauncher:
     """Runs a spec on the ranks of this host.
 
     Args:
-        run_rank: what a rank does with the spec; default: the training of a
+        run_rank: function that each rank calls with the spec; default: train a
             :class:`~paceline.train.run_spec.RunSpec`.
-        follow: default: no further attempt.
+        follow: function that decides what follows a failed attempt; default: no further attempt.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class LocalLauncher:
         self.signals = SignalForwarder(lambda: self.on_stop)
 
     def run(self) -> Outcome:
-        """Run until the last attempt has ended. Leaves no process and no file."""
+        """Run until the last attempt has ended. Leaves no processes and no temporary files."""
         with self.signals, hidden_main():
             while True:
                 outcome = self._run_attempt()
@@ -92,13 +92,13 @@ class ForwardsSignals(Protocol):
 
 
 class SignalForwarder:
-    """Handles SIGINT, SIGTERM and SIGHUP to the launcher: the first requests all ranks to stop, the
-    second kills them."""
+    """Handles SIGINT, SIGTERM and SIGHUP of the launcher. The first signal requests all ranks to
+    stop; the second kills them."""
 
     def __init__(self, on_stop: Callable[[], str]) -> None:
         self.number: int | None = None
         self.on_stop = on_stop
-        # called after the ranks were killed
+        # Called after a second signal has killed the ranks.
         self.on_second_signal: Callable[[int], None] = lambda number: None
         self._ranks: ForwardsSignals | None = None
         self._before: dict[int, Any] = {}
@@ -129,8 +129,8 @@ class SignalForwarder:
     def _on_signal(self, number: int, _frame: Any) -> None:
         if self.number is not None:
             if number == getattr(signal, "SIGHUP", None):
-                # When a terminal is closed, both the kernel and the shell send it: the second one
-                # does not mean that the user is in a hurry.
+                # When a terminal is closed, the kernel and the shell both send SIGHUP, so a second
+                # one does not mean that the user wants to quit immediately.
                 return
             if self._ranks is not None:
                 self._ranks.kill(wait_s=2.0)
@@ -156,7 +156,7 @@ def _strategy_of(spec: Any) -> StrategySpec | None:
 
 
 def expendable(spec: Any) -> frozenset[int]:
-    """Return the ranks of a spec that may end without ending the run."""
+    """Return the ranks of a spec that may exit without ending the run."""
     strategy = _strategy_of(spec)
     if strategy is None:
         return frozenset()
@@ -164,13 +164,13 @@ def expendable(spec: Any) -> frozenset[int]:
 
 
 def outcome_of(ranks: RankProcesses, spec: Any, stopped_by: int | None) -> Outcome:
-    """Return the outcome of an attempt. If it failed, ``fault`` tells whether resuming from a
-    checkpoint may succeed: True, False, or None if that is not known."""
+    """Return the outcome of an attempt. If it failed, the field ``fault`` is True if resuming from
+    a checkpoint may succeed, False if it would fail again, and None if that is unknown."""
     outcomes = {
         rank: outcome for rank, outcome in ranks.outcomes().items() if rank not in ranks.lost_ranks
     }
     failures = [outcome for outcome in outcomes.values() if outcome["status"] == "failed"]
-    # A failure that describes several ranks comes first.
+    # Prefer a failure that describes several ranks.
     failures.sort(key=lambda outcome: (not outcome.get("of_all"), outcome["time"]))
     lost = ranks.lost()
     if lost and not (failures and failures[0].get("of_all")):
@@ -193,7 +193,7 @@ def _stopped(number: int) -> Outcome:
 
 
 def _failed_with(failure: Outcome, ranks: RankProcesses, spec: Any) -> Outcome:
-    """Return the outcome of an attempt in which a rank reported this failure."""
+    """Return the outcome of an attempt in which a rank reported ``failure``."""
     is_of_run = failure["exit_code"] == 2 or failure.get("of_all") or failure.get("every_rank")
     text = failure["text"] if is_of_run else f"rank {failure['rank']} failed. {failure['text']}"
     return {
@@ -205,8 +205,8 @@ def _failed_with(failure: Outcome, ranks: RankProcesses, spec: Any) -> Outcome:
 
 
 def _failed_start(stopped_by: int | None) -> Outcome:
-    """Return the outcome of an attempt whose ranks could not all be started, because the fork
-    server has ended (multiprocessing starts a new one)."""
+    """Return the outcome of an attempt whose ranks could not all be started because the fork server
+    has exited. multiprocessing starts a new one for the next attempt."""
     if stopped_by is not None:
         return _stopped(stopped_by)
     text = "the fork server ended while it started the ranks"
@@ -214,7 +214,7 @@ def _failed_start(stopped_by: int | None) -> Outcome:
 
 
 def _failed_by(lost: list[int], ranks: RankProcesses, spec: Any) -> Outcome:
-    """Return the outcome of an attempt in which these ranks ended without a message."""
+    """Return the outcome of an attempt in which these ranks exited without reporting an error."""
     reason = "; ".join(
         f"{_rank_text(rank, ranks.processes[rank].pid, spec)} {ranks.exit_text(rank)}"
         for rank in lost
@@ -224,7 +224,7 @@ def _failed_by(lost: list[int], ranks: RankProcesses, spec: Any) -> Outcome:
 
 
 def _lost_earlier(ranks: RankProcesses, spec: Any) -> str:
-    """Describe the lost ranks without which the run had continued."""
+    """Describe the ranks that were lost earlier, without which the run had continued."""
     texts = [
         f"{_rank_text(rank, lost['pid'], spec)}, {lost['reason']}"
         for rank, lost in ranks.lost_ranks.items()
@@ -233,12 +233,12 @@ def _lost_earlier(ranks: RankProcesses, spec: Any) -> str:
 
 
 def _rank_text(rank: int, pid: int | None, spec: Any) -> str:
-    """Name a rank, with its role if ranks have different roles, and its process."""
+    """Return text that names a rank, its role (if ranks have different roles) and its process."""
     strategy = _strategy_of(spec)
     role = "" if strategy is None else strategy.rank_role(spec.config, spec.layout.axes, rank)
     return f"rank {rank}{f', {role}' if role else ''} (process {pid})"
 
 
 def stop_code(number: int) -> int:
-    """Return the exit code of a run that this signal stopped."""
+    """Return the exit code of a run that was stopped by this signal."""
     return EXIT_SIGINT if number == signal.SIGINT else EXIT_SIGTERM

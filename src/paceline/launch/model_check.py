@@ -1,9 +1,9 @@
-"""Check before the ranks exist whether they can train a model, by building it with its adapters on
-torch's meta device.
+"""Check that a model can be trained before the ranks are started, by building it with its adapters
+on torch's meta device.
 
-A dry run does this before the data is read. A run does it while the data is tokenized, in a process
-forked from the fork server: a model that cannot be trained ends the tokenization. If tokenization
-ends first, it does not wait for the check; the ranks then reject the model themselves.
+A dry run does this before it reads the data. Other runs do it while the data is tokenized, in a
+process forked from the fork server, and stop the tokenization if the model cannot be trained. If
+tokenization finishes first, the run does not wait for the check, and the ranks reject the model.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from paceline.models.builtin import config_numbers
 if TYPE_CHECKING:
     from paceline.parallel.registry import ParallelLayout
 
-#: After this time the fork server has imported the modules that a model needs.
+#: Time after which the fork server has imported the modules that a model needs.
 _START_AFTER_S = 6.0
 
 
 def check_model(config: Config, layout: ParallelLayout) -> list[Notice]:
-    """Build a language model as the ranks will, without weights. Return the notices that they would
-    log. The result of a model that passes is cached.
+    """Build a language model as the ranks will, but without weights, and return the notices that
+    they would log. The result is cached if the model passes.
 
     Raises:
-        ConfigError: the ranks would reject the model, its adapters, or its layout.
+        ConfigError: if the ranks would reject the model, its adapters or its layout.
     """
     if config.task not in ("sft", "pretrain"):
         return []
@@ -86,10 +86,10 @@ def _build_and_check(config: Config, layout: ParallelLayout) -> list[Notice]:
 
 
 def check_stages(model: Any, config: Config, num_ranks: int) -> None:
-    """Divide a model on the meta device into the stages of a pipeline.
+    """Check that a model on the meta device can be divided into pipeline stages.
 
     Raises:
-        ConfigError: it cannot be divided.
+        ConfigError: if it cannot be divided.
     """
     from paceline.models.blocks import find_blocks
     from paceline.models.shape.trace import trace_model
@@ -99,7 +99,7 @@ def check_stages(model: Any, config: Config, num_ranks: int) -> None:
 
     trace = trace_model(model)
     if trace is not None and trace.error is not None:
-        return  # some models cannot run forward on the meta device: the ranks check these
+        return  # some models cannot run forward on the meta device; the ranks check these
     blocks = find_blocks(model)
     check_trace(model, blocks, trace)
     chunks = num_chunks(config.parallel.pipeline_schedule, config.parallel.stages_per_rank)
@@ -107,8 +107,8 @@ def check_stages(model: Any, config: Config, num_ranks: int) -> None:
 
 
 def _cache_file(config: Config, layout: ParallelLayout) -> Path | None:
-    """Return the file in the cache for the check of this model; None if it is unknown whether the
-    model is still the same."""
+    """Return the cache file for the check of this model, or None if Paceline cannot tell whether
+    the model has changed since."""
     if config.trust_remote_code or config.lora.adapter is not None:
         return None
     content = config_numbers(config.model)
@@ -133,7 +133,7 @@ def _cache_file(config: Config, layout: ParallelLayout) -> Path | None:
 
 @contextlib.contextmanager
 def checking_in_background(config: Config, layout: ParallelLayout) -> Iterator[None]:
-    """Check the model in another process within the block; if it cannot be trained, functions that
+    """Check the model in another process within the block. If it cannot be trained, functions that
     poll raise the error. The fork server must have been started for this config."""
     if config.task not in ("sft", "pretrain"):
         yield
@@ -154,10 +154,10 @@ class _BackgroundCheck:
         self._scratch: Scratch | None = None
 
     def poll(self) -> None:
-        """Start the check when it is time, and raise its error.
+        """Start the check once the fork server is ready, and raise its error.
 
         Raises:
-            ConfigError: see :func:`check_model`.
+            ConfigError: if the check failed; see :func:`check_model`.
         """
         if self._process is None:
             if time.monotonic() >= self._start_at:

@@ -1,4 +1,5 @@
-"""Imported first by the fork server: from then on the server ends when its parent does."""
+"""Make the process that imports this module end with its parent. The fork server imports it
+first."""
 
 import os
 

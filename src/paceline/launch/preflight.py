@@ -1,6 +1,7 @@
-"""Check and prepare a run before its ranks exist: options, devices of this host, data, checkpoint.
+"""Preflight checks: check the options, the devices of this host, the data and the checkpoint, and
+prepare the run before its ranks are started.
 
-Mistakes are reported here, before anything is started or written.
+Errors in the config are reported here, before any rank is started and any file is written.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class PreparedRun:
     """A run that can start.
 
     Args:
-        spec: for its ranks.
-        finished: the report of the run in the same folder, if it is already complete.
+        spec: spec for the ranks.
+        finished: report of the run in the same folder if it is already complete, else None.
     """
 
     spec: Any  # a RunSpec; None on a rank that is only notified that the run is complete
@@ -84,10 +85,10 @@ class PreparedRun:
 
 @dataclass(frozen=True)
 class LeaderPlan:
-    """The state of the run's folder as rank 0 sees it, for the ranks that do not read it.
+    """The state of the run's folder on rank 0's host, for the ranks on other hosts.
 
     Args:
-        resume_from: the checkpoint, as a path on rank 0's host.
+        resume_from: path of the checkpoint to resume from, on rank 0's host.
     """
 
     resume_from: str | None = None
@@ -95,10 +96,10 @@ class LeaderPlan:
 
 
 def check_early(config: Config) -> None:
-    """Check what takes no time: the mode, the output folder, required packages.
+    """Run the fast checks: the mode, the output folder, and the required packages.
 
     Raises:
-        ConfigError: the config cannot run.
+        ConfigError: if the config cannot run.
     """
     mode_of(config.parallel)
     check_output_dir(Path(config.output_dir))
@@ -134,16 +135,17 @@ def prepare_run(
     """Read and tokenize the data, derive batch size and steps, and find the checkpoint to resume.
 
     Args:
-        started_at: when the command began, in seconds since the epoch.
-        global_batch_size: of the previous attempt, which may not have reached a checkpoint;
-            otherwise that of the checkpoint is used.
-        attempt: from the second on, the latest checkpoint of the run is resumed regardless of
-            ``resume``.
-        leader: on ranks other than 0 of a run over several hosts, which ignore their own folder.
-        dry_run: check the model too; otherwise the ranks do that.
+        started_at: start time of the command, in seconds since the epoch.
+        global_batch_size: global batch size of the previous attempt, which may have ended before
+            its first checkpoint; None to use that of the checkpoint.
+        attempt: number of the attempt. From the second on, the latest checkpoint of the run is
+            resumed regardless of ``resume``.
+        leader: state of rank 0's run folder, on the other ranks of a run over several hosts, which
+            ignore their local folder.
+        dry_run: whether to check the model too; otherwise the ranks do that.
 
     Raises:
-        ConfigError: the run cannot start, or cannot be resumed exactly.
+        ConfigError: if the run cannot start or cannot be resumed exactly.
     """
     config, is_first_attempt = loaded.config, attempt == 1
     run_dir = RunDir(Path(config.output_dir))
@@ -192,7 +194,8 @@ def _resolve_sizes(
     data: Prepared,
     global_batch_size: int | None,
 ) -> ResolvedValues:
-    """Derive batch size, steps and learning rate, and check them against data and strategy."""
+    """Derive batch size, steps and learning rate, and check that the data and the strategy allow
+    them."""
     derived = derive(
         config,
         world_size=layout.world_size,
@@ -222,7 +225,7 @@ def _resolve_sizes(
 def _warn_about_idle_settings(
     config: Config, layout: ParallelLayout, devices: Devices | None
 ) -> None:
-    """Warn about settings that have no effect, or slow the run down."""
+    """Warn about settings that have no effect or slow the run down."""
     num_ranks = layout.num_processes
     if devices is not None:
         num_ranks = min(devices.count, num_ranks)
@@ -250,11 +253,11 @@ _STOP_CODES = (EXIT_SIGINT, EXIT_SIGTERM)
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of the command line that are not part of the config.
+    """Command line options that are not part of the config.
 
     Args:
-        fault: content of the `fault` event, if an outer launcher has restarted the ranks after a
-            failure.
+        fault: content of the `fault` event if an outer launcher has restarted the ranks after a
+            failure, else None.
     """
 
     dry_run: bool = False
@@ -265,8 +268,8 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended: the exit code of the process, and the report. Under an outer launcher such
-    as torchrun every rank receives it."""
+    """The exit code of a run and its report. Under an outer launcher such as torchrun, every rank
+    receives them."""
 
     exit_code: int
     report: dict[str, JsonValue] | None = None
@@ -275,27 +278,27 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class PreparedHost:
-    """This host's devices, and the config adapted to them."""
+    """The devices of this host, and the config adapted to them."""
 
     loaded: Loaded
     devices: Devices
 
 
 def log_and_check(loaded: Loaded) -> None:
-    """Log the notices of a config, and run the checks that take no time.
+    """Log the notices of a config and run the fast checks.
 
     Raises:
-        ConfigError: the config cannot run.
+        ConfigError: if the config cannot run.
     """
     log_notices(logger, loaded.notices)
     check_early(loaded.config)
 
 
 def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
-    """Choose this host's devices and the precision, and check whether this host can run the config.
+    """Choose the devices and the precision of this host, and check that it can run the config.
 
     Raises:
-        ConfigError: the requested devices do not exist, or this host cannot run the config.
+        ConfigError: if the requested devices do not exist, or if this host cannot run the config.
     """
     config = loaded.config
     devices = choose_devices(
@@ -320,8 +323,8 @@ def result_of(outcome: Outcome, options: TrainOptions, config: Config) -> TrainR
     """Convert the outcome of a launcher or of this rank into the result of the run.
 
     Raises:
-        ConfigError: a rank rejected the config.
-        ReportedError: the run failed.
+        ConfigError: if a rank rejected the config.
+        ReportedError: if the run failed.
     """
     if outcome["status"] == "finished":
         report = outcome["report"] or {}
@@ -343,7 +346,7 @@ def result_of(outcome: Outcome, options: TrainOptions, config: Config) -> TrainR
 
 
 def log_finished(config: Config, steps: JsonValue) -> None:
-    """Report that the run in the output folder is already complete."""
+    """Log that the run in the output folder is already complete."""
     folder = config.output_dir
     logger.info(
         f"{folder}: run already finished after {steps} steps; nothing to do. Report:"

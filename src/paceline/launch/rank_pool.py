@@ -1,5 +1,5 @@
-"""Run a function on CPU ranks of this host, which are forked from a fork server and end with the
-command."""
+"""Run a function on CPU ranks of this host. The ranks are forked from a fork server and end with
+the command."""
 
 import multiprocessing
 import multiprocessing.connection
@@ -16,13 +16,13 @@ from paceline.core.processes import end_with_launcher, hidden_main
 from paceline.launch.fork_server import start_server
 from paceline.launch.rank_processes import open_store
 
-#: How long a collective may wait for another rank before the function has failed.
+#: How long a rank may wait for another in a collective before it fails.
 _TIMEOUT_S = 60.0
 
 
 def warm_up(modules: Sequence[str] = ()) -> None:
-    """Start the server that the ranks are forked from. It imports torch and ``modules`` in parallel
-    with what the caller does next."""
+    """Start the server that the ranks are forked from. It imports torch and ``modules`` while the
+    caller continues."""
     start_server(["paceline.launch.rank_pool", "torch.distributed", *modules], {})
 
 
@@ -33,19 +33,19 @@ def run_on_ranks(
     timeout_s: float = 300.0,
     collective_timeout_s: float = _TIMEOUT_S,
 ) -> list[Any]:
-    """Call ``function(world, *args)`` on ``num_ranks`` CPU ranks with Gloo between them, and return
-    the results (picklable) by rank.
+    """Call ``function(world, *args)`` on ``num_ranks`` CPU ranks that communicate over Gloo, and
+    return the results by rank.
 
     Args:
-        function: at the top level of a module.
-        timeout_s: limit for the whole call.
+        function: function at the top level of a module, with a picklable result.
+        timeout_s: time limit for the whole call.
         collective_timeout_s: how long a rank may wait for another in a collective.
 
     Raises:
-        RunError: a rank failed, died, or took too long.
+        RunError: if a rank failed, died or took too long.
     """
-    # This process serves the store, so its port is bound before the ranks learn it, and no rank
-    # takes it away by ending early.
+    # This process serves the store. So its port is bound before the ranks connect to it, and the
+    # store remains if a rank exits early.
     store = open_store()
     context = multiprocessing.get_context("forkserver")
     processes: list[Any] = []

@@ -1,9 +1,9 @@
-"""The rank processes of this host in one attempt of a run.
+"""Start and watch the rank processes of this host in one attempt of a run.
 
-They are forked from the fork server and rendezvous at a store that the launcher serves, not a rank.
-On one host this launcher replaces torch's elastic agent, because it restarts the ranks in about 3 s
-and because some ranks may be lost without ending the others. Runs on several hosts use elastic:
-:mod:`paceline.cluster.elastic`.
+They are forked from the fork server, and the launcher, not a rank, serves the store for their
+rendezvous. On a single host this launcher is used instead of torch's elastic agent, because it
+restarts the ranks in about 3 s and lets a run continue after the loss of some ranks. Runs on
+several hosts use torch's elastic agent, see :mod:`paceline.cluster.elastic`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from paceline.core.processes import exit_text
 from paceline.distributed.environment import CONTINUE_KEY, LOST_KEY
 from paceline.launch.worker import STOP_FILE, RunRank, outcome_file, pid_file, worker_main
 
-#: How long the other ranks may take to end by themselves after one has failed, to leave a message
-#: and to finish a save.
+#: How long the other ranks may take to report an error, finish a save and exit after a rank has
+#: failed.
 _GRACE_S = 4.0
 
 
 class LostRank(TypedDict):
-    """A rank that the others continue without."""
+    """A rank that was lost while the others continue."""
 
     pid: int | None
     reason: str
 
 
 class RankProcesses:
-    """Starts the ranks, watches them, and reports how they ended. Use it in a ``with`` statement,
-    which leaves no process and no file.
+    """Starts the ranks, watches them, and reports how they ended. A context manager, which leaves
+    no processes and no temporary files.
 
     Args:
-        spec: sent to each rank.
-        store: for the rendezvous of the ranks; served by this process.
-        run_rank: what a rank does with ``spec``; default: the training.
-        expendable: ranks that may end without ending the others.
+        spec: spec that is sent to each rank.
+        store: store for the rendezvous of the ranks, served by this process.
+        run_rank: function that each rank calls with ``spec``; default: train.
+        expendable: ranks that may exit without ending the others.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class RankProcesses:
         self.store = store
         self._scratch = Scratch()
         self.folder = self._scratch.path
-        # ranks without which the others continue
+        # Ranks that were lost while the others continue.
         self.lost_ranks: dict[int, LostRank] = {}
         self._failed_at: float | None = None
-        self._lost: list[int] = []  # ended without a message when the first failure was seen
+        self._lost: list[int] = []  # had exited without an outcome when the first failure was seen
         self._killed: set[int] = set()  # by this launcher
         context = multiprocessing.get_context("forkserver")
         self.processes: dict[int, Any] = {
@@ -88,7 +88,8 @@ class RankProcesses:
             process.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a rank to end, and end ranks that are stuck. Return whether all have ended."""
+        """Wait up to ``seconds`` for a rank to exit, and kill ranks that are stuck. Return whether
+        all have exited."""
         sentinels = [process.sentinel for process in self.processes.values() if process.is_alive()]
         if sentinels:
             multiprocessing.connection.wait(sentinels, timeout=seconds)
@@ -133,8 +134,8 @@ class RankProcesses:
         return outcomes
 
     def lost(self) -> list[int]:
-        """Return the ranks that ended without a message and were not killed by this launcher; after
-        a failure, only those that had ended when it was seen."""
+        """Return the ranks that exited without an outcome and were not killed by this launcher.
+        After a failure, return only those that had exited when it was detected."""
         return self._lost if self._failed_at is not None else self._lost_by_now()
 
     def _lost_by_now(self) -> list[int]:
@@ -147,7 +148,7 @@ class RankProcesses:
         return [rank for rank in ended if rank not in outcomes and rank not in self.lost_ranks]
 
     def exit_text(self, rank: int) -> str:
-        """Describe how a rank that left no message ended, such as ``was killed by SIGKILL``."""
+        """Describe how a rank without an outcome ended, such as ``was killed by SIGKILL``."""
         return exit_text(self.processes[rank].exitcode)
 
     def _end_stuck_ranks(self) -> None:
@@ -163,7 +164,7 @@ class RankProcesses:
             self.kill()
 
     def _continue_without(self, ended: list[int], outcomes: dict[int, Outcome]) -> bool:
-        """Let the other ranks continue without these. Return False if they cannot."""
+        """Let the other ranks continue without the ranks ``ended``. Return False if they cannot."""
         lost = {*ended, *self.lost_ranks}
         if not lost < self.expendable or not self.store.check([CONTINUE_KEY]):
             return False
@@ -178,7 +179,7 @@ class RankProcesses:
 
 
 def open_store() -> Any:
-    """Serve a store for the rendezvous of this host's ranks, on a free port of the loopback
+    """Serve a store for the rendezvous of the ranks on this host, on a free port of the loopback
     interface."""
     from torch.distributed import TCPStore
 
@@ -186,7 +187,7 @@ def open_store() -> Any:
         listening.bind(("127.0.0.1", 0))
         listening.listen(1024)
         port = listening.getsockname()[1]
-        # By default the store would listen on every address of this host.
+        # By default the store listens on every address of this host.
         return TCPStore(
             "127.0.0.1",
             port,
@@ -207,7 +208,7 @@ def _rank(
         "MASTER_PORT": port,
     }
     os.environ.update({name: str(value) for name, value in numbers.items()})
-    # The launcher serves the store, so no rank opens one.
+    # The launcher serves the store, so rank 0 must not open one.
     os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
     worker_main(spec, folder, run_rank)
 

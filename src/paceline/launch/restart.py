@@ -1,4 +1,4 @@
-"""Decide after a fault whether the ranks are started again, and from which checkpoint."""
+"""Decide after a fault whether to restart the ranks, and from which checkpoint."""
 
 import logging
 import signal
@@ -25,13 +25,14 @@ _WOULD_REPEAT = " Repeating the command would fail in the same way: fix the caus
 
 
 class PolicyState(TypedDict):
-    """What the restart policy has counted, as JSON. Times are in seconds since the epoch.
+    """The state of a restart policy, as JSON. Times are in seconds since the epoch.
 
     Args:
-        restarts: since the latest checkpoint.
-        latest_step: of the checkpoints.
+        restarts: number of restarts since the latest checkpoint.
+        latest_step: step of the latest checkpoint.
         last_text: first line of the last failure.
-        started, attempt_started: when the command and this attempt began.
+        started: start time of the command.
+        attempt_started: start time of this attempt.
     """
 
     restarts: int
@@ -42,14 +43,14 @@ class PolicyState(TypedDict):
 
 
 class RestartPolicy:
-    """Counts the faults of a run and decides what follows each.
+    """Counts the faults of a run and decides whether each is followed by a restart.
 
-    A fault without a new checkpoint since the previous fault counts against
-    ``recovery.max_restarts``, so a run that makes progress continues.
+    Only faults without a new checkpoint since the previous one count against
+    ``recovery.max_restarts``, so a run that makes progress is always restarted.
 
     Args:
-        resume_from: the checkpoint from which the first attempt of the run started.
-        state: of the process that has counted the faults so far.
+        resume_from: path of the checkpoint from which the first attempt of the run started.
+        state: state of the policy in the process that has counted the faults so far, or None.
     """
 
     def __init__(
@@ -68,11 +69,11 @@ class RestartPolicy:
         }
 
     def begin_attempt(self) -> None:
-        """Record that a new attempt begins without a fault."""
+        """Record that a new attempt starts that no fault has caused."""
         self.state["attempt_started"] = time.time()
 
     def follow(self, spec: RunSpec, outcome: Outcome) -> tuple[RunSpec | None, Outcome]:
-        """Return the spec of the next attempt, or None with the outcome to report."""
+        """Return the spec of the next attempt, or None and the outcome to report."""
         fault, outcome = self.evaluate(outcome)
         if fault is None:
             return None, outcome
@@ -85,7 +86,7 @@ class RestartPolicy:
         return replace(spec, resume_from=resume_from, failure=fault, notices=notices), outcome
 
     def evaluate(self, outcome: Outcome) -> tuple[Fault | None, Outcome]:
-        """Return the fault after which the ranks are started again, or None with the outcome to
+        """Return the fault after which the ranks are restarted, or None and the outcome to
         report."""
         state, last_step, latest_step = self.state, self._last_step(), self._latest_step()
         if latest_step != state["latest_step"]:
@@ -110,7 +111,7 @@ class RestartPolicy:
         if last_step is not None:
             num_steps = max(0, last_step - (latest_step or 0))
             source += f" ({counted(num_steps, 'step')} to repeat)"
-        # the event log has a `fault` event
+        # The event log contains this in its `fault` event.
         logger.warning(
             f"{reason}. Restarting all ranks from {source}; restart {state['restarts']} of"
             f" {self.config.recovery.max_restarts} without a new checkpoint",
@@ -129,7 +130,7 @@ class RestartPolicy:
     def _would_repeat(self, outcome: Outcome, last_step: int | None) -> bool:
         """Return whether the same command would fail with the same exception."""
         if outcome["exit_code"] == 2:
-            return False  # the error itself tells what to change
+            return False  # the error message already says what to change
         if outcome.get("repeats"):
             return True
         return outcome.get("fault") is None and (
@@ -137,13 +138,13 @@ class RestartPolicy:
         )
 
     def _refusal(self, outcome: Outcome, last_step: int | None) -> str | None:
-        """Return why the ranks are not started again, as a sentence to append ("" if the outcome
-        suffices), or None if they are."""
+        """Return the reason why the ranks are not restarted, as a sentence to append ("" if the
+        outcome needs no explanation), or None if they are restarted."""
         fault, max_restarts = outcome.get("fault"), self.config.recovery.max_restarts
         if fault is False or outcome["exit_code"] == 2:
             return ""
         if fault is None and last_step is None:
-            return ""  # a program that fails before its first step fails again
+            return ""  # a program that fails before its first step would fail again
         if fault is None and _first_line(outcome) == self.state["last_text"]:
             return " It occurred again after a restart, so there is no further retry."
         restarts = self.state["restarts"]
@@ -157,7 +158,7 @@ class RestartPolicy:
         )
 
     def _latest_step(self) -> int | None:
-        """Return the step of the latest checkpoint by its name; it may be damaged."""
+        """Return the step in the name of the latest checkpoint, which may be damaged."""
         checkpoints = store.committed(self.run_dir.checkpoints)
         return step_of(checkpoints[-1].name) if checkpoints else None
 
@@ -177,7 +178,7 @@ class RestartPolicy:
         self._end_log("stopped", reason, self._last_step())
 
     def _end_log(self, status: str, reason: str, last_step: int | None) -> None:
-        """End the event log in place of the ranks, if they have begun one and not ended it."""
+        """End the event log on behalf of the ranks, if they started one and did not end it."""
         events = [
             event
             for event in tail_events(self.run_dir.events)

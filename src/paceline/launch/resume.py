@@ -1,5 +1,5 @@
-"""Check the folder of a run: whether the run may write to it, from which checkpoint it resumes, and
-whether it can resume exactly."""
+"""Check whether a run may use its output folder, from which checkpoint it resumes, and whether it
+can resume exactly."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ def checkpoint_to_resume(config: Config, run_dir: RunDir) -> Path | None:
     """Return the checkpoint from which the first attempt resumes.
 
     Raises:
-        ConfigError: the one that the config names is damaged.
+        ConfigError: if the checkpoint that the config names is damaged.
     """
     if config.resume == "never":
         return None
@@ -51,10 +51,11 @@ def checkpoint_to_resume(config: Config, run_dir: RunDir) -> Path | None:
 
 
 def fetch_latest(config: Config, run_dir: RunDir, *, is_first_attempt: bool, dry_run: bool) -> None:
-    """Download the latest valid checkpoint of ``checkpoint_dir``, unless the run's folder has it.
+    """Download the latest valid checkpoint from ``checkpoint_dir``, unless the run's folder already
+    has it.
 
     Raises:
-        ConfigError: ``checkpoint_dir`` contains a run, but `resume: never` starts a new one.
+        ConfigError: if ``checkpoint_dir`` contains a run, but `resume: never` starts a new one.
     """
     remote = CheckpointStore(str(config.checkpoint_dir))
     remote.check()
@@ -69,8 +70,8 @@ def fetch_latest(config: Config, run_dir: RunDir, *, is_first_attempt: bool, dry
 
 
 def _find(text: str, run_dir: RunDir, warn: Callable[[str], None]) -> Path:
-    """Return the checkpoint that ``resume`` names; one in an object store is downloaded to the
-    run's folder."""
+    """Return the checkpoint that ``resume`` names. If it is in an object store, download it to the
+    run's folder first."""
     if not is_url(text):
         return store.find(Path(text), warn)
     return fetch_checkpoint(text, run_dir.root / ".resume", warn)
@@ -100,7 +101,7 @@ def _log_skipped(text: str) -> None:
 
 
 def checkpoint_after_restart(config: Config, run_dir: RunDir) -> Path | None:
-    """Return the checkpoint from which a later attempt resumes: the latest valid one of the run, or
+    """Return the checkpoint from which the run resumes after a restart: its latest valid one, or
     else the one from which the first attempt started."""
     latest = _latest_valid(run_dir)
     if latest is not None or config.resume in ("auto", "never"):
@@ -114,10 +115,10 @@ def check_resume(
     """Check that the run can resume exactly from the checkpoint at ``path``.
 
     Returns:
-        The report, if the run is already complete.
+        The report if the run is already complete, else None.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: if the run cannot resume exactly.
     """
     config, derived = spec.config, spec.derived
     _check_same_config(config, meta["config"], path, allow_change)
@@ -132,7 +133,7 @@ def check_resume(
     run_dir = RunDir(Path(config.output_dir))
     finished = _finished_report(run_dir, derived) if config.resume == "auto" else None
     if finished is None:
-        # the event log has a `resume` event
+        # The event log contains this in its `resume` event.
         logger.info(
             f"resuming from step {meta['step']} of {derived.steps}: {path}", extra=CONSOLE_ONLY
         )
@@ -140,10 +141,10 @@ def check_resume(
 
 
 def check_restart(config: Config, run_dir: RunDir, allow_change: bool) -> None:
-    """Check that the run in the folder, which has no checkpoint yet, may start again.
+    """Check that a run whose folder has no checkpoint yet may start from the beginning.
 
     Raises:
-        ConfigError: its config differs, or cannot be loaded.
+        ConfigError: if the config stored in the folder differs or cannot be loaded.
     """
     try:
         stored = load_config(run_dir.config).config.model_dump(mode="json")
@@ -227,10 +228,10 @@ def _finished_report(run_dir: RunDir, derived: ResolvedValues) -> dict[str, Json
 
 
 def check_run_folder(loaded: Loaded, run_dir: RunDir, is_first_attempt: bool) -> None:
-    """Check that this run may use the folder; wait for a run in it that is about to end.
+    """Check that this run may use the folder. Wait if another run in it is about to end.
 
     Raises:
-        ConfigError: another run uses the folder, or files in it would be overwritten.
+        ConfigError: if another run uses the folder, or if files in it would be overwritten.
     """
     if is_first_attempt and loaded.config.resume == "never" and run_dir.is_run():
         raise ConfigError(
@@ -243,10 +244,10 @@ def check_run_folder(loaded: Loaded, run_dir: RunDir, is_first_attempt: bool) ->
 
 
 def check_checkpoint_dir(location: str, output_dir: Path) -> None:
-    """Check that checkpoints can be stored at ``location``, without connecting to it.
+    """Check that ``location`` is valid for checkpoints, without connecting to it.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: if it is a file or inside the run's folder, or its form is not supported.
     """
     check_url("checkpoint_dir", location)
     if is_url(location):
@@ -263,10 +264,10 @@ def check_checkpoint_dir(location: str, output_dir: Path) -> None:
 
 
 def check_output_dir(folder: Path) -> None:
-    """Check that a run can write to ``folder``. Creates nothing.
+    """Check that a run can write to ``folder``, without creating it.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: if the folder is not writable.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigError(
@@ -290,7 +291,7 @@ def check_output_dir(folder: Path) -> None:
 
 
 def _wait_until_free(run_dir: RunDir) -> None:
-    """Raise ConfigError if another run uses the folder; wait for one that is about to end."""
+    """Raise ConfigError if another run uses the folder. Wait if that run is about to end."""
     if not run_dir.lock.exists():
         return
     try:
@@ -304,7 +305,7 @@ def _wait_until_free(run_dir: RunDir) -> None:
 
 
 def _check_no_overwriting(loaded: Loaded, run_dir: RunDir) -> None:
-    """Check that the run would not overwrite files that no run has written."""
+    """Check that the run would not overwrite files that a previous run did not write."""
     if run_dir.events.is_file():
         return
     root = run_dir.root

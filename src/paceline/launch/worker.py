@@ -1,4 +1,4 @@
-"""The process of one rank: it runs the rank and leaves its outcome for the launcher."""
+"""Entry point of a rank process: runs the rank and writes its outcome for the launcher."""
 
 import json
 import os
@@ -33,20 +33,20 @@ from paceline.train.setup import run_rank
 
 STOP_FILE = "stop"
 
-#: How Gloo, NCCL and CUDA report a lost peer, a broken link or a failed device.
+#: Messages with which Gloo, NCCL and CUDA report a lost peer, a broken link or a failed device.
 _LINK_OR_DEVICE_ERROR = re.compile(
     r"connection (closed|reset|refused)|timed? ?out|broken pipe|socket|NCCL|CUDA error|unhandled"
     r" system error",
     re.IGNORECASE,
 )
 
-#: Python exceptions that the same code raises again on the same data.
+#: Python exceptions that the same code would raise again on the same data.
 _REPEATABLE = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, MemoryError,
     NameError, NotImplementedError, RecursionError, SyntaxError, TypeError, ValueError,
 )  # fmt: skip
 
-#: How torch reports incompatible shapes, dtypes and indices.
+#: Messages with which torch reports incompatible shapes, dtypes and indices.
 _PROGRAM_ERROR = re.compile(
     r"size mismatch|must match|shapes? .*(cannot|invalid|incompatible|mismatch)|is invalid for"
     r" input of size|"
@@ -57,18 +57,18 @@ _PROGRAM_ERROR = re.compile(
     re.IGNORECASE,
 )
 
-#: What a rank does: (spec, environment, stop flag) → {"status": "done" | "stopped", "report": …}.
-#: ``spec.config`` is its config.
+#: Runs a rank: (spec, environment, stop flag) → {"status": "done" | "stopped", "report": …}.
+#: ``spec.config`` is the config of the run.
 RunRank = Callable[[Any, RankEnv, StopFlag], Outcome]
 
 
 def outcome_file(folder: Path, local_rank: int) -> Path:
-    """Return the file in the launcher's folder for the outcome of a rank."""
+    """Return the path of the file with a rank's outcome in the launcher's folder."""
     return folder / f"outcome-{local_rank}.json"
 
 
 def pid_file(folder: Path, local_rank: int) -> Path:
-    """Return the file in the launcher's folder for the process ID of a rank."""
+    """Return the path of the file with a rank's process ID in the launcher's folder."""
     return folder / f"pid-{local_rank}"
 
 
@@ -76,8 +76,9 @@ def worker_main(spec: Any, folder: str, run: RunRank | None = None) -> None:
     """Run a rank that Paceline's own launcher has started.
 
     Args:
-        folder: of the launcher, for process IDs and outcomes.
-        run: what the rank does with the spec; default: :func:`~paceline.train.setup.run_rank`.
+        folder: folder of the launcher for process IDs and outcomes.
+        run: function that the rank calls with the spec; default:
+            :func:`~paceline.train.setup.run_rank`.
     """
     launcher_dir = Path(folder)
     env = from_environment()
@@ -86,7 +87,7 @@ def worker_main(spec: Any, folder: str, run: RunRank | None = None) -> None:
     else:
         mute_console()
     end_with_launcher()
-    os.setpgid(0, 0)  # Ctrl-C in the terminal reaches only the launcher, which forwards it once
+    os.setpgid(0, 0)  # so that Ctrl-C reaches only the launcher, which forwards it once
     stop = StopFlag()
     stop.install(sigint=False)
     stop.fail = partial(_end_by_fault, launcher_dir, env)
@@ -99,12 +100,13 @@ def worker_main(spec: Any, folder: str, run: RunRank | None = None) -> None:
     if outcome["status"] == "failed":
         sys.stdout.flush()
         sys.stderr.flush()
-        # immediately, because the other ranks wait for this one until they see it end
+        # Exit immediately, because the other ranks wait for this one until its process has ended.
         os._exit(int(outcome["exit_code"]))
 
 
 def run_guarded(spec: Any, env: RankEnv, stop: StopFlag, run: RunRank | None = None) -> Outcome:
-    """Run the rank and return its outcome, also if it raises. ``run``: see :func:`worker_main`."""
+    """Run the rank and return its outcome, even if it raises an exception. For ``run`` see
+    :func:`worker_main`."""
     try:
         outcome = (run or run_rank)(spec, env, stop)
     except PacelineError as error:
@@ -116,7 +118,7 @@ def run_guarded(spec: Any, env: RankEnv, stop: StopFlag, run: RunRank | None = N
             "of_all": isinstance(error, MismatchError) or blamed is not None,
             "blamed": blamed,
         }
-    except BaseException as error:  # the launcher must learn of anything that ends a rank
+    except BaseException as error:  # the launcher must be informed of anything that ends a rank
         fault = _is_fault(error)
         failed = _failed(env, EXIT_FAILED, describe(error, spec), fault)
         return {**failed, "repeats": fault is False}
@@ -136,13 +138,13 @@ def _failed(env: RankEnv, exit_code: int, text: str, fault: bool | None) -> Outc
 
 
 def _is_fault(error: BaseException) -> bool | None:
-    """Return True if resuming from a checkpoint may succeed after this exception of torch or of a
-    task's code, False if the exception would be raised again, None if that is not known."""
+    """Return whether resuming from a checkpoint may succeed after this exception of torch or of a
+    task's code: True, False if the exception would be raised again, or None if unknown."""
     from torch import OutOfMemoryError, distributed
 
     if isinstance(error, distributed.DistError):
         return True
-    if isinstance(error, OSError):  # some are ValueErrors too; a file or a link may come back
+    if isinstance(error, OSError):  # some are ValueErrors too; the file or link may become usable
         return None
     if isinstance(error, (*_REPEATABLE, OutOfMemoryError)) and not isinstance(error, EOFError):
         return False
@@ -157,7 +159,7 @@ def _is_fault(error: BaseException) -> bool | None:
 
 
 def reports_a_link(text: str) -> bool:
-    """Return whether an error only describes a connection or a device, so that the end of another
+    """Return whether an error describes a connection or a device, so that the failure of another
     rank may have caused it."""
     return bool(_LINK_OR_DEVICE_ERROR.search(text))
 
@@ -170,8 +172,8 @@ def _end_by_fault(folder: Path, env: RankEnv, text: str, blamed: Sequence[int]) 
 
 
 def describe(error: BaseException, spec: Any = None) -> str:
-    """Describe an exception that is not Paceline's in one paragraph. ``spec``: for advice if memory
-    ran out."""
+    """Describe an exception that Paceline did not raise, in one paragraph. ``spec`` is used for
+    advice if the rank ran out of memory."""
     kind, text = type(error).__name__, str(error).strip().splitlines()
     first = text[0][:400] if text else "no message"
     if spec is not None and (kind == "OutOfMemoryError" or isinstance(error, MemoryError)):
@@ -189,7 +191,7 @@ def describe(error: BaseException, spec: Any = None) -> str:
 
 
 def write_outcome(folder: Path, env: RankEnv, outcome: Outcome) -> None:
-    """Leave the outcome of a rank in the launcher's folder."""
+    """Write the outcome of a rank to the launcher's folder."""
     write_atomic(
         outcome_file(folder, env.local_rank),
         json.dumps({**outcome, "rank": env.rank, "time": time.time()}),

@@ -1,5 +1,6 @@
-"""The contract of a strategy. Precision, activation checkpointing and LoRA are not part of it. What
-only some strategies do is in :mod:`paceline.parallel.protocols`."""
+"""The interface of a parallelism strategy. Optional features that only some strategies implement
+are in :mod:`paceline.parallel.protocols`. Precision, activation checkpointing and LoRA are not part
+of it."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -14,8 +15,8 @@ from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.registry import get_spec, load_object
 from paceline.parallel.state import StateReader, TensorShard, local_tensor, read_part
 
-#: Returns the loss of micro-batch number i through a module, divided by the global count, so that
-#: backward can follow.
+#: Runs the forward pass of micro-batch number i through a module. Returns its loss divided by the
+#: global count, ready for backward.
 MicroStep = Callable[[int, nn.Module], torch.Tensor]
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 #: Runs the optimizer's step; returns False if it was skipped.
@@ -23,20 +24,20 @@ OptimizerStep = Callable[[torch.optim.Optimizer], bool]
 
 
 class Strategy(Protocol):
-    """How training is distributed over the ranks of a world. The trainer calls, in this order:
-    ``setup``, ``setup_optimizer``; then for each step ``forward_backward``, ``clip_grad_norm``,
-    ``optimizer_step``."""
+    """Distributes training over the ranks. The trainer calls, in this order, ``setup`` and
+    ``setup_optimizer`` once, then ``forward_backward``, ``clip_grad_norm`` and ``optimizer_step``
+    at each step."""
 
     config: Config
     world: Communicator
-    #: Number of devices of this process; more than 1 if a strategy uses several from threads.
+    #: Number of devices of this process. It is more than 1 if threads drive several devices.
     num_devices: int
     #: Notices of setup and loading, as (level, text).
     notices: list[tuple[str, str]]
     name: str
-    #: Those of its spec; set by :func:`make_strategy`.
+    #: Capabilities from the strategy's spec, set by :func:`make_strategy`.
     capabilities: Capabilities = Capabilities()
-    #: Rank 0 has the full model as the task built it, and can run and save it without the others.
+    #: Rank 0 has the full model as the task built it, and can run and save it without other ranks.
     rank0_has_full_model: bool = True
     #: Groups of ranks have different weights between synchronizations (``local/…`` and ``outer/…``
     #: in a checkpoint).
@@ -44,13 +45,13 @@ class Strategy(Protocol):
     #: ``optimizer_step`` itself skips the update if the gradient is not finite.
     handles_overflow: bool = False
     #: Called in :meth:`forward_backward` after the last micro-batch, before waiting for other
-    #: ranks. Set while speeds are measured.
+    #: ranks. Set while the speed of each rank is measured.
     on_computed: Callable[[], None] | None = None
     #: The parameters that this rank updates, by name; :meth:`setup` sets it for the default
     #: :meth:`setup_optimizer`.
     trained: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
-    #: For float16 training, set after :meth:`setup_optimizer`. The loss in
+    #: Loss scaler for float16 training, set after :meth:`setup_optimizer`. The loss in
     #: :meth:`forward_backward` is multiplied by its scale.
     scaler: LossScaler | None = None
     #: Runs a forward pass of the task over one sample; set before :meth:`setup` if the order of the
@@ -64,20 +65,21 @@ class Strategy(Protocol):
         self.notices = []
 
     def setup(self, model: nn.Module) -> nn.Module:
-        """Distribute the model over the ranks, with rank 0's values. Returns the module to call.
+        """Distribute rank 0's model over the ranks and return the module to call.
 
         Args:
-            model: on the rank's device, with the same shapes on every rank.
+            model: model on the rank's device, with the same shapes on every rank.
 
         Raises:
-            ConfigError: this model cannot be distributed in this way.
+            ConfigError: if the strategy cannot distribute this model.
         """
 
     def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:
         """Build the optimizer of the parameters that this rank updates.
 
         Args:
-            build: a function of (name, parameter) pairs, with names as in the task's model.
+            build: function that builds it from (name, parameter) pairs, with names as in the task's
+                model.
         """
         self.optimizer = build(list(self.trained.items()))
         return self.optimizer
@@ -87,21 +89,21 @@ class Strategy(Protocol):
         the sum over micro-batches and replicas."""
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients down to ``max_norm``, if that is > 0. Returns the norm of the full
-        gradient before, a float32 scalar on the device, the same on every rank."""
+        """Clip the gradients to the total norm ``max_norm``, if it is positive. Return the norm of
+        the full gradient before clipping: a float32 scalar on the device, equal on every rank."""
 
     def optimizer_step(self, apply: OptimizerStep) -> bool:
-        """Run the optimizer's step with ``apply``, then update the weights of the next forward
-        pass. Returns whether the update was made."""
+        """Run the optimizer's step with ``apply``, then update the weights that the next forward
+        pass reads. Return whether the update was made."""
         return apply(self.optimizer)
 
     def tensor_shards(self) -> Iterable[TensorShard]:
-        """Return this rank's shards of the trained parameters and persistent buffers; of master
-        weights, if there are any, the float32 ones."""
+        """Return this rank's shards of the trained parameters and persistent buffers. If there are
+        float32 master weights, return these instead of the low-precision parameters."""
 
     def memory_tensors(self) -> Sequence[torch.Tensor]:
-        """Return all tensors of training state on this rank at the point of a step with the most
-        memory: parameters, buffers, gradients, optimizer state."""
+        """Return all tensors of training state (parameters, buffers, gradients and optimizer state)
+        that this rank holds when the memory of a step peaks."""
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -120,7 +122,8 @@ def full_shards(
 
 
 def load_full(model: nn.Module, source: StateReader) -> None:
-    """Load the trained parameters and persistent buffers of a state into an unsharded model."""
+    """Load the trained parameters and persistent buffers from a checkpoint into an unsharded
+    model."""
     with torch.no_grad():
         for shard in full_shards(trained_parameters(model), model):
             shard.tensor.copy_(read_part(source, shard.state_name, shard))
@@ -143,7 +146,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def make_strategy(mode: str, config: Config, world: Communicator) -> Strategy:
-    """Return the strategy of this rank for a mode."""
+    """Create the strategy for ``mode`` on this rank."""
     spec = get_spec(mode)
     implementation = spec.implementation if spec.select is None else spec.select(config)
     strategy: Strategy = load_object(implementation)(config, world, **spec.options)

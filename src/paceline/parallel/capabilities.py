@@ -1,4 +1,4 @@
-"""What a strategy supports, stated once, and the check of a config against it. Imports no torch."""
+"""Declare what a strategy supports, and check configs against it. Imports no torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.balance import check_balance
 from paceline.parallel.compression.settings import check_compression
 
-#: The setting or mesh that a limit depends on, as text for a message; None if the limit does not
-#: apply.
+#: Returns the setting or mesh that a limit depends on, as text for a message, or None if the limit
+#: does not apply.
 Subject = Callable[[Config, ParallelDims], str | None]
 
 
@@ -20,14 +20,14 @@ class Limit:
     """Values of a setting that a strategy does not support.
 
     Args:
-        setting: its key in the config, such as ``train_args.optim``.
-        reason: why they are not supported.
-        fix: what to change.
-        unsupported: the values that are not supported; or
-        supported: the only values that are.
-        allowed: what can be set instead, for the message.
-        subject: what the setting is not supported with; by default the mode.
-        value_of: the attribute that is compared, if it is not the setting itself.
+        setting: key of the setting in the config, such as ``train_args.optim``.
+        reason: reason why the values are not supported, for the message.
+        fix: advice on what to change, for the message.
+        unsupported: values that are not supported. Set either this or ``supported``.
+        supported: the only values that are supported.
+        allowed: values that can be set instead, for the message.
+        subject: what the setting is not supported with; default: the mode.
+        value_of: key of the attribute that is compared, if it is not the setting itself.
     """
 
     setting: str
@@ -40,24 +40,25 @@ class Limit:
     value_of: str | None = None
 
     def applies(self, config: Config) -> bool:
-        """Return whether the config has a value that is not supported."""
+        """Return whether the config has an unsupported value of the setting."""
         value = get_setting(config, self.value_of or self.setting)
         return value in self.unsupported if self.supported is None else value not in self.supported
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a strategy supports.
+    """The settings and features that a strategy supports.
 
     Args:
         limits: settings that it does not support, in the order in which they are checked.
-        reduces_in_buckets: gradients of replicas are summed in buckets, so they can be compressed
-            or summed by one of Paceline's all-reduce algorithms.
-        unequal_shares: ranks may run different numbers of micro-batches (``parallel.balance``).
-        equal_shares_reason: why they may not.
-        mixed_devices: ranks may be on devices of different types, over Gloo.
-        ignores_offload: ``parallel.cpu_offload`` has no effect.
-        chosen_by_auto: ``parallel.mode: auto`` may choose it.
+        reduces_in_buckets: whether gradients of replicas are reduced in buckets, so that they can
+            be compressed or reduced by one of Paceline's all-reduce algorithms.
+        unequal_shares: whether ranks may run different numbers of micro-batches
+            (``parallel.balance``).
+        equal_shares_reason: reason why they may not, for the message.
+        mixed_devices: whether ranks may use devices of different types, over Gloo.
+        ignores_offload: whether ``parallel.cpu_offload`` has no effect.
+        chosen_by_auto: whether ``parallel.mode: auto`` may choose it.
     """
 
     limits: tuple[Limit, ...] = ()

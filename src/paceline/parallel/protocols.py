@@ -1,5 +1,5 @@
-"""What some strategies do besides the contract of :class:`~paceline.parallel.base.Strategy`: the
-protocols, and the functions that use them."""
+"""Optional protocols that some strategies implement in addition to
+:class:`~paceline.parallel.base.Strategy`, and functions that use them with any strategy."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,8 +19,8 @@ EvalFn = Callable[[nn.Module], dict[str, torch.Tensor]]
 
 
 def parts_of(strategy: Strategy) -> list[object]:
-    """Return the objects that may implement a protocol: the component that sums the strategy's
-    gradients, if it has one, and the strategy."""
+    """Return the objects that may implement a protocol for a strategy: its gradient reducer, if it
+    has one, and the strategy itself."""
     reducer = getattr(strategy, "reducer", None)
     return [strategy] if reducer is None else [reducer, strategy]
 
@@ -28,12 +28,13 @@ def parts_of(strategy: Strategy) -> list[object]:
 # -- shares of the batch
 @dataclass(frozen=True)
 class RankLoss:
-    """A rank whose process has ended, while the other ranks continue.
+    """A rank that was lost while the other ranks continue.
 
     Args:
-        reason: why it ended, such as ``was killed by SIGKILL``.
-        replica, replicas: the share of the batch that it had, and the number of shares.
-        steps_missed: number of the latest steps whose updates do not include its share.
+        reason: reason why its process ended, such as ``was killed by SIGKILL``.
+        replica: number of its share of the global batch.
+        replicas: number of shares of the global batch before the loss.
+        steps_missed: number of recent steps whose updates do not include its share.
     """
 
     rank: int
@@ -46,32 +47,33 @@ class RankLoss:
 
 @runtime_checkable
 class SupportsElasticWorkers(Protocol):
-    """Continues without ranks whose processes have ended."""
+    """A strategy that can continue after ranks were lost."""
 
     @property
     def replica(self) -> int:
-        """The share of the global batch that this rank works on."""
+        """Number of the share of the global batch that this rank processes."""
 
     @property
     def num_replicas(self) -> int:
-        """Number of shares of the global batch: one for each remaining worker."""
+        """Number of shares of the global batch, one for each remaining worker."""
 
     def set_token_counts(self, local: float, total: Callable[[], torch.Tensor]) -> None:
-        """Receive, before each ``forward_backward``, the count of this rank's share and a function
-        that returns the count that the loss is divided by."""
+        """Set the token count of this rank's share, and a function that returns the count that the
+        loss is divided by. Called before each ``forward_backward``."""
 
     def poll_rank_losses(self) -> list[RankLoss]:
-        """Return the ranks lost since the last call; the same on every rank at the same point of
-        the same step. It also updates ``replica`` and ``num_replicas``."""
+        """Return the ranks lost since the last call, and update ``replica`` and ``num_replicas``.
+        The result is the same on every rank at the same point of the same step."""
 
 
 def elastic_workers(strategy: Strategy) -> SupportsElasticWorkers | None:
-    """Return the strategy if it continues without ranks whose processes have ended, else None."""
+    """Return the strategy if it can continue after ranks were lost, else None."""
     return strategy if isinstance(strategy, SupportsElasticWorkers) else None
 
 
 def replica_of(strategy: Strategy) -> tuple[int, int]:
-    """Return the share of the global batch that this rank works on, and the number of shares."""
+    """Return the number of the share of the global batch that this rank processes, and the number
+    of shares."""
     if isinstance(strategy, SupportsElasticWorkers):
         return strategy.replica, strategy.num_replicas
     axes = strategy.world.axes
@@ -80,19 +82,19 @@ def replica_of(strategy: Strategy) -> tuple[int, int]:
 
 @runtime_checkable
 class HasServerRanks(Protocol):
-    """Some ranks are servers and train on no data."""
+    """A strategy in which some ranks are servers and process no data."""
 
     @property
     def has_data(self) -> bool:
         """False on a rank that has no share of the batch."""
 
     def model_init_context(self) -> AbstractContextManager[None]:
-        """Return a context in which a task's model is built without the tensors that this rank
-        cannot hold."""
+        """Return a context in which the task builds its model without the tensors that do not fit
+        on this rank."""
 
     def close(self) -> None:
-        """Close connections other than the process group. A collective, called once at the end of
-        a successful run."""
+        """Close all connections except those of the process group. A collective, called once at the
+        end of a successful run."""
 
 
 def has_data(strategy: Strategy) -> bool:
@@ -101,7 +103,8 @@ def has_data(strategy: Strategy) -> bool:
 
 
 def reports_loss(strategy: Strategy) -> bool:
-    """Return True on the one rank of each replica whose losses and counts are the replica's."""
+    """Return True on the rank that reports the losses and counts of its replica; exactly one rank
+    of each replica does."""
     if isinstance(strategy, HasServerRanks):
         return strategy.has_data
     place = strategy.world.coordinates
@@ -109,29 +112,29 @@ def reports_loss(strategy: Strategy) -> bool:
 
 
 def model_init_context(strategy: Strategy) -> AbstractContextManager[None]:
-    """Return the context in which a task's model is built on this rank."""
+    """Return the context in which the task builds its model on this rank."""
     return strategy.model_init_context() if isinstance(strategy, HasServerRanks) else nullcontext()
 
 
 def close_servers(strategy: Strategy) -> None:
-    """Close the strategy's connections other than the process group. A collective."""
+    """Close the strategy's connections except those of the process group. A collective."""
     if isinstance(strategy, HasServerRanks):
         strategy.close()
 
 
 @runtime_checkable
 class SupportsIndependentReplicas(Protocol):
-    """Groups of ranks make steps without the other ranks."""
+    """A strategy in which groups of ranks make steps independently of other groups."""
 
     @property
     def count_group(self) -> Communicator:
-        """The ranks whose count, times the number of such groups in the world, divides the loss of
-        this step."""
+        """The group that this rank belongs to. Its token count, times the number of groups, divides
+        the loss of this step."""
 
     @property
     def max_count_lag(self) -> int:
-        """Maximum number of steps between a rank and the counts of the others, if ``count_group``
-        is not all ranks."""
+        """Maximum number of steps that a rank may be ahead of the counts of the other ranks, if
+        ``count_group`` does not contain all ranks."""
 
     @property
     def traffic_period(self) -> int:
@@ -139,31 +142,32 @@ class SupportsIndependentReplicas(Protocol):
 
 
 def count_group(strategy: Strategy) -> Communicator:
-    """Return the ranks whose count divides the loss of this step: all ranks for most strategies."""
+    """Return the group whose token count divides the loss of this step. For most strategies it
+    contains all ranks."""
     if isinstance(strategy, SupportsIndependentReplicas):
         return strategy.count_group
     return strategy.world
 
 
 def max_count_lag(strategy: Strategy) -> int:
-    """Return the maximum number of steps between a rank and the counts of the others."""
+    """Return the maximum number of steps that a rank may be ahead of the counts of the others."""
     return strategy.max_count_lag if isinstance(strategy, SupportsIndependentReplicas) else 1
 
 
 def traffic_period(strategy: Strategy) -> int:
-    """Return the number of steps after which the traffic of a step repeats. The traffic per step is
-    a mean over them."""
+    """Return the number of steps after which the traffic of a step repeats. Reports contain the
+    mean traffic over these steps."""
     return strategy.traffic_period if isinstance(strategy, SupportsIndependentReplicas) else 1
 
 
 # -- a step
 @runtime_checkable
 class UnscalesGradients(Protocol):
-    """Can divide gradients by the loss scale itself."""
+    """A strategy that can divide the gradients by the loss scale itself."""
 
     @property
     def unscales(self) -> bool:
-        """True if it does with these settings."""
+        """Whether the strategy does so with the current settings."""
 
 
 def unscale_grads(strategy: Strategy) -> None:
@@ -180,15 +184,16 @@ def unscale_grads(strategy: Strategy) -> None:
 
 @runtime_checkable
 class SupportsUpdateRollback(Protocol):
-    """Can have state that must be restored if an update is skipped."""
+    """A strategy that may have state that must be restored if an update is skipped."""
 
     @property
     def needs_rollback_on_skip(self) -> bool:
-        """True if it has; then every rank must know at once whether the update is skipped."""
+        """Whether it has such state. If so, every rank must know immediately whether the update is
+        skipped."""
 
 
 def needs_rollback_on_skip(strategy: Strategy) -> bool:
-    """Return True if a skipped update must restore more than weights and optimizer."""
+    """Return True if skipping an update must restore more than the weights and the optimizer."""
     return any(
         isinstance(part, SupportsUpdateRollback) and part.needs_rollback_on_skip
         for part in parts_of(strategy)
@@ -197,16 +202,16 @@ def needs_rollback_on_skip(strategy: Strategy) -> bool:
 
 @runtime_checkable
 class SupportsLocalGradCheck(Protocol):
-    """The gradients of a rank are available before they are added to those of the others."""
+    """A strategy in which the gradients of a rank are available before they are reduced."""
 
     def local_grad_finite(self) -> torch.Tensor | None:
-        """Return a float32 scalar that is not finite if this rank's gradient of the last
-        ``forward_backward`` was not, before it was added to the others'."""
+        """Return a float32 scalar that is finite only if this rank's gradient in the last
+        ``forward_backward`` was finite before the reduction."""
 
 
 def local_grad_finite(strategy: Strategy) -> torch.Tensor | None:
-    """Return a scalar that is not finite if this rank's gradient was not. None if gradients are
-    summed over ranks within backward."""
+    """Return a scalar that is finite only if this rank's gradient was finite, or None if gradients
+    are reduced within backward."""
     if isinstance(strategy, SupportsLocalGradCheck):
         return strategy.local_grad_finite()
     return None
@@ -215,15 +220,15 @@ def local_grad_finite(strategy: Strategy) -> torch.Tensor | None:
 # -- evaluation and state
 @runtime_checkable
 class SupportsSharedEvaluation(Protocol):
-    """The forward pass is a collective of a replica's ranks."""
+    """A strategy in which the forward pass is a collective of a replica's ranks."""
 
     def evaluate(self, run: EvalFn, model: nn.Module) -> dict[str, torch.Tensor] | None:
-        """Run an evaluation batch of this replica. Returns None on ranks without the result."""
+        """Run an evaluation batch of this replica. Return None on ranks without the result."""
 
 
 def evaluate(strategy: Strategy, run: EvalFn, model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """Run an evaluation batch of this replica: a collective within the replica. Returns None on
-    ranks without the result (:func:`reports_loss` is true on the one that has it)."""
+    """Run an evaluation batch of this replica. A collective of the replica's ranks. Return None on
+    ranks without the result (:func:`reports_loss` is true on the rank that has it)."""
     if isinstance(strategy, SupportsSharedEvaluation):
         return strategy.evaluate(run, model)
     result = run(model)
@@ -232,15 +237,17 @@ def evaluate(strategy: Strategy, run: EvalFn, model: nn.Module) -> dict[str, tor
 
 @runtime_checkable
 class SupportsConsolidation(Protocol):
-    """The weights in training differ from those in a checkpoint."""
+    """A strategy whose weights in training differ from those in a checkpoint."""
 
     def consolidated(self) -> AbstractContextManager[None]:
-        """Return a context in which the weights are those that a checkpoint has under ``model/``.
-        They are evaluated, and saved if rank 0 has the full model. A collective."""
+        """Return a context in which the model has the weights that a checkpoint stores under
+        ``model/``. They are used for evaluation, and for the saved model if rank 0 has the full
+        model. A collective."""
 
 
 def consolidated(strategy: Strategy) -> AbstractContextManager[None]:
-    """Return a context in which the strategy's weights are those of a checkpoint. A collective."""
+    """Return a context in which the model has the weights that a checkpoint stores. A
+    collective."""
     if isinstance(strategy, SupportsConsolidation):
         return strategy.consolidated()
     return nullcontext()
@@ -248,47 +255,47 @@ def consolidated(strategy: Strategy) -> AbstractContextManager[None]:
 
 @runtime_checkable
 class SupportsExtraState(Protocol):
-    """Has more state than parameters and the optimizer's state."""
+    """A strategy with state other than parameters, buffers and optimizer state."""
 
     def extra_state(self) -> list[TensorShard]:
-        """Return the other state of this rank that a resumed run needs, with the names of the
+        """Return the other state of this rank that a resumed run needs, under its names in the
         checkpoint."""
 
     def load_extra_state(self, source: StateReader) -> list[tuple[str, str]]:
-        """Read it, on every rank, after parameters and optimizer were read. State that does not fit
-        is dropped. Returns notices."""
+        """Load this state from a checkpoint, on every rank, after parameters and optimizer state
+        were loaded. State that does not fit is dropped. Return notices as (level, text)."""
 
 
 @runtime_checkable
 class RefreshesWeights(Protocol):
-    """The weights of the forward pass are not the tensors of ``tensor_shards``."""
+    """A strategy whose forward pass reads other tensors than those of ``tensor_shards``."""
 
     def after_load(self) -> None:
-        """Update the weights of the forward pass after ``tensor_shards`` were written to."""
+        """Update the weights that the forward pass reads after ``tensor_shards`` were loaded."""
 
 
 @runtime_checkable
 class SavesOwnShards(Protocol):
-    """Writes other values into a checkpoint than those of ``tensor_shards``."""
+    """A strategy that saves other values in a checkpoint than those of ``tensor_shards``."""
 
     def state_shards(self) -> list[TensorShard]:
-        """As :func:`paceline.parallel.save_load.state_shards`."""
+        """Return the shards to save; see :func:`paceline.parallel.save_load.state_shards`."""
 
 
 @runtime_checkable
 class SupportsStateCheck(Protocol):
-    """Cannot read every checkpoint."""
+    """A strategy that cannot load every checkpoint."""
 
     def check_state(self, source: StateReader) -> None:
-        """Raise ConfigError for a state that cannot be read."""
+        """Raise ConfigError if this checkpoint cannot be loaded."""
 
 
 @runtime_checkable
 class SupportsOptimizerStateMapping(Protocol):
-    """The layout of the optimizer's state differs from that of the parameters."""
+    """A strategy whose optimizer state has another layout than its parameters."""
 
     def optimizer_entries(self, shard: TensorShard) -> dict[str, torch.Tensor]:
-        """Return the optimizer's state of a shard, by entry."""
+        """Return the optimizer state of a shard by key, such as ``exp_avg``."""
 
     def load_optimizer_entry(
         self, source: StateReader, name: str, shape: tuple[int, ...], shard: TensorShard
@@ -298,21 +305,22 @@ class SupportsOptimizerStateMapping(Protocol):
 
 @runtime_checkable
 class SupportsTransientMemory(Protocol):
-    """Temporarily has more tensors in a step than ``memory_tensors`` can list."""
+    """A strategy that temporarily allocates tensors in a step that ``memory_tensors`` cannot
+    list."""
 
     @property
     def transient_bytes(self) -> int:
-        """Maximum number of bytes of them."""
+        """Maximum size of these tensors in bytes."""
 
 
 # -- replicas and reports
 @runtime_checkable
 class SupportsReplicaCheck(Protocol):
-    """Some ranks have the same bits after a step."""
+    """A strategy in which some ranks must hold bit-identical tensors after a step."""
 
     @property
     def replica_group(self) -> Communicator | None:
-        """The ranks that have, after this step, the same bits of ``replicated_tensors``."""
+        """The group of ranks whose ``replicated_tensors`` are bit-identical after this step."""
 
     def replicated_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) of this rank's parameters and their optimizer state, in the same
@@ -320,7 +328,8 @@ class SupportsReplicaCheck(Protocol):
 
 
 def checkable_replicas(strategy: Strategy) -> SupportsReplicaCheck | None:
-    """Return the strategy if some of its ranks have the same bits after this step, else None."""
+    """Return the strategy if some of its ranks hold bit-identical tensors after this step, else
+    None."""
     if isinstance(strategy, SupportsReplicaCheck) and strategy.replica_group is not None:
         return strategy
     return None
@@ -328,16 +337,16 @@ def checkable_replicas(strategy: Strategy) -> SupportsReplicaCheck | None:
 
 @runtime_checkable
 class SupportsCommProfile(Protocol):
-    """Can describe how the gradients of replicas are summed, and what that sends."""
+    """A strategy that can describe how it reduces the gradients of replicas and what it sends."""
 
     @property
     def comm_profile(self) -> CommProfile | None:
-        """The description; None if nothing is sent."""
+        """The description, or None if nothing is sent."""
 
 
 def comm_profile(strategy: Strategy) -> CommProfile | None:
-    """Return how replicas are synchronized, if that is by plain ddp or by a method that sends less
-    instead."""
+    """Return how replicas are synchronized, if plain ddp or a method that sends less than it is
+    used; else None."""
     profiles = [
         part.comm_profile for part in parts_of(strategy) if isinstance(part, SupportsCommProfile)
     ]
@@ -346,13 +355,13 @@ def comm_profile(strategy: Strategy) -> CommProfile | None:
 
 @runtime_checkable
 class ReportsMetrics(Protocol):
-    """Adds sections to the report."""
+    """A strategy that adds sections to the report."""
 
     def report_metrics(self, sent_bytes: float | None) -> StrategyMetrics:
-        """Return sections of the report. A collective.
+        """Return the strategy's sections of the report. A collective.
 
         Args:
-            sent_bytes: measured bytes per step of the rank that sends most.
+            sent_bytes: bytes per step that the rank with the most traffic was measured to send.
         """
 
 
@@ -367,7 +376,7 @@ def report_metrics(strategy: Strategy, sent_bytes: float | None) -> StrategyMetr
 
 @runtime_checkable
 class SupportsTrafficEstimate(Protocol):
-    """Sends outside its steps."""
+    """A strategy that also sends data outside of its steps."""
 
     def sent_in_a_step(self, measured: int | None) -> int | None:
         """Return the mean bytes that this rank sends per step, given the bytes measured within its

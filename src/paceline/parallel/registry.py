@@ -1,4 +1,4 @@
-"""The registry of strategies: what is known of each without importing it. Imports no torch."""
+"""The registry of strategies: describes each one without importing it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,34 +36,35 @@ def no_role(config: Config, dims: ParallelDims, rank: int) -> str | None:
 
 
 def no_ranks(config: Config, dims: ParallelDims) -> frozenset[int]:
-    """Return no ranks: the run ends when any rank exits."""
+    """Return an empty set: the run ends when any rank exits."""
     return frozenset()
 
 
 @dataclass(frozen=True)
 class StrategySpec:
-    """What is known of a strategy without importing it. Objects are named ``module:attribute``.
+    """Describes a strategy without importing it. Classes and functions in other modules are given
+    as ``module:attribute``.
 
     Args:
-        name: the mode.
-        implementation: the class, called with the config and the communicator.
-        cost_model: a function of (shape, dims, workload, config) that returns a
+        name: value of ``parallel.mode``.
+        implementation: class of the strategy, called with the config and the communicator.
+        cost_model: function of (shape, dims, workload, config) that returns a
             :class:`~paceline.parallel.cost.Cost`.
-        main_dim: the dimension of the mesh that gets the ranks not used by a configured size.
+        main_dim: dimension of the mesh that gets all ranks not assigned to another dimension.
         extra_dims: other dimensions that the mode supports.
-        capabilities: what it supports.
+        capabilities: settings and features that the strategy supports.
         options: keyword arguments of the implementation.
-        single_process: one process drives all devices.
-        check_sizes: a function of (config, dims) that raises ConfigError for numbers that do not
-            fit, such as a number of layers that is not divisible by the number of stages.
-        check_steps: a function of (config, steps), called when the number of steps is known.
-        check_installation: a function of the config that raises ConfigError if a package is
-            missing.
-        select: returns the implementation for a config, if a mode has several.
-        extra_ranks: returns the number of processes without a share of the batch, which are the
-            last ranks of the world.
-        rank_role: returns the role of a rank, if ranks have different ones.
-        expendable_ranks: returns the ranks whose processes may exit without ending the run.
+        single_process: whether one process drives all devices.
+        check_sizes: function of (config, dims) that raises ConfigError for sizes that do not fit,
+            such as a number of layers that is not divisible by the number of stages.
+        check_steps: function of (config, steps), called once the number of steps is known.
+        check_installation: function of the config that raises ConfigError if a package is missing.
+        select: function that returns the implementation for a config, if the mode has several.
+        extra_ranks: function that returns the number of ranks without a share of the batch. They
+            are the last ranks of the world.
+        rank_role: function that returns the role of a rank, or None if all have the same.
+        expendable_ranks: function that returns the ranks whose processes may exit without ending
+            the run.
     """
 
     name: str
@@ -234,14 +235,14 @@ _AXIS_KEYS = ("data", "shard", "tensor", "pipeline")
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How a run is distributed.
+    """The strategy of a run, its mesh and its number of processes.
 
     Args:
-        strategy: its name (see :data:`STRATEGIES`), or the location of a spec, such as
+        strategy: name of the strategy (see :data:`STRATEGIES`), or the location of a spec, such as
             ``./file.py:SPEC``.
-        axes: the mesh.
-        num_processes: one for ``dp``, whose devices share a process; else one per device, plus the
-            servers of a parameter server.
+        axes: sizes of the mesh.
+        num_processes: 1 for ``dp``, whose devices share a process. Otherwise one per device, plus
+            the servers of a parameter server.
     """
 
     strategy: str
@@ -259,10 +260,10 @@ class ParallelLayout:
 
 
 def mode_of(parallel: Parallel) -> str:
-    """Return the strategy of ``parallel.mode``; ``auto`` if Paceline chooses it.
+    """Return the strategy that ``parallel.mode`` names, or ``auto`` if Paceline chooses it.
 
     Raises:
-        ConfigError: unknown mode.
+        ConfigError: if the mode is unknown.
     """
     mode = str(read_mode(parallel.mode)["mode"])
     sized = [key for key in ("shard", "tensor", "pipeline") if getattr(parallel, key) is not None]
@@ -281,10 +282,10 @@ def mode_of(parallel: Parallel) -> str:
 
 
 def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> ParallelLayout:
-    """Return the layout for ``num_devices`` devices. ``mode``: overrides the mode of the config.
+    """Return the layout for ``num_devices`` devices. ``mode`` overrides the mode of the config.
 
     Raises:
-        ConfigError: the product of the configured sizes is not that number.
+        ConfigError: if the product of the configured sizes is not ``num_devices``.
     """
     name = mode or mode_of(parallel)
     if name == "auto":
@@ -332,11 +333,11 @@ def layout(parallel: Parallel, num_devices: int, mode: str | None = None) -> Par
 
 
 def get_spec(mode: str) -> StrategySpec:
-    """Return the spec of a strategy: one of :data:`STRATEGIES`, or one in a user's file or module
+    """Return the spec of a strategy from :data:`STRATEGIES`, or from a user's file or module
     (``./file.py:SPEC``, ``package.module:SPEC``).
 
     Raises:
-        ConfigError: the file does not exist, or has no spec of that name.
+        ConfigError: if the file does not exist or has no spec of that name.
     """
     if mode in STRATEGIES:
         return STRATEGIES[mode]
@@ -362,7 +363,7 @@ def load_object(path: str) -> Any:
 def estimate_cost(
     mode: str, shape: ModelShape, dims: ParallelDims, work: Workload, config: Config
 ) -> Cost:
-    """Return the cost of a step of the strategy, from its cost model."""
+    """Estimate the cost of a step with the strategy's cost model."""
     cost: Cost = load_object(get_spec(mode).cost_model)(shape, dims, work, config)
     return cost
 
@@ -372,7 +373,8 @@ def check_strategy(mode: str, config: Config, dims: ParallelDims, installed: boo
     support on this mesh.
 
     Args:
-        installed: also check the packages that it needs; a plan may be for another machine.
+        installed: whether to check that required packages are installed. False for a plan that is
+            made for another machine.
     """
     spec = get_spec(mode)
     check_limits(spec.name, spec.capabilities, config, dims)

@@ -18,18 +18,19 @@ class TensorShard:
     """This rank's part of a named tensor.
 
     Args:
-        name: of the parameter or buffer in the task's model; in a state ``model/…``,
+        name: name of the parameter or buffer in the task's model; in a checkpoint ``model/…`` or
             ``optimizer/…/KEY``.
-        tensor: this rank's values, live (writing to it changes the training). 1-D if ``flat``.
-        shape: of the full tensor.
-        offset: where the part starts in the full tensor, one number per dimension; if ``flat``,
-            one number in the full tensor's elements in row-major order.
-        key: the parameter in the optimizer; None for tensors that are not trained (buffers).
-        owned: exactly one of the ranks that have an element owns it; that rank writes it into
-            checkpoints.
-        flat: the part is a range of the flattened full tensor instead of a box.
-        region: the place of the part in this rank's tensor of the parameter ``key``, if that has
-            several parts.
+        tensor: this rank's values. The tensor is live: writing to it changes the training. 1-D if
+            ``flat``.
+        shape: shape of the full tensor.
+        offset: start of the part in the full tensor, one number per dimension. If ``flat``, one
+            index into the elements of the full tensor in row-major order.
+        key: the parameter in the optimizer, or None for tensors that are not trained (buffers).
+        owned: whether this rank writes the part into checkpoints. Of the ranks that have an
+            element, exactly one owns it.
+        flat: whether the part is a range of the flattened full tensor instead of a box.
+        region: region of the part in this rank's tensor of the parameter ``key``, if that tensor
+            consists of several parts.
     """
 
     name: str
@@ -55,7 +56,7 @@ class TensorShard:
 
     @property
     def state_name(self) -> str:
-        """The name of the shard in a state."""
+        """Name of the tensor in a checkpoint."""
         return f"{'buffer' if self.key is None else 'model'}/{self.name}"
 
     @property
@@ -64,39 +65,39 @@ class TensorShard:
 
     @property
     def is_start(self) -> bool:
-        """True if the part has the first element: its rank writes values that exist once per
-        parameter."""
+        """Whether the part contains the first element. Its rank writes values that exist once per
+        parameter, such as step counts."""
         return not any(self.offset) and (self.tensor.numel() > 0 or math.prod(self.shape) == 0)
 
 
 class StateReader(Protocol):
-    """Reads a state from a checkpoint. Every rank reads only its parts."""
+    """Reads tensors from a checkpoint. Every rank reads only its parts."""
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return the dtype and shape of each full tensor, by name."""
 
     def read(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """Read a box of a tensor, onto the CPU."""
+        """Read a box of a tensor into host memory."""
 
     def read_flat(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Read ``count`` elements of the flattened tensor from ``start``, onto the CPU."""
+        """Read ``count`` elements of the flattened tensor from ``start`` into host memory."""
 
 
 def read_part(source: StateReader, name: str, part: TensorShard) -> torch.Tensor:
-    """Read the values of ``part`` from tensor ``name`` of a state, in the part's shape."""
+    """Read the values of ``part`` from the tensor ``name`` of a checkpoint, in the part's shape."""
     if part.flat:
         return source.read_flat(name, part.offset[0], part.tensor.numel()).view(part.tensor.shape)
     return source.read(name, part.offset, part.tensor.shape)
 
 
 def low_dtype(config: Config) -> torch.dtype | None:
-    """Return bfloat16 or float16 with mixed precision, else None."""
+    """Return the 16-bit dtype of mixed precision, or None in float32."""
     name = config.train_args.mixed_dtype
     return None if name is None else getattr(torch, name)
 
 
 def local_tensor(value: Any) -> Any:
-    """Return a DTensor's part on this rank; any other value unchanged."""
+    """Return the local tensor of a DTensor, and any other value unchanged."""
     to_local = getattr(value, "to_local", None)
     return to_local() if callable(to_local) else value
 
@@ -111,8 +112,8 @@ def frozen_parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def storage_bytes(tensors: Sequence[Any]) -> int:
-    """Return the bytes of the distinct storages of the tensors (of DTensors: of the local
-    part)."""
+    """Return the total size in bytes of the distinct storages of the tensors (for DTensors, of
+    their local tensors)."""
     seen: dict[tuple[torch.device, int], int] = {}
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):

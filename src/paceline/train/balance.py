@@ -1,12 +1,12 @@
-"""Shares of the micro-batches in proportion to the speed of each rank (``parallel.balance``):
-measure, assign, check.
+"""Give each rank a share of the micro-batches in proportion to its speed (``parallel.balance``).
 
-``speed`` measures forward and backward of every rank in the first steps, assigns micro-batches in
-proportion if that makes a step at least 10 % shorter, and then checks that it did: if steps became
-longer, the previous shares are restored and kept. Later measurements, every hundred steps, change
-the shares only if two in a row agree. All decisions are made from numbers that every rank has,
-after the same step. The shares are part of each checkpoint's ``meta.json``, and every change is a
-``balance`` event.
+With ``speed``, the forward and backward passes of every rank are timed in the first steps, and
+micro-batches are assigned in proportion if that is predicted to speed up a step by at least 10 %.
+The next steps are timed to confirm it: if they take longer, the previous shares are restored for
+the rest of the run. Later measurements, every hundred steps, change the shares only if two in a
+row agree. Every rank makes the same decision after the same step, from numbers that all ranks
+have. The shares are part of each checkpoint's ``meta.json``, and every change emits a ``balance``
+event.
 """
 
 import math
@@ -35,14 +35,14 @@ from paceline.tasks.base import num_positions
 from paceline.train.callbacks import Callback
 from paceline.train.state import RankContext, StepResult, TrainState
 
-#: Steps that are not measured after the start and after a change, and steps of a measurement.
+#: Number of steps that are not measured after the start or a change, and steps per measurement.
 _WARMUP_STEPS, _MEASURED_STEPS = 2, 5
 #: Steps between later measurements.
 _INTERVAL_STEPS = 100
-#: Predicted ratio of step times from which shares are assigned for the first time, and from which
-#: they are changed later.
+#: Predicted speedup of a step required to assign shares for the first time, and to change them
+#: later.
 _MIN_GAIN, _MIN_LATER_GAIN = 1.1, 1.2
-#: New shares are withdrawn if steps take this many times as long as before.
+#: New shares are withdrawn if steps take more than this many times as long as before.
 _MAX_SLOWDOWN = 1.05
 
 #: ``first``: no shares yet; ``check``: new shares are compared with the previous ones; ``watch``:
@@ -52,8 +52,9 @@ Phase = Literal["first", "check", "watch", "confirm", "fixed"]
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step of this rank. ``compute_s``: forward and backward without waits for other ranks;
-    ``positions``: of its micro-batches, padding included."""
+    """The measurement of one step on this rank. ``compute_s`` is the time of forward and backward
+    without waits for other ranks; ``positions`` counts those of its micro-batches, padding
+    included."""
 
     compute_s: float
     step_s: float
@@ -62,8 +63,8 @@ class StepTime:
 
 
 class ComputeTimer:
-    """Times forward and backward of a step, without the waits for other ranks. On an accelerator by
-    events on its stream."""
+    """Times forward and backward of a step without the waits for other ranks. On an accelerator it
+    records events on the stream."""
 
     def __init__(self, device: torch.device, progress: ProgressTracker) -> None:
         self.device = device
@@ -75,9 +76,9 @@ class ComputeTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Leave out a wait for other ranks that is queued on an accelerator's stream. On a CPU all
-        waits are left out."""
-        # only the first micro-batch waits
+        """Exclude a wait for other ranks that is queued on an accelerator's stream. On a CPU all
+        waits are excluded anyway."""
+        # Only the first micro-batch waits.
         if self.device.type != "cpu" and len(self._marks) == 1:
             self._marks.append(self._mark())
             yield
@@ -89,7 +90,7 @@ class ComputeTimer:
         self._marks.append(self._mark())
 
     def seconds(self) -> float:
-        """Return the time; NaN if :meth:`end` was not called."""
+        """Return the measured time in seconds, or NaN if :meth:`end` was not called."""
         if self.device.type == "cpu":
             if len(self._marks) != 2:
                 return math.nan
@@ -111,8 +112,8 @@ class ComputeTimer:
 
 @dataclass
 class Measured:
-    """A finished measurement; the same on every rank. ``seconds``: per micro-batch, by rank;
-    ``step_s``: of a step."""
+    """A finished measurement, the same on every rank. ``seconds`` is the time per micro-batch of
+    each rank; ``step_s`` is the time of a step."""
 
     seconds: list[float]
     step_s: float
@@ -134,7 +135,7 @@ class Balancer(Callback):
     _positions: int = field(default=0, init=False)
     _wait_steps: int = field(default=_WARMUP_STEPS, init=False)
     _left: int = field(default=_MEASURED_STEPS, init=False)
-    # shares, and seconds of a step
+    # The previous shares and the seconds that a step took with them.
     _previous: tuple[tuple[int, ...], float] | None = field(default=None, init=False)
     _unsent: BalanceEvent | None = field(default=None, init=False)
 
@@ -145,20 +146,20 @@ class Balancer(Callback):
 
     @property
     def is_equal(self) -> bool:
-        """Whether shares are equal by configuration."""
+        """Whether the config makes all shares equal."""
         return self.config.parallel.balance == "equal"
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Micro-batches of each rank."""
+        """Number of micro-batches per step of each rank."""
         return self.data.shares or self.data.equal_shares
 
     def begin(self, step: int, record: BalanceRecord | None) -> None:
-        """Decide on the shares to start with. A collective if weights are configured.
+        """Choose the initial shares. A collective if weights are configured.
 
         Args:
-            step: the step that the run starts from.
-            record: of the checkpoint that it resumes from.
+            step: step that the run starts from.
+            record: record in the checkpoint that the run resumes from, or None.
         """
         balance = self.config.parallel.balance
         stored = None if record is None else tuple(record["shares"])
@@ -218,7 +219,7 @@ class Balancer(Callback):
 
     # -- a step
     def begin_step(self, micro_batches: Sequence[MicroBatch]) -> ComputeTimer | None:
-        """Return a timer that was started, in steps that are measured."""
+        """Return a started timer if this step is measured, else None."""
         strategy = self.strategy
         self._timer = strategy.on_computed = None
         if self.phase == "fixed" or self._wait_steps > 0:
@@ -230,7 +231,8 @@ class Balancer(Callback):
         return self._timer
 
     def on_step_end(self, result: StepResult, state: TrainState) -> None:
-        """Count a step; after the last one of a measurement, decide, which is a collective."""
+        """Record a step. After the last step of a measurement, decide on the shares: a
+        collective."""
         if self.phase == "fixed":
             return
         if self._wait_steps > 0:
@@ -248,7 +250,7 @@ class Balancer(Callback):
             self._decide(state.step, measured)
 
     def _record(self) -> None:
-        # no timer in a step without forward
+        # A step that skips its batch has no timer.
         if self._timer is None or self.checkpoints.is_writing:
             return
         compute_s = self._timer.seconds()
@@ -259,7 +261,7 @@ class Balancer(Callback):
             )
 
     def _gather(self) -> Measured | None:
-        """Return the medians over the steps; None if some rank has no time. A collective."""
+        """Return the medians over the steps, or None if any rank has no time. A collective."""
         comm, steps = self.strategy.world, self._steps
         local = [0.0, 0.0, 0.0]
         if steps:
@@ -306,7 +308,7 @@ class Balancer(Callback):
             self.phase, self._wait_steps = "watch", _INTERVAL_STEPS
 
     def _check(self, step: int, measured: Measured) -> None:
-        """Keep new shares unless steps became longer."""
+        """Keep the new shares unless steps take longer with them."""
         assert self._previous is not None
         previous, step_s = self._previous
         self._previous = None
@@ -339,8 +341,7 @@ class Balancer(Callback):
 
     # -- checkpoints
     def record(self) -> BalanceRecord | None:
-        """Return what goes into a checkpoint's ``meta.json``; None before the shares are
-        decided."""
+        """Return the record for a checkpoint's ``meta.json``, or None before shares are chosen."""
         if (
             self.config.parallel.balance == "equal"
             or self.phase == "first"
@@ -353,7 +354,7 @@ class Balancer(Callback):
 def _num_positions(batch: MicroBatch) -> int:
     try:
         return num_positions(batch.data)
-    except TypeError:  # a user's task whose batches hold no tensor
+    except TypeError:  # batches of a user's task may contain no tensor
         return max(1, batch.samples)
 
 

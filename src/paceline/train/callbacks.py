@@ -1,4 +1,4 @@
-"""Callbacks, which observe the training at fixed points of the loop."""
+"""Callbacks that the trainer calls at fixed points of the training loop."""
 
 import logging
 import math
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Base class of callbacks. They read the state and never assign to it. They run on every rank,
-    in the order of the list, and may issue collectives."""
+    """Base class of callbacks. A callback reads the training state but never assigns to it.
+    Callbacks run on every rank, in the order of the list, and may issue collectives."""
 
     def on_step_begin(self, state: TrainState) -> None:
         pass
 
     def on_step_end(self, result: StepResult, state: TrainState) -> None:
-        """Called after each step, also after a skipped batch and a rollback."""
+        """Called after each step, including steps that skipped their batch or rolled back."""
 
     def on_evaluation_end(self, result: EvalResult, state: TrainState) -> None:
         """Called while the strategy still holds the weights that were evaluated."""
@@ -39,7 +39,7 @@ class Callback:
 
 
 class StepLogger(Callback):
-    """Gathers the figures since the last logged step and emits a ``step`` event."""
+    """Gathers the metrics since the last logged step and emits a ``step`` event."""
 
     def __init__(
         self, metrics: StepMetrics, anomalies: AnomalyDetector, order: SampleOrder, ctx: RankContext
@@ -76,7 +76,7 @@ class StepLogger(Callback):
 
 
 class MemoryReport(Callback):
-    """Emits the ``memory`` event once, after the first steps of this attempt."""
+    """Emits one ``memory`` event, after the first steps of this attempt."""
 
     def __init__(self, strategy: Strategy, model: nn.Module, events: EventLog) -> None:
         self.strategy = strategy
@@ -96,11 +96,11 @@ class MemoryReport(Callback):
 
 
 class ReplicaCheck(Callback):
-    """Compares replicas regularly and before each checkpoint, so that no state is saved of replicas
-    that diverged.
+    """Compares replicas regularly and before each checkpoint, so that the state of diverged
+    replicas is never saved.
 
     Args:
-        every_steps: interval; 0: never.
+        every_steps: number of steps between comparisons; 0 disables them.
     """
 
     def __init__(self, strategy: Strategy, events: EventLog, every_steps: int) -> None:
@@ -123,7 +123,8 @@ class ReplicaCheck(Callback):
 
 
 class CommAdvice(Callback):
-    """Reports once whether the method that reduces traffic pays off on this link."""
+    """Reports once whether a method that reduces traffic, such as gradient compression, makes
+    training faster on this link."""
 
     def __init__(self, advisor: CommAdvisor) -> None:
         self.advisor = advisor

@@ -1,5 +1,5 @@
-"""Evaluation over all ranks, exact to the last row: sums and counts are added up, and divided
-once."""
+"""Evaluation over all ranks. Sums and counts are added up over the ranks and divided once, so that
+the result is exact even if ranks have different numbers of rows."""
 
 import time
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ from paceline.train.precision import Precision
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Means over the full set. ``count``: of label tokens or images, by which they are divided."""
+    """Means over the evaluation set. ``count`` is the number of label tokens or images that the
+    sums were divided by."""
 
     loss: float
     metrics: dict[str, float]
@@ -50,8 +51,9 @@ def evaluate(
     options: LoaderOptions,
     progress: ProgressTracker,
 ) -> EvalResult:
-    """Return the loss and the metrics over ``dataset``: those of one rank over the full set. With
-    ``evaluation.mode: rank0`` rank 0 evaluates all rows and the others wait. A collective."""
+    """Return the loss and the metrics over all of ``dataset``, the same that a single rank would
+    compute. With ``evaluation.mode: rank0``, rank 0 evaluates all rows and the other ranks wait. A
+    collective."""
     start = time.perf_counter()
     comm, args = strategy.world, config.train_args
     on_rank_zero = config.evaluation.mode == "rank0"
@@ -103,8 +105,8 @@ def evaluate(
 
 
 def _gather(values: list[torch.Tensor], comm: Communicator) -> torch.Tensor:
-    """Return the values of all ranks, in order of rank, on the CPU. Their number may differ between
-    ranks."""
+    """Gather the values of all ranks, ordered by rank, on the CPU. Ranks may have different numbers
+    of values."""
     local = torch.cat([torch.zeros(0, dtype=comm.wide_dtype, device=comm.device), *values])
     sizes = [int(size) for size in comm.gather_numbers(float(len(local)))]
     if max(sizes) == 0:

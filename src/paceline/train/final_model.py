@@ -1,4 +1,4 @@
-"""The folder of the trained model, ``model/``, at the end of a run."""
+"""Write the trained model to ``model/`` at the end of a run."""
 
 import os
 import shutil
@@ -29,15 +29,15 @@ def save_model_folder(
     """Write ``model/`` atomically, on rank 0. A collective.
 
     Args:
-        build: returns a new model of the task.
-        step: of the last checkpoint, which holds the model.
-        handle_rank_loss: called on every rank after the model was written.
+        build: function that returns a new model of the task.
+        step: step of the last checkpoint, which contains the trained weights.
+        handle_rank_loss: function called on every rank after the model was written.
 
     Raises:
-        RunError: it could not be written.
+        RunError: if the model could not be written.
     """
     lost_ranks = None
-    while lost_ranks != ctx.comm.lost:  # again if the rank that wrote it was lost
+    while lost_ranks != ctx.comm.lost:  # repeat if the rank that wrote it was lost
         lost_ranks = ctx.comm.lost
         with consolidated(components.strategy):
             if ctx.comm.is_rank_zero:
@@ -58,8 +58,8 @@ def _write_model(
         staging_dir.mkdir()
         is_saved = False
         if not components.strategy.rank0_has_full_model:
-            # If the task can, it writes the shards of the checkpoint, so that no process holds the
-            # full model; otherwise a new model is filled from it in the memory of the host.
+            # If the task supports it, it converts the checkpoint shard by shard, so that no process
+            # holds the full model. Otherwise a new model is loaded into host memory.
             with CheckpointReader(run_dir.checkpoints / name_of(step)) as reader:
                 is_saved = task.save_from(reader, staging_dir)
                 if not is_saved:
@@ -82,8 +82,8 @@ def _write_model(
 
 @contextmanager
 def _separate_storage(model: nn.Module) -> Iterator[None]:
-    """Give each parameter a storage of its own within the block, because safetensors refuses
-    parameters that share a bucket."""
+    """Give each parameter a separate storage within the block, because safetensors rejects
+    parameters that share a storage, as those in a bucket do."""
     views = {
         param: param.data
         for param in model.parameters()

@@ -1,9 +1,9 @@
-"""Checks of runs whose hosts have devices of different types, such as a CPU host and a GPU host.
+"""Checks for runs whose hosts have devices of different types, such as a CPU host and a GPU host.
 
-All ranks then use Gloo, see :func:`paceline.distributed.communicator.init_communicator`. Every
-replica makes its own update from the same gradient. Devices of different types round differently,
-so the bits of replicas are not compared: rank 0's weights and optimizer state are broadcast
-instead, as often as they would be compared.
+In such a run all ranks use Gloo (see :func:`paceline.distributed.communicator.init_communicator`),
+and every replica computes its own update from the same gradient. Devices of different types round
+differently, so the replicas cannot be compared bit for bit. Instead, rank 0's weights and optimizer
+state are broadcast as often as they would be compared.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _SUPPORTED_TYPES = frozenset({"cpu", "cuda"})
 
 
 def check_mixed_devices(world: Communicator, config: Config, strategy: str) -> None:
-    """Raise ConfigError on every rank if the ranks' devices differ in type and the run does not
-    support that."""
+    """Raise ConfigError on every rank if the ranks have devices of different types and the config
+    does not support that."""
     if not world.mixes_devices:
         return
     types = ", ".join(sorted(world.device_types))
@@ -62,7 +62,7 @@ def check_mixed_devices(world: Communicator, config: Config, strategy: str) -> N
 
 
 def mixed_devices_notices(world: Communicator) -> list[tuple[str, str]]:
-    """Return (level, text) for a run on devices of different types; empty for others."""
+    """Return notices as (level, text) if the ranks have devices of different types, else none."""
     if not world.mixes_devices:
         return []
     types = " and ".join(sorted(world.device_types))

@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of the learning rate, of torch and transformers."""
+"""Build the optimizer (from torch) and the learning rate schedule (from transformers)."""
 
 import inspect
 from typing import Any
@@ -9,7 +9,7 @@ from torch import nn
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema.train_args import TrainArgs
 
-#: ``train_args.lr_scheduler_type`` → function of transformers.
+#: ``train_args.lr_scheduler_type`` → name of the function in transformers.
 _SCHEDULES = {
     "linear": "get_linear_schedule_with_warmup",
     "cosine": "get_cosine_schedule_with_warmup",
@@ -36,8 +36,9 @@ def build_optimizer(
     named: list[tuple[str, nn.Parameter]],
     matrices: frozenset[str],
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of (name, parameter) pairs. Weight decay applies to those in
-    ``matrices`` (see :func:`matrices_of`), because a shard of a matrix may have another shape."""
+    """Return the optimizer for the (name, parameter) pairs ``named``. Weight decay applies to the
+    names in ``matrices`` (from :func:`matrices_of`): the shape of a shard does not show whether
+    its parameter is a matrix."""
     decayed = [param for name, param in named if name in matrices]
     not_decayed = [param for name, param in named if name not in matrices]
     groups: list[dict[str, Any]] = [
@@ -67,7 +68,8 @@ def build_optimizer(
 
 
 class Schedule:
-    """The learning rate as a function of the step, so that a resume replays nothing.
+    """The learning rate as a function of the step, so that a resumed run need not replay earlier
+    steps.
 
     Wraps transformers' schedules, all of which multiply the base rate by a function of the step.
     """
@@ -88,7 +90,7 @@ class Schedule:
         )
 
     def set_step(self, step: int) -> float:
-        """Set the rate for the update number ``step`` (from 0) and return it."""
+        """Set the learning rate for step ``step`` (from 0) and return it."""
         rate = 0.0
         for group, base, factor in zip(
             self.optimizer.param_groups, self.base_rates, self.inner.lr_lambdas, strict=True
@@ -108,7 +110,8 @@ def _schedule_arguments(args: TrainArgs, derived: ResolvedValues) -> dict[str, f
 
 
 def check_schedule(args: TrainArgs) -> str | None:
-    """Return the problem with ``lr_scheduler_kwargs``, or None."""
+    """Return a description of the problem with ``lr_scheduler_kwargs``, or None if they are
+    valid."""
     from transformers import optimization
 
     schedule = getattr(optimization, _SCHEDULES[args.lr_scheduler_type])

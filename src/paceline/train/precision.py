@@ -18,8 +18,8 @@ from paceline.parallel.loss_scale import LossScaler
 
 
 class Precision:
-    """Autocast around forward and, for float16, dynamic loss scaling. The scale is part of the
-    checkpoint. float32 is left unchanged."""
+    """Autocast for the forward pass and, for float16, dynamic loss scaling. Does nothing for
+    float32. The loss scale is part of the checkpoint."""
 
     def __init__(self, args: TrainArgs, world: Communicator) -> None:
         assert args.precision != "auto" or world.device.type == "cpu", (
@@ -38,16 +38,23 @@ class Precision:
         return loss if self.scaler is None else loss * self.scaler.scale.to(loss.device)
 
     def step(self, optimizer: torch.optim.Optimizer, decision: UpdateDecision) -> bool:
-        """Make the optimizer's step and adapt the loss scale. Returns False if the step was skipped
-        because the gradient is not finite, and True if the device decides. A strategy that decides
-        by itself calls :meth:`update_scale` afterwards."""
+        """Run the optimizer's step and adapt the loss scale.
+
+        A strategy that itself decides whether to skip the step calls :meth:`update_scale`
+        afterwards.
+
+        Returns:
+            False if the step was skipped because the gradient is not finite. True if it was made,
+            or if a fused optimizer decides on the device.
+        """
         if decision.grad_norm is None:
             optimizer.step()
             return True
         is_finite = decision.grad_norm.isfinite()
         updates = decision.on_device or bool(is_finite)
         if decision.on_device:
-            # As torch's GradScaler does: parameters, moments and step counts stay as they are.
+            # As in torch's GradScaler, a skipped step leaves parameters, moments and step counts
+            # unchanged.
             fused: Any = optimizer
             fused.found_inf = (~is_finite).float()
             try:
@@ -60,14 +67,14 @@ class Precision:
         return updates
 
     def update_scale(self, grad_is_finite: torch.Tensor | bool) -> None:
-        """Adapt the loss scale to a step."""
+        """Adapt the loss scale to the outcome of a step."""
         if self.scaler is not None:
             self.scaler.update(grad_is_finite)
 
 
 def check_same_precision(world: Communicator, args: TrainArgs) -> None:
-    """Raise ConfigError if ``precision: auto`` became different precisions on the ranks' devices. A
-    collective."""
+    """Raise ConfigError if ``precision: auto`` was resolved to different precisions on different
+    ranks. A collective."""
     precisions = world.gather_objects(args.precision)
     if len(set(precisions)) > 1:
         ranks: dict[str, list[int]] = {precision: [] for precision in precisions}
@@ -81,11 +88,11 @@ def check_same_precision(world: Communicator, args: TrainArgs) -> None:
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Recompute activations in backward, block by block: with the model's own method if it has one,
+    """Enable activation checkpointing, block by block: with the model's own method if it has one,
     else for each child of every ModuleList and Sequential.
 
     Raises:
-        ConfigError: the model has no such blocks.
+        ConfigError: if the model has no such blocks.
     """
     enable = getattr(model, "gradient_checkpointing_enable", None)
     if callable(enable):

@@ -1,5 +1,5 @@
-"""Continuing after the loss of a rank: the report of the rank and of the samples that were not
-trained on, and the hand-over of the event log."""
+"""Continue after a rank was lost: report the rank and the samples that were not trained on, and
+take over the event log if rank 0 was lost."""
 
 import logging
 from collections.abc import Callable
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def event_listeners(config: Config, run_dir: RunDir) -> list[Callable[[Event], None]]:
-    """Return the receivers of each event on the rank that writes the event log."""
+    """Return the functions that receive each event on the rank that writes the event log."""
     listeners: list[Callable[[Event], None]] = [Console()]
     if "tensorboard" in config.report_to:
         from paceline.observe.tensorboard import TensorBoardListener
@@ -30,7 +30,7 @@ def event_listeners(config: Config, run_dir: RunDir) -> list[Callable[[Event], N
 
 
 def take_over_log(config: Config, ctx: RankContext, checkpoints: CheckpointManager) -> None:
-    """Continue the event log and the uploads of a rank 0 that was lost."""
+    """Take over the event log and the uploads from a rank 0 that was lost."""
     ctx.cleanup.callback(lock_run(ctx.run_dir, wait_s=20.0).close)
     listeners = event_listeners(config, ctx.run_dir)
     console = next((listener for listener in listeners if isinstance(listener, Console)), None)
@@ -54,8 +54,8 @@ def report_rank_loss(
     """Emit the ``worker_lost`` event and its notice.
 
     Args:
-        accumulation: micro-batches of a replica in a step.
-        num_left: replicas that continue.
+        accumulation: number of micro-batches per replica in a step.
+        num_left: number of replicas that continue.
     """
     num_shares = loss.replicas * accumulation
     share = slice(loss.replica * accumulation, (loss.replica + 1) * accumulation)

@@ -1,4 +1,4 @@
-"""What a rank must know to run a training."""
+"""The specification of a training run, which the launcher sends to every rank."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class RunSpec:
     every rank.
 
     Args:
-        data: what the task prepared.
-        started_at: when the command began, in seconds since the epoch.
-        resume_from: the checkpoint to resume from.
-        notices: what the launcher has logged, for the event log.
-        launcher_pid: the process that outlives the ranks and writes the end of a log that they
-            could not end.
-        failure: the fields of the ``fault`` event if a failure ended the attempt before this one.
-        reports_everywhere: no launcher collects rank 0's report, and the caller of each rank needs
-            it.
-        sees_run_folder: whether this rank's host sees the run's folder of global rank 0's host.
+        data: the data that the task prepared.
+        started_at: start time of the command, in seconds since the epoch.
+        resume_from: path of the checkpoint to resume from, or None.
+        notices: notices that the launcher has logged, for the event log.
+        launcher_pid: process ID of the launcher, which outlives the ranks and ends the event log
+            if they could not; None without one.
+        failure: fields of the ``fault`` event if a failure ended the previous attempt, else None.
+        reports_everywhere: whether every rank returns the report, because no launcher collects it
+            from rank 0 and the caller on each rank needs it.
+        sees_run_folder: whether this rank's host can access the run's folder on rank 0's host.
     """
 
     config: Config
@@ -47,7 +47,8 @@ class RunSpec:
     sees_run_folder: bool = True
 
     def is_log_step(self, step: int, first_step: int) -> bool:
-        """Return whether the figures of this step are logged: the first, the last, and each
-        ``logging_steps``. ``first_step``: updates made before this attempt."""
+        """Return whether the metrics of this step are logged: those of the first, of the last, and
+        of every ``logging_steps``-th step. ``first_step`` is the step that this attempt started
+        from."""
         is_first_or_last = step in (first_step + 1, self.derived.steps)
         return is_first_or_last or step % self.derived.log_every_steps == 0

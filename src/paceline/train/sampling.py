@@ -1,8 +1,9 @@
-"""Generation of samples: answers to a few held-out prompts at each evaluation of a language model.
+"""Generate samples: answers to a few held-out prompts at each evaluation of a language model.
 
-Decoding is greedy and draws no random numbers; weights, gradients and the mode of the model stay as
-they are, so a run with samples is identical to one without. Ranks that hold full weights share the
-prompts. If a forward is a collective, all ranks work on each prompt together.
+Decoding is greedy and draws no random numbers. Weights, gradients and the model's train/eval mode
+are left unchanged, so a run with samples is identical to one without. Ranks that hold the full
+weights divide the prompts among themselves. If the forward pass is a collective, all ranks process
+each prompt together.
 """
 
 import logging
@@ -29,15 +30,15 @@ from paceline.train.callbacks import Callback
 from paceline.train.evaluation import EvalResult
 from paceline.train.state import TrainComponents, TrainState
 
-#: Strategies whose forward all ranks run together, on the same input if all are given the same.
+#: Strategies whose forward pass is a collective of all ranks, and may have the same input on all.
 _TOGETHER = ("zero2", "zero3", "tensor", "hybrid", "deepspeed")
-#: Answers are cut short after this share of an evaluation, or these seconds if they are longer.
+#: Generation is cut short after this share of the evaluation time, but not before these seconds.
 _MAX_SHARE, _MIN_LIMIT_S = 0.1, 5.0
-#: Samples that take the share above and at least this long are reported.
+#: A time above that share is reported only if it is at least this long.
 _MIN_REPORTED_S = 1.0
-#: Number of tokens that are given of a prompt whose every token carries loss.
-_GIVEN_TOKENS = 32
-#: Of a longer prompt only the last characters are logged.
+#: Length of the prompt, in tokens, if every token of the text contributes to the loss.
+_PREFIX_TOKENS = 32
+#: Only the last characters of a longer prompt are logged.
 _MAX_PROMPT_CHARS = 4000
 _HINT = "Lower `evaluation.num_samples` (0: no samples) or `evaluation.max_new_tokens`"
 
@@ -46,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Prompt:
-    """``ids``, ``reference``: token ids; ``end_ids``: tokens that end an answer."""
+    """A prompt. ``ids`` and ``reference`` are token ids; ``end_ids`` are those that end an
+    answer."""
 
     ids: list[int]
     reference: list[int]
@@ -55,8 +57,8 @@ class _Prompt:
 
 @dataclass(frozen=True)
 class _Answers:
-    """Token ids by number of the prompt. ``cut``: some were cut short; ``error``: why there are
-    none."""
+    """The answers of a rank, as token ids by prompt number. ``cut`` is true if some were cut short;
+    ``error`` says why there are none."""
 
     ids: dict[int, list[int]]
     cut: bool = False
@@ -64,10 +66,10 @@ class _Answers:
 
 
 class SampleGenerator(Callback):
-    """Generates samples at evaluations.
+    """Generates samples at each evaluation.
 
     Args:
-        dataset: the evaluation set; None if there is none.
+        dataset: evaluation set, or None.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class SampleGenerator(Callback):
         self._last_logits = {"logits_to_keep": 1} if picks_logits else {}
 
     def on_evaluation_end(self, result: EvalResult, state: TrainState) -> None:
-        """Generate, and emit a ``sample`` event. A collective."""
+        """Generate samples and emit a ``sample`` event. A collective."""
         if not self.active:
             return
         reason = self._unsupported_reason()
@@ -161,12 +163,12 @@ class SampleGenerator(Callback):
 
     @property
     def _works_together(self) -> bool:
-        """Whether all ranks work on each prompt."""
+        """Whether all ranks process every prompt together, instead of dividing the prompts."""
         return not self.strategy.rank0_has_full_model
 
     def _is_local(self, number: int) -> bool:
-        """Return whether this rank works on a prompt: any rank if all are known to hold the same
-        full weights, else rank 0."""
+        """Return whether this rank processes a prompt. If all ranks hold the same full weights, the
+        prompts are divided among them; otherwise rank 0 processes all."""
         if self._works_together:
             return True
         replicas = checkable_replicas(self.strategy)
@@ -179,7 +181,7 @@ class SampleGenerator(Callback):
 
     # -- prompts
     def _read_prompts(self) -> None:
-        """Read the prompts, spread evenly over the validation data: the same at every
+        """Read the prompts, spread evenly over the validation data. They are the same at every
         evaluation."""
         assert self.dataset is not None
         assert self.task.prepared is not None
@@ -194,11 +196,12 @@ class SampleGenerator(Callback):
             )
 
     def _prompt(self, ids: list[int], labels_mask: list[bool]) -> _Prompt:
-        """Return the tokens up to the first answer; the first tokens if all carry loss."""
+        """Return the tokens before the first answer, or the first tokens if all contribute to the
+        loss."""
         start = next((index for index, has_loss in enumerate(labels_mask) if has_loss), 0)
         end = next((index for index in range(start, len(ids)) if not labels_mask[index]), len(ids))
         if start < 2:
-            start, end = max(1, min(_GIVEN_TOKENS, len(ids) // 2)), len(ids)
+            start, end = max(1, min(_PREFIX_TOKENS, len(ids) // 2)), len(ids)
         end_ids = {self._tokenizer.eos_token_id}
         if ids[end - 1] in self._tokenizer.special_ids:
             end_ids.add(ids[end - 1])
@@ -235,15 +238,15 @@ class SampleGenerator(Callback):
                         ids[number], is_late = self._answer(prompt, deadline)
                         is_cut = is_cut or is_late
             return _Answers(ids, is_cut)
-        except Exception as error:  # any model: one that cannot generate can still be trained
+        except Exception as error:  # a model that cannot generate can still be trained
             return _Answers({}, is_cut, error_summary(error))
         finally:
             self.model.train(was_training)
 
     def _answer(self, prompt: _Prompt, deadline: float) -> tuple[list[int], bool]:
-        """Return the answer by greedy decoding with the model's own repetition penalty, as
-        `paceline generate`, and whether the time ran out. Not ``model.generate``: ranks that
-        share a forward must stop together."""
+        """Return the answer and whether the time ran out. Decodes greedily with the model's own
+        repetition penalty, as `paceline generate` does. ``model.generate`` is not used, because
+        ranks whose forward pass is a collective must stop at the same token."""
         answer: list[int] = []
         cache: Any = None
         new_ids = prompt.ids
@@ -264,7 +267,7 @@ class SampleGenerator(Callback):
                 break
             is_late = self._agree(time.perf_counter() > deadline)
         if self._works_together:
-            # releases the weights that were gathered for these forwards
+            # Releases the weights that were gathered for these forward passes.
             evaluate(self.strategy, lambda model: {}, self.model)
         return answer, is_late
 
@@ -279,7 +282,8 @@ class SampleGenerator(Callback):
         return penalized
 
     def _agree(self, ends: bool) -> bool:
-        """Return the same on all ranks that work together, so that none continues alone."""
+        """Return whether the argument is true on any rank that processes this prompt, so that all
+        of them stop at the same token."""
         return self.comm.sum(float(ends))[0] > 0 if self._works_together else ends
 
     def _gather(self, local: _Answers) -> _Answers:
@@ -294,7 +298,8 @@ class SampleGenerator(Callback):
 
 @contextmanager
 def _without_packing(model: Any) -> Iterator[None]:
-    """Replace the attention of packed rows within the block, because it supports no cache."""
+    """Replace the attention for packed rows within the block, because it does not support a KV
+    cache."""
     base: Any = base_model(model)
     is_packed = attention.attention_of(base) == attention.NAME
     if is_packed:

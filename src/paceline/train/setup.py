@@ -1,5 +1,8 @@
-"""A run on one rank, from its spec to its report: build the model, the strategy, the optimizer and
-the trainer, resume, train, and write the model folder and the report."""
+"""Run a training on one rank, from its spec to its report.
+
+Builds the model, the strategy, the optimizer and the trainer, resumes and trains, and writes the
+model folder and the report.
+"""
 
 import logging
 import os
@@ -80,8 +83,12 @@ logger = logging.getLogger(__name__)
 
 
 def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
-    """Run one rank from start to end. Returns ``{"status": "done" | "stopped", "report": …}``: the
-    report on every rank, or on rank 0 only if a launcher of Paceline collects it."""
+    """Run one rank from start to end.
+
+    Returns:
+        ``{"status": "done" | "stopped", "report": …}``. If Paceline's launcher collects the report,
+        only rank 0 returns it, and it is None on the other ranks.
+    """
     axes = spec.layout.axes if spec.layout.num_processes > 1 else ParallelDims()
     PROGRESS.start(active=spec.config.recovery.watchdog, on_cpu=spec.device_type == "cpu")
     comm = init_communicator(env, spec.device_type, spec.config.parallel.collective_timeout_s, axes)
@@ -95,7 +102,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
         check_mixed_devices(comm, spec.config, spec.layout.strategy)
         check_same_precision(comm, spec.config.train_args)
         side, spec = _open_side_group(spec, comm)
-        # before anything is written, so that a run whose model cannot be built leaves no files
+        # Built before anything is written, so that a failure to build the model leaves no files.
         components, data, notices = build_components(spec, comm)
         comm = components.strategy.world  # the same ranks, perhaps in another process group
         if spec.resume_from is not None:
@@ -112,7 +119,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
             return _run(trainer)
     except BaseException as caught:
         error = watchdog.explain(caught)
-        # a launcher prints the error once, when all ranks have ended
+        # Paceline's launcher prints the error once, after all ranks have ended.
         if comm.is_rank_zero and spec.launcher_pid is None:
             text = str(error)
             if not isinstance(error, PacelineError):
@@ -140,7 +147,7 @@ def run_rank(spec: RunSpec, env: RankEnv, stop: StopFlag) -> Outcome:
 
 
 def _run(trainer: Trainer) -> Outcome:
-    """Train, save the model and write the report. Returns the result of :func:`run_rank`."""
+    """Train, save the model and write the report. Return the result of :func:`run_rank`."""
     spec, ctx, strategy = trainer.spec, trainer.ctx, trainer.strategy
     state, events = trainer.state, ctx.events
     advisor = make_advisor(strategy, trainer.metrics, state.first_step, spec.derived.steps)
@@ -149,7 +156,7 @@ def _run(trainer: Trainer) -> Outcome:
         try:
             status = trainer.train()
         except BaseException:
-            # a rank of a launcher ends at once anyway
+            # With Paceline's launcher the process exits at once, so nothing needs to be freed.
             if spec.launcher_pid is None:
                 trainer.data.close()
             raise
@@ -195,7 +202,7 @@ def _run(trainer: Trainer) -> Outcome:
 
 
 def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]:
-    """Return the callbacks of a run, beside the logging of steps."""
+    """Return the callbacks of a run other than the step logger."""
     spec, parts, events = trainer.spec, trainer.components, trainer.ctx.events
     eval_dataset, progress = trainer.data.eval_dataset, trainer.ctx.progress
     samples = SampleGenerator(spec.config, parts, eval_dataset, events, progress)
@@ -218,7 +225,7 @@ def _open_side_group(spec: RunSpec, world: Communicator) -> tuple[SideGroup | No
 
 
 def _claim_store(spec: RunSpec, ctx: RankContext) -> CheckpointStore | None:
-    """Return ``checkpoint_dir``, on rank 0, which uploads."""
+    """Return the store at ``checkpoint_dir`` on rank 0, which uploads checkpoints; else None."""
     if spec.config.checkpoint_dir is None or not ctx.comm.is_rank_zero:
         return None
     store = CheckpointStore(spec.config.checkpoint_dir)
@@ -233,7 +240,7 @@ def _claim_store(spec: RunSpec, ctx: RankContext) -> CheckpointStore | None:
 
 
 def _open_run(spec: RunSpec, run_dir: RunDir, events: EventLog, cleanup: ExitStack) -> None:
-    """Lock the run's folder, so that no second run writes into it, and begin its event log."""
+    """Lock the run's folder, so that no other run writes to it, and start its event log."""
     run_dir.root.mkdir(parents=True, exist_ok=True)
     cleanup.callback(lock_run(run_dir, wait_s=20.0).close)
     clear_debris(run_dir)
@@ -244,15 +251,17 @@ def _open_run(spec: RunSpec, run_dir: RunDir, events: EventLog, cleanup: ExitSta
 def build_components(
     spec: RunSpec, comm: Communicator, adjust: Callable[[nn.Module], object] | None = None
 ) -> tuple[TrainComponents, DataPipeline, list[tuple[str, str]]]:
-    """Build the model and the data from the random state that the seed sets. Returns the
-    components, the data and (level, text) notices.
+    """Build the model and the data pipeline, seeded by ``train_args.seed``.
 
-    The order is the same for every strategy: activation checkpointing changes the forward of the
-    blocks, so that whatever a strategy attaches to a block runs around it; then the strategy places
-    the model.
+    The order is the same for every strategy: activation checkpointing wraps the forward of the
+    blocks first, so that the hooks of a strategy run outside of it; then the strategy sets up the
+    model.
 
     Args:
-        adjust: may change the model before it is placed.
+        adjust: function that may change the model before the strategy sets it up.
+
+    Returns:
+        The components, the data pipeline, and notices as (level, text).
     """
     _quiet_libraries(spec.config, comm.device.type)
     task = load_task(spec.config)
@@ -269,19 +278,19 @@ def build_components(
             fix="set requires_grad of the parameters to train",
         )
     if strategy.rank0_has_full_model:
-        # otherwise it stays on the CPU until it is split, because no device may hold all of it
+        # Otherwise it stays on the CPU until it is split: it may not fit on one device.
         model.to(comm.device)
     notices = task.setup(model)
     datasets = task.build_datasets()
     if isinstance(task, UserTask) and spec.resume_from is None:
-        from paceline.tasks.additivity import check_additive  # built-in tasks start without it
+        from paceline.tasks.additivity import check_additive  # not imported for built-in tasks
 
-        # on every rank, because the loss may call collectives
+        # Runs on every rank, because the loss may issue collectives.
         seed = spec.config.train_args.seed
         notices += check_additive(task.task, model, datasets[0], seed)
     probe = None
     if spec.layout.axes.pipeline > 1:
-        # the loss of one sample shows which tensors the stages send each other
+        # The loss of one sample shows which tensors the stages must send to each other.
         probe = Probe(lambda model: task.loss(model, task.collate([datasets[0][0]])), rows=1)
     strategy.probe = None if probe is None else probe.run
     shape, decayed = outline(model, spec.config, probe), matrices_of(model)
@@ -307,7 +316,7 @@ def _build_data(
     args, strategy, task = spec.config.train_args, components.strategy, components.task
     replica, num_replicas = replica_of(strategy)
     accumulation = spec.derived.gradient_accumulation_steps
-    if spec.layout.num_processes == 1:  # one process runs the micro-batches of all devices
+    if spec.layout.num_processes == 1:  # this process runs the micro-batches of all devices
         accumulation *= spec.layout.axes.replicas
     return DataPipeline(
         train_dataset,
@@ -351,12 +360,12 @@ def build_trainer(
     side: SideGroup | None = None,
     store: CheckpointStore | None = None,
 ) -> Trainer:
-    """Build the trainer at the step that the run continues from, and emit the events of a start. A
-    collective."""
+    """Build the trainer, load the checkpoint that the run resumes from, and emit the events of a
+    start. A collective."""
     settings, strategy, events = spec.config.recovery, components.strategy, ctx.events
     metrics = StepMetrics(
         ctx.comm,
-        # when the command was given; after a restart, when the failure was detected
+        # When the command was started or, after a restart, when the failure was detected.
         spec.started_at if spec.failure is None else float(spec.failure["seen_at"]),
         spec.data.train_tokens is not None,
         traffic_period(strategy),
@@ -381,7 +390,7 @@ def build_trainer(
     with ctx.progress.during("loading"):
         state, path, meta = resume(spec, ctx, components, checkpoints)
     data.seek(state.step)
-    # about state that the checkpoint lacks, or that this run does not use
+    # These are about state that the checkpoint lacks or that this run does not use.
     resume_notices = strategy.notices[num_notices:]
     resume_notices += transfer_notices(strategy, side, components.shape.optimizer_bytes_per_element)
     balancer = Balancer(spec.config, ctx, strategy, data, metrics, checkpoints)
@@ -439,7 +448,7 @@ def _quiet_libraries(config: Config, device_type: str) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # peft calls deprecated functions of transformers, which users cannot change.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
-    # the launcher prints this once
+    # The launcher prints this warning once for all ranks.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     if "transformers" in sys.modules or config.task in ("sft", "pretrain"):
         from transformers.utils import logging as transformers_logging

@@ -1,4 +1,4 @@
-"""The parts of the training on a rank: its services, its components and its mutable state."""
+"""The state of a training on one rank: services, components, and what changes from step to step."""
 
 import logging
 import math
@@ -38,8 +38,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankContext:
-    """The services of one rank. ``cleanup``: is closed when the rank ends; ``progress``: is read by
-    the watchdog."""
+    """The services of one rank.
+
+    Args:
+        cleanup: closed when the rank ends.
+        progress: read by the watchdog.
+    """
 
     comm: Communicator
     run_dir: RunDir
@@ -55,12 +59,13 @@ class RankContext:
 
 @dataclass(frozen=True)
 class TrainComponents:
-    """The model and what trains it. Weights and optimizer state change through ``strategy``.
+    """The model, its strategy and its optimizer. Only ``strategy`` changes weights and optimizer
+    state.
 
     Args:
-        model: as the strategy placed it.
-        shape: of the model as the task built it.
-        frozen_digest: of the weights that are not trained; None if all are.
+        model: the module that the strategy's ``setup`` returned.
+        shape: shape of the model as the task built it, before it was distributed.
+        frozen_digest: digest of the frozen weights, or None if all weights are trained.
     """
 
     task: Task
@@ -75,13 +80,13 @@ class TrainComponents:
 
 @dataclass
 class TrainState:
-    """The mutable state of a training; only the trainer assigns to it.
+    """The mutable state of a training. Only the trainer assigns to it.
 
     Args:
-        step: updates made so far, skipped batches included.
-        first_step: the step that this attempt of the run started from.
-        skipped_batches: steps whose batch is skipped after a loss spike, counted from 0.
-        recent_losses: mean losses of the last steps, for the detection of loss spikes.
+        step: number of steps completed so far, including those whose batch was skipped.
+        first_step: value of ``step`` when this attempt of the run started.
+        skipped_batches: steps (from 0) whose batch is skipped after a loss spike.
+        recent_losses: mean losses of the last steps, to detect loss spikes.
         eval_losses: evaluation loss by step.
     """
 
@@ -94,12 +99,13 @@ class TrainState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step. ``grad_norm`` (float32 scalar on the device) and ``learning_rate`` are
-    None unless ``outcome`` is ``updated``.
+    """The result of a step.
 
     Args:
-        stop: some rank was requested to stop.
-        is_logged: a ``step`` event is emitted for this step.
+        grad_norm: float32 scalar on the device, or None unless ``outcome`` is ``updated``.
+        learning_rate: learning rate of the update, or None unless ``outcome`` is ``updated``.
+        stop: whether a stop of any rank was requested.
+        is_logged: whether a ``step`` event is emitted for this step.
     """
 
     outcome: Literal["updated", "batch_skipped", "rolled_back"]
@@ -111,15 +117,20 @@ class StepResult:
 
 @dataclass(frozen=True)
 class RollbackTarget:
-    """The checkpoint to roll back to. ``path``: None if there is none; ``step``: its number of
-    updates, or 0; ``is_own``: it is in this run's folder."""
+    """The checkpoint to roll back to.
+
+    Args:
+        path: path of the checkpoint, or None if there is none.
+        step: step of the checkpoint, or 0 if there is none.
+        is_own: whether the checkpoint is in this run's folder.
+    """
 
     path: str | None = None
     step: int = 0
     is_own: bool = False
 
     def is_exhausted(self, skipped_batches: Collection[int], settings: RecoveryConfig) -> bool:
-        """Return whether too many batches were skipped since this checkpoint."""
+        """Return whether too many batches have been skipped since this checkpoint."""
         num_skipped = sum(step >= self.step for step in skipped_batches)
         return num_skipped >= settings.max_restarts
 
@@ -127,7 +138,7 @@ class RollbackTarget:
 def find_target(
     comm: Communicator, run_dir: RunDir, step: int, resumed_from: str | None
 ) -> RollbackTarget:
-    """Return the latest intact checkpoint of at most ``step`` updates that rank 0 finds, or the one
+    """Return the latest intact checkpoint at or before ``step`` that rank 0 finds, or else the one
     that this attempt resumed from. A collective."""
     target = _find_target(run_dir, step, resumed_from) if comm.is_rank_zero else None
     agreed = comm.broadcast_object(target)
@@ -149,7 +160,7 @@ def _find_target(run_dir: RunDir, step: int, resumed_from: str | None) -> Rollba
 
 
 def report_no_rollback(step: int, target: RollbackTarget, settings: RecoveryConfig) -> None:
-    """Warn that the batch of a loss spike is kept. ``step``: of the spike, counted from 0."""
+    """Warn that the batch of a loss spike is kept. ``step`` is the step of the spike, from 0."""
     logger.warning(
         f"step {step + 1}: the loss spiked again, but {settings.max_restarts} batches have already"
         f" been skipped since step {target.step} (`recovery.max_restarts`), so this one is kept"
@@ -157,7 +168,7 @@ def report_no_rollback(step: int, target: RollbackTarget, settings: RecoveryConf
 
 
 def report_rollback(events: EventLog, step: int, spike: LossSpike, target: RollbackTarget) -> None:
-    """Emit the ``rollback`` event and its notice. ``step``: of the spike, counted from 0."""
+    """Emit the ``rollback`` event and its notice. ``step`` is the step of the spike, from 0."""
     to_step = step if target.path is None else target.step
     text = f"step {step + 1}: the loss spiked to {spike.loss:.4g}"
     median = None
@@ -184,7 +195,7 @@ def report_rollback(events: EventLog, step: int, spike: LossSpike, target: Rollb
 def checkpoint_meta(
     state: TrainState, spec: RunSpec, components: TrainComponents, balance: BalanceRecord | None
 ) -> CheckpointMeta:
-    """Return the ``meta.json`` of a checkpoint, without its step."""
+    """Return the content of a checkpoint's ``meta.json``, except its step."""
     meta: CheckpointMeta = {
         "world_size": spec.derived.world_size,
         "global_batch_size": spec.derived.global_batch_size,
@@ -204,7 +215,7 @@ def checkpoint_meta(
 
 
 def recent_losses_from(meta: CheckpointMeta, settings: RecoveryConfig) -> deque[float]:
-    """Return the recent losses of a checkpoint's ``meta.json``."""
+    """Return the recent losses that a checkpoint's ``meta.json`` contains."""
     return deque(meta.get("recent_losses", ()), maxlen=settings.loss_spike_window)
 
 

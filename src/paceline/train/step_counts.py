@@ -1,5 +1,5 @@
-"""The global counts of a step, summed over all ranks while its first forward runs, and the sum of
-its losses."""
+"""Count tokens and samples over all ranks, during the first forward pass of a step, and sum its
+losses."""
 
 import threading
 from collections import deque
@@ -19,15 +19,15 @@ from paceline.train.state import RankContext
 
 
 class StepCounts:
-    """Global sums over one step: the count of the loss, tokens, samples, the number of ranks that
-    were requested to stop, and rank 0's request to save.
+    """Global sums over one step: the count that divides the loss, tokens, samples, the number of
+    ranks that were requested to stop, and rank 0's save request.
 
     If the strategy's replicas train independently, the loss is divided by the count of their group
-    (``group_count``), and no rank waits for the global ones.
+    (``group_count``), and no rank waits for the global counts.
 
     Args:
-        local: the sums of this rank, in this order.
-        num_saves: number of saves begun so far, which a request to save refers to.
+        local: sums of this rank, in the order above.
+        num_saves: number of saves started so far, which a save request refers to.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class StepCounts:
             comm.wait(group.all_reduce(self.group_count))
             self.group_count *= comm.size // group.size
         self.work = comm.all_reduce(self.tensor)
-        self._lock = threading.Lock()  # a strategy may run micro-batches in threads
+        self._lock = threading.Lock()  # a strategy may run micro-batches in several threads
         self._on_host: tuple[torch.Tensor, torch.Event] | None = None
 
     def denominator(self) -> torch.Tensor:
-        """Return the denominator of the loss: the global count, or its estimate from that of this
-        rank's group; a float32 scalar on the device, at least 1."""
+        """Return the denominator of the loss, a float32 scalar on the device that is at least 1. It
+        is the global count, or an estimate of it from the count of this rank's group."""
         count = self.wait()[0] if self.group_count is None else self.group_count
         return count.clamp(min=1.0).float()
 
@@ -60,8 +60,8 @@ class StepCounts:
                 return self.tensor
             self.comm.wait(self.work)
             self.work = None
-            # On an accelerator the host must not wait for the entire step to read the stop request:
-            # copy now, read later.
+            # Start an asynchronous copy on an accelerator, so that reading the stop request later
+            # does not make the host wait for the entire step.
             if self.tensor.device.type != "cpu":
                 host = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, pin_memory=True)
                 host.copy_(self.tensor, non_blocking=True)
@@ -89,8 +89,8 @@ class StepCounts:
 
 
 class CountQueue:
-    """The pending counts of the last steps. If no step needs its global counts, they are read some
-    steps late, so that no rank waits for them."""
+    """The pending counts of recent steps. If the loss does not need global counts, they are read a
+    few steps later, so that no rank waits for them."""
 
     def __init__(
         self,
@@ -109,8 +109,8 @@ class CountQueue:
         self._current: StepCounts | None = None
 
     def start(self, micro_batches: list[MicroBatch]) -> StepCounts:
-        """Start to sum the counts of a step, and wait for those of the steps that the strategy does
-        not let a rank run ahead of."""
+        """Start to sum the counts of a step. Wait for those of earlier steps if this rank is as far
+        ahead of the others as the strategy allows."""
         task, strategy = self.task, self.strategy
         counted = [batch for batch in micro_batches if batch.weight and reports_loss(strategy)]
         local = [
@@ -128,8 +128,8 @@ class CountQueue:
         return self._current
 
     def settle(self, now: bool) -> bool:
-        """Add the counts that are due to the metrics: all of them with ``now``. Returns True if
-        some rank was requested to stop by then."""
+        """Add the pending counts that are due, or all with ``now``, to the metrics. Return True if
+        a stop of any rank was requested in those steps."""
         assert self._current is not None
         counts, self._current = self._current, None
         self._pending.append(counts)
@@ -144,8 +144,8 @@ class CountQueue:
 
 
 class LossAccumulator:
-    """The losses of a step's micro-batches. They are summed in the order of their numbers, because
-    some strategies run them in another order."""
+    """The losses of a step's micro-batches. They are summed in the order of the micro-batches,
+    regardless of the order in which a strategy runs them, so that the sum is reproducible."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -163,7 +163,7 @@ class LossAccumulator:
 
 
 def check_task_loss(loss: Any) -> None:
-    """Raise RunError if a task's loss is not a scalar with gradient."""
+    """Raise RunError if a task's loss is not a scalar that requires a gradient."""
     if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
         return
     if not isinstance(loss, torch.Tensor):

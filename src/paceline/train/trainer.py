@@ -54,11 +54,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Trainer:
-    """Trains on one rank. Built by :mod:`paceline.train.setup`.
+    """Runs the training loop on one rank. Built by :mod:`paceline.train.setup`.
 
     Args:
-        resumed_from: the checkpoint that this attempt of the run resumed from.
-        callbacks: called in this order, see :class:`~paceline.train.callbacks.Callback`.
+        resumed_from: path of the checkpoint that this attempt resumed from, or None.
+        callbacks: callbacks in the order in which they are called; see
+            :class:`~paceline.train.callbacks.Callback`.
     """
 
     spec: RunSpec
@@ -81,7 +82,7 @@ class Trainer:
         self._has_reported_no_rollback = False
 
     def train(self) -> Literal["done", "stopped"]:
-        """Train to the last step, or until a stop is requested. Either way the state is saved."""
+        """Train to the last step or until a stop is requested, and save the state in both cases."""
         self.components.model.train()
         state, last_step = self.state, self.spec.derived.steps
         eval_every_steps = self.spec.derived.eval_every_steps
@@ -103,7 +104,7 @@ class Trainer:
         return "done"
 
     def run_step(self) -> StepResult:
-        """Make one update, or skip its batch, and call the callbacks."""
+        """Run one step, or skip its batch after a rollback, and call the callbacks."""
         for callback in self.callbacks:
             callback.on_step_begin(self.state)
         if self.state.step in self.state.skipped_batches:
@@ -117,21 +118,21 @@ class Trainer:
         return result
 
     def step(self) -> StepResult:
-        """Make one update over a global batch."""
+        """Run forward and backward over a global batch and update the weights."""
         state, strategy, progress = self.state, self.strategy, self.ctx.progress
         progress.begin_step(state.step + 1)
         self.metrics.begin()
         batches = [batch.to(self.ctx.device) for batch in self.data.next()]
         self.metrics.data_ready()
         progress.enter("forward")
-        counts = self.counts.start(batches)  # summed over the ranks while the first forward runs
+        counts = self.counts.start(batches)  # all-reduced during the first forward pass
         losses = LossAccumulator(self.ctx.device)
         timer = self.balancer.begin_step(batches)
         elastic = elastic_workers(strategy)
         if elastic is not None:
             elastic.set_token_counts(counts.local_count, counts.denominator)
         strategy.forward_backward(self.micro_step(batches, counts, losses, timer), len(batches))
-        counts.denominator()  # an early pipeline stage computes no loss and waits here
+        counts.denominator()  # pipeline stages that compute no loss wait for the counts here
         progress.enter("optimizer")
         loss = losses.total()
         reported_loss = loss if reports_loss(strategy) else torch.zeros_like(loss)
@@ -158,7 +159,7 @@ class Trainer:
         losses: LossAccumulator,
         timer: ComputeTimer | None,
     ) -> MicroStep:
-        """Return the function that computes the loss of a micro-batch."""
+        """Return the function with which the strategy computes the loss of a micro-batch."""
         task, precision = self.components.task, self.components.precision
         progress, step = self.ctx.progress, self.state.step
         seed = self.spec.config.train_args.seed
@@ -182,7 +183,7 @@ class Trainer:
         return micro_step
 
     def update(self, grad_norm: torch.Tensor, loss: torch.Tensor) -> None:
-        """Step the optimizer if the gradient is finite. ``loss``: of this rank."""
+        """Step the optimizer if the gradient is finite. ``loss`` is this rank's loss."""
         precision = self.components.precision
         decision = self.anomalies.decide(grad_norm)
         updated = self.strategy.optimizer_step(partial(precision.step, decision=decision))
@@ -191,8 +192,12 @@ class Trainer:
         self.anomalies.record(self.state.step + 1, decision, updated, loss)
 
     def roll_back_on_spike(self, loss_sum: torch.Tensor, count: float) -> bool:
-        """Roll back if the loss spiked, instead of making the update. A collective. The sums of
-        ``loss_sum`` and ``count`` over all ranks count each sample once."""
+        """Roll back instead of updating the weights if the loss spiked. A collective.
+
+        Args:
+            loss_sum: this rank's term of the global loss sum, in which each sample counts once.
+            count: this rank's term of the count that the sum is divided by.
+        """
         state, settings = self.state, self.spec.config.recovery
         if not settings.rollback_on_loss_spike:
             return False
@@ -207,8 +212,9 @@ class Trainer:
         return False
 
     def roll_back(self, spike: LossSpike) -> bool:
-        """Load the checkpoint before the current step, and skip the batch of the step from now on.
-        Returns False if too many batches were skipped since that checkpoint. A collective."""
+        """Load the latest checkpoint before the current step, and skip the batch of this step from
+        now on. Returns False, without loading it, if too many batches have been skipped since that
+        checkpoint. A collective."""
         state, comm = self.state, self.ctx.comm
         settings, step = self.spec.config.recovery, state.step
         self.checkpoints.finish()
@@ -244,8 +250,8 @@ class Trainer:
         log_notices(logger, strategy.notices[num_notices:])
 
     def handle_rank_loss(self) -> bool:
-        """Continue without the ranks that were lost. Returns True if some were; the same on every
-        rank at the same place of the same step."""
+        """Continue without ranks that were lost, and return whether there were any. The result is
+        the same on every rank at the same point of the same step."""
         elastic = elastic_workers(self.strategy)
         losses = elastic.poll_rank_losses() if elastic is not None else []
         if not losses:
@@ -262,12 +268,12 @@ class Trainer:
         return True
 
     def evaluate(self) -> None:
-        """Evaluate at this step, once."""
+        """Evaluate the model, unless it has already been evaluated at this step."""
         state, parts = self.state, self.components
         if self.data.eval_dataset is None or state.step in state.eval_losses:
             return
         result: EvalResult | None = None
-        while self.handle_rank_loss() or result is None:  # again if a rank was lost meanwhile
+        while self.handle_rank_loss() or result is None:  # repeat if a rank was lost meanwhile
             with self.ctx.progress.during("evaluation"), consolidated(self.strategy):
                 result = evaluate(
                     parts.task,
@@ -285,8 +291,12 @@ class Trainer:
         self.ctx.events.emit(result.event(state.step))
 
     def save(self, *, must_succeed: bool) -> None:
-        """Save the state of this step, once. A failed save is a warning; if it must succeed, wait
-        for it, and raise RunError on every rank if it fails."""
+        """Save a checkpoint, unless this step has already been saved.
+
+        Args:
+            must_succeed: wait for the save, and raise RunError on every rank if it fails. Otherwise
+                the save continues in the background, and a failure is logged as a warning.
+        """
         self.anomalies.flush()
         for callback in self.callbacks:
             callback.before_checkpoint(self.state)
