@@ -1,4 +1,4 @@
-"""The layout of a checkpoint's folder: file names, the tensor index, the safetensors header.
+"""The checkpoint format: file names, the tensor index and the safetensors header.
 
 Imports no torch.
 
@@ -21,7 +21,7 @@ from pydantic import Field, JsonValue, NonNegativeInt, TypeAdapter
 STATE, INDEX, META, MANIFEST = "state.safetensors", "index.json", "meta.json", "manifest.json"
 _STATE_NAME = r"^state(-\d{5}-of-\d{5})?\.safetensors$"
 
-#: safetensors' name of a dtype → (torch's name, bytes per element)
+#: dtype name in safetensors → (dtype name in torch, bytes per element)
 DTYPES = {
     "BOOL": ("bool", 1),
     "U8": ("uint8", 1),
@@ -45,7 +45,7 @@ DTYPE_NAMES = {f"torch.{torch_name}": name for name, (torch_name, _) in DTYPES.i
 
 @dataclass(frozen=True)
 class StoredShard:
-    """Where a shard of a tensor is stored: as the tensor ``key`` of ``file``.
+    """The location of a shard of a tensor: it is stored as the tensor ``key`` of ``file``.
 
     The shard is a box at ``offset`` of the full tensor or, with ``flat``, a range of the flattened
     tensor that starts at ``offset[0]``.
@@ -64,7 +64,8 @@ class StoredShard:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the state: safetensors' name of its dtype, its full shape, its stored shards."""
+    """A tensor of the state: its dtype as safetensors names it, its full shape and its stored
+    shards."""
 
     dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
     shape: tuple[NonNegativeInt, ...]
@@ -72,7 +73,7 @@ class TensorEntry:
 
 
 Index = dict[str, TensorEntry]
-#: Validates an index; raises ``ValidationError``, a ValueError.
+#: Validates an index; raises ``pydantic.ValidationError``, which is a ValueError.
 INDEX_ADAPTER = TypeAdapter(Index)
 
 
@@ -92,19 +93,20 @@ class ManifestEntry(TypedDict):
 
 
 class BalanceRecord(TypedDict):
-    """Micro-batches per rank and step (``parallel.balance``), and whether they are fixed."""
+    """Numbers of micro-batches per step of each rank (``parallel.balance``), and whether they are
+    fixed."""
 
     shares: list[int]
     fixed: bool
 
 
 class CheckpointMeta(TypedDict, total=False):
-    """``meta.json``.
+    """The content of ``meta.json``.
 
-    Args:
-        fingerprint: of the training data.
+    Attributes:
+        fingerprint: hash of the training data.
         torch: version of torch.
-        frozen: digest of the frozen weights; None if all weights are trained.
+        frozen: digest of the frozen weights, or None if all weights are trained.
         skipped_batches, recent_losses: see :class:`paceline.train.state.TrainState`.
     """
 
@@ -122,23 +124,24 @@ class CheckpointMeta(TypedDict, total=False):
 
 
 def name_of(step: int) -> str:
-    """Return the name of a checkpoint's folder."""
+    """Return the name of the folder of a step's checkpoint."""
     return f"step-{step:08d}"
 
 
 def step_of(name: str) -> int:
-    """Return the step of a checkpoint, given the name of its folder."""
+    """Return the step of the checkpoint whose folder has this name."""
     return int(name.rpartition("-")[2])
 
 
 def names_to_prune(
     names: Sequence[str], keep: int | None, superseded: Collection[int]
 ) -> list[str]:
-    """Return the checkpoints to remove out of ``names``, which are sorted by step.
+    """Return those of ``names``, which are sorted by step, whose checkpoints are to be removed.
 
     Args:
-        keep: how many of the latest checkpoints to retain; None retains all.
-        superseded: steps to remove in any case; they do not count towards ``keep``.
+        keep: number of checkpoints to retain; None retains all.
+        superseded: steps whose checkpoints are removed in any case and do not count towards
+            ``keep``.
     """
     removed = [name for name in names if step_of(name) in superseded]
     if keep is not None:
@@ -147,7 +150,7 @@ def names_to_prune(
 
 
 def is_checkpoint_file(name: str) -> bool:
-    """Return whether a checkpoint may contain a file of that name."""
+    """Return whether a checkpoint may contain a file with this name."""
     return name in (INDEX, META, MANIFEST) or re.fullmatch(_STATE_NAME, name) is not None
 
 
@@ -157,10 +160,11 @@ def state_file(rank: int, num_ranks: int) -> str:
 
 
 def read_index(path: Path) -> Index:
-    """Read the index of a checkpoint; that of an old one is built from the header of its one file.
+    """Read the index of a checkpoint. For an old checkpoint without an index, build it from the
+    header of its single file.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError, AttributeError: it is missing or damaged.
+        OSError, ValueError, KeyError, TypeError, AttributeError: the index is missing or damaged.
     """
     if (path / INDEX).exists():
         return INDEX_ADAPTER.validate_python(json.loads((path / INDEX).read_text())["tensors"])
@@ -174,10 +178,11 @@ def read_index(path: Path) -> Index:
 
 
 def read_header(file: Path) -> tuple[int, dict[str, TensorHeader]]:
-    """Return where the tensor bytes of a safetensors file begin, and its tensors by key.
+    """Return the offset at which the tensor data of a safetensors file begins, and its tensors by
+    key.
 
-    The file consists of the header's length (8 bytes, little-endian), a JSON header, and the bytes
-    of the tensors (README of safetensors, "Format").
+    The file consists of the header's length (8 bytes, little-endian), a JSON header, and the tensor
+    data (see "Format" in the README of safetensors).
     """
     with open(file, "rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
@@ -189,7 +194,7 @@ def read_header(file: Path) -> tuple[int, dict[str, TensorHeader]]:
 
 
 def merge(rank_indexes: Sequence[Index]) -> Index:
-    """Merge the indexes of the ranks into one that holds each element of each tensor once.
+    """Merge the indexes of the ranks into one that contains each element of each tensor once.
 
     Raises:
         ValueError: the ranks disagree on a tensor, or their shards leave a gap or overlap.
@@ -212,7 +217,7 @@ def add(index: Index, name: str, entry: TensorEntry) -> None:
     """Add shards of a tensor to an index.
 
     Raises:
-        ValueError: dtype or shape differ from those in the index.
+        ValueError: the dtype or the shape differs from that in the index.
     """
     before = index.get(name, TensorEntry(entry.dtype, entry.shape, ()))
     if (before.dtype, before.shape) != (entry.dtype, entry.shape):
@@ -224,7 +229,7 @@ def add(index: Index, name: str, entry: TensorEntry) -> None:
 
 
 def coverage_error(entry: TensorEntry) -> str | None:
-    """Return why the shards do not hold each element of the tensor exactly once, or None."""
+    """Return why the shards do not cover the tensor exactly once, or None if they do."""
     total, stored = math.prod(entry.shape), sum(shard.numel for shard in entry.pieces)
     for shard in entry.pieces:
         bounds = (total,) if shard.flat else entry.shape

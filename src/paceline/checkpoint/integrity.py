@@ -1,4 +1,4 @@
-"""Check a checkpoint's folder against its manifest. Imports no torch."""
+"""Verify the files of a checkpoint against its manifest. Imports no torch."""
 
 import json
 import os
@@ -23,8 +23,8 @@ _PICKLE_MAGIC = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")
 
 
 def verify(path: Path) -> str | None:
-    """Return None if every file has the size and the SHA-256 in the manifest; otherwise what is
-    wrong, with the name of the file."""
+    """Return what is wrong with a checkpoint, including the name of the file, or None if every file
+    has the size and the SHA-256 that the manifest lists."""
     if (path / MANIFEST).is_symlink():
         return f"{path / MANIFEST} is a symbolic link"
     try:
@@ -45,7 +45,7 @@ def verify(path: Path) -> str | None:
 
 
 def read_manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """Return size in bytes and SHA-256 of each file in the manifest."""
+    """Return the size in bytes and the SHA-256 of each file in the manifest."""
     files = json.loads((path / MANIFEST).read_text())["files"]
     return {
         str(name): (int(entry["size_bytes"]), str(entry["sha256"])) for name, entry in files.items()
@@ -101,8 +101,8 @@ def _index_problem(path: Path, manifest: dict[str, tuple[int, str]]) -> str | No
 
 
 def foreign_files(path: Path) -> list[str]:
-    """Return the files of a valid checkpoint's folder that its manifest does not list. They are
-    never read."""
+    """Return the files in the folder of a valid checkpoint that its manifest does not list.
+    Paceline never reads them."""
     return sorted({file.name for file in path.iterdir()} - read_manifest(path).keys() - {MANIFEST})
 
 

@@ -1,7 +1,7 @@
-"""Read a checkpoint in any layout: boxes or flat ranges of tensors, assembled from stored shards.
+"""Read a checkpoint in any layout: assemble boxes or flat ranges of tensors from the stored shards.
 
-Only the bytes that are needed are read, in blocks of bounded size, into the memory of the result.
-torch is imported only when a tensor is requested.
+Reads only the bytes that are needed, in blocks of bounded size, directly into the memory of the
+result. torch is imported only when a tensor is requested.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     import torch
 
     Array = np.ndarray[Any, Any]
-    #: Fills a contiguous 1-D array with the elements from index ``start`` on.
+    #: Fills a contiguous 1-D array with the elements that begin at index ``start``.
     Fetch = Callable[[int, Array], None]
 
 _BLOCK_BYTES = 8 << 20
-#: If only parts of rows are needed and each is at least this long, nothing between them is read.
+#: If only parts of rows are needed, and each is at least this long, the bytes between them are
+#: skipped.
 _RUN_BYTES = 64 << 10
 
 
@@ -51,8 +52,8 @@ class TensorDigest(TypedDict):
 
 
 class CheckpointReader:
-    """The state in a checkpoint's folder: a :class:`~paceline.parallel.state.StateReader`. Use it
-    in a ``with`` statement.
+    """Reads the state from a checkpoint's folder; implements
+    :class:`~paceline.parallel.state.StateReader`. Use it in a ``with`` statement.
 
     Raises:
         ConfigError: ``path`` is not a checkpoint, or is damaged.
@@ -77,7 +78,7 @@ class CheckpointReader:
 
     # -- the StateReader protocol
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return dtype and full shape of each tensor, by name."""
+        """Return the dtype and the full shape of each tensor, by name."""
         return {
             name: (_torch_dtype(entry.dtype), entry.shape) for name, entry in self.entries.items()
         }
@@ -90,7 +91,8 @@ class CheckpointReader:
         return _as_tensor(out, entry)
 
     def read_flat(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Return ``count`` elements of the flattened tensor from index ``start`` on, on the CPU."""
+        """Return ``count`` elements of the flattened tensor, beginning at index ``start``, on the
+        CPU."""
         entry = self._entry(name)
         out = np.empty((count,), _item_type(entry))
         self._fill_flat(name, entry, start, out)
@@ -100,7 +102,8 @@ class CheckpointReader:
     def box_blocks(
         self, name: str, offset: Sequence[int], shape: Sequence[int], block_bytes: int
     ) -> Iterator[memoryview]:
-        """Yield the bytes of a box of a tensor in row-major order, in blocks of bounded size."""
+        """Yield the bytes of a box of a tensor in row-major order, in blocks of at most
+        ``block_bytes``."""
         entry = self._entry(name)
         total, step = math.prod(shape), max(1, block_bytes // _item_type(entry).itemsize)
         for start in range(0, total, step):
@@ -116,8 +119,8 @@ class CheckpointReader:
     def flat_blocks(
         self, name: str, start: int, count: int, block_bytes: int
     ) -> Iterator[memoryview]:
-        """Yield the bytes of ``count`` elements of the flattened tensor, in blocks of bounded
-        size."""
+        """Yield the bytes of ``count`` elements of the flattened tensor, beginning at index
+        ``start``, in blocks of at most ``block_bytes``."""
         entry = self._entry(name)
         step = max(1, block_bytes // _item_type(entry).itemsize)
         for begin in range(start, start + count, step):
@@ -127,7 +130,8 @@ class CheckpointReader:
 
     # -- without torch
     def describe(self, name: str) -> TensorDigest:
-        """Return dtype, shape and SHA-256 (of the bytes in row-major order) of a full tensor."""
+        """Return the dtype, the shape and the SHA-256 (of the bytes in row-major order) of a full
+        tensor."""
         entry = self._entry(name)
         digest = hashlib.sha256()
         total, block_bytes = math.prod(entry.shape), _BLOCK_BYTES
@@ -173,7 +177,7 @@ class CheckpointReader:
             slices: Any = tuple(
                 slice(a - o, b - o) for a, b, o in zip(start, end, offset, strict=True)
             )
-            target = out[(..., *slices)]  # a view, of a scalar too
+            target = out[(..., *slices)]  # a view, even of a scalar
             inside = tuple(a - o for a, o in zip(start, shard.offset, strict=True))
             _gather(self._fetch(shard, entry), shard.shape, inside, target)
             filled += target.size
@@ -247,7 +251,7 @@ def _gather(fetch: Fetch, shape: tuple[int, ...], offset: tuple[int, ...], out: 
     row-major order."""
     strides = _strides(shape)
     first = sum(a * s for a, s in zip(offset, strides, strict=True))
-    # number of elements from the first to the last of the box
+    # Number of elements from the first to the last element of the box.
     span = sum((n - 1) * s for n, s in zip(out.shape, strides, strict=True)) + 1
     is_contiguous = span == out.size
     if is_contiguous and out.flags.c_contiguous:
@@ -276,9 +280,9 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _boxes(
     shape: tuple[int, ...], start: int, count: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offset, shape) of the boxes that together are ``count`` elements from index ``start``
-    on in row-major order: the rest of a row, full rows, the beginning of a row; at most two per
-    dimension."""
+    """Yield (offset, shape) of the boxes that make up ``count`` elements in row-major order,
+    beginning at index ``start``: the rest of a row, full rows, the beginning of a row; at most two
+    per dimension."""
     strides = _strides(shape)
     end = start + count
     while start < end:
@@ -286,14 +290,14 @@ def _boxes(
         for stride in strides:
             at.append(rest // stride)
             rest %= stride
-        # the outermost axis along which full slices begin at this element and fit
+        # The outermost axis along which full slices begin at this element and fit.
         for axis, stride in enumerate(strides):
             num = min(shape[axis] - at[axis], (end - start) // stride)
             if start % stride == 0 and num > 0:
                 yield tuple(at), (*(1,) * axis, num, *shape[axis + 1 :])
                 start += num * stride
                 break
-        else:  # no axis: a scalar
+        else:  # the tensor is a scalar
             yield (), ()
             start += 1
 
@@ -329,7 +333,7 @@ def _as_tensor(values: Array, entry: TensorEntry) -> torch.Tensor:
 
 
 def read_meta(path: Path) -> CheckpointMeta:
-    """Return ``meta.json`` of a checkpoint.
+    """Read the ``meta.json`` of a checkpoint.
 
     Raises:
         ConfigError: ``path`` is not a checkpoint.

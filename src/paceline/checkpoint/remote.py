@@ -1,14 +1,15 @@
-"""Checkpoints in ``checkpoint_dir``: an object store, or a folder outside of the run's, accessed
-through fsspec.
+"""Store checkpoints in ``checkpoint_dir``, an object store or another folder, through fsspec.
 
 A checkpoint is first written to ``output_dir/checkpoints``; then the host of rank 0 uploads it. The
 manifest is uploaded last and commits the upload: a checkpoint without one does not exist, and the
-next run that claims the location removes what an interrupted upload left. At start, the latest
-valid checkpoint is downloaded unless ``output_dir`` has it, so all other code reads local files.
+next run that claims the location removes what an interrupted upload left. At the start of a run,
+the latest valid checkpoint is downloaded unless ``output_dir`` already has it, so all other code
+reads local files.
 
 Claims keep two runs from writing to the same location: objects ``claims/claim-00000003.json`` with
-increasing numbers, each created on the condition that it does not exist. The highest number owns
-the location; a run that finds a higher one when it is about to commit ends. Imports no torch.
+increasing numbers, each created on the condition that it does not exist. The run with the highest
+number owns the location. A run that finds a higher number when it is about to commit fails. Imports
+no torch.
 """
 
 import fcntl
@@ -50,12 +51,12 @@ _PACKAGES: dict[str, tuple[str, str | None]] = {
 
 
 class ClaimLostError(ConfigError):
-    """Another run writes checkpoints to the same place (exit code 2)."""
+    """Another run has claimed the same location (exit code 2)."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The run that claimed a location. ``time``: in seconds since the epoch."""
+    """The run that claimed a location, and when (``time``, in seconds since the epoch)."""
 
     host: str
     pid: int
@@ -64,7 +65,7 @@ class Claim:
 
 
 def is_url(text: str) -> bool:
-    """Return whether a location is a URL instead of a folder."""
+    """Return whether a location is a URL rather than a folder."""
     return "://" in text
 
 
@@ -72,7 +73,8 @@ def check_url(key: str, text: str) -> None:
     """Check the location ``text``, without connecting to it.
 
     Raises:
-        ConfigError: it contains credentials, is not supported, or its package is not installed.
+        ConfigError: the URL contains credentials or is not supported, or a required package is not
+            installed.
     """
     if not is_url(text):
         return
@@ -104,8 +106,8 @@ def check_url(key: str, text: str) -> None:
 
 
 class CheckpointStore:
-    """The checkpoints of one run below ``url``. Methods raise OSError (as fsspec does) or the
-    errors of the store's library, unless they document others.
+    """The checkpoints of one run below ``url``. Methods raise OSError, as fsspec does, or errors of
+    the store's library, unless documented otherwise.
 
     Args:
         url: ``s3://bucket/prefix``, or a folder.
@@ -122,7 +124,7 @@ class CheckpointStore:
         options = {"auto_mkdir": True} if self._is_folder else {"use_listings_cache": False}
         self._fs, root = url_to_fs(location, skip_instance_cache=True, **options)
         self._root = root.rstrip("/")
-        self._number: int | None = None  # of this run's claim
+        self._number: int | None = None  # the number of this run's claim
 
     # -- listing
     def names(self) -> list[str]:
@@ -164,8 +166,8 @@ class CheckpointStore:
 
     # -- reading
     def fetch_latest(self, folder: Path, warn: Warn) -> None:
-        """Download the latest valid checkpoint to ``folder``, unless it is there. ``warn`` receives
-        what is wrong with each later one.
+        """Download the latest valid checkpoint to ``folder``, unless it is already there. ``warn``
+        receives what is wrong with each later checkpoint.
 
         Raises:
             ConfigError: the location cannot be read.
@@ -181,7 +183,7 @@ class CheckpointStore:
         """Download one checkpoint to ``folder``.
 
         Raises:
-            ConfigError: it is not valid, or cannot be read.
+            ConfigError: the checkpoint is not valid, or cannot be read.
         """
         with self._as_config_error():
             problem = self._fetch(name, folder)
@@ -191,8 +193,8 @@ class CheckpointStore:
 
     def _fetch(self, name: str, folder: Path) -> str | None:
         """Download a checkpoint, which appears in ``folder`` completely or not at all. Return what
-        is wrong with it. If several processes of a host do this at the same time, only the first
-        downloads it."""
+        is wrong with it, or None. If several processes of a host call this at the same time, only
+        the first one downloads."""
         final, staging_dir = folder / name, folder / f".{name}.{os.getpid()}.fetch"
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / ".fetch.lock", "w") as lock:
@@ -214,7 +216,8 @@ class CheckpointStore:
                 remove(staging_dir)
 
     def _download(self, name: str, staging_dir: Path) -> str | None:
-        """Download the files in the manifest in ``staging_dir``. Return what is wrong with them."""
+        """Download the files in the manifest to ``staging_dir``. Return what is wrong with them, or
+        None."""
         source = f"{self.url}/{name}"
         try:
             files = read_manifest(staging_dir)
@@ -232,8 +235,9 @@ class CheckpointStore:
 
     # -- writing
     def claim(self, output_dir: Path) -> Claim | None:
-        """Make this run the only one that writes here, and remove what interrupted uploads left.
-        Return the claim of the run that wrote here before, if that was another one.
+        """Make this run the only one that writes to the location, and remove what interrupted
+        uploads left behind. Return the previous claim if it belonged to another run, otherwise
+        None.
 
         Raises:
             ConfigError: the location cannot be written.
@@ -249,7 +253,7 @@ class CheckpointStore:
                 try:
                     self._create(_claim_path(number), json.dumps(asdict(claim)).encode())
                 except FileExistsError:
-                    continue  # another run was faster: try the next number
+                    continue  # another run created this claim first: try the next number
                 self._number = number
             for old in claims:
                 self._delete(_claim_path(old))
@@ -266,7 +270,8 @@ class CheckpointStore:
         """
         self._check_claim()
         name = path.name
-        # left by this run before a rollback, or damaged: it is replaced
+        # The checkpoint exists already, because this run was rolled back or because it is damaged:
+        # replace it.
         if self._fs.exists(self._path(name, MANIFEST)):
             self._delete(f"{name}/{MANIFEST}")
         for file in sorted(read_manifest(path)):
@@ -282,7 +287,7 @@ class CheckpointStore:
 
         Raises:
             ClaimLostError: another run claimed the location.
-            SaveError: it could not be uploaded.
+            SaveError: the upload failed.
         """
         try:
             self.publish(path)
@@ -317,7 +322,7 @@ class CheckpointStore:
                 self._delete(path)
 
     def _clear_debris(self) -> None:
-        """Remove what interrupted uploads left."""
+        """Remove what interrupted uploads left behind."""
         committed = self.names()
         for path in self._objects():
             name = path.split("/")[0]
@@ -325,7 +330,8 @@ class CheckpointStore:
                 self._delete(path)
         if not hasattr(self._fs, "call_s3"):
             return
-        # Parts of an interrupted upload of a file are invisible, but the store charges for them.
+        # The parts of an interrupted multipart upload are not listed as objects, but the store
+        # charges for them.
         bucket, _, prefix = self._root.partition("/")
         response = self._fs.call_s3(
             "list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/step-" if prefix else "step-"
@@ -374,7 +380,7 @@ class CheckpointStore:
         return "/".join((self._root, *names))
 
     def _create(self, relative: str, data: bytes) -> None:
-        """Write an object on the condition that it does not exist. Raises FileExistsError."""
+        """Create an object. Raises FileExistsError if it exists already."""
         path = self._path(relative)
         if not self._is_folder:
             self._fs.pipe_file(path, data, mode="create")
@@ -384,7 +390,7 @@ class CheckpointStore:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            os.link(file.name, path)  # fails if it exists; never shows an incomplete file
+            os.link(file.name, path)  # atomic; fails if the file exists
 
     def _delete(self, relative: str) -> None:
         path = self._path(relative)
@@ -398,11 +404,12 @@ class CheckpointStore:
 
 
 def fetch_checkpoint(text: str, folder: Path, warn: Warn, key: str = "resume") -> Path:
-    """Download the checkpoint of a URL to ``folder``: ``…/step-00000040``, or the latest valid one
-    below it. ``warn`` receives what is wrong with each later one.
+    """Download the checkpoint at a URL to ``folder``: the one that the URL names
+    (``…/step-00000040``), or the latest valid one below it. ``warn`` receives what is wrong with
+    each later checkpoint.
 
     Raises:
-        ConfigError: there is none, or it is not valid.
+        ConfigError: there is no checkpoint, or it is not valid.
     """
     text = text.rstrip("/")
     parent, _, name = text.rpartition("/")

@@ -1,5 +1,5 @@
-"""Save the state of a running training: in the foreground, or in a thread that writes from a copy
-while the training continues."""
+"""Save checkpoints during training, either in the foreground or in a background thread that writes
+from a copy of the state."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ logger = logging.getLogger(__name__)
 Failure = RunError | ClaimLostError
 CollectShards = Callable[[], list[TensorShard]]
 
-#: If training waits for the previous save for longer than this, a warning reports it.
+#: If training waits longer than this for the previous save, a warning is logged.
 _LONG_WAIT_S = 10.0
 #: How long a failed run waits for its ranks to finish a save.
 _FAILED_RUN_TIMEOUT_S = 20.0
 #: Interval at which a save is tried again while training is paused for it.
 _RETRY_S = 5.0
-#: What rank 0 may request of all ranks (:meth:`CheckpointManager.next_request`): an ordinary save,
-#: or one for which training pauses.
+#: Requests that rank 0 sends to all ranks (:meth:`CheckpointManager.next_request`): an ordinary
+#: save, or a save for which training pauses.
 _SAVE, _PAUSE = 1.0, 2.0
 
 
@@ -46,11 +46,11 @@ class _RankStatus(NamedTuple):
     """What a rank reports to all others when a save begins.
 
     Args:
-        staging_dir: the hidden folder, from rank 0.
-        problem: why the save cannot begin.
+        staging_dir: the hidden folder to write to; set by rank 0.
+        problem: why the save cannot begin, or None.
         unpinned: see :class:`StagingBuffer`.
-        is_idle: it neither writes nor sends anything.
-        is_broken: it needs a new connection to rank 0.
+        is_idle: whether the rank neither writes nor sends anything.
+        is_broken: whether the rank needs a new connection to rank 0.
     """
 
     process: writer.ShardWriter
@@ -63,20 +63,20 @@ class _RankStatus(NamedTuple):
 
 @dataclass
 class CheckpointManager:
-    """Saves the state of a run below ``folder`` (``RUN/checkpoints``), each rank its own shards.
-    The end of its ``with`` statement waits for a save in progress.
+    """Saves the state of a run below ``folder`` (``RUN/checkpoints``). Each rank writes its own
+    shards. Leaving its ``with`` block waits for a save in progress.
 
     Args:
-        keep: how many checkpoints are retained; None retains all.
-        background: let training continue while a save is written from a copy of this rank's shards
-            in host memory. At most one save is in progress.
-        every_steps: save after this many steps; None or 0: never.
-        every_s: request a save this many seconds after the last one began.
-        pause: if a save cannot be written, wait until it can be, or until ``stop()`` is true on
-            some rank.
-        side: the group over which ranks that do not see ``folder`` send their shards to rank 0;
-            None if all see it.
-        store: where checkpoints are uploaded (``checkpoint_dir``); on rank 0.
+        keep: number of checkpoints to retain; None retains all.
+        background: whether training continues while a save is written from a copy of the shards in
+            host memory. At most one save is in progress at a time.
+        every_steps: number of steps between saves; None or 0 for no regular saves.
+        every_s: seconds from the start of a save to a request for the next; None for no requests.
+        pause: whether training waits after a failed save until a retry succeeds or ``stop()`` is
+            true on some rank.
+        side: the group over which ranks without access to ``folder`` send their shards to rank 0;
+            None if all ranks have access.
+        store: the location to which rank 0 uploads checkpoints (``checkpoint_dir``).
     """
 
     world: Communicator
@@ -93,19 +93,19 @@ class CheckpointManager:
     store: CheckpointStore | None = None
 
     def __post_init__(self) -> None:
-        self.first_step = 0  # from which this attempt resumed
-        self.last_step: int | None = None  # saved, or being saved in the background
-        self.num_begun = 0  # saves
-        self._since = time.monotonic()  # since the last save began
-        self._request = 0.0  # of rank 0, to all ranks
-        self._pause_needed = False  # after a failed save in the background; on rank 0
+        self.first_step = 0  # the step from which this attempt resumed
+        self.last_step: int | None = None  # latest step saved, or being saved in the background
+        self.num_begun = 0  # number of saves
+        self._since = time.monotonic()  # when the last save began
+        self._request = 0.0  # the request of rank 0 to all ranks
+        self._pause_needed = False  # after a failed background save; on rank 0
         self._pending: PendingSave | None = None
-        self._error: Failure | None = None  # of the last save in the background; on rank 0
+        self._error: Failure | None = None  # of the last background save; on rank 0
         self._staging = StagingBuffer(self.world.device)
         self._has_warned_unpinned = False
         if self.world.is_rank_zero:
             writer.clear_debris(self.folder)
-        # of earlier attempts
+        # Checkpoints that earlier attempts wrote.
         self._earlier_steps = {step_of(path.name) for path in committed(self.folder)}
 
     def __enter__(self) -> CheckpointManager:
@@ -115,9 +115,9 @@ class CheckpointManager:
         self.finish(run_failed=error is not None)
 
     def next_request(self) -> float:
-        """Return what rank 0 requests of all ranks, once per request: a save that is due by the
-        clock, or one for which training pauses because the last one failed; otherwise 0. The caller
-        sends it to every rank, for :meth:`accept_request` at the same step."""
+        """Return a new request of rank 0 to all ranks, or 0: a save that is due by the clock, or
+        one for which training pauses because the last one failed. The caller sends it to every
+        rank, which passes it to :meth:`accept_request` at the same step."""
         if not self.world.is_rank_zero or self._pending is not None:
             return 0.0
         if self._pause_needed:
@@ -129,36 +129,38 @@ class CheckpointManager:
         return _SAVE
 
     def accept_request(self, request: float, num_begun: int) -> None:
-        """Store a request until the next save. ``num_begun``: the value of :attr:`num_begun` when
-        the request was made; a save that began since then has fulfilled it."""
+        """Store a request until the next save. ``num_begun`` is the value of :attr:`num_begun` at
+        the time of the request: a save that has begun since then fulfills it."""
         if num_begun == self.num_begun:
             self._request = max(self._request, request)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a save is requested, or due at this step; the same on all ranks."""
+        """Return whether a save is requested or due at this step. All ranks return the same."""
         return self._request > 0 or bool(self.every_steps and step % self.every_steps == 0)
 
     def resume_at(self, step: int, is_own: bool) -> None:
-        """Record that the run continues from the checkpoint of ``step``, which is in this run's
-        folder if ``is_own``."""
+        """Record that the run resumes at ``step``, from a checkpoint in its folder if
+        ``is_own``."""
         self.first_step = step
         self.last_step = step if is_own else None
 
     @property
     def is_writing(self) -> bool:
-        """Whether a save is being written in the background."""
+        """Whether a background save is in progress."""
         return self._pending is not None
 
     @PROGRESS.during("saving")
     def save(
         self, step: int, collect: CollectShards, meta: CheckpointMeta, *, must_succeed: bool
     ) -> None:
-        """Save the state of ``step``, unless it is saved or being saved. A collective.
+        """Save the state of ``step``, unless it is already saved or being saved. A collective.
 
-        If it cannot be written, an event reports it, and training continues, or pauses until it can
-        be written. With ``must_succeed`` the save is waited for, and one of this step that failed
-        in the background is repeated. If that fails too, and training does not pause for it, every
-        rank raises the same RunError.
+        A failed save is logged as an event; training then continues or, with ``pause``, waits until
+        the checkpoint can be written.
+
+        Args:
+            must_succeed: wait for the save, and repeat a failed background save of this step. If it
+                fails again and training does not pause, every rank raises the same RunError.
         """
         request, self._request = self._request, 0.0
         if step == self.last_step:
@@ -176,7 +178,7 @@ class CheckpointManager:
         error = self._begin(step, collect, meta, background)
         if isinstance(error, ClaimLostError):
             raise error
-        # a rank was lost during the save: repeat it without that rank
+        # A rank was lost during the save: repeat the save without it.
         while error is not None and must_succeed and self.world.lost != lost:
             lost = self.world.lost
             error = self._begin(step, collect, meta, background=False)
@@ -188,8 +190,8 @@ class CheckpointManager:
     def _pause_until_saved(
         self, error: Failure, step: int, collect: CollectShards, meta: CheckpointMeta
     ) -> Failure | None:
-        """Repeat the save until it is written, or until some rank is to stop. Return the last
-        error. A collective."""
+        """Repeat the save until it succeeds or some rank has been asked to stop. Return the last
+        error, or None. A collective."""
         start = time.monotonic()
         last_error: Failure | None = error
         if self.world.is_rank_zero and not self.stop():
@@ -207,7 +209,7 @@ class CheckpointManager:
         return last_error
 
     def _wait_for_retry(self) -> bool:
-        """Return whether some rank is to stop."""
+        """Wait until the next retry. Return whether some rank has been asked to stop."""
         deadline = time.monotonic() + _RETRY_S
         while time.monotonic() < deadline and not self.stop():
             PROGRESS.tick()  # keep-alive for the watchdog
@@ -216,13 +218,12 @@ class CheckpointManager:
             return self.world.sum(float(self.stop()))[0] > 0
 
     def poll(self) -> None:
-        """Report the outcome of a save in the background once it has ended. Called at every step;
-        not a collective."""
+        """Report a background save that has ended. Called at every step; not a collective."""
         if self._pending is not None and self._pending.has_ended:
             self._finish_pending(wait=False)
 
     def finish(self, run_failed: bool = False) -> None:
-        """Wait for the save in progress; not for long if the run failed: ranks may have ended."""
+        """Wait for the save in progress, but only briefly if the run has failed."""
         if self._pending is not None and run_failed:
             self._pending.timeout_s = _FAILED_RUN_TIMEOUT_S
         self._finish_pending(wait=True)
@@ -235,8 +236,8 @@ class CheckpointManager:
         background: bool,
         is_retry: bool = False,
     ) -> Failure | None:
-        """Write a checkpoint, or begin to. Return the error on which all ranks agree; with
-        ``is_retry`` it is not reported again."""
+        """Write a checkpoint, or start writing it in the background. Return the error on which all
+        ranks agree, or None. With ``is_retry``, the error is not reported again."""
         start = time.perf_counter()
         staging_dir, problem = None, None
         if self.world.is_rank_zero:
@@ -324,8 +325,8 @@ class CheckpointManager:
         return (self.folder / name_of(step)).is_dir()
 
     def _finish_pending(self, wait: bool) -> None:
-        """Join the save in the background, if there is one, and report its outcome. ``wait``: count
-        the time as a pause of the training."""
+        """Join the background save, if there is one, and report its outcome. With ``wait``, the
+        time counts as a pause of the training."""
         save = self._pending
         if save is None:
             return
@@ -382,16 +383,16 @@ class CheckpointManager:
 
 @dataclass
 class PendingSave:
-    """A save on one rank, in the foreground or in a thread: it writes the rank's shards and, on the
-    leader, commits the checkpoint. It communicates with other ranks only through files.
+    """A save on one rank, in the foreground or in a thread. It writes the rank's shards and, on the
+    leader, commits the checkpoint. Ranks communicate only through files.
 
     Args:
-        leader, is_leader: the rank that commits it; whether that is this one.
-        staging_dir: the hidden folder it is written in; None if it could not be created.
+        leader, is_leader: the rank that commits the checkpoint; whether this rank is the leader.
+        staging_dir: the hidden folder to write to; None if it could not be created.
         writers, senders: all ranks, in order; those that send their shards to rank 0.
-        superseded: steps of checkpoints that an earlier attempt wrote after the one from which this
-            attempt resumed.
-        started: on the clock of ``time.perf_counter``.
+        superseded: steps of the checkpoints that an earlier attempt wrote after the one from which
+            this attempt resumed.
+        started: start time on the clock of ``time.perf_counter``.
     """
 
     manager: CheckpointManager
@@ -410,7 +411,7 @@ class PendingSave:
     saved: writer.SavedCheckpoint | None = None
     error: Failure | None = None
     warnings: list[str] = field(default_factory=list)
-    timeout_s: float = writer.STALL_S  # how long it waits while nothing is written or sent
+    timeout_s: float = writer.STALL_S  # how long to wait while nothing is written or sent
     has_ended: bool = False
     transfer: str | None = None  # the network transfer in progress
     _thread: threading.Thread | None = None
@@ -420,8 +421,8 @@ class PendingSave:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the thread. If the run has failed (``timeout_s`` is shorter), a stalled transfer
-        is abandoned; it ends with the process."""
+        """Wait for the thread. If the run has failed, ``timeout_s`` is shorter, and a stalled
+        transfer is abandoned; its thread ends with the process."""
         if self._thread is None:
             return
         progress, since = -1, time.monotonic()
@@ -441,14 +442,14 @@ class PendingSave:
                 return
 
     def run(self, tick: Callable[[], None] = lambda: None) -> None:
-        """Write this rank's shards; on rank 0 wait for the others and commit. Raises nothing.
-        ``tick`` is called as transfers make progress."""
+        """Write this rank's shards; on the leader, wait for the other ranks and commit. Raises no
+        exceptions. ``tick`` is called whenever a transfer makes progress."""
         assert self.staging_dir is not None
         side, rank, num_ranks = self.manager.side, self.manager.world.rank, len(self.writers)
         try:
             if side is None or not side.is_remote:
                 writer.write_shards(self.staging_dir, rank, num_ranks, self.shards)
-            elif self.shards:  # otherwise its status has told rank 0
+            elif self.shards:  # rank 0 expects nothing from an idle rank
                 self.transfer = "the transfer to rank 0"
                 transfer.send_shards(side, rank, num_ranks, self.shards, tick)
             if self.is_leader and side is not None:
@@ -484,11 +485,11 @@ class PendingSave:
         self.warnings += prune_after(self.saved, self.step, keep, self.superseded)
 
     def leader_lost(self) -> RunError:
-        """Return the error if the leader was lost before it committed the checkpoint."""
+        """Return the error to report if the leader was lost before it committed the checkpoint."""
         return self._not_written(f"rank {self.leader}, which was to commit it, has ended")
 
     def fail(self, reason: str) -> None:
-        """Remove what was written, and record the error; on the leader."""
+        """Remove what was written and record the error. Called on the leader."""
         if not self.is_leader:
             return
         if self.staging_dir is not None:

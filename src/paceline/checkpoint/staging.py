@@ -1,4 +1,4 @@
-"""Host-memory copies of a rank's shards, from which a background save writes."""
+"""Staging buffer in host memory, to which a rank's shards are copied for a background save."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +18,11 @@ class _Block:
 
 
 class StagingBuffer:
-    """Copies shards to host memory, which is pinned if the device is an accelerator and reused by
-    the next save.
+    """Copies shards to host memory. The memory is pinned if the device is an accelerator, and is
+    reused by the next save.
 
     Attributes:
-        unpinned: why memory could not be pinned; None if all of it is.
+        unpinned: why memory could not be pinned, or None if there was no failure.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,8 @@ class StagingBuffer:
         self._blocks: list[_Block] = []
 
     def copy(self, shards: Sequence[TensorShard]) -> list[TensorShard]:
-        """Return the shards with copies of their tensors, which are valid until the next call."""
+        """Return the shards with copies of their tensors. The copies are valid until the next
+        call."""
         for block in self._blocks:
             block.used_bytes = 0
         block_index = 0

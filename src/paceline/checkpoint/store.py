@@ -2,7 +2,7 @@
 
 A checkpoint is a folder (:mod:`paceline.checkpoint.format`) that appears completely or not at all:
 it is written under a hidden name, synced, and renamed (:mod:`paceline.checkpoint.writer`). The next
-save removes what an interrupted one left behind.
+save removes what an interrupted save left behind.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _NAME = re.compile(r"step-\d{8,}")
 def save(
     folder: Path, step: int, state: dict[str, torch.Tensor], meta: CheckpointMeta
 ) -> SavedCheckpoint:
-    """Write a checkpoint of ``step`` below ``folder`` (``RUN/checkpoints``) from full tensors, in
-    this process alone.
+    """Write a checkpoint of ``step`` below ``folder`` (``RUN/checkpoints``) from full tensors, in a
+    single process.
 
     Raises:
-        RunError: it could not be written (disk full, permission denied). Earlier checkpoints are
-            untouched, and the incomplete one is removed.
+        RunError: the checkpoint could not be written (disk full, permission denied). Earlier
+            checkpoints are untouched, and the incomplete one is removed.
     """
     from paceline.parallel.state import TensorShard
 
@@ -64,18 +64,18 @@ def save(
 
 
 def prune(folder: Path, keep: int | None, superseded: Collection[int] = ()) -> list[Path]:
-    """Remove all but the latest ``keep`` checkpoints (None keeps all), and those of the steps
-    ``superseded``, which do not count towards ``keep``. Return the removed ones.
+    """Remove all but the latest ``keep`` checkpoints (None retains all), and those of the steps in
+    ``superseded``, which do not count towards ``keep``. Return the removed checkpoints.
 
-    The checkpoints are not verified. To never remove the latest valid one, call this right after a
-    checkpoint was written, with every later step in ``superseded``.
+    Checkpoints are not verified. To make sure that the latest valid one is retained, call this
+    right after a checkpoint was written, with every later step in ``superseded``.
     """
     names = [path.name for path in committed(folder)]
     removed = [folder / name for name in names_to_prune(names, keep, superseded)]
     for path in removed:
         hidden = folder / f".{path.name}.{os.getpid()}.old"
-        # Renamed first: if the removal is interrupted, no incomplete checkpoint has a valid name,
-        # not even after a power cut.
+        # Rename first: if the removal is interrupted, even by a power failure, no incomplete
+        # checkpoint has a valid name.
         os.replace(path, hidden)
         fsync_path(folder)
         remove(hidden)
@@ -85,7 +85,7 @@ def prune(folder: Path, keep: int | None, superseded: Collection[int] = ()) -> l
 def prune_after(
     saved: SavedCheckpoint, step: int, keep: int | None, superseded: Collection[int]
 ) -> list[str]:
-    """:func:`prune` after a checkpoint was saved. Return warnings."""
+    """Call :func:`prune` after a checkpoint was saved. Return warnings."""
     folder = saved.path.parent
     try:
         removed = prune(folder, keep, superseded)
@@ -109,7 +109,7 @@ def committed(folder: Path) -> list[Path]:
 
 
 def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
-    """Return the latest valid checkpoint, and what is wrong with each later one."""
+    """Return the latest valid checkpoint, or None, and what is wrong with each later one."""
     problems: list[str] = []
     for path in reversed(committed(folder)):
         problem = _link_problem(path, folder) or verify(path)
@@ -120,7 +120,8 @@ def latest_valid(folder: Path) -> tuple[Path | None, list[str]]:
 
 
 def _link_problem(path: Path, folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint that is a link to a folder outside of the run."""
+    """Return what is wrong with a checkpoint that is a link to a folder outside of the run, or
+    None."""
     target = path.resolve()
     if not path.is_symlink() or any(
         target.is_relative_to(parent.resolve()) for parent in (folder, folder.parent)
@@ -147,7 +148,7 @@ def inspect(path: Path) -> CheckpointContents:
     """Describe the full tensors of a checkpoint, independent of the shards they are stored in.
 
     The digest is the SHA-256 of the lines "name dtype shape sha256", sorted by name: equal digests
-    mean equal bits.
+    mean that the tensors are equal bit for bit.
 
     Raises:
         ConfigError: the checkpoint is not valid.
@@ -182,11 +183,11 @@ def _digest(tensors: dict[str, TensorDigest]) -> str:
 
 
 def find(path: Path, warn: Callable[[str], None] = lambda text: None) -> Path:
-    """Return the checkpoint ``path``, or the latest valid one of a run's folder or its
-    ``checkpoints``. ``warn`` receives what is wrong with each later one.
+    """Return the checkpoint at ``path``. If ``path`` is the folder of a run or its ``checkpoints``,
+    return the latest valid checkpoint in it; ``warn`` receives what is wrong with each later one.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no valid checkpoint.
     """
     if (path / META).is_file():
         return path

@@ -1,4 +1,5 @@
-"""The training state of a run as named tensors: the content of a checkpoint."""
+"""Collect and load the training state of a run as named tensors, which are the content of a
+checkpoint."""
 
 import hashlib
 
@@ -14,18 +15,19 @@ from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.save_load import load_state, state_shards
 from paceline.parallel.state import StateReader, TensorShard
 
-#: Number of elements of each frozen parameter that go into the digest.
+#: Number of elements of each frozen parameter that are part of the digest.
 _NUM_SAMPLED = 256
 
 
 def collect_train_state(
     strategy: Strategy, step: int, order: SampleOrder, scaler: LossScaler | None
 ) -> list[TensorShard]:
-    """Return what this rank writes into a checkpoint: its shards of parameters, buffers and
-    optimizer; on rank 0 also the schedule, the random state and the data position, as numbers.
+    """Return what this rank writes to a checkpoint: its shards of parameters, buffers and optimizer
+    state, and on rank 0 also the learning-rate schedule, the random state and the position in the
+    data.
 
-    The random state is (seed, step): every random number is a function of them (see
-    :mod:`paceline.distributed.seeds`), so that suffices to continue exactly.
+    The random state is (seed, step): every random number is a function of these two (see
+    :mod:`paceline.distributed.seeds`), so they suffice to continue exactly.
     """
     shards = state_shards(strategy)
     if not strategy.world.is_rank_zero:
@@ -63,8 +65,8 @@ def frozen_digest(model: nn.Module) -> str | None:
 def check_same_model(
     opened: OpenCheckpoint, path: str, shape: ModelShape, frozen: str | None
 ) -> None:
-    """Check that the checkpoint ``path`` is of a model of this shape with these frozen weights (see
-    :func:`frozen_digest`).
+    """Check that the checkpoint ``path`` belongs to a model with this shape and these frozen
+    weights (see :func:`frozen_digest`).
 
     Raises:
         ConfigError: it is not.
@@ -107,7 +109,8 @@ def check_same_model(
 def load_train_state(strategy: Strategy, source: StateReader, scaler: LossScaler | None) -> None:
     """Load a checkpoint into the strategy and the loss scaler, on every rank."""
     names = source.tensors()
-    # The strategy may restore a scale of its own, so the scaler is loaded before it.
+    # The strategy may also restore a loss scale, which takes precedence, so the scaler is loaded
+    # first.
     if scaler is not None and "scaler/scale" in names:
         scale, growth_tracker = (
             float(source.read(f"scaler/{name}", (), ())) for name in ("scale", "growth_tracker")

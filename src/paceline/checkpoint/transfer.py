@@ -1,4 +1,4 @@
-"""Checkpoints of ranks that do not see the run's folder: rank 0 writes and reads for them.
+"""Write and read checkpoints through rank 0, for ranks without access to the run's folder.
 
 Nothing is written on the host of such a rank. Both directions use staging buffers of fixed size
 (:mod:`paceline.distributed.side_group`), and the receiver compares the SHA-256 of every transfer.
@@ -56,8 +56,8 @@ def send_shards(
     side: SideGroup, rank: int, num_ranks: int, shards: Sequence[TensorShard], tick: Tick
 ) -> None:
     """Send this rank's shards to rank 0, which writes them as
-    :func:`~paceline.checkpoint.writer.write_shards` does. Raises nothing: rank 0 reports a failure
-    as one of the save."""
+    :func:`~paceline.checkpoint.writer.write_shards` does. Raises no exceptions: rank 0 reports a
+    failure of the transfer as a failure of the save."""
     try:
         try:
             file = StateFile(state_file(rank, num_ranks), shards)
@@ -81,9 +81,9 @@ def send_shards(
 def receive_shards(
     side: SideGroup, staging_dir: Path, senders: Sequence[int], num_ranks: int, tick: Tick
 ) -> None:
-    """On rank 0: write the shards of the ranks ``senders`` into the hidden folder of a save, one
-    rank after another. Raises nothing; a failure is reported in the folder, as by a rank that
-    writes there itself."""
+    """Receive the shards of the ranks ``senders`` and write them to the hidden folder of a save,
+    one rank after another. Called on rank 0. Raises no exceptions; a failure is recorded in the
+    folder, as it is for a rank that writes there itself."""
     for rank in senders:
         if has_failed(staging_dir):
             _decline(side, staging_dir, rank, num_ranks)
@@ -94,7 +94,7 @@ def receive_shards(
 
 
 def _decline(side: SideGroup, staging_dir: Path, rank: int, num_ranks: int) -> None:
-    """Keep a rank from sending its shards, because the save has already failed."""
+    """Decline the shards of a rank, because the save has already failed."""
     try:
         if "problem" not in side.receive_frame(rank):
             side.send_frame(rank, {"is_accepted": False})
@@ -107,7 +107,7 @@ def _receive_state_file(side: SideGroup, rank: int, tick: Tick, path: Path) -> S
     """Receive the state file of a rank, write it to ``path`` and return its record.
 
     Raises:
-        OSError, ValueError: it could not be written, or did not arrive.
+        OSError, ValueError: the file could not be written, or did not arrive completely.
     """
     try:
         offer = side.receive_frame(rank)
@@ -139,8 +139,8 @@ def _receive_state_file(side: SideGroup, rank: int, tick: Tick, path: Path) -> S
 
 
 class _Writer:
-    """Writes chunks as they arrive. After a write error, the rest is received and dropped, because
-    the sender does not wait for replies in between."""
+    """Writes chunks as they arrive. After a write error, the remaining chunks are received and
+    discarded, because the sender does not wait for replies between chunks."""
 
     def __init__(self, handle: IO[bytes], tick: Tick) -> None:
         self.handle, self.tick = handle, tick
@@ -169,7 +169,7 @@ class OpenCheckpoint(StateReader, Protocol):
 @dataclass(frozen=True)
 class ReadRequest:
     """A request to rank 0 for a box of a tensor or, with ``is_flat``, a range of its elements.
-    ``size_bytes``: of the reply."""
+    ``size_bytes`` is the size of the reply."""
 
     name: str
     offset: list[int]
@@ -180,11 +180,11 @@ class ReadRequest:
 
 @contextmanager
 def open_checkpoint(path: Path, side: SideGroup | None) -> Iterator[OpenCheckpoint]:
-    """Open a checkpoint: from its folder on ranks that see it, through rank 0 on the others. A
-    collective of the members of ``side``; ``path`` is that of rank 0.
+    """Open a checkpoint: directly on ranks with access to its folder, through rank 0 on the others.
+    A collective over the members of ``side``; ``path`` is valid on rank 0.
 
     Raises:
-        ConfigError: it is damaged, or of another model.
+        ConfigError: the checkpoint is damaged, or belongs to another model.
     """
     if side is not None and side.is_remote:
         remote = _RemoteCheckpoint(side)
@@ -198,13 +198,13 @@ def open_checkpoint(path: Path, side: SideGroup | None) -> Iterator[OpenCheckpoi
         servers = [_Server(side, rank, path) for rank in side.remote_ranks]
     with CheckpointReader(path) as reader:
         yield reader
-    for server in servers:  # not after an error: the other ranks may never finish
+    for server in servers:  # after an error, the other ranks may never finish
         server.join()
 
 
 class _RemoteCheckpoint:
-    """A checkpoint that rank 0 reads for this rank. Each request is for a box or a flat range,
-    which arrives in chunks."""
+    """A checkpoint that rank 0 reads on behalf of this rank. Each request is for a box or a flat
+    range, which arrives in chunks."""
 
     def __init__(self, side: SideGroup) -> None:
         self.side = side
@@ -222,7 +222,7 @@ class _RemoteCheckpoint:
             self._request(None)
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Return dtype and full shape of each tensor, by name."""
+        """Return the dtype and the full shape of each tensor, by name."""
         return {
             name: (getattr(torch, DTYPES[dtype][0]), shape)
             for name, (dtype, shape) in self._tensors.items()
@@ -233,11 +233,12 @@ class _RemoteCheckpoint:
         return self._read(ReadRequest(name, [*offset], [*shape])).view(tuple(shape))
 
     def read_flat(self, name: str, start: int, count: int) -> torch.Tensor:
-        """Return ``count`` elements of the flattened tensor from index ``start`` on, on the CPU."""
+        """Return ``count`` elements of the flattened tensor, beginning at index ``start``, on the
+        CPU."""
         return self._read(ReadRequest(name, [start], [count], is_flat=True))
 
     def _read(self, request: ReadRequest) -> torch.Tensor:
-        # an unknown name is requested too: rank 0 replies with the error
+        # An unknown name is requested as well, so that rank 0 replies with the error.
         dtype, count = "U8", 0
         if request.name in self._tensors:
             dtype, count = self._tensors[request.name][0], math.prod(request.shape)
@@ -269,7 +270,7 @@ class _RemoteCheckpoint:
 
 
 class _Server(threading.Thread):
-    """On rank 0: reads a checkpoint for one remote rank until that rank closes it."""
+    """A thread of rank 0 that reads a checkpoint for one remote rank until that rank closes it."""
 
     def __init__(self, side: SideGroup, rank: int, path: Path) -> None:
         super().__init__(name=f"checkpoint-for-{rank}", daemon=True)
@@ -337,10 +338,10 @@ def _error_from(
 def transfer_notices(
     strategy: Strategy, side: SideGroup | None, moment_bytes: int
 ) -> list[tuple[str, str]]:
-    """Return a notice (level, text) about the bytes sent to rank 0 at each save. A collective.
+    """Return notices (level, text) about the bytes sent to rank 0 at each save. A collective.
 
     Args:
-        moment_bytes: bytes of optimizer state per element of a parameter.
+        moment_bytes: size of the optimizer state per parameter element, in bytes.
     """
     if side is None:
         return []
@@ -352,7 +353,7 @@ def transfer_notices(
                 item + (moment_bytes if shard.key is not None else 0)
             )
         elif config.compression.chain and shard.key is not None:
-            # the residual that compression carries over to later gradients
+            # the residuals of gradient compression (error feedback)
             size_bytes += shard.tensor.numel() * item
     with uncounted():
         sizes: list[Any] = comm.gather_objects(size_bytes if side.is_remote else None)
@@ -369,9 +370,10 @@ def transfer_text(
     """Return the notice (level, text) about the bytes sent to rank 0 at each save.
 
     Args:
-        sizes: bytes sent by each rank that does not see the run's folder.
-        bytes_per_s: at which rank 0 receives from the slowest of their hosts.
-        timeout_s: limit for a save that the ranks wait for.
+        sizes: number of bytes sent by each rank without access to the run's folder.
+        bytes_per_s: bandwidth at which rank 0 receives from the slowest of their hosts, or None if
+            unknown.
+        timeout_s: time limit for a save that the ranks wait for.
     """
     size_bytes = sum(sizes)
     text = "the hosts do not share the run's folder: the host of rank 0 writes the checkpoints"

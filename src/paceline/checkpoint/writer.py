@@ -1,5 +1,5 @@
-"""Write a checkpoint: each rank writes its shards as one safetensors file, hashed on the way; then
-rank 0 commits the folder."""
+"""Write a checkpoint: each rank writes and hashes its shards in one safetensors file, then rank 0
+commits the folder."""
 
 from __future__ import annotations
 
@@ -45,21 +45,22 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 1 << 22
 
-#: A rank whose files do not grow for this long counts as dead. (While a large file is synced to a
-#: slow disk, it does not grow.)
+#: A rank whose files do not grow for this long counts as dead. The limit is high because a large
+#: file does not grow while it is synced to a slow disk.
 STALL_S = 900.0
 
 
 class Sink(Protocol):
-    """An unbuffered file, or anything that accepts bytes as one does."""
+    """An unbuffered binary file, or any object that accepts bytes in the same way."""
 
     def write(self, data: memoryview, /) -> int | None:
-        """Return how many bytes were accepted."""
+        """Write ``data`` or its beginning. Return how many bytes were accepted."""
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a rank reports to rank 0 about its file. ``file``: None if it owns nothing."""
+    """What a rank reports to rank 0 about its state file. ``file`` is None if the rank owns no
+    shards."""
 
     file: str | None = None
     size_bytes: int = 0
@@ -86,7 +87,8 @@ class StateFile:
                 number += 1
                 key = f"{shard.name}#{number}"
             self._shards[key] = shard
-        # Largest elements first, so that each tensor begins at a multiple of its element size.
+        # Tensors with the largest elements come first, so that each begins at a multiple of its
+        # element size.
         self._order = sorted(
             self._shards, key=lambda key: (-self._shards[key].tensor.element_size(), key)
         )
@@ -156,7 +158,7 @@ def _write(sink: Sink, digest: Any, data: memoryview) -> None:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that was written."""
+    """A committed checkpoint."""
 
     path: Path
     size_bytes: int
@@ -164,7 +166,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class ShardWriter:
-    """A rank that takes part in a save: its process, and the bytes of its tensors."""
+    """A rank that takes part in a save: its process, and the total size of its tensors."""
 
     host: str
     pid: int
@@ -178,7 +180,7 @@ class ShardWriter:
 
     @property
     def has_ended(self) -> bool:
-        """True if the process is known to have ended. Processes on other hosts or in other
+        """Return True if the process is known to have ended. Processes on other hosts or in other
         containers cannot be checked."""
         return self.host == _pid_namespace() and not pid_alive(self.pid)
 
@@ -202,10 +204,10 @@ class ShardWriteError(Exception):
 
 def prepare(folder: Path, step: int, num_ranks: int) -> Path:
     """Create the hidden folder for a save of ``step`` below ``folder``, and remove what interrupted
-    saves left there.
+    saves left behind.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: the folder cannot be created.
     """
     staging_dir = folder / f".{name_of(step)}.{os.getpid()}.tmp"
     folder.mkdir(parents=True, exist_ok=True)
@@ -221,13 +223,14 @@ def prepare(folder: Path, step: int, num_ranks: int) -> Path:
 
 
 def clear_debris(folder: Path) -> None:
-    """Remove what interrupted saves left below ``folder``. No other save may be in progress."""
+    """Remove what interrupted saves left behind in ``folder``. No other save may be in progress."""
     for path in folder.glob(".step-*"):
         remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder and its content as far as possible; of a symbolic link, only the link."""
+    """Remove a folder and its content as far as possible. Of a symbolic link, remove only the
+    link."""
     if path.is_symlink() or path.is_file():
         with suppress(OSError):
             path.unlink()
@@ -238,12 +241,12 @@ def remove(path: Path) -> None:
 def write_shards(
     staging_dir: Path, rank: int, num_ranks: int, shards: Sequence[TensorShard]
 ) -> None:
-    """Write this rank's shards and report the result to rank 0. Raises nothing."""
+    """Write this rank's shards and leave the result for rank 0. Raises no exceptions."""
     write_and_report(staging_dir, rank, num_ranks, partial(_write_state_file, shards=shards))
 
 
 def _write_state_file(path: Path, shards: Sequence[TensorShard]) -> ShardRecord:
-    """Write the shards as one safetensors file and sync it; no file if there are none."""
+    """Write the shards to one safetensors file and sync it. Without shards, no file is written."""
     if not shards:
         return ShardRecord()
     file = StateFile(path.name, shards)
@@ -256,8 +259,8 @@ def _write_state_file(path: Path, shards: Sequence[TensorShard]) -> ShardRecord:
 def write_and_report(
     staging_dir: Path, rank: int, num_ranks: int, write: Callable[[Path], ShardRecord]
 ) -> None:
-    """Write a rank's state file with ``write``, and leave its record, or the reason of the failure,
-    for rank 0. Raises nothing."""
+    """Write a rank's state file with ``write``, and leave its record, or the reason for the
+    failure, for rank 0. Raises no exceptions."""
     writing = _marker(staging_dir, rank, "writing")
     path = staging_dir / state_file(rank, num_ranks)
     try:
@@ -265,10 +268,10 @@ def write_and_report(
         os.replace(writing, _marker(staging_dir, rank, "json"))
     except Exception as error:
         with suppress(OSError):
-            path.unlink(missing_ok=True)  # makes room for the reason
+            path.unlink(missing_ok=True)  # frees disk space for the reason
             writing.write_text(reason_of(error))
         number = getattr(error, "errno", None) or 0
-        # If not even this works on the disk, rank 0 waits until its timeout ends.
+        # If even this fails, rank 0 waits until its timeout.
         with suppress(OSError):
             os.replace(writing, _marker(staging_dir, rank, f"failed-{number}"))
 
@@ -287,17 +290,17 @@ def wait_for_shards(
     """Wait until all ranks have written their files, and return their records by rank.
 
     Args:
-        timeout_s: how long to wait while no file grows; read at each check.
+        timeout_s: returns how long to wait while no file grows; called at each check.
         tick: called whenever a file has grown.
 
     Raises:
-        ShardWriteError: a rank could not write, its process ended, or the time is over.
+        ShardWriteError: a rank could not write, its process ended, or the timeout expired.
     """
     progress, since, pause_s = -1, time.monotonic(), 0.001
     while True:
         names = {path.name for path in staging_dir.iterdir()}
         writing = [rank for rank in range(len(writers)) if f"rank-{rank:05d}.writing" in names]
-        # A rank that ended before the folder was listed may have left its result since.
+        # A rank may have left its result and ended after the folder was listed, so check again.
         lost = [
             rank
             for rank in writing
@@ -323,7 +326,8 @@ def _size(path: Path) -> int:
 
 def _read_record(staging_dir: Path, rank: int, num_ranks: int) -> ShardRecord:
     for failed in staging_dir.glob(f"rank-{rank:05d}.failed-*"):
-        # A full disk may have no room for the reason, so the file's name has the error number.
+        # A full disk may have no space for the reason, so the file's name contains the error
+        # number.
         number = int(failed.name.rpartition("-")[2])
         reason = os.strerror(number) if number else failed.read_text() or "unknown error"
         raise ShardWriteError(f"{reason} (on rank {rank})" if num_ranks > 1 else reason)
@@ -339,8 +343,8 @@ def commit(
     """Write index, metadata and manifest, and rename the folder to its final name.
 
     Raises:
-        OSError: it could not be written.
-        ValueError: the shards do not make up the state.
+        OSError: a file could not be written.
+        ValueError: the shards do not add up to the full state.
     """
     final = folder / name_of(step)
     index = merge([record.tensors for record in records])
@@ -363,7 +367,8 @@ def commit(
         _marker(staging_dir, rank, "json").unlink()
     fsync_path(staging_dir)
     old = folder / f".{final.name}.{os.getpid()}.old"
-    # left by an earlier attempt that was rolled back; the new checkpoint has the same content
+    # The folder may exist because an earlier attempt was rolled back; the new checkpoint has the
+    # same content.
     if final.exists():
         os.replace(final, old)
     try:
@@ -389,7 +394,7 @@ def _marker(staging_dir: Path, rank: int, state: str) -> Path:
 
 
 def not_written(folder: Path, step: int, size_bytes: int, reason: str) -> SaveError:
-    """Return the error of a save that failed."""
+    """Return the error for a failed save."""
     room = f"it needs {size_bytes:,} bytes, {human_bytes(size_bytes)}"
     with suppress(OSError):
         free = shutil.disk_usage(folder if folder.exists() else folder.parent).free
@@ -407,8 +412,8 @@ def not_written(folder: Path, step: int, size_bytes: int, reason: str) -> SaveEr
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the system's wording of an error, such as ``No space left on device``, without what a
-    library adds to it."""
+    """Return the operating system's description of an error, such as ``No space left on device``,
+    without what a library adds to it."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     inner = re.search(r"I/O error: (.+?)(?: \(os error \d+\))?$", str(error))

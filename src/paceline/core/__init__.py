@@ -1,1 +1,1 @@
-"""Errors, events and atomic files: what every other room stands on. Never imports torch."""
+"""Errors, events, logging and atomic files, used by all other packages. Never imports torch."""

@@ -1,4 +1,5 @@
-"""Errors, which name the offending value, what is accepted and the fix; and how a run ended."""
+"""Exceptions that name the offending value, what is accepted and the fix; outcomes of ranks and
+runs."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ EXIT_SIGTERM = 143
 
 
 class PacelineError(Exception):
-    """A failure that is printed as one paragraph. Pickling keeps its attributes, because it can be
-    created from the paragraph alone.
+    """A failure that is printed as one paragraph. It can be created from the paragraph alone, so
+    pickling preserves its attributes.
 
     Args:
         what: what failed, with the offending key and value.
@@ -60,12 +61,12 @@ class SaveError(RunError):
 
 
 class FaultError(RunError):
-    """A failure of a rank, a device, a link or a number that may not happen again from the latest
-    checkpoint. The launcher restarts the ranks, up to ``recovery.max_restarts`` times. Any other
-    :class:`PacelineError` would happen again.
+    """A failure of a rank, a device or a link, or a non-finite number, that may not happen again
+    after resuming from the latest checkpoint. The launcher restarts the ranks, up to
+    ``recovery.max_restarts`` times. Any other :class:`PacelineError` would happen again.
 
     Args:
-        ranks: the ranks to blame, if it is not the one that raises it.
+        ranks: the ranks that caused the failure, if not the one that raises it.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class ReportedError(RunError):
 
     Args:
         text: the paragraph.
-        exit_code: of the command.
-        would_repeat: a restart from the latest checkpoint would end in the same failure.
+        exit_code: the exit code of the command.
+        would_repeat: whether a restart from the latest checkpoint would fail in the same way.
     """
 
     def __init__(self, text: str, exit_code: int = EXIT_FAILED, would_repeat: bool = False) -> None:
@@ -100,7 +101,7 @@ class ReportedError(RunError):
 
 
 class StoppedError(RunError):
-    """A run that a signal stopped, with the exit code of its process (130 for SIGINT, else 143)."""
+    """The run was stopped by a signal. The exit code is 130 for SIGINT, otherwise 143."""
 
     def __init__(self, text: str, exit_code: int = EXIT_SIGTERM) -> None:
         super().__init__(text)
@@ -108,8 +109,8 @@ class StoppedError(RunError):
 
 
 class MismatchError(RunError):
-    """The ranks have issued different collectives, which may be why other ranks ended without a
-    message. It would happen again."""
+    """The ranks issued different collectives, which may be why other ranks ended without a message.
+    A restart would fail in the same way."""
 
 
 def _sentence(text: str) -> str:
@@ -122,8 +123,8 @@ def unknown_name(
     """Return the error for a name that is not one of ``known``.
 
     Args:
-        kind: of the name, such as "series".
-        allowed: description of the known names; default: the names.
+        kind: what the name stands for, such as "series".
+        allowed: description of the known names; the names themselves by default.
         fix: what to do if no known name is similar.
     """
     names = list(known)
@@ -150,7 +151,7 @@ def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, to be part of a message."""
+    """Return the first line of an error's text, for use within a message."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300].rstrip(".")
 
@@ -158,15 +159,16 @@ def first_line(error: BaseException) -> str:
 class Outcome(TypedDict, total=False):
     """The outcome of a rank or of a run.
 
-    ``report`` is the result of the ranks that have one. The other fields belong to failures:
+    ``report`` is the result, on ranks that have one. The other fields describe failures:
 
-    - ``fault``: resuming from a checkpoint may succeed; None if that is not known.
-    - ``repeats``: the same exception would be raised again.
-    - ``every_rank``: every rank reports the same. ``of_all``: the error describes other ranks too;
-      ``blamed``: which of them.
-    - ``ranks``, ``hosts``, ``reason``: for the ``fault`` event.
-    - ``gone``: the process sent no message. ``secondary``: another failure caused it.
-    - ``is_final``: no restart follows.
+    - ``fault``: whether resuming from a checkpoint may succeed; None if unknown.
+    - ``repeats``: whether the same exception would be raised again.
+    - ``every_rank``: whether every rank reports the same error.
+    - ``of_all``: whether the error also describes other ranks; ``blamed``: which of them.
+    - ``ranks``, ``hosts``, ``reason``: fields of the ``fault`` event.
+    - ``gone``: whether the process ended without a message.
+    - ``secondary``: whether another failure caused this one.
+    - ``is_final``: whether no restart follows.
     - ``time``: seconds since the epoch.
     """
 

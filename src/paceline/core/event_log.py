@@ -1,4 +1,4 @@
-"""The event log. Rank 0 appends one JSON line per event; everything else only reads them."""
+"""The event log of a run. Rank 0 appends one JSON line per event; all other code only reads it."""
 
 import errno
 import json
@@ -14,11 +14,11 @@ from paceline.core.events import Event, StepEvent
 
 
 class EventLog:
-    """Appends events to a file and passes each to the listeners, such as the console. A listener
-    must not raise. Threads may emit.
+    """Appends events to a file and passes each one to the listeners, such as the console. Listeners
+    must not raise. :meth:`emit` is thread-safe.
 
-    A failed write (full disk) never stops the training: it is counted in ``lost`` and reported once
-    to the listeners.
+    A failed write, for example on a full disk, never stops the training: it is counted in ``lost``
+    and reported to the listeners once.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class EventLog:
             self.open(path, self.listeners)
 
     def open(self, path: Path, listeners: list[Callable[[Event], None]]) -> None:
-        """Begin to write, perhaps after another process."""
+        """Start writing to ``path``, which another process may have written before."""
         self.path, self.listeners = path, listeners
         _end_cut_line(path)
         self._handle = open(path, "ab", buffering=0)  # noqa: SIM115  (kept open until the end of the run)
 
     def emit(self, event: Event, file_only: bool = False) -> None:
-        """Append an event, with the time. ``file_only``: without the listeners, because the console
-        has already printed it."""
+        """Append an event with the current time. With ``file_only`` the listeners do not receive
+        it, because the console has already printed it."""
         logged = cast(Event, {"time": time.time(), **event})
         with self._lock:
             if not file_only:
@@ -66,7 +66,7 @@ class EventLog:
             listener(event)
 
     def _append(self, line: bytes) -> None:
-        # A full disk may accept a part of a line; the next line must not be appended to it.
+        # A full disk may accept only part of a line; the next line must not be appended to it.
         assert self._handle is not None
         data = b"\n" + line if self._cut else line
         written = self._handle.write(data) or 0
@@ -95,7 +95,7 @@ def _end_cut_line(path: Path) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinities, which JSON does not have, by "nan", "inf" and "-inf"."""
+    """Replace NaN and infinities, which JSON cannot represent, by "nan", "inf" and "-inf"."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -106,7 +106,7 @@ def _finite(value: Any) -> Any:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Return the events of a log, in order. Skips a line that a crash cut off."""
+    """Return the events of a log in order. Lines that a crash truncated are skipped."""
     if not path.exists():
         return []
     with open(path, "rb") as handle:
@@ -150,7 +150,7 @@ def follow_events(
 
 
 def parse_event(line: bytes) -> Event | None:
-    """Return the event of a line; None if it is cut off or not an event."""
+    """Return the event of a line, or None if the line is truncated or is not an event."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
@@ -159,13 +159,13 @@ def parse_event(line: bytes) -> Event | None:
 
 
 def effective_steps(events: Sequence[Event]) -> list[StepEvent]:
-    """Return the ``step`` events that count, as :func:`effective_events`."""
+    """Return the ``step`` events among :func:`effective_events`."""
     return [event for event in effective_events(events) if event["type"] == "step"]
 
 
 def effective_events(events: Sequence[Event]) -> list[Event]:
-    """Return the events that count: if a run returned to a checkpoint, those of the later attempt
-    replace the earlier ones."""
+    """Return the events without those that a later attempt has replaced: after a run resumes from a
+    checkpoint, the events that were logged after that checkpoint no longer count."""
     counted: list[Event] = []
     for event in events:
         if event["type"] == "resume":

@@ -1,4 +1,5 @@
-"""The text of an event in one sentence: for the console, the log and the timeline of the panel."""
+"""Describe an event in one sentence, for the console, the log and the timeline of the browser
+UI."""
 
 import json
 from collections.abc import Callable
@@ -22,12 +23,12 @@ _MAX_CHARS = 4000
 
 
 def event_text(event: Event) -> tuple[str, str]:
-    """Return (level, text). An event of an unknown type, perhaps of a newer version, is described
-    by its type and its ``text`` or fields."""
+    """Return (level, text) of an event. An event of an unknown type, perhaps from a newer version,
+    is described by its type and its ``text`` or fields."""
     try:
         level, text = _DESCRIPTIONS.get(event["type"], _other)(event)
     except (TypeError, ValueError, AttributeError, KeyError, IndexError):
-        level, text = _other(event)  # it has other fields than this version writes
+        level, text = _other(event)  # another version wrote it, with other fields
     return level, clean(text)[:_MAX_CHARS]
 
 

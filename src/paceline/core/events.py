@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class _Logged(TypedDict, total=False):
-    """``time``: seconds since the epoch, set by the log."""
+    """Base of all events. ``time`` is in seconds since the epoch and is set by the log."""
 
     time: float
 
@@ -24,7 +24,8 @@ class ModelFigures(TypedDict, total=False):
 
 
 class MeshRank(TypedDict, total=False):
-    """``coordinates``: by axis. A rank that only serves others has none, and a ``role``."""
+    """A rank of the device mesh, with its coordinate on each axis. A rank outside of the mesh, such
+    as a parameter server, has a ``role`` instead of coordinates."""
 
     rank: int
     host: str
@@ -34,14 +35,14 @@ class MeshRank(TypedDict, total=False):
 
 
 class Mesh(TypedDict, total=False):
-    """``axes``: sizes by name."""
+    """The device mesh: the size of each axis, and the ranks."""
 
     axes: dict[str, int]
     ranks: list[MeshRank]
 
 
 class MemoryParts(TypedDict, total=False):
-    """Bytes; None where not known. ``total`` is the sum of what is known."""
+    """Memory in bytes by purpose; None if unknown. ``total`` is the sum of the known values."""
 
     parameters: int | None
     gradients: int | None
@@ -51,8 +52,8 @@ class MemoryParts(TypedDict, total=False):
 
 
 class Prediction(TypedDict, total=False):
-    """Predicted by the cost model of the strategy: maximum over the ranks of memory and of traffic,
-    which ``traffic_bytes`` splits by collective."""
+    """Memory and traffic as predicted by the cost model of the strategy: the maximum over the
+    ranks. ``traffic_bytes`` splits the traffic by collective."""
 
     memory_bytes: MemoryParts
     traffic_bytes_per_step: float
@@ -61,7 +62,7 @@ class Prediction(TypedDict, total=False):
 
 
 class DataFigures(TypedDict, total=False):
-    """Samples, and turns that are excluded from the loss. ``dropped``: by reason."""
+    """Numbers of samples (``dropped`` by reason), and of turns that are excluded from the loss."""
 
     read: int
     kept: int
@@ -71,7 +72,8 @@ class DataFigures(TypedDict, total=False):
 
 
 class RunStartEvent(_Logged, total=False):
-    """``config``: resolved. ``launcher``: the process id of the launcher."""
+    """An attempt starts. ``config`` is the resolved config; ``launcher`` is the process ID of the
+    launcher."""
 
     type: Literal["run_start"]
     config: dict[str, JsonValue]
@@ -95,7 +97,8 @@ class RunStartEvent(_Logged, total=False):
 
 
 class ResumeEvent(_Logged, total=False):
-    """Steps logged after ``step`` by an earlier attempt no longer count."""
+    """The run continues from the checkpoint of ``step``. Steps that an earlier attempt logged after
+    it no longer count."""
 
     type: Literal["resume"]
     step: int
@@ -103,8 +106,8 @@ class ResumeEvent(_Logged, total=False):
 
 
 class Fault(_Logged, total=False):
-    """Why an attempt ended. ``step``: the last one logged. ``restart``: number of restarts since
-    the newest checkpoint."""
+    """Why an attempt ended. ``step`` is the last logged step, ``restart`` the number of restarts
+    since the latest checkpoint."""
 
     step: int | None
     ranks: list[int]
@@ -115,14 +118,16 @@ class Fault(_Logged, total=False):
 
 
 class FaultEvent(Fault, total=False):
-    """An attempt ended, and this one continues from the checkpoint that ``resume`` names."""
+    """The previous attempt ended with a fault. This one continues from the checkpoint in its
+    ``resume`` event."""
 
     type: Literal["fault"]
 
 
 class SkippedEvent(_Logged, total=False):
-    """A gradient was not finite on these ranks, and its update was not made. If ranks train
-    independently: at most ``updates`` updates by each of them since the last ``step`` line."""
+    """The optimizer step was skipped because gradients were not finite on these ranks. If ranks
+    train independently, each of them skipped at most ``updates`` updates since the last ``step``
+    event."""
 
     type: Literal["skipped"]
     step: int
@@ -133,8 +138,8 @@ class SkippedEvent(_Logged, total=False):
 
 
 class DriftEvent(_Logged, total=False):
-    """Replicas that should hold the same bits do not. ``parameter``: the first that differs.
-    ``tensors``: how many differ."""
+    """Replicas that should be identical bit for bit differ. ``parameter`` is the first tensor that
+    differs, ``tensors`` the number of those that do."""
 
     type: Literal["drift"]
     step: int
@@ -145,8 +150,8 @@ class DriftEvent(_Logged, total=False):
 
 
 class RollbackEvent(_Logged, total=False):
-    """The loss jumped at ``step``: the run returns to ``to_step``, and the batch of that step is
-    skipped. A ``resume`` follows if a checkpoint was loaded."""
+    """The loss spiked at ``step``: the run rolls back to ``to_step`` and skips the batch of
+    ``step``. If a checkpoint was loaded, a ``resume`` event follows."""
 
     type: Literal["rollback"]
     step: int
@@ -167,9 +172,14 @@ class WorkerLostEvent(_Logged, total=False):
 
 
 class HangEvent(_Logged, total=False):
-    """A rank blocks the others. ``rank``: None if the ranks wait for one another. ``stack``: lines,
-    innermost first. ``mismatch``: set if the ranks have issued different collectives. If rank 0
-    itself hangs, the others print this without an event."""
+    """A rank makes no progress and blocks the others. If that is rank 0, which writes the events,
+    the others only print it.
+
+    Attributes:
+        rank: None if the ranks wait for one another.
+        stack: lines of the stack trace, innermost first.
+        mismatch: set if the ranks have issued different collectives.
+    """
 
     type: Literal["hang"]
     text: str
@@ -208,8 +218,9 @@ class _RankReport(_Logged, total=False):
 
 
 class StragglerEvent(_RankReport, total=False):
-    """``slower_by_s``: per step, than the median of the other ranks. ``steps``: that were compared.
-    A rank whose process was paused in a step is reported by this alone, with ``steps`` 1."""
+    """A rank is slower than the others: by ``slower_by_s`` seconds per step than their median, over
+    ``steps`` steps. A rank whose process was paused during one step is reported with ``steps`` 1
+    and has no ``straggler_end``."""
 
     type: Literal["straggler"]
     slower_by_s: float
@@ -224,8 +235,8 @@ class StragglerEndEvent(_RankReport, total=False):
 
 
 class LinkEvent(_RankReport, total=False):
-    """``link``: this rank had to resend a share (0 to 1) of its last TCP segments to other hosts.
-    ``link_end``: the link has recovered."""
+    """``link``: the rank had to resend the share ``resent_share`` (0 to 1) of its latest TCP
+    segments to other hosts. ``link_end``: the link has recovered."""
 
     type: Literal["link", "link_end"]
     resent_share: float
@@ -236,9 +247,9 @@ class LinkEvent(_RankReport, total=False):
 class BalanceEvent(_Logged, total=False):
     """The micro-batches per step of each rank, with ``parallel.balance``.
 
-    ``reason``: ``weights`` (configured), ``checkpoint`` (stored in it), ``measured`` (with
-    ``seconds`` per micro-batch, by rank, and the predicted ``gain``; equal shares may be kept),
-    ``withdrawn`` (new shares made steps longer, and the previous ones are restored), ``reset``
+    ``reason`` is ``weights`` (configured), ``checkpoint`` (restored from it), ``measured`` (with
+    ``seconds`` per micro-batch by rank and the predicted ``gain``; the shares may stay equal),
+    ``withdrawn`` (new shares made steps longer, so the previous ones are restored) or ``reset``
     (those of the checkpoint are not used).
     """
 
@@ -252,7 +263,7 @@ class BalanceEvent(_Logged, total=False):
 
 
 class NoticeEvent(_Logged, total=False):
-    """``level``: info or warning."""
+    """A log message of the run. ``level`` is info or warning."""
 
     type: Literal["notice"]
     level: str
@@ -260,8 +271,8 @@ class NoticeEvent(_Logged, total=False):
 
 
 class RankStep(TypedDict, total=False):
-    """Means per step of one rank. Waits for other ranks that no computation hid are taken out of
-    the phases: they are ``communication_s``. ``other_s``: the rest of the step."""
+    """Means per step of one rank. Waiting for other ranks that does not overlap with computation
+    counts as ``communication_s``, not as part of a phase. ``other_s`` is the rest of the step."""
 
     rank: int
     data_wait_s: float
@@ -276,7 +287,7 @@ class RankStep(TypedDict, total=False):
 
 
 class DeviceFigures(TypedDict, total=False):
-    """``utilisation``: 0 to 1. None where not known."""
+    """Measurements of a device; None if unknown. ``utilisation`` is between 0 and 1."""
 
     rank: int
     utilisation: float | None
@@ -285,18 +296,22 @@ class DeviceFigures(TypedDict, total=False):
 
 
 class StepFigures(_Logged, total=False):
-    """Means over the steps since the last such line; None where not known.
+    """Means over the steps since the previous ``step`` event; None if unknown.
 
-    ``tokens`` is the number of tokens of the global batch. With ``recovery.watchdog: false`` only
-    the waits of Paceline's own collectives are measured, and those of FSDP and pipelines stay in
-    the phase. If micro-batches run in threads (``dp``), time belongs to the phase that any of them
-    entered last. On an accelerator all of these are times of the host, which queues work and
-    continues: a phase is the time to queue its kernels, ``communication_s`` what the host waited,
-    and ``other_s`` mostly the device's work that was waited for at the line. ``traffic``: bytes by
-    collective that the rank which sends most sends in a step; if traffic has a period
-    (``local_sgd``, ``diloco``) over the last complete one, None before the first. Collectives are
-    counted as an algorithm with optimal bandwidth sends them. ``devices``: if NVML reports them,
-    read every few seconds.
+    With ``recovery.watchdog: false``, waiting is measured for Paceline's own collectives only, and
+    waiting in FSDP or a pipeline counts as part of the phase. If micro-batches run in threads
+    (``dp``), time counts towards the phase that any of them entered last.
+
+    On an accelerator, all times are those of the host, which queues work and continues: a phase is
+    the time to queue its kernels, ``communication_s`` the time that the host waited, and
+    ``other_s`` mostly the time that it waited for the device before it logged the event.
+
+    Attributes:
+        tokens: number of tokens of the global batch.
+        traffic: bytes per step and collective, sent by the rank that sends most, as an algorithm
+            with optimal bandwidth sends them. If traffic is periodic (``local_sgd``, ``diloco``),
+            the mean over the last complete period, or None before the first.
+        devices: read every few seconds, if NVML reports them.
     """
 
     loss: float
@@ -321,9 +336,10 @@ class StepEvent(StepFigures, total=False):
 
 
 class MemoryEvent(_Logged, total=False):
-    """Once, after the second step of an attempt: bytes at the peak of a step, in rank order; each
-    storage once, the local part of sharded tensors. ``activations``: the device's peak in that step
-    minus the others, workspace included; None on a CPU."""
+    """Memory of each rank at the peak of a step, in rank order; logged once, after the second step
+    of an attempt. Each storage counts once, and sharded tensors with their local shard.
+    ``activations`` is the device's peak in that step minus the others, workspace included; None on
+    a CPU."""
 
     type: Literal["memory"]
     step: int
@@ -346,8 +362,8 @@ class SampleText(TypedDict, total=False):
 
 
 class SampleEvent(_Logged, total=False):
-    """At each evaluation of a language task: the answers by greedy decoding to the same held-out
-    prompts."""
+    """Answers to the same held-out prompts, generated by greedy decoding at each evaluation of a
+    language task."""
 
     type: Literal["sample"]
     step: int
@@ -356,8 +372,8 @@ class SampleEvent(_Logged, total=False):
 
 
 class CheckpointEvent(_Logged, total=False):
-    """``blocked_s``: how long training waited; the rest is written in the background. ``error``:
-    set if it could not be written. ``url``: its place in ``checkpoint_dir``."""
+    """A checkpoint was written, or could not be (``error``). Training waited for ``blocked_s``; the
+    rest was written in the background. ``url`` is its location in ``checkpoint_dir``."""
 
     type: Literal["checkpoint"]
     step: int
@@ -370,8 +386,9 @@ class CheckpointEvent(_Logged, total=False):
 
 
 class RunEndEvent(_Logged, total=False):
-    """``status``: done, stopped or failed. ``wall_s``: since the command was started. ``network``:
-    a comment on the time that communication took, if there is one."""
+    """The run ended. ``status`` is done, stopped or failed; ``wall_s`` counts from the start of the
+    command; ``network`` comments on the time that communication took, if that is worth a
+    comment."""
 
     type: Literal["run_end"]
     status: str
@@ -381,7 +398,7 @@ class RunEndEvent(_Logged, total=False):
     network: str
 
 
-#: What the watchdog reports.
+#: Events that the watchdog reports.
 HealthEvent = HangEvent | HangEndEvent | StragglerEvent | StragglerEndEvent | LinkEvent
 
 Event = (

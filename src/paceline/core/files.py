@@ -1,4 +1,4 @@
-"""Files that appear completely or not at all."""
+"""Write files and folders atomically: they appear completely or not at all."""
 
 import fcntl
 import hashlib
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def fsync_path(path: Path) -> None:
-    """Sync a file, or a folder so that a rename inside it survives a power cut."""
+    """Sync a file, or a folder, so that a rename inside it survives a power failure."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -21,8 +21,8 @@ def fsync_path(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Write ``data`` to a temporary file, sync it, and rename it to ``path``: a reader sees the old
-    file or the new one."""
+    """Write ``data`` to a temporary file, sync it, and rename it to ``path``: a reader sees either
+    the old file or the new one."""
     raw = data.encode() if isinstance(data, str) else data
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -71,7 +71,7 @@ def sha256_file(path: Path) -> str:
 
 
 def human_bytes(size_bytes: float) -> str:
-    """``1536`` → ``1.5 KiB``."""
+    """Format a size in bytes: ``1536`` → ``1.5 KiB``."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -91,8 +91,8 @@ _LOCK = "lock"
 
 
 class Scratch:
-    """A temporary folder ``path``, which :meth:`close` removes. It is locked. The lock of a process
-    that was killed is released, so the next process removes its folder.
+    """A temporary folder ``path``, which :meth:`close` removes. It is locked while in use; if its
+    process is killed, the lock is released and the next process removes the folder.
 
     Args:
         parent: where to create it, instead of the system's folder for temporary files.
@@ -101,7 +101,8 @@ class Scratch:
     def __init__(self, prefix: str = "paceline-run-", parent: str | None = None) -> None:
         parent = parent or tempfile.gettempdir()
         for lock in Path(parent).glob(f"{prefix}*/{_LOCK}"):
-            # OSError: another user's, in use, or just removed by another process
+            # OSError: it belongs to another user, is in use, or was just removed by another
+            # process.
             with suppress(OSError), open(lock, "r+") as handle:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)

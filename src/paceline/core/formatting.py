@@ -1,4 +1,4 @@
-"""Numbers, sizes and durations as text; and integers split into shares, in a fixed order."""
+"""Format numbers, sizes and durations as text; split integers into shares deterministically."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,26 +14,25 @@ def edges(total: int, parts: int) -> list[int]:
     """Return where each of ``parts`` consecutive shares of ``range(total)`` begins, and the end:
     ``8, 3`` → ``[0, 3, 6, 8]``.
 
-    Sizes differ by at most one, and the larger ones are spread: if ``k`` divides ``parts``, every
-    ``k`` shares in a row that begin at a multiple of ``k`` together have the sizes of
-    ``edges(total, parts // k)``.
+    Sizes differ by at most one, and the larger shares are spread evenly: if ``k`` divides
+    ``parts``, the values at multiples of ``k`` are ``edges(total, parts // k)``.
     """
     return [-(-total * part // parts) for part in range(parts + 1)]
 
 
 def shares(total: int, parts: int) -> list[int]:
-    """Return the sizes of the shares: ``8, 3`` → ``[3, 3, 2]``."""
+    """Return the sizes of the shares of :func:`edges`: ``8, 3`` → ``[3, 3, 2]``."""
     return [end - start for start, end in pairwise(edges(total, parts))]
 
 
 def shares_text(total: int, parts: int) -> str:
-    """Return the sizes as ``3+3+2``; of many parts as ``2 × 3 + 62 × 2``."""
+    """Format the sizes of the shares as ``3+3+2``, or of many parts as ``2 × 3 + 62 × 2``."""
     return counts_text(sorted(shares(total, parts), reverse=True))
 
 
 def weighted_shares(total: int, weights: Sequence[float]) -> list[int]:
-    """Split ``total`` in proportion to ``weights`` by the largest-remainder method, at least 1
-    each.
+    """Split ``total`` in proportion to ``weights`` by the largest-remainder method, with at least 1
+    per share.
 
     ``4, [3, 1]`` → ``[3, 1]``. Ties go to the lower index, so the result is the same on every rank.
 
@@ -57,8 +56,8 @@ def weighted_shares(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def counts_text(counts: Sequence[int]) -> str:
-    """Return ``3+1``, in the order of the ranks; runs of equal numbers are shortened if there are
-    more than eight: ``8 × 3 + 8 × 1``."""
+    """Format counts in rank order as ``3+1``. If there are more than eight, runs of equal counts
+    are abbreviated: ``8 × 3 + 8 × 1``."""
     if len(counts) <= 8:
         return "+".join(map(str, counts))
     return " + ".join(f"{len(list(run))} × {count}" for count, run in groupby(counts))
@@ -68,7 +67,7 @@ UNKNOWN = "–"
 
 
 def number(value: Any) -> float | None:
-    """Return a value of an event as a float; None if it is unknown. The strings "nan", "inf" and
+    """Return a value of an event as a float, or None if it is unknown. The strings "nan", "inf" and
     "-inf" become those floats."""
     if value is None or isinstance(value, bool | dict | list):
         return None
@@ -79,13 +78,13 @@ def number(value: Any) -> float | None:
 
 
 def finite(value: Any) -> float | None:
-    """Return a value of an event as a finite float, else None."""
+    """Return a value of an event as a float, or None if it is unknown or not finite."""
     figure = number(value)
     return figure if figure is not None and math.isfinite(figure) else None
 
 
 def _of_finite(format_figure: Callable[[float], str]) -> Callable[[Any], str]:
-    """Make the format of a finite number accept any value; others become :data:`UNKNOWN`."""
+    """Wrap a formatter of finite numbers so that it returns :data:`UNKNOWN` for any other value."""
 
     @wraps(format_figure)
     def format_value(value: Any) -> str:
@@ -96,7 +95,7 @@ def _of_finite(format_figure: Callable[[float], str]) -> Callable[[Any], str]:
 
 
 def loss(value: Any) -> str:
-    """Return at least four digits: ``12.35``, ``1.2346``, ``0.01235``, ``1.2e-05``, ``nan``."""
+    """Format a loss: ``12.35``, ``1.2346``, ``0.01235``, ``1.20e-05``, ``nan``."""
     figure = number(value)
     if figure is None:
         return UNKNOWN
@@ -109,7 +108,7 @@ def loss(value: Any) -> str:
 
 
 def rate(value: Any) -> str:
-    """Return a learning rate as ``1e-4``, ``2.5e-5``."""
+    """Format a learning rate: ``1e-4``, ``2.5e-5``."""
     figure = number(value)
     if figure is None:
         return UNKNOWN
@@ -121,13 +120,13 @@ def rate(value: Any) -> str:
 
 @_of_finite
 def count(figure: float) -> str:
-    """Return ``12,345``."""
+    """Format a number with thousands separators: ``12,345``."""
     return f"{figure:,.0f}" if figure == int(figure) else f"{figure:,.3g}"
 
 
 @_of_finite
 def short_count(figure: float) -> str:
-    """Return ``950``, ``12.3k``, ``4.57M``: for a progress line."""
+    """Format a number in few characters, for a progress line: ``950``, ``12.3k``, ``4.57M``."""
     for unit in ("", "k", "M", "B"):
         if abs(figure) < 999.5:
             return f"{figure:.3g}{unit}"
@@ -137,7 +136,7 @@ def short_count(figure: float) -> str:
 
 @_of_finite
 def duration(seconds: float) -> str:
-    """Return seconds as ``0.42 s``, ``12.3 s``, ``2 min 05 s``, ``3 h 07 min``, ``2 d 4 h``."""
+    """Format seconds: ``0.42 s``, ``12.3 s``, ``2 min 05 s``, ``3 h 07 min``, ``2 d 4 h``."""
     if seconds < 59.95:
         return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2f} s"
     minutes, rest_s = divmod(round(seconds), 60)
@@ -151,8 +150,8 @@ def duration(seconds: float) -> str:
 
 @_of_finite
 def short_duration(seconds: float) -> str:
-    """Return the seconds of a step or a message as ``0.12 ms``, ``12 ms``, ``2.8 s``; from a minute
-    on as :func:`duration`."""
+    """Format the seconds of a step or a message: ``0.12 ms``, ``12 ms``, ``2.8 s``; from one minute
+    on as :func:`duration` does."""
     if abs(seconds) >= 59.95:
         return duration(seconds)
     figure, unit = (seconds, "s") if abs(seconds) >= 0.9995 else (seconds * 1e3, "ms")
@@ -161,7 +160,7 @@ def short_duration(seconds: float) -> str:
 
 @_of_finite
 def bit_rate(bytes_per_s: float) -> str:
-    """Return ``94 Mbit/s``."""
+    """Format a bandwidth in bits per second: ``94 Mbit/s``."""
     rate, unit = 8 * bytes_per_s / 1e3, "kbit/s"
     for larger_unit in ("Mbit/s", "Gbit/s"):
         if rate >= 1e3:
@@ -170,7 +169,7 @@ def bit_rate(bytes_per_s: float) -> str:
 
 
 def clock(value: Any) -> str:
-    """Return seconds as ``1:05`` or ``3:07:09``: for a progress line."""
+    """Format seconds as on a clock, for a progress line: ``1:05``, ``3:07:09``."""
     seconds = finite(value)
     if seconds is None:
         return "--:--"
@@ -181,24 +180,24 @@ def clock(value: Any) -> str:
 
 @_of_finite
 def size(size_bytes: float) -> str:
-    """Return bytes as ``1.5 GiB``."""
+    """Format a size in bytes: ``1.5 GiB``."""
     return human_bytes(size_bytes)
 
 
 @_of_finite
 def ranks(world_size: float) -> str:
-    """Return ``1 rank``, ``4 ranks``."""
+    """Format a number of ranks: ``1 rank``, ``4 ranks``."""
     return counted(round(world_size), "rank")
 
 
 def rank_names(ranks: Sequence[int]) -> str:
-    """Return ``rank 1``, ``ranks 0, 2``."""
+    """Format a list of ranks: ``rank 1``, ``ranks 0, 2``."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def clean(text: Any) -> str:
-    """Return ``text`` without control characters, because the contents of a config or a dataset
-    must not control a terminal."""
+    """Return ``text`` without control characters, so that the contents of a config or a dataset
+    cannot control the terminal."""
     return "".join(
         char if char.isprintable() or char == "\n" else " " if char == "\t" else "\ufffd"
         for char in str(text)
@@ -206,16 +205,15 @@ def clean(text: Any) -> str:
 
 
 def max_over_ranks(memory_bytes: Any) -> float | None:
-    """Return the maximum of a ``memory_bytes`` list, which has a value per rank; or a single
-    value."""
+    """Return the maximum of ``memory_bytes``, which has one value per rank or is a single value."""
     values = memory_bytes if isinstance(memory_bytes, list | tuple) else [memory_bytes]
     known = [figure for value in values if (figure := finite(value)) is not None]
     return max(known, default=None)
 
 
 def throughput(step: StepEvent, global_batch_size: Any = None) -> tuple[float | None, str]:
-    """Return the tokens per second of a ``step`` event, or the samples per second if samples have
-    no tokens; with the unit."""
+    """Return the throughput of a ``step`` event and its unit: tokens per second, or samples per
+    second if the task has no tokens."""
     count, unit = finite(step.get("tokens")), "tokens/s"
     if count is None:
         count, unit = finite(step.get("samples")), "samples/s"
@@ -226,8 +224,8 @@ def throughput(step: StepEvent, global_batch_size: Any = None) -> tuple[float | 
 
 
 def data_line(data: DataFigures) -> str:
-    """Return ``90 read, 85 kept, 4 truncated, 5 dropped (3 empty, 2 too long), 7 turns without
-    loss``."""
+    """Summarize the data of a run: ``90 read, 85 kept, 4 truncated, 5 dropped (3 empty, 2 too
+    long), 7 turns without loss``."""
     dropped = data.get("dropped") or {}
     reasons = dropped if isinstance(dropped, dict) else {}
     total = sum(reasons.values()) if isinstance(dropped, dict) else dropped
@@ -244,12 +242,12 @@ def data_line(data: DataFigures) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return ``1 sample``, ``2,000 samples``."""
+    """Format a number with its noun: ``1 sample``, ``2,000 samples``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def printable(text: str, max_chars: int = 60) -> str:
-    """Return ``text`` with characters that do not print escaped, and cut if it is long."""
+    """Return ``text`` with non-printable characters escaped, truncated to ``max_chars``."""
     shown = "".join(
         char if char.isprintable() else char.encode("unicode_escape", "surrogatepass").decode()
         for char in text[:max_chars]

@@ -1,7 +1,7 @@
-"""A check whether the Hugging Face hub can be reached, made once and within two seconds.
+"""Check once, within two seconds, whether the Hugging Face hub can be reached.
 
-The client of the hub retries every request for half a minute, which is too long to find out that a
-machine has no network.
+The hub's client retries every request for half a minute, which is too long to detect that a machine
+has no network.
 """
 
 import importlib
@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-#: Variables of huggingface_hub, transformers and datasets that turn all requests off.
+#: Environment variables of huggingface_hub, transformers and datasets that disable all requests.
 OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 FIX = (
     "connect to a network; or set HF_ENDPOINT to a mirror that this machine can reach; or download"
@@ -33,7 +33,7 @@ def endpoint() -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether the name of a model or a dataset refers to the hub: not to a built-in one, to
+    """Return whether the name of a model or a dataset refers to the hub, not to a built-in one, to
     ModelScope or to a path."""
     if name.startswith((".", "/", "~", "builtin:", "modelscope:")) or name.count("/") > 1:
         return False
@@ -41,7 +41,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def modelscope_name(name: str) -> str:
-    """Return a hub id, perhaps with ``#N``, as one of ModelScope; any other name as it is."""
+    """Return a hub ID, perhaps with ``#N``, as the ID on ModelScope; any other name unchanged."""
     place = name.partition("#")[0]
     is_file = Path(place).suffix.lower() in _FILE_SUFFIXES
     return (
@@ -51,8 +51,8 @@ def modelscope_name(name: str) -> str:
 
 @cache
 def unreachable() -> str | None:
-    """Return why the hub cannot be reached, or None if it can. A server that answers with an error
-    can be reached."""
+    """Return why the hub cannot be reached, or None if it can. A server that responds with an error
+    counts as reachable."""
     for name in OFFLINE_VARIABLES:
         if os.environ.get(name, "").strip().upper() in ("1", "ON", "YES", "TRUE"):
             return f"offline mode is on ({name}={os.environ[name]})"
@@ -63,7 +63,7 @@ def unreachable() -> str | None:
     if proxy_url and not proxy_bypass(parts.hostname):
         proxy = urlsplit(proxy_url if "://" in proxy_url else f"http://{proxy_url}")
         if proxy.hostname is None:
-            return None  # unknown form; the client decides
+            return None  # unknown form: the client handles it
         return _problem(proxy.hostname, proxy.port or 80, f"the proxy {proxy.hostname}")
     return _problem(
         parts.hostname, parts.port or (80 if parts.scheme == "http" else 443), endpoint()
@@ -71,8 +71,8 @@ def unreachable() -> str | None:
 
 
 def _problem(host: str, port: int, name: str) -> str | None:
-    """Return why no connection to ``host`` can be opened, or None. A thread does it, because
-    resolving a name has no timeout."""
+    """Return why no connection to ``host`` can be opened, or None. The connection is tried in a
+    thread, because resolving a name has no timeout."""
     outcome: list[str | None] = []
 
     def connect() -> None:
@@ -90,7 +90,7 @@ def _problem(host: str, port: int, name: str) -> str | None:
 
 
 def go_offline() -> None:
-    """Make the libraries of the hub use earlier downloads, without requests, in this process."""
+    """Make the hub libraries in this process use their caches and send no requests."""
     constants = importlib.import_module("huggingface_hub.constants")
     constants.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     if "datasets.config" in sys.modules:

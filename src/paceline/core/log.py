@@ -3,7 +3,7 @@ a run.
 
 Every module logs to ``logging.getLogger(__name__)``. A record of level info or above is a notice:
 it is printed, and it becomes a ``notice`` event of the run. A record with ``extra=CONSOLE_ONLY`` is
-printed and is not a notice, because another event holds it or it does not belong to a run.
+only printed, because another event contains it or it does not belong to a run.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 LEVELS = ("debug", "info", "warning", "error", "critical")
 #: ``extra`` of a record that is not a notice.
 CONSOLE_ONLY = {"is_notice": False}
-#: As :data:`CONSOLE_ONLY`, but printed by every rank.
+#: Like :data:`CONSOLE_ONLY`, but printed by every rank.
 ON_EVERY_RANK = {"is_notice": False, "is_of_this_rank": True}
 
-#: Carries the level to the processes that this one starts.
+#: Passes the level on to the processes that this one starts.
 _LEVEL_VARIABLE = "PACELINE_LOG_LEVEL"
 _YELLOW, _RED, _RESET = "\x1b[33m", "\x1b[31m", "\x1b[0m"
 _PACKAGE_LOGGER = logging.getLogger("paceline")
 
 
 class Notice(NamedTuple):
-    """A message that another process logs. ``level``: info or warning."""
+    """A message for another process to log. ``level`` is info or warning."""
 
     level: str
     message: str
@@ -45,20 +45,20 @@ def configure_logging(level: str | None = None, quiet: bool = False) -> None:
     """Print records of ``level`` and above on standard error.
 
     Args:
-        level: one of :data:`LEVELS`; None for that of the process which started this one, or info.
+        level: one of :data:`LEVELS`; None for the level of the parent process, or info.
         quiet: print warnings and errors only.
     """
     level = "warning" if quiet and level is None else level
     if level is not None:
         os.environ[_LEVEL_VARIABLE] = level
     number = _number_of(os.environ.get(_LEVEL_VARIABLE, "info"))
-    # A console that shows warnings only must not keep infos from the event log.
+    # The event log needs info records even if the console shows only warnings.
     _PACKAGE_LOGGER.setLevel(min(number, logging.INFO))
     console = _console_handler()
     if console is None:
         console = ConsoleHandler()
         _PACKAGE_LOGGER.addHandler(console)
-        _PACKAGE_LOGGER.propagate = False  # a program's own root handler would print it again
+        _PACKAGE_LOGGER.propagate = False  # a root handler of the program would print it again
     console.setLevel(number)
     console.hidden = frozenset()
     console.is_muted = False
@@ -66,7 +66,7 @@ def configure_logging(level: str | None = None, quiet: bool = False) -> None:
 
 @contextmanager
 def discarding_unread(stream: TextIO | None) -> Iterator[None]:
-    """Discard what is written to ``stream`` once its pipe or terminal is closed. The error of the
+    """Discard what is written to ``stream`` after its pipe or terminal was closed. The error of the
     write is still raised.
 
     What a stream could not write stays in its buffer, and multiprocessing flushes the streams
@@ -83,7 +83,7 @@ def discarding_unread(stream: TextIO | None) -> Iterator[None]:
 
 
 def mute_console() -> None:
-    """Print only errors and messages of this rank; another rank prints the others."""
+    """Print only errors and records with :data:`ON_EVERY_RANK`; another rank prints the others."""
     configure_logging()
     console = _console_handler()
     if console is not None:
@@ -91,7 +91,7 @@ def mute_console() -> None:
 
 
 def hide_on_console(messages: Iterable[str]) -> None:
-    """Do not print these messages, because another process of this host has printed them."""
+    """Do not print these messages again, because another process of this host has printed them."""
     console = _console_handler()
     if console is not None:
         console.hidden = frozenset(messages)
@@ -113,8 +113,9 @@ class ConsoleHandler(logging.Handler):
 
     Attributes:
         hidden: messages that are not printed.
-        is_muted: only errors and records with :data:`ON_EVERY_RANK` are printed.
-        is_replaced: notices are left to the console of a run, which listens to its event log.
+        is_muted: whether only errors and records with :data:`ON_EVERY_RANK` are printed.
+        is_replaced: whether notices are left to the console of a run, which listens to its event
+            log.
     """
 
     def __init__(self) -> None:
@@ -144,11 +145,11 @@ class ConsoleHandler(logging.Handler):
 
 
 class NoticeRecorder(logging.Handler):
-    """Keeps the notices that are logged, for the process that writes them to the event log.
+    """Collects notices for the process that writes them to the event log.
 
     Attributes:
-        notices: in the order in which they were logged.
-        messages: of all records, those that are not notices included.
+        notices: the notices, in the order in which they were logged.
+        messages: the messages of all records, including those that are not notices.
     """
 
     def __init__(self) -> None:
@@ -170,7 +171,8 @@ class EventLogHandler(logging.Handler):
         self.events = events
 
     def createLock(self) -> None:
-        # The event log has its own; a second one could be taken in the opposite order.
+        # The event log has its own lock; a second one could be taken in the opposite order
+        # (deadlock).
         self.lock = None
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -4,13 +4,13 @@ import ipaddress
 import socket
 from collections.abc import Iterator
 
-#: A documentation address (RFC 5737): any route that leaves this host.
+#: An address for documentation (RFC 5737), which stands for any other host.
 _OTHER_HOST = "192.0.2.1"
 
 
 def source_address(towards: str | None = None, port: int = 9) -> str:
     """Return the address of this host from which packets to ``towards`` (default: any other host)
-    are sent. Nothing is sent.
+    would be sent. Sends nothing.
 
     Raises:
         OSError: the name does not resolve, or there is no route.
@@ -23,7 +23,7 @@ def source_address(towards: str | None = None, port: int = 9) -> str:
 
 
 def is_local_address(address: str) -> bool:
-    """Return whether the address is one of this host's."""
+    """Return whether the address belongs to this host."""
     is_loopback = ipaddress.ip_address(address.split("%")[0]).is_loopback
     return is_loopback or interface_of(address) is not None
 
@@ -39,7 +39,7 @@ def interface_of(address: str) -> str | None:
 
 
 def interfaces() -> Iterator[tuple[str, str | None]]:
-    """Yield the name and the IPv4 address (None: it has none) of each interface."""
+    """Yield the name and the IPv4 address (None if it has none) of each interface."""
     import psutil
 
     addresses = psutil.net_if_addrs()

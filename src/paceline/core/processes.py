@@ -1,4 +1,5 @@
-"""Processes: ending with their parent, whether they live; and the memory and name of this host."""
+"""Manage processes: end them with their parent, check whether they are alive, describe their exit.
+Query the name and the available memory of this host."""
 
 import ctypes
 import os
@@ -18,14 +19,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however it ends. Linux only; does
-    nothing elsewhere."""
+    """Have the kernel kill this process when its parent ends for any reason. Does nothing on
+    systems other than Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def end_with_launcher() -> None:
-    """End this process as soon as the launcher or the fork server ends, however it ends."""
+    """End this process as soon as the launcher or the fork server ends for any reason."""
     import multiprocessing.connection
 
     end_with_parent()  # the fork server, which itself ends with the launcher
@@ -42,9 +43,9 @@ def end_with_launcher() -> None:
 
 
 def end_by_parent_alone(number: int) -> None:
-    """Have a signal end this process only if its parent sent it. The parent answers a signal to a
-    group of processes, and still needs this one. On macOS, where the sender is not known, any
-    signal ends it."""
+    """Let the signal ``number`` end this process only if the parent sent it. A signal to the whole
+    process group is handled by the parent, which still needs this process. On macOS, where the
+    sender is unknown, any such signal ends it."""
     if not hasattr(signal, "sigwaitinfo"):
         signal.signal(number, signal.SIG_DFL)
         return
@@ -59,7 +60,7 @@ def end_by_parent_alone(number: int) -> None:
 
 
 _hiding = threading.Lock()
-_hidden: list[dict[str, Any]] = []  # the hidden names of each active block
+_hidden: list[dict[str, Any]] = []  # the hidden names, for each active block
 
 
 @contextmanager
@@ -108,11 +109,12 @@ def host_name() -> str:
 
 
 def process_alive(pid: object, host: object, started_at: object) -> bool | None:
-    """Return whether the process is alive; None if it is on another host, or not a process.
+    """Return whether the process is alive, or None if it is on another host or the values are
+    invalid.
 
     Args:
-        pid, host: as a ``run_start`` event or another file has them.
-        started_at: seconds since the epoch.
+        pid, host: process ID and host name from a ``run_start`` event or another file.
+        started_at: when the process was recorded, in seconds since the epoch.
     """
     if not isinstance(pid, int) or pid <= 0 or host != host_name():
         return None
@@ -120,18 +122,18 @@ def process_alive(pid: object, host: object, started_at: object) -> bool | None:
 
 
 def run_alive(start: RunStartEvent) -> bool | None:
-    """Return whether a run continues, by its launcher, which outlives its ranks, or else by rank
-    0's process; None if that cannot be known from here."""
+    """Return whether a run is alive, judging by its launcher, which outlives the ranks, or else by
+    rank 0; None if that cannot be determined on this host."""
     pid = start.get("launcher") or start.get("pid")
     return process_alive(pid, start.get("host"), start.get("time"))
 
 
 def pid_alive(pid: int, began_before: float | None = None) -> bool:
-    """Return whether a process of this host is alive. A zombie is not.
+    """Return whether a process of this host is alive. A zombie counts as ended.
 
     Args:
-        began_before: in seconds since the epoch; a process that got the same number after that is
-            another one.
+        began_before: time in seconds since the epoch; a process that started later only reuses the
+            ID.
     """
     import psutil
 
@@ -141,16 +143,16 @@ def pid_alive(pid: int, began_before: float | None = None) -> bool:
             return False
         return began_before is None or bool(process.create_time() < began_before + 2.0)
     except psutil.AccessDenied:
-        return True  # another user's
+        return True  # it belongs to another user
     except (psutil.NoSuchProcess, ValueError):
         return False
 
 
 def exit_text(code: int | None) -> str:
-    """Describe how a process that left no message ended.
+    """Describe the exit of a process that left no message.
 
     Args:
-        code: its exit code, negative for a signal; None if it is not known.
+        code: exit code of the process, negative for a signal; None if unknown.
     """
     if not code:
         return "ended without a message"
@@ -161,7 +163,7 @@ def exit_text(code: int | None) -> str:
 
 
 def available_memory() -> int:
-    """Return the bytes that a new process could use on this host without swapping, within the limit
+    """Return how many bytes a new process could use on this host without swapping, within the limit
     of the control group."""
     import psutil
 
@@ -172,5 +174,5 @@ def available_memory() -> int:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return available_bytes  # no control group, or one without a limit
-    # the kernel drops pages of files when memory is needed
+    # The kernel frees inactive page cache when memory is needed.
     return min(available_bytes, max(0, limit - used + int(stat.get("inactive_file", 0))))

@@ -1,9 +1,9 @@
 """The files in the folder of a run (`output_dir`), and its two locks.
 
 The launcher locks the folder from before it reads anything until it ends, and the rank that writes
-locks it while it trains. Both locks are files that are locked with ``flock``, so the kernel
-releases them when their process ends, however it ends. A launcher that ends normally also removes
-its file, and the folders that it created if they are still empty.
+locks it while it trains. Both use ``flock``, so the kernel releases them when their process ends
+for any reason. A launcher that exits normally also removes its lock file, and the folders that it
+created if they are still empty.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from paceline.core.processes import pid_alive
 
 logger = logging.getLogger(__name__)
 
-#: How long to wait for a run that has written its end and whose process is still exiting.
+#: How long to wait for a run that has written ``run_end`` and whose process is still exiting.
 _ENDING_S = 15.0
-#: How long a lock may belong to a process that has not signed it: one that is about to, or one that
-#: only checks the lock.
+#: How long a lock may be held by a process that has not signed it: one that is about to sign it, or
+#: one that only checks the lock.
 _UNSIGNED_S = 2.0
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class RunDir:
-    """Paths inside the folder of a run. Creates nothing on disk."""
+    """The paths inside the folder of a run. Creates nothing on disk."""
 
     root: Path
 
@@ -101,7 +101,8 @@ def clear_debris(run_dir: RunDir) -> None:
 
 
 def is_unsupported(error: OSError) -> bool:
-    """Return whether ``flock`` failed for another reason than a lock that another process holds."""
+    """Return whether ``flock`` failed for a reason other than that another process holds the
+    lock."""
     return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EINTR)
 
 
@@ -109,7 +110,7 @@ def lock_run(run_dir: RunDir, wait_s: float, *, sign: bool = True) -> IO[str]:
     """Return an exclusive lock on the folder of a run.
 
     Args:
-        sign: write this process into the file.
+        sign: whether to write the ID and the host of this process to the file.
 
     Raises:
         RunError: another process holds it for longer than ``wait_s``.
@@ -122,7 +123,7 @@ def lock_run(run_dir: RunDir, wait_s: float, *, sign: bool = True) -> IO[str]:
             break
         except OSError as error:
             if is_unsupported(error):
-                break  # this file system has no locks; the launcher reports it
+                break  # the file system has no locks; the launcher warns about it
             if time.monotonic() >= deadline:
                 handle.seek(0)
                 holder = handle.read().strip() or "unknown"
@@ -140,8 +141,8 @@ def lock_run(run_dir: RunDir, wait_s: float, *, sign: bool = True) -> IO[str]:
 
 
 def holder_alive(run_dir: RunDir) -> bool | None:
-    """Return whether the process that last signed a run's lock is alive; None if there is none, or
-    if it is on another host. Does not touch the lock."""
+    """Return whether the process that last signed a run's lock is alive, or None if there is none
+    or it is on another host. Does not take the lock."""
     try:
         handle = os.open(run_dir.lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(handle, encoding="utf-8", errors="replace") as lock:
@@ -158,7 +159,7 @@ class LaunchLock:
     """Exclusive use of a run's folder, as a context manager.
 
     Args:
-        run_dir: its folder is created if it does not exist.
+        run_dir: the folder, which is created if it does not exist.
 
     Raises:
         ConfigError: another process holds the lock (the message names it), or the folder cannot be
@@ -260,8 +261,8 @@ class LaunchLock:
 
 
 def is_launching(run_dir: RunDir) -> bool:
-    """Return whether a launcher holds the folder and has not written the end of its run. Changes
-    nothing on disk."""
+    """Return whether a launcher has locked the folder and its run has not ended. Changes nothing on
+    disk."""
     try:
         with open(run_dir.launch_lock, encoding="utf-8", errors="replace") as handle:
             try:
@@ -277,8 +278,8 @@ def is_launching(run_dir: RunDir) -> bool:
 
 
 def has_ended(run_dir: RunDir, since: float) -> bool:
-    """Return whether the newest event of the run is its end, written after ``since`` (seconds since
-    the epoch)."""
+    """Return whether the last event of the run is ``run_end``, written after ``since`` (in seconds
+    since the epoch)."""
     events = tail_events(run_dir.events, 1 << 14)
     return bool(events) and events[-1]["type"] == "run_end" and events[-1]["time"] >= since
 
@@ -301,8 +302,8 @@ def _sign(handle: IO[str]) -> None:
 
 
 def _read_holder(handle: IO[str]) -> tuple[str | None, float | None]:
-    """Return (process and command of the holder, when it took the lock) as it signed them; None if
-    that process has ended."""
+    """Return (process and command of the holder, when it took the lock) from the signed file, or
+    (None, None) if that process has ended."""
     handle.seek(0)
     signed = re.fullmatch(r"(\d{1,9}) on (.+)\n([\d.]+)\n(.*)\n", handle.read(2000))
     if signed is None:

@@ -1,4 +1,5 @@
-"""Requests to stop: the current step is finished, all ranks agree, and a checkpoint is written."""
+"""Handle requests to stop: the run finishes the current step, agrees on all ranks, and writes a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from paceline.core.log import CONSOLE_ONLY
 
 logger = logging.getLogger(__name__)
 
-# A terminal and a launcher may both pass on one Ctrl-C; signals this close together are one.
+# The terminal and the launcher may both deliver the same Ctrl-C, so signals this close together
+# count as one.
 _SAME_SIGNAL_S = 1.0
 
 _HANDLED = {
@@ -39,8 +41,8 @@ def request_stop(number: int) -> None:
 
 
 class StopFlag:
-    """Set by SIGTERM, and by SIGINT if no launcher of Paceline answers it; then a second SIGINT
-    ends the process at once."""
+    """A flag that SIGTERM sets. If no launcher of Paceline handles SIGINT, SIGINT sets it too, and
+    a second SIGINT ends the process at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -48,9 +50,9 @@ class StopFlag:
         self._alone = True
         _FLAGS.add(self)
         #: Ends this process at once with a fault, from any thread, because the main one is blocked.
-        #: Takes (text, ranks to blame).
+        #: Takes (text, ranks that caused it).
         self.fail: Callable[[str, Sequence[int]], None] = _end_by_fault
-        #: Called with a second signal, just before the end.
+        #: Called with the number of a second signal, just before the process ends.
         self.on_second_signal: Callable[[int], None] = lambda number: None
 
     @property
@@ -63,9 +65,9 @@ class StopFlag:
         nothing changes, and the result is False.
 
         Args:
-            sigint: False if a launcher of Paceline answers signals. A second signal then does not
-                end this process at once, because a scheduler may send SIGTERM to every process; the
-                launcher does it with SIGKILL.
+            sigint: whether to handle SIGINT. False if a launcher of Paceline handles signals: a
+                second signal then does not end this process at once, because a scheduler may send
+                SIGTERM to every process; the launcher ends it with SIGKILL.
         """
         self._alone = sigint
         if threading.current_thread() is not threading.main_thread():
@@ -119,6 +121,7 @@ def polling(call: Callable[[], None]) -> Iterator[None]:
 
 
 def poll() -> None:
-    """Call the functions of :func:`polling`. For long computations, between their parts."""
+    """Call the functions registered with :func:`polling`. Long computations call this between their
+    parts."""
     for call in tuple(_CALLS):
         call()

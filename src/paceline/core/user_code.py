@@ -1,4 +1,4 @@
-"""Importing a user's Python files and modules, and errors that show the line that raised."""
+"""Import Python files and modules of the user, and report errors with the line that raised them."""
 
 import hashlib
 import importlib
@@ -14,13 +14,14 @@ from paceline.core.errors import ConfigError, did_you_mean, first_line
 def import_user_module(
     location: str, setting: str, form: str, *, keeps_name: bool = False
 ) -> ModuleType:
-    """Import a file (``./file.py``, relative to the current folder) or a module by its dotted name.
+    """Import a file (``./file.py``, relative to the working directory) or a module by its dotted
+    name.
 
     Args:
-        setting: key and value of the config, for messages.
-        form: what the setting accepts, for messages.
-        keeps_name: the module of a file must have the name of the file. Otherwise it gets a name
-            made from its path if another module has that name.
+        setting: config key and value, for error messages.
+        form: what the setting accepts, for error messages.
+        keeps_name: whether the module of a file must have the name of the file. Otherwise, if
+            another module has that name, the name is derived from the path of the file.
 
     Raises:
         ConfigError: the file or module does not exist, or it raised.
@@ -60,12 +61,12 @@ def _import_file(path: Path, setting: str, keeps_name: bool) -> ModuleType:
             f"`{setting}`: a module named {path.stem} already exists",
             fix="give the file another name",
         )
-    if name is None:  # the same in every process
+    if name is None:  # derived from the path, so that it is the same in every process
         name = f"paceline_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
-    # As for a script, its folder comes first, so that it can import the files beside it. Processes
-    # that a loader starts are given the same sys.path, and find the module by its name.
+    # As for a script, its folder comes first, so that it can import the files next to it. Worker
+    # processes of a data loader receive the same sys.path and find the module by its name.
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
@@ -104,8 +105,8 @@ def error_summary(error: BaseException) -> str:
 def user_error(
     text: str, error: BaseException, path: Path | None = None, fix: str | None = None
 ) -> ConfigError:
-    """Return the error for user code that raised, with the line of the user's file ``path``, else
-    the last line of the traceback."""
+    """Return the error for user code that raised an exception, with the line of the user's file
+    ``path``, or else the last line of the traceback."""
     if isinstance(error, SyntaxError) and error.filename:
         location = f"{error.filename}, line {error.lineno}"
         return ConfigError(f"{text}: {type(error).__name__}: {error.msg} ({location})", fix=fix)

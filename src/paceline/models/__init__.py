@@ -1,1 +1,1 @@
-"""Models: Hugging Face language models, adapters, the built-in ones."""
+"""Models: loading, saving, adapters, and the built-in models."""

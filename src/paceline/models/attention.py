@@ -1,8 +1,8 @@
-"""Attention for packed rows: each sample attends to itself, and nothing is computed between
+"""Attention for packed rows: each sample attends only to itself, and nothing is computed between
 samples.
 
-With position_ids alone, transformers masks the full row, so its cost grows with the square of the
-row. Here it grows with the square of each sample, and no mask is built.
+With position_ids alone, transformers masks the full row, so the cost grows with the square of the
+row's length. Here it grows with the square of each sample's length, and no mask is built.
 """
 
 from typing import Any
@@ -28,13 +28,14 @@ def packed_attention(
     transformers.
 
     Args:
-        query: [1, heads, tokens, size]; key, value: [1, key_value_heads, tokens, size].
+        query: queries [1, heads, tokens, head_size]; key, value: [1, key_value_heads, tokens,
+            head_size].
         attention_mask: must be None.
-        segment_lengths: tokens of each sample, in order; their sum is ``tokens``.
+        segment_lengths: number of tokens of each sample, in order; their sum is ``tokens``.
         sliding_window: number of tokens that a token attends to, including itself.
 
     Returns:
-        ([1, tokens, heads, size], None).
+        ([1, tokens, heads, head_size], None).
 
     Raises:
         NotImplementedError: the model requires an unsupported feature (a mask, soft-capped logits,
@@ -70,8 +71,8 @@ def packed_attention(
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Return a boolean mask [1, 1, length, length], True where a token attends; None if plain
-    causal attention is the same."""
+    """Return a boolean mask [1, 1, length, length] that is True where a token attends, or None if
+    plain causal attention is equivalent."""
     if window is None or length <= window:
         return None
     distance = torch.arange(length, device=device).unsqueeze(1) - torch.arange(
@@ -81,7 +82,8 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> torch
 
 
 def attention_of(model: Any) -> str | None:
-    """Return the name of the attention that a transformers model uses; None for other models."""
+    """Return the name of the attention implementation of a transformers model, or None for other
+    models."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 

@@ -1,5 +1,5 @@
-"""The repeated blocks of a model: the units of sharding, activation checkpointing and pipeline
-stages."""
+"""Find the repeated blocks of a model, which are the units of sharding, activation checkpointing
+and pipeline stages."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-#: Batch and instance normalizations: layers with running statistics, or that could have them.
+#: Batch and instance normalization: the layers that can have running statistics.
 BATCH_NORMS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -40,7 +40,7 @@ def base_model(model: Any) -> Any:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return other name → first name of parameters with several names."""
+    """Return {other name: first name} for parameters that have several names."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         name: first[id(parameter)]
@@ -50,10 +50,11 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> Callable[[], None]:
-    """Replace ``module.forward`` by ``wrapper(original, …)``, where ``original`` is that method.
+    """Replace ``module.forward`` by ``wrapper(original, …)``, where ``original`` is the replaced
+    method.
 
     Returns:
-        A function that restores it.
+        A function that restores the original method.
     """
     original = module.forward
     module.forward = partial(wrapper, original)
@@ -62,7 +63,8 @@ def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> Callable[[],
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode: running statistics do not change and dropout is off."""
+    """Put a model into evaluation mode within the block: dropout is off, and running statistics do
+    not change."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -76,8 +78,8 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (dotted name, module) of each block, in the model's order: the children of the
     ModuleList or Sequential with the most parameters.
 
-    Of nested lists the outermost is used. Children without parameters (activations between layers)
-    are blocks too, since pipeline stages must run them.
+    Of nested lists, the outermost is used. Children without parameters (activations between layers)
+    are blocks too, because pipeline stages must run them.
     """
     best: list[tuple[str, nn.Module]] = []
     max_size = 0

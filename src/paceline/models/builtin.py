@@ -1,9 +1,9 @@
 """The built-in models: small Qwen2-style language models with random weights, which need no
 download.
 
-Each is written as a Hugging Face folder in the cache, so that other code need not distinguish
-built-in models. Configuration, weights and tokenizer are written without importing the modeling
-code, which takes seconds.
+Each is written to the cache as a Hugging Face folder, so that other code does not need to
+distinguish built-in models. Configuration, weights and tokenizer are written without importing the
+modeling code, which takes seconds.
 """
 
 from __future__ import annotations
@@ -73,18 +73,18 @@ _SHAPES = {
 
 
 def resolve_model(name: str) -> str:
-    """Resolve the name of a model to a folder or hub id.
+    """Resolve the name of a model to a folder or a hub ID.
 
     ``builtin:NAME`` becomes the folder of the model, which is created on first use;
-    ``modelscope:OWNER/NAME`` the folder to which it is downloaded; a well-known hub id the hub's
-    spelling. Any other name is returned unchanged.
+    ``modelscope:OWNER/NAME`` becomes the folder to which it is downloaded; a well-known hub ID gets
+    the hub's spelling. Any other name is returned unchanged.
 
     The folder of a built-in model has ``config.json``, ``model.safetensors`` (float32),
     ``tokenizer.json``, ``tokenizer_config.json`` with the chat template, and
     ``generation_config.json``.
 
     Raises:
-        ConfigError: unknown built-in model.
+        ConfigError: the built-in model does not exist.
     """
     if name.startswith(MODELSCOPE_PREFIX):
         return download_from_modelscope(name, "model")
@@ -163,11 +163,11 @@ def _weights(shape: _Shape) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _normal(name: str, size: tuple[int, int]) -> np.ndarray:
-    """Return nearly normal float32 values [rows, columns] with standard deviation 0.02, bit-equal
-    on every machine.
+    """Return approximately normal float32 values [rows, columns] with standard deviation 0.02,
+    identical bit for bit on every machine.
 
-    They are sums of four 16-bit integers (Irwin-Hall). numpy's normal uses the C library's
-    logarithm, whose last bit differs between platforms.
+    Each is a sum of four uniform 16-bit integers (Irwin-Hall distribution). numpy's normal
+    distribution uses the C library's logarithm, whose last bit differs between platforms.
     """
     import numpy as np
 
@@ -181,8 +181,8 @@ def _normal(name: str, size: tuple[int, int]) -> np.ndarray:
 
 
 def builtin_tokenizer() -> Path:
-    """Return the folder of the built-in models' tokenizer, which is trained on the built-in data on
-    first use."""
+    """Return the folder of the built-in models' tokenizer, which is trained on the built-in
+    datasets on first use."""
     folder = cache_dir() / "models" / f"tokenizer-{python_version()}-v{_LAYOUT}"
     build_once(folder, "tokenizer_config.json", _write_tokenizer)
     return folder
@@ -200,7 +200,7 @@ def _write_tokenizer(folder: Path) -> None:
         trainers,
     )
 
-    # The same pipeline as that of Qwen2, which transformers builds for every qwen2 model.
+    # The same pipeline as that of Qwen2, because transformers builds it for every qwen2 model.
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -255,8 +255,8 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def config_numbers(name: str) -> dict[str, JsonValue]:
-    """Return the ``config.json`` of a local folder or a well-known hub id, without importing
-    libraries; empty if it cannot be read."""
+    """Return the ``config.json`` of a local folder or a well-known hub ID without importing
+    libraries, or an empty dict if it cannot be read."""
     try:
         return read_config(resolve_model(name)) or {}
     except ConfigError:  # reported by the task's own check
@@ -264,7 +264,7 @@ def config_numbers(name: str) -> dict[str, JsonValue]:
 
 
 def model_type(name: str) -> str | None:
-    """Return the ``model_type`` of a local folder or a well-known hub id; None if it cannot be
+    """Return the ``model_type`` of a local folder or a well-known hub ID, or None if it cannot be
     read."""
     kind = config_numbers(name).get("model_type")
     return kind if isinstance(kind, str) and kind.isidentifier() else None

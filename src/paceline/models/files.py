@@ -1,4 +1,4 @@
-"""Checks a model's folder without importing libraries, before a run starts."""
+"""Check the files of a model before a run starts, without importing libraries."""
 
 import json
 from pathlib import Path
@@ -34,10 +34,10 @@ def check_files(config: Config) -> None:
 
 
 def check_hub(config: Config) -> None:
-    """Check that hub ids in ``model``, ``tokenizer`` and ``lora.adapter`` can be downloaded, or are
-    in the cache.
+    """Check that hub IDs in ``model``, ``tokenizer`` and ``lora.adapter`` are in the cache or can
+    be downloaded.
 
-    If the hub cannot be reached, its libraries are switched to offline mode.
+    If the hub cannot be reached, the hub libraries are switched to offline mode.
 
     Raises:
         ConfigError: the hub cannot be reached, and there is no cached copy.

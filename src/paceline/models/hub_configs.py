@@ -1,5 +1,5 @@
-"""Reads the config.json of a model without a network: from a folder, the hub's cache, or the table
-of well-known models. Imports no torch."""
+"""Read the config.json of a model without network access: from a folder, the hub's cache, or a
+table of well-known models. Imports no torch."""
 
 import contextlib
 import json
@@ -14,23 +14,24 @@ from paceline.models.qwen import as_qwen2_config
 
 
 def canonical_id(name: str) -> str:
-    """Return the hub's spelling of a well-known id (``qwen/qwen-7b`` → ``Qwen/Qwen-7B``); any other
-    name is returned unchanged."""
+    """Return the hub's spelling of a well-known ID (``qwen/qwen-7b`` → ``Qwen/Qwen-7B``), or any
+    other name unchanged."""
     if Path(name).expanduser().exists():
         return name
     return _table().get(name.lower(), (name, {}))[0]
 
 
 def known_ids() -> list[str]:
-    """Return the hub ids whose config.json is in the table."""
+    """Return the hub IDs whose config.json is in the table."""
     return [model_id for model_id, _ in _table().values()]
 
 
 def read_config(name: str) -> dict[str, JsonValue] | None:
-    """Return the config.json of a folder or hub id as transformers reads it; None if it would have
-    to be downloaded.
+    """Return the config.json of a folder or hub ID as transformers reads it, or None if it would
+    have to be downloaded.
 
-    The config of a first-generation Qwen model is converted to Qwen2, as which it is trained.
+    The config of a first-generation Qwen model is converted to that of Qwen2, the architecture in
+    which it is trained.
 
     Raises:
         ConfigError: a first-generation Qwen model cannot be converted.
@@ -40,7 +41,7 @@ def read_config(name: str) -> dict[str, JsonValue] | None:
 
 
 def read_raw_config(name: str) -> dict[str, JsonValue] | None:
-    """Return the stored config.json; see :func:`read_config`."""
+    """Return the stored config.json, without the conversion of :func:`read_config`."""
     folder = config_folder(name)
     if folder is not None:
         return read_object(folder / "config.json")
@@ -49,8 +50,8 @@ def read_raw_config(name: str) -> dict[str, JsonValue] | None:
 
 
 def config_folder(name: str) -> Path | None:
-    """Return the local folder with the config.json of ``name``: the folder itself, or its snapshot
-    in the hub's cache; None if there is none."""
+    """Return the local folder that contains the config.json of ``name`` (the folder itself, or its
+    snapshot in the hub's cache), or None if there is none."""
     path = Path(name).expanduser()
     if path.exists():
         return path
@@ -59,7 +60,7 @@ def config_folder(name: str) -> Path | None:
 
 
 def cached_file(name: str, file_name: str) -> Path | None:
-    """Return the path of a hub id's file in the hub's cache; None if it is not there."""
+    """Return the path of a hub ID's file in the hub's cache, or None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -70,20 +71,20 @@ def cached_file(name: str, file_name: str) -> Path | None:
 
 
 def download_config(name: str) -> None:
-    """Try to download the config.json of a hub id into the hub's cache.
+    """Try to download the config.json of a hub ID to the hub's cache.
 
     Failures are ignored: the code that needs the file reports them.
     """
     from huggingface_hub import hf_hub_download
 
-    # each client library has its own network errors
+    # Each client library raises its own types of network errors.
     with contextlib.suppress(Exception):
         hf_hub_download(canonical_id(name), "config.json")
 
 
 @cache
 def _table() -> dict[str, tuple[str, dict[str, JsonValue]]]:
-    """Return hub id in lower case → (id, fields of its config.json)."""
+    """Return {hub ID in lower case: (hub ID, fields of its config.json)}."""
     content = json.loads(
         (files("paceline.models") / "hub_configs.json").read_text(encoding="utf-8")
     )

@@ -1,4 +1,4 @@
-"""Reads a model's config.json and similar files. Imports no torch."""
+"""Read a model's config.json and similar files. Imports no torch."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,8 @@ JsonObject = Mapping[str, JsonValue]
 
 
 def read_object(file: Path) -> dict[str, JsonValue] | None:
-    """Return the object in a JSON file; None if the file cannot be read or contains no object."""
+    """Return the object in a JSON file, or None if the file cannot be read or does not contain an
+    object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -19,13 +20,14 @@ def read_object(file: Path) -> dict[str, JsonValue] | None:
 
 
 def language_fields(content: JsonObject) -> JsonObject:
-    """Return the fields of a config.json, overridden by those of the language model in it."""
+    """Return the fields of a config.json, overridden by those of its nested language model, if
+    there is one."""
     nested = content.get("text_config")
     return {**content, **nested} if isinstance(nested, Mapping) else content
 
 
 def first_number(content: JsonObject, *names: str) -> int | None:
-    """Return the first of these fields that is a positive integer."""
+    """Return the first of these fields that is a positive integer, or None."""
     for name in names:
         value = content.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

@@ -1,4 +1,4 @@
-"""Loads and saves Hugging Face causal language models."""
+"""Load and save Hugging Face causal language models, and choose how samples are packed."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _DOWNLOAD = "download the model where there is a network and set `model=/path/to
 def load_language_model(config: Config) -> nn.Module:
     """Load the model to train, on the CPU.
 
-    It is in float32. With LoRA in mixed precision, the frozen weights are in the compute dtype and
-    the added adapters in float32.
+    Weights are float32. With LoRA and mixed precision, the frozen weights have the compute dtype,
+    and the added adapters are float32.
 
     Raises:
         ConfigError: the model cannot be loaded, or frozen weights are not finite in float16.
@@ -121,7 +121,8 @@ def language_model_on_meta(config: Config) -> nn.Module:
 
 
 def _config_of(name: str, trust_remote_code: bool) -> Any:
-    """Return the transformers config of a folder or hub id; it is downloaded only if necessary."""
+    """Return the transformers config of a folder or hub ID, which is downloaded only if
+    necessary."""
     from transformers import AutoConfig
 
     content = read_config(name)
@@ -139,7 +140,7 @@ def _config_of(name: str, trust_remote_code: bool) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress warnings of libraries, which the user cannot act on."""
+    """Suppress library warnings that the user cannot act on."""
     from transformers.utils import logging as transformers_logging
 
     before = transformers_logging.get_verbosity()
@@ -153,7 +154,7 @@ def _quiet() -> Iterator[None]:
 
 
 def check_finite(model: nn.Module, config: Config) -> None:
-    """Raise ConfigError if float16 weights are not finite: the largest float16 is 65,504."""
+    """Raise ConfigError if float16 weights are not finite. The largest float16 number is 65,504."""
     import torch
 
     if config.train_args.mixed_dtype != "float16":
@@ -184,8 +185,8 @@ def check_first_generation_qwen(config: Config) -> None:
     """Check a first-generation Qwen model before a run starts. Other models pass.
 
     Raises:
-        ConfigError: it cannot be converted, has no safetensors files, or ``max_length`` exceeds its
-            trained length.
+        ConfigError: the model cannot be converted or has no safetensors files, or ``max_length``
+            exceeds the length that it was trained on.
     """
     content = read_raw_config(resolve_model(config.model))
     if not qwen.is_qwen(content):
@@ -198,11 +199,11 @@ def check_first_generation_qwen(config: Config) -> None:
 
 
 def qwen_folder(name: str) -> Path | None:
-    """Return the local folder of a first-generation Qwen model in its original form, which is
-    downloaded if ``name`` is a hub id; None for other models.
+    """Return the local folder of a first-generation Qwen model in its original form, or None for
+    other models. If ``name`` is a hub ID, the model is downloaded.
 
     Raises:
-        ConfigError: it cannot be downloaded.
+        ConfigError: the model cannot be downloaded.
     """
     if read_raw_config(name) is None and not Path(name).expanduser().exists():
         download_config(name)
@@ -237,11 +238,12 @@ def qwen_folder(name: str) -> Path | None:
 
 
 def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) -> None:
-    """Write weights, config and tokenizer in the form that ``transformers`` (or, with adapters,
+    """Write weights, config and tokenizer in the format that ``transformers`` (or, with adapters,
     ``peft``) loads."""
     use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = True
-    # "auto" would query the hub whether the base model's vocabulary changed; here it never does.
+    # "auto" would query the hub to find out whether the vocabulary of the base model has changed;
+    # here it never changes.
     options = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
     try:
         model.save_pretrained(str(folder), **options)
@@ -252,7 +254,8 @@ def save_language_model(model: Any, tokenizer_path: str | None, folder: Path) ->
 
 
 def copy_tokenizer(source: str, folder: Path) -> None:
-    """Write the tokenizer's files: copied from a folder, or saved by transformers for a hub id."""
+    """Write the tokenizer's files: copy them from a folder, or let transformers save them for a hub
+    ID."""
     path = Path(source).expanduser()
     if not path.is_dir():
         from transformers import AutoTokenizer
@@ -274,10 +277,10 @@ def copy_tokenizer(source: str, folder: Path) -> None:
 
 
 def choose_packing(model: Any, device: torch.device) -> str:
-    """Choose how samples share a row, and switch the model to that attention.
+    """Choose how samples share a row, and switch the model to the attention that this requires.
 
-    Two short samples are run separately and in one row, and the logits must agree. Architectures
-    that mix the samples (state-space models, older attention) are trained with padding.
+    Runs two short samples separately and in one row, and compares the logits. Architectures that
+    mix samples (state-space models, older attention implementations) are trained with padding.
 
     Returns:
         "segments" (attention within each sample only), "positions" (the model's own attention, with
@@ -290,7 +293,8 @@ def choose_packing(model: Any, device: torch.device) -> str:
     base = base_model(model)
     numbers = base.config.get_text_config()
     if getattr(numbers, "attention_chunk_size", None):
-        # chunks start at the beginning of the row, which two short samples cannot show
+        # Attention chunks are counted from the start of the row, which two short samples would not
+        # reveal.
         return "none"
     vocabulary = int(getattr(numbers, "vocab_size", 0))
     generator = torch.Generator().manual_seed(0)

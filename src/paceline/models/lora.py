@@ -1,4 +1,4 @@
-"""LoRA adapters on a language model, through peft."""
+"""Add LoRA adapters to a language model, through peft."""
 
 import functools
 import inspect
@@ -19,7 +19,7 @@ Notice = tuple[str, str]
 ALL_LINEAR = "all-linear"
 _ADAPTER = "default"
 
-#: Code that computes with a weight instead of calling its module, where an adapter has no effect.
+#: Code that computes with a weight instead of calling its module, so that an adapter has no effect.
 _READS_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size|data)\b|\[)")
 
 _WHY_BYPASSED = "the model's code reads these weights instead of calling the modules"
@@ -32,13 +32,14 @@ _WITHOUT_DROPOUT = ("ParamWrapper", "MultiheadAttention")
 
 
 def add_adapters(model: Any, config: Config, read_weights: bool = True) -> nn.Module:
-    """Add the config's adapters to ``model``, on its device. Trained parameters are float32.
+    """Add the adapters that the config describes to ``model``, on its device. Trained parameters
+    are float32.
 
     Args:
-        read_weights: False reads only the configuration of ``lora.adapter``.
+        read_weights: whether to read the weights of ``lora.adapter``, not only its configuration.
 
     Raises:
-        ConfigError: the adapters do not fit the model; lists the names of its modules.
+        ConfigError: the adapters do not fit the model. The message lists the names of its modules.
     """
     import torch
 
@@ -72,7 +73,7 @@ def _load_adapters(model: Any, config: Config, read_weights: bool) -> Any:
             f"`lora.adapter: {lora.adapter}` cannot be loaded: {first_line(error)}"
         ) from error
     if any(not _supports_dropout(layer) for _, layer in adapter_layers(adapted)):
-        # such an adapter is saved without its dropout, since peft would not load it
+        # Such an adapter is saved without its dropout, because peft would not load it otherwise.
         set_dropout(adapted, lora.dropout)
     return adapted
 
@@ -90,7 +91,7 @@ def _create_adapters(model: Any, config: Config) -> Any:
     settings = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        lora_dropout=0.0,  # set afterwards, on the layers that support it
+        lora_dropout=0.0,  # applied afterwards to the layers that support it
         target_modules=targets if isinstance(targets, str) else list(targets),
         exclude_modules=_pattern_of(bypassed) if bypassed else None,
         modules_to_save=list(lora.modules_to_save) or None,
@@ -147,7 +148,7 @@ def set_dropout(adapted: Any, dropout: float) -> None:
 
 
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Return each layer of peft that contains a LoRA adapter, with its name."""
+    """Yield the name and the module of each peft layer that contains a LoRA adapter."""
     from peft.tuners.lora import LoraLayer
 
     return (
@@ -162,7 +163,7 @@ def _supports_dropout(layer: Any) -> bool:
 # -- the modules of a model
 # --------------------------------------------------------------------------------------------------
 def _linear_modules(model: Any) -> dict[str, nn.Module]:
-    """Return the linear modules by name, without the output head: those that ``all-linear``
+    """Return the linear modules except the output head, by name: those that ``all-linear``
     selects."""
     from transformers.pytorch_utils import Conv1D
 
@@ -176,27 +177,27 @@ def _linear_modules(model: Any) -> dict[str, nn.Module]:
 
 
 def target_names(model: Any) -> list[str]:
-    """Return the names that ``lora.target_modules`` can list: the last part of each linear module's
-    name, and peft's names for the projections of experts that are one parameter in transformers."""
+    """Return the names that ``lora.target_modules`` accepts: the last part of each linear module's
+    name, and peft's names for the expert projections that are a single parameter in
+    transformers."""
     return sorted(
         {name.rpartition(".")[2] for name in _linear_modules(model)} | _expert_names(model)
     )
 
 
 def _expert_names(model: Any) -> frozenset[str]:
-    """Return the names of projections that peft maps to parameters of this architecture's
-    experts."""
+    """Return the projection names that peft maps to expert parameters of this architecture."""
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     settings = LoraConfig(target_modules=list(_EXPERT_PROJECTIONS))
-    convert_peft_config_for_transformers(settings, model, None)  # replaces those that it maps
+    convert_peft_config_for_transformers(settings, model, None)  # replaces the names that it maps
     return _EXPERT_PROJECTIONS - set(settings.target_modules or ())
 
 
 def _check_names(model: Any, config: Config) -> None:
-    """Raise ConfigError for names, or a regular expression, that match no module: peft ignores such
-    names if others match."""
+    """Raise ConfigError for names or a regular expression that match no module. peft would ignore
+    such names if others match."""
     lora, paths = config.lora, [path for path, _ in model.named_modules() if path]
     experts = _expert_names(model)
     targets, names = lora.target_modules, target_names(model)
@@ -244,7 +245,7 @@ def _regex_matches(pattern: str, model: Any, paths: list[str], experts: Iterable
         ) from error
     if any(regex.fullmatch(path) for path in paths):
         return True
-    # peft also tries the names of the experts' projections before they became one parameter.
+    # peft also matches the names that expert projections had before they became a single parameter.
     containers = (
         {
             name.rpartition(".")[0]
@@ -273,12 +274,13 @@ def _quoted(names: Iterable[str]) -> str:
 
 def bypassed_modules(model: Any) -> list[str]:
     """Return the linear modules whose weight the model's code reads instead of calling the module,
-    such as `out_proj` in Mamba: an adapter would have no effect, always or with fused kernels."""
+    such as `out_proj` in Mamba. An adapter on them has no effect, either always or with fused
+    kernels."""
     return _read_by_parent(model, _linear_modules(model))
 
 
 def ineffective_adapters(adapted: Any) -> list[str]:
-    """Return the adapters whose module the model's code does not call; see
+    """Return the adapters on modules that the model's code does not call; see
     :func:`bypassed_modules`."""
     return _read_by_parent(
         adapted,
@@ -298,7 +300,7 @@ def _read_by_parent(model: Any, names: Iterable[str]) -> list[str]:
 def _weights_read_by(kind: type) -> frozenset[str]:
     try:
         return frozenset(_READS_WEIGHT.findall(inspect.getsource(kind)))
-    except (OSError, TypeError):  # no source code
+    except (OSError, TypeError):  # the source code is not available
         return frozenset()
 
 

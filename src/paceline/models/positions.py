@@ -1,5 +1,5 @@
-"""Reads the number of positions of a language model from its config.json, and checks
-``max_length`` against it. Imports no torch."""
+"""Read the number of positions of a language model from its config.json, and check ``max_length``
+against it. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from paceline.core.errors import ConfigError
 from paceline.models.builtin import config_numbers
 from paceline.models.json_config import JsonObject, first_number, language_fields
 
-#: Names of the number in a config.json, the most reliable first.
+#: Keys of the number of positions in a config.json, the most reliable first.
 _KEYS = (
     "max_position_embeddings",
     "n_positions",
@@ -21,12 +21,12 @@ _KEYS = (
     "seq_length",
 )
 
-#: Models without a table or range of positions: linear biases (ALiBi), recurrent states.
+#: Models without a limit on positions: linear biases (ALiBi) or recurrent states.
 _UNLIMITED = frozenset({
     "bloom", "mpt", "rwkv", "mamba", "mamba2", "falcon_mamba", "xlstm", "recurrent_gemma",
 })  # fmt: skip
 
-#: Models whose positions begin after the padding token's number.
+#: Models whose positions begin after the ID of the padding token.
 _OFFSET = frozenset({
     "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm",
     "data2vec-text", "xmod",
@@ -38,9 +38,9 @@ class PositionLimit:
     """The maximum number of tokens in a sample.
 
     Args:
-        tokens: the limit.
+        tokens: the maximum number of tokens.
         key: its key in config.json, e.g. ``n_positions``.
-        is_fixed: False if the model can process longer samples.
+        is_fixed: whether the model cannot process longer samples.
     """
 
     tokens: int
@@ -49,7 +49,8 @@ class PositionLimit:
 
 
 def position_limit(content: JsonObject) -> PositionLimit | None:
-    """Return the limit that a config.json names, rope scaling included; None if it names none."""
+    """Return the limit in a config.json, including RoPE scaling, or None if it contains no
+    limit."""
     content = language_fields(content)
     for key in _KEYS:
         value = first_number(content, key)
@@ -64,7 +65,7 @@ def position_limit(content: JsonObject) -> PositionLimit | None:
 
 
 def _scaled(content: JsonObject, positions: int) -> int:
-    """Return the positions that rope scaling covers; 0 without it."""
+    """Return the number of positions that RoPE scaling covers, or 0 without it."""
     scaling = content.get("rope_scaling") or content.get("rope_parameters")
     if not isinstance(scaling, Mapping):
         return 0

@@ -1,18 +1,18 @@
-"""Converts first-generation Qwen models (``model_type: qwen``: Qwen-1.8B to Qwen-72B) to Qwen2.
+"""Convert first-generation Qwen models (``model_type: qwen``: Qwen-1.8B to Qwen-72B) to Qwen2.
 
-Their own modeling code needs transformers 4. The architecture is that of Qwen2 with the projections
-of attention fused and without grouped heads, so the checkpoint is converted by names and shapes
+Their modeling code requires transformers 4. The architecture is that of Qwen2 with fused attention
+projections and without grouped heads, so the conversion changes only names and shapes
 (modeling_qwen.py in https://huggingface.co/Qwen/Qwen-7B is the reference):
 
-- ``attn.c_attn`` is query, key and value below one another; it has a bias, ``attn.c_proj`` does
-  not.
-- The MLP is ``c_proj(w1(x) * silu(w2(x)))``: ``w2`` is Qwen2's gate, ``w1`` its up projection, and
-  ``intermediate_size`` counts both.
-- Up to ``seq_length`` tokens, dynamic NTK scaling and log-n attention change nothing. Longer
-  samples are refused.
+- ``attn.c_attn`` is the query, key and value projections concatenated along the rows; it has a
+  bias, ``attn.c_proj`` does not.
+- The MLP is ``c_proj(w1(x) * silu(w2(x)))``: ``w2`` is Qwen2's gate projection and ``w1`` its up
+  projection; ``intermediate_size`` is the sum of their widths.
+- Dynamic NTK scaling and log-n attention have no effect up to ``seq_length`` tokens. Longer samples
+  are an error.
 
-The conversion renames and splits the tensors of one safetensors file after the other; the file is
-mapped, not read into memory.
+The conversion renames and splits the tensors of one safetensors file at a time. The file is
+memory-mapped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     import torch
 
 MODEL_TYPE = "qwen"
-#: Marks a converted model in its config.json, and in that of the models trained from it.
+#: Key that marks a converted model in its config.json, and in the config.json of models trained
+#: from it.
 CONVERTED_KEY = "paceline_converted_from"
 _LAYOUT = 1
 
@@ -53,13 +54,13 @@ _IN_LAYER = {
     "mlp.w2.weight": "mlp.gate_proj.weight",
     "mlp.c_proj.weight": "mlp.down_proj.weight",
 }
-#: Constants that some checkpoints hold; Qwen2 computes them.
+#: Constants that some checkpoints contain and Qwen2 computes.
 _BUFFERS = re.compile(r"transformer\.(.+\.)?(rotary_emb\.inv_freq|masked_bias|logn_tensor)")
 
 
 # -- config.json
 def is_qwen(content: JsonObject | None) -> bool:
-    """Return whether a config.json is that of a first-generation Qwen model."""
+    """Return whether a config.json belongs to a first-generation Qwen model."""
     return content is not None and content.get("model_type") == MODEL_TYPE
 
 
@@ -126,13 +127,13 @@ def as_qwen2_config(content: dict[str, JsonValue], name: str) -> dict[str, JsonV
 
 
 def trained_length(content: JsonObject, name: str) -> int:
-    """Return the number of tokens up to which the converted model equals the original."""
+    """Return the number of tokens up to which the converted model is equivalent to the original."""
     return _number(content, name, "seq_length", "n_ctx")
 
 
 def check_length(config: Config, content: JsonObject | None) -> None:
-    """Check that samples are not longer than those the model was trained on, for which the original
-    changes its attention.
+    """Check that samples are not longer than those that the model was trained on. For longer ones,
+    the original model changes its attention.
 
     Raises:
         ConfigError: ``train_args.max_length`` exceeds the model's ``seq_length``.
@@ -154,7 +155,7 @@ def check_length(config: Config, content: JsonObject | None) -> None:
 
 
 # -- names of modules in `lora`
-#: Module of the original models → modules in the Qwen2 form.
+#: Module of the original models → modules of the converted models.
 _MODULES = {
     "c_attn": ["q_proj", "k_proj", "v_proj"],
     "c_proj": ["o_proj", "down_proj"],
@@ -167,7 +168,8 @@ _MODULES = {
 
 
 def with_qwen2_modules(config: Config) -> Config:
-    """Replace module names of the original Qwen models in ``lora`` by those of the Qwen2 form."""
+    """Replace module names of the original Qwen models in ``lora`` by those of the converted
+    models."""
     lora = config.lora
     targets = lora.target_modules
     if isinstance(targets, str):
@@ -179,7 +181,7 @@ def with_qwen2_modules(config: Config) -> Config:
 
 
 def module_notice(config: Config) -> str:
-    """Return a message about the replaced module names; empty if there are none."""
+    """Return a message about the replaced module names, or an empty string if there are none."""
     targets = config.lora.target_modules
     names = [targets] if isinstance(targets, str) else targets
     replaced = [name for name in (*names, *config.lora.modules_to_save) if name in _MODULES]
@@ -216,7 +218,7 @@ def check_weights(folder: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint.
 
     Raises:
-        ConfigError: there are none; pickled weights (.bin) are not supported.
+        ConfigError: there are no safetensors files. Pickled weights (.bin) are not supported.
     """
     weights = sorted(folder.glob("*.safetensors"))
     if weights:
@@ -309,7 +311,7 @@ def _generation_config(source: Path) -> dict[str, JsonValue]:
 
 
 def _convert_file(source: Path, target: Path) -> list[str]:
-    """Copy a safetensors file with Qwen2's tensor names, and return these."""
+    """Copy a safetensors file with Qwen2's tensor names. Return these names."""
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
@@ -327,7 +329,7 @@ def _convert_file(source: Path, target: Path) -> list[str]:
 
 
 def _renamed(name: str, tensor: torch.Tensor, source: Path) -> dict[str, torch.Tensor]:
-    """Return Qwen2's tensors for an original one: none for a constant, three for the fused
+    """Return the Qwen2 tensors for an original tensor: none for a constant, three for the fused
     projection."""
     if _BUFFERS.fullmatch(name):
         return {}

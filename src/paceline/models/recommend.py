@@ -1,6 +1,6 @@
-"""A click model with embedding tables, after Naumov et al., "Deep Learning Recommendation Model for
-Personalization and Recommendation Systems" (2019): vectors of the ids and of the dense numbers,
-their pairwise dot products, a network on top."""
+"""A click model with embedding tables (DLRM): Naumov et al., "Deep Learning Recommendation Model
+for Personalization and Recommendation Systems" (2019). An MLP processes the pairwise dot products
+of the vectors of the IDs and of the dense features."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,13 +27,13 @@ _FILE_BYTES = 128 << 20
 
 
 class RowSource(Protocol):
-    """The source of a table's rows if they are in other processes."""
+    """The source of the rows of a table whose rows are in other processes."""
 
     def fetch(self, ids: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to fetch the rows ``ids`` (int64 [n], distinct).
+        """Start to fetch the rows ``ids`` (int64 [n], without duplicates).
 
         Returns:
-            A function that waits for the rows, float32 [n, dim].
+            A function that waits for the rows and returns them, float32 [n, dim].
         """
 
 
@@ -41,27 +41,28 @@ class Table(nn.Module):
     """An embedding table.
 
     If its rows are in other processes, ``weight`` is on the meta device and ``source`` fetches the
-    rows of a batch. The initial values are a function of the table's seed and the row (uniform
-    within 1/sqrt(rows), as in the paper's code), so any process can create any range of rows.
+    rows of a batch. The initial values depend only on the table's seed and the row (uniform in
+    ±1/sqrt(rows), as in the paper's code), so any process can create any range of rows.
     """
 
     def __init__(self, rows: int, dim: int) -> None:
         super().__init__()
         self.rows = rows
         self.dim = dim
-        # Drawn even without values, so that the following layers start the same.
+        # Drawn even if the table has no values, so that the initial weights of the following layers
+        # do not change.
         self.seed = int(torch.randint(0, 2**62, (), device="cpu"))
         device = torch.device("meta") if _without_values else torch.get_default_device()
         self.weight = nn.Parameter(torch.empty(rows, dim, device=device))
         self.source: RowSource | None = None
-        # files of a trained table's rows: (file, name, first row, rows)
+        # Files that contain the rows of a trained table: (file, name, first row, number of rows).
         self.files: list[tuple[Path, str, int, int]] = []
         if device.type != "meta":
             self.fill(self.weight, 0)
 
     @torch.no_grad()
     def fill(self, target: torch.Tensor, start: int) -> None:
-        """Write the initial values from row ``start`` on into ``target`` [n, dim]."""
+        """Write the initial values of the rows that begin at ``start`` to ``target`` [n, dim]."""
         if not self.files:
             fill_rows(target, self.seed, self.rows, start)
             return
@@ -80,7 +81,8 @@ class Table(nn.Module):
         """Start to fetch the rows of ``ids`` (int64 [n]).
 
         Returns:
-            A function that waits for them and returns (vectors, positions of the ids among them).
+            A function that waits for the rows and returns (distinct rows, index of each id among
+                them).
         """
         if self.source is None:
             return lambda: (self.weight, ids)
@@ -91,7 +93,8 @@ class Table(nn.Module):
     def forward(
         self, fetched: Callable[[], tuple[torch.Tensor, torch.Tensor]], starts: torch.Tensor
     ) -> torch.Tensor:
-        """Sum each bag's rows, [num_bags, dim]; ``starts`` is int64 [num_bags + 1]."""
+        """Return the sum of each bag's rows, [num_bags, dim]. ``starts`` is int64 [num_bags +
+        1]."""
         vectors, positions = fetched()
         return functional.embedding_bag(
             positions, vectors, starts, mode="sum", include_last_offset=True
@@ -103,7 +106,7 @@ _without_values = False
 
 @contextmanager
 def tables_without_values() -> Iterator[None]:
-    """Create tables on the meta device."""
+    """Create tables on the meta device within the block."""
     global _without_values
     before, _without_values = _without_values, True
     try:
@@ -113,7 +116,7 @@ def tables_without_values() -> Iterator[None]:
 
 
 def named_tables(model: nn.Module) -> dict[str, Table]:
-    """Return the tables of a model, by the names of their parameters."""
+    """Return the tables of a model by parameter name."""
     return {
         f"{name}.weight": module
         for name, module in model.named_modules()
@@ -122,8 +125,8 @@ def named_tables(model: nn.Module) -> dict[str, Table]:
 
 
 def fill_rows(target: torch.Tensor, seed: int, rows: int, start: int) -> None:
-    """Write the initial values of a table with ``rows`` rows, from row ``start`` on, into
-    ``target`` [n, dim]. Each block of rows has a separate random state."""
+    """Write the initial values of the rows that begin at ``start``, of a table with ``rows`` rows,
+    to ``target`` [n, dim]. Each block of rows has a separate random state."""
     bound, dim = 1.0 / math.sqrt(rows), target.shape[1]
     end = start + target.shape[0]
     for block in range(start // _BLOCK_ROWS, math.ceil(end / _BLOCK_ROWS)):
@@ -185,7 +188,8 @@ class ClickModel(nn.Module):
         # [N, vectors, dim]
         stacked = torch.stack([vector.to(vectors[0].dtype) for vector in vectors], dim=1)
         dots = torch.bmm(stacked, stacked.transpose(1, 2))[:, self.pairs[0], self.pairs[1]]
-        # The vectors are inputs too, beside their products: an id can have a weight alone.
+        # The vectors are inputs in addition to their products, so that an ID can have an effect by
+        # itself.
         scores: torch.Tensor = self.top(torch.cat([stacked.flatten(1), dots], dim=1))
         return scores.squeeze(1)
 
@@ -223,11 +227,11 @@ def check_click_model(name: str) -> None:
 
 
 def build_click_model(name: str, args: ClickModelArgs) -> ClickModel:
-    """Build the model that ``model`` names: with initial weights, or with those of a run's
-    ``model`` folder.
+    """Build the model that ``model`` names, with initial weights or with those in the ``model``
+    folder of a run.
 
     Raises:
-        ConfigError: the folder's model has other arguments.
+        ConfigError: the model in the folder has other arguments.
     """
     model = ClickModel(**args)
     if name == DLRM:
@@ -251,15 +255,15 @@ def save_click_model(
     dense: dict[str, torch.Tensor],
     tables: Iterable[tuple[str, int, Callable[[int, int], torch.Tensor]]],
 ) -> None:
-    """Write a model for :func:`load_recommender`.
+    """Write a model that :func:`load_recommender` can load.
 
-    A table is written to several files with a range of rows each, so that no process needs memory
-    for all rows.
+    Each table is written to several files, each with a range of rows, so that no process needs
+    memory for all rows.
 
     Args:
-        form: the form of the model's inputs, such as the columns and their scale.
+        form: description of the model's inputs, such as the columns and their scale.
         dense: all weights except the tables, by name.
-        tables: (name, rows, function that returns the rows [begin, beyond)) of each table.
+        tables: (name, number of rows, function that returns the rows [begin, end)) of each table.
     """
     from safetensors.torch import save_file
 
@@ -285,7 +289,7 @@ def load_recommender(folder: str | Path) -> tuple[ClickModel, dict[str, JsonValu
     """Load a trained click model.
 
     Returns:
-        The model, in evaluation mode on the CPU, and the form of its inputs.
+        The model, in evaluation mode on the CPU, and the description of its inputs.
 
     Raises:
         ConfigError: the folder does not contain a click model.
@@ -317,6 +321,6 @@ def _fill(model: ClickModel, folder: Path, spec: _SavedModel) -> None:
 
 
 def _spec(folder: Path) -> _SavedModel | None:
-    """Return the config.json of a folder that this module wrote, else None."""
+    """Return the config.json of a folder that this module wrote, or None for any other folder."""
     content = read_object(folder / "config.json") or {}
     return cast(_SavedModel, content) if content.get("format") == _FORMAT else None

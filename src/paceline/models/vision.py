@@ -1,4 +1,4 @@
-"""Image classifiers: two small built-in ones, and those of Hugging Face."""
+"""Build, load and save image classifiers: two small built-in models, and those of Hugging Face."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ _FORMAT = "paceline-image-classifier"
 def build_small_cnn(
     *, in_channels: int, image_size: int, hidden: int, num_classes: int
 ) -> nn.Module:
-    """Build a CNN from images [N, C, H, W] to logits [N, num_classes]: three convolutions with
+    """Build a CNN that maps images [N, C, H, W] to logits [N, num_classes]: three convolutions with
     GroupNorm, then the mean over positions.
 
-    BatchNorm would compute statistics of a micro-batch on one rank, so that results depend on the
-    number of ranks and on accumulation. ``image_size`` is not used: the mean supports any size.
+    BatchNorm would compute statistics over the micro-batch of one rank, so results would depend on
+    the number of ranks and on accumulation. ``image_size`` is unused, because the mean supports any
+    size.
     """
     from torch import nn
 
@@ -58,8 +59,8 @@ def build_small_cnn(
 
 
 def build_mlp(*, in_channels: int, image_size: int, hidden: int, num_classes: int) -> nn.Module:
-    """Build an MLP with two hidden layers from [N, C, image_size, image_size] to logits [N,
-    num_classes]."""
+    """Build an MLP with two hidden layers that maps images [N, C, image_size, image_size] to logits
+    [N, num_classes]."""
     from torch import nn
 
     return nn.Sequential(
@@ -127,10 +128,12 @@ def _not_an_image_model(name: str, kind: str) -> ConfigError:
 
 
 def find_form(config: Config, *, digits: bool) -> tuple[ImageForm, list[tuple[str, str]]]:
-    """Return the form of the model's inputs, and notices about it. Loads no weights.
+    """Return the image size, channels and normalization that the model expects, and notices about
+    them. Loads no weights.
 
-    Built-in models take digits unchanged and a folder's images in RGB at ``classify.image_size``.
-    The config.json and preprocessor_config.json of other models contain the form of their training.
+    Built-in models accept digits unchanged, and images of a folder in RGB at
+    ``classify.image_size``. For other models, config.json and preprocessor_config.json contain the
+    form that they were trained with.
     """
     size = config.classify.image_size
     if is_builtin(config.model):
@@ -201,7 +204,8 @@ def _preprocessor_file(name: str) -> Path | None:
 
 # -- on every rank
 def load_image_model(config: Config, form: ImageForm, classes: list[str]) -> nn.Module:
-    """Load the model to train, on the CPU in float32: [N, C, H, W] to logits [N, num_classes].
+    """Load the model to train, on the CPU in float32. It maps images [N, C, H, W] to logits [N,
+    num_classes].
 
     Raises:
         ConfigError: the model cannot be loaded.
@@ -247,7 +251,8 @@ def builtin_args(config: Config, form: ImageForm, num_classes: int) -> dict[str,
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """Return a model's output as logits [N, num_classes]: the tensor, or its ``logits``."""
+    """Return the logits [N, num_classes] in a model's output, which is a tensor or has an attribute
+    ``logits``."""
     logits: torch.Tensor = output.logits if hasattr(output, "logits") else output
     return logits
 
@@ -273,8 +278,8 @@ def _few(names: list[str]) -> str:
 def save_image_model(
     model: Any, config: Config, form: ImageForm, classes: list[str], folder: Path
 ) -> None:
-    """Write a model for :func:`load_classifier`, and a Hugging Face model also for
-    ``transformers``."""
+    """Write a model that :func:`load_classifier` and, for a Hugging Face model, ``transformers``
+    can load."""
     saved = _saved_model(config.model)
     if not is_builtin(config.model) and saved is None:
         model.save_pretrained(str(folder))
@@ -304,7 +309,7 @@ class _SavedModel(TypedDict):
 
 
 def _saved_model(name: str) -> _SavedModel | None:
-    """Return the config.json of a folder that this module wrote, else None."""
+    """Return the config.json of a folder that this module wrote, or None for any other folder."""
     content = read_object(Path(name).expanduser() / "config.json") or {}
     return cast(_SavedModel, content) if content.get("format") == _FORMAT else None
 
@@ -322,7 +327,7 @@ def load_classifier(folder: str | Path) -> tuple[nn.Module, list[str]]:
         logits = model(images)
         names = [classes[index] for index in logits.argmax(dim=1)]
 
-    A Hugging Face classifier is returned as ``transformers`` loads it: its logits are
+    A Hugging Face classifier is returned as ``transformers`` loads it, so its logits are
     ``model(images).logits``.
 
     Raises:

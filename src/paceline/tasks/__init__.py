@@ -1,4 +1,5 @@
-"""Tasks: what a batch is and what its loss is. Importing this package imports no torch."""
+"""Tasks, which define the data, the model and the loss of a run. Importing this package imports no
+torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Check before the first step that a user's loss is a sum over samples, as the trainer assumes.
 
 The trainer adds the losses of all micro-batches and divides them by the global count. A loss that
-is already a mean is divided twice, which trains with a fraction of the gradient and prints a
-plausible curve.
+is already a mean would be divided twice: the loss curve looks plausible, but training uses a
+fraction of the gradient.
 """
 
 import copy
@@ -23,15 +23,15 @@ from paceline.distributed.seeds import seed_everything
 from paceline.tasks.base import Notice, Task
 
 _MAX_SAMPLES = 6
-#: Draws over which a loss that uses random numbers is averaged, and how far such an average may be
-#: from its expectation.
+#: Number of draws over which a loss that uses random numbers is averaged, and how far such an
+#: average may deviate from its expectation.
 _NUM_DRAWS = 8
 _STOCHASTIC_TOLERANCE = 0.2
 
 
 @dataclass(frozen=True)
 class _Split:
-    """A quantity on a batch and on its two parts, with the counts of the parts."""
+    """The value of a quantity on a batch and on two parts of it, with the counts of the parts."""
 
     total: float
     parts: tuple[float, float]
@@ -61,12 +61,12 @@ class _Split:
 def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> list[Notice]:
     """Compare the task's loss on a few real samples with its losses on two parts of them.
 
-    The model is in eval mode meanwhile. Its buffers and modes, attributes that the loss assigns to
-    the task, and all random states are as before when this returns. Every rank calls this, since a
-    loss may call collectives.
+    The model is in eval mode during the check. Its buffers and modes, attributes that the loss
+    assigns to the task, and all random states are restored. Every rank calls this, because a loss
+    may call collectives.
 
     Args:
-        model: the model before a strategy has placed it.
+        model: the model, before the strategy sets it up.
         dataset: the training dataset, with at least one sample.
         seed: the run's seed.
 
@@ -74,12 +74,12 @@ def check_additive(task: Task, model: nn.Module, dataset: Any, seed: int) -> lis
         (level, text) notices, if the loss could not be checked.
 
     Raises:
-        ConfigError: the loss is a mean, or is not additive in another way; or ``evaluate`` returns
-            a mean.
+        ConfigError: the loss is a mean or is not additive for another reason, or ``evaluate``
+            returns a mean.
     """
     if not task.additive or len(dataset) == 0 or any(param.is_meta for param in model.parameters()):
         return []
-    # attributes that the loss assigns, such as a count of its calls, do not change
+    # A copy, so that attributes that the loss assigns, such as a count of its calls, do not change.
     task = copy.copy(task)
     with _unchanged(model):
         samples = _draw_samples(dataset, seed)
@@ -115,7 +115,7 @@ def _check_quantity(
     method: str,
     compute: Callable[[Any], dict[str, torch.Tensor]],
 ) -> list[Notice]:
-    # parts of unequal size distinguish a weighted mean from a plain one
+    # Parts of unequal size distinguish a weighted mean from an unweighted one.
     cut = len(samples) - max(1, len(samples) // 3)
     batches = [
         _collate(task, model, part, seed) for part in (samples, samples[:cut], samples[cut:])
@@ -181,8 +181,8 @@ def _is_a_mean(name: str, method: str, split: _Split) -> ConfigError:
 
 
 def _draw_samples(dataset: Any, seed: int) -> list[Any]:
-    """Return up to six samples spread over the dataset; a single one twice, because the parts must
-    not be empty."""
+    """Return up to six samples spread over the dataset. A single sample is returned twice, because
+    neither part may be empty."""
     num_samples = min(len(dataset), _MAX_SAMPLES)
     seed_everything(seed, "additivity")
     samples = [dataset[position * len(dataset) // num_samples] for position in range(num_samples)]
@@ -199,9 +199,9 @@ def _evaluate(
     compute: Callable[[Any], dict[str, torch.Tensor]], batch: Any, seed: int, draw: int
 ) -> dict[str, float]:
     seed_everything(seed, "additivity", draw)
-    # a loss may change its batch in place
+    # A loss may change its batch in place.
     copied = map_tensors(batch, lambda tensor: tensor.clone())
-    with torch.enable_grad():  # a loss may take gradients itself
+    with torch.enable_grad():  # a loss may compute gradients itself
         return {name: float(value.detach()) for name, value in compute(copied).items()}
 
 
@@ -215,7 +215,7 @@ def _is_close(value: float, expected: float, tolerance: float) -> bool:
 
 @contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Switch to eval mode within the block; then restore modes, buffers and all random states."""
+    """Switch to eval mode within the block, then restore modes, buffers and all random states."""
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     states = _random_states()

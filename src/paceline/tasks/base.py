@@ -1,4 +1,5 @@
-"""The contract of a task: what a sample is, how samples become a batch, and what the loss is.
+"""The interface of a task: what a sample is, how samples become a batch, and how the loss is
+computed.
 
 A task is independent of ranks, accumulation and precision. It returns the *sum* of the loss over a
 batch and the *count* that the sum covers (tokens, images); the trainer divides by the global count,
@@ -35,7 +36,7 @@ _LANGUAGE_SOURCE_KEYS = ("columns", "name", "ignore_columns", "roles")
 
 
 class ModelStateReader(Protocol):
-    """A checkpoint from which parts of a trained model are read."""
+    """A checkpoint from which a task reads parts of a trained model."""
 
     def tensors(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return the dtype and the full shape of each tensor, by name."""
@@ -52,12 +53,15 @@ class Prepared:
     Args:
         num_train: number of training samples.
         num_eval: number of validation samples (0: no evaluation).
-        counts: the data accounting of the training data (and of the split held out from it).
-        train_tokens: tokens of one epoch, or None if samples have no tokens.
-        label_tokens: tokens that carry loss in one epoch, or None.
+        counts: how many rows of the training data (and of the split held out from it) were used or
+            dropped.
+        train_tokens: number of tokens in one epoch, or None if samples have no tokens.
+        label_tokens: number of tokens with loss in one epoch, or None.
         notices: messages as (level, text), with level "info" or "warning".
-        fingerprint: changes when the data do; a run is not resumed with another one. None: unknown.
-        handle: what ``build_datasets`` needs to find the prepared data, such as a cache folder.
+        fingerprint: hash of the data, or None if unknown. A run cannot be resumed with a different
+            one.
+        handle: the object by which ``build_datasets`` finds the prepared data, such as a cache
+            folder.
     """
 
     num_train: int
@@ -89,18 +93,18 @@ class Task:
                 # the SUM over the batch, never the mean
                 return F.mse_loss(model(x), y, reduction="sum")
 
-    The config is ``self.config``; your own settings are in ``self.config.task_args``.
+    The config is ``self.config``; settings for the task itself are in ``self.config.task_args``.
     """
 
-    #: what ``count`` counts, for the report
+    #: Name of the items that ``count`` counts, for the report.
     unit = "samples"
-    #: peak learning rate if the config sets none
+    #: Peak learning rate if the config does not set one.
     default_learning_rate = 1e-3
-    #: False: the loss compares samples of a micro-batch with each other (a contrastive loss), so
-    #: its value on a batch is not the sum of its values on the parts. The result of training then
-    #: depends on the micro-batch size.
+    #: Whether the loss on a batch is the sum of the losses on its parts. Set it to False if the
+    #: loss compares samples of a micro-batch with each other (a contrastive loss). The result of
+    #: training then depends on the micro-batch size.
     additive = True
-    #: whether the model generates text from the samples of :class:`LanguageTask`
+    #: Whether the model generates text from the samples of :class:`LanguageTask`.
     is_language_model = False
 
     def __init__(self, config: Config) -> None:
@@ -108,8 +112,8 @@ class Task:
 
     # -- before any rank exists
     def check(self) -> None:
-        """Raise :class:`~paceline.core.errors.ConfigError` for errors that show without reading the
-        data."""
+        """Raise :class:`~paceline.core.errors.ConfigError` for errors that can be found without
+        reading the data."""
 
     def prepare(self) -> Prepared:
         """Read, tokenize and cache the data. Called once per host, before the process group
@@ -122,7 +126,7 @@ class Task:
         )
 
     # -- on every rank
-    #: set before ``build_datasets`` is called on a rank
+    #: Set before ``build_datasets`` is called on a rank.
     prepared: Prepared | None = None
 
     @property
@@ -136,9 +140,10 @@ class Task:
         ``__getitem__(int)``.
 
         A dataset may have an attribute ``lengths``, an int array [num_samples] of tokens per
-        sample, so that ranks get shares of the global batch with equal tokens. The random state is
-        set by seed, epoch and index before each sample is read, so that augmentation is the same in
-        every run; an attribute ``deterministic`` that is true turns that off.
+        sample, so that the ranks get shares of the global batch with similar numbers of tokens.
+        Before each sample is read, the random state is set from the seed, the epoch and the index,
+        so that augmentation is the same in every run. A dataset without random numbers can set the
+        attribute ``deterministic`` to True to skip that.
         """
         raise NotImplementedError(f"{type(self).__name__} needs build_datasets(self)")
 
@@ -148,8 +153,8 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__} needs build_model(self)")
 
     def setup(self, model: nn.Module) -> list[Notice]:
-        """Prepare for training; return (level, text) notices. Called once on every rank with the
-        model on its device, before the first batch."""
+        """Prepare for training. Called once on every rank with the model on its device, before the
+        first batch. Return (level, text) notices."""
         return []
 
     def collate(self, samples: Sequence[Any]) -> Any:
@@ -160,48 +165,52 @@ class Task:
         return default_collate(list(samples))
 
     def count(self, batch: Any) -> int:
-        """Return the count that the loss of this batch is a sum over. Default: the first dimension
-        of the first tensor."""
+        """Return the number of items over which the loss of this batch is a sum. Default: the size
+        of the first dimension of the first tensor."""
         return int(_first_tensor(batch).shape[0])
 
     def num_tokens(self, batch: Any) -> int | None:
-        """Return the tokens of the batch, for the throughput; None if samples have no tokens."""
+        """Return the number of tokens in the batch, for the throughput, or None if samples have no
+        tokens."""
         return None
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the SUM of the loss over the batch: a scalar tensor with gradient."""
+        """Return the SUM of the loss over the batch, as a scalar tensor with gradient."""
         raise NotImplementedError(f"{type(self).__name__} needs loss(self, model, batch)")
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Return sums over the batch by name, which are divided by the global count. Must contain
-        "loss". Those named in :attr:`gathers` are values per sample instead."""
+        """Return sums over the batch by name, including "loss". They are divided by the global
+        count. Results named in :attr:`gathers` are values per sample instead."""
         return {"loss": self.loss(model, batch)}
 
-    #: names of results of :meth:`evaluate` that are values per sample [num_samples] instead of
-    #: sums, for :meth:`metrics`
+    #: Names of the results of :meth:`evaluate` that are values per sample [num_samples] instead of
+    #: sums. :meth:`metrics` receives them.
     gathers: tuple[str, ...] = ()
 
     def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Return metrics that are not sums, such as an AUC. ``gathered``: the :attr:`gathers` of
-        the full validation set, from all ranks, in the same order for each name."""
+        """Return metrics that are not sums, such as an AUC. ``gathered`` has the values of
+        :attr:`gathers` for the full validation set, from all ranks, in the same order for each
+        name."""
         return {}
 
     # -- at the end
     def save_model(self, model: nn.Module, folder: Path) -> None:
-        """Write the trained model into the empty ``folder``. Default: its state dict as
+        """Write the trained model to the empty ``folder``. Default: its state dict as
         ``model.safetensors``."""
         from safetensors.torch import save_model
 
         save_model(model, str(folder / "model.safetensors"))
 
     def save_from(self, source: ModelStateReader, folder: Path) -> bool:
-        """Write the model from parts of a checkpoint, so that no process needs to hold all of it.
-        Returns False if this task cannot; :meth:`save_model` then gets the full model."""
+        """Write the model from parts of a checkpoint, so that no process needs memory for the full
+        model. Return False if the task does not support this; :meth:`save_model` then receives the
+        full model."""
         return False
 
 
 def language_settings_notices(config: Config) -> list[Notice]:
-    """Return a warning for each changed setting that has no effect on a task without text."""
+    """Return a warning for each setting that was changed and has no effect on a task without
+    text."""
     defaults = TrainArgs()
     names = [
         key for key in _LANGUAGE_KEYS if getattr(config, key) != Config.model_fields[key].default
@@ -242,7 +251,8 @@ def _first_tensor(batch: Any) -> torch.Tensor:
 
 
 def num_positions(batch: Any) -> int:
-    """Return the tokens of a batch, padding included; of a batch without tokens, the rows."""
+    """Return the number of tokens in a batch, including padding, or the number of rows if the batch
+    has no tokens."""
     import torch
 
     ids = batch.get("input_ids") if isinstance(batch, dict) else None

@@ -1,4 +1,4 @@
-"""`task: classify`: images into classes."""
+"""`task: classify`: image classification."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from paceline.tasks.base import Notice, Prepared, Task, dropped_notice, language
 
 @dataclass(frozen=True)
 class ClassifyData:
-    """The images, and the form in which the model accepts them."""
+    """The images, and the size, channels and normalization that the model expects."""
 
     train: ImageIndex
     evaluation: ImageIndex | None
@@ -30,8 +30,8 @@ class ClassifyData:
 
 
 class ClassifyTask(Task):
-    """An image classifier, built-in or of Hugging Face, on scikit-learn's digits or on a folder
-    with one subfolder per class.
+    """Trains an image classifier, built-in or from Hugging Face, on scikit-learn's digits or on a
+    folder with one subfolder per class.
 
     The loss is cross entropy in nats, summed over images; validation adds the accuracy.
     """
@@ -61,8 +61,8 @@ class ClassifyTask(Task):
         """Find the images and read their headers.
 
         Raises:
-            ConfigError: no usable data, a single class, or validation classes that training does
-                not have.
+            ConfigError: there are no usable images, there is only one class, or the validation data
+                have classes that the training data do not have.
         """
         seed, notices = self.config.train_args.seed, language_settings_notices(self.config)
         source = self.config.sources()[0].path
@@ -152,8 +152,8 @@ class ClassifyTask(Task):
         return [("warning", text)]
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Return the cross entropy in nats, summed over the images. ``batch``: images [N, C, H, W]
-        and classes int64 [N]."""
+        """Return the cross entropy in nats, summed over the images. ``batch`` is (images [N, C, H,
+        W], classes int64 [N])."""
         images, labels = batch
         logits = vision.logits_of(model(images)).float()
         return functional.cross_entropy(logits, labels, reduction="sum")
@@ -169,8 +169,8 @@ class ClassifyTask(Task):
         }
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
-        """Write the weights, form and class names, for
-        :func:`paceline.models.vision.load_classifier`."""
+        """Write the weights, the input format and the class names, so that
+        :func:`paceline.models.vision.load_classifier` can load the model."""
         handle: ClassifyData = self._handle
         vision.save_image_model(model, self.config, handle.form, handle.train.classes, folder)
 

@@ -25,8 +25,8 @@ from paceline.tasks.base import Notice, Prepared, Task
 
 
 class LanguageTask(Task):
-    """Any causal model of Hugging Face, trained in full or with LoRA, on chats, prompts and
-    completions, or plain text."""
+    """Trains a causal language model of Hugging Face, in full or with LoRA, on conversations,
+    prompts with completions, or plain text."""
 
     unit = "label tokens"
     is_language_model = True
@@ -73,8 +73,8 @@ class LanguageTask(Task):
         return language.load_language_model(self.config)
 
     def setup(self, model: Any) -> list[Notice]:
-        """Choose between packed and padded rows by trying. Called with the model on its device,
-        before training."""
+        """Choose between packed and padded rows by a test on the model. Called with the model on
+        its device, before training."""
         notices = adapter_notices(model, self.config) if self.config.lora.enable else []
         base = base_model(model)
         self.picks_logits = "logits_to_keep" in inspect.signature(base.forward).parameters
@@ -124,7 +124,7 @@ class LanguageTask(Task):
         return int(batch["num_tokens"])
 
     def loss(self, model: Any, batch: TokenBatch) -> Any:
-        """Return the cross entropy in nats, summed over the tokens that carry loss."""
+        """Return the cross entropy in nats, summed over the tokens with loss."""
         names = ["input_ids", "attention_mask", "position_ids"]
         if self._passes_segments:
             names.append("segment_lengths")

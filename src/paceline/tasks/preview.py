@@ -1,6 +1,6 @@
-"""The first samples of a config's dataset: tokens as the model will see them (with the template
-applied, label tokens and truncation marked), resized images, and rows of a click log with their
-ids."""
+"""Preview the first samples of a config's dataset: tokens as the model will see them (with the chat
+template applied, label tokens and truncation marked), resized images, or rows of a click log with
+their IDs."""
 
 import base64
 import io
@@ -33,14 +33,15 @@ from paceline.tasks.classify import ClassifyTask
 from paceline.tasks.recommend import RecommendTask
 
 MAX_ROWS = 100
-#: Of a longer row only the first tokens are shown; its counts are of all tokens.
+#: Only this many tokens of a row are shown; its counts include all tokens.
 MAX_TOKENS = 4096
-#: Of a row's ids in one column only the first are shown.
+#: Only this many IDs of a row are shown per column.
 _MAX_IDS = 20
 
 
 class Segment(TypedDict):
-    """Consecutive tokens. ``label``: they carry loss; ``cut``: they are not trained on."""
+    """Consecutive tokens with the same state: ``label`` if they have a loss, ``cut`` if they are
+    truncated and not trained on."""
 
     text: str
     label: bool
@@ -48,24 +49,25 @@ class Segment(TypedDict):
 
 
 class Field(TypedDict):
-    """A column of a click log's row."""
+    """One column in a row of a click log."""
 
     name: str
     value: str
 
 
 class PreviewRow(TypedDict, total=False):
-    """A row.
+    """A row of the preview.
 
     Attributes:
-        source, place, format: of the row; the last may be None.
-        reason: why it is dropped, or None.
+        source, place, format: source of the row, position in it, and format or None.
+        reason: why the row is dropped, or None.
         hidden_tokens: number of tokens that are not in ``segments``.
-        parts: number of samples that a document becomes.
-        label, shape, image: of an image [channels, height, width], as a `data:` URI, resized for
-            the model but not normalized.
-        fields: of a click log: numbers as scaled for the model, ids by their row in the column's
-            table.
+        parts: number of samples that a document is divided into.
+        label: class of an image, or label of a row of a click log.
+        shape: shape of an image, [channels, height, width].
+        image: the image as a `data:` URI, resized for the model but not normalized.
+        fields: columns of a click log: numbers as scaled for the model, IDs as row numbers in the
+            table of the column.
     """
 
     source: str
@@ -85,7 +87,7 @@ class PreviewRow(TypedDict, total=False):
 
 
 class Preview(TypedDict, total=False):
-    """The first rows; ``max_length`` and ``overlong`` where they are of text."""
+    """The first rows of each source. Previews of text also have ``max_length`` and ``overlong``."""
 
     task: str
     max_length: int
@@ -95,11 +97,11 @@ class Preview(TypedDict, total=False):
 
 
 def preview(config: Config, rows: int = 5) -> Preview:
-    """Return the first ``rows`` rows of each source of ``dataset``, in the order of the file.
-    Images are spread evenly over the data, to show several classes.
+    """Return the first ``rows`` rows of each source of ``dataset``, in file order. Images are taken
+    at even intervals, to show several classes.
 
     Raises:
-        ConfigError: the task is a user's, or the data are invalid.
+        ConfigError: the task is defined by the user, or the data are invalid.
     """
     if not 1 <= rows <= MAX_ROWS:
         raise ConfigError(f"`--rows {rows}` is out of range", allowed=f"1 to {MAX_ROWS}")
@@ -271,7 +273,7 @@ _WITHOUT_TOKENS: dict[str, Callable[[Config, int], tuple[list[PreviewRow], list[
 
 
 def as_text(result: Preview) -> str:
-    """Return the preview for a terminal: label tokens in 【】, tokens that are cut in ⟦⟧."""
+    """Format a preview for a terminal, with label tokens in 【】 and truncated tokens in ⟦⟧."""
     lines = []
     for number, row in enumerate(result["rows"], 1):
         head = f"--- {number}: {row['place']}"

@@ -1,4 +1,4 @@
-"""`task: recommend`: click prediction from ids and numbers."""
+"""`task: recommend`: click prediction from sparse features (IDs) and dense features (numbers)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -45,7 +45,7 @@ from paceline.tasks.base import (
 
 @dataclass(frozen=True)
 class RecommendData:
-    """The data in the cache, and which rows are held out."""
+    """The prepared data in the cache, and which rows are held out for validation."""
 
     train: Path
     evaluation: Path | None
@@ -59,7 +59,7 @@ class RecommendData:
 
 
 class RecommendTask(Task):
-    """A click model on `builtin:clicks` or on a user's click log.
+    """Trains a click model on `builtin:clicks` or on a click log of the user.
 
     The loss is binary cross entropy in nats, summed over rows; validation adds the exact AUC, and
     `best_auc`, the AUC of the true click probabilities if they are known.
@@ -125,10 +125,10 @@ class RecommendTask(Task):
                 )
 
     def prepare(self) -> Prepared:
-        """Read the data into the cache, unless they are in it.
+        """Convert the data and store them in the cache, unless they are there already.
 
         Raises:
-            ConfigError: no usable data, or an id without a row in its table.
+            ConfigError: there are no usable rows, or an ID has no row in its table.
         """
         config = self.config
         name, take = take_count(config.sources()[0].path)
@@ -191,8 +191,8 @@ class RecommendTask(Task):
         return build_click_model(self.config.model, args)
 
     def collate(self, samples: Sequence[Row]) -> dict[str, torch.Tensor | list[torch.Tensor]]:
-        """``label`` float32 [N], ``dense`` float32 [N, D], ``ids`` and ``starts``: int64 [n] and [N
-        + 1] for each table."""
+        """Return a batch: ``label`` float32 [N], ``dense`` float32 [N, D], and for each table
+        ``ids`` int64 [n] and ``starts`` int64 [N + 1]."""
         places = np.array([row.array_row for row in samples], dtype=np.int64)
         return {
             name: (
@@ -212,8 +212,8 @@ class RecommendTask(Task):
         return self.evaluate(model, batch)["loss"]
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-        """Return the sum ``loss`` and, for each row, ``score`` (the logit), ``label``, and
-        ``chance`` if it is known."""
+        """Return the sum ``loss`` and the values per row ``score`` (the logit), ``label`` and, if
+        known, ``chance`` (the true click probability)."""
         labels = batch["label"]
         logits = model(batch["dense"], batch["ids"], batch["starts"]).float()
         loss = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
@@ -223,8 +223,8 @@ class RecommendTask(Task):
         return results
 
     def metrics(self, gathered: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Return the exact ``auc`` over the full set, and ``best_auc``, that of the true click
-        probabilities if they are known."""
+        """Return the exact ``auc`` over the full validation set and, if the true click
+        probabilities are known, their AUC as ``best_auc``."""
         labels = gathered["label"].numpy()
         metrics = {"auc": exact_auc(labels, gathered["score"].numpy())}
         if len(gathered["chance"]):
@@ -232,8 +232,8 @@ class RecommendTask(Task):
         return metrics
 
     def save_model(self, model: nn.Module, folder: Path) -> None:
-        """Write the weights, the tables and the form of the inputs, for
-        :func:`paceline.models.recommend.load_recommender`."""
+        """Write the weights, the tables and the description of the inputs, so that
+        :func:`paceline.models.recommend.load_recommender` can load the model."""
         params: dict[str, torch.Tensor] = dict(model.named_parameters())
         dense = {name: param for name, param in params.items() if not _is_table(name)}
         self._save(folder, dense, params.__getitem__)
@@ -246,7 +246,7 @@ class RecommendTask(Task):
         }
 
         class Rows:
-            """A table in the checkpoint, of which ranges are read."""
+            """A table in the checkpoint, from which ranges of rows are read."""
 
             def __init__(self, name: str) -> None:
                 self.name = name

@@ -1,4 +1,4 @@
-"""A user's task, loaded from a file or a module, and the checks of what it returns."""
+"""Load a user's task from a file or a module, and check what its methods return."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _FORM = "./file.py:Class or package.module:Class"
 _REQUIRED = ("build_datasets", "build_model", "loss")
-#: Methods of Lightning, transformers and of tutorials that Paceline does not call, and what to use
-#: instead.
+#: What to use instead of methods that are common in Lightning, transformers and tutorials and that
+#: Paceline does not call.
 _NOT_CALLED = {
     (
         "the optimizer and its schedule are set by `train_args` (`optim`, `learning_rate`, "
@@ -60,11 +60,11 @@ _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 def load_user_task(config: Config) -> Task:
     """Return an instance of the class that ``config.task`` names, in a :class:`UserTask`.
 
-    Every rank calls this, so that an instance is never sent between processes.
+    Every rank calls this, so that no instance is sent between processes.
 
     Raises:
-        ConfigError: the file or the class does not exist or is not a task, or user code raised,
-            with the line of it.
+        ConfigError: the file or the class does not exist or is not a task, or user code raised an
+            exception; the message shows the line.
     """
     if config.lora.enable:
         raise ConfigError(
@@ -80,9 +80,10 @@ def load_user_task(config: Config) -> Task:
 
 
 class UserTask:
-    """A user's task whose data are checked. All else is that of the task itself.
+    """A wrapper around a user's task that checks the datasets. All other attributes are those of
+    the task.
 
-    It is not a subclass of :class:`Task`, whose defaults would hide the user's methods.
+    It is not a subclass of :class:`Task`, because the default methods would hide those of the user.
     """
 
     def __init__(self, task: Task) -> None:
@@ -209,7 +210,7 @@ def _create(task_class: type[Task], config: Config) -> Task:
 
 def _contract_notices(task_class: type[Task]) -> list[tuple[str, str]]:
     """Return warnings about methods that Paceline does not call, and about a loss that is declared
-    not to be additive."""
+    as not additive."""
     name = task_class.__name__
     defined = {
         method
@@ -249,7 +250,7 @@ def _public_methods(task_class: type) -> set[str]:
 
 
 def guard_dataset(dataset: Any, name: str) -> None:
-    """Raise ConfigError unless ``dataset`` has a length and is looked up by index. ``name``: of the
+    """Raise ConfigError unless ``dataset`` has a length and can be indexed. ``name`` describes the
     dataset in the message."""
     classes = _torch_classes(type(dataset))
     if "IterableDataset" in classes:
@@ -288,7 +289,7 @@ def guard_dataset(dataset: Any, name: str) -> None:
 
 def guard_model(model: Any) -> None:
     """Raise ConfigError if ``model`` is not a module, or if it or a part of it is already wrapped
-    for several devices. Works on class names, so that it imports nothing."""
+    for several devices. Compares class names, so that it imports nothing."""
     if "Module" not in _torch_classes(type(model)):
         raise ConfigError(
             f"build_model returned {_kind(model)}",
@@ -313,7 +314,7 @@ def guard_model(model: Any) -> None:
 
 
 def _torch_classes(cls: type) -> set[str]:
-    """Return the names of those of the class and its bases that are torch's."""
+    """Return the names of the class and its bases that are defined by torch."""
     return {base.__name__ for base in cls.__mro__ if base.__module__.split(".")[0] == "torch"}
 
 

@@ -1,1 +1,1 @@
-"""A model as numbers: shape, FLOPs, activations."""
+"""Describe a model for cost estimates: shapes, FLOPs and activation memory."""

@@ -1,11 +1,12 @@
-"""Estimates the activations and FLOPs of a language model from its config.json. Imports no torch.
+"""Estimate the activation memory and the FLOPs of a language model from its config.json. Imports no
+torch.
 
-The model is that of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models" (2022), section 4: each operation saves its inputs. Their layer of ``sbh(34 + 5as/h)`` bytes
-has 2-byte activations, dropout, an ungated MLP of width 4h and attention with stored scores. Here
-the widths are those of the model (gated MLP, grouped keys and values), fused attention stores no
-scores (their section 5; Dao et al., "FlashAttention", 2022, section 3.1), the norms compute in
-float32, and a frozen weight saves no input (Hu et al., "LoRA", 2021).
+The estimate follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models" (2022), section 4: each operation saves its inputs. Their formula for a layer, ``sbh(34 +
+5as/h)`` bytes, assumes 2-byte activations, dropout, an ungated MLP of width 4h and attention with
+stored scores. Here the widths are those of the model (gated MLP, grouped keys and values), fused
+attention stores no scores (their section 5; Dao et al., "FlashAttention", 2022, section 3.1), norms
+compute in float32, and a frozen weight saves no input (Hu et al., "LoRA", 2021).
 """
 
 import re
@@ -20,7 +21,7 @@ _UNGATED = {
     "gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "bloom", "falcon", "mpt", "codegen", "phi",
     "starcoder2", "gpt_bigcode", "xglm", "biogpt", "nemotron",
 }  # fmt: skip
-#: Model types that normalize queries and keys.
+#: Model types that apply a norm to queries and keys.
 _NORMED_QUERIES = {"qwen3", "qwen3_moe", "gemma3_text", "olmo2", "olmo3", "smollm3"}
 _FLOAT32 = 4
 
@@ -30,13 +31,14 @@ class LanguageDims:
     """Widths of a decoder-only language model.
 
     Args:
-        queries, keys: outputs of the query projection, and of the key (and value) projection: heads
-            × head size.
+        queries, keys: output widths of the query projection and of the key (and value) projection:
+            number of heads × head size.
         feed_forward: inner width of the MLP, or of one expert.
-        experts, experts_per_token: 1 and 1 in a dense model.
-        gated: the MLP has a gate beside its up projection.
-        tied: the output head is the token embedding.
-        positions: rows of a learned table of positions; 0 without one.
+        experts, experts_per_token: number of experts, and of those that process a token; 1 and 1 in
+            a dense model.
+        gated: whether the MLP has a gate in addition to its up projection.
+        tied: whether the output head shares its weight with the token embedding.
+        positions: number of learned position embeddings, or 0.
     """
 
     hidden: int
@@ -56,17 +58,17 @@ class LanguageDims:
 
     @property
     def attention_weights(self) -> int:
-        """Parameters of the projections of one layer's attention, without biases."""
+        """Number of parameters of the attention projections of one layer, without biases."""
         return 2 * self.hidden * (self.queries + self.keys)
 
     @property
     def expert_weights(self) -> int:
-        """Parameters of one MLP (one expert), without biases."""
+        """Number of parameters of one MLP (or one expert), without biases."""
         return (3 if self.gated else 2) * self.hidden * self.feed_forward
 
     @property
     def parameters_at_most(self) -> int:
-        """Upper bound of the parameters, including biases and norms."""
+        """Upper bound on the number of parameters, including biases and norms."""
         layer = self.attention_weights + self.experts * (self.expert_weights + self.hidden)
         small = (
             8 * self.hidden
@@ -79,7 +81,7 @@ class LanguageDims:
 
 
 def dims_of(config: JsonObject) -> LanguageDims | None:
-    """Return the widths in a config.json; None if it is not that of a supported decoder."""
+    """Return the widths in a config.json, or None if it does not describe a supported decoder."""
     config = language_fields(config)
     number = partial(first_number, config)
     hidden = number("hidden_size", "n_embd", "d_model")
@@ -117,14 +119,14 @@ def dims_of(config: JsonObject) -> LanguageDims | None:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes for one micro-batch on a rank that holds the full model.
+    """Activation memory in bytes for one micro-batch, on a rank that holds the full model.
 
     Args:
-        block: saved by each block from its forward to its backward.
-        recomputed: of one block during its recomputation; 0 without activation checkpointing.
-        ends: of the layers outside the blocks: the last norm, the head.
-        logits: of the head's output and two gradients at the start of backward, all float32, when
-            the other activations of the micro-batch still exist.
+        block: saved by each block from its forward pass to its backward pass.
+        recomputed: needed to recompute one block; 0 without activation checkpointing.
+        ends: saved by the layers outside the blocks: the last norm and the head.
+        logits: the head's output and two gradients of it in float32, at the start of backward, when
+            all other activations still exist.
     """
 
     block: float
@@ -135,13 +137,14 @@ class Activations:
 
     @property
     def total(self) -> int:
-        """The peak: the start of backward, or the last block's recomputation, when the logits have
-        been freed."""
+        """Peak memory: at the start of backward, or during the recomputation of the last block,
+        when the logits have been freed."""
         return round(self.layers * self.block + self.ends + max(self.logits, self.recomputed))
 
     @property
     def saved(self) -> int:
-        """Saved from forward to backward: only the log-probabilities of the logits."""
+        """Memory that is kept from forward to backward. Of the logits, that is only the
+        log-probabilities."""
         return round(self.layers * self.block + self.ends + self.logits / 3)
 
     @property
@@ -159,14 +162,15 @@ def language_activations(
     fused_attention: bool = True,
     longest: float = 0.0,
 ) -> Activations:
-    """Estimate the activations of a micro-batch of ``tokens`` tokens, of which ``labels`` have a
-    loss.
+    """Estimate the activation memory of a micro-batch of ``tokens`` tokens, of which ``labels``
+    have a loss.
 
     Args:
-        mask_bytes: bytes per element of a dropout mask: 1 on accelerators; 4 on a CPU, where torch
-            stores it in float32.
-        fused_attention: False if the model stores attention scores.
-        longest: tokens of the longest sample, for attention scores.
+        mask_bytes: bytes per element of a dropout mask: 1 on accelerators, 4 on a CPU, where torch
+            stores masks in float32.
+        fused_attention: whether attention is computed without storing its scores.
+        longest: number of tokens of the longest sample, which determines the size of attention
+            scores.
     """
     args = config.train_args
     low = 2 if args.mixed_dtype else _FLOAT32
@@ -175,7 +179,7 @@ def language_activations(
     # low precision too.
     stream = low if frozen else _FLOAT32
     norm = _norm(dims.hidden, frozen)
-    # Inputs of the projections: one for all in float32; autocast casts one for each.
+    # Inputs of the projections: in float32 one copy for all of them; autocast casts one for each.
     inputs = 0 if frozen else low * dims.hidden * (2 if low == _FLOAT32 else 5 if dims.gated else 4)
     # queries, keys, values, result; row sums
     attention: float = low * (2 * dims.queries + 2 * dims.keys) + _FLOAT32 * dims.heads
@@ -184,7 +188,7 @@ def language_activations(
     if dims.normed_queries:
         attention += _norm(dims.queries + dims.keys, frozen)
     if not fused_attention:
-        # scores after softmax, and their copy in the inputs' precision
+        # Scores after the softmax, and a copy of them in the dtype of the inputs.
         attention += dims.heads * longest * 2 * low
     wide = dims.feed_forward * dims.experts_per_token
     inner = (3 if frozen else 4) if dims.gated else (1 if frozen else 2)
@@ -205,17 +209,17 @@ def language_flops(
 ) -> float:
     """Estimate the FLOPs of forward and backward over a micro-batch.
 
-    A weight that multiplies each token takes 2 FLOPs in forward, 2 for the gradient of its input
-    and 2 for its own gradient (Kaplan et al., "Scaling Laws for Neural Language Models", 2020,
-    section 2.1: 6 per parameter and token). With adapters the frozen weights have no gradient (4),
-    and recomputation adds a forward (Korthikanti et al., 2022, appendix A: 8). Attention's two
-    products take 4 × queries × attended tokens, half of the sample on average, and twice that in
-    backward.
+    A weight that multiplies each token takes 2 FLOPs in the forward pass, 2 for the gradient of its
+    input and 2 for its own gradient (Kaplan et al., "Scaling Laws for Neural Language Models",
+    2020, section 2.1: 6 per parameter and token). With adapters, frozen weights have no gradient
+    (4); recomputation adds a forward pass (8; Korthikanti et al., 2022, appendix A). The two matrix
+    products of attention take 4 × queries × attended tokens (on average half of the sample), and
+    twice that in the backward pass.
 
     Args:
-        tokens: tokens of the micro-batch.
-        labels: tokens that the head processes.
-        sample_tokens: tokens of a sample.
+        tokens: number of tokens in the micro-batch.
+        labels: number of tokens that the head processes.
+        sample_tokens: number of tokens in a sample.
     """
     weights = dims.attention_weights + dims.experts_per_token * dims.expert_weights
     again = 1 if config.train_args.gradient_checkpointing else 0
@@ -226,14 +230,14 @@ def language_flops(
 
 
 def _norm(width: int, frozen: bool) -> int:
-    """Return the bytes per token of a root-mean-square norm in float32: its input and its result
-    before scaling, or only the input if it is frozen."""
+    """Return the bytes per token that a root-mean-square norm saves in float32: its input and its
+    result before scaling, or only its input if it is frozen."""
     return _FLOAT32 * width * (1 if frozen else 2)
 
 
 def _adapters(dims: LanguageDims, config: Config, low: int, mask_bytes: int) -> float:
-    """Return the bytes per token of one layer's adapters: each saves its input (with dropout a
-    separate one and a mask) and rank numbers."""
+    """Return the bytes per token that the adapters of one layer save: each saves its input (with
+    dropout, a separate copy and a mask) and ``lora.rank`` numbers."""
     lora = config.lora
     layers = {
         "q_proj": dims.hidden, "k_proj": dims.hidden, "v_proj": dims.hidden, "o_proj": dims.queries,

@@ -1,4 +1,4 @@
-"""Reads the shape of a model from its modules, on any device, also torch's meta device."""
+"""Read the shape of a model from its modules, on any device including the meta device."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,15 +19,15 @@ from paceline.models.tensor_plan.plan import find_tensor_plan
 
 @dataclass(frozen=True)
 class Probe:
-    """Runs a forward of a model on a batch of ``rows`` samples, to find the outputs of its blocks
-    if its config does not tell them."""
+    """Runs a forward pass on a batch of ``rows`` samples, to measure the outputs of the blocks if
+    the config of the model does not determine them."""
 
     run: Callable[[nn.Module], object]
     rows: int
 
 
 def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> ModelShape:
-    """Return the shape of the model that the task built, before the strategy's setup."""
+    """Return the shape of the model that the task built, before the strategy sets it up."""
     args = config.train_args
     return ModelShape(
         parameters=tuple(
@@ -51,10 +51,11 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
 
 
 def _phases(model: nn.Module, probe: Probe | None) -> dict[str, tuple[str, ...]] | None:
-    """Return when parameters outside the blocks are used, if a trace is possible.
+    """Return when parameters outside the blocks are used, or None if the model cannot be traced.
 
-    It is traced with a probe, and on the meta device, where it is cheap. There some models cannot
-    run their blocks, and parameters not used before the first block count as used after the last.
+    The model is traced if there is a probe, or if it is on the meta device, where tracing is cheap.
+    Some models cannot run their blocks there; parameters that are not used before the first block
+    then count as used after the last one.
     """
     if probe is None and not on_meta(model):
         return None
@@ -72,7 +73,8 @@ def _tensor_plan(model: nn.Module, config: Config) -> dict[str, str]:
 
 
 def _block_outputs(model: nn.Module, probe: Probe | None) -> tuple[float, ...]:
-    """Return the elements of each block's output per token or sample; empty if unknown."""
+    """Return the number of elements of each block's output per token or sample, or an empty tuple
+    if unknown."""
     blocks = find_blocks(model)
     inner = base_model(model)
     config: Any = getattr(inner, "config", None)

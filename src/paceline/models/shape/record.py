@@ -1,4 +1,4 @@
-"""A model as numbers, from which cost models estimate memory and traffic. Imports no torch."""
+"""The shape of a model, from which cost models estimate memory and traffic. Imports no torch."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TensorShape:
-    """A parameter or buffer: its name in the model, its shape, bytes per element in the model that
-    the task built, and whether it is trained."""
+    """A parameter or buffer of the model that the task built: its name, its shape, its bytes per
+    element, and whether it is trained."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,19 +33,19 @@ class ModelShape:
     """The tensors of a model. A weight with several names is listed once, under the first.
 
     Args:
-        parameters: in the model's order.
-        buffers: persistent or not.
+        parameters: the parameters, in the model's order.
+        buffers: the buffers, persistent or not.
         optimizer_bytes_per_element: bytes of optimizer state per trained element, e.g. 8 for the
             two float32 moments of Adam.
         low_bytes: bytes per element of the low-precision dtype (2), or 0 without mixed precision.
         blocks: dotted names of the repeated blocks in the order in which they run
             ("model.layers.0", …).
         tensor_plan: dotted module name → its tensor-parallel style ("colwise", "rowwise", …).
-        aliases: other name → first name of weights with several names.
-        block_output_elements: elements that each block passes to the next per token (or sample);
-            empty if unknown.
-        phases: parameter outside the blocks → when a traced forward uses it ("before" or "after"
-            the blocks); None without a trace.
+        aliases: other name → first name, for weights with several names.
+        block_output_elements: number of elements that each block passes to the next per token (or
+            sample); empty if unknown.
+        phases: parameter outside the blocks → when a forward pass uses it ("before" or "after" the
+            blocks); None if the model was not traced.
     """
 
     parameters: tuple[TensorShape, ...]
@@ -63,10 +63,10 @@ class ModelShape:
         return {}
 
     def memoize(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """Return the result of ``compute``, which is called once per key.
+        """Return the result of ``compute``, which is called only once per key.
 
-        A plan for many ranks needs the same results in every mode. A copy made by
-        ``dataclasses.replace`` starts without results.
+        The planner needs the same results for every mode. A copy made by ``dataclasses.replace``
+        starts without results.
         """
         if key not in self._results:
             self._results[key] = compute()

@@ -1,4 +1,5 @@
-"""Traces a forward to find when a model uses its parameters: before, inside or after its blocks."""
+"""Trace a forward pass to find out when a model uses its parameters: before, inside or after its
+blocks."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -32,16 +33,16 @@ _ERRORS = (
 
 @dataclass
 class Trace:
-    """The result of a traced forward.
+    """The result of a traced forward pass.
 
     Args:
         phases: parameter outside the blocks → when it was used. A tied weight is listed under the
             name in the module that used it.
-        order: numbers of the blocks, in the order in which they ran.
-        outputs: number of a block → entries of the tuple that it returned; 0 for a tensor.
-        altered: blocks whose input was not the output of the block before.
-        written: parameters that the forward changed in place.
-        error: why the forward failed; None if it did not.
+        order: indices of the blocks, in the order in which they ran.
+        outputs: index of a block → length of the tuple that it returned; 0 for a tensor.
+        altered: indices of the blocks whose input was not the output of the previous block.
+        written: parameters that the forward pass changed in place.
+        error: why the forward pass failed, or None.
     """
 
     phases: dict[str, set[str]] = field(default_factory=dict)
@@ -53,8 +54,8 @@ class Trace:
 
 
 def trace(model: nn.Module, run: Callable[[nn.Module], object]) -> Trace:
-    """Run ``run(model)`` once, in evaluation mode and without gradients, and record its use of
-    parameters. The model may be on the meta device."""
+    """Call ``run(model)`` once, in evaluation mode and without gradients, and record when it uses
+    which parameters. The model may be on the meta device."""
     recorder = _Recorder(model)
     with evaluation_mode(model), recorder.hooks(), torch.no_grad(), recorder:
         try:
@@ -65,8 +66,8 @@ def trace(model: nn.Module, run: Callable[[nn.Module], object]) -> Trace:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records every operation, and so every use of a parameter, also without a call of its
-    module."""
+    """Records every operation, and therefore every use of a parameter, even if its module is not
+    called."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -108,7 +109,7 @@ class _Recorder(TorchDispatchMode):
         if args and id(args[0]) in self.all_names and torch_compat.is_mutable_op(func):
             self.trace.written.append(self.all_names[id(args[0])])
         if torch_compat.is_item_op(func) and args[0].device.type == "meta":
-            # assumes that nothing is padded or packed
+            # Assume that nothing is padded or packed.
             return args[0].dtype.is_floating_point or args[0].dtype == torch.bool
         return func(*args, **(kwargs or {}))
 
@@ -147,8 +148,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def made_up_inputs(model: nn.Module) -> dict[str, torch.Tensor | tuple[int, ...] | bool] | None:
-    """Return a few tokens or one image for a Hugging Face model; None for other models, whose
-    inputs are unknown."""
+    """Return a few tokens or one image as inputs for a Hugging Face model, or None for other
+    models, whose inputs are unknown."""
     config = getattr(model, "config", None)
     first = next(model.parameters(), None)
     base = base_model(model)
@@ -159,7 +160,7 @@ def made_up_inputs(model: nn.Module) -> dict[str, torch.Tensor | tuple[int, ...]
         inputs: dict[str, torch.Tensor | tuple[int, ...] | bool] = {
             "input_ids": torch.zeros((1, 2), dtype=torch.int64, device=first.device)
         }
-        # packed attention requires the samples' lengths
+        # Packed attention requires the lengths of the samples.
         if attention.attention_of(base) == attention.NAME:
             inputs |= {
                 "position_ids": torch.arange(2, device=first.device).unsqueeze(0),
@@ -177,8 +178,8 @@ def made_up_inputs(model: nn.Module) -> dict[str, torch.Tensor | tuple[int, ...]
 
 
 def trace_model(model: nn.Module, run: Callable[[nn.Module], object] | None = None) -> Trace | None:
-    """Trace a forward over made-up inputs or, if the inputs are unknown or the forward fails, trace
-    ``run``. Return None if neither is possible."""
+    """Trace a forward pass over made-up inputs or, if the inputs are unknown or the forward pass
+    fails, trace ``run``. Return None if neither is possible."""
     inputs = made_up_inputs(model)
     result = None if inputs is None else trace(model, lambda module: module(**inputs))
     if run is not None and (result is None or result.error is not None) and not on_meta(model):

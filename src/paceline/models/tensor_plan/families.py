@@ -1,9 +1,9 @@
-"""Tensor-parallel plans of model families for which transformers has none, or only one for some of
-their layers.
+"""Tensor-parallel plans for model families for which transformers has no plan, or a plan for only
+some of the layers.
 
-The keys are ``model_type`` of a model's config. A pattern names modules below the base model; ``*``
-matches one part of a name. Plans of transformers apply too, except for modules that are listed
-here.
+The keys are the values of ``model_type`` in a model's config. A pattern names modules below the
+base model; ``*`` matches one part of a name. The plans of transformers apply as well, except to
+modules that are listed here.
 """
 
 from collections.abc import Mapping
@@ -97,8 +97,8 @@ PLANS: dict[str, dict[str, str]] = {
     "jamba": {**_LLAMA_ATTENTION, **_under("layers.*.feed_forward", _GATED)},
 }
 
-#: Attributes with which modules of these families compute and that are divided by the ranks.
-#: Modules of other families use the shapes of their weights.
+#: Attributes with which modules of these families compute and which are divided by the number of
+#: ranks. Modules of other families use the shapes of their weights.
 HEAD_NUMBERS = (
     "num_heads",
     "num_attention_heads",
@@ -110,13 +110,13 @@ HEAD_NUMBERS = (
     "split_size",
     "embed_dim",
 )
-#: Arguments of an attention module with one row per head (ALiBi), of which each rank uses those of
+#: Arguments of an attention module that have one row per head (ALiBi). Each rank uses the rows of
 #: its heads.
 HEAD_ARGUMENTS = ("alibi", "position_bias", "attention_mask")
 
 
 def family_plan(config: Any) -> dict[str, str]:
-    """Return pattern → style for a transformers model's config; empty if its family is not in
+    """Return {pattern: style} for the config of a transformers model; empty if its family is not in
     :data:`PLANS`."""
     kind = getattr(config, "model_type", None)
     plan = dict(PLANS.get(kind or "", {}))
@@ -129,8 +129,8 @@ def family_plan(config: Any) -> dict[str, str]:
 
 
 def unsupported(config: Any) -> str | None:
-    """Return why tensor parallelism does not support a model of this config although its family has
-    a plan; None if it does."""
+    """Return why tensor parallelism does not support a model with this config although its family
+    has a plan, or None if it does."""
     kind = getattr(config, "model_type", None)
     if (
         kind == "bloom"

@@ -1,4 +1,5 @@
-"""Finds the tensor-parallel plan of a model: its own, the user's, or that of a chain of layers.
+"""Find the tensor-parallel plan of a model: the model's own plan, the user's, or a plan for a chain
+of layers.
 
 Importing this module does not import torch: the launcher and cost models use it too.
 """
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 _SYNONYMS = {"colwise_rep": COLUMN_GATHERED, "rowwise_rep": ROW_SPLIT}
 #: Styles of embeddings and heads, which every rank holds in full, and of modules that compute with
-#: their local parameters, as all modules do here.
+#: their local parameters, which is the default here.
 _IGNORED = ("embedding_rowwise", "embedding_colwise", "replicate", "local_params")
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 _PEFT_PREFIX = "base_model.model."
@@ -41,11 +42,11 @@ _WITHOUT_TENSOR = "set `parallel.mode: zero3`, which supports every model"
 
 
 def find_tensor_plan(model: nn.Module, configured: Mapping[str, str]) -> dict[str, str]:
-    """Return dotted name → style of each module (or parameter, of experts) that is split, in the
-    model's order.
+    """Return {dotted name: style} of each module (for experts, each parameter) that is split, in
+    the model's order.
 
     Args:
-        model: the model that the task built, with LoRA; on any device, also meta.
+        model: the model that the task built, including LoRA adapters, on any device including meta.
         configured: ``parallel.tensor_plan``: pattern → style, which overrides the model's own plan.
             A pattern is a dotted name in which ``*`` matches one part, with or without the prefix
             of the base model.
@@ -129,7 +130,7 @@ def _model_plan(
 
 
 def _with_number(style: str, pattern: str, config: Any) -> str:
-    """Add a number of the model's config to a style."""
+    """Add the number from the model's config that a style requires."""
     numbers = config.get_text_config() if hasattr(config, "get_text_config") else config
     if style == LATENT:
         return f"{style}:{numbers.qk_rope_head_dim}"
@@ -142,14 +143,15 @@ def _with_number(style: str, pattern: str, config: Any) -> str:
 
 
 def _stored(style: str, module: nn.Module | None) -> str:
-    """Return the style, marked if the module stores its weight transposed."""
+    """Return the style, with a suffix if the module stores its weight transposed."""
     linear = getattr(module, "base_layer", module)
     is_transposed = type(linear).__name__ == "Conv1D" and "/" not in style
     return f"{style}/transposed" if is_transposed else style
 
 
 def _in_order(names: Iterable[str], parameters: Iterable[str]) -> Iterator[str]:
-    """Yield modules and parameters in the order of registration, parameters after their module."""
+    """Yield the names of modules and parameters in the order of registration, parameters after
+    their module."""
     of_module: dict[str, list[str]] = {}
     for name in parameters:
         of_module.setdefault(name.rpartition(".")[0], []).append(name)
@@ -212,8 +214,8 @@ def _check_pairs(plan: Mapping[str, str]) -> None:
 def _chain(model: nn.Module) -> dict[str, str]:
     """Return a plan for pairs Linear → element-wise activation → Linear.
 
-    The model must be an nn.Sequential of layers and further nn.Sequentials: their forward is known,
-    so no other module uses the split activation of a pair.
+    The model must be an nn.Sequential of layers and nested nn.Sequentials. Their forward pass is
+    known, so no other module uses the split activation of a pair.
     """
     from torch import nn
 
@@ -259,7 +261,7 @@ def _class_name(model: Any) -> str:
 
 
 def fitting_sizes(numbers: Iterable[int]) -> list[int]:
-    """Return the sizes of the tensor axis that divide all ``numbers``."""
+    """Return the tensor-parallel sizes that divide all ``numbers``."""
     common = math.gcd(*numbers)
     return [size for size in range(1, min(common, 1024) + 1) if common % size == 0]
 
@@ -275,14 +277,14 @@ def check_sizes(config_json: JsonObject, tensor: int) -> None:
     keys = number("num_key_value_heads", "n_kv_heads", "num_kv_heads") or heads
     sizes = {
         "attention heads": heads,
-        "key_value heads": None if keys == 1 else keys,  # every rank holds a single head
+        "key_value heads": None if keys == 1 else keys,  # a single head is replicated on every rank
         "intermediate size": number("intermediate_size", "ffn_dim", "n_inner"),
     }
     check_divisible({name: size for name, size in sizes.items() if size}, tensor)
 
 
 def check_divisible(sizes: Mapping[str, int], tensor: int) -> None:
-    """Raise ConfigError where a number does not divide by ``tensor``."""
+    """Raise ConfigError if ``tensor`` does not divide one of the sizes."""
     wrong = {name: size for name, size in sizes.items() if size % tensor}
     if not wrong:
         return

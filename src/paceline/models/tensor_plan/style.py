@@ -1,7 +1,8 @@
-"""The styles of a tensor-parallel plan, and the rows or columns of each rank. Imports no torch.
+"""Parse the styles of a tensor-parallel plan, and compute the rows or columns of each rank. Imports
+no torch.
 
-A style is text, as in transformers' plans: a name, for some a number after a colon, and
-``/transposed`` for a weight that is stored as [inputs, outputs] (transformers' Conv1D).
+A style is a string, as in the plans of transformers: a name, for some styles a number after a
+colon, and ``/transposed`` for a weight that is stored as [inputs, outputs] (transformers' Conv1D).
 """
 
 import math
@@ -18,16 +19,17 @@ SUMMED = "replicated_with_grad_allreduce"
 #: Several concatenated weights (gate and up; query, key and value with ``:3``), each of which is
 #: split.
 PACKED_COLUMN, PACKED_ROW = "packed_colwise", "packed_rowwise"
-#: Keys or values of a number of heads (``:1``). With fewer heads than ranks, several ranks hold the
-#: same head.
+#: Keys or values of the given number of heads (``:1``). With fewer heads than ranks, several ranks
+#: hold the same head.
 KV_COLUMN = "kv_colwise"
-#: Queries of a number of heads (``:8``), then one key and one value head that all ranks hold.
+#: Queries of the given number of heads (``:8``), followed by one key head and one value head, which
+#: all ranks hold.
 MULTI_QUERY_COLUMN = "multi_query_colwise"
-#: Experts with split weights: the gradient of the input and the output are summed over the ranks.
-#: ``:2`` experts process a token.
+#: Experts with split weights: their output, and the gradient of their input, are summed over the
+#: ranks. ``:2`` is the number of experts that process a token.
 EXPERTS = "moe_tp_experts"
-#: A projection that is not split and the last features (``:64``) of whose output go to all heads
-#: without a column layer.
+#: A projection that is not split. The last features of its output (``:64``) go to all heads
+#: directly, not through a column layer.
 LATENT = "mla_kv_a_proj"
 
 _KINDS = {
@@ -59,8 +61,8 @@ class Style:
 
 @dataclass(frozen=True)
 class Range:
-    """``length`` rows (or columns) of a full weight from ``start`` on, which ``copies`` ranks hold
-    and one of them owns."""
+    """A range of ``length`` rows (or columns) of a full weight that begins at ``start``. ``copies``
+    ranks hold it, and one of them owns it."""
 
     start: int
     length: int
@@ -88,8 +90,8 @@ def kind_of(text: str) -> str:
 
 
 def cut_axis(text: str, dims: int) -> int | None:
-    """Return the dimension along which a weight with ``dims`` dimensions (1: a bias) is split; None
-    if it is not split."""
+    """Return the dimension along which a weight with ``dims`` dimensions (1 for a bias) is split,
+    or None if it is not split."""
     style = parse_style(text)
     if style.kind in (COLUMN, COLUMN_GATHERED):
         return 0 if dims == 1 else dims - 1 if style.transposed else dims - 2
@@ -99,8 +101,8 @@ def cut_axis(text: str, dims: int) -> int | None:
 
 
 def needed_divisor(text: str, length: int) -> int:
-    """Return the number that the tensor axis must divide, for a dimension of ``length``; 0 for key
-    and value layers with a single head."""
+    """Return the number that the tensor-parallel size must divide, for a dimension of ``length``; 0
+    for key and value layers with a single head."""
     style = parse_style(text)
     if style.name in (PACKED_COLUMN, PACKED_ROW):
         return length // style.number
@@ -110,8 +112,8 @@ def needed_divisor(text: str, length: int) -> int:
 
 
 def ranges(text: str, length: int, size: int, rank: int) -> tuple[Range, ...]:
-    """Return the ranges of a dimension of ``length`` that ``rank`` of ``size`` holds, in the order
-    of its part."""
+    """Return the ranges of a dimension of ``length`` that ``rank`` of ``size`` ranks holds, in the
+    order of its local weight."""
     style = parse_style(text)
     if style.name in (PACKED_COLUMN, PACKED_ROW):
         block = length // style.number
@@ -129,10 +131,10 @@ def ranges(text: str, length: int, size: int, rank: int) -> tuple[Range, ...]:
 
 
 def cut_dim(parameter: str, dims: int, plan: Mapping[str, str]) -> int | None:
-    """Return the dimension along which a parameter is split; None if it is not split.
+    """Return the dimension along which a parameter is split, or None if it is not split.
 
-    A column layer: the rows of the weight, its bias, and lora_B of an adapter. A row layer: the
-    columns of the weight, and lora_A of an adapter.
+    A column layer splits the rows of its weight, its bias, and lora_B of its adapter. A row layer
+    splits the columns of its weight, and lora_A of its adapter.
     """
     style, matrix = _style_of(parameter, plan)
     if not style:
@@ -150,10 +152,10 @@ def cut_dim(parameter: str, dims: int, plan: Mapping[str, str]) -> int | None:
 def local_ranges(
     parameter: str, shape: tuple[int, ...], plan: Mapping[str, str], size: int
 ) -> tuple[int, tuple[Range, ...]]:
-    """Return the dimension along which a parameter is split, and the ranges that the first of
-    ``size`` ranks holds; (-1, ()) if it is not split.
+    """Return the dimension along which a parameter is split and the ranges that the first of
+    ``size`` ranks holds, or (-1, ()) if it is not split.
 
-    Sizes that the ranks do not divide are rounded up.
+    Sizes that are not divisible by the number of ranks are rounded up.
     """
     dim = cut_dim(parameter, len(shape), plan)
     if dim is None:
@@ -165,14 +167,15 @@ def local_ranges(
 
 
 def is_summed(parameter: str, plan: Mapping[str, str]) -> bool:
-    """Return whether a parameter is not split and each rank computes a part of its gradient."""
+    """Return whether a parameter is not split although each rank computes only a part of its
+    gradient."""
     style = _style_of(parameter, plan)[0]
     return bool(style) and kind_of(style) == SUMMED
 
 
 def _style_of(parameter: str, plan: Mapping[str, str]) -> tuple[str, str]:
     """Return the style of a parameter or its module, and "lora_A" or "lora_B" for a parameter of an
-    adapter; empty strings if there is none."""
+    adapter; each is an empty string if there is none."""
     if parameter in plan:
         return plan[parameter], ""
     parts = parameter.split(".")
