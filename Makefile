@@ -52,7 +52,7 @@ test-lowest:  ## Run a smoke set with the lowest supported versions, in an envir
 	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	$(LOWEST)/bin/python -m pip install --disable-pip-version-check --quiet uv
 	$(LOWEST)/bin/uv pip install --python $(LOWEST)/bin/python --resolution lowest-direct \
-	  -r pyproject.toml --extra deepspeed --extra tensorboard 'pytest>=8.3' $(LOWEST_ARGS)
+	  -r pyproject.toml --extra deepspeed --extra tensorboard 'pytest>=8.4' $(LOWEST_ARGS)
 	PYTHONPATH=src $(LOWEST)/bin/python -m pytest $(LOWEST_TESTS)
 
 soak: browser  ## Run the long tests that `make test` leaves out
