@@ -1,4 +1,4 @@
-"""A user's loss must be a sum over samples; a mean, or a loss that compares samples, is found
+"""A user's loss must be a sum over samples. A mean, or a loss that compares samples, is detected
 before the first step."""
 
 import copy
@@ -40,7 +40,7 @@ class MeanLoss(Regression):
 
 
 class MeanOverTokens(Regression):
-    """The count is not the number of samples, and the mean is over it."""
+    """Returns the mean over the count, which is not the number of samples."""
 
     def count(self, batch: Any) -> int:
         return int((batch[0] > -1).sum())
@@ -93,8 +93,8 @@ class NoLossInEvalMode(Regression):
         return super().loss(model, batch)
 
 
-class InPlace(Regression):
-    """Changes its batch, draws from every generator, takes gradients itself, and counts its
+class SideEffects(Regression):
+    """Modifies its batch, draws from every random generator, computes gradients, and counts its
     calls."""
 
     calls = 0
@@ -110,7 +110,9 @@ class InPlace(Regression):
 
 def check(kind: type[paceline.Task], num_samples: int = NUM_SAMPLES) -> list[tuple[str, str]]:
     task = kind(
-        Config.model_validate({"model": "mine", "dataset": "mine", "task": "./mine.py:Mine"})
+        Config.model_validate(
+            {"model": "custom", "dataset": "custom", "task": "./custom.py:Custom"}
+        )
     )
     torch.manual_seed(0)
     dataset = torch.utils.data.Subset(task.build_datasets()[0], range(num_samples))
@@ -119,9 +121,9 @@ def check(kind: type[paceline.Task], num_samples: int = NUM_SAMPLES) -> list[tup
 
 @pytest.mark.parametrize("kind", [MeanLoss, MeanOverTokens, MeanOfNoisyErrors])
 @pytest.mark.parametrize("num_samples", [2, 3, NUM_SAMPLES])
-def test_a_mean_is_refused_with_the_fix(kind: type[paceline.Task], num_samples: int) -> None:
+def test_rejects_mean_with_fix(kind: type[paceline.Task], num_samples: int) -> None:
     if kind is MeanOverTokens:
-        num_samples = NUM_SAMPLES  # of the first two and three samples none counts
+        num_samples = NUM_SAMPLES  # the first three samples have a count of zero
     with pytest.raises(
         ConfigError, match=f"{kind.__name__}.loss returns the mean over the batch"
     ) as caught:
@@ -130,52 +132,56 @@ def test_a_mean_is_refused_with_the_fix(kind: type[paceline.Task], num_samples: 
     assert 'reduction="sum"' in caught.value.fix
 
 
-def test_a_mean_over_a_single_sample_dataset_is_refused() -> None:
+def test_rejects_mean_for_single_sample_dataset() -> None:
     with pytest.raises(ConfigError, match="returns the mean"):
         check(MeanLoss, 1)
 
 
-def test_a_mean_in_evaluate_is_refused() -> None:
+def test_rejects_mean_in_evaluate() -> None:
     with pytest.raises(ConfigError, match=r"MeanInEvaluation.evaluate \(error\) returns the mean"):
         check(MeanInEvaluation)
 
 
 @pytest.mark.parametrize("kind", [Contrastive, WithPenalty])
-def test_another_loss_that_is_not_additive_is_refused(kind: type[paceline.Task]) -> None:
+def test_rejects_other_losses_that_are_not_additive(kind: type[paceline.Task]) -> None:
     with pytest.raises(ConfigError, match="is not additive") as caught:
         check(kind)
     assert "additive = False" in str(caught.value)
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 3, NUM_SAMPLES])
-@pytest.mark.parametrize("kind", [Regression, DeclaredContrastive, InPlace])
-def test_a_sum_passes_without_a_notice(kind: type[paceline.Task], num_samples: int) -> None:
+@pytest.mark.parametrize("kind", [Regression, DeclaredContrastive, SideEffects])
+def test_sum_passes_without_notice(kind: type[paceline.Task], num_samples: int) -> None:
     assert check(kind, num_samples) == []
 
 
-def test_a_sum_with_random_numbers_passes_with_a_notice() -> None:
+def test_sum_with_random_numbers_passes_with_notice() -> None:
     ((level, text),) = check(SumOfNoisyErrors)
     assert (level, "random numbers" in text) == ("info", True)
 
 
-def test_a_loss_that_fails_in_eval_mode_is_reported() -> None:
+def test_loss_that_fails_in_eval_mode_is_reported() -> None:
     ((level, text),) = check(NoLossInEvalMode)
     assert level == "warning"
     assert "this model has a loss in training mode only" in text
 
 
-def test_nothing_is_changed_by_the_check() -> None:
-    task = InPlace(
-        Config.model_validate({"model": "mine", "dataset": "mine", "task": "./mine.py:Mine"})
+def test_check_has_no_side_effects() -> None:
+    task = SideEffects(
+        Config.model_validate(
+            {"model": "custom", "dataset": "custom", "task": "./custom.py:Custom"}
+        )
     )
     model, dataset = task.build_model(), task.build_datasets()[0]
     model[2].eval()  # a mode that the user has set
-    before = copy.deepcopy(model.state_dict())
+    weights_before = copy.deepcopy(model.state_dict())
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
     targets = dataset.tensors[1].clone()
     assert check_additive(task, model, dataset, seed=42) == []
     assert [module.training for module in model] == [True, True, False, True]
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, weights_before[name]) for name, value in model.state_dict().items()
+    )
     assert task.calls == 0
     assert random.getstate() == states[0]
     assert np.random.get_state()[1].tolist() == states[1]

@@ -1,4 +1,4 @@
-"""`task: classify`: digits, folders, Hugging Face classifiers, and what is refused."""
+"""`task: classify`: digits, image folders, Hugging Face classifiers, and errors."""
 
 import json
 import pickle
@@ -24,7 +24,7 @@ def make_config(**keys: Any) -> Config:
     return Config.model_validate(values)
 
 
-def prepared_task(**keys: Any) -> Task:
+def prepare_task(**keys: Any) -> Task:
     task = load_task(make_config(**keys))
     task.check()
     task.prepared = task.prepare()
@@ -32,7 +32,7 @@ def prepared_task(**keys: Any) -> Task:
 
 
 def make_folder(root: Path, classes: dict[str, int], size: int = 12) -> Path:
-    """Create images of noise with a brightness per class."""
+    """Create noise images with a different brightness for each class."""
     generator = np.random.default_rng(0)
     for label, (name, count) in enumerate(classes.items()):
         (root / name).mkdir(parents=True)
@@ -52,7 +52,7 @@ def batches(task: Task, dataset: Any, size: int) -> list[Any]:
 
 
 def train(task: Task, epochs: int, size: int = 32) -> tuple[torch.nn.Module, list[float]]:
-    """A plain loop: mean losses of the epochs."""
+    """Train in a simple loop; return the model and the mean loss of each epoch."""
     torch.manual_seed(0)
     model = task.build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -80,8 +80,8 @@ def accuracy(task: Task, model: torch.nn.Module) -> float:
     return sums["accuracy"] / len(dataset)
 
 
-def test_digits_are_learnt_and_the_model_loads_again(tmp_path: Path) -> None:
-    task = prepared_task(split_dataset_ratio=0.1, classify={"hidden_size": 16})
+def test_learns_digits_and_reloads_model(tmp_path: Path) -> None:
+    task = prepare_task(split_dataset_ratio=0.1, classify={"hidden_size": 16})
     assert task.prepared is not None
     assert (task.prepared.num_train, task.prepared.num_eval) == (1617, 180)
     assert task.prepared.counts.as_dict() == {
@@ -95,17 +95,17 @@ def test_digits_are_learnt_and_the_model_loads_again(tmp_path: Path) -> None:
     assert accuracy(task, model) > 0.9
 
     task.save_model(model, tmp_path)
-    again, classes = load_classifier(tmp_path)
+    reloaded, classes = load_classifier(tmp_path)
     images, _ = batches(task, task.build_datasets()[1], 50)[0]
     assert classes == [str(digit) for digit in range(10)]
-    assert torch.equal(again(images), model.eval()(images))
-    # The folder is a model to go on from.
-    further = prepared_task(model=str(tmp_path))
-    assert torch.equal(further.build_model().eval()(images), model(images))
+    assert torch.equal(reloaded(images), model.eval()(images))
+    # The folder can be used as the model of another run.
+    second_task = prepare_task(model=str(tmp_path))
+    assert torch.equal(second_task.build_model().eval()(images), model(images))
 
 
-def test_digits_have_the_declared_shape_and_scale() -> None:
-    task = prepared_task()
+def test_digits_have_declared_shape_and_range() -> None:
+    task = prepare_task()
     image, label = task.build_datasets()[0][0]
     assert (image.shape, image.dtype, label.shape, label.dtype) == (
         (1, 8, 8),
@@ -113,35 +113,38 @@ def test_digits_have_the_declared_shape_and_scale() -> None:
         (),
         torch.int64,
     )
-    every = torch.stack([image for image, _ in task.build_datasets()[0]])
-    assert (float(every.min()), float(every.max())) == (0.0, 1.0)
+    images = torch.stack([image for image, _ in task.build_datasets()[0]])
+    assert (float(images.min()), float(images.max())) == (0.0, 1.0)
 
 
-def test_digits_are_those_of_scikit_learn() -> None:
+def test_digits_match_scikit_learn() -> None:
     from sklearn.datasets import load_digits
 
     pixels, digits = load_digits(return_X_y=True)
-    dataset = prepared_task().build_datasets()[0]
+    dataset = prepare_task().build_datasets()[0]
     assert np.array_equal(dataset.index.labels, digits)
     assert np.allclose(dataset.pixels.reshape(-1, 64) * 16, pixels)
 
 
-def test_the_split_follows_from_the_seed_alone_and_is_sent_to_ranks_whole() -> None:
-    def rows(seed: int) -> set[int]:
-        task = prepared_task(split_dataset_ratio=0.2, train_args={"seed": seed})
+def test_split_depends_only_on_seed_and_survives_pickling() -> None:
+    def held_out_rows(seed: int) -> set[int]:
+        task = prepare_task(split_dataset_ratio=0.2, train_args={"seed": seed})
         task.prepared = pickle.loads(pickle.dumps(task.prepared))
         train_set, held_out = task.build_datasets()
-        both = set(train_set.index.rows.tolist()), set(held_out.index.rows.tolist())
-        assert not both[0] & both[1]
-        assert len(both[0] | both[1]) == 1797
-        return both[1]
+        train_rows, eval_rows = (
+            set(train_set.index.rows.tolist()),
+            set(held_out.index.rows.tolist()),
+        )
+        assert not train_rows & eval_rows
+        assert len(train_rows | eval_rows) == 1797
+        return eval_rows
 
-    assert rows(1) == rows(1) != rows(2)
+    assert held_out_rows(1) == held_out_rows(1) != held_out_rows(2)
 
 
-def test_the_fingerprint_changes_with_the_data() -> None:
+def test_fingerprint_changes_with_data() -> None:
     def fingerprint(**keys: Any) -> str | None:
-        prepared = prepared_task(**keys).prepared
+        prepared = prepare_task(**keys).prepared
         return prepared and prepared.fingerprint
 
     assert fingerprint() == fingerprint()
@@ -157,8 +160,8 @@ def test_the_fingerprint_changes_with_the_data() -> None:
     )
 
 
-def test_the_loss_is_a_sum_so_that_parts_add_up() -> None:
-    task = prepared_task(dataset="builtin:digits#40", model="builtin:mlp")
+def test_loss_of_batch_is_sum_over_parts() -> None:
+    task = prepare_task(dataset="builtin:digits#40", model="builtin:mlp")
     torch.manual_seed(1)
     model = task.build_model()
     batch = batches(task, task.build_datasets()[0], 40)[0]
@@ -169,7 +172,7 @@ def test_the_loss_is_a_sum_so_that_parts_add_up() -> None:
     )
 
 
-def test_number_of_images_after_the_hash(tmp_path: Path) -> None:
+def test_number_suffix_selects_images(tmp_path: Path) -> None:
     assert len(open_images("builtin:digits#100", seed=3)) == 100
     first, second = (open_images("builtin:digits#100", seed=seed).rows for seed in (3, 4))
     assert first is not None
@@ -177,22 +180,24 @@ def test_number_of_images_after_the_hash(tmp_path: Path) -> None:
     assert not np.array_equal(first, second)
     folder = make_folder(tmp_path / "images", {"dark": 4, "light": 4})
     assert len(open_images(f"{folder}#5", seed=0)) == 5
-    few = prepared_task(dataset=f"{folder}#50").prepared
-    assert few is not None
-    assert few.num_train == 8
+    prepared = prepare_task(dataset=f"{folder}#50").prepared
+    assert prepared is not None
+    assert prepared.num_train == 8
     assert any(
-        "8 images; using all of them" in text for level, text in few.notices if level == "warning"
+        "8 images; using all of them" in text
+        for level, text in prepared.notices
+        if level == "warning"
     )
 
 
-def test_a_folder_is_learnt_and_what_cannot_be_read_is_counted(tmp_path: Path) -> None:
+def test_learns_image_folder_and_counts_unreadable_files(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "images", {"dark": 12, "grey": 12, "light": 12})
     (folder / "dark" / "empty.png").touch()
     (folder / "dark" / "notes.txt").write_text("no image")
-    (folder / "light" / "torn.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 20)
+    (folder / "light" / "truncated.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\0" * 20)
     (folder / "labels.csv").write_text("a,b\n")
     (folder / "unused").mkdir()
-    task = prepared_task(
+    task = prepare_task(
         dataset=str(folder), classify={"image_size": 8, "hidden_size": 8}, split_dataset_ratio=0.2
     )
     assert task.prepared is not None
@@ -213,19 +218,19 @@ def test_a_folder_is_learnt_and_what_cannot_be_read_is_counted(tmp_path: Path) -
     assert load_classifier(tmp_path)[1] == ["dark", "grey", "light"]
 
 
-def test_an_image_that_does_not_decode_is_named(tmp_path: Path) -> None:
+def test_undecodable_image_error_names_file(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "images", {"a": 1, "b": 1}, size=64)
     file = folder / "a" / "00.png"
-    file.write_bytes(file.read_bytes()[:3000])  # complete header, pixels cut off
-    task = prepared_task(dataset=str(folder))
+    file.write_bytes(file.read_bytes()[:3000])  # valid header, truncated pixel data
+    task = prepare_task(dataset=str(folder))
     with pytest.raises(RunError, match=r"a/00\.png has a valid header"):
         task.build_datasets()[0][0]
 
 
-def test_validation_folder_keeps_the_numbers_of_the_training_classes(tmp_path: Path) -> None:
+def test_validation_folder_uses_training_class_indices(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "train", {"ant": 2, "bee": 2, "cat": 2})
-    other = make_folder(tmp_path / "val", {"cat": 2, "bee": 1})
-    task = prepared_task(dataset=str(folder), val_dataset=str(other))
+    val_folder = make_folder(tmp_path / "val", {"cat": 2, "bee": 1})
+    task = prepare_task(dataset=str(folder), val_dataset=str(val_folder))
     held_out = task.build_datasets()[1]
     assert held_out.index.labels.tolist() == [1, 2, 2]
     assert task.prepared is not None
@@ -234,10 +239,10 @@ def test_validation_folder_keeps_the_numbers_of_the_training_classes(tmp_path: P
     with pytest.raises(
         ConfigError, match=r"classes that training does not have: dog.*ant, bee, cat"
     ):
-        prepared_task(dataset=str(folder), val_dataset=str(tmp_path / "val2"))
+        prepare_task(dataset=str(folder), val_dataset=str(tmp_path / "val2"))
 
 
-def test_augmentation_follows_from_the_seeded_generator() -> None:
+def test_augmentation_is_determined_by_seed() -> None:
     index = open_images("builtin:digits", seed=0)
     dataset = ImageDataset(index, ImageForm(1, 8, 8), augment=True)
     assert not dataset.deterministic
@@ -257,7 +262,7 @@ def test_augmentation_follows_from_the_seeded_generator() -> None:
 
 @pytest.fixture
 def hub_folder(tmp_path: Path) -> Path:
-    """A Hugging Face classifier of 1,000 classes with random weights, as a folder."""
+    """The folder of a Hugging Face classifier with 1,000 classes and random weights."""
     from transformers import ViTConfig, ViTForImageClassification
 
     settings = ViTConfig(
@@ -277,12 +282,12 @@ def hub_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_hugging_face_classifier_gets_images_in_its_own_form(
+def test_hugging_face_classifier_receives_images_in_expected_format(
     hub_folder: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForImageClassification
 
-    task = prepared_task(model=str(hub_folder), dataset="builtin:digits#64")
+    task = prepare_task(model=str(hub_folder), dataset="builtin:digits#64")
     assert task.default_learning_rate == 2e-5
     train_set = task.build_datasets()[0]
     assert train_set[0][0].shape == (3, 16, 16)
@@ -292,23 +297,23 @@ def test_a_hugging_face_classifier_gets_images_in_its_own_form(
     out = tmp_path / "out"
     out.mkdir()
     task.save_model(model, out)
-    again = AutoModelForImageClassification.from_pretrained(out)
+    reloaded = AutoModelForImageClassification.from_pretrained(out)
     images = batches(task, train_set, 8)[0][0]
-    torch.testing.assert_close(again(images).logits, model.eval()(images).logits)
+    torch.testing.assert_close(reloaded(images).logits, model.eval()(images).logits)
     assert load_classifier(out)[1] == [str(digit) for digit in range(10)]
     assert (out / "preprocessor_config.json").is_file()
 
 
-def test_batch_normalization_gives_a_warning() -> None:
-    task = prepared_task()
+def test_warns_about_batch_normalization() -> None:
+    task = prepare_task()
     assert task.setup(task.build_model()) == []
-    noted = task.setup(torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4)))
-    assert noted[0][0] == "warning"
-    assert "1 batch normalization" in noted[0][1]
+    notices = task.setup(torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4)))
+    assert notices[0][0] == "warning"
+    assert "1 batch normalization" in notices[0][1]
 
 
-def test_settings_of_language_models_are_named_as_without_effect() -> None:
-    prepared = prepared_task(system="Be kind.", train_args={"max_length": 512}).prepared
+def test_warns_about_language_model_settings() -> None:
+    prepared = prepare_task(system="Be kind.", train_args={"max_length": 512}).prepared
     assert prepared is not None
     texts = [text for level, text in prepared.notices if level == "warning"]
     assert texts == [
@@ -330,43 +335,43 @@ def test_settings_of_language_models_are_named_as_without_effect() -> None:
         ({"lora": {"enable": True}}, r"lora\.enable"),
     ],
 )
-def test_wrong_settings_are_refused(keys: dict[str, Any], message: str) -> None:
+def test_rejects_invalid_settings(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        prepared_task(**keys)
+        prepare_task(**keys)
 
 
-def test_wrong_folders_are_refused(tmp_path: Path) -> None:
+def test_rejects_invalid_folders(tmp_path: Path) -> None:
     flat = tmp_path / "flat"
     flat.mkdir()
-    Image.new("RGB", (4, 4)).save(flat / "one.png")
-    with pytest.raises(ConfigError, match=r"no class subfolders \(found: one\.png\)"):
-        prepared_task(dataset=str(flat))
+    Image.new("RGB", (4, 4)).save(flat / "image.png")
+    with pytest.raises(ConfigError, match=r"no class subfolders \(found: image\.png\)"):
+        prepare_task(dataset=str(flat))
     with pytest.raises(ConfigError, match=r"is a file"):
-        prepared_task(dataset=str(flat / "one.png"))
+        prepare_task(dataset=str(flat / "image.png"))
     with pytest.raises(ConfigError, match="has a single class, cat"):
-        prepared_task(dataset=str(make_folder(tmp_path / "single", {"cat": 3})))
+        prepare_task(dataset=str(make_folder(tmp_path / "single", {"cat": 3})))
     with pytest.raises(ConfigError, match=r"did you mean.*single"):
-        prepared_task(dataset=str(tmp_path / "singel"))
-    (tmp_path / "void" / "cat").mkdir(parents=True)
+        prepare_task(dataset=str(tmp_path / "singel"))
+    (tmp_path / "empty" / "cat").mkdir(parents=True)
     with pytest.raises(ConfigError, match=r"no readable image"):
-        prepared_task(dataset=str(tmp_path / "void"))
+        prepare_task(dataset=str(tmp_path / "empty"))
     for part in ("train", "val"):
         make_folder(tmp_path / "splits" / part, {"cat": 1, "dog": 1})
     with pytest.raises(
         ConfigError, match=r"contains splits.*`dataset: .*/train` and `val_dataset: .*/val`"
     ):
-        prepared_task(dataset=str(tmp_path / "splits"))
+        prepare_task(dataset=str(tmp_path / "splits"))
 
 
-def test_a_language_model_folder_is_refused(tmp_path: Path) -> None:
+def test_rejects_language_model_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"})
     )
     with pytest.raises(ConfigError, match=r"is a Qwen2ForCausalLM.*task: sft"):
-        prepared_task(model=str(tmp_path))
+        prepare_task(model=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(ConfigError, match=r"model of type bert"):
-        prepared_task(model=str(tmp_path))
+        prepare_task(model=str(tmp_path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        prepared_task(model=str(tmp_path / "empty"))
+        prepare_task(model=str(tmp_path / "empty"))

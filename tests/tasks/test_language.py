@@ -1,5 +1,4 @@
-"""Language models: packed rows, padded rows and samples alone give the same loss and the same
-gradients."""
+"""Language models: packed, padded and separate samples give the same loss and gradients."""
 
 import json
 from pathlib import Path
@@ -17,25 +16,25 @@ MODEL = "builtin:qwen2-micro"
 
 @pytest.fixture(autouse=True)
 def compiler_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # torch sets it where it is not, on first use
+    # torch sets this variable on first use.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
-def make(
+def make_task(
     task: str = "sft", dataset: str = "builtin:python-docs#12", **keys: Any
 ) -> tuple[LanguageTask, Any, list[Any]]:
-    """(task, model ready to train, its samples)."""
+    """Return (task, model ready to train, samples)."""
     args = {"max_length": 96, **keys.pop("train_args", {})}
     config = Config(model=MODEL, dataset=dataset, task=task, train_args=args, **keys)
-    made = LanguageTask(config)
-    made.check()
-    made.prepared = made.prepare()
-    train, _ = made.build_datasets()
+    language_task = LanguageTask(config)
+    language_task.check()
+    language_task.prepared = language_task.prepare()
+    train, _ = language_task.build_datasets()
     assert isinstance(train, TokenDataset)
     torch.manual_seed(0)
-    model = made.build_model()
-    made.setup(model)
-    return made, model, [train[index] for index in range(len(train))]
+    model = language_task.build_model()
+    language_task.setup(model)
+    return language_task, model, [train[index] for index in range(len(train))]
 
 
 def loss_and_gradients(
@@ -51,7 +50,9 @@ def loss_and_gradients(
     }
 
 
-def close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_gradients_close(
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+) -> None:
     assert set(actual) == set(expected) != set()
     for name, gradient in actual.items():
         assert (
@@ -61,23 +62,22 @@ def close(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_packed_is_padded(lora: bool) -> None:
+def test_packed_and_padded_rows_give_same_loss_and_gradients(lora: bool) -> None:
     keys: dict[str, Any] = {"lora": {"enable": lora, "dropout": 0.0}}
-    packed, packed_model, samples = make(train_args={"packing": True}, **keys)
-    padded, padded_model, again = make(train_args={"packing": False}, **keys)
+    packed, packed_model, samples = make_task(train_args={"packing": True}, **keys)
+    padded, padded_model, padded_samples = make_task(train_args={"packing": False}, **keys)
     assert packed.packed
     assert not padded.packed
-    assert (
-        len({len(sample["input_ids"]) for sample in samples}) > 3
-    )  # otherwise the test shows nothing
+    # With samples of one length, the comparison would be trivial.
+    assert len({len(sample["input_ids"]) for sample in samples}) > 3
     assert all(
         (sample["input_ids"] == other["input_ids"]).all()
-        for sample, other in zip(samples, again, strict=True)
+        for sample, other in zip(samples, padded_samples, strict=True)
     )
     for (name, param), (_, other) in zip(
         packed_model.named_parameters(), padded_model.named_parameters(), strict=True
     ):
-        if "lora_B" in name:  # they begin at zero, where the gradient of lora_A says nothing
+        if "lora_B" in name:  # initialized to zero, where the gradient of lora_A vanishes
             torch.nn.init.normal_(
                 param, std=0.02, generator=torch.Generator().manual_seed(param.numel())
             )
@@ -86,7 +86,7 @@ def test_packed_is_padded(lora: bool) -> None:
     left = loss_and_gradients(packed, packed_model.train(), samples)
     right = loss_and_gradients(padded, padded_model.train(), samples)
     assert left[0] == pytest.approx(right[0], rel=1e-5)
-    close(left[1], right[1])
+    assert_gradients_close(left[1], right[1])
     assert packed.collate(samples)["input_ids"].shape[0] == 1
     assert padded.collate(samples)["input_ids"].shape == (
         len(samples),
@@ -94,55 +94,57 @@ def test_packed_is_padded(lora: bool) -> None:
     )
 
 
-def test_a_sample_never_sees_its_neighbours() -> None:
-    task, model, samples = make()
+def test_samples_in_packed_row_do_not_interact() -> None:
+    task, model, samples = make_task()
     assert task.packed
-    alone = [loss_and_gradients(task, model, [sample]) for sample in samples]
+    separate = [loss_and_gradients(task, model, [sample]) for sample in samples]
     together = loss_and_gradients(task, model, samples)
-    assert together[0] == pytest.approx(sum(loss for loss, _ in alone), rel=1e-5)
-    close(
-        together[1], {name: sum(gradients[name] for _, gradients in alone) for name in together[1]}
+    assert together[0] == pytest.approx(sum(loss for loss, _ in separate), rel=1e-5)
+    assert_gradients_close(
+        together[1],
+        {name: sum(gradients[name] for _, gradients in separate) for name in together[1]},
     )  # type: ignore[misc]
-    turned = loss_and_gradients(task, model, samples[::-1])
-    assert turned[0] == pytest.approx(together[0], rel=1e-5)
-    close(turned[1], together[1])
+    reversed_order = loss_and_gradients(task, model, samples[::-1])
+    assert reversed_order[0] == pytest.approx(together[0], rel=1e-5)
+    assert_gradients_close(reversed_order[1], together[1])
 
 
-def test_the_loss_is_that_of_transformers() -> None:
-    task, model, samples = make()
-    plain = make(train_args={"packing": False})[1]
+def test_loss_matches_transformers() -> None:
+    task, model, samples = make_task()
+    reference_model = make_task(train_args={"packing": False})[1]
     for sample in samples[:3]:
         ids = torch.from_numpy(sample["input_ids"].astype("int64")).unsqueeze(0)
         mask = torch.from_numpy(sample["labels_mask"].astype(bool)).unsqueeze(0)
         with torch.no_grad():
-            expected = plain(input_ids=ids, labels=ids.masked_fill(~mask, -100)).loss
+            expected = reference_model(input_ids=ids, labels=ids.masked_fill(~mask, -100)).loss
             actual = task.loss(model, task.collate([sample]))
         count = int(mask[0, 1:].sum())
         assert task.count(task.collate([sample])) == count
         assert float(actual) / count == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_counts_and_tokens() -> None:
-    packed, _, samples = make()
-    padded, _, _ = make(train_args={"packing": False})
+def test_batch_counts_match_tokenized_data() -> None:
+    packed, _, samples = make_task()
+    padded, _, _ = make_task(train_args={"packing": False})
     tokens = sum(len(sample["input_ids"]) for sample in samples)
     labels = sum(int(sample["labels_mask"][1:].sum()) for sample in samples)
     for task in (packed, padded):
         batch = task.collate(samples)
-        # padding counts as neither
+        # Padding counts as neither tokens nor labels.
         assert (task.num_tokens(batch), task.count(batch)) == (tokens, labels)
         assert task.prepared is not None
         assert (task.prepared.train_tokens, task.prepared.label_tokens) == (tokens, labels)
         assert task.prepared.num_train == len(samples)
 
 
-def test_pretraining_has_loss_on_every_token(tmp_path: Path) -> None:
+def test_pretraining_has_loss_on_every_token_but_the_first(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"text": f"Line {n}. " * (n + 1)}) + "\n" for n in range(5))
     )
-    task, model, samples = make("pretrain", str(tmp_path / "a.jsonl"))
+    task, model, samples = make_task("pretrain", str(tmp_path / "a.jsonl"))
     batch = task.collate(samples)
-    assert task.count(batch) == task.num_tokens(batch) - len(samples)  # all but each sample's first
+    # The first token of each sample has no loss.
+    assert task.count(batch) == task.num_tokens(batch) - len(samples)
     together = loss_and_gradients(task, model, samples)
     assert together[0] == pytest.approx(
         sum(loss_and_gradients(task, model, [sample])[0] for sample in samples), rel=1e-5
@@ -158,6 +160,6 @@ def test_pretraining_has_loss_on_every_token(tmp_path: Path) -> None:
         ("./folder", True, 1e-4),
     ],
 )
-def test_the_learning_rate_where_none_is_given(model: str, lora: bool, rate: float) -> None:
+def test_default_learning_rate(model: str, lora: bool, rate: float) -> None:
     config = Config(model=model, dataset="d", lora={"enable": lora})
     assert LanguageTask(config).default_learning_rate == rate

@@ -1,4 +1,4 @@
-"""`task: recommend`: the model, its tables, AUC over ranks, and a folder that loads again."""
+"""`task: recommend`: the model, its tables, AUC over ranks, and reloading of a saved model."""
 
 import pickle
 from pathlib import Path
@@ -40,14 +40,14 @@ def make_config(**keys: Any) -> Config:
     return Config.model_validate({"recommend": {"embedding_dim": 4}, **values})
 
 
-def prepared_task(config: Config) -> Task:
+def prepare_task(config: Config) -> Task:
     task = load_task(config)
     task.check()
     task.prepared = pickle.loads(pickle.dumps(task.prepare()))
     return task
 
 
-def test_the_model_is_the_papers(tmp_path: Path) -> None:
+def test_model_matches_formula_of_dlrm_paper(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = ClickModel(3, (10, 5), 4, [6], [8])
     dense, ids = torch.randn(2, 3), [torch.tensor([9, 2, 2]), torch.tensor([0, 4])]
@@ -63,26 +63,26 @@ def test_the_model_is_the_papers(tmp_path: Path) -> None:
     assert torch.allclose(model(dense, ids, starts), torch.stack(expected), atol=1e-6)
 
 
-def test_any_range_of_a_table_can_be_made_anywhere() -> None:
+def test_table_rows_are_reproducible_for_any_range() -> None:
     torch.manual_seed(0)
     table = Table(9000, 3)
-    after = torch.rand(3)
+    next_values = torch.rand(3)
     torch.manual_seed(0)
     with tables_without_values():
-        shape = Table(9000, 3)
-    assert shape.weight.device.type == "meta"
-    assert torch.equal(torch.rand(3), after)  # what is made next starts the same
+        meta_table = Table(9000, 3)
+    assert meta_table.weight.device.type == "meta"
+    assert torch.equal(torch.rand(3), next_values)  # the random state advances equally
     assert float(table.weight.detach().abs().max()) <= 9000**-0.5
     assert abs(float(table.weight.detach().mean())) < 1e-3
     for start, end in ((0, 9000), (4090, 4100), (8999, 9000)):
-        part = torch.empty(end - start, 3)
-        fill_rows(part, shape.seed, 9000, start)
-        assert torch.equal(part, table.weight.detach()[start:end])
+        rows = torch.empty(end - start, 3)
+        fill_rows(rows, meta_table.seed, 9000, start)
+        assert torch.equal(rows, table.weight.detach()[start:end])
 
 
-def test_training_learns_and_the_folder_loads_again(tmp_path: Path) -> None:
+def test_training_learns_and_saved_model_reloads(tmp_path: Path) -> None:
     config = make_config()
-    task = prepared_task(config)
+    task = prepare_task(config)
     assert task.prepared is not None
     assert (task.prepared.num_train, task.prepared.num_eval) == (2400, 600)
     assert any("AUC of at most" in text for _, text in task.prepared.notices)
@@ -103,23 +103,21 @@ def test_training_learns_and_the_folder_loads_again(tmp_path: Path) -> None:
     assert np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.05
 
     task.save_model(model, tmp_path)
-    again, form = load_recommender(tmp_path)
+    reloaded, form = load_recommender(tmp_path)
     batch = task.collate([evaluation[row] for row in range(50)])
     inputs = (batch["dense"], batch["ids"], batch["starts"])
-    assert torch.equal(again(*inputs), model.eval()(*inputs))
+    assert torch.equal(reloaded(*inputs), model.eval()(*inputs))
     assert form["categorical"] == ["c1", "c2", "c3", "c4", "c5", "c6"]
-    # The folder is a model to go on from, in its own form only.
-    further = prepared_task(make_config(model=str(tmp_path)))
-    assert torch.equal(further.build_model()(*inputs), model(*inputs))
+    # The folder can be used as the model of another run with the same layout.
+    second_task = prepare_task(make_config(model=str(tmp_path)))
+    assert torch.equal(second_task.build_model()(*inputs), model(*inputs))
     with pytest.raises(ConfigError, match="does not match `recommend`"):
-        prepared_task(
-            make_config(model=str(tmp_path), recommend={"embedding_dim": 8})
-        ).build_model()
+        prepare_task(make_config(model=str(tmp_path), recommend={"embedding_dim": 8})).build_model()
 
 
-def on_rank(world: Communicator, where: str) -> tuple[EvalResult, list[float], list[float]]:
-    config = make_config(evaluation={"mode": where}, train_args={"per_device_eval_batch_size": 70})
-    task = prepared_task(config)
+def evaluate_on_rank(world: Communicator, mode: str) -> tuple[EvalResult, list[float], list[float]]:
+    config = make_config(evaluation={"mode": mode}, train_args={"per_device_eval_batch_size": 70})
+    task = prepare_task(config)
     torch.manual_seed(0)
     model = task.build_model()
     strategy = DDPStrategy(config, world)
@@ -137,10 +135,10 @@ def on_rank(world: Communicator, where: str) -> tuple[EvalResult, list[float], l
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("world_size", "where"), [(1, "distributed"), (3, "distributed"), (2, "rank0")]
+    ("world_size", "mode"), [(1, "distributed"), (3, "distributed"), (2, "rank0")]
 )
-def test_auc_over_ranks_is_that_of_the_whole_set(world_size: int, where: str) -> None:
-    for result, labels, scores in run_ranks(on_rank, world_size, where):
+def test_auc_over_ranks_matches_full_dataset(world_size: int, mode: str) -> None:
+    for result, labels, scores in run_ranks(evaluate_on_rank, world_size, mode):
         assert result.count == 600
         assert result.metrics["auc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-4)
         assert 0.8 < result.metrics["best_auc"] < 0.95
@@ -162,13 +160,13 @@ def test_auc_over_ranks_is_that_of_the_whole_set(world_size: int, where: str) ->
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused(keys: dict[str, Any], message: str) -> None:
+def test_rejects_invalid_settings(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_task(make_config(**keys)).check()
 
 
-def test_settings_without_effect_are_reported() -> None:
-    task = prepared_task(make_config(train_args={"packing": True}))
+def test_warns_about_settings_without_effect() -> None:
+    task = prepare_task(make_config(train_args={"packing": True}))
     assert task.prepared is not None
     assert (
         "warning",

@@ -1,4 +1,4 @@
-"""A user's task: loaded, refused with the reason, checked."""
+"""User-defined tasks: loading, errors, and checks."""
 
 import pickle
 import subprocess
@@ -20,7 +20,7 @@ from paceline.tasks import load_task
 from paceline.tasks.user import guard_dataset, guard_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-GOOD = """\
+TASK_CODE = """\
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -44,8 +44,8 @@ number = 3
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Each test in a folder of its own, and no module of it left behind."""
+def _isolate_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run each test in its temporary folder, and remove the modules that it imported from there."""
     monkeypatch.chdir(tmp_path)
     path, modules = list(sys.path), set(sys.modules)
     yield
@@ -61,12 +61,12 @@ def write(code: str, name: str = "my_line.py") -> None:
 
 def load(task: str, **keys: Any) -> Any:
     return load_task(
-        Config.model_validate({"model": "mine", "dataset": "mine", "task": task, **keys})
+        Config.model_validate({"model": "custom", "dataset": "custom", "task": task, **keys})
     )
 
 
-def test_a_class_from_a_file() -> None:
-    write(GOOD)
+def test_loads_class_from_file() -> None:
+    write(TASK_CODE)
     task = load("./my_line.py:Line")
     prepared = task.prepare()
     assert (prepared.num_train, prepared.num_eval, prepared.counts.kept) == (20, 0, 20)
@@ -75,26 +75,26 @@ def test_a_class_from_a_file() -> None:
     batch = task.collate([train[0], train[1]])
     assert task.count(batch) == 2
     assert task.loss(task.build_model(), batch).requires_grad
-    assert type(load("./my_line.py:Line").task) is type(task.task)  # read once
+    assert type(load("./my_line.py:Line").task) is type(task.task)  # the file is imported once
 
 
-def test_a_class_from_a_module_and_from_a_package() -> None:
-    write(GOOD, "line_module.py")
+def test_loads_class_from_module_and_package() -> None:
+    write(TASK_CODE, "line_module.py")
     Path("pack").mkdir()
-    write(GOOD, "pack/inner.py")
+    write(TASK_CODE, "pack/inner.py")
     assert type(load("line_module:Line").task).__name__ == "Line"
     assert type(load("pack.inner:Line").task).__module__ == "pack.inner"
 
 
-def test_the_file_may_import_files_beside_it() -> None:
+def test_task_file_can_import_from_its_folder() -> None:
     Path("deep").mkdir()
-    write("WIDTH = 5\n", "deep/widths_beside.py")
-    write("from widths_beside import WIDTH\n" + GOOD, "deep/wide.py")
+    write("WIDTH = 5\n", "deep/widths_module.py")
+    write("from widths_module import WIDTH\n" + TASK_CODE, "deep/wide.py")
     assert load("./deep/wide.py:Line").prepare().num_train == 20
 
 
-def test_a_file_named_as_a_known_module_hides_nothing() -> None:
-    write(GOOD, "json.py")
+def test_task_file_does_not_shadow_standard_module() -> None:
+    write(TASK_CODE, "json.py")
     task = load("./json.py:Line")
     assert type(task.task).__module__.startswith("paceline_")
     import json
@@ -103,15 +103,15 @@ def test_a_file_named_as_a_known_module_hides_nothing() -> None:
 
 
 @pytest.mark.soak
-def test_a_task_and_its_data_can_be_sent_to_a_loader_process() -> None:
+def test_task_and_data_can_be_pickled_for_loader_processes() -> None:
     write(
-        GOOD.replace("return TensorDataset(x, 2 * x), None", "return Rows(), None")
+        TASK_CODE.replace("return TensorDataset(x, 2 * x), None", "return Rows(), None")
         + "class Rows(list):\n    pass\n"
     )
     task = load("./my_line.py:Line")
-    again = pickle.loads(pickle.dumps((task, task.build_datasets()[0])))
-    assert type(again[0].task) is type(task.task)
-    # A process started afresh is given sys.path and finds the module by its name.
+    unpickled = pickle.loads(pickle.dumps((task, task.build_datasets()[0])))
+    assert type(unpickled[0].task) is type(task.task)
+    # A new process with the same sys.path finds the module by its name.
     code = (
         f"import sys, pickle; sys.path[:] = {sys.path!r};"
         f" print(type(pickle.loads({pickle.dumps(task)!r}).task).__name__)"
@@ -137,8 +137,8 @@ def test_a_task_and_its_data_can_be_sent_to_a_loader_process() -> None:
         ("segment", r"unknown `task: segment`. Allowed: sft .*pretrain .*classify .*recommend"),
     ],
 )
-def test_what_is_missing_is_reported(task: str, message: str) -> None:
-    write(GOOD)
+def test_error_for_task_that_cannot_be_found(task: str, message: str) -> None:
+    write(TASK_CODE)
     with pytest.raises(ConfigError, match=message):
         load(task)
 
@@ -147,7 +147,7 @@ def test_what_is_missing_is_reported(task: str, message: str) -> None:
     ("code", "message"),
     [
         (
-            "import torch\n\n1 / 0\n" + GOOD,
+            "import torch\n\n1 / 0\n" + TASK_CODE,
             r"cannot be imported: ZeroDivisionError: division by zero \(.*my_line\.py, line 3",
         ),
         ("def broken(:\n", r"SyntaxError: .*my_line\.py, line 1"),
@@ -155,22 +155,22 @@ def test_what_is_missing_is_reported(task: str, message: str) -> None:
             "import no_such_thing\n",
             r"ModuleNotFoundError.*my_line\.py, line 1: `import no_such_thing`",
         ),
-        (GOOD.replace("def loss", "def lost"), r"Line has no loss"),
+        (TASK_CODE.replace("def loss", "def lost"), r"Line has no loss"),
         (
-            GOOD.replace(
+            TASK_CODE.replace(
                 "    def build_model", "    def __init__(self):\n        pass\n    def build_model"
             ),
             r"Line\(config\) failed: TypeError.*def __init__\(self, config\)",
         ),
         (
-            GOOD.replace(
+            TASK_CODE.replace(
                 "    def build_model",
                 "    def __init__(self, config):\n        pass\n    def build_model",
             ),
             r"does not set self\.config",
         ),
         (
-            GOOD.replace(
+            TASK_CODE.replace(
                 "    def build_model",
                 "    def __init__(self, config):\n        config.nope\n    def build_model",
             ),
@@ -178,7 +178,7 @@ def test_what_is_missing_is_reported(task: str, message: str) -> None:
         ),
     ],
 )
-def test_user_code_that_fails_is_shown_with_its_line(code: str, message: str) -> None:
+def test_error_in_user_code_names_line(code: str, message: str) -> None:
     write(code)
     with pytest.raises(ConfigError, match=message):
         load("./my_line.py:Line")
@@ -206,16 +206,14 @@ def test_user_code_that_fails_is_shown_with_its_line(code: str, message: str) ->
         ("return [x], (1 for _ in x)", r"the validation dataset of Line"),
     ],
 )
-def test_datasets_that_do_not_fit_are_refused_before_anything_starts(
-    line: str, message: str
-) -> None:
-    write(GOOD.replace("return TensorDataset(x, 2 * x), None", line))
+def test_rejects_invalid_datasets(line: str, message: str) -> None:
+    write(TASK_CODE.replace("return TensorDataset(x, 2 * x), None", line))
     with pytest.raises(ConfigError, match=message):
         load("./my_line.py:Line").prepare()
 
 
-def test_lora_is_not_ignored_in_silence() -> None:
-    write(GOOD)
+def test_rejects_lora_for_custom_task() -> None:
+    write(TASK_CODE)
     with pytest.raises(ConfigError, match=r"no effect on a task of your own.*get_peft_model"):
         load("./my_line.py:Line", lora={"enable": True})
 
@@ -225,7 +223,7 @@ class _Stream(IterableDataset[int]):
         return iter(range(3))
 
 
-def test_streams_and_loaders_are_refused_as_datasets() -> None:
+def test_rejects_streams_and_data_loaders_as_datasets() -> None:
     with pytest.raises(ConfigError, match=r"IterableDataset \(_Stream\).*no fixed order"):
         guard_dataset(_Stream(), "the training dataset")
     with pytest.raises(ConfigError, match=r"creates the data loaders itself"):
@@ -234,21 +232,21 @@ def test_streams_and_loaders_are_refused_as_datasets() -> None:
     guard_dataset(TensorDataset(torch.zeros(3)), "the training dataset")
 
 
-def test_a_model_wrapped_already_is_refused() -> None:
-    plain = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    guard_model(plain)
+def test_rejects_wrapped_model() -> None:
+    unwrapped = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    guard_model(unwrapped)
     with pytest.raises(
         ConfigError, match=r"it is a DataParallel.*unwrap it: return the module inside"
     ):
-        guard_model(nn.DataParallel(plain))
+        guard_model(nn.DataParallel(unwrapped))
     with pytest.raises(ConfigError, match=r"its part `1` is a DataParallel"):
-        guard_model(nn.Sequential(plain, nn.DataParallel(plain)))
+        guard_model(nn.Sequential(unwrapped, nn.DataParallel(unwrapped)))
     with pytest.raises(ConfigError, match=r"build_model returned None"):
         guard_model(None)
 
 
 @pytest.mark.soak
-def test_a_model_in_ddp_or_fsdp_is_refused(tmp_path: Path) -> None:
+def test_rejects_model_in_ddp_or_fsdp(tmp_path: Path) -> None:
     code = f"""
 import torch, torch.distributed as dist
 from torch import nn
@@ -270,21 +268,23 @@ for model in (
         print(error.what.split(":")[1].split(".")[0].strip())
 dist.destroy_process_group()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.splitlines() == [
         "it is a DistributedDataParallel",
         "it is a FSDPModule",
         "it is a FullyShardedDataParallel",
     ]
 
 
-def test_methods_that_paceline_does_not_call_are_reported() -> None:
+def test_warns_about_methods_that_are_never_called() -> None:
     hooks = (
         "    def configure_optimizers(self):\n        pass\n    def train_dataloader(self):\n      "
         "  pass\n"
     )
     helpers = "    def colate(self, samples):\n        pass\n    def helper(self):\n        pass\n"
-    write(GOOD.replace("class NotATask", hooks + helpers + "\nclass NotATask"))
+    write(TASK_CODE.replace("class NotATask", hooks + helpers + "\nclass NotATask"))
     notices = load("./my_line.py:Line").prepare().notices
     assert [level for level, _ in notices] == ["warning"] * 3
     texts = " ".join(text for _, text in notices)
@@ -294,18 +294,20 @@ def test_methods_that_paceline_does_not_call_are_reported() -> None:
     assert "helper" not in texts
 
 
-def test_a_loss_that_depends_on_the_micro_batch_is_reported() -> None:
-    write(GOOD.replace("    def build_datasets", "    additive = False\n    def build_datasets"))
+def test_warns_about_loss_that_is_not_additive() -> None:
+    write(
+        TASK_CODE.replace("    def build_datasets", "    additive = False\n    def build_datasets")
+    )
     ((level, text),) = load("./my_line.py:Line").prepare().notices
     assert (level, "depends on the micro-batch size" in text) == ("warning", True)
 
 
 @pytest.mark.slow
-def test_a_mean_is_refused_before_anything_is_written(capsys: pytest.CaptureFixture[str]) -> None:
-    write(GOOD.replace(', reduction="sum"', ""))
+def test_mean_loss_is_rejected_before_output_is_written(capsys: pytest.CaptureFixture[str]) -> None:
+    write(TASK_CODE.replace(', reduction="sum"', ""))
     args = [
-        "model=mine",
-        "dataset=mine",
+        "model=custom",
+        "dataset=custom",
         "task=./my_line.py:Line",
         "max_steps=2",
         "parallel.device=cpu",
@@ -316,7 +318,7 @@ def test_a_mean_is_refused_before_anything_is_written(capsys: pytest.CaptureFixt
     assert not Path("out").exists()
 
 
-def test_the_example_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_task_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
     task = load_task(load_config("examples/my_task.yaml", {}).config)
     prepared = task.prepare()
@@ -325,10 +327,10 @@ def test_the_example_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     model = task.build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     (x, y), held_out = task.build_datasets()[0].tensors, task.build_datasets()[1].tensors
-    before = float(task.evaluate(model, list(held_out))["loss"].detach()) / 400
+    initial_loss = float(task.evaluate(model, list(held_out))["loss"].detach()) / 400
     for _ in range(200):
         loss = task.loss(model, [x, y]) / len(x)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    assert float(task.evaluate(model, list(held_out))["loss"].detach()) / 400 < 0.5 * before
+    assert float(task.evaluate(model, list(held_out))["loss"].detach()) / 400 < 0.5 * initial_loss

@@ -1,5 +1,5 @@
-"""Evaluation over ranks gives the loss of one process over the full set, also if the rows do not
-divide evenly."""
+"""Evaluation over ranks gives the same loss as one process over the full dataset, even if the rows
+do not divide evenly."""
 
 from typing import Any
 
@@ -21,8 +21,8 @@ from paceline.train.precision import Precision
 
 
 class Rows(Dataset):  # type: ignore[type-arg]
-    """Ragged rows: row i has 1 + i % 4 numbers, each with its target; with ``lengths`` they are
-    dealt by size."""
+    """Row i has 1 + i % 4 items, each with a target. If it has ``lengths``, the loader balances
+    batches by length."""
 
     def __init__(self, num_rows: int, ragged: bool) -> None:
         self.num_rows = num_rows
@@ -50,8 +50,8 @@ class TokenTask(Task):
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         assert not model.training
         assert not torch.is_grad_enabled()
-        right = (model(batch[0]).argmax(-1) == batch[1]).sum()
-        return {"loss": self.loss(model, batch), "accuracy": right}
+        num_correct = (model(batch[0]).argmax(-1) == batch[1]).sum()
+        return {"loss": self.loss(model, batch), "accuracy": num_correct}
 
 
 def make_model() -> nn.Module:
@@ -59,13 +59,13 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)).double()
 
 
-def on_rank(
-    world: Communicator, num_rows: int, ragged: bool, where: str
+def evaluate_on_rank(
+    world: Communicator, num_rows: int, ragged: bool, mode: str
 ) -> tuple[EvalResult, bool]:
     config = Config(
         model="m",
         dataset="d",
-        evaluation={"mode": where},
+        evaluation={"mode": mode},
         train_args={"per_device_eval_batch_size": 2},
     )
     model = make_model().train()
@@ -78,8 +78,8 @@ def on_rank(
     return result, model.training
 
 
-def plain(num_rows: int) -> tuple[float, float, int]:
-    """One process, all rows in one batch, nothing of Paceline's."""
+def evaluate_full_dataset(num_rows: int) -> tuple[float, float, int]:
+    """Evaluate all rows as one batch in one process, without Paceline."""
     rows = Rows(num_rows, False)
     x = torch.cat([rows[row][0] for row in range(num_rows)])
     y = torch.cat([rows[row][1] for row in range(num_rows)])
@@ -93,7 +93,7 @@ def plain(num_rows: int) -> tuple[float, float, int]:
     )
 
 
-@pytest.mark.parametrize("where", ["distributed", "rank0"])
+@pytest.mark.parametrize("mode", ["distributed", "rank0"])
 @pytest.mark.parametrize(
     ("world_size", "num_rows"),
     [
@@ -104,12 +104,10 @@ def plain(num_rows: int) -> tuple[float, float, int]:
         ),
     ],
 )
-def test_equal_to_one_process_over_the_whole_set(
-    world_size: int, num_rows: int, where: str
-) -> None:
+def test_result_matches_single_process(world_size: int, num_rows: int, mode: str) -> None:
     for ragged in (False, True):
-        loss, accuracy, count = plain(num_rows)
-        for result, was_training in run_ranks(on_rank, world_size, num_rows, ragged, where):
+        loss, accuracy, count = evaluate_full_dataset(num_rows)
+        for result, was_training in run_ranks(evaluate_on_rank, world_size, num_rows, ragged, mode):
             assert result.count == count
             assert result.loss == pytest.approx(loss, rel=1e-12)
             assert result.metrics == {"accuracy": pytest.approx(accuracy, rel=1e-12)}

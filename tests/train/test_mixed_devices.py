@@ -1,5 +1,5 @@
-"""Hosts with devices of different types: what is refused, how the types are exchanged, and replicas
-that stay equal."""
+"""Hosts with devices of different types: supported modes, exchange of the types, and alignment of
+replicas."""
 
 from datetime import timedelta
 from typing import Any
@@ -22,15 +22,15 @@ from paceline.parallel.base import make_strategy
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
 
 
-def world_of(*types: str) -> Communicator:
+def make_world(*types: str) -> Communicator:
     world = Communicator(RankEnv(0, 2, 0, 1), torch.device("cpu"))
     world.device_types = frozenset(types)
     return world
 
 
 @pytest.mark.parametrize("mode", ["ddp", "local_sgd"])
-def test_cpu_and_cuda_train_together(mode: str) -> None:
-    world = world_of("cpu", "cuda")
+def test_accepts_cpu_and_cuda_ranks(mode: str) -> None:
+    world = make_world("cpu", "cuda")
     check_mixed_devices(world, Config(model="m", dataset="d"), mode)
     assert "cpu and cuda ranks in one run, over Gloo" in mixed_devices_notices(world)[0][1]
 
@@ -38,13 +38,11 @@ def test_cpu_and_cuda_train_together(mode: str) -> None:
 @pytest.mark.parametrize(
     "mode", ["zero1", "zero2", "zero3", "deepspeed", "hybrid", "tensor", "pipeline", "diloco"]
 )
-def test_other_modes_are_refused(mode: str) -> None:
-    check_mixed_devices(world_of("cpu"), Config(model="m", dataset="d"), mode)
-    with pytest.raises(ConfigError) as refused:
-        check_mixed_devices(world_of("cpu", "cuda"), Config(model="m", dataset="d"), mode)
-    assert (
-        f"(cpu, cuda) are not supported with `parallel.mode: {mode}`" in refused.value.paragraph()
-    )
+def test_rejects_unsupported_modes(mode: str) -> None:
+    check_mixed_devices(make_world("cpu"), Config(model="m", dataset="d"), mode)
+    with pytest.raises(ConfigError) as caught:
+        check_mixed_devices(make_world("cpu", "cuda"), Config(model="m", dataset="d"), mode)
+    assert f"(cpu, cuda) are not supported with `parallel.mode: {mode}`" in caught.value.paragraph()
 
 
 @pytest.mark.parametrize(
@@ -66,17 +64,17 @@ def test_other_modes_are_refused(mode: str) -> None:
         (("cpu", "cuda"), "local_sgd", {"local_sgd": {"workers": 1}}, "`local_sgd.workers: 1`"),
     ],
 )
-def test_settings_that_need_one_type_are_refused(
+def test_rejects_settings_that_require_one_device_type(
     types: tuple[str, ...], mode: str, settings: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(ConfigError) as refused:
-        check_mixed_devices(world_of(*types), Config(model="m", dataset="d", **settings), mode)
-    assert reason in refused.value.paragraph()
+    with pytest.raises(ConfigError) as caught:
+        check_mixed_devices(make_world(*types), Config(model="m", dataset="d", **settings), mode)
+    assert reason in caught.value.paragraph()
 
 
-def two_hosts(env: RankEnv) -> tuple[list[str], float, str, bool, list[list[float]]]:
-    """Each rank stands for one host. The types are exchanged through the store of the process
-    group."""
+def run_on_two_hosts(env: RankEnv) -> tuple[list[str], float, str, bool, list[list[float]]]:
+    """Run one rank per simulated host, exchange the device types through the process group's store,
+    and align the replicas."""
     host = RankEnv(env.rank, env.world_size, 0, 1)
     store, _, _ = next(
         dist.rendezvous("env://", env.rank, env.world_size, timeout=timedelta(seconds=60))
@@ -96,11 +94,11 @@ def two_hosts(env: RankEnv) -> tuple[list[str], float, str, bool, list[list[floa
     strategy.forward_backward(lambda _, module: module(torch.ones(2, 4)).sum(), 1)
     optimizer.step()
     with torch.no_grad():
-        model.weight.mul_(1 + 1e-6 * env.rank)  # as a device that rounds differently
+        model.weight.mul_(1 + 1e-6 * env.rank)  # simulates a device that rounds differently
         optimizer.state[model.weight]["exp_avg"].mul_(1 + 1e-6 * env.rank)
-    before = model.weight.clone()
+    weight_before = model.weight.clone()
     align_replicas(strategy)
-    tensors = [before, model.weight, optimizer.state[model.weight]["exp_avg"]]
+    tensors = [weight_before, model.weight, optimizer.state[model.weight]["exp_avg"]]
     return (
         sorted(types),
         total,
@@ -111,8 +109,8 @@ def two_hosts(env: RankEnv) -> tuple[list[str], float, str, bool, list[list[floa
 
 
 @pytest.mark.slow
-def test_ranks_of_two_hosts_exchange_the_types_and_replicas_are_aligned() -> None:
-    first, second = run_ranks(two_hosts, 2, init_process_group=False)
+def test_device_types_are_exchanged_and_replicas_aligned() -> None:
+    first, second = run_ranks(run_on_two_hosts, 2, init_process_group=False)
     assert first[:4] == second[:4] == (["cpu", "cuda"], 3.0, "gloo", False)
     assert first[4][0] != second[4][0]
     assert first[4][1:] == second[4][1:]

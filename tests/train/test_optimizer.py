@@ -1,5 +1,5 @@
-"""Schedules are those of transformers, as functions of the step; weight decay applies to matrices
-only."""
+"""Optimizers and learning rate schedules: schedules match transformers at every step, and weight
+decay applies to matrices only."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ SCHEDULES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-class Net(nn.Module):
+class SmallModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(5, 4)
@@ -33,13 +33,13 @@ class Net(nn.Module):
         self.conv = nn.Conv1d(3, 2, 2)
 
 
-def make(args: TrainArgs, rate: float = 1e-3) -> tuple[Net, torch.optim.Optimizer]:
+def make_optimizer(args: TrainArgs, rate: float = 1e-3) -> tuple[SmallModel, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    net = Net()
-    return net, build_optimizer(args, rate, list(net.named_parameters()), matrices_of(net))
+    model = SmallModel()
+    return model, build_optimizer(args, rate, list(model.named_parameters()), matrices_of(model))
 
 
-def schedule(kind: str, kwargs: dict[str, Any], steps: int = 20) -> Schedule:
+def make_schedule(kind: str, kwargs: dict[str, Any], steps: int = 20) -> Schedule:
     args = {
         "lr_scheduler_type": kind,
         "lr_scheduler_kwargs": kwargs,
@@ -48,12 +48,14 @@ def schedule(kind: str, kwargs: dict[str, Any], steps: int = 20) -> Schedule:
     }
     config = Config(model="m", dataset="d", train_args={**args, "learning_rate": 1e-3})
     derived = derive(config, world_size=1, num_train=8, num_eval=0, default_learning_rate=1.0)
-    return Schedule(make(config.train_args)[1], config.train_args, derived)
+    return Schedule(make_optimizer(config.train_args)[1], config.train_args, derived)
 
 
 @pytest.mark.parametrize(("kind", "kwargs"), SCHEDULES)
-def test_every_step_has_the_rate_that_transformers_gives(kind: str, kwargs: dict[str, Any]) -> None:
-    _, optimizer = make(TrainArgs())
+def test_learning_rate_matches_transformers_at_every_step(
+    kind: str, kwargs: dict[str, Any]
+) -> None:
+    _, optimizer = make_optimizer(TrainArgs())
     reference = get_scheduler(
         kind,
         optimizer,
@@ -66,33 +68,33 @@ def test_every_step_has_the_rate_that_transformers_gives(kind: str, kwargs: dict
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         reference.step()
-    actual = schedule(kind, kwargs)
+    actual = make_schedule(kind, kwargs)
     assert [actual.set_step(step) for step in range(20)] == pytest.approx(
         expected, rel=1e-12, abs=1e-18
     )
-    for step in (17, 3, 11):  # in any order, without a replay
+    for step in (17, 3, 11):  # steps can be set in any order
         assert actual.set_step(step) == pytest.approx(expected[step], rel=1e-12, abs=1e-18)
         assert {group["lr"] for group in actual.optimizer.param_groups} == {actual.set_step(step)}
 
 
 @pytest.mark.parametrize("kind", ["cosine_with_min_lr", "warmup_stable_decay"])
-def test_schedules_that_need_an_argument_have_a_default(kind: str) -> None:
-    actual = schedule(kind, {})
+def test_schedules_have_defaults_for_required_arguments(kind: str) -> None:
+    actual = make_schedule(kind, {})
     rates = [actual.set_step(step) for step in range(20)]
     assert max(rates) == pytest.approx(1e-3)
     assert 0 <= rates[-1] < 1e-3
 
 
-def test_arguments_a_schedule_does_not_take() -> None:
+def test_rejects_unknown_schedule_arguments() -> None:
     assert check_schedule(TrainArgs()) is None
     assert (
         check_schedule(TrainArgs(lr_scheduler_type="cosine", lr_scheduler_kwargs={"num_cycles": 1}))
         is None
     )
-    problem = check_schedule(
+    message = check_schedule(
         TrainArgs(lr_scheduler_type="cosine", lr_scheduler_kwargs={"min_lr": 1})
     )
-    assert problem == "unknown keys min_lr: `cosine` accepts num_cycles"
+    assert message == "unknown keys min_lr: `cosine` accepts num_cycles"
     assert "no arguments" in str(
         check_schedule(TrainArgs(lr_scheduler_type="linear", lr_scheduler_kwargs={"power": 1}))
     )
@@ -100,13 +102,13 @@ def test_arguments_a_schedule_does_not_take() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weight_decay_applies_to_matrices_only(kind: str) -> None:
-    net, optimizer = make(TrainArgs(optim=kind, weight_decay=0.1))
+    model, optimizer = make_optimizer(TrainArgs(optim=kind, weight_decay=0.1))
     decay = {
         id(param): group["weight_decay"]
         for group in optimizer.param_groups
         for param in group["params"]
     }
-    assert {name: decay[id(param)] for name, param in net.named_parameters()} == {
+    assert {name: decay[id(param)] for name, param in model.named_parameters()} == {
         "embed.weight": 0.1, "linear.weight": 0.1, "linear.bias": 0.0, "norm.weight": 0.0,
         "norm.bias": 0.0, "conv.weight": 0.1, "conv.bias": 0.0,
     }  # fmt: skip
@@ -114,21 +116,21 @@ def test_weight_decay_applies_to_matrices_only(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "adafactor"])
 def test_weight_decay_is_decoupled(kind: str) -> None:
-    # With gradients of zero a decoupled decay shrinks the weights by rate × decay; a penalty in the
-    # gradient would not.
-    net, optimizer = make(TrainArgs(optim=kind, weight_decay=0.1), rate=0.5)
-    before = {name: param.detach().clone() for name, param in net.named_parameters()}
-    for param in net.parameters():
+    # With zero gradients, decoupled decay shrinks the weights by learning rate × decay. An L2
+    # penalty in the gradient would not.
+    model, optimizer = make_optimizer(TrainArgs(optim=kind, weight_decay=0.1), rate=0.5)
+    initial = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()
-    torch.testing.assert_close(net.linear.weight, before["linear.weight"] * (1 - 0.5 * 0.1))
-    torch.testing.assert_close(net.norm.weight, before["norm.weight"])
+    torch.testing.assert_close(model.linear.weight, initial["linear.weight"] * (1 - 0.5 * 0.1))
+    torch.testing.assert_close(model.norm.weight, initial["norm.weight"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_settings_reach_the_optimizer_and_it_learns(kind: str) -> None:
+def test_settings_are_passed_to_optimizer_and_loss_decreases(kind: str) -> None:
     args = TrainArgs(optim=kind, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6, momentum=0.5)
-    net, optimizer = make(args, rate=1e-2)
+    model, optimizer = make_optimizer(args, rate=1e-2)
     settings = optimizer.param_groups[0]
     assert settings["lr"] == 1e-2
     if kind in ("adamw", "adam"):
@@ -138,7 +140,7 @@ def test_the_settings_reach_the_optimizer_and_it_learns(kind: str) -> None:
     losses = []
     x = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
     for _ in range(5):
-        loss = (net.norm(net.linear(x)) - 1).square().mean()
+        loss = (model.norm(model.linear(x)) - 1).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -147,21 +149,21 @@ def test_the_settings_reach_the_optimizer_and_it_learns(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS[:-1])
-def test_bytes_of_state(kind: str) -> None:
+def test_optimizer_state_size_matches_estimate(kind: str) -> None:
     args = TrainArgs(optim=kind)
-    net, optimizer = make(args)
-    net.linear(torch.ones(2, 4)).sum().backward()
+    model, optimizer = make_optimizer(args)
+    model.linear(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    state = optimizer.state[net.linear.weight]
+    state = optimizer.state[model.linear.weight]
     state_bytes = sum(
         value.numel() * value.element_size()
         for value in state.values()
         if torch.is_tensor(value) and value.dim()
     )
-    assert state_bytes == optimizer_bytes_per_element(args) * net.linear.weight.numel()
+    assert state_bytes == optimizer_bytes_per_element(args) * model.linear.weight.numel()
 
 
-def test_only_one_kind_of_parameter() -> None:
+def test_single_parameter_group_without_vectors() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     assert (
         len(

@@ -1,5 +1,4 @@
-"""Samples at evaluations: their text, that training is the same with and without, and which runs
-have none."""
+"""Text samples at evaluations: their content, no effect on training, and runs without samples."""
 
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ STEPS = (
     "split_dataset_ratio=0.1",
     "evaluation.max_new_tokens=12",
 )
-# Dropout, so that a random number drawn by the samples would show; and adapters, whose forward is
-# peft's.
+# Dropout reveals whether generation changes the random state. Adapters use peft's forward pass.
 LORA = ("lora.enable=true", "lora.dropout=0.2", "train_args.learning_rate=0.02")
 
 
-def samples(folder: Path) -> list[dict[str, Any]]:
+def read_samples(folder: Path) -> list[dict[str, Any]]:
     return events(folder, "sample")
 
 
@@ -30,7 +28,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
         ("parallel.mode=ddp", "parallel.num_gpus=2", *LORA),
         pytest.param(
             ("parallel.mode=zero3", "parallel.num_gpus=2", *LORA), marks=pytest.mark.soak
-        ),  # all ranks forward together
+        ),  # all ranks take part in the forward pass
         pytest.param(
             ("parallel.mode=diloco", "parallel.num_gpus=2", "local_sgd.sync_every=4"),
             marks=pytest.mark.soak,
@@ -38,21 +36,21 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     ],
     ids=["ddp", "zero3", "diloco"],
 )
-def test_the_training_is_the_same_with_samples(tmp_path: Path, args: tuple[str, ...]) -> None:
+def test_generating_samples_does_not_change_training(tmp_path: Path, args: tuple[str, ...]) -> None:
     for count in (0, 3):
         train(tmp_path / str(count), *STEPS, *args, f"evaluation.num_samples={count}")
     assert digest(tmp_path / "3") == digest(tmp_path / "0")
     with_samples, without = (events(tmp_path / count, "eval") for count in ("3", "0"))
     assert [event["loss"] for event in with_samples] == [event["loss"] for event in without]
-    assert samples(tmp_path / "0") == []
-    sample_events = samples(tmp_path / "3")
+    assert read_samples(tmp_path / "0") == []
+    sample_events = read_samples(tmp_path / "3")
     assert (
         [event["step"] for event in sample_events]
         == [event["step"] for event in with_samples]
         == [3, 6]
     )
     prompts = [[sample["prompt"] for sample in event["samples"]] for event in sample_events]
-    assert prompts[0] == prompts[1]  # so that progress shows
+    assert prompts[0] == prompts[1]  # the same prompts at every evaluation
     assert len(set(prompts[0])) == 3
     assert all(
         sample["text"] and sample["reference"]
@@ -62,7 +60,7 @@ def test_the_training_is_the_same_with_samples(tmp_path: Path, args: tuple[str, 
 
 
 @pytest.mark.soak
-def test_answers_are_those_of_transformers_own_decoding(tmp_path: Path) -> None:
+def test_samples_match_transformers_generate(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -77,10 +75,10 @@ def test_answers_are_those_of_transformers_own_decoding(tmp_path: Path) -> None:
     )
     model = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    generated = samples(folder)[-1]["samples"]
+    generated = read_samples(folder)[-1]["samples"]
     assert len(generated) == 4
     for sample in generated:
-        # as the model sees it, up to its answer
+        # The prompt ends where the answer begins.
         assert sample["prompt"].endswith("<|im_start|>assistant\n")
         assert "<|" not in sample["reference"] + sample["text"]
         inputs = tokenizer(sample["prompt"], return_tensors="pt", add_special_tokens=False)
@@ -94,11 +92,11 @@ def test_answers_are_those_of_transformers_own_decoding(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_text_without_answers_is_continued(tmp_path: Path) -> None:
+def test_plain_text_is_continued(tmp_path: Path) -> None:
     text = tmp_path / "text.jsonl"
     text.write_text(
         "".join(
-            f'{{"text": "In the beginning was line {number}, and it went on for a while."}}\n'
+            f'{{"text": "In the beginning was line {number}, followed by many others."}}\n'
             for number in range(60)
         )
     )
@@ -109,14 +107,14 @@ def test_text_without_answers_is_continued(tmp_path: Path) -> None:
         *STEPS,
         *args,
     )
-    for sample in samples(tmp_path / "run")[-1]["samples"]:
+    for sample in read_samples(tmp_path / "run")[-1]["samples"]:
         assert sample["prompt"].startswith("In the beginning was line")
-        assert "for a while." in f"{sample['prompt']}{sample['reference']}"
+        assert "many others." in f"{sample['prompt']}{sample['reference']}"
         assert sample["text"]
 
 
 @pytest.mark.soak
-def test_a_pipeline_reports_once_why_it_has_none(tmp_path: Path) -> None:
+def test_pipeline_reports_once_that_samples_are_unavailable(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     train(
         folder,
@@ -125,7 +123,7 @@ def test_a_pipeline_reports_once_why_it_has_none(tmp_path: Path) -> None:
         "parallel.num_gpus=2",
         "train_args.gradient_accumulation_steps=2",
     )
-    assert samples(folder) == []
+    assert read_samples(folder) == []
     texts = [event["text"] for event in events(folder, "notice")]
     (reason,) = (text for text in texts if "no samples are generated" in text)
     assert "stages of the pipeline" in reason
@@ -133,9 +131,8 @@ def test_a_pipeline_reports_once_why_it_has_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_what_a_run_reports_of_itself(tmp_path: Path) -> None:
-    """`run_start` and `memory` of a run whose ranks hold different parts; the figures are the
-    report's."""
+def test_run_start_and_memory_events(tmp_path: Path) -> None:
+    """The `run_start` and `memory` events of a sharded run agree with its report."""
     folder = tmp_path / "run"
     train(
         folder,
@@ -155,24 +152,29 @@ def test_what_a_run_reports_of_itself(tmp_path: Path) -> None:
         (1, 1),
     ]
     assert {(rank["host"], rank["device"]) for rank in ranks} == {(start["host"], "cpu")}
-    predicted, final = start["predicted"], report(folder)
+    predicted, final_report = start["predicted"], report(folder)
     state = ("parameters", "gradients", "optimizer")
     assert (
         sum(predicted["memory_bytes"][kind] for kind in state)
-        == final["state_memory_bytes"]["predicted"]
+        == final_report["state_memory_bytes"]["predicted"]
     )
     assert predicted["memory_bytes"]["activations"] > 0
-    assert predicted["traffic_bytes_per_step"] == final["traffic_bytes_per_step"]["predicted"]
+    assert (
+        predicted["traffic_bytes_per_step"] == final_report["traffic_bytes_per_step"]["predicted"]
+    )
     assert predicted["traffic_bytes_per_step"] == sum(predicted["traffic_bytes"].values())
     assert memory["step"] == 2
     assert len(memory["ranks"]) == 4
-    assert all(rank["activations"] is None for rank in memory["ranks"])  # not known on a CPU
-    assert max(rank["total"] for rank in memory["ranks"]) == final["state_memory_bytes"]["measured"]
+    assert all(rank["activations"] is None for rank in memory["ranks"])  # not measured on a CPU
+    assert (
+        max(rank["total"] for rank in memory["ranks"])
+        == final_report["state_memory_bytes"]["measured"]
+    )
     for kind in state:
         max_bytes = max(rank[kind] for rank in memory["ranks"])
         assert max_bytes == pytest.approx(predicted["memory_bytes"][kind], rel=0.01)
     for step in events(folder, "step"):
         assert len(step["ranks"]) == 4
         assert sum(step["traffic"].values()) == pytest.approx(
-            final["traffic_bytes_per_step"]["measured"], rel=0.3
+            final_report["traffic_bytes_per_step"]["measured"], rel=0.3
         )
