@@ -1,4 +1,4 @@
-"""A checkpoint is there whole or not at all, keeps what it says, and is never a pickle."""
+"""Checkpoints are committed atomically, verified by hashes, and never loaded with pickle."""
 
 import hashlib
 import io
@@ -27,7 +27,7 @@ STATE = "state-00000-of-00001.safetensors"
 META = {"strategy": "ddp", "world_size": 2, "config": {}}
 
 
-def state(step: int, elements: int = 1000) -> dict[str, torch.Tensor]:
+def make_state(step: int, elements: int = 1000) -> dict[str, torch.Tensor]:
     values = torch.arange(elements, dtype=torch.float32) + step
     return {
         "model/weight": values,
@@ -37,40 +37,40 @@ def state(step: int, elements: int = 1000) -> dict[str, torch.Tensor]:
 
 
 def save(folder: Path, *steps: int) -> list[Path]:
-    return [store.save(folder, step, state(step), META).path for step in steps]
+    return [store.save(folder, step, make_state(step), META).path for step in steps]
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+def test_saved_state_can_be_read_back(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     (path,) = save(folder, 40)
     assert path == folder / "step-00000040"
     assert verify(path) is None
     assert read_meta(path) == {**META, "step": 40}
     loaded = read_state(path)
-    assert set(loaded) == set(state(40))
-    for name, value in state(40).items():
+    assert set(loaded) == set(make_state(40))
+    for name, value in make_state(40).items():
         assert loaded[name].dtype == value.dtype
         assert torch.equal(loaded[name], value)
 
 
-def test_the_newest_whole_one_is_found(tmp_path: Path) -> None:
+def test_latest_valid_checkpoint_is_selected(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     first, second, third = save(folder, 9, 10, 100_000_000)
-    assert store.committed(folder) == [first, second, third]  # by number, not by name
+    assert store.committed(folder) == [first, second, third]  # ordered by step, not by name
     assert store.find(tmp_path / "run") == store.find(folder) == third
     assert store.find(first) == first
     (third / STATE).write_bytes(b"")
-    path, wrong = store.latest_valid(folder)
+    path, problems = store.latest_valid(folder)
     assert path == second
-    assert len(wrong) == 1
-    assert str(third) in wrong[0]
+    assert len(problems) == 1
+    assert str(third) in problems[0]
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_prune_keeps_latest_checkpoints(tmp_path: Path) -> None:
     paths = save(tmp_path, 1, 2, 3, 4)
     assert store.prune(tmp_path, None) == []
     assert store.prune(tmp_path, 3) == paths[:1]
@@ -80,56 +80,56 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert verify(paths[3]) is None
 
 
-def test_the_same_step_again_takes_the_place_of_the_old(tmp_path: Path) -> None:
+def test_saving_same_step_replaces_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    store.save(tmp_path, 7, state(8), META)
+    store.save(tmp_path, 7, make_state(8), META)
     assert names(tmp_path) == ["step-00000007"]
     assert torch.equal(
-        read_state(tmp_path / "step-00000007")["model/weight"], state(8)["model/weight"]
+        read_state(tmp_path / "step-00000007")["model/weight"], make_state(8)["model/weight"]
     )
 
 
-# -- tampering
-def cut(file: Path) -> None:
+# -- damaged and modified files
+def truncate(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-3])
 
 
-def flip(file: Path) -> None:
+def flip_bit(file: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[-2] ^= 1
     file.write_bytes(bytes(raw))
 
 
-def take_away(file: Path) -> None:
+def remove(file: Path) -> None:
     file.unlink()
 
 
-def link(file: Path) -> None:
-    file.rename(file.with_suffix(".elsewhere"))
-    file.symlink_to(file.with_suffix(".elsewhere"))
+def replace_by_link(file: Path) -> None:
+    file.rename(file.with_suffix(".moved"))
+    file.symlink_to(file.with_suffix(".moved"))
 
 
 @pytest.mark.parametrize("name", [STATE, "index.json", "meta.json"])
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("damage", "message"),
     [
-        (cut, " bytes: expected "),
-        (flip, "SHA-256"),
-        (take_away, "is missing"),
-        (link, "is a symbolic link to"),
+        (truncate, " bytes: expected "),
+        (flip_bit, "SHA-256"),
+        (remove, "is missing"),
+        (replace_by_link, "is a symbolic link to"),
     ],
 )
-def test_harm_is_seen(
-    tmp_path: Path, harm: Callable[[Path], None], message: str, name: str
+def test_damaged_file_is_detected(
+    tmp_path: Path, damage: Callable[[Path], None], message: str, name: str
 ) -> None:
     (path,) = save(tmp_path, 1)
-    harm(path / name)
+    damage(path / name)
     sha256 = json.loads((path / "manifest.json").read_text())["files"][name]["sha256"]
     problem = verify(path)
     assert problem is not None
     assert message in problem
     assert str(path / name) in problem
-    assert harm is link or sha256[:16] in problem
+    assert damage is replace_by_link or sha256[:16] in problem
     assert store.latest_valid(tmp_path)[0] is None
     with pytest.raises(ConfigError):
         store.inspect(path)
@@ -147,7 +147,7 @@ def test_harm_is_seen(
         '{"files": {"state.safetensors": 3, "meta.json": 3}}',
     ],
 )
-def test_a_broken_manifest_is_seen(tmp_path: Path, manifest: str) -> None:
+def test_damaged_manifest_is_detected(tmp_path: Path, manifest: str) -> None:
     (path,) = save(tmp_path, 1)
     (path / "manifest.json").write_text(manifest)
     problem = verify(path)
@@ -157,7 +157,7 @@ def test_a_broken_manifest_is_seen(tmp_path: Path, manifest: str) -> None:
     assert verify(path) == f"{path / 'manifest.json'} is missing or damaged"
 
 
-def test_a_manifest_does_not_point_outside(tmp_path: Path) -> None:
+def test_manifest_cannot_list_files_outside_checkpoint(tmp_path: Path) -> None:
     (path,) = save(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     (tmp_path / "outside").write_text("x")
@@ -166,9 +166,9 @@ def test_a_manifest_does_not_point_outside(tmp_path: Path) -> None:
     assert "outside" in str(verify(path))
 
 
-def test_files_that_changed_places(tmp_path: Path) -> None:
+def test_swapped_files_are_detected(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1, 2)
-    for name in (STATE, "index.json", "meta.json"):  # of the same size: the hash alone tells
+    for name in (STATE, "index.json", "meta.json"):  # same size, so only the hash differs
         file, other_file = (path / name for path in (first, second))
         content = file.read_bytes()
         shutil.copyfile(other_file, file)
@@ -177,23 +177,23 @@ def test_files_that_changed_places(tmp_path: Path) -> None:
         assert verify(first) is None
 
 
-def test_a_manifest_that_is_a_link(tmp_path: Path) -> None:
+def test_manifest_must_not_be_symbolic_link(tmp_path: Path) -> None:
     (path,) = save(tmp_path, 1)
-    link(path / "manifest.json")
+    replace_by_link(path / "manifest.json")
     assert verify(path) == f"{path / 'manifest.json'} is a symbolic link"
 
 
-def test_what_does_not_belong_there(tmp_path: Path) -> None:
+def test_foreign_files_are_reported_and_pickles_rejected(tmp_path: Path) -> None:
     (path,) = save(tmp_path / "checkpoints", 1)
     assert foreign_files(path) == []
-    (path / "notes.txt").write_text("the good one")
+    (path / "notes.txt").write_text("best run so far")
     (path / "plots").mkdir()
     assert verify(path) is None
-    assert foreign_files(path) == ["notes.txt", "plots"]  # said, and not read
-    (tmp_path / "elsewhere").write_text("x")
-    (path / "more").symlink_to(tmp_path / "elsewhere")
-    assert f"{path / 'more'} is a symbolic link to {tmp_path / 'elsewhere'}" in str(verify(path))
-    (path / "more").unlink()
+    assert foreign_files(path) == ["notes.txt", "plots"]  # reported, but not read
+    (tmp_path / "outside").write_text("x")
+    (path / "link").symlink_to(tmp_path / "outside")
+    assert f"{path / 'link'} is a symbolic link to {tmp_path / 'outside'}" in str(verify(path))
+    (path / "link").unlink()
     archive = io.BytesIO()
     torch.save({"weight": torch.ones(2)}, archive)
     for name, raw in (
@@ -209,12 +209,12 @@ def test_what_does_not_belong_there(tmp_path: Path) -> None:
     assert store.latest_valid(tmp_path / "checkpoints") == (path, [])
 
 
-def test_a_pickle_that_the_manifest_names(tmp_path: Path) -> None:
-    """Hashes that fit do not make a file a checkpoint's."""
+def test_pickle_listed_in_manifest_is_rejected(tmp_path: Path) -> None:
+    """Matching hashes are not sufficient: the file must belong to the format."""
     (path,) = save(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     for name in ("extra.pkl", STATE):
-        raw = pickle.dumps(state(1))
+        raw = pickle.dumps(make_state(1))
         (path / name).write_bytes(raw)
         entry = {"size_bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
         (path / "manifest.json").write_text(
@@ -229,10 +229,10 @@ def test_a_pickle_that_the_manifest_names(tmp_path: Path) -> None:
             (path / name).unlink()
 
 
-def test_a_checkpoint_that_is_a_link(tmp_path: Path) -> None:
+def test_checkpoint_that_is_symbolic_link(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     (first,) = save(folder, 1)
-    (second,) = save(tmp_path / "elsewhere", 2)
+    (second,) = save(tmp_path / "outside", 2)
     (folder / second.name).symlink_to(second)
     path, problems = store.latest_valid(folder)
     assert path == first
@@ -241,30 +241,32 @@ def test_a_checkpoint_that_is_a_link(tmp_path: Path) -> None:
         f"{folder / second.name} is a symbolic link to {second}, outside of the run's folder"
         in problems[0]
     )
-    assert store.find(folder / second.name) == folder / second.name  # named by hand it is taken
+    # A link is accepted if it is named explicitly.
+    assert store.find(folder / second.name) == folder / second.name
     warnings: list[str] = []
     assert store.find(tmp_path / "run", warnings.append) == first
     assert warnings == problems
     (folder / second.name).unlink()
-    (tmp_path / "run" / "kept").mkdir()
-    second.rename(tmp_path / "run" / "kept" / second.name)
-    (folder / second.name).symlink_to(tmp_path / "run" / "kept" / second.name)  # within the run
+    (tmp_path / "run" / "archive").mkdir()
+    second.rename(tmp_path / "run" / "archive" / second.name)
+    # A link to a target inside the run's folder is followed.
+    (folder / second.name).symlink_to(tmp_path / "run" / "archive" / second.name)
     assert store.latest_valid(folder) == (folder / second.name, [])
     assert store.prune(folder, 1) == [first]
     save(folder, 3)
     store.prune(folder, 1)
-    assert names(folder) == ["step-00000003"]  # of a link the link alone is removed
-    assert verify(tmp_path / "run" / "kept" / second.name) is None
-    os.rename(folder, tmp_path / "big-disk")
-    folder.symlink_to(tmp_path / "big-disk")  # all checkpoints on another disk
+    assert names(folder) == ["step-00000003"]  # only the link is removed, not its target
+    assert verify(tmp_path / "run" / "archive" / second.name) is None
+    os.rename(folder, tmp_path / "other-disk")
+    folder.symlink_to(tmp_path / "other-disk")  # all checkpoints on another disk
     assert store.latest_valid(folder) == (folder / "step-00000003", [])
 
 
-def test_steps_that_no_longer_count(tmp_path: Path) -> None:
-    """A run goes on from step 2, for 3 and 4 are broken, and writes step 3 anew."""
+def test_superseded_steps_are_pruned(tmp_path: Path) -> None:
+    """A run resumes from step 2, because steps 3 and 4 are damaged, and saves step 3 again."""
     _, second, third, fourth = save(tmp_path, 1, 2, 3, 4)
-    flip(third / STATE)
-    flip(fourth / STATE)
+    flip_bit(third / STATE)
+    flip_bit(fourth / STATE)
     assert store.latest_valid(tmp_path)[0] == second
     save(tmp_path, 3)
     assert store.prune(tmp_path, 2, superseded=[4]) == [fourth, tmp_path / "step-00000001"]
@@ -273,7 +275,7 @@ def test_steps_that_no_longer_count(tmp_path: Path) -> None:
     assert store.prune(tmp_path, None, superseded=[3]) == [third]
 
 
-class _Bomb:
+class _TouchOnUnpickle:
     def __init__(self, path: str) -> None:
         self.path = path
 
@@ -281,9 +283,9 @@ class _Bomb:
         return (Path.touch, (Path(self.path),))
 
 
-def test_a_pickle_is_never_read(tmp_path: Path) -> None:
+def test_pickle_is_never_loaded(tmp_path: Path) -> None:
     (path,) = save(tmp_path / "checkpoints", 1)
-    bomb = pickle.dumps(_Bomb(str(tmp_path / "went-off")))
+    malicious_pickle = pickle.dumps(_TouchOnUnpickle(str(tmp_path / "executed")))
     for name in (
         STATE,
         "state.safetensors",
@@ -293,25 +295,25 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
         "state.pt",
         "extra.pkl",
     ):
-        (path / name).write_bytes(bomb)
+        (path / name).write_bytes(malicious_pickle)
     assert verify(path) is not None
     for read in (store.inspect, read_meta, read_state):
-        with pytest.raises(Exception):  # noqa: B017, PT011  (whatever it is, nothing has run)
+        with pytest.raises(Exception):  # noqa: B017, PT011  (any error will do)
             read(path)
-    assert not (tmp_path / "went-off").exists()
+    assert not (tmp_path / "executed").exists()
     source = Path(store.__file__).read_text()
     assert "torch.load" not in source
     assert "import pickle" not in source
 
 
-# -- the digest
-def test_the_digest_does_not_depend_on_the_order_of_the_tensors(tmp_path: Path) -> None:
-    first = store.save(tmp_path / "a", 1, state(1), META).path
-    second = store.save(tmp_path / "b", 1, dict(reversed(state(1).items())), META).path
+# -- digest
+def test_digest_does_not_depend_on_tensor_order(tmp_path: Path) -> None:
+    first = store.save(tmp_path / "a", 1, make_state(1), META).path
+    second = store.save(tmp_path / "b", 1, dict(reversed(make_state(1).items())), META).path
     save_file(
-        dict(sorted(state(1).items(), reverse=True)),
+        dict(sorted(make_state(1).items(), reverse=True)),
         str(tmp_path / "c.safetensors"),
-        metadata={"by": "someone else"},
+        metadata={"by": "another tool"},
     )
     contents = [store.inspect(path) for path in (first, second)]
     assert contents[0]["digest"] == contents[1]["digest"]
@@ -320,26 +322,30 @@ def test_the_digest_does_not_depend_on_the_order_of_the_tensors(tmp_path: Path) 
     }  # fmt: skip
 
 
-def test_the_digest_sees_every_bit(tmp_path: Path) -> None:
+def test_digest_depends_on_every_bit(tmp_path: Path) -> None:
     def digests(name: str, changed: dict[str, torch.Tensor]) -> tuple[str, str]:
-        contents = store.inspect(store.save(tmp_path / name, 1, {**state(1), **changed}, META).path)
+        contents = store.inspect(
+            store.save(tmp_path / name, 1, {**make_state(1), **changed}, META).path
+        )
         return contents["digest"], contents["model_digest"]
 
-    plain = digests("plain", {})
-    assert digests("again", {}) == plain
-    weight = state(1)["model/weight"].clone()
+    original = digests("original", {})
+    assert digests("copy", {}) == original
+    weight = make_state(1)["model/weight"].clone()
     weight.view(torch.int32)[500] ^= 1
-    assert digests("weight", {"model/weight": weight})[0] != plain[0]
-    assert digests("weight2", {"model/weight": weight})[1] != plain[1]
+    assert digests("weight", {"model/weight": weight})[0] != original[0]
+    assert digests("weight2", {"model/weight": weight})[1] != original[1]
     number, model = digests("number", {"schedule/step": torch.tensor(2)})
-    assert number != plain[0]
-    assert model == plain[1]
-    assert digests("shape", {"model/weight": state(1)["model/weight"].view(10, 100)}) != plain
-    assert digests("dtype", {"schedule/step": torch.tensor(1, dtype=torch.int32)})[0] != plain[0]
+    assert number != original[0]
+    assert model == original[1]
+    assert (
+        digests("shape", {"model/weight": make_state(1)["model/weight"].view(10, 100)}) != original
+    )
+    assert digests("dtype", {"schedule/step": torch.tensor(1, dtype=torch.int32)})[0] != original[0]
 
 
-# -- a save that fails part-way
-_LIMITED = """
+# -- a save that fails partway
+_LIMITED_FILE_SIZE_SCRIPT = """
 import resource, signal, sys
 from pathlib import Path
 import torch
@@ -353,64 +359,67 @@ try:
 except RunError as error:
     print(error.paragraph())
 else:
-    raise SystemExit("it was saved")
+    raise SystemExit("the save did not fail")
 """
 
 
-def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+def test_save_fails_at_file_size_limit(tmp_path: Path) -> None:
     assert hasattr(resource, "RLIMIT_FSIZE")
     assert hasattr(signal, "SIGXFSZ")
     (first,) = save(tmp_path, 1)
-    done = subprocess.run(
-        [sys.executable, "-c", _LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120
+    process = subprocess.run(
+        [sys.executable, "-c", _LIMITED_FILE_SIZE_SCRIPT, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    assert done.returncode == 0, done.stderr
-    assert "the checkpoint of step 2 could not be written" in done.stdout
-    assert str(tmp_path / "step-00000002") in done.stdout
-    assert "400,000 bytes" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "the checkpoint of step 2 could not be written" in process.stdout
+    assert str(tmp_path / "step-00000002") in process.stdout
+    assert "400,000 bytes" in process.stdout
     assert names(tmp_path) == [first.name]
     assert verify(first) is None
 
 
-def test_a_disk_that_fills(tmp_path: Path) -> None:
-    with mount_tmpfs(tmp_path / "small", "size=1m") as mounted:
+def test_save_fails_on_full_disk(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", "size=1m") as mounted:
         if not mounted:
             return
         folder = tmp_path / "small" / "checkpoints"
-        first = store.save(folder, 1, state(1, 100_000), META).path
+        first = store.save(folder, 1, make_state(1, 100_000), META).path
         with pytest.raises(
             RunError, match=r"step 2 could not be written to .*step-00000002: .*No space left"
         ) as caught:
-            store.save(folder, 2, state(2, 100_000), META)
+            store.save(folder, 2, make_state(2, 100_000), META)
         assert "it needs 600,008 bytes" in str(caught.value)
         assert names(folder) == [first.name]
         assert store.find(tmp_path / "small") == first
-        # what fits is saved again
-        assert store.save(folder, 3, state(3, 10), META).path.name == "step-00000003"
+        # A smaller checkpoint can still be saved.
+        assert store.save(folder, 3, make_state(3, 10), META).path.name == "step-00000003"
 
 
-def test_what_a_killed_save_left_is_cleared_by_the_next(tmp_path: Path) -> None:
+def test_next_save_removes_files_of_killed_save(tmp_path: Path) -> None:
     (tmp_path / ".step-00000003.123.tmp").mkdir()
-    (tmp_path / ".step-00000003.123.tmp" / "state.safetensors").write_bytes(b"half")
+    (tmp_path / ".step-00000003.123.tmp" / "state.safetensors").write_bytes(b"incomplete")
     assert store.latest_valid(tmp_path) == (None, [])
     save(tmp_path, 4)
     assert names(tmp_path) == ["step-00000004"]
 
 
-def test_a_place_that_is_no_folder(tmp_path: Path) -> None:
+def test_save_fails_if_path_is_not_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(RunError, match="could not be written"):
-        store.save(tmp_path / "file" / "checkpoints", 1, state(1), META)
+        store.save(tmp_path / "file" / "checkpoints", 1, make_state(1), META)
 
 
-@pytest.mark.parametrize("made", [None, "folder", "file"])
-def test_what_is_no_checkpoint(tmp_path: Path, made: str | None) -> None:
+@pytest.mark.parametrize("kind", [None, "folder", "file"])
+def test_find_rejects_path_without_checkpoint(tmp_path: Path, kind: str | None) -> None:
     path = tmp_path / "x"
-    if made == "folder":
+    if kind == "folder":
         path.mkdir()
-    elif made == "file":
+    elif kind == "file":
         path.write_text("x")
     with pytest.raises(
-        ConfigError, match="does not exist" if made is None else "contains no valid checkpoint"
+        ConfigError, match="does not exist" if kind is None else "contains no valid checkpoint"
     ):
         store.find(path)

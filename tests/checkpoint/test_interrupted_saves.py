@@ -1,5 +1,5 @@
-"""A save is cut at every place where it touches the disk: a real process is killed there, and the
-next start finds a whole checkpoint and leaves no debris."""
+"""A process is killed at each file system call of a save. The next start of the run finds a valid
+checkpoint and removes incomplete files."""
 
 from __future__ import annotations
 
@@ -32,76 +32,79 @@ ELEMENTS = 1_200
 KEEP = 2
 
 
-def parts_of(step: int, rank: int, size: int) -> list[TensorShard]:
+def make_shards(step: int, rank: int, size: int) -> list[TensorShard]:
     values = torch.arange(ELEMENTS // size, dtype=torch.float32) + step + rank * ELEMENTS // size
     return [TensorShard("model/weight", values, (ELEMENTS,), (ELEMENTS // size * rank,), flat=True)]
 
 
-def alone() -> Communicator:
+def single_rank() -> Communicator:
     return Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
 
 
-def saver_of(
+def make_manager(
     world: Communicator, folder: Path, first_step: int, background: bool
 ) -> CheckpointManager:
-    saver = CheckpointManager(world, folder, KEEP, EventLog(None), background=background)
-    saver.first_step = saver.last_step = first_step
-    return saver
+    manager = CheckpointManager(world, folder, KEEP, EventLog(None), background=background)
+    manager.first_step = manager.last_step = first_step
+    return manager
 
 
-def save(saver: CheckpointManager, step: int) -> None:
-    world = saver.world
-    saver.save(step, lambda: parts_of(step, world.rank, world.size), META, must_succeed=False)
-    saver.finish()
+def save_checkpoint(manager: CheckpointManager, step: int) -> None:
+    world = manager.world
+    manager.save(step, lambda: make_shards(step, world.rank, world.size), META, must_succeed=False)
+    manager.finish()
 
 
-# -- folders as a run finds them, in which it saves step 3
-def usual(folder: Path) -> None:
-    saver = saver_of(alone(), folder, 0, background=False)
+# -- initial states of the folder in which a run saves step 3
+def save_two_checkpoints(folder: Path) -> None:
+    manager = make_manager(single_rank(), folder, 0, background=False)
     for step in (1, 2):
-        save(saver, step)
+        save_checkpoint(manager, step)
 
 
-def rolled_back(folder: Path) -> None:
-    """Goes on from step 2, for what an earlier life wrote beyond it is damaged."""
-    usual(folder)
+def save_and_damage_later_steps(folder: Path) -> None:
+    """Add damaged checkpoints of steps 3 and 4, so that the run resumes from step 2."""
+    save_two_checkpoints(folder)
     for step in (3, 4):
         shutil.copytree(folder / name_of(2), folder / name_of(step))
         (folder / name_of(step) / "meta.json").write_text("{}")
 
 
-START = {"usual": usual, "rolled_back": rolled_back}
+START = {
+    "two_checkpoints": save_two_checkpoints,
+    "damaged_later_steps": save_and_damage_later_steps,
+}
 
 
-# -- the cut
-class Cutter:
-    """Numbers what this process does below ``folder``, and kills it before number ``at``; in a
-    write, half-way."""
+# -- killing the process
+class CallInterrupter:
+    """Counts the file system calls of this process below ``folder``, and kills it before call
+    ``kill_at``, or in the middle of it if it is a write."""
 
-    def __init__(self, folder: Path, at: int, log: Path | None) -> None:
-        self.folder, self.at, self.log = str(folder), at, log
+    def __init__(self, folder: Path, kill_at: int, log: Path | None) -> None:
+        self.folder, self.kill_at, self.log = str(folder), kill_at, log
         self.number = 0
 
     def install(self) -> None:
         for name in ("replace", "rename", "unlink", "remove", "rmdir", "mkdir", "open", "fsync"):
-            setattr(os, name, self._before(name, getattr(os, name)))
-        builtins.open = io.open = self._opening(io.open)  # type: ignore[assignment]
+            setattr(os, name, self._wrap_call(name, getattr(os, name)))
+        builtins.open = io.open = self._wrap_open(io.open)  # type: ignore[assignment]
 
-    def hit(self, what: str) -> bool:
+    def reached(self, call: str) -> bool:
         self.number += 1
         if self.log is not None:
             handle = _open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            os.write(handle, f"{what}\n".encode())
+            os.write(handle, f"{call}\n".encode())
             os.close(handle)
-        return self.number == self.at
+        return self.number == self.kill_at
 
-    def _before(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_call(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(path: Any, *args: Any, **kwargs: Any) -> Any:
             full = self._path(path, kwargs.get("dir_fd"))
-            if full.startswith(self.folder) and self.hit(
+            if full.startswith(self.folder) and self.reached(
                 f"{name} {full.removeprefix(self.folder)}"
             ):
-                die()
+                kill_process()
             return original(path, *args, **kwargs)
 
         return wrapped
@@ -116,7 +119,7 @@ class Cutter:
             else os.fspath(path)
         )
 
-    def _opening(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_open(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             writes = (
                 not isinstance(path, int)
@@ -126,18 +129,18 @@ class Cutter:
             if not writes:
                 return original(path, mode, *args, **kwargs)
             name = os.fspath(path).removeprefix(self.folder)
-            if self.hit(f"create {name}"):
-                die()
-            return _Writing(original(path, mode, *args, **kwargs), name, self)
+            if self.reached(f"create {name}"):
+                kill_process()
+            return _InterruptedFile(original(path, mode, *args, **kwargs), name, self)
 
         return wrapped
 
 
-class _Writing:
-    def __init__(self, handle: Any, name: str, cutter: Cutter) -> None:
-        self._handle, self._name, self._cutter = handle, name, cutter
+class _InterruptedFile:
+    def __init__(self, handle: Any, name: str, interrupter: CallInterrupter) -> None:
+        self._handle, self._name, self._interrupter = handle, name, interrupter
 
-    def __enter__(self) -> _Writing:
+    def __enter__(self) -> _InterruptedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -147,25 +150,25 @@ class _Writing:
         return getattr(self._handle, name)
 
     def write(self, data: Any) -> Any:
-        if self._cutter.hit(f"write {self._name}"):
+        if self._interrupter.reached(f"write {self._name}"):
             self._handle.write(data[: len(data) // 2])
             self._handle.flush()
-            die()
+            kill_process()
         return self._handle.write(data)
 
 
 _open = os.open
 
 
-def die() -> None:
+def kill_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# -- one attempt: `size` processes save step 3, and `victim` is killed at `at`
-def attempt(
-    folder: Path, size: int, victim: int, at: int, background: bool, log: Path | None = None
+# -- one attempt: `size` processes save step 3, and rank `victim` is killed at call `kill_at`
+def attempt_save(
+    folder: Path, size: int, victim: int, kill_at: int, background: bool, log: Path | None = None
 ) -> bool:
-    """True where the victim was killed."""
+    """Return whether the victim was killed."""
     port = free_port()
     children = []
     for rank in range(size):
@@ -176,13 +179,13 @@ def attempt(
                 rank,
                 size,
                 port,
-                Cutter(folder, at, log) if rank == victim else None,
+                CallInterrupter(folder, kill_at, log) if rank == victim else None,
                 background,
             )
         children.append(child)
     _, status = os.waitpid(children.pop(victim), 0)
     killed = os.WIFSIGNALED(status)
-    # as a launcher ends the others; they may have some time to do harm
+    # Kill the other ranks as a launcher does, after a short time in which they continue.
     deadline = time.monotonic() + 0.3
     for child in children:
         while os.waitpid(child, os.WNOHANG) == (0, 0):
@@ -194,19 +197,24 @@ def attempt(
 
 
 def _run_rank(
-    folder: Path, rank: int, size: int, port: int, cutter: Cutter | None, background: bool
+    folder: Path,
+    rank: int,
+    size: int,
+    port: int,
+    interrupter: CallInterrupter | None,
+    background: bool,
 ) -> None:
     code = 1
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        world = alone()
+        world = single_rank()
         if size > 1:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             world = init_communicator(RankEnv(rank, size, rank, size), "cpu", 30.0)
-        saver = saver_of(world, folder, 2, background)
-        if cutter is not None:
-            cutter.install()
-        save(saver, 3)
+        manager = make_manager(world, folder, 2, background)
+        if interrupter is not None:
+            interrupter.install()
+        save_checkpoint(manager, 3)
         world.barrier()
         code = 0
     finally:
@@ -217,42 +225,44 @@ def digest(path: Path) -> str:
     return str(store.inspect(path)["digest"])
 
 
-def sweep(
+def kill_at_each_call(
     _world: Communicator, root: Path, start: str, size: int, victim: int, background: bool
 ) -> list[str]:
-    """Kill at each place in turn. Returns the places, as a save that was let through has logged
-    them."""
-    wanted = {}
+    """Kill a save at each call in turn. Return the calls of an uninterrupted save, from its log."""
+    expected_digests = {}
     reference = root / "reference"
     for step in (2, 3):
-        wanted[step] = digest(
+        expected_digests[step] = digest(
             store.save(reference, step, {"model/weight": _full_tensor(step)}, META).path
         )
     log, folder = root / "log", root / "run"
-    at, killed = 0, True
-    while killed or at == 1:
+    kill_at, killed = 0, True
+    while killed or kill_at == 1:
         START[start](folder)
-        killed = attempt(folder, size, victim, at, background, log if at == 0 else None)
-        if at == 0:
+        killed = attempt_save(
+            folder, size, victim, kill_at, background, log if kill_at == 0 else None
+        )
+        if kill_at == 0:
             assert not killed
             killed = True
         path, _ = store.latest_valid(folder)
-        assert path is not None, at
-        assert path.name in ("step-00000002", "step-00000003"), at
+        assert path is not None, kill_at
+        assert path.name in ("step-00000002", "step-00000003"), kill_at
         step = step_of(path.name)
-        assert digest(path) == wanted[step], at
+        assert digest(path) == expected_digests[step], kill_at
         assert step == 3 or killed
-        saver = saver_of(alone(), folder, step, background)  # the next start
-        assert not list(folder.glob(".*")), at
-        save(saver, step + 1)
-        assert store.latest_valid(folder) == (folder / name_of(step + 1), []), at
-        assert verify(path) is None, at  # that which it went on from
-        assert len(store.committed(folder)) == KEEP, at
+        manager = make_manager(single_rank(), folder, step, background)  # the next start of the run
+        assert not list(folder.glob(".*")), kill_at
+        save_checkpoint(manager, step + 1)
+        assert store.latest_valid(folder) == (folder / name_of(step + 1), []), kill_at
+        assert verify(path) is None, kill_at  # the checkpoint from which it resumed
+        assert len(store.committed(folder)) == KEEP, kill_at
         shutil.rmtree(folder)
-        at += 1
-    places = log.read_text().splitlines()
-    assert at - 1 == len(places) + 1  # each place had its turn, and one more was no place
-    return places
+        kill_at += 1
+    calls = log.read_text().splitlines()
+    # Every call was interrupted, and the last attempt completed.
+    assert kill_at - 1 == len(calls) + 1
+    return calls
 
 
 def _full_tensor(step: int) -> torch.Tensor:
@@ -262,14 +272,12 @@ def _full_tensor(step: int) -> torch.Tensor:
 @pytest.mark.soak
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("start", list(START))
-def test_a_run_that_is_killed_anywhere_in_a_save(
-    tmp_path: Path, start: str, background: bool
-) -> None:
-    (places,) = run_ranks(sweep, 1, tmp_path, start, 1, 0, background)
-    log_text = "\n".join(places)
-    for place in (
+def test_killed_save_never_loses_checkpoints(tmp_path: Path, start: str, background: bool) -> None:
+    (calls,) = run_ranks(kill_at_each_call, 1, tmp_path, start, 1, 0, background)
+    log_text = "\n".join(calls)
+    for call in (
         "mkdir /.step-00000003.",
-        "write /.step-00000003.",  # a part, the index, the manifest
+        "write /.step-00000003.",  # a shard, the index, the manifest
         "/state-00000-of-00001.safetensors",
         "/index.json",
         "/meta.json",
@@ -280,13 +288,13 @@ def test_a_run_that_is_killed_anywhere_in_a_save(
         "unlink /.step-00000001.",
         "rmdir /.step-00000001.",
     ):
-        assert place in log_text, place
-    assert "fsync " in places  # of the folder itself
+        assert call in log_text, call
+    assert "fsync " in calls  # of the folder itself
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("victim", [0, 1])
-def test_one_of_two_ranks_that_is_killed_anywhere_in_a_save(tmp_path: Path, victim: int) -> None:
-    (places,) = run_ranks(sweep, 1, tmp_path, "usual", 2, victim, True)
-    assert any("state-0000" in place for place in places)
-    assert any("manifest.json" in place for place in places) == (victim == 0)
+def test_killed_rank_of_two_never_loses_checkpoints(tmp_path: Path, victim: int) -> None:
+    (calls,) = run_ranks(kill_at_each_call, 1, tmp_path, "two_checkpoints", 2, victim, True)
+    assert any("state-0000" in call for call in calls)
+    assert any("manifest.json" in call for call in calls) == (victim == 0)

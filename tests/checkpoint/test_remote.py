@@ -1,4 +1,4 @@
-"""`checkpoint_dir` in an object store (a real S3 API: moto in server mode) and in a folder."""
+"""`checkpoint_dir` in an object store (the S3 API of a moto server) and in a folder."""
 
 import json
 import subprocess
@@ -31,8 +31,8 @@ META = {"strategy": "made up", "world_size": 1, "config": {}}
 
 @pytest.fixture(scope="module", autouse=True)
 def server() -> Iterator[str]:
-    """The address of a server of the S3 API. It starts before the first test, so that no test
-    leaves a process."""
+    """Start a server with the S3 API and return its address. It is started for the module, because
+    no test may leave a process behind."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -45,7 +45,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The environment of a client of the server, which has a bucket."""
+    """Set and return the environment of a client, and create a bucket."""
     names = {
         "AWS_ENDPOINT_URL": server,
         "AWS_ACCESS_KEY_ID": "test",
@@ -67,19 +67,19 @@ def s3(server: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @pytest.fixture(params=["s3", "folder"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "folder":
         return str(tmp_path / "store")
     request.getfixturevalue("s3")
     return f"s3://bucket/{uuid.uuid4().hex}"
 
 
-def parts_of(step: int) -> list[TensorShard]:
+def make_shards(step: int) -> list[TensorShard]:
     return [TensorShard.full("model/weight", torch.arange(5000, dtype=torch.float32) + step)]
 
 
-def saver_of(root: Path, place: str, keep: int | None = None) -> CheckpointManager:
-    store = CheckpointStore(place)
+def make_manager(root: Path, store_url: str, keep: int | None = None) -> CheckpointManager:
+    store = CheckpointStore(store_url)
     store.claim(root)
     world = Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
     return CheckpointManager(
@@ -92,21 +92,21 @@ def saver_of(root: Path, place: str, keep: int | None = None) -> CheckpointManag
     )
 
 
-def save(saver: CheckpointManager, *steps: int) -> None:
+def save(manager: CheckpointManager, *steps: int) -> None:
     for step in steps:
-        saver.save(step, lambda: parts_of(step), META, must_succeed=True)  # noqa: B023
+        manager.save(step, lambda: make_shards(step), META, must_succeed=True)  # noqa: B023
 
 
-def begin(root: Path) -> Path:
+def make_run_folder(root: Path) -> Path:
     root.mkdir()
     return root
 
 
 @pytest.mark.soak
-def test_saved_pruned_fetched_and_damaged(place: str, tmp_path: Path) -> None:
-    first = begin(tmp_path / "first")
-    save(saver_of(first, place, keep=2), 1, 2, 3)
-    store = CheckpointStore(place)
+def test_save_prune_fetch_and_detect_damage(store_url: str, tmp_path: Path) -> None:
+    first = make_run_folder(tmp_path / "first")
+    save(make_manager(first, store_url, keep=2), 1, 2, 3)
+    store = CheckpointStore(store_url)
     assert store.names() == ["step-00000002", "step-00000003"]
     assert [path.name for path in checkpoint.committed(first / "checkpoints")] == ["step-00000003"]
     assert {path.split("/")[0] for path in store._objects()} == {
@@ -114,49 +114,47 @@ def test_saved_pruned_fetched_and_damaged(place: str, tmp_path: Path) -> None:
         "step-00000002",
         "step-00000003",
     }
-    # Another host: the newest one comes from the store; a second process finds it there.
-    other, warnings = tmp_path / "other", []
+    # Another host fetches the latest checkpoint; a second process finds it already present.
+    other_host, warnings = tmp_path / "other", []
     for _ in range(2):
-        CheckpointStore(place).fetch_latest(other / "checkpoints", warnings.append)
-    (path,) = checkpoint.committed(other / "checkpoints")
-    assert torch.equal(read_state(path)["model/weight"], parts_of(3)[0].tensor)
+        CheckpointStore(store_url).fetch_latest(other_host / "checkpoints", warnings.append)
+    (path,) = checkpoint.committed(other_host / "checkpoints")
+    assert torch.equal(read_state(path)["model/weight"], make_shards(3)[0].tensor)
     assert not warnings
-    # A byte of the newest one changes: it is named and passed over.
+    # If a byte of the latest checkpoint changes, it is reported and skipped.
     name = store._path("step-00000003", "state-00000-of-00001.safetensors")
     raw = bytearray(store._fs.cat_file(name))
     raw[len(raw) // 2] ^= 1
     store._fs.pipe_file(name, bytes(raw))
     third = tmp_path / "third" / "checkpoints"
-    CheckpointStore(place).fetch_latest(third, warnings.append)
+    CheckpointStore(store_url).fetch_latest(third, warnings.append)
     assert [path.name for path in checkpoint.committed(third)] == ["step-00000002"]
-    assert f"{place}/step-00000003/state-00000-of-00001.safetensors has SHA-256" in warnings[0]
+    assert f"{store_url}/step-00000003/state-00000-of-00001.safetensors has SHA-256" in warnings[0]
     with pytest.raises(ConfigError, match="has SHA-256"):
-        fetch_checkpoint(f"{place}/step-00000003", tmp_path / "fourth", warnings.append)
-    assert fetch_checkpoint(place, tmp_path / "fourth", warnings.append).name == "step-00000002"
+        fetch_checkpoint(f"{store_url}/step-00000003", tmp_path / "fourth", warnings.append)
+    assert fetch_checkpoint(store_url, tmp_path / "fourth", warnings.append).name == "step-00000002"
 
 
-def test_an_interrupted_upload_is_not_a_checkpoint_and_is_removed(
-    place: str, tmp_path: Path
-) -> None:
-    saver = saver_of(begin(tmp_path / "run"), place)
-    save(saver, 1)
-    assert saver.store is not None
-    fs = saver.store._fs
-    create, put = saver.store._create, fs.put_file
+def test_interrupted_upload_is_ignored_and_removed(store_url: str, tmp_path: Path) -> None:
+    manager = make_manager(make_run_folder(tmp_path / "run"), store_url)
+    save(manager, 1)
+    assert manager.store is not None
+    fs = manager.store._fs
+    create, put = manager.store._create, fs.put_file
 
-    def die(*args: Any) -> None:
+    def fail(*args: Any) -> None:
         raise OSError("the connection was reset")
 
-    for method in ("_create", "put_file"):  # before the manifest, and in the middle of the files
+    for method in ("_create", "put_file"):  # at the manifest, and at another file
         if method == "_create":
-            saver.store._create = die  # type: ignore[method-assign]
+            manager.store._create = fail  # type: ignore[method-assign]
         else:
-            saver.store._create = create  # type: ignore[method-assign]
+            manager.store._create = create  # type: ignore[method-assign]
             fs.put_file = lambda local, remote: (
-                die() if remote.endswith("meta.json") else put(local, remote)
+                fail() if remote.endswith("meta.json") else put(local, remote)
             )
         step = 2 if method == "_create" else 3
-        saver.save(step, lambda: parts_of(step), META, must_succeed=False)  # noqa: B023
+        manager.save(step, lambda: make_shards(step), META, must_succeed=False)  # noqa: B023
     errors = [
         event.get("error", "")
         for event in read_events(tmp_path / "run" / "events.jsonl")
@@ -165,7 +163,7 @@ def test_an_interrupted_upload_is_not_a_checkpoint_and_is_removed(
     assert [
         ("could not be uploaded" in error and "connection was reset" in error) for error in errors
     ] == [False, True, True]
-    store = CheckpointStore(place)
+    store = CheckpointStore(store_url)
     assert store.names() == ["step-00000001"]
     assert any(path.startswith("step-00000002/") for path in store._objects())
     store.claim(tmp_path / "run")
@@ -173,32 +171,32 @@ def test_an_interrupted_upload_is_not_a_checkpoint_and_is_removed(
 
 
 @pytest.mark.soak
-def test_of_two_runs_the_one_that_claimed_first_ends(place: str, tmp_path: Path) -> None:
-    first = saver_of(begin(tmp_path / "first"), place)
+def test_second_claim_stops_first_run(store_url: str, tmp_path: Path) -> None:
+    first = make_manager(make_run_folder(tmp_path / "first"), store_url)
     save(first, 1)
-    second = CheckpointStore(place)
-    before = second.claim(tmp_path / "second")
-    assert before is not None
-    assert before.output_dir == str(tmp_path / "first")
+    second = CheckpointStore(store_url)
+    previous_owner = second.claim(tmp_path / "second")
+    assert previous_owner is not None
+    assert previous_owner.output_dir == str(tmp_path / "first")
     with pytest.raises(ClaimLostError, match=str(tmp_path / "second")) as caught:
         save(first, 2)
     assert caught.value.exit_code == 2
     assert second.names() == ["step-00000001"]
-    # Both begin at the same moment: one of them gets a number.
-    third, fourth = CheckpointStore(place), CheckpointStore(place)
+    # If two runs claim the store at the same time, only one of them gets the number.
+    third, fourth = CheckpointStore(store_url), CheckpointStore(store_url)
     claims, calls = fourth._claims, []
 
-    def late() -> list[int]:
+    def claims_before_concurrent_claim() -> list[int]:
         numbers = claims()
         if not calls:
             calls.append(third.claim(tmp_path / "third"))
         return numbers
 
-    fourth._claims = late  # type: ignore[method-assign]
+    fourth._claims = claims_before_concurrent_claim  # type: ignore[method-assign]
     fourth.claim(tmp_path / "fourth")
     with pytest.raises(ClaimLostError, match="fourth"):
         third.publish(first.folder / "step-00000001")
-    # The manifest itself is written on the condition that it does not exist.
+    # The manifest is written only if it does not exist.
     fourth._fs.exists = lambda path: False
     with pytest.raises(ClaimLostError):
         fourth.publish(first.folder / "step-00000001")
@@ -213,31 +211,33 @@ def test_of_two_runs_the_one_that_claimed_first_ends(place: str, tmp_path: Path)
         ("gs://bucket/x", "pip install 'gcsfs'"),
     ],
 )
-def test_a_place_that_cannot_be_used(url: str, message: str) -> None:
+def test_rejects_unusable_checkpoint_dir(url: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_url("checkpoint_dir", url)
     assert message in str(caught.value)
     assert "secret" not in str(caught.value)
 
 
-def test_without_the_package_its_extra_is_named(tmp_path: Path) -> None:
+def test_missing_package_error_names_extra(tmp_path: Path) -> None:
     (tmp_path / "hidden.py").write_text(
         "import importlib.util as u\nfind = u.find_spec\nu.find_spec = lambda name, *a: None if"
         " name == 's3fs' else find(name, *a)\nfrom paceline.checkpoint.remote import"
         " check_url\ncheck_url('checkpoint_dir', 's3://bucket/x')\n"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(tmp_path / "hidden.py")], capture_output=True, text=True
     )
-    assert "pip install 'paceline[s3]'" in done.stderr
+    assert "pip install 'paceline[s3]'" in process.stderr
 
 
 @pytest.mark.soak
-def test_a_bucket_that_does_not_exist(s3: dict[str, str], tmp_path: Path) -> None:
-    done = run(*MICRO, f"output_dir={tmp_path / 'run'}", "checkpoint_dir=s3://nowhere/x", expect=2)
+def test_error_for_missing_bucket(s3: dict[str, str], tmp_path: Path) -> None:
+    process = run(
+        *MICRO, f"output_dir={tmp_path / 'run'}", "checkpoint_dir=s3://missing/x", expect=2
+    )
     assert (
-        "`checkpoint_dir: s3://nowhere/x` cannot be used: The specified bucket does not exist"
-        in done.stderr
+        "`checkpoint_dir: s3://missing/x` cannot be used: The specified bucket does not exist"
+        in process.stderr
     )
     assert not (tmp_path / "run").exists()
 
@@ -251,19 +251,19 @@ ARGS = (
 
 
 @pytest.mark.soak
-def test_a_run_whose_disk_is_lost_resumes_from_the_store(
-    s3: dict[str, str], tmp_path: Path
-) -> None:
-    place = f"s3://bucket/{uuid.uuid4().hex}"
+def test_run_with_lost_disk_resumes_from_store(s3: dict[str, str], tmp_path: Path) -> None:
+    store_url = f"s3://bucket/{uuid.uuid4().hex}"
     first, second = tmp_path / "first", tmp_path / "second"
-    args = (*ARGS, f"checkpoint_dir={place}", "parallel.mode=single", "--allow-config-change")
+    args = (*ARGS, f"checkpoint_dir={store_url}", "parallel.mode=single", "--allow-config-change")
     run(*args, f"output_dir={first}", "train_args.max_steps=2")
-    (first / "checkpoints").rename(tmp_path / "gone")
-    done = run(*args, f"output_dir={second}", "train_args.max_steps=3")
-    assert "resuming from step 2 of 3" in done.stderr
-    assert f"was last written by the run in {first}" in done.stderr
-    assert [event["url"] for event in events(second, "checkpoint")] == [f"{place}/step-00000003"]
-    assert CheckpointStore(place).names() == ["step-00000002", "step-00000003"]
+    (first / "checkpoints").rename(tmp_path / "lost")
+    process = run(*args, f"output_dir={second}", "train_args.max_steps=3")
+    assert "resuming from step 2 of 3" in process.stderr
+    assert f"was last written by the run in {first}" in process.stderr
+    assert [event["url"] for event in events(second, "checkpoint")] == [
+        f"{store_url}/step-00000003"
+    ]
+    assert CheckpointStore(store_url).names() == ["step-00000002", "step-00000003"]
     for file in [
         path
         for path in tmp_path.rglob("*")
@@ -273,50 +273,48 @@ def test_a_run_whose_disk_is_lost_resumes_from_the_store(
 
 
 @pytest.mark.soak
-def test_runs_with_a_store_end_as_one_without(s3: dict[str, str], tmp_path: Path) -> None:
-    place = f"s3://bucket/{uuid.uuid4().hex}"
+def test_result_does_not_depend_on_store(s3: dict[str, str], tmp_path: Path) -> None:
+    store_url = f"s3://bucket/{uuid.uuid4().hex}"
     args = (*ARGS, "parallel.mode=zero3", "parallel.num_gpus=2", "--allow-config-change")
-    run(*args, f"output_dir={tmp_path / 'whole'}", "train_args.max_steps=6")
+    run(*args, f"output_dir={tmp_path / 'uninterrupted'}", "train_args.max_steps=6")
     run(
         *args,
         f"output_dir={tmp_path / 'first'}",
-        f"checkpoint_dir={place}",
+        f"checkpoint_dir={store_url}",
         "train_args.max_steps=4",
     )
     run(
         *args,
         f"output_dir={tmp_path / 'second'}",
-        f"checkpoint_dir={place}",
+        f"checkpoint_dir={store_url}",
         "train_args.max_steps=6",
     )
-    inspected = json.loads(run(place, "--json", verb="inspect").stdout)
+    inspected = json.loads(run(store_url, "--json", verb="inspect").stdout)
     assert inspected["step"] == 6
-    assert inspected["digest"] == digest(tmp_path / "whole")
-    # A checkpoint of the store as the beginning of another run.
+    assert inspected["digest"] == digest(tmp_path / "uninterrupted")
+    # Another run can resume from a checkpoint in the store.
     run(
         *args,
         f"output_dir={tmp_path / 'third'}",
-        f"resume={place}/step-00000004",
+        f"resume={store_url}/step-00000004",
         "train_args.max_steps=5",
     )
     assert [event["step"] for event in events(tmp_path / "third", "step")] == [5]
 
 
 @pytest.mark.soak
-def test_the_run_that_lost_its_place_ends_with_exit_code_2(
-    s3: dict[str, str], tmp_path: Path
-) -> None:
-    place = f"s3://bucket/{uuid.uuid4().hex}"
+def test_run_that_lost_its_claim_exits_with_2(s3: dict[str, str], tmp_path: Path) -> None:
+    store_url = f"s3://bucket/{uuid.uuid4().hex}"
     args = (
         *ARGS,
-        f"checkpoint_dir={place}",
+        f"checkpoint_dir={store_url}",
         "parallel.mode=zero3",
         "parallel.num_gpus=2",
         "train_args.max_steps=5000",
     )
     first = start(*args, f"output_dir={tmp_path / 'first'}")
     wait_for_step(tmp_path / "first", 3, first)
-    CheckpointStore(place).claim(tmp_path / "second")
+    CheckpointStore(store_url).claim(tmp_path / "second")
     _, output = first.communicate(timeout=120)
     assert first.returncode == 2, output[-2000:]
     assert f"now belongs to the run in {tmp_path / 'second'} on host" in output

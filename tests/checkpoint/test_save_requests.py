@@ -1,5 +1,4 @@
-"""Saves by the clock, runs that stand still until a save can be written, and what earlier lives of
-a run have left."""
+"""Periodic saves, pausing until a save succeeds, and leftover checkpoints of earlier attempts."""
 
 import resource
 import threading
@@ -29,11 +28,11 @@ from paceline.parallel.state import TensorShard
 META = {"strategy": "made up", "world_size": 1, "config": {}}
 
 
-def alone() -> Communicator:
+def single_rank() -> Communicator:
     return Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
 
 
-def parts(value: float = 1.0, elements: int = 10) -> list[TensorShard]:
+def make_shards(value: float = 1.0, elements: int = 10) -> list[TensorShard]:
     return [TensorShard.full("model/weight", torch.full((elements,), value))]
 
 
@@ -47,7 +46,7 @@ def notices(root: Path) -> list[str]:
     ]
 
 
-def tried(root: Path) -> list[tuple[int, bool]]:
+def save_attempts(root: Path) -> list[tuple[int, bool]]:
     events = read_events(root / "events.jsonl")
     return [
         (event["step"], bool(event.get("error")))
@@ -56,60 +55,62 @@ def tried(root: Path) -> list[tuple[int, bool]]:
     ]
 
 
-# -- by the clock
-def test_a_save_that_is_due(tmp_path: Path) -> None:
+# -- periodic saves
+def test_save_is_due_after_interval(tmp_path: Path) -> None:
     with CheckpointManager(
-        alone(), tmp_path, None, EventLog(None), background=False, every_s=3600.0
+        single_rank(), tmp_path, None, EventLog(None), background=False, every_s=3600.0
     ) as manager:
         assert manager.next_request() == 0.0
         manager.every_s = 1e-9
         assert manager.next_request() == 1.0
         manager.accept_request(1.0, manager.num_begun)
         assert manager.is_due(1)
-        manager.save(1, parts, META, must_succeed=False)
+        manager.save(1, make_shards, META, must_succeed=False)
         assert not manager.is_due(1)
-        manager.accept_request(1.0, 0)  # made before that save was begun
+        manager.accept_request(1.0, 0)  # a request that precedes the latest save
         assert not manager.is_due(1)
         manager.every_s = None
         assert manager.next_request() == 0.0
 
 
-def test_no_save_is_asked_for_beside_one_in_flight(tmp_path: Path) -> None:
-    go_on = threading.Event()
+def test_no_save_is_requested_while_one_is_in_flight(tmp_path: Path) -> None:
+    may_continue = threading.Event()
     with CheckpointManager(
-        alone(), tmp_path, None, EventLog(None), background=True, every_s=1e-9
+        single_rank(), tmp_path, None, EventLog(None), background=True, every_s=1e-9
     ) as manager:
         original = manager._staging.copy
-        manager._staging.copy = lambda shards: [_Slow(shard, go_on) for shard in original(shards)]  # type: ignore[method-assign]
-        manager.save(1, parts, META, must_succeed=False)
+        manager._staging.copy = lambda shards: [  # type: ignore[method-assign]
+            _BlockedShard(shard, may_continue) for shard in original(shards)
+        ]
+        manager.save(1, make_shards, META, must_succeed=False)
         assert [manager.next_request() for _ in range(3)] == [0.0] * 3
-        go_on.set()
+        may_continue.set()
         manager.finish()
         assert manager.next_request() == 1.0
     assert steps_of(tmp_path) == [1]
 
 
-class _Slow:
-    """A part that is not on the host before ``go_on``."""
+class _BlockedShard:
+    """A shard whose tensor is not available to background threads until ``may_continue`` is set."""
 
-    def __init__(self, part: TensorShard, go_on: threading.Event) -> None:
-        self._part, self._go_on = part, go_on
+    def __init__(self, shard: TensorShard, may_continue: threading.Event) -> None:
+        self._shard, self._may_continue = shard, may_continue
 
     def __getattr__(self, name: str) -> Any:
         if name == "tensor" and threading.current_thread() is not threading.main_thread():
-            assert self._go_on.wait(60)
-        return getattr(self._part, name)
+            assert self._may_continue.wait(60)
+        return getattr(self._shard, name)
 
 
-# -- standing still
-def limit(size_bytes: int) -> None:
+# -- pausing
+def limit_file_size(size_bytes: int) -> None:
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (size_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
     )
 
 
 @contextmanager
-def pausing(
+def pausing_manager(
     world: Communicator, root: Path, log: Path | None = None, **options: Any
 ) -> Iterator[CheckpointManager]:
     saver._RETRY_S = 0.05
@@ -123,7 +124,7 @@ def pausing(
         yield manager
 
 
-def half(world: Communicator, value: float) -> list[TensorShard]:
+def make_rank_shard(world: Communicator, value: float) -> list[TensorShard]:
     return [
         TensorShard(
             "model/weight",
@@ -135,53 +136,53 @@ def half(world: Communicator, value: float) -> list[TensorShard]:
     ]
 
 
-def stand_still_until_there_is_room(world: Communicator, root: Path) -> None:
-    with pausing(world, root, background=False) as manager:
-        manager.save(1, lambda: half(world, 1.0), META, must_succeed=False)
+def pause_until_file_size_limit_is_lifted(world: Communicator, root: Path) -> None:
+    with pausing_manager(world, root, background=False) as manager:
+        manager.save(1, lambda: make_rank_shard(world, 1.0), META, must_succeed=False)
         if world.rank == 1:
-            limit(100_000)
-            threading.Timer(1.0, limit, [resource.RLIM_INFINITY]).start()
-        manager.save(2, lambda: half(world, 2.0), META, must_succeed=False)
+            limit_file_size(100_000)
+            threading.Timer(1.0, limit_file_size, [resource.RLIM_INFINITY]).start()
+        manager.save(2, lambda: make_rank_shard(world, 2.0), META, must_succeed=False)
         assert manager.last_step == 2
     world.barrier()
 
 
 @pytest.mark.soak
-def test_training_stands_still_until_it_can_be_saved(tmp_path: Path) -> None:
-    run_ranks(stand_still_until_there_is_room, 2, tmp_path)
+def test_training_pauses_until_checkpoint_can_be_written(tmp_path: Path) -> None:
+    run_ranks(pause_until_file_size_limit_is_lifted, 2, tmp_path)
     assert steps_of(tmp_path / "checkpoints") == [1, 2]
     assert read_state(tmp_path / "checkpoints" / "step-00000002")[
         "model/weight"
     ].unique().tolist() == [2.0]
-    # said once, however often it was tried
-    assert tried(tmp_path) == [(1, False), (2, True), (2, False)]
-    still, on = notices(tmp_path)
-    assert "training is paused at step 2" in still
-    assert "File too large (on rank 1)" in still
-    assert "continues after a pause of" in on
+    # reported once, regardless of the number of retries
+    assert save_attempts(tmp_path) == [(1, False), (2, True), (2, False)]
+    paused, continued = notices(tmp_path)
+    assert "training is paused at step 2" in paused
+    assert "File too large (on rank 1)" in paused
+    assert "continues after a pause of" in continued
 
 
-def stop_in_the_middle(world: Communicator, root: Path) -> list[str | None]:
+def stop_while_paused(world: Communicator, root: Path) -> list[str | None]:
     stop_requested = threading.Event()
     errors: list[str | None] = []
-    with pausing(world, root, background=False, stop=stop_requested.is_set) as manager:
-        manager.save(1, lambda: half(world, 1.0), META, must_succeed=False)
-        limit(100_000)
-        if world.rank == 1:  # the wish of one is enough
+    with pausing_manager(world, root, background=False, stop=stop_requested.is_set) as manager:
+        manager.save(1, lambda: make_rank_shard(world, 1.0), META, must_succeed=False)
+        limit_file_size(100_000)
+        if world.rank == 1:  # a request on one rank is enough
             threading.Timer(0.5, stop_requested.set).start()
-        manager.save(2, lambda: half(world, 2.0), META, must_succeed=False)
-        for step in (2, 3):  # what a run does that was asked to stop: one last try, and no more
+        manager.save(2, lambda: make_rank_shard(world, 2.0), META, must_succeed=False)
+        for step in (2, 3):  # a stopped run tries once more for each step
             try:
-                manager.save(step, lambda: half(world, 2.0), META, must_succeed=True)
+                manager.save(step, lambda: make_rank_shard(world, 2.0), META, must_succeed=True)
             except RunError as error:
                 errors.append(str(error))
-    limit(resource.RLIM_INFINITY)
+    limit_file_size(resource.RLIM_INFINITY)
     world.barrier()
     return errors
 
 
-def test_a_stop_ends_it_and_the_last_good_one_is_kept(tmp_path: Path) -> None:
-    errors, other_errors = run_ranks(stop_in_the_middle, 2, tmp_path)
+def test_stop_ends_pause_and_keeps_last_valid_checkpoint(tmp_path: Path) -> None:
+    errors, other_errors = run_ranks(stop_while_paused, 2, tmp_path)
     assert errors == other_errors
     assert len(errors) == 2
     assert all("could not be written" in text for text in errors)
@@ -190,49 +191,49 @@ def test_a_stop_ends_it_and_the_last_good_one_is_kept(tmp_path: Path) -> None:
     assert not list((tmp_path / "checkpoints").glob(".*"))
 
 
-def test_a_save_that_failed_in_the_background_is_told_to_all(tmp_path: Path) -> None:
-    """The first rank alone knows of it, and asks all to stand still at the same step."""
+def test_background_failure_pauses_all_ranks(tmp_path: Path) -> None:
+    """Only rank 0 learns of the failure; it requests a save, at which all ranks pause."""
     (tmp_path / "checkpoints").mkdir()
-    with pausing(alone(), tmp_path, background=True) as manager:
-        limit(100_000)
+    with pausing_manager(single_rank(), tmp_path, background=True) as manager:
+        limit_file_size(100_000)
         try:
-            manager.save(1, lambda: parts(1.0, 75_000), META, must_succeed=False)
+            manager.save(1, lambda: make_shards(1.0, 75_000), META, must_succeed=False)
             deadline = time.monotonic() + 60
             while manager._pending is not None and time.monotonic() < deadline:
                 manager.poll()
                 time.sleep(0.01)
-            threading.Timer(0.5, limit, [resource.RLIM_INFINITY]).start()
+            threading.Timer(0.5, limit_file_size, [resource.RLIM_INFINITY]).start()
             request = manager.next_request()
             assert request > 1.0
-            assert manager.next_request() == 0.0  # once
+            assert manager.next_request() == 0.0  # requested only once
             manager.accept_request(request, manager.num_begun)
             assert manager.is_due(1)
-            manager.save(2, lambda: parts(2.0, 75_000), META, must_succeed=False)
+            manager.save(2, lambda: make_shards(2.0, 75_000), META, must_succeed=False)
         finally:
-            limit(resource.RLIM_INFINITY)
+            limit_file_size(resource.RLIM_INFINITY)
     assert steps_of(tmp_path / "checkpoints") == [2]
-    assert tried(tmp_path) == [(1, True), (2, True), (2, False)]
+    assert save_attempts(tmp_path) == [(1, True), (2, True), (2, False)]
 
 
-def test_a_full_disk_names_what_is_missing(tmp_path: Path) -> None:
-    with mount_tmpfs(tmp_path / "small", "size=500k") as mounted:
+def test_full_disk_error_states_missing_bytes(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", "size=500k") as mounted:
         if not mounted:
             return
         ballast = tmp_path / "small" / "ballast"
         ballast.write_bytes(bytes(400_000))
         threading.Timer(0.7, ballast.unlink).start()
         log = tmp_path / "events.jsonl"
-        with pausing(alone(), tmp_path / "small", log, background=False) as manager:
-            manager.save(1, lambda: parts(1.0, 75_000), META, must_succeed=True)
+        with pausing_manager(single_rank(), tmp_path / "small", log, background=False) as manager:
+            manager.save(1, lambda: make_shards(1.0, 75_000), META, must_succeed=True)
         assert steps_of(tmp_path / "small" / "checkpoints") == [1]
-        still, _ = notices(tmp_path)
-        assert f"{tmp_path}/small/checkpoints/step-00000001: No space left" in still
-        assert "it needs 300,000 bytes" in still
-        assert "missing: " in still
+        paused, _ = notices(tmp_path)
+        assert f"{tmp_path}/small/checkpoints/step-00000001: No space left" in paused
+        assert "it needs 300,000 bytes" in paused
+        assert "missing: " in paused
 
 
-# -- earlier lives
-def test_what_lies_beyond_the_step_it_went_on_from(tmp_path: Path) -> None:
+# -- checkpoints of earlier attempts
+def test_checkpoints_after_resumed_step_are_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for step in (10, 20, 30, 40):
         store.save(folder, step, {"model/weight": torch.ones(3)}, META)
@@ -242,28 +243,29 @@ def test_what_lies_beyond_the_step_it_went_on_from(tmp_path: Path) -> None:
     events = EventLog(tmp_path / "events.jsonl")
     with (
         log_to_events(events),
-        CheckpointManager(alone(), folder, 2, events, background=False) as manager,
+        CheckpointManager(single_rank(), folder, 2, events, background=False) as manager,
     ):
         manager.first_step = manager.last_step = 20
-        assert steps_of(folder) == [10, 20, 30, 40]  # nothing is lost before there is something new
-        manager.save(25, parts, META, must_succeed=False)
+        # Nothing is removed before a new checkpoint exists.
+        assert steps_of(folder) == [10, 20, 30, 40]
+        manager.save(25, make_shards, META, must_succeed=False)
         assert steps_of(folder) == [20, 25]
-        manager.save(30, parts, META, must_succeed=False)
+        manager.save(30, make_shards, META, must_succeed=False)
         assert steps_of(folder) == [25, 30]
-        manager.save(40, parts, META, must_succeed=False)
+        manager.save(40, make_shards, META, must_succeed=False)
         assert steps_of(folder) == [30, 40]
     assert store.latest_valid(folder) == (folder / "step-00000040", [])
     (notice,) = notices(tmp_path)
     assert "removed step-00000030, step-00000040 from" in notice
 
 
-def test_a_save_that_fails_removes_nothing(tmp_path: Path) -> None:
+def test_failed_save_removes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     for step in (10, 20, 30):
         store.save(folder, step, {"model/weight": torch.ones(3)}, META)
-    broken = [TensorShard("model/weight", torch.ones(2), (4,), (0,), flat=True)]
-    with CheckpointManager(alone(), folder, 1, EventLog(None), background=False) as manager:
+    incomplete_shards = [TensorShard("model/weight", torch.ones(2), (4,), (0,), flat=True)]
+    with CheckpointManager(single_rank(), folder, 1, EventLog(None), background=False) as manager:
         manager.first_step = manager.last_step = 20
         with pytest.raises(RunError):
-            manager.save(25, lambda: broken, META, must_succeed=True)
+            manager.save(25, lambda: incomplete_shards, META, must_succeed=True)
     assert steps_of(folder) == [10, 20, 30]

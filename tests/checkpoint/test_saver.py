@@ -1,5 +1,5 @@
-"""Saves by many ranks, in the background or not: a snapshot, whole or not at all, the same bits in
-every layout."""
+"""Saves by several ranks, in the foreground and in the background: consistent snapshots, atomic
+commits, and the same content for every layout."""
 
 import itertools
 import json
@@ -32,14 +32,15 @@ from paceline.parallel.state import TensorShard
 META = {"strategy": "made up", "world_size": 3, "config": {}}
 
 
-def whole_state() -> dict[str, torch.Tensor]:
+def full_state() -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(0)
     return {
         "model/weight": torch.randn(7, 5, generator=random),
         "model/cube": torch.randn(4, 3, 6, generator=random).to(torch.bfloat16),
-        "model/wide": torch.randn(40, 80_000, generator=random),  # more than is read in one block
+        # larger than one block of the reader
+        "model/wide": torch.randn(40, 80_000, generator=random),
         "model/vector": torch.randn(11, generator=random, dtype=torch.float64),
-        # not a row for each rank
+        # fewer rows than ranks
         "model/short": torch.randn(2, 9, generator=random).to(torch.float16),
         "buffer/flags": torch.rand(6, 4, generator=random) > 0.5,
         "buffer/none": torch.empty(0, 4),
@@ -48,9 +49,9 @@ def whole_state() -> dict[str, torch.Tensor]:
     }
 
 
-# -- layouts: what rank `rank` of `size` owns of a tensor
-def along(axis: int) -> Callable[[str, torch.Tensor, int, int], list[TensorShard]]:
-    def cut(name: str, value: torch.Tensor, rank: int, size: int) -> list[TensorShard]:
+# -- layouts: the shards of a tensor on rank `rank` of `size`
+def split_along(axis: int) -> Callable[[str, torch.Tensor, int, int], list[TensorShard]]:
+    def split(name: str, value: torch.Tensor, rank: int, size: int) -> list[TensorShard]:
         length = value.shape[axis]
         start, end = (length * bound // size for bound in (rank, rank + 1))
         offset = [0] * value.dim()
@@ -61,11 +62,11 @@ def along(axis: int) -> Callable[[str, torch.Tensor, int, int], list[TensorShard
             )
         ]
 
-    return cut
+    return split
 
 
-def ranges(pieces: int) -> Callable[[str, torch.Tensor, int, int], list[TensorShard]]:
-    def cut(name: str, value: torch.Tensor, rank: int, size: int) -> list[TensorShard]:
+def split_flat(pieces: int) -> Callable[[str, torch.Tensor, int, int], list[TensorShard]]:
+    def split(name: str, value: torch.Tensor, rank: int, size: int) -> list[TensorShard]:
         edges = [value.numel() * index // (size * pieces) for index in range(size * pieces + 1)]
         intervals = list(itertools.pairwise(edges))[rank::size]
         flat = value.reshape(-1)
@@ -73,7 +74,7 @@ def ranges(pieces: int) -> Callable[[str, torch.Tensor, int, int], list[TensorSh
             TensorShard(name, flat[a:b], tuple(value.shape), (a,), flat=True) for a, b in intervals
         ]
 
-    return cut
+    return split
 
 
 def on_single_rank(name: str, value: torch.Tensor, rank: int, size: int) -> list[TensorShard]:
@@ -81,44 +82,44 @@ def on_single_rank(name: str, value: torch.Tensor, rank: int, size: int) -> list
 
 
 LAYOUTS = {
-    "whole": on_single_rank,
-    "rows": along(0),
-    "columns": along(-1),
-    "thirds": ranges(1),
-    "scattered": ranges(2),
+    "single_rank": on_single_rank,
+    "rows": split_along(0),
+    "columns": split_along(-1),
+    "contiguous": split_flat(1),
+    "scattered": split_flat(2),
 }
 
 
-def parts_of(
+def make_shards(
     layout: str, rank: int, size: int, state: dict[str, torch.Tensor]
 ) -> list[TensorShard]:
     shards = []
     for name, value in state.items():
-        cut = LAYOUTS[layout] if value.dim() and value.numel() else on_single_rank
-        shards += cut(name, value, rank, size)
+        split = LAYOUTS[layout] if value.dim() and value.numel() else on_single_rank
+        shards += split(name, value, rank, size)
     return shards
 
 
 def save_in_all_layouts(world: Communicator, root: Path) -> None:
     for layout in LAYOUTS:
-        saver = CheckpointManager(
+        manager = CheckpointManager(
             world, root / layout, None, EventLog(None), background=layout != "rows"
         )
-        saver.save(
+        manager.save(
             3,
-            partial(parts_of, layout, world.rank, world.size, whole_state()),
+            partial(make_shards, layout, world.rank, world.size, full_state()),
             META,
             must_succeed=False,
         )
-        saver.finish()
+        manager.finish()
     world.barrier()
 
 
-def save_as_of_old(folder: Path) -> Path:
-    """One file with the whole tensors, no index."""
+def save_in_old_format(folder: Path) -> Path:
+    """Write a checkpoint in the old format: one file with full tensors and without an index."""
     path = folder / "step-00000003"
     path.mkdir(parents=True)
-    save_file(whole_state(), str(path / "state.safetensors"))
+    save_file(full_state(), str(path / "state.safetensors"))
     (path / "meta.json").write_text(json.dumps({**META, "step": 3}))
     files = {
         name: {"size_bytes": (path / name).stat().st_size, "sha256": sha256_file(path / name)}
@@ -129,61 +130,65 @@ def save_as_of_old(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("layouts")
     run_ranks(save_in_all_layouts, 3, root)
-    save_as_of_old(root / "old")
+    save_in_old_format(root / "old")
     return {name: store.find(root / name) for name in (*LAYOUTS, "old")}
 
 
-def test_the_digest_is_the_same_for_every_layout(saved: dict[str, Path]) -> None:
-    contents = {name: store.inspect(path) for name, path in saved.items()}
+def test_digest_is_equal_for_every_layout(checkpoints: dict[str, Path]) -> None:
+    contents = {name: store.inspect(path) for name, path in checkpoints.items()}
     for name, layout_contents in contents.items():
         assert layout_contents == contents["old"], name
-    assert set(contents["old"]["tensors"]) == set(whole_state())
-    assert len(list(saved["rows"].glob("state-*-of-00003.safetensors"))) == 3
-    assert not list(saved["rows"].glob("rank-*"))
+    assert set(contents["old"]["tensors"]) == set(full_state())
+    assert len(list(checkpoints["rows"].glob("state-*-of-00003.safetensors"))) == 3
+    assert not list(checkpoints["rows"].glob("rank-*"))
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, "old"])
-def test_every_box_and_every_range_reads_as_it_was(saved: dict[str, Path], name: str) -> None:
+def test_reads_any_block_and_any_flat_range(checkpoints: dict[str, Path], name: str) -> None:
     random = torch.Generator().manual_seed(1)
 
     def draw(high: int) -> int:
         return int(torch.randint(high + 1, (), generator=random))
 
-    with CheckpointReader(saved[name]) as reader:
+    with CheckpointReader(checkpoints[name]) as reader:
         assert reader.tensors() == {
-            key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in whole_state().items()
+            key: (tensor.dtype, tuple(tensor.shape)) for key, tensor in full_state().items()
         }
-        for key, value in whole_state().items():
-            same(reader.read(key, (0,) * value.dim(), value.shape), value)
+        for key, value in full_state().items():
+            assert_identical(reader.read(key, (0,) * value.dim(), value.shape), value)
             for _ in range(4 if value.numel() > 1000 else 30):
                 start = [draw(size) for size in value.shape]
                 shape = [draw(size - first) for size, first in zip(value.shape, start, strict=True)]
-                box = value[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
-                same(reader.read(key, start, shape), box)
+                block = value[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))]
+                assert_identical(reader.read(key, start, shape), block)
                 first = draw(value.numel())
                 count = draw(value.numel() - first)
-                same(reader.read_flat(key, first, count), value.reshape(-1)[first : first + count])
-        wide = whole_state()["model/wide"]
-        # rows in blocks, run by run, a sliver
+                assert_identical(
+                    reader.read_flat(key, first, count), value.reshape(-1)[first : first + count]
+                )
+        wide = full_state()["model/wide"]
+        # read in blocks of rows, row by row, and as a narrow slice
         for left, right in ((0, 79_000), (30_000, 52_000), (79_990, 80_000)):
-            same(reader.read("model/wide", (0, left), (40, right - left)), wide[:, left:right])
+            assert_identical(
+                reader.read("model/wide", (0, left), (40, right - left)), wide[:, left:right]
+            )
 
 
-def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_identical(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert torch.equal(actual, expected)
 
 
-# -- what a save holds, and when it is said
-def alone() -> Communicator:
+# -- content and reporting of a save
+def single_rank() -> Communicator:
     return Communicator(RankEnv(0, 1, 0, 1), torch.device("cpu"))
 
 
-def tried(events: Path) -> list[tuple[int, bool]]:
+def save_attempts(events: Path) -> list[tuple[int, bool]]:
     return [
         (event["step"], bool(event.get("error")))
         for event in read_events(events)
@@ -191,18 +196,20 @@ def tried(events: Path) -> list[tuple[int, bool]]:
     ]
 
 
-def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
-    live = torch.arange(4_000_000, dtype=torch.float32)
+def test_background_save_is_consistent_snapshot(tmp_path: Path) -> None:
+    weight = torch.arange(4_000_000, dtype=torch.float32)
     events = EventLog(tmp_path / "events.jsonl")
-    with CheckpointManager(alone(), tmp_path / "checkpoints", 2, events, background=True) as saver:
+    with CheckpointManager(
+        single_rank(), tmp_path / "checkpoints", 2, events, background=True
+    ) as manager:
         for step in (1, 2, 3):
-            live.fill_(step)
-            saver.save(
-                step, lambda: [TensorShard.full("model/weight", live)], META, must_succeed=False
+            weight.fill_(step)
+            manager.save(
+                step, lambda: [TensorShard.full("model/weight", weight)], META, must_succeed=False
             )
-            live.fill_(-1.0)  # training goes on
-            saver.poll()
-    assert saver.last_step == 3
+            weight.fill_(-1.0)  # training continues
+            manager.poll()
+    assert manager.last_step == 3
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == [
         "step-00000002",
         "step-00000003",
@@ -210,7 +217,7 @@ def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
     for step in (2, 3):
         state = read_state(tmp_path / "checkpoints" / f"step-0000000{step}")
         assert state["model/weight"].unique().tolist() == [float(step)]
-    assert tried(tmp_path / "events.jsonl") == [(1, False), (2, False), (3, False)]
+    assert save_attempts(tmp_path / "events.jsonl") == [(1, False), (2, False), (3, False)]
     for event in read_events(tmp_path / "events.jsonl"):
         assert event["size_bytes"] > 16_000_000
         assert event["path"].endswith(f"step-0000000{event['step']}")
@@ -218,21 +225,23 @@ def test_a_save_in_the_background_is_a_snapshot(tmp_path: Path) -> None:
         assert event["blocked_s"] > 0
 
 
-def test_memory_that_cannot_be_pinned_is_said_once(tmp_path: Path) -> None:
-    """The system pins memory for an accelerator alone: where there is none it refuses, as where
-    there is no more to be had."""
-    live = torch.ones(1000)
+def test_failure_to_pin_memory_is_reported_once(tmp_path: Path) -> None:
+    """Memory can be pinned only with an accelerator. Without one, pinning fails as it does if no
+    more memory can be pinned."""
+    weight = torch.ones(1000)
     world = Communicator(RankEnv(0, 1, 0, 1), torch.device("cuda"))
     events = EventLog(tmp_path / "events.jsonl")
     with (
         log_to_events(events),
-        CheckpointManager(world, tmp_path / "checkpoints", None, events, background=True) as saver,
+        CheckpointManager(
+            world, tmp_path / "checkpoints", None, events, background=True
+        ) as manager,
     ):
         for step in (1, 2):
-            saver.save(
-                step, lambda: [TensorShard.full("model/weight", live)], META, must_succeed=False
+            manager.save(
+                step, lambda: [TensorShard.full("model/weight", weight)], META, must_succeed=False
             )
-    assert tried(tmp_path / "events.jsonl") == [(1, False), (2, False)]
+    assert save_attempts(tmp_path / "events.jsonl") == [(1, False), (2, False)]
     notices = [
         event for event in read_events(tmp_path / "events.jsonl") if event["type"] == "notice"
     ]
@@ -242,29 +251,31 @@ def test_memory_that_cannot_be_pinned_is_said_once(tmp_path: Path) -> None:
         assert "is in pageable memory, because pinning it failed" in notice["text"]
 
 
-def test_a_step_is_saved_once(tmp_path: Path) -> None:
+def test_each_step_is_saved_once(tmp_path: Path) -> None:
     events = EventLog(tmp_path / "events.jsonl")
     calls = []
 
-    def parts() -> list[TensorShard]:
+    def make_counted_shards() -> list[TensorShard]:
         calls.append(1)
         return [TensorShard.full("model/weight", torch.ones(3))]
 
     with CheckpointManager(
-        alone(), tmp_path / "checkpoints", None, events, background=True
-    ) as saver:
-        saver.last_step = 4  # resumed
-        saver.save(4, parts, META, must_succeed=True)
+        single_rank(), tmp_path / "checkpoints", None, events, background=True
+    ) as manager:
+        manager.last_step = 4  # resumed
+        manager.save(4, make_counted_shards, META, must_succeed=True)
         assert not calls
-        saver.save(5, parts, META, must_succeed=False)
-        saver.save(5, parts, META, must_succeed=True)  # waits for the one in flight
+        manager.save(5, make_counted_shards, META, must_succeed=False)
+        manager.save(
+            5, make_counted_shards, META, must_succeed=True
+        )  # waits for the save in flight
         assert store.find(tmp_path).name == "step-00000005"
     assert len(calls) == 1
-    assert tried(tmp_path / "events.jsonl") == [(5, False)]
+    assert save_attempts(tmp_path / "events.jsonl") == [(5, False)]
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("shards", "message"),
     [
         (
             [TensorShard("model/weight", torch.ones(2), (4,), (0,), flat=True)],
@@ -295,23 +306,23 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_pieces_that_do_not_make_up_the_state(
-    tmp_path: Path, parts: list[TensorShard], message: str
+def test_save_rejects_inconsistent_shards(
+    tmp_path: Path, shards: list[TensorShard], message: str
 ) -> None:
-    saver = CheckpointManager(
-        alone(), tmp_path / "checkpoints", None, EventLog(None), background=False
+    manager = CheckpointManager(
+        single_rank(), tmp_path / "checkpoints", None, EventLog(None), background=False
     )
     with pytest.raises(RunError, match="could not be written") as caught:
-        saver.save(1, lambda: parts, META, must_succeed=True)
+        manager.save(1, lambda: shards, META, must_succeed=True)
     assert "model/weight" in str(caught.value)
     assert message in str(caught.value)
     assert list((tmp_path / "checkpoints").iterdir()) == []
-    assert saver.last_step is None
+    assert manager.last_step is None
 
 
 # -- a rank that cannot write
-def a_third(world: Communicator, value: float) -> list[TensorShard]:
-    """300 kB a rank."""
+def make_rank_shard(world: Communicator, value: float) -> list[TensorShard]:
+    """Return a shard of 300 kB."""
     return [
         TensorShard(
             "model/weight",
@@ -323,7 +334,7 @@ def a_third(world: Communicator, value: float) -> list[TensorShard]:
     ]
 
 
-def limit(size_bytes: int) -> None:
+def limit_file_size(size_bytes: int) -> None:
     resource.setrlimit(
         resource.RLIMIT_FSIZE, (size_bytes, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
     )
@@ -333,42 +344,43 @@ def fail_on_a_rank(world: Communicator, root: Path) -> list[Any]:
     events = EventLog(root / "events.jsonl") if world.is_rank_zero else EventLog(None)
     errors = []
 
-    def must(saver: CheckpointManager, step: int) -> str | None:
+    def save_or_get_error(manager: CheckpointManager, step: int) -> str | None:
         try:
-            saver.save(step, lambda: a_third(world, float(step)), META, must_succeed=True)
+            manager.save(step, lambda: make_rank_shard(world, float(step)), META, must_succeed=True)
         except RunError as error:
             return str(error)
         return None
 
-    with CheckpointManager(world, root / "checkpoints", None, events, background=True) as saver:
-        errors.append(must(saver, 1))
-        for broken in (2, 0):
-            step = 2 if broken == 2 else 3
-            if world.rank == broken:
-                limit(100_000)
-            # training goes on
-            saver.save(step, lambda: a_third(world, 2.0), META, must_succeed=False)
-            errors.append(must(saver, step))  # at the end of the run: once more, and not again
-            left = sorted(path.name for path in (root / "checkpoints").iterdir())
+    with CheckpointManager(world, root / "checkpoints", None, events, background=True) as manager:
+        errors.append(save_or_get_error(manager, 1))
+        for failing_rank in (2, 0):
+            step = 2 if failing_rank == 2 else 3
+            if world.rank == failing_rank:
+                limit_file_size(100_000)
+            # training continues
+            manager.save(step, lambda: make_rank_shard(world, 2.0), META, must_succeed=False)
+            # The save at the end of the run tries once more.
+            errors.append(save_or_get_error(manager, step))
+            checkpoint_names = sorted(path.name for path in (root / "checkpoints").iterdir())
             world.barrier()
-            limit(resource.RLIM_INFINITY)
-            errors.append(left)
-        errors.append(must(saver, 3))
+            limit_file_size(resource.RLIM_INFINITY)
+            errors.append(checkpoint_names)
+        errors.append(save_or_get_error(manager, 3))
     world.barrier()
     return errors
 
 
-def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
+def test_write_error_on_one_rank_fails_save_on_all(tmp_path: Path) -> None:
     results = run_ranks(fail_on_a_rank, 3, tmp_path)
     assert results[0] == results[1] == results[2]
-    first, on_two, left_two, on_zero, left_zero, last = results[0]
+    first, error_on_two, names_after_two, error_on_zero, names_after_zero, last = results[0]
     assert (first, last) == (None, None)
-    for error, rank in ((on_two, 2), (on_zero, 0)):
+    for error, rank in ((error_on_two, 2), (error_on_zero, 0)):
         assert f"File too large (on rank {rank})" in error
         assert "it needs 900,000 bytes" in error
         assert "earlier checkpoints are untouched" in error
-    assert left_two == left_zero == ["step-00000001"]
-    assert tried(tmp_path / "events.jsonl") == [
+    assert names_after_two == names_after_zero == ["step-00000001"]
+    assert save_attempts(tmp_path / "events.jsonl") == [
         (1, False),
         (2, True),
         (2, True),
@@ -379,28 +391,28 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(tmp_path: Path) -> None:
     assert store.find(tmp_path).name == "step-00000003"
 
 
-def save_two(world: Communicator, root: Path) -> list[str | None]:
+def save_two_checkpoints(world: Communicator, root: Path) -> list[str | None]:
     errors: list[str | None] = []
     for step in (1, 2):
-        saver = CheckpointManager(
+        manager = CheckpointManager(
             world, root / "checkpoints", None, EventLog(None), background=step == 2
         )
-        saver.save(step, lambda: a_third(world, 1.0), META, must_succeed=False)
+        manager.save(step, lambda: make_rank_shard(world, 1.0), META, must_succeed=False)
         try:
-            saver.save(step, lambda: a_third(world, 1.0), META, must_succeed=True)
+            manager.save(step, lambda: make_rank_shard(world, 1.0), META, must_succeed=True)
             errors.append(None)
         except RunError as error:
             errors.append(str(error))
-        saver.finish()
+        manager.finish()
     world.barrier()
     return errors
 
 
-def test_a_disk_with_room_for_one(tmp_path: Path) -> None:
-    with mount_tmpfs(tmp_path / "small", "size=1500k") as mounted:
+def test_disk_with_space_for_one_checkpoint(tmp_path: Path) -> None:
+    with disk(tmp_path / "small", "size=1500k") as mounted:
         if not mounted:
             return
-        errors = run_ranks(save_two, 3, tmp_path / "small")
+        errors = run_ranks(save_two_checkpoints, 3, tmp_path / "small")
         assert errors[0] == errors[1] == errors[2]
         assert errors[0][0] is None
         assert "step 2 could not be written" in errors[0][1]
@@ -411,51 +423,52 @@ def test_a_disk_with_room_for_one(tmp_path: Path) -> None:
         assert verify(tmp_path / "small" / "checkpoints" / "step-00000001") is None
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_error_if_folder_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     events = EventLog(tmp_path / "events.jsonl")
-    saver = CheckpointManager(
-        alone(), tmp_path / "file" / "checkpoints", None, events, background=True
+    manager = CheckpointManager(
+        single_rank(), tmp_path / "file" / "checkpoints", None, events, background=True
     )
-    saver.save(
+    manager.save(
         1, lambda: [TensorShard.full("model/weight", torch.ones(3))], META, must_succeed=False
     )
-    assert tried(tmp_path / "events.jsonl") == [(1, True)]
+    assert save_attempts(tmp_path / "events.jsonl") == [(1, True)]
     with pytest.raises(RunError, match="Not a directory"):
-        saver.save(
+        manager.save(
             1, lambda: [TensorShard.full("model/weight", torch.ones(3))], META, must_succeed=True
         )
 
 
-# -- killed in the middle
-def die_in_a_save(world: Communicator, root: Path, victim: int) -> None:
+# -- killed during a save
+def die_during_save(world: Communicator, root: Path, victim: int) -> None:
     events = EventLog(root / "events.jsonl") if world.is_rank_zero else EventLog(None)
-    saver = CheckpointManager(world, root / "checkpoints", None, events, background=True)
-    saver.save(1, lambda: a_third(world, 1.0), META, must_succeed=True)
+    manager = CheckpointManager(world, root / "checkpoints", None, events, background=True)
+    manager.save(1, lambda: make_rank_shard(world, 1.0), META, must_succeed=True)
     if world.rank == victim:
-        # the kernel kills the process at that byte of its file
+        # The kernel kills the process when its file reaches this size.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        limit(100_000)
-    saver.save(2, lambda: a_third(world, 2.0), META, must_succeed=False)
-    saver.finish(run_failed=True)
+        limit_file_size(100_000)
+    manager.save(2, lambda: make_rank_shard(world, 2.0), META, must_succeed=False)
+    manager.finish(run_failed=True)
 
 
-def test_a_rank_killed_in_a_save(tmp_path: Path) -> None:
+def test_rank_killed_during_save(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 died"):
-        run_ranks(die_in_a_save, 2, tmp_path, 1)
+        run_ranks(die_during_save, 2, tmp_path, 1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     assert verify(tmp_path / "checkpoints" / "step-00000001") is None
     error = read_events(tmp_path / "events.jsonl")[-1]["error"]
     assert "rank 1 ended" in error
 
 
-def test_a_run_killed_in_a_save(tmp_path: Path) -> None:
+def test_run_killed_during_save(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 0 died"):
-        run_ranks(die_in_a_save, 1, tmp_path, 0)
+        run_ranks(die_during_save, 1, tmp_path, 0)
     folder = tmp_path / "checkpoints"
-    (debris,) = folder.glob(".*")
-    assert os.stat(debris / "state-00000-of-00001.safetensors").st_size == 100_000
+    (incomplete_save,) = folder.glob(".*")
+    assert os.stat(incomplete_save / "state-00000-of-00001.safetensors").st_size == 100_000
     assert store.latest_valid(folder) == (folder / "step-00000001", [])
-    CheckpointManager(alone(), folder, None, EventLog(None), background=True)  # the next start
+    # the next start of the run
+    CheckpointManager(single_rank(), folder, None, EventLog(None), background=True)
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]

@@ -1,5 +1,5 @@
-"""Checkpoints of ranks that do not see the run's folder: real Gloo ranks of which half have another
-`output_dir`, as on a host without shared storage."""
+"""Checkpoints of ranks without access to the run's folder: Gloo ranks of which half have another
+`output_dir`, as on hosts without shared storage."""
 
 import os
 import resource
@@ -41,28 +41,31 @@ from paceline.train.setup import run_rank
 pytestmark = pytest.mark.slow
 
 META = {"strategy": "made up", "world_size": 2, "config": {}}
-# of float32: a part of a rank takes several chunks, and the last one is not full
-FEW, ELEMENTS = 20, 3 * CHUNK_BYTES // 4 + 10
+# Numbers of float32 elements. The shard of a rank is sent in several chunks, the last one not full.
+RANK_ZERO_ELEMENTS, ELEMENTS = 20, 3 * CHUNK_BYTES // 4 + 10
 
 
-# -- the saver alone
-def a_share(step: int, world: Communicator) -> list[TensorShard]:
-    """Of rank 0 few elements."""
+# -- CheckpointManager without a run
+def make_shards(step: int, world: Communicator) -> list[TensorShard]:
+    """Return the shard of this rank: a few elements on rank 0, many on the others."""
     start, end = (
-        (0, FEW)
+        (0, RANK_ZERO_ELEMENTS)
         if world.is_rank_zero
-        else (FEW + ELEMENTS * (world.rank - 1), FEW + ELEMENTS * world.rank)
+        else (
+            RANK_ZERO_ELEMENTS + ELEMENTS * (world.rank - 1),
+            RANK_ZERO_ELEMENTS + ELEMENTS * world.rank,
+        )
     )
     values = torch.arange(start, end, dtype=torch.float32) + step
     return [TensorShard("model/weight", values, (num_elements(world.size),), (start,), flat=True)]
 
 
 def num_elements(num_ranks: int) -> int:
-    return FEW + ELEMENTS * (num_ranks - 1)
+    return RANK_ZERO_ELEMENTS + ELEMENTS * (num_ranks - 1)
 
 
-def saver_of(world: Communicator, root: Path, background: bool = True) -> CheckpointManager:
-    """Rank 0 sees ``root``, the others do not."""
+def make_manager(world: Communicator, root: Path, background: bool = True) -> CheckpointManager:
+    """Create a manager that writes to ``root`` on rank 0, and has no access to it on the others."""
     folder = (
         root / "checkpoints"
         if world.is_rank_zero
@@ -79,16 +82,18 @@ def saver_of(world: Communicator, root: Path, background: bool = True) -> Checkp
     )
 
 
-def save(saver: CheckpointManager, step: int, must_succeed: bool = False) -> str | None:
+def save(manager: CheckpointManager, step: int, must_succeed: bool = False) -> str | None:
     try:
-        saver.save(step, lambda: a_share(step, saver.world), META, must_succeed=must_succeed)
-        saver.finish()
+        manager.save(
+            step, lambda: make_shards(step, manager.world), META, must_succeed=must_succeed
+        )
+        manager.finish()
     except RunError as error:
         return str(error)
     return None
 
 
-def outcomes(root: Path) -> dict[int, str | None]:
+def save_errors(root: Path) -> dict[int, str | None]:
     return {
         event["step"]: event.get("error")
         for event in read_events(root / "events.jsonl")
@@ -97,109 +102,111 @@ def outcomes(root: Path) -> dict[int, str | None]:
 
 
 def save_and_read(world: Communicator, root: Path) -> dict[str, Any]:
-    saver = saver_of(world, root)
-    save(saver, 1)
-    save(saver, 2, must_succeed=True)
-    before = TRAFFIC.total
+    manager = make_manager(world, root)
+    save(manager, 1)
+    save(manager, 2, must_succeed=True)
+    traffic_before = TRAFFIC.total
     shape = (num_elements(world.size),)
-    with open_checkpoint(saver.folder / name_of(2), saver.side) as opened:
-        full = opened.read("model/weight", (0,), shape)
-        middle = opened.read_flat("model/weight", FEW - 5, 10)
-        none = opened.read_flat("model/weight", 7, 0)
-        refused = None
+    with open_checkpoint(manager.folder / name_of(2), manager.side) as reader:
+        full = reader.read("model/weight", (0,), shape)
+        middle = reader.read_flat("model/weight", RANK_ZERO_ELEMENTS - 5, 10)
+        empty = reader.read_flat("model/weight", 7, 0)
+        error_message = None
         try:
-            opened.read("model/other", (0,), (3,))
+            reader.read("model/other", (0,), (3,))
         except Exception as error:
-            refused = str(error)
-        again = opened.read_flat("model/weight", 0, 2)  # after a refusal the two ends still agree
+            error_message = str(error)
+        # The connection works after an error.
+        first_elements = reader.read_flat("model/weight", 0, 2)
     return {
         "full": full,
         "middle": middle,
-        "none": none.numel(),
-        "refused": refused,
-        "again": again,
-        "meta": opened.meta["strategy"],
-        "counted": TRAFFIC.total - before,
+        "empty": empty.numel(),
+        "error": error_message,
+        "first_elements": first_elements,
+        "meta": reader.meta["strategy"],
+        "traffic": TRAFFIC.total - traffic_before,
     }
 
 
-def test_what_is_sent_is_written_and_read_back(tmp_path: Path) -> None:
+def test_transferred_shards_are_written_and_read_back(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
     results = run_ranks(save_and_read, 3, root)
     expected = torch.arange(num_elements(3), dtype=torch.float32) + 2
     for result in results:
         assert torch.equal(result["full"], expected)
-        assert torch.equal(result["middle"], expected[FEW - 5 : FEW + 5])
-        assert torch.equal(result["again"], expected[:2])
-        assert (result["none"], result["meta"], result["counted"]) == (0, "made up", 0)
-        assert "model/other" in result["refused"]
-    assert outcomes(root) == {1: None, 2: None}
+        assert torch.equal(
+            result["middle"], expected[RANK_ZERO_ELEMENTS - 5 : RANK_ZERO_ELEMENTS + 5]
+        )
+        assert torch.equal(result["first_elements"], expected[:2])
+        assert (result["empty"], result["meta"], result["traffic"]) == (0, "made up", 0)
+        assert "model/other" in result["error"]
+    assert save_errors(root) == {1: None, 2: None}
     assert [verify(path) for path in store.committed(root / "checkpoints")] == [None, None]
-    assert not list(tmp_path.glob("other-*"))  # nothing is written on the hosts without the folder
+    assert not list(tmp_path.glob("other-*"))  # nothing is written on hosts without the folder
 
 
 def save_with_faults(world: Communicator, root: Path) -> list[str | None]:
-    saver = saver_of(world, root)
-    errors = [save(saver, 1)]
-    # Step 2: a byte changes between the two ends.
+    manager = make_manager(world, root)
+    errors = [save(manager, 1)]
+    # Step 2: a byte changes during the transfer.
     if not world.is_rank_zero:
-        flip_a_byte(saver)
-    errors.append(save(saver, 2))
-    # Step 3: the connection is given up in the middle of a part; nothing moves on it any longer.
+        flip_byte(manager)
+    errors.append(save(manager, 2))
+    # Step 3: the transfer stalls in the middle of a shard, and the receiver closes the connection.
     if world.is_rank_zero:
         side_group.STALL_TIMEOUT_S = 1.0
     else:
-        stall_once(saver)
-    errors.append(save(saver, 3))
+        stall_once(manager)
+    errors.append(save(manager, 3))
     side_group.STALL_TIMEOUT_S = 60.0
-    # Step 4: as if nothing had happened, over new connections. Step 5: a state that a checkpoint
-    # cannot hold.
-    errors.append(save(saver, 4))
+    # Step 4 succeeds over new connections. Step 5: a dtype that a checkpoint cannot store.
+    errors.append(save(manager, 4))
     kind = torch.float32 if world.is_rank_zero else torch.complex128
-    bad = [TensorShard.full(f"model/{world.rank}", torch.ones(3, dtype=kind))]
-    saver.save(5, lambda: bad, META, must_succeed=False)
-    saver.finish()
+    unsupported = [TensorShard.full(f"model/{world.rank}", torch.ones(3, dtype=kind))]
+    manager.save(5, lambda: unsupported, META, must_succeed=False)
+    manager.finish()
     errors.append(None)
-    errors.append(save(saver, 6, must_succeed=True))
+    errors.append(save(manager, 6, must_succeed=True))
     return errors
 
 
-def flip_a_byte(saver: CheckpointManager) -> None:
-    assert saver.side is not None
-    send, done = saver.side._send, []
+def flip_byte(manager: CheckpointManager) -> None:
+    assert manager.side is not None
+    send, flipped_chunks = manager.side._send, []
 
-    def flipped(peer: int, data: Any) -> Any:
-        if len(data) == CHUNK_BYTES and not done:
-            done.append(1)
+    def send_flipped(peer: int, data: Any) -> Any:
+        if len(data) == CHUNK_BYTES and not flipped_chunks:
+            flipped_chunks.append(1)
             data[CHUNK_BYTES // 2] ^= 1
         return send(peer, data)
 
-    saver.side._send = flipped  # type: ignore[method-assign]
+    manager.side._send = send_flipped  # type: ignore[method-assign]
 
 
-def stall_once(saver: CheckpointManager) -> None:
-    """The sender's third chunk is late by more than the receiver waits."""
-    side = saver.side
+def stall_once(manager: CheckpointManager) -> None:
+    """Delay the third chunk of the sender by more than the receiver's timeout."""
+    side = manager.side
     assert side is not None
     send, num_chunks = type(side)._send, []
 
-    def late(peer: int, data: Any) -> Any:
+    def send_late(peer: int, data: Any) -> Any:
         if len(data) == CHUNK_BYTES:
             num_chunks.append(1)
             if len(num_chunks) == 3:
                 time.sleep(3.0)
         return send(side, peer, data)
 
-    side._send = late  # type: ignore[method-assign]
+    side._send = send_late  # type: ignore[method-assign]
 
 
-def test_a_fault_of_a_transfer_fails_that_save_only(tmp_path: Path) -> None:
+def test_transfer_fault_fails_only_that_save(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
     results = run_ranks(save_with_faults, 2, root)
     assert results == [[None] * 6] * 2
-    errors = outcomes(root)
+    errors = save_errors(root)
     assert [step for step, error in errors.items() if error is None] == [1, 4, 6]
     assert "different SHA-256" in str(errors[2])
     assert "did not arrive: nothing arrived for 1 s" in str(errors[3])
@@ -211,56 +218,56 @@ def test_a_fault_of_a_transfer_fails_that_save_only(tmp_path: Path) -> None:
 
 
 def save_and_die(world: Communicator, root: Path) -> None:
-    saver = saver_of(world, root)
-    save(saver, 1)
+    manager = make_manager(world, root)
+    save(manager, 1)
     if world.rank == 1:
-        side = saver.side
+        side = manager.side
         assert side is not None
         send = side._send
 
-        def die(peer: int, data: Any) -> Any:
+        def die_while_sending(peer: int, data: Any) -> Any:
             if len(data) == CHUNK_BYTES:
                 os.kill(os.getpid(), signal.SIGKILL)
             return send(peer, data)
 
-        side._send = die  # type: ignore[method-assign]
-    saver.save(2, lambda: a_share(2, world), META, must_succeed=False)
-    saver.finish(run_failed=True)
+        side._send = die_while_sending  # type: ignore[method-assign]
+    manager.save(2, lambda: make_shards(2, world), META, must_succeed=False)
+    manager.finish(run_failed=True)
 
 
-def test_a_rank_that_dies_while_it_sends(tmp_path: Path) -> None:
+def test_rank_dies_during_transfer(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
     with pytest.raises(AssertionError, match="rank 1 died"):
         run_ranks(save_and_die, 3, root)
     assert [path.name for path in (root / "checkpoints").iterdir()] == [name_of(1)]
     assert "the shards of rank 1 did not arrive: the connection was closed" in str(
-        outcomes(root)[2]
+        save_errors(root)[2]
     )
 
 
-def save_where_files_may_not_grow(world: Communicator, root: Path) -> list[str | None]:
-    saver = saver_of(world, root, background=False)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+def save_with_file_size_limit(world: Communicator, root: Path) -> list[str | None]:
+    manager = make_manager(world, root, background=False)
+    original_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     if world.is_rank_zero:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK_BYTES * 3 // 2, before[1]))
-    errors = [save(saver, 1)]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK_BYTES * 3 // 2, original_limit[1]))
+    errors = [save(manager, 1)]
     if world.is_rank_zero:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    return [*errors, save(saver, 2, must_succeed=True)]
+        resource.setrlimit(resource.RLIMIT_FSIZE, original_limit)
+    return [*errors, save(manager, 2, must_succeed=True)]
 
 
-def test_a_part_that_cannot_be_written_whole(tmp_path: Path) -> None:
+def test_shard_that_exceeds_file_size_limit(tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
-    assert run_ranks(save_where_files_may_not_grow, 3, root) == [[None, None]] * 3
-    errors = outcomes(root)
+    assert run_ranks(save_with_file_size_limit, 3, root) == [[None, None]] * 3
+    errors = save_errors(root)
     assert "File too large (on rank 1)" in str(errors[1])
     assert errors[2] is None
     assert [path.name for path in (root / "checkpoints").iterdir()] == [name_of(2)]
 
 
-def test_what_a_save_costs_is_reported() -> None:
+def test_transfer_cost_is_reported() -> None:
     assert transfer_text([0], 1e6, 600)[1].endswith("its ranks own the entire state")
     level, text = transfer_text([1_000_000, 1_000_000], 1e6, 600)
     assert level == "info"
@@ -270,7 +277,7 @@ def test_what_a_save_costs_is_reported() -> None:
     assert "set it to 1784" in text
 
 
-# -- whole runs
+# -- complete runs
 #: name → (ranks, overrides, whether ranks other than 0 send anything)
 MODES: dict[str, tuple[int, tuple[str, ...], bool]] = {
     "zero3": (2, ("parallel.mode=zero3",), True),
@@ -289,8 +296,8 @@ MODES: dict[str, tuple[int, tuple[str, ...], bool]] = {
 SHORT = [pytest.param(mode, marks=() if mode == "zero3" else pytest.mark.soak) for mode in MODES]
 
 
-def planned(mode: str, folder: Path, *extra_args: str) -> RunSpec:
-    """The job of a run in ``folder``, as rank 0 plans it."""
+def plan_run(mode: str, folder: Path, *extra_args: str) -> RunSpec:
+    """Return the spec of a run in ``folder``, as the launcher prepares it."""
     num_ranks, overrides, _ = MODES[mode]
     args = (
         *MICRO,
@@ -306,13 +313,13 @@ def planned(mode: str, folder: Path, *extra_args: str) -> RunSpec:
         "train_args.logging_steps=1",
         "train_args.save_total_limit=null",
     )
-    return job_of(
+    return make_spec(
         {key: yaml.safe_load(value) for key, value in (arg.split("=", 1) for arg in args)},
         num_ranks,
     )
 
 
-def job_of(values: dict[str, Any], num_ranks: int) -> RunSpec:
+def make_spec(values: dict[str, Any], num_ranks: int) -> RunSpec:
     loaded = load_config(None, values)
     layout = choose_layout(
         loaded.config,
@@ -330,21 +337,21 @@ def job_of(values: dict[str, Any], num_ranks: int) -> RunSpec:
     return prepared.spec
 
 
-def run_job(env: RankEnv, job: RunSpec, other: Path | None, kill_at: int | None = None) -> str:
-    """The second half of the ranks have ``other`` as their `output_dir`. With ``kill_at`` the last
-    rank kills itself when the log of the run has that step."""
-    root = Path(job.config.output_dir)
+def run_spec(env: RankEnv, spec: RunSpec, other: Path | None, kill_at: int | None = None) -> str:
+    """Run the rank; the second half of the ranks use ``other`` as their `output_dir`. With
+    ``kill_at``, the last rank kills itself when the event log contains that step."""
+    root = Path(spec.config.output_dir)
     if other is not None and env.rank >= env.world_size // 2:
-        job = replace(
-            job,
-            config=job.config.model_copy(update={"output_dir": str(other)}),
+        spec = replace(
+            spec,
+            config=spec.config.model_copy(update={"output_dir": str(other)}),
             sees_run_folder=False,
-            resume_from=None,  # rank 0 says where the run resumes from
+            resume_from=None,  # rank 0 sends the checkpoint from which the run resumes
         )
     os.environ["RANK"] = str(env.rank)
     if kill_at is not None and env.rank == env.world_size - 1:
         threading.Thread(target=kill_after, args=(root, kill_at), daemon=True).start()
-    return str(run_rank(job, env, StopFlag())["status"])
+    return str(run_rank(spec, env, StopFlag())["status"])
 
 
 def kill_after(root: Path, step: int) -> None:
@@ -361,20 +368,18 @@ def test_kill_and_resume_without_shared_folder(mode: str, tmp_path: Path) -> Non
     num_ranks, _, sends = MODES[mode]
     shared, split, other = tmp_path / "shared", tmp_path / "split", tmp_path / "other"
     assert (
-        run_ranks(run_job, num_ranks, planned(mode, shared), None, init_process_group=False)
+        run_ranks(run_spec, num_ranks, plan_run(mode, shared), None, init_process_group=False)
         == ["done"] * num_ranks
     )
     with pytest.raises(AssertionError, match=rf"rank {num_ranks - 1} died"):
-        run_ranks(run_job, num_ranks, planned(mode, split), other, 5, init_process_group=False)
-    job = planned(mode, split)
-    assert job.resume_from is not None
-    assert (
-        run_ranks(run_job, num_ranks, job, other, init_process_group=False) == ["done"] * num_ranks
-    )
+        run_ranks(run_spec, num_ranks, plan_run(mode, split), other, 5, init_process_group=False)
+    spec = plan_run(mode, split)
+    assert spec.resume_from is not None
+    assert run_ranks(run_spec, num_ranks, spec, other, init_process_group=False) == ["done"] * num_ranks
     assert digest(split) == digest(shared)
     assert not other.exists()
-    by_step = {event["step"]: event["loss"] for event in events(split, "step")}
-    assert [by_step[step] for step in sorted(by_step)] == losses(shared)
+    loss_by_step = {event["step"]: event["loss"] for event in events(split, "step")}
+    assert [loss_by_step[step] for step in sorted(loss_by_step)] == losses(shared)
     notices = [
         event["text"]
         for event in events(split, "notice")
@@ -382,22 +387,22 @@ def test_kill_and_resume_without_shared_folder(mode: str, tmp_path: Path) -> Non
     ]
     assert notices
     assert all(("each save sends" in notice) == sends for notice in notices)
-    # What travels for checkpoints is not counted. After a resume, modes that count by period have
-    # no figure at first.
-    counted = [
+    # Checkpoint transfers are not counted as traffic. After a resume, modes that measure traffic
+    # per period have no value at first.
+    traffic = [
         {event["step"]: event["traffic"] for event in events(folder, "step") if event["traffic"]}
         for folder in (split, shared)
     ]
-    assert counted[0]
-    assert counted[0].items() <= counted[1].items()
+    assert traffic[0]
+    assert traffic[0].items() <= traffic[1].items()
 
 
 @pytest.mark.soak
-def test_a_rollback_without_shared_folder(tmp_path: Path) -> None:
-    """The loss jumps at step 11, on the rank that does not see the folder."""
+def test_rollback_without_shared_folder(tmp_path: Path) -> None:
+    """The loss spikes at step 11 on the rank without access to the folder."""
     order = SampleOrder(faulty_task.SAMPLES, 16, 7)
-    # 15 steps are one epoch, in which each sample comes once
-    bad = [int(order.micro_batches(10, 2)[1][0])]
+    # 15 steps are one epoch, which contains each sample once.
+    bad_samples = [int(order.micro_batches(10, 2)[1][0])]
     for name, other in (("shared", None), ("split", tmp_path / "other")):
         flags = tmp_path / f"{name}-flags"
         flags.mkdir()
@@ -405,7 +410,7 @@ def test_a_rollback_without_shared_folder(tmp_path: Path) -> None:
             "model": "small",
             "dataset": "made-by-the-task",
             "task": f"{Path(faulty_task.__file__)}:Faulty",
-            "task_args": {"flags": str(flags), "bad": bad, "times": 1e6},
+            "task_args": {"flags": str(flags), "bad": bad_samples, "times": 1e6},
             "output_dir": str(tmp_path / name),
             "parallel": {"num_gpus": 2, "device": "cpu", "mode": "zero3"},
             "recovery": {
@@ -423,13 +428,10 @@ def test_a_rollback_without_shared_folder(tmp_path: Path) -> None:
         values["train_args"].update(
             lr_scheduler_type="constant", save_steps=4, save_total_limit=None, logging_steps=1
         )
-        assert run_ranks(run_job, 2, job_of(values, 2), other, init_process_group=False) == [
-            "done",
-            "done",
-        ]
+        assert run_ranks(run_spec, 2, make_spec(values, 2), other, init_process_group=False) == ["done", "done"]
     for name in ("shared", "split"):
         assert [
-            (event["step"], event["to_step"]) for event in events(tmp_path / name, "rewind")
+            (event["step"], event["to_step"]) for event in events(tmp_path / name, "rollback")
         ] == [(11, 8)]
     assert digest(tmp_path / "split") == digest(tmp_path / "shared")
     assert not (tmp_path / "other").exists()
