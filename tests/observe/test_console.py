@@ -1,4 +1,4 @@
-"""The console: what is printed to a pipe, what is drawn on a terminal, and that neither can hurt
+"""The console: output to a pipe, the live display on a terminal, and errors that must not affect
 the run."""
 
 import io
@@ -40,8 +40,10 @@ START = {
 }
 
 
-def step(number: int, loss: object = 1.5, at: float | None = None, **fields: object) -> dict:
-    """A `step` event, a tenth of a second after the one before."""
+def make_step_event(
+    number: int, loss: object = 1.5, at: float | None = None, **fields: object
+) -> dict:
+    """Return a `step` event, 0.1 s after the previous one."""
     return {
         "time": 1000.0 + number * 0.1 if at is None else at,
         "type": "step",
@@ -60,11 +62,11 @@ def step(number: int, loss: object = 1.5, at: float | None = None, **fields: obj
     }
 
 
-def start(**fields: object) -> dict:
+def make_start_event(**fields: object) -> dict:
     return {"time": 1000.0, "type": "run_start", **START, **fields}
 
 
-def plain(events: list[dict]) -> str:
+def print_to_pipe(events: list[dict]) -> str:
     stream = io.StringIO()
     console = Console(stream)
     for event in events:
@@ -73,8 +75,8 @@ def plain(events: list[dict]) -> str:
     return stream.getvalue()
 
 
-def test_start_block_says_model_parallel_data_and_derived_values():
-    text = plain([start()])
+def test_start_block_shows_model_parallelism_data_and_derived_values():
+    text = print_to_pipe([make_start_event()])
     for part in (
         "builtin:small: 3,000,000 parameters, 120,000 trained (4 %)",
         "ddp, 2 ranks, cpu",
@@ -88,8 +90,8 @@ def test_start_block_says_model_parallel_data_and_derived_values():
         assert part in text
 
 
-def test_a_step_line_has_the_figures_and_no_control_codes():
-    line = plain([start(), step(1)]).splitlines()[-1]
+def test_step_line_has_metrics_and_no_control_codes():
+    line = print_to_pipe([make_start_event(), make_step_event(1)]).splitlines()[-1]
     assert (
         line
         == "step 1/40  epoch 0.05  loss 1.5000  lr 1e-4  6.4k tokens/s  mem 1.5 GiB  2 ranks  ETA"
@@ -97,44 +99,53 @@ def test_a_step_line_has_the_figures_and_no_control_codes():
     )
 
 
-def shown_steps(text: str) -> list[int]:
+def printed_steps(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"^step (\d+)/", text, re.MULTILINE)]
 
 
 @pytest.mark.soak
-def test_a_long_run_prints_about_one_line_per_second_with_first_and_last():
-    long_run = start(derived={**START["derived"], "steps": 140})
-    shown = shown_steps(plain([long_run, *(step(number) for number in range(1, 141))]))
-    assert shown[0] == 1
-    assert shown[-1] == 140
-    assert 15 <= len(shown) <= 17  # 14 seconds
-
-
-@pytest.mark.soak
-def test_a_short_run_prints_every_step_that_it_logs():
-    assert shown_steps(plain([start(), *(step(number) for number in range(1, 41))])) == list(
-        range(1, 41)
+def test_long_run_prints_about_one_line_per_second():
+    long_run = make_start_event(derived={**START["derived"], "steps": 140})
+    steps = printed_steps(
+        print_to_pipe([long_run, *(make_step_event(number) for number in range(1, 141))])
     )
+    assert steps[0] == 1
+    assert steps[-1] == 140
+    assert 15 <= len(steps) <= 17  # 14 seconds
 
 
 @pytest.mark.soak
-def test_logging_steps_are_all_printed():
+def test_short_run_prints_every_logged_step():
+    assert printed_steps(
+        print_to_pipe([make_start_event(), *(make_step_event(number) for number in range(1, 41))])
+    ) == list(range(1, 41))
+
+
+@pytest.mark.soak
+def test_every_step_of_logging_steps_is_printed():
     settings = {
         "derived": {**START["derived"], "steps": 1000},
         "config": {"train_args": {"logging_steps": 5}},
     }
     logged = [1, *range(5, 201, 5)]
-    assert shown_steps(plain([start(**settings), *(step(number) for number in logged)])) == logged
+    assert (
+        printed_steps(
+            print_to_pipe(
+                [make_start_event(**settings), *(make_step_event(number) for number in logged)]
+            )
+        )
+        == logged
+    )
 
 
 @pytest.mark.soak
-def test_a_run_that_ends_early_shows_its_last_step():
-    text = plain(
+def test_stopped_run_shows_last_step():
+    text = print_to_pipe(
         [
-            start(),
-            step(1),
-            step(2),
-            step(3),
+            make_start_event(),
+            make_step_event(1),
+            make_step_event(2),
+            make_step_event(3),
             {"type": "run_end", "time": 1001.0, "status": "stopped", "step": 3, "wall_s": 1.0},
         ]
     )
@@ -145,11 +156,11 @@ def test_a_run_that_ends_early_shows_its_last_step():
 
 
 @pytest.mark.soak
-def test_evaluations_checkpoints_and_notices_are_never_hidden():
+def test_evaluations_checkpoints_and_notices_are_always_printed():
     events = []
     for number in range(1, 11):
         events += [
-            step(number),
+            make_step_event(number),
             {
                 "type": "eval",
                 "time": 1000.0,
@@ -167,21 +178,21 @@ def test_evaluations_checkpoints_and_notices_are_never_hidden():
                 "size_bytes": 2048,
                 "wall_s": 0.1,
             },
-            {"type": "notice", "time": 1000.0, "level": "warning", "text": f"careful {number}"},
+            {"type": "notice", "time": 1000.0, "level": "warning", "text": f"example {number}"},
         ]
-    text = plain([start(), *events])
+    text = print_to_pipe([make_start_event(), *events])
     assert (
         text.count("evaluation at step")
         == text.count("checkpoint at step")
-        == text.count("warning: careful")
+        == text.count("warning: example")
         == 10
     )
     assert "loss 1.2500, accuracy 0.5000, over 99, in 0.10 s" in text
     assert "2.0 KiB" in text
 
 
-def test_a_failed_checkpoint_is_a_warning():
-    text = plain(
+def test_failed_checkpoint_is_a_warning():
+    text = print_to_pipe(
         [
             {
                 "type": "checkpoint",
@@ -197,12 +208,12 @@ def test_a_failed_checkpoint_is_a_warning():
     assert text == "warning: no checkpoint at step 8: disk full\n"
 
 
-def test_the_end_has_files_and_next_commands():
-    text = plain(
+def test_end_block_shows_files_and_next_commands():
+    text = print_to_pipe(
         [
-            start(),
-            step(1, 3.0),
-            step(40, 1.0),
+            make_start_event(),
+            make_step_event(1, 3.0),
+            make_step_event(40, 1.0),
             {"type": "run_end", "time": 1065.0, "status": "done", "step": 40, "wall_s": 65.0},
         ]
     )
@@ -217,15 +228,15 @@ def test_the_end_has_files_and_next_commands():
         assert part in text
 
 
-def test_generate_is_suggested_for_language_models_only():
+def test_generate_is_suggested_only_for_language_models():
     end = {"type": "run_end", "time": 1.0, "status": "done", "step": 40}
-    assert "generate" not in plain([start(config={"task": "classify"}), end])
+    assert "generate" not in print_to_pipe([make_start_event(config={"task": "classify"}), end])
 
 
-def test_failed_run_says_the_reason():
-    text = plain(
+def test_failed_run_shows_reason():
+    text = print_to_pipe(
         [
-            start(),
+            make_start_event(),
             {
                 "type": "run_end",
                 "time": 1.0,
@@ -239,50 +250,62 @@ def test_failed_run_says_the_reason():
 
 
 @pytest.mark.parametrize("loss", ["nan", math.nan, math.inf, None])
-def test_a_loss_that_is_no_number(loss):
-    assert f"loss {'–' if loss is None else str(float(loss))}" in plain([start(), step(1, loss)])
+def test_loss_that_is_not_a_number(loss):
+    assert f"loss {'–' if loss is None else str(float(loss))}" in print_to_pipe(
+        [make_start_event(), make_step_event(1, loss)]
+    )
 
 
-def test_unknown_figures_are_left_out():
+def test_unknown_metrics_are_omitted():
     event = {"time": 1.0, "type": "step", "step": 1, "loss": 2.0}
-    bare = {
+    minimal_start_event = {
         "time": 1.0,
         "type": "run_start",
         "strategy": "single",
         "device": "cpu",
         "world_size": 1,
     }
-    assert plain([bare, event]).splitlines()[-1] == "step 1  loss 2.0000  1 rank"
+    assert (
+        print_to_pipe([minimal_start_event, event]).splitlines()[-1]
+        == "step 1  loss 2.0000  1 rank"
+    )
 
 
-def test_samples_a_second_where_there_are_no_tokens():
-    assert "32 samples/s" in plain([start(), step(1, tokens=None)])
+def test_samples_per_second_without_tokens():
+    assert "32 samples/s" in print_to_pipe([make_start_event(), make_step_event(1, tokens=None)])
 
 
-def test_eta_is_from_the_median_step():
-    text = plain([start(), step(1), step(2), step(3, step_time_s=500.0, at=1005.0)])
-    # 37 steps of half a second, whatever the third took
+def test_eta_uses_median_step_time():
+    text = print_to_pipe(
+        [
+            make_start_event(),
+            make_step_event(1),
+            make_step_event(2),
+            make_step_event(3, step_time_s=500.0, at=1005.0),
+        ]
+    )
+    # 37 steps of 0.5 s, although step 3 took 500 s
     assert text.splitlines()[-1].endswith("ETA 0:18")
 
 
-def test_time_to_first_step_once_per_attempt():
-    lines = plain(
+def test_time_to_first_step_is_printed_once_per_attempt():
+    lines = print_to_pipe(
         [
-            start(),
-            step(1, since_start_s=4.21),
-            step(2),
-            start(resumed_from_step=2),
-            step(3, since_start_s=3.0),
+            make_start_event(),
+            make_step_event(1, since_start_s=4.21),
+            make_step_event(2),
+            make_start_event(resumed_from_step=2),
+            make_step_event(3, since_start_s=3.0),
         ]
     )
     assert lines.count("first step after") == 2
     assert "first step after 4.2 s" in lines
 
 
-def test_control_characters_do_not_reach_the_terminal():
-    text = plain(
+def test_control_characters_are_removed():
+    text = print_to_pipe(
         [
-            start(output_dir="a\x1b[2Jb"),
+            make_start_event(output_dir="a\x1b[2Jb"),
             {"type": "notice", "time": 0.0, "level": "info", "text": "x\x1b]0;y\x07"},
         ]
     )
@@ -290,63 +313,63 @@ def test_control_characters_do_not_reach_the_terminal():
     assert "\x07" not in text
 
 
-def test_json_mode_keeps_standard_output_free(capsys):
-    Console(sys.stdout, json_mode=True)(step(1))
+def test_json_mode_does_not_write_to_stdout(capsys):
+    Console(sys.stdout, json_mode=True)(make_step_event(1))
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "step 1" in captured.err
 
 
-class Broken(io.StringIO):
+class BrokenStream(io.StringIO):
     def write(self, text: str) -> int:
         raise BrokenPipeError(32, "Broken pipe")
 
 
-def test_a_broken_pipe_does_not_reach_the_run(tmp_path):
-    log = EventLog(tmp_path / "events.jsonl", [Console(Broken())])
+def test_broken_pipe_does_not_affect_run(tmp_path):
+    log = EventLog(tmp_path / "events.jsonl", [Console(BrokenStream())])
     log.emit({"type": "run_start", **START})
     log.emit({"type": "run_end", "status": "done", "step": 0})
     log.close()
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_closed_stream_and_none_are_quiet():
+def test_closed_stream_is_ignored():
     stream = io.StringIO()
     console = Console(stream)
     stream.close()
-    console(start())
+    console(make_start_event())
     console.close()
 
 
-def test_an_ascii_stream_gets_ascii():
+def test_ascii_stream_receives_only_ascii():
     raw = io.BytesIO()
     console = Console(io.TextIOWrapper(raw, encoding="ascii"))
-    console(start())
+    console(make_start_event())
     assert b"4 per micro-batch x 2 accumulation x 2 ranks" in raw.getvalue()
 
 
-def test_a_malformed_event_is_reported_not_raised():
-    assert "cannot show a step event" in plain(
+def test_malformed_event_does_not_raise():
+    assert "cannot show a step event" in print_to_pipe(
         [{"type": "step", "time": 0.0}, {"type": "run_start", "derived": 7}]
     )
-    assert plain([{"type": "of_the_future", "time": 0.0}]) == ""
+    assert print_to_pipe([{"type": "future_event_type", "time": 0.0}]) == ""
 
 
-# A real terminal: a child process whose standard error is a pseudo-terminal.
+# Terminal tests: a child process whose standard error is a pseudo-terminal.
 
-CHILD = """
+CHILD_SCRIPT = """
 import json, sys, time
 from paceline.observe.console import Console
 console = Console()
 for line in sys.stdin:
     console(json.loads(line))
-    time.sleep(0.11)  # each event is drawn
+    time.sleep(0.11)  # so that each event is drawn
 console.close()
 assert "rich.live" in sys.modules and "torch" not in sys.modules
 """
 
 
-def on_terminal(events: list[dict], columns: int, **environment: str) -> str:
+def run_on_terminal(events: list[dict], columns: int, **environment: str) -> str:
     import fcntl
     import json
     import struct
@@ -360,7 +383,7 @@ def on_terminal(events: list[dict], columns: int, **environment: str) -> str:
         if key not in ("COLUMNS", "LINES", "NO_COLOR")
     }
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD],
+        [sys.executable, "-c", CHILD_SCRIPT],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=slave,
@@ -369,7 +392,7 @@ def on_terminal(events: list[dict], columns: int, **environment: str) -> str:
     os.close(slave)
     child.stdin.write("".join(json.dumps(event) + "\n" for event in events).encode())
     child.stdin.close()
-    read = b""
+    output = b""
     while select.select([master], [], [], 30)[0]:
         try:
             chunk = os.read(master, 65536)
@@ -377,40 +400,40 @@ def on_terminal(events: list[dict], columns: int, **environment: str) -> str:
             break
         if not chunk:
             break
-        read += chunk
+        output += chunk
     os.close(master)
     with child:
         assert child.stdout.read() == b""
-    assert child.returncode == 0, read.decode()
-    return read.decode()
+    assert child.returncode == 0, output.decode()
+    return output.decode()
 
 
-def screen(raw: str) -> list[str]:
-    """What stands on the screen in the end: lines, with carriage return and erase-line obeyed,
-    colours left out."""
+def render_screen(raw: str) -> list[str]:
+    """Return the final lines of the screen: carriage return and erase-line are applied, and colors
+    removed."""
     lines = []
     for line in re.sub(r"\x1b\[(?![0-9]*K)[0-9;?]*[a-zA-Z]", "", raw).split("\n"):
-        shown = re.split(r"\r?\x1b\[2K", line.rstrip("\r"))[-1]
-        lines.append(shown.split("\r")[-1].rstrip())
+        visible = re.split(r"\r?\x1b\[2K", line.rstrip("\r"))[-1]
+        lines.append(visible.split("\r")[-1].rstrip())
     return [line for line in lines if line]
 
 
-def test_a_terminal_shows_one_live_line_with_the_rest_above():
-    raw = on_terminal(
+def test_terminal_shows_one_live_line_below_other_output():
+    raw = run_on_terminal(
         [
-            start(),
-            step(1, since_start_s=4.0),
-            step(2),
+            make_start_event(),
+            make_step_event(1, since_start_s=4.0),
+            make_step_event(2),
             {"type": "notice", "time": 0.0, "level": "info", "text": "[bold]hello[/bold]"},
-            step(20),
+            make_step_event(20),
             {"type": "run_end", "time": 1001.0, "status": "done", "step": 20},
         ],
         columns=140,
     )
     assert "\x1b[2K" in raw  # redrawn in place
     assert raw.count("\x1b[?25h") >= 1
-    assert raw.rfind("\x1b[?25h") > raw.rfind("\x1b[?25l")  # the cursor is there in the end
-    lines = screen(raw)
+    assert raw.rfind("\x1b[?25h") > raw.rfind("\x1b[?25l")  # the cursor is visible at the end
+    lines = render_screen(raw)
     live = [line for line in lines if "step 20/40" in line]
     assert len(live) == 1
     assert live[0].startswith("━━━")
@@ -418,14 +441,14 @@ def test_a_terminal_shows_one_live_line_with_the_rest_above():
     assert "6.4k tokens/s" in live[0]
     assert "ETA 0:10" in live[0]
     assert not any("step 2/40" in line for line in lines)
-    hello = next(index for index, line in enumerate(lines) if line == "[bold]hello[/bold]")
-    assert hello < lines.index(live[0])
+    notice_index = next(index for index, line in enumerate(lines) if line == "[bold]hello[/bold]")
+    assert notice_index < lines.index(live[0])
     assert any(line.startswith("done") for line in lines)
 
 
-def test_a_narrow_terminal_keeps_step_loss_and_eta_on_one_line():
-    raw = on_terminal([start(), step(7)], columns=44)
-    line = screen(raw)[-1]
+def test_narrow_terminal_shows_step_loss_and_eta_on_one_line():
+    raw = run_on_terminal([make_start_event(), make_step_event(7)], columns=44)
+    line = render_screen(raw)[-1]
     assert len(line) < 44
     assert "step 7/40" in line
     assert "loss 1.5000" in line
@@ -433,22 +456,22 @@ def test_a_narrow_terminal_keeps_step_loss_and_eta_on_one_line():
     assert "ranks" not in line
 
 
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+def test_dumb_terminal_receives_plain_lines(monkeypatch):
     master, slave = os.openpty()
     monkeypatch.setenv("TERM", "dumb")
     with os.fdopen(slave, "w") as stream:
         console = Console(stream)
-        console(start())
-        console(step(1))
+        console(make_start_event())
+        console(make_step_event(1))
         assert not console.live
-        read = b""
-        while b"step 1/40" not in read:
-            read += os.read(master, 65536)
+        output = b""
+        while b"step 1/40" not in output:
+            output += os.read(master, 65536)
     os.close(master)
-    assert b"\x1b" not in read
+    assert b"\x1b" not in output
 
 
-def test_closing_the_terminal_does_not_stop_the_run(tmp_path, monkeypatch):
+def test_closing_terminal_does_not_stop_run(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     master, slave = os.openpty()
     stream = os.fdopen(slave, "w")
@@ -456,10 +479,10 @@ def test_closing_the_terminal_does_not_stop_the_run(tmp_path, monkeypatch):
     assert console.live
     log = EventLog(tmp_path / "events.jsonl", [console])
     log.emit({"type": "run_start", **START})
-    log.emit(step(1))
+    log.emit(make_step_event(1))
     os.close(master)
     for number in (2, 3):
-        log.emit(step(number))
+        log.emit(make_step_event(number))
     log.emit({"type": "run_end", "status": "done", "step": 3})
     log.close()
     assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 5

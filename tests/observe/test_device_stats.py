@@ -1,4 +1,4 @@
-"""What is told of accelerators, and that nothing is told where there are none."""
+"""Accelerator statistics, and their absence on a CPU."""
 
 import gc
 import threading
@@ -8,29 +8,29 @@ import torch
 from paceline.observe.device_stats import UNKNOWN, DeviceMonitor, device_figures
 
 
-def readers() -> int:
+def count_reader_threads() -> int:
     return sum(thread.name == "device-reader" for thread in threading.enumerate())
 
 
-def test_on_a_cpu_nothing_is_read() -> None:
-    reader = DeviceMonitor(torch.device("cpu"))
-    assert reader.last == UNKNOWN
-    assert readers() == 0
-    assert device_figures([reader.last, reader.last]) == []
+def test_cpu_has_no_device_statistics() -> None:
+    monitor = DeviceMonitor(torch.device("cpu"))
+    assert monitor.last == UNKNOWN
+    assert count_reader_threads() == 0
+    assert device_figures([monitor.last, monitor.last]) == []
 
 
-def test_a_device_that_does_not_respond_is_not_read_again() -> None:
-    reader = DeviceMonitor(torch.device("cuda", 99))  # there is no such device anywhere
+def test_monitor_stops_if_device_does_not_respond() -> None:
+    monitor = DeviceMonitor(torch.device("cuda", 99))  # this device does not exist
     for thread in threading.enumerate():
         if thread.name == "device-reader":
             thread.join(timeout=30)
-    assert readers() == 0
-    assert reader.last == UNKNOWN
-    del reader
+    assert count_reader_threads() == 0
+    assert monitor.last == UNKNOWN
+    del monitor
     gc.collect()
 
 
-def test_each_figure_is_known_or_null() -> None:
+def test_unknown_figures_are_null() -> None:
     figures = device_figures([[1.5, 41.0, 0.0], UNKNOWN, [1.0, 0.0, 301.25]])
     assert figures == [
         {"rank": 0, "utilisation": 0.5, "temperature_c": 40.0, "power_w": None},

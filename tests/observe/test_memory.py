@@ -1,4 +1,4 @@
-"""The parts of the memory that are measured are those that each strategy declares."""
+"""The measured memory by category matches the estimate of each strategy."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ from paceline.train.optimizer import build_optimizer, matrices_of
 VOCAB_SIZE, ROWS = 24, 24
 
 
-class Plain(nn.Sequential):
-    """Wide enough that step counts and padding do not show."""
+class SmallModel(nn.Sequential):
+    """Wide enough that step counters and padding are negligible."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -31,10 +31,10 @@ class Plain(nn.Sequential):
         )
 
 
-def _measured(
+def _measure_and_estimate(
     world: Communicator, mode: str, settings: dict[str, Any]
 ) -> tuple[dict[str, int], dict[str, int], int]:
-    """(measured, declared, the strategy's own sum) after two steps."""
+    """Return the measured bytes, the estimated bytes and the strategy's total after two steps."""
     config = Config(model="m", dataset="d", **{"parallel": {"mode": mode}, **settings})
     world = Communicator(
         world.env,
@@ -45,9 +45,9 @@ def _measured(
         world.waits,
     )
     strategy = make_strategy(mode, config, world)
-    built = Plain()
-    shape, matrices = outline(built, config), matrices_of(built)
-    model = strategy.setup(built)
+    model = SmallModel()
+    shape, matrices = outline(model, config), matrices_of(model)
+    model = strategy.setup(model)
     strategy.setup_optimizer(
         lambda named: build_optimizer(config.train_args, 1e-3, named, matrices)
     )
@@ -71,24 +71,24 @@ def _measured(
     ("mode", "settings"),
     [
         ("ddp", {}),
-        # what waits to be sent is with the optimizer
+        # error feedback counts as optimizer state
         ("ddp", {"compression": {"method": "powersgd", "rank": 2}}),
         ("zero1", {}),
-        # float32 master weights are with the parameters
+        # float32 master weights count as parameters
         ("zero1", {"train_args": {"precision": "bf16-mixed"}}),
-        ("zero2", {}),  # gathered weights are with the parameters
+        ("zero2", {}),  # gathered weights count as parameters
         ("zero3", {}),
-        ("diloco", {}),  # the outer parameters are with the optimizer
+        ("diloco", {}),  # outer parameters count as optimizer state
     ],
 )
-def test_the_split_is_what_the_strategy_declares(mode: str, settings: dict[str, Any]) -> None:
-    for measured, declared, state in run_ranks(_measured, 2, mode, settings):
-        assert sum(measured.values()) == state
-        for kind, size in declared.items():
-            assert measured[kind] == pytest.approx(size, rel=0.05), (kind, measured, declared)
+def test_measured_memory_matches_estimate(mode: str, settings: dict[str, Any]) -> None:
+    for measured, estimated, total_bytes in run_ranks(_measure_and_estimate, 2, mode, settings):
+        assert sum(measured.values()) == total_bytes
+        for kind, size in estimated.items():
+            assert measured[kind] == pytest.approx(size, rel=0.05), (kind, measured, estimated)
 
 
-def test_the_peak_of_a_cpu_cannot_be_set_back() -> None:
+def test_cpu_has_no_resettable_memory_peak() -> None:
     device = torch.device("cpu")
     restart_peak(device)
     assert peak_since(device) is None

@@ -1,4 +1,4 @@
-"""What a step line says of each rank: the parts of its step, and what was sent by collective."""
+"""Metrics of step events: the time of each phase by rank, and the traffic by collective."""
 
 import time
 from typing import Any
@@ -17,12 +17,12 @@ PARTS = ("data_s", "forward_s", "backward_s", "communication_s", "optimizer_s", 
 STEPS = 3
 
 
-def _steps(world: Communicator) -> dict[str, Any]:
-    """Rank 1 is slow in its forward, so rank 0 waits in backward; and only rank 0 broadcasts more
-    than the others know."""
+def _train_steps(world: Communicator) -> dict[str, Any]:
+    """Rank 1 has a slow forward pass, so rank 0 waits in the backward pass. Only rank 0 sends
+    additional traffic."""
     PROGRESS.start()
     metrics = StepMetrics(world, time.time(), has_tokens=False)
-    lengths = []
+    step_times_s = []
     for step in range(1, STEPS + 1):
         PROGRESS.begin_step(step)
         metrics.begin()
@@ -39,18 +39,18 @@ def _steps(world: Communicator) -> dict[str, Any]:
             world.traffic.add("push", 123)
         PROGRESS.end_step()
         metrics.end(torch.zeros(()), 1.0)
-        lengths.append(metrics.last_step_s)
-    before = world.traffic.total
+        step_times_s.append(metrics.last_step_s)
+    traffic_before = world.traffic.total
     figures = metrics.gather(0.5, (float(world.rank),))
-    assert world.traffic.total == before  # the line's own collective is no traffic of the training
-    return {"figures": figures, "step_s": sum(lengths) / STEPS, "extra": metrics.extra_by_rank}
+    assert world.traffic.total == traffic_before  # gathering metrics is not counted
+    return {"figures": figures, "step_s": sum(step_times_s) / STEPS, "extra": metrics.extra_by_rank}
 
 
-def test_the_parts_of_a_step_of_every_rank_add_up() -> None:
-    ranks = run_ranks(_steps, 2)
+def test_phases_add_up_to_step_time_on_every_rank() -> None:
+    ranks = run_ranks(_train_steps, 2)
     for result in ranks:
         assert result["extra"] == [[0.0], [1.0]]
-        # the same table on every rank
+        # Every rank has the same table.
         assert result["figures"]["ranks"] == ranks[0]["figures"]["ranks"]
     rows = ranks[0]["figures"]["ranks"]
     for rank, row in enumerate(rows):
@@ -60,15 +60,15 @@ def test_the_parts_of_a_step_of_every_rank_add_up() -> None:
         assert row["backward_s"] >= 0.01
         assert row["memory_bytes"] == ranks[0]["figures"]["memory_bytes"][rank] > 0
     assert rows[1]["forward_s"] >= 0.15 > rows[0]["forward_s"]
-    # taken out of the backward in which rank 0 waited
+    # Waiting in the backward pass counts as communication.
     assert rows[0]["communication_s"] > rows[1]["communication_s"]
     assert rows[0]["communication_s"] > rows[0]["backward_s"]
 
 
-def test_traffic_is_that_of_the_rank_that_sends_most() -> None:
-    figures = run_ranks(_steps, 2)[0]["figures"]
+def test_traffic_is_maximum_over_ranks() -> None:
+    figures = run_ranks(_train_steps, 2)[0]["figures"]
     assert figures["traffic"] == {"all_reduce": 4000, "push": 123}
-    assert "devices" not in figures  # on a CPU there is nothing to be told
+    assert "devices" not in figures  # a CPU has no device statistics
 
 
 def _single_rank(**options: Any) -> tuple[Communicator, StepMetrics]:
@@ -79,43 +79,43 @@ def _single_rank(**options: Any) -> tuple[Communicator, StepMetrics]:
 def _send(
     world: Communicator,
     metrics: StepMetrics,
-    within: int = 0,
-    after: int = 0,
+    during_step: int = 0,
+    after_step: int = 0,
     name: str = "all_reduce",
 ) -> None:
     metrics.begin()
-    if within:
-        world.traffic.add(name, within)
+    if during_step:
+        world.traffic.add(name, during_step)
     metrics.end(torch.zeros(()), 1.0)
-    if after:
-        world.traffic.add(name, after)
+    if after_step:
+        world.traffic.add(name, after_step)
 
 
-def test_traffic_of_a_period_is_the_mean_over_a_whole_one() -> None:
+def test_periodic_traffic_is_mean_over_complete_period() -> None:
     world, metrics = _single_rank(traffic_period=3)
-    seen = []
-    for within in (0, 0, 900, 0, 0, 900):
-        _send(world, metrics, within)
-        seen.append(metrics.gather(0.0)["traffic"])
-    # not 0, 0, 900: whatever step a line is of
-    assert seen == [None, None, *[{"all_reduce": 300}] * 4]
+    traffic = []
+    for size_bytes in (0, 0, 900, 0, 0, 900):
+        _send(world, metrics, size_bytes)
+        traffic.append(metrics.gather(0.0)["traffic"])
+    # the mean instead of 0, 0, 900, whichever step is logged
+    assert traffic == [None, None, *[{"all_reduce": 300}] * 4]
 
 
-def test_traffic_is_the_mean_since_the_last_line() -> None:
+def test_traffic_is_mean_since_last_step_event() -> None:
     world, metrics = _single_rank()
     _send(world, metrics, 100)
-    _send(world, metrics, 300, after=5000)  # outside the steps: an evaluation, say
+    _send(world, metrics, 300, after_step=5000)  # outside of a step, as in an evaluation
     assert metrics.gather(0.0)["traffic"] == {"all_reduce": 200}
-    _send(world, metrics, 50, name="by a strategy of one's own")
+    _send(world, metrics, 50, name="custom collective")
     assert metrics.gather(0.0)["traffic"] == {"other": 50}
     _send(world, metrics)
     assert metrics.gather(0.0)["traffic"] == {}
 
 
-def test_a_rank_that_only_serves_is_counted_from_line_to_line() -> None:
+def test_traffic_of_parameter_server_is_counted_between_events() -> None:
     world, metrics = _single_rank(serves=True)
     for _ in range(2):
-        _send(world, metrics, within=10, after=90, name="pull")
+        _send(world, metrics, during_step=10, after_step=90, name="pull")
     assert metrics.gather(0.0)["traffic"] == {"pull": 100}
     _send(world, metrics)
     assert metrics.gather(0.0)["traffic"] == {}

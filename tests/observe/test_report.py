@@ -1,5 +1,5 @@
-"""`report.json` and `report.html`: the fixed keys, and a page that is whole, safe and offline
-whatever the run was."""
+"""`report.json` and `report.html`: the fixed keys, and a page that is complete, escaped and usable
+offline for every kind of run."""
 
 import json
 import math
@@ -24,13 +24,13 @@ from paceline.observe.report.charts import (
 from paceline.observe.report.html import render_report, write_reports
 from paceline.observe.report.record import REPORT_KEYS
 
-EVIL = "</script><script>alert('x')</script><img src=x onerror=\"alert(1)\">"
-VOID = {"meta", "br", "img", "line", "path", "input", "hr", "link"}
+HTML_INJECTION = "</script><script>alert('x')</script><img src=x onerror=\"alert(1)\">"
+VOID_ELEMENTS = {"meta", "br", "img", "line", "path", "input", "hr", "link"}
 
 
-def report(**fields: object) -> dict:
-    """A whole report."""
-    known = {
+def make_report(**fields: object) -> dict:
+    """Return a report with all keys."""
+    defaults = {
         "status": "done",
         "strategy": "ddp",
         "world_size": 2,
@@ -53,22 +53,26 @@ def report(**fields: object) -> dict:
         "resumed_from_step": None,
         "data": {"read": 500, "kept": 480, "truncated": 3, "dropped": {"empty": 20}},
     }
-    return {**known, **fields}
+    return {**defaults, **fields}
 
 
-def run(
-    root: Path, count: int, world: int = 2, losses: dict | None = None, name: str = "builtin:small"
+def log_run(
+    root: Path,
+    num_steps: int,
+    world: int = 2,
+    losses: dict | None = None,
+    name: str = "builtin:small",
 ) -> EventLog:
-    """Real events of a run of ``count`` steps."""
+    """Write the events of a run of ``num_steps`` steps."""
     root.mkdir(parents=True, exist_ok=True)
     RunDir(root).config.write_text("model: builtin:small\ntask: sft\n")
     log = EventLog(RunDir(root).events)
-    begin(log, root, name)
-    steps(log, 1, count, world, losses or {})
+    log_start(log, root, name)
+    log_steps(log, 1, num_steps, world, losses or {})
     return log
 
 
-def begin(
+def log_start(
     log: EventLog, root: Path, name: str = "builtin:small", resumed: int | None = None
 ) -> None:
     log.emit(
@@ -88,7 +92,9 @@ def begin(
     )
 
 
-def steps(log: EventLog, first: int, last: int, world: int = 2, losses: dict | None = None) -> None:
+def log_steps(
+    log: EventLog, first: int, last: int, world: int = 2, losses: dict | None = None
+) -> None:
     for step in range(first, last + 1):
         log.emit(
             {
@@ -119,37 +125,37 @@ def steps(log: EventLog, first: int, last: int, world: int = 2, losses: dict | N
             )
 
 
-def page_of(root: Path, **fields: object) -> str:
-    write_reports(RunDir(root), report(**fields))
+def write_page(root: Path, **fields: object) -> str:
+    write_reports(RunDir(root), make_report(**fields))
     return RunDir(root).report_html.read_text(encoding="utf-8")
 
 
 class Page(HTMLParser):
-    """Checks that elements nest, and gathers tags, attributes and text."""
+    """Checks that elements are nested correctly, and collects tags, attributes and text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.open: list[str] = []
+        self.open_tags: list[str] = []
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str]] = []
         self.texts: list[str] = []
         self.feed(html)
         self.close()
-        assert self.open == []
+        assert self.open_tags == []
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += attrs
-        if tag not in VOID:
-            self.open.append(tag)
+        if tag not in VOID_ELEMENTS:
+            self.open_tags.append(tag)
 
     def handle_startendtag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += attrs
 
     def handle_endtag(self, tag):
-        assert self.open, f"</{tag}> without a start"
-        assert self.open.pop() == tag
+        assert self.open_tags, f"</{tag}> without a start tag"
+        assert self.open_tags.pop() == tag
 
     def handle_data(self, data):
         self.texts.append(data)
@@ -159,30 +165,30 @@ class Page(HTMLParser):
         return " ".join(self.texts)
 
 
-def paths(html: str) -> list[str]:
+def find_paths(html: str) -> list[str]:
     return re.findall(r'<path class="([^"]*)" d="([^"]*)"', html)
 
 
-def test_report_json_has_the_fixed_keys_and_no_nan(tmp_path):
-    run(tmp_path, 3)
+def test_report_json_has_fixed_keys_and_no_nan(tmp_path):
+    log_run(tmp_path, 3)
     write_reports(
         RunDir(tmp_path),
-        report(final_train_loss=math.nan, final_eval_loss=None, samples_per_second=3.0),
+        make_report(final_train_loss=math.nan, final_eval_loss=None, samples_per_second=3.0),
     )
-    written = json.loads(
+    loaded = json.loads(
         RunDir(tmp_path).report.read_text(), parse_constant=lambda name: pytest.fail(name)
     )
-    assert set(REPORT_KEYS) <= set(written)
-    assert written["final_train_loss"] == "nan"
-    assert written["final_eval_loss"] is None
-    assert written["data"]["dropped"] == {"empty": 20}
+    assert set(REPORT_KEYS) <= set(loaded)
+    assert loaded["final_train_loss"] == "nan"
+    assert loaded["final_eval_loss"] is None
+    assert loaded["data"]["dropped"] == {"empty": 20}
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lost": 1}, "unknown lost"),
+        ({"other": 1}, "unknown other"),
         ({"data": {"read": 1, "kept": 1}}, "missing data.dropped"),
         (
             {"state_memory_bytes": {"predicted": 1, "measured": 1, "guess": 2}},
@@ -190,22 +196,22 @@ def test_report_json_has_the_fixed_keys_and_no_nan(tmp_path):
         ),
     ],
 )
-def test_a_wrong_report_is_refused(tmp_path, change, message):
+def test_rejects_report_with_wrong_keys(tmp_path, change, message):
     with pytest.raises(KeyError, match=message):
-        write_reports(RunDir(tmp_path), report(**change))
+        write_reports(RunDir(tmp_path), make_report(**change))
     assert not RunDir(tmp_path).report.exists()
 
 
-def test_every_missing_key_is_named(tmp_path):
-    short = report()
-    del short["restarts"], short["wall_s"]
+def test_error_lists_every_missing_key(tmp_path):
+    incomplete_report = make_report()
+    del incomplete_report["restarts"], incomplete_report["wall_s"]
     with pytest.raises(KeyError, match="missing wall_s; missing restarts"):
-        write_reports(RunDir(tmp_path), short)
+        write_reports(RunDir(tmp_path), incomplete_report)
 
 
-def test_the_page_is_whole_offline_and_has_its_plots(tmp_path):
-    run(tmp_path, 30)
-    html = page_of(tmp_path)
+def test_page_is_self_contained_and_has_all_plots(tmp_path):
+    log_run(tmp_path, 30)
+    html = write_page(tmp_path)
     page = Page(html)
     assert "http" not in html
     assert not {"link", "img", "iframe", "object", "base"} & set(page.tags)
@@ -221,7 +227,7 @@ def test_the_page_is_whole_offline_and_has_its_plots(tmp_path):
     ):
         assert title in page.text
     assert page.tags.count("svg") == 6
-    assert all(d for _, d in paths(html))
+    assert all(d for _, d in find_paths(html))
     for part in (
         "0.9300",
         "from 3.5000",
@@ -236,10 +242,10 @@ def test_the_page_is_whole_offline_and_has_its_plots(tmp_path):
         assert part in page.text
 
 
-def test_data_of_every_plot_can_be_read(tmp_path):
-    run(tmp_path, 30)
+def test_data_of_every_plot_is_valid_json(tmp_path):
+    log_run(tmp_path, 30)
     blocks = re.findall(
-        r'<script type="application/json">(.*?)</script>', page_of(tmp_path), re.DOTALL
+        r'<script type="application/json">(.*?)</script>', write_page(tmp_path), re.DOTALL
     )
     assert len(blocks) == 6
     loss = json.loads(blocks[0])
@@ -249,8 +255,8 @@ def test_data_of_every_plot_can_be_read(tmp_path):
 
 
 def test_values_from_configs_and_data_are_escaped(tmp_path):
-    log = run(tmp_path / "x<b>y", 12, name=EVIL)
-    log.notice(EVIL, "warning")
+    log = log_run(tmp_path / "x<b>y", 12, name=HTML_INJECTION)
+    log.notice(HTML_INJECTION, "warning")
     log.emit(
         {
             "type": "checkpoint",
@@ -258,59 +264,59 @@ def test_values_from_configs_and_data_are_escaped(tmp_path):
             "path": None,
             "size_bytes": None,
             "wall_s": None,
-            "error": EVIL,
+            "error": HTML_INJECTION,
         }
     )
-    log.emit({"type": "run_end", "status": "failed", "step": 3, "reason": EVIL})
-    RunDir(tmp_path / "x<b>y").config.write_text(f"model: '{EVIL}'\n")
-    data = {"read": 1, "kept": 0, "dropped": {EVIL: 1}}
-    html = page_of(
+    log.emit({"type": "run_end", "status": "failed", "step": 3, "reason": HTML_INJECTION})
+    RunDir(tmp_path / "x<b>y").config.write_text(f"model: '{HTML_INJECTION}'\n")
+    data = {"read": 1, "kept": 0, "dropped": {HTML_INJECTION: 1}}
+    html = write_page(
         tmp_path / "x<b>y",
         status="failed",
-        strategy=EVIL,
-        device=EVIL,
+        strategy=HTML_INJECTION,
+        device=HTML_INJECTION,
         data=data,
-        final_eval_metrics={EVIL: 0.5},
+        final_eval_metrics={HTML_INJECTION: 0.5},
     )
     page = Page(html)
-    assert page.tags.count("script") == 7  # six plots' data and the read-out
+    assert page.tags.count("script") == 7  # the data of six plots, and the script of the page
     assert "img" not in page.tags
     assert "onerror" not in {name for name, _ in page.attributes}
     assert page.text.count("alert(1)") >= 8
 
 
-def test_zero_steps(tmp_path):
-    run(tmp_path, 0)
-    nothing = dict.fromkeys(REPORT_KEYS)
-    html = render_report(nothing, read_events(RunDir(tmp_path).events), "")
+def test_report_without_steps(tmp_path):
+    log_run(tmp_path, 0)
+    empty_report = dict.fromkeys(REPORT_KEYS)
+    html = render_report(empty_report, read_events(RunDir(tmp_path).events), "")
     assert "nothing to plot" in Page(html).text
-    Page(render_report(nothing, [], ""))
+    Page(render_report(empty_report, [], ""))
 
 
-def test_one_step_is_a_dot(tmp_path):
-    run(tmp_path, 1)
-    html = page_of(tmp_path)
+def test_single_step_is_drawn_as_dot(tmp_path):
+    log_run(tmp_path, 1)
+    html = write_page(tmp_path)
     Page(html)
-    assert any(re.fullmatch(r"M[\d.]+ [\d.]+h0", d) for _, d in paths(html))
+    assert any(re.fullmatch(r"M[\d.]+ [\d.]+h0", d) for _, d in find_paths(html))
 
 
-def test_losses_that_are_not_finite_are_gaps_with_a_note(tmp_path):
-    run(tmp_path, 30, losses={7: math.nan, 8: math.inf, 15: -math.inf})
-    html = page_of(tmp_path, final_train_loss=math.nan)
-    raw = next(d for kind, d in paths(html) if "faint" in kind)
+def test_nonfinite_losses_are_gaps_with_note(tmp_path):
+    log_run(tmp_path, 30, losses={7: math.nan, 8: math.inf, 15: -math.inf})
+    html = write_page(tmp_path, final_train_loss=math.nan)
+    raw = next(d for kind, d in find_paths(html) if "faint" in kind)
     assert raw.count("M") == 3
     assert "nan" not in raw
     assert "the loss of 3 of 30 logged steps is not finite" in Page(html).text
     assert "NaN" not in "".join(re.findall(r"application/json\">(.*?)</script>", html, re.DOTALL))
 
 
-def test_all_losses_nan(tmp_path):
-    run(tmp_path, 3, losses=dict.fromkeys((1, 2, 3), math.nan))
-    text = Page(page_of(tmp_path)).text
+def test_report_with_only_nan_losses(tmp_path):
+    log_run(tmp_path, 3, losses=dict.fromkeys((1, 2, 3), math.nan))
+    text = Page(write_page(tmp_path)).text
     assert "the loss of 3 of 3 logged steps is not finite" in text
 
 
-def test_unknown_figures_leave_their_plots_out(tmp_path):
+def test_plots_of_unknown_metrics_are_omitted(tmp_path):
     log = EventLog(RunDir(tmp_path).events)
     for step in (1, 2, 3):
         log.emit(
@@ -329,17 +335,17 @@ def test_unknown_figures_leave_their_plots_out(tmp_path):
                 "ranks": None,
             }
         )
-    page = Page(page_of(tmp_path))
+    page = Page(write_page(tmp_path))
     assert page.tags.count("svg") == 1
     assert "–" in page.text
 
 
-def test_a_later_attempt_replaces_earlier_steps_and_is_marked(tmp_path):
-    log = run(tmp_path, 25)
-    begin(log, tmp_path, resumed=15)
+def test_later_attempt_replaces_steps_and_is_marked(tmp_path):
+    log = log_run(tmp_path, 25)
+    log_start(log, tmp_path, resumed=15)
     log.emit({"type": "resume", "step": 15, "path": "checkpoints/step-00000015"})
-    steps(log, 16, 30, losses={16: 9.0})
-    html = page_of(tmp_path, resumed_from_step=15)
+    log_steps(log, 16, 30, losses={16: 9.0})
+    html = write_page(tmp_path, resumed_from_step=15)
     text = Page(html).text
     loss = json.loads(re.search(r'application/json">(.*?)</script>', html, re.DOTALL)[1])
     assert loss["series"][0]["x"] == list(range(1, 31))
@@ -347,13 +353,13 @@ def test_a_later_attempt_replaces_earlier_steps_and_is_marked(tmp_path):
     assert loss["series"][2]["x"] == [10, 20, 30]
     assert text.count("resumed at step 15") == 1
     assert html.count('<line class="mark"') == 6
-    assert "no report" in text  # the first attempt
+    assert "no report" in text  # of the first attempt
 
 
-def test_ranks_and_memory_are_shown_by_part(tmp_path):
-    parts = {"data_s": 0.004, "forward_s": 0.0621, "communication_s": 1.5, "other_s": 0.0}
+def test_tables_show_time_and_memory_by_category(tmp_path):
+    phases = {"data_s": 0.004, "forward_s": 0.0621, "communication_s": 1.5, "other_s": 0.0}
     ranks = [
-        {"rank": 0, "data_wait_s": 0.1, "comm_wait_s": 0.2, **parts, "memory_bytes": 3 * 2**30}
+        {"rank": 0, "data_wait_s": 0.1, "comm_wait_s": 0.2, **phases, "memory_bytes": 3 * 2**30}
     ]
     state = {
         "parameters": 2**20,
@@ -368,7 +374,7 @@ def test_ranks_and_memory_are_shown_by_part(tmp_path):
     log.emit({"type": "step", "step": 1, "loss": 1.0, "step_time_s": 1.6, "ranks": ranks})
     log.emit({"type": "memory", "step": 2, "ranks": [state]})
     log.close()
-    text = page_of(tmp_path)
+    text = write_page(tmp_path)
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", text[text.index("Ranks at step 1") :])
     assert cells[:6] == ["0", "4.0 ms", "62.1 ms", "1.5 s", "0.0 ms", "3.0 GiB"]
     assert "data_wait_s" not in text
@@ -385,24 +391,24 @@ def test_ranks_and_memory_are_shown_by_part(tmp_path):
     assert memory[6:12] == ["rank 0", "1.0 MiB", "2.0 MiB", "4.0 MiB", "–", "7.0 MiB"]
 
 
-def test_a_run_of_an_older_version_has_no_memory_table(tmp_path):
+def test_run_of_older_version_has_no_memory_table(tmp_path):
     log = EventLog(RunDir(tmp_path).events)
     log.emit({"type": "run_start", "config": {}})
-    steps(log, 1, 3)
+    log_steps(log, 1, 3)
     log.close()
-    text = page_of(tmp_path)
+    text = write_page(tmp_path)
     assert "Memory by rank" not in text
     assert "data_wait_s" in text
 
 
-def test_many_ranks_show_maximum_and_minimum(tmp_path):
-    run(tmp_path, 3, world=12)
-    text = Page(page_of(tmp_path)).text
+def test_many_ranks_are_summarized(tmp_path):
+    log_run(tmp_path, 3, world=12)
+    text = Page(write_page(tmp_path)).text
     assert "Memory, 12 ranks" in text
     assert "maximum" in text
 
 
-def test_a_large_run_is_downsampled_but_keeps_its_spike(tmp_path):
+def test_large_run_is_downsampled_but_keeps_spike(tmp_path):
     events = [
         {
             "type": "step",
@@ -415,7 +421,7 @@ def test_a_large_run_is_downsampled_but_keeps_its_spike(tmp_path):
         }
         for n in range(1, 20_001)
     ]
-    html = render_report(report(), events, "")
+    html = render_report(make_report(), events, "")
     blocks = [
         json.loads(text)
         for text in re.findall(r'application/json">(.*?)</script>', html, re.DOTALL)
@@ -427,7 +433,7 @@ def test_a_large_run_is_downsampled_but_keeps_its_spike(tmp_path):
     assert len(html) < 400_000
 
 
-def test_downsample_keeps_extremes_ends_and_gaps():
+def test_downsample_keeps_extremes_endpoints_and_gaps():
     points = [(float(x), math.sin(x / 50)) for x in range(5000)]
     points[1234] = (1234.0, 9.0)
     points[2345] = (2345.0, -9.0)
@@ -441,13 +447,13 @@ def test_downsample_keeps_extremes_ends_and_gaps():
     assert downsample(points[:10], 300) == points[:10]
 
 
-def test_smooth_keeps_a_constant_a_line_and_gaps():
+def test_smooth_preserves_constants_lines_and_gaps():
     assert smooth([(1, 2.0), (2, None), (3, 2.0)]) == [(1, 2.0), (2, None), (3, 2.0)]
     line = [(x, float(x)) for x in range(40)]
     assert [y for _, y in smooth(line)] == pytest.approx([y for _, y in line])
 
 
-def test_ticks_are_round_and_inside():
+def test_ticks_are_round_and_within_range():
     assert ticks(0.0, 1.0) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert ticks(1, 3, integers=True) == [1, 2, 3]
     assert ticks(5.0, 5.0) == [5.0]
@@ -456,7 +462,7 @@ def test_ticks_are_round_and_inside():
     assert tick_label(15_000, 5_000) == "15k"
 
 
-def test_a_stack_adds_up():
+def test_stacked_areas_are_added():
     plot = Plot(
         "t",
         "s",
@@ -466,7 +472,7 @@ def test_a_stack_adds_up():
         ],
     )
     shapes = draw(plot, (1, 2), [])["shapes"]
-    top = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", shapes[1].d)]
-    lower = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", shapes[0].d)]
-    assert top[2:] == lower[:2]  # the lower edge of b is the upper edge of a
-    assert (400 - top[0]) == pytest.approx(4 * (400 - lower[0]), rel=1e-3)
+    upper_edge = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", shapes[1].d)]
+    lower_edge = [float(y) for y in re.findall(r"[ML][\d.]+ ([\d.]+)", shapes[0].d)]
+    assert upper_edge[2:] == lower_edge[:2]  # the lower edge of b is the upper edge of a
+    assert (400 - upper_edge[0]) == pytest.approx(4 * (400 - lower_edge[0]), rel=1e-3)

@@ -1,4 +1,4 @@
-"""`paceline watch`: replay, follow, and what it says of runs that died or are not there."""
+"""`paceline watch`: replaying and following runs, and messages for dead and missing runs."""
 
 import io
 import os
@@ -20,7 +20,7 @@ from paceline.core.run_dir import RunDir
 from paceline.observe.watch import watch
 
 
-def begin(root: Path, **extra: object) -> EventLog:
+def start_log(root: Path, **extra: object) -> EventLog:
     root.mkdir(parents=True, exist_ok=True)
     log = EventLog(RunDir(root).events)
     fields = {
@@ -37,7 +37,7 @@ def begin(root: Path, **extra: object) -> EventLog:
     return log
 
 
-def steps(log: EventLog, first: int, last: int) -> None:
+def log_steps(log: EventLog, first: int, last: int) -> None:
     for number in range(first, last + 1):
         log.emit(
             {
@@ -52,15 +52,15 @@ def steps(log: EventLog, first: int, last: int) -> None:
         )
 
 
-def ended_process() -> int:
+def get_pid_of_ended_process() -> int:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     return child.pid
 
 
-def test_a_run_that_is_done_is_replayed_to_its_end(tmp_path):
-    log = begin(tmp_path)
-    steps(log, 1, 3)
+def test_finished_run_is_replayed_to_end(tmp_path):
+    log = start_log(tmp_path)
+    log_steps(log, 1, 3)
     log.emit({"type": "run_end", "status": "done", "step": 3, "reason": None})
     log.close()
     stream = io.StringIO()
@@ -72,8 +72,8 @@ def test_a_run_that_is_done_is_replayed_to_its_end(tmp_path):
     assert "done" in text
 
 
-def test_a_failed_run_gives_exit_code_1_and_its_reason(tmp_path):
-    log = begin(tmp_path)
+def test_failed_run_exits_with_1_and_shows_reason(tmp_path):
+    log = start_log(tmp_path)
     log.emit(
         {"type": "run_end", "status": "failed", "step": None, "reason": "rank 1: out of memory"}
     )
@@ -82,18 +82,18 @@ def test_a_failed_run_gives_exit_code_1_and_its_reason(tmp_path):
     assert "rank 1: out of memory" in stream.getvalue()
 
 
-def test_nan_in_the_file_is_shown(tmp_path):
-    log = begin(tmp_path)
-    steps(log, 1, 2)
+def test_nan_loss_is_shown(tmp_path):
+    log = start_log(tmp_path)
+    log_steps(log, 1, 2)
     log.emit({"type": "run_end", "status": "stopped", "step": 2, "reason": "signal 2"})
     stream = io.StringIO()
     assert watch(tmp_path, stream) == 0
     assert "loss nan" in stream.getvalue()
 
 
-def test_what_happens_later_is_followed_over_a_resume(tmp_path):
-    log = begin(tmp_path)
-    steps(log, 1, 1)
+def test_new_events_are_followed_across_resume(tmp_path):
+    log = start_log(tmp_path)
+    log_steps(log, 1, 1)
     stream = io.StringIO()
     codes: list[int] = []
     watcher = threading.Thread(target=lambda: codes.append(watch(tmp_path, stream)))
@@ -102,9 +102,9 @@ def test_what_happens_later_is_followed_over_a_resume(tmp_path):
     while "step 1/1,000" not in stream.getvalue() and time.monotonic() < deadline:
         time.sleep(0.02)
     log.close()
-    log = begin(tmp_path, resumed_from_step=1)
+    log = start_log(tmp_path, resumed_from_step=1)
     log.emit({"type": "resume", "step": 1, "path": "checkpoints/step-00000001"})
-    steps(log, 5, 5)
+    log_steps(log, 5, 5)
     log.emit({"type": "run_end", "status": "done", "step": 5, "reason": None})
     watcher.join(20)
     assert codes == [0]
@@ -120,17 +120,17 @@ def test_what_happens_later_is_followed_over_a_resume(tmp_path):
     assert order == sorted(order)
 
 
-def test_once_shows_the_current_state_and_returns(tmp_path):
-    log = begin(tmp_path)
-    steps(log, 1, 1)
+def test_once_shows_current_state_and_returns(tmp_path):
+    log = start_log(tmp_path)
+    log_steps(log, 1, 1)
     stream = io.StringIO()
     assert watch(tmp_path, stream, once=True) == 0
     assert "step 1/1,000" in stream.getvalue()
 
 
-def test_a_long_history_is_thinned_with_a_note(tmp_path):
-    log = begin(tmp_path)
-    steps(log, 1, 900)
+def test_long_history_is_downsampled_with_note(tmp_path):
+    log = start_log(tmp_path)
+    log_steps(log, 1, 900)
     stream = io.StringIO()
     watch(tmp_path, stream, once=True)
     text = stream.getvalue()
@@ -139,9 +139,9 @@ def test_a_long_history_is_thinned_with_a_note(tmp_path):
     assert "step 900/1,000" in text
 
 
-def test_a_run_whose_process_has_ended_is_reported_with_a_resume_hint(tmp_path):
-    log = begin(tmp_path, pid=ended_process())
-    steps(log, 1, 2)
+def test_dead_run_is_reported_with_resume_hint(tmp_path):
+    log = start_log(tmp_path, pid=get_pid_of_ended_process())
+    log_steps(log, 1, 2)
     stream = io.StringIO()
     assert watch(tmp_path, stream, once=True) == 1
     text = stream.getvalue()
@@ -150,28 +150,28 @@ def test_a_run_whose_process_has_ended_is_reported_with_a_resume_hint(tmp_path):
     assert f"paceline train {tmp_path}/config.yaml" in text
 
 
-def test_run_alive_knows_what_it_cannot_know():
+def test_run_alive_returns_none_for_other_hosts():
     this_host = {"host": socket.gethostname(), "time": time.time()}
     assert run_alive({**this_host, "pid": os.getpid()}) is True
-    assert run_alive({**this_host, "pid": ended_process()}) is False
-    assert run_alive({**this_host, "pid": os.getpid(), "host": "elsewhere"}) is None
+    assert run_alive({**this_host, "pid": get_pid_of_ended_process()}) is False
+    assert run_alive({**this_host, "pid": os.getpid(), "host": "other-host"}) is None
     assert run_alive({}) is None
 
 
-def test_a_reused_pid_is_not_the_run():
-    long_ago = {
+def test_reused_pid_is_not_the_run():
+    event_before_boot = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "time": time.time() - 10 * 365 * 86400,
     }
-    known = Path("/proc/stat").exists()  # elsewhere only the number is known
-    assert run_alive(long_ago) is not known
+    knows_boot_time = Path("/proc/stat").exists()  # on other systems, only the pid is checked
+    assert run_alive(event_before_boot) is not knows_boot_time
 
 
-def test_no_run_names_the_runs_there_are(tmp_path, monkeypatch):
+def test_missing_run_error_lists_existing_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    begin(tmp_path / "output" / "qwen-lora").close()
-    begin(tmp_path / "output" / "digits").close()
+    start_log(tmp_path / "output" / "qwen-lora").close()
+    start_log(tmp_path / "output" / "digits").close()
     with pytest.raises(ConfigError) as caught:
         watch(Path("output/qwen-lor"))
     assert "`output/qwen-lor` not found" in str(caught.value)
@@ -179,40 +179,40 @@ def test_no_run_names_the_runs_there_are(tmp_path, monkeypatch):
     assert "output/digits" in str(caught.value)
 
 
-def test_no_run_anywhere(tmp_path, monkeypatch):
+def test_missing_run_error_without_other_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="`nothing` not found"):
         watch(Path("nothing"))
 
 
-def test_a_watcher_that_nobody_reads_ends(tmp_path):
-    begin(tmp_path).close()
+def test_watch_ends_on_broken_pipe(tmp_path):
+    start_log(tmp_path).close()
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w", buffering=1) as stream:
         with pytest.raises(BrokenPipeError):
             watch(tmp_path, stream)
-        # what could not be written need not be
+        # Closing the stream writes its remaining buffer, so redirect it to /dev/null.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def test_a_file_inside_the_run_will_do(tmp_path):
-    begin(tmp_path).close()
+def test_accepts_file_inside_run_folder(tmp_path):
+    start_log(tmp_path).close()
     stream = io.StringIO()
     assert watch(tmp_path / "events.jsonl", stream, once=True) == 0
 
 
-def test_a_run_without_an_event_yet(tmp_path):
+def test_run_without_events(tmp_path):
     RunDir(tmp_path).config.write_text("model: m\n")
     stream = io.StringIO()
     assert watch(tmp_path, stream, once=True) == 0
     assert "no events yet" in stream.getvalue()
 
 
-def test_ctrl_c_leaves_and_starting_imports_nothing_heavy(tmp_path):
-    log = begin(tmp_path)
-    steps(log, 1, 1)
-    before = RunDir(tmp_path).events.read_bytes()
+def test_ctrl_c_ends_watch_and_heavy_modules_are_not_imported(tmp_path):
+    log = start_log(tmp_path)
+    log_steps(log, 1, 1)
+    content_before = RunDir(tmp_path).events.read_bytes()
     code = (
         "import sys; from pathlib import Path; from paceline.observe.watch import watch; code ="
         " watch(Path(sys.argv[1]));assert not {'torch', 'transformers', 'pydantic', 'numpy'} &"
@@ -221,13 +221,13 @@ def test_ctrl_c_leaves_and_starting_imports_nothing_heavy(tmp_path):
     child = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True
     )
-    read = ""
-    while "step 1/1,000" not in read:
+    output = ""
+    while "step 1/1,000" not in output:
         line = child.stderr.readline()
-        assert line, read
-        read += line
+        assert line, output
+        output += line
     child.send_signal(signal.SIGINT)
-    _, rest = child.communicate(timeout=20)
-    assert child.returncode == 0, rest
-    assert "the run continues" in rest
-    assert RunDir(tmp_path).events.read_bytes() == before
+    _, remaining_output = child.communicate(timeout=20)
+    assert child.returncode == 0, remaining_output
+    assert "the run continues" in remaining_output
+    assert RunDir(tmp_path).events.read_bytes() == content_before
