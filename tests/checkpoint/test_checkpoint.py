@@ -382,7 +382,7 @@ def test_save_fails_at_file_size_limit(tmp_path: Path) -> None:
 
 
 def test_save_fails_on_full_disk(tmp_path: Path) -> None:
-    with disk(tmp_path / "small", "size=1m") as mounted:
+    with mount_tmpfs(tmp_path / "small", "size=1m") as mounted:
         if not mounted:
             return
         folder = tmp_path / "small" / "checkpoints"

@@ -216,7 +216,7 @@ def test_background_failure_pauses_all_ranks(tmp_path: Path) -> None:
 
 
 def test_full_disk_error_states_missing_bytes(tmp_path: Path) -> None:
-    with disk(tmp_path / "small", "size=500k") as mounted:
+    with mount_tmpfs(tmp_path / "small", "size=500k") as mounted:
         if not mounted:
             return
         ballast = tmp_path / "small" / "ballast"

@@ -409,7 +409,7 @@ def save_two_checkpoints(world: Communicator, root: Path) -> list[str | None]:
 
 
 def test_disk_with_space_for_one_checkpoint(tmp_path: Path) -> None:
-    with disk(tmp_path / "small", "size=1500k") as mounted:
+    with mount_tmpfs(tmp_path / "small", "size=1500k") as mounted:
         if not mounted:
             return
         errors = run_ranks(save_two_checkpoints, 3, tmp_path / "small")

@@ -375,7 +375,10 @@ def test_kill_and_resume_without_shared_folder(mode: str, tmp_path: Path) -> Non
         run_ranks(run_spec, num_ranks, plan_run(mode, split), other, 5, init_process_group=False)
     spec = plan_run(mode, split)
     assert spec.resume_from is not None
-    assert run_ranks(run_spec, num_ranks, spec, other, init_process_group=False) == ["done"] * num_ranks
+    assert (
+        run_ranks(run_spec, num_ranks, spec, other, init_process_group=False)
+        == ["done"] * num_ranks
+    )
     assert digest(split) == digest(shared)
     assert not other.exists()
     loss_by_step = {event["step"]: event["loss"] for event in events(split, "step")}
@@ -428,7 +431,10 @@ def test_rollback_without_shared_folder(tmp_path: Path) -> None:
         values["train_args"].update(
             lr_scheduler_type="constant", save_steps=4, save_total_limit=None, logging_steps=1
         )
-        assert run_ranks(run_spec, 2, make_spec(values, 2), other, init_process_group=False) == ["done", "done"]
+        assert run_ranks(run_spec, 2, make_spec(values, 2), other, init_process_group=False) == [
+            "done",
+            "done",
+        ]
     for name in ("shared", "split"):
         assert [
             (event["step"], event["to_step"]) for event in events(tmp_path / name, "rollback")
