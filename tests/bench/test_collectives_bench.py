@@ -1,5 +1,5 @@
-"""`paceline bench collectives`: every case is measured, the fitted model is right, and invalid
-arguments are errors."""
+"""Test that `paceline bench collectives` measures every case, fits its model and rejects invalid
+arguments."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigError
 
 
 @pytest.mark.soak
-def test_the_command_measures_every_case(tmp_path: Path) -> None:
+def test_command_measures_every_case(tmp_path: Path) -> None:
     page = tmp_path / "bench.html"
     args = (
         "collectives",
@@ -59,7 +59,7 @@ def test_the_command_measures_every_case(tmp_path: Path) -> None:
             factor * timing["bytes"] / timing["latency_s"]
         )
     text = page.read_text(encoding="utf-8")
-    assert text.count("<svg") == 8  # two collectives, two worlds, two plots each
+    assert text.count("<svg") == 8  # two collectives, two world sizes, two plots each
     assert "src=" not in text
     assert "https://" not in text
     text = table(results)
@@ -90,13 +90,13 @@ def test_load_and_bus_bandwidth() -> None:
         (["collectives", "--output", "/no/such/folder/page.html"], "an existing folder"),
     ],
 )
-def test_wrong_arguments(tokens: list[str], allowed: str) -> None:
+def test_rejects_invalid_arguments(tokens: list[str], allowed: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse("bench", *tokens)
     assert allowed in str(caught.value)
 
 
-def test_sizes() -> None:
+def test_parses_sizes_and_ranks() -> None:
     args = parse("bench", "collectives", "--sizes", "1KB,64kb,1.5MB,25MiB,7,1M", "--ranks", "4,2,4")
     options = make_options(args)
     assert options.sizes == (4, 1024, 65536, 1 << 20, 1572864, 26214400)

@@ -1,4 +1,4 @@
-"""`paceline data` on the command line: real ranks, real Ray, and nothing left behind."""
+"""Test `paceline data` with several ranks and with Ray, and that it removes its temporary files."""
 
 import json
 import os
@@ -17,19 +17,19 @@ from paceline.core.errors import ConfigError
 from paceline.core.formatting import printable
 
 
-def top(counts: Counter[str], number: int) -> list[list[Any]]:
+def most_frequent(counts: Counter[str], number: int) -> list[list[Any]]:
     by_frequency = sorted(counts.items(), key=lambda entry: (-entry[1], entry[0]))
     return [list(entry) for entry in by_frequency[:number]]
 
 
-def test_count_over_ranks(tmp_path: Path) -> None:
+def test_count_combines_the_counts_of_all_ranks(tmp_path: Path) -> None:
     files = [Path(json.__file__), Path(json.decoder.__file__)]
     counts = Counter(text for path in files for text in path.read_text(encoding="utf-8").split())
     output, temporary = tmp_path / "words.tsv", tmp_path / "tmp"
     temporary.mkdir()
-    left = temporary / "paceline-count-killed"  # left behind by a killed count
-    left.mkdir()
-    (left / "lock").touch()
+    stale = temporary / "paceline-count-killed"  # of a killed process
+    stale.mkdir()
+    (stale / "lock").touch()
     args = [
         *map(str, files),
         "--ranks",
@@ -41,22 +41,22 @@ def test_count_over_ranks(tmp_path: Path) -> None:
         "--output",
         str(output),
     ]
-    done = run("count", *args, verb="data", env={**os.environ, "TMPDIR": str(temporary)})
-    result = json.loads(done.stdout)
+    completed = run("count", *args, verb="data", env={**os.environ, "TMPDIR": str(temporary)})
+    result = json.loads(completed.stdout)
     assert (result["total"], result["distinct"], result["top"]) == (
         counts.total(),
         len(counts),
-        top(counts, 7),
+        most_frequent(counts, 7),
     )
     table = dict(line.split("\t") for line in output.read_text(encoding="utf-8").split("\n")[:-1])
     assert {text: int(number) for text, number in table.items()} == counts
     assert list(temporary.iterdir()) == []
-    assert f"wrote {output}" in done.stderr
+    assert f"wrote {output}" in completed.stderr
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(find_spec("ray") is None, reason="Ray, an optional extra, is not installed")
-def test_ray_counts_the_same(tmp_path: Path) -> None:
+def test_ray_and_local_engines_count_the_same(tmp_path: Path) -> None:
     text = "a b\u2028b \x00c 😀 \ufeffd " * 50 + " ".join(
         str(number % 97) for number in range(3000)
     )
@@ -64,7 +64,7 @@ def test_ray_counts_the_same(tmp_path: Path) -> None:
     path.write_bytes(text.encode() + b" x\xff")
     counts = Counter([*text.split(), "x\ufffd"])
     before = set(Path("/tmp").glob("pl-ray-*"))
-    done = run(
+    completed = run(
         "count",
         str(path),
         "--engine",
@@ -78,20 +78,20 @@ def test_ray_counts_the_same(tmp_path: Path) -> None:
         "--json",
         verb="data",
     )
-    result = json.loads(done.stdout)
+    result = json.loads(completed.stdout)
     assert (result["total"], result["distinct"], result["top"]) == (
         counts.total(),
         len(counts),
-        top(counts, 1000),
+        most_frequent(counts, 1000),
     )
     assert result["replaced"] == 1
     assert result["engine"] == "ray"
     assert set(Path("/tmp").glob("pl-ray-*")) <= before
-    assert done.stderr.startswith("counting words: ")  # and nothing of Ray's own
-    assert len(done.stderr.splitlines()) == 2
+    assert completed.stderr.startswith("counting words: ")  # Ray prints nothing
+    assert len(completed.stderr.splitlines()) == 2
 
 
-def test_without_ray_the_command_to_install_it_is_named(
+def test_missing_ray_is_an_error_with_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("paceline.data.count.ray_engine.find_spec", lambda name: None)
@@ -116,15 +116,15 @@ def test_without_ray_the_command_to_install_it_is_named(
         (["a.txt", "--unit", "word"], "did you mean `words`?"),
         (["a.txt", "--unit", "tokens"], "--tokenizer"),
         (["a.txt", "--tokenizer", "builtin:qwen2-micro"], "--unit tokens"),
-        (["a.txt", "--unit", "tokens", "--tokenizer", "./nowhere/x"], "does not exist"),
+        (["a.txt", "--unit", "tokens", "--tokenizer", "./missing/x"], "does not exist"),
         (["a.txt", "--engine", "spark"], "local, ray"),
         (["a.txt", "--decode-errors", "ignore"], "strict, replace"),
         (["a.txt", "--field", ""], "`--field` is empty"),
-        (["a.txt", "--output", "nowhere/x.tsv"], "an existing folder"),
+        (["a.txt", "--output", "missing/x.tsv"], "an existing folder"),
         (["--output", "a.txt", "a.txt"], "one of the files to count"),
     ],
 )
-def test_wrong_arguments(
+def test_rejects_invalid_arguments(
     tokens: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -135,12 +135,14 @@ def test_wrong_arguments(
     assert (tmp_path / "a.txt").read_text() == "a word"
 
 
-def test_wrong_input_ends_with_2(tmp_path: Path) -> None:
+def test_invalid_input_exits_with_2(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"good words \xff")
     output = tmp_path / "words.tsv"
-    done = run("count", str(path), "--ranks", "2", "--output", str(output), verb="data", expect=2)
-    assert f"`{path}` is not UTF-8 text: byte 0xff at offset 11" in done.stderr
+    completed = run(
+        "count", str(path), "--ranks", "2", "--output", str(output), verb="data", expect=2
+    )
+    assert f"`{path}` is not UTF-8 text: byte 0xff at offset 11" in completed.stderr
     assert not output.exists()
     with pytest.raises(ConfigError, match="run `paceline data count`"):
         parse("data", "cont")
@@ -148,7 +150,7 @@ def test_wrong_input_ends_with_2(tmp_path: Path) -> None:
         parse("data")
 
 
-def test_stats_of_a_dataset_alone(tmp_path: Path) -> None:
+def test_stats_of_a_dataset(tmp_path: Path) -> None:
     page = tmp_path / "stats.html"
     args = [
         "dataset=builtin:python-docs#40",
@@ -169,13 +171,13 @@ def test_control_characters_are_escaped() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process table")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_every_rank_and_removes_temporary_files(
-    number: signal.Signals, tmp_path: Path
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_all_ranks_and_removes_temporary_files(
+    signal_number: signal.Signals, tmp_path: Path
 ) -> None:
     path, temporary, output = tmp_path / "a.txt", tmp_path / "tmp", tmp_path / "out.tsv"
     temporary.mkdir()
-    with open(path, "wb") as handle:  # far more than is counted in the time
+    with open(path, "wb") as handle:  # more than can be counted before the signal
         for start_at in range(0, 4_000_000, 400_000):
             handle.write(" ".join(map(str, range(start_at, start_at + 400_000))).encode() + b"\n")
     process = start(
@@ -183,14 +185,14 @@ def test_a_signal_ends_every_rank_and_removes_temporary_files(
         start_new_session=True, env={**os.environ, "TMPDIR": str(temporary)},
     )  # fmt: skip
     spilled = "paceline-count-*/rank-*/run-*"
-    err = end_with_signal(
+    stderr = end_with_signal(
         process,
-        number,
+        signal_number,
         2,
         ready=lambda: any(temporary.glob(spilled)),
         find_ranks=find_spawned_workers,
     )
-    assert process.returncode == 128 + number
-    assert "nothing was written" in err
+    assert process.returncode == 128 + signal_number
+    assert "nothing was written" in stderr
     assert list(temporary.iterdir()) == []
     assert not output.exists()

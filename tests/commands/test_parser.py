@@ -1,4 +1,4 @@
-"""The command line: help, errors, and what is left to the config."""
+"""Test the command line: help, errors, overrides and completion."""
 
 import shutil
 import subprocess
@@ -13,27 +13,27 @@ from paceline.config.load import load_config
 from paceline.config.overrides import split_cli
 from paceline.core.errors import ConfigError
 
-_HEAVY = ("torch", "transformers", "datasets", "ray", "numpy", "fastapi")
+_HEAVY_MODULES = ("torch", "transformers", "datasets", "ray", "numpy", "fastapi")
 
 
 @pytest.mark.parametrize("verb", ["", *VERBS])
-def test_help_imports_nothing_heavy(verb: str) -> None:
+def test_help_imports_no_heavy_module(verb: str) -> None:
     code = (
         "import sys, time; started = time.process_time()\n"
         "from paceline.cli import main\n"
         "assert main(sys.argv[1:]) == 0\n"
-        f"print(sorted(set({_HEAVY}) & set(sys.modules)), file=sys.stderr)\n"
+        f"print(sorted(set({_HEAVY_MODULES}) & set(sys.modules)), file=sys.stderr)\n"
         "print(time.process_time() - started, file=sys.stderr)"
     )
     args = [verb, "--help"] if verb else ["--help"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code, *args], capture_output=True, text=True, check=True
     )
-    modules, seconds = done.stderr.splitlines()
+    modules, seconds = completed.stderr.splitlines()
     assert modules == "[]"
     assert float(seconds) < 0.5
-    assert done.stdout.startswith(f"usage: paceline {verb}".rstrip())
-    assert "example:" in done.stdout
+    assert completed.stdout.startswith(f"usage: paceline {verb}".rstrip())
+    assert "example:" in completed.stdout
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,9 @@ def test_help_imports_nothing_heavy(verb: str) -> None:
         (["ui", "--port", "70000"], "to 65535"),
     ],
 )
-def test_wrong_usage(tokens: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_invalid_usage(
+    tokens: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(tokens) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -63,7 +65,7 @@ def test_wrong_usage(tokens: list[str], message: str, capsys: pytest.CaptureFixt
     assert message in err
 
 
-def test_options_and_arguments_mix_and_underscores_are_dashes() -> None:
+def test_accepts_options_anywhere_and_underscores_in_names() -> None:
     args = parse("generate", "a", "--max_new_tokens=5", "Why?", "--temperature", "-0.5", "--json")
     expected = {
         "run_dir": Path("a"), "question": "Why?", "max_new_tokens": 5, "temperature": -0.5,
@@ -81,14 +83,14 @@ def test_options_and_arguments_mix_and_underscores_are_dashes() -> None:
         ["-x", "--", "--max_steps"],
     ],
 )
-def test_overrides_are_handed_over_as_they_are(tokens: list[str]) -> None:
+def test_passes_overrides_on_unchanged(tokens: list[str]) -> None:
     args = parse("plan", "--world-size", "2", "--json", *tokens)
     assert vars(args)["config_tokens"] == tokens
     assert vars(args)["world_size"] == 2
 
 
 @pytest.mark.parametrize("tokens", [["-x"], ["--"], ["--max_steps"], ["three"], ["--x", "-y=1"]])
-def test_errors_of_overrides_are_those_of_the_config(
+def test_invalid_overrides_have_the_error_of_the_config(
     tokens: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -109,14 +111,16 @@ def test_errors_of_overrides_are_those_of_the_config(
         (["train", "--dry"], ["--dry-run"]),
     ],
 )
-def test_bash_completion(args: list[str], expected: list[str], bash_script: str) -> None:
+def test_bash_completion_suggests_matches(
+    args: list[str], expected: list[str], bash_script: str
+) -> None:
     line = " ".join(repr(arg) for arg in ["paceline", *args])
     code = (
         f"{bash_script}\nCOMP_WORDS=({line}); COMP_CWORD={len(args)}; _paceline\n"
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == expected
+    completed = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+    assert completed.stdout.splitlines() == expected
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +134,7 @@ def completion_script(shell: str) -> str:
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_completions_name_every_verb(shell: str) -> None:
+def test_zsh_and_fish_completions_list_every_verb(shell: str) -> None:
     script = completion_script(shell)
     assert all(verb in script for verb in VERBS)
     assert "world-size" in script

@@ -1,4 +1,4 @@
-"""What the tests of the config share."""
+"""Fixtures for the tests of the config."""
 
 from collections.abc import Callable
 from pathlib import Path

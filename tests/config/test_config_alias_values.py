@@ -1,4 +1,4 @@
-"""What each key and value of the other tools is read as."""
+"""Test how the keys and values of other tools are read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ BASE = "model: m\ndataset: d\n"
 Load = Callable[..., Loaded]
 
 
-def get(loaded: Loaded, key: str) -> Any:
+def config_value(loaded: Loaded, key: str) -> Any:
     value: Any = loaded.config
     for part in key.split("."):
         value = getattr(value, part)
@@ -203,9 +203,9 @@ def get(loaded: Loaded, key: str) -> Any:
         ("eval_dataset: []", "val_dataset", None),
     ],
 )
-def test_values(load: Load, text: str, key: str, value: Any) -> None:
+def test_reads_aliased_values(load: Load, text: str, key: str, value: Any) -> None:
     loaded = load(BASE + text)
-    actual = get(loaded, key)
+    actual = config_value(loaded, key)
     if isinstance(actual, list) and actual and hasattr(actual[0], "model_dump"):
         actual = [source.model_dump(exclude_defaults=True) for source in actual]
     assert actual == value
@@ -223,13 +223,13 @@ def test_values(load: Load, text: str, key: str, value: Any) -> None:
             "logging_steps",
         )
     ):
-        assert loaded.notices, "nothing is read under another name in silence"
+        assert loaded.notices, "a key was read under another name without a notice"
 
 
 @pytest.mark.parametrize(
     "spelling", ["model_name_or_path", "base_model", "model_id_or_path", "model_name"]
 )
-def test_the_model(load: Load, spelling: str) -> None:
+def test_reads_aliases_of_model(load: Load, spelling: str) -> None:
     loaded = load(f"{spelling}: x\ndataset: d")
     assert loaded.config.model == "x"
     assert loaded.notices[0][1].startswith(f"`{spelling}: x` (")
@@ -257,7 +257,7 @@ def test_the_model(load: Load, spelling: str) -> None:
         ("train_sampling_strategy: group_by_length", True),
     ],
 )
-def test_the_order_of_samples(load: Load, text: str, shuffle: bool) -> None:
+def test_reads_aliases_of_shuffle(load: Load, text: str, shuffle: bool) -> None:
     loaded = load(BASE + text)
     assert loaded.config.train_args.shuffle is shuffle
     assert any(level == "warning" for level, _ in loaded.notices) == ("group_by_length" in text)

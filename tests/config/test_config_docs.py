@@ -1,4 +1,4 @@
-"""The generated pages are those of the schema as it is."""
+"""Test that the generated reference pages match the schema."""
 
 import json
 import re
@@ -12,11 +12,11 @@ from paceline.config.schema import Config
 from paceline.config.schema.data import DatasetSource
 
 
-def test_the_pages_are_fresh() -> None:
+def test_pages_are_up_to_date() -> None:
     assert reference.main(["--check"]) is None
 
 
-def test_every_key_is_on_the_page() -> None:
+def test_page_lists_every_key() -> None:
     page = reference.markdown()
     assert all(f"| `{key}` |" in page for key in KEYS)
     assert "finetuning_type" in page
@@ -38,7 +38,7 @@ def test_both_languages_list_the_same_keys_and_defaults() -> None:
     assert len(chinese_rows) == len(KEYS) + len(DatasetSource.model_fields)
 
 
-def test_the_schema_is_a_json_schema() -> None:
+def test_schema_is_a_json_schema() -> None:
     schema = json.loads(reference.schema_json())
     assert schema["$schema"].endswith("2020-12/schema")
     assert schema["additionalProperties"] is False
@@ -46,7 +46,7 @@ def test_the_schema_is_a_json_schema() -> None:
     assert schema["required"] == ["model", "dataset"]
 
 
-def test_loading_a_config_imports_nothing_heavy() -> None:
+def test_loading_a_config_imports_no_heavy_module() -> None:
     heavy = "('torch', 'transformers', 'datasets', 'rich')"
     code = f"import sys, paceline.config.load; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,5 +1,5 @@
-"""Defaults < file < overrides; unknown keys, wrong values and disagreements, each with its line,
-its key and its way out."""
+"""Test the precedence of defaults, file and overrides, and errors for unknown keys, invalid values
+and conflicts."""
 
 import random
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 
 BASE = "model: m\ndataset: d\n"
-ISSUE = """model: qwen/Qwen-7B
+README_CONFIG = """model: qwen/Qwen-7B
 task: sft
 dataset: alpaca-en
 parallel:
@@ -31,7 +31,7 @@ train_args:
 Load = Callable[..., Loaded]
 
 
-def error(load: Load, text: str, overrides: Any = ()) -> str:
+def load_error(load: Load, text: str, overrides: Any = ()) -> str:
     with pytest.raises(ConfigError) as caught:
         load(text, overrides)
     assert caught.value.exit_code == 2
@@ -40,8 +40,8 @@ def error(load: Load, text: str, overrides: Any = ()) -> str:
     return str(caught.value)
 
 
-def test_the_config_of_the_readme_loads_as_it_stands(load: Load) -> None:
-    loaded = load(ISSUE)
+def test_loads_the_config_of_the_readme(load: Load) -> None:
+    loaded = load(README_CONFIG)
     config = loaded.config
     assert loaded.notices == []
     assert (config.model, config.task, config.dataset) == ("qwen/Qwen-7B", "sft", "alpaca-en")
@@ -52,12 +52,16 @@ def test_the_config_of_the_readme_loads_as_it_stands(load: Load) -> None:
         config.lora.rank,
     ) == ("ddp", 4, True, 64)
     assert config.train_args.gradient_accumulation_steps == 4
-    config = load(ISSUE, ["model=./local", "dataset=./file.jsonl", "parallel.device=cpu"]).config
+    config = load(
+        README_CONFIG, ["model=./local", "dataset=./file.jsonl", "parallel.device=cpu"]
+    ).config
     assert (config.model, config.dataset) == ("./local", "./file.jsonl")
     assert (config.parallel.device, config.parallel.num_gpus) == ("cpu", 4)
 
 
-def test_precedence(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overrides_take_precedence_over_the_file(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SEED", "7")
     monkeypatch.setenv("PACELINE_TRAIN_ARGS_SEED", "7")
     assert load(BASE).config.train_args.seed == 42
@@ -78,7 +82,7 @@ def test_precedence(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
         {"lora": {"rank": 16, "enable": True}, "train_args": {"learning_rate": 1e-4}},
     ],
 )
-def test_forms_of_overrides(load: Load, overrides: Any) -> None:
+def test_accepts_every_form_of_override(load: Load, overrides: Any) -> None:
     config = load(BASE + "lora: {dropout: 0.5}", overrides).config
     assert (
         config.lora.rank,
@@ -88,7 +92,7 @@ def test_forms_of_overrides(load: Load, overrides: Any) -> None:
     ) == (16, 0.5, True, 1e-4)
 
 
-def test_overrides_without_a_file() -> None:
+def test_loads_overrides_without_a_file() -> None:
     assert load_config(None, ["model=m", "dataset=[a, b#5]"]).config.dataset == ["a", "b#5"]
     assert load_config(None, {"model": Path("m"), "dataset": ("a", "b")}).config.dataset == [
         "a",
@@ -99,7 +103,7 @@ def test_overrides_without_a_file() -> None:
         load_config(None, ["dataset=d"])
 
 
-def test_an_override_wins_over_another_spelling(load: Load) -> None:
+def test_override_takes_precedence_over_an_alias(load: Load) -> None:
     loaded = load(
         "base_model: x\ndataset: d\nsequence_len: 512\n", ["model=y", "train_args.max_length=64"]
     )
@@ -110,7 +114,7 @@ def test_an_override_wins_over_another_spelling(load: Load) -> None:
     )
 
 
-def test_an_override_ends_what_would_beat_it(load: Load) -> None:
+def test_override_replaces_conflicting_keys(load: Load) -> None:
     args = load(
         BASE + "max_steps: 9\nwarmup_steps: 3\nfp16: true",
         ["num_train_epochs=2", "warmup_ratio=0.1", "bf16=true"],
@@ -123,7 +127,7 @@ def test_an_override_ends_what_would_beat_it(load: Load) -> None:
     )
 
 
-def test_free_mappings_and_sources_are_merged(load: Load) -> None:
+def test_merges_mappings_and_sources(load: Load) -> None:
     text = (
         BASE + "task_args: {a: 1, b: {c: 2}}\ntrain_args:\n  lr_scheduler_kwargs: {min_lr: 1e-6}\n"
     )
@@ -231,13 +235,13 @@ def test_free_mappings_and_sources_are_merged(load: Load) -> None:
         (BASE + "lr_scheduler_kwargs: x\n", ["line 3", "min_lr"]),
     ],
 )
-def test_mistakes(load: Load, text: str, fragments: list[str]) -> None:
-    message = error(load, text)
+def test_reports_invalid_configs(load: Load, text: str, fragments: list[str]) -> None:
+    message = load_error(load, text)
     for fragment in fragments:
         assert fragment in message, message
 
 
-def test_equal_spellings_agree(load: Load) -> None:
+def test_accepts_aliases_with_equal_values(load: Load) -> None:
     config = load(
         BASE + "cutoff_len: 512\nmax_length: 512.0\ntarget_modules: all\nlora_target:"
         " all-linear\nuse_peft: true\n"
@@ -246,12 +250,12 @@ def test_equal_spellings_agree(load: Load) -> None:
     assert config.lora.target_modules == "all-linear"
 
 
-def test_all_mistakes_are_reported_at_once(load: Load) -> None:
-    message = error(load, "modle: m\ndataset: d\nlora: {rnk: 1}\nseed: x\n", ["lora.rank=0"])
+def test_reports_all_errors_at_once(load: Load) -> None:
+    message = load_error(load, "modle: m\ndataset: d\nlora: {rnk: 1}\nseed: x\n", ["lora.rank=0"])
     assert "4 errors" in message
     assert message.count("\n- ") == 4
-    for place in ("line 1", "line 3", "line 4", "command line"):
-        assert place in message
+    for location in ("line 1", "line 3", "line 4", "command line"):
+        assert location in message
 
 
 @pytest.mark.parametrize(
@@ -269,17 +273,17 @@ def test_all_mistakes_are_reported_at_once(load: Load) -> None:
         ({"lora": {"rnk": 3}}, ["override", "`lora.rank`"]),
     ],
 )
-def test_mistakes_in_overrides(load: Load, overrides: Any, fragments: list[str]) -> None:
-    message = error(load, BASE, overrides)
+def test_reports_invalid_overrides(load: Load, overrides: Any, fragments: list[str]) -> None:
+    message = load_error(load, BASE, overrides)
     for fragment in fragments:
         assert fragment in message, message
 
 
-def test_the_same_override_twice_is_fine(load: Load) -> None:
+def test_accepts_the_same_override_twice(load: Load) -> None:
     assert load(BASE, ["seed=3", "--seed", "3"]).config.train_args.seed == 3
 
 
-def test_split_cli(tmp_path: Path) -> None:
+def test_split_cli_separates_file_and_overrides(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(BASE)
     file = str(path)
@@ -296,7 +300,7 @@ def test_split_cli(tmp_path: Path) -> None:
     assert load_config(*split_cli([file, "--dataset", "a", "b#5"])).config.dataset == ["a", "b#5"]
 
 
-def test_split_cli_refuses(tmp_path: Path) -> None:
+def test_split_cli_rejects_invalid_arguments(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(BASE)
     (tmp_path / "b.yaml").write_text(BASE)
     for tokens, fragment in [
@@ -370,15 +374,15 @@ def _random_config(rng: random.Random) -> Config:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_to_yaml_loads_again_to_an_equal_config(tmp_path: Path, seed: int) -> None:
+def test_to_yaml_round_trips(tmp_path: Path, seed: int) -> None:
     config = _random_config(random.Random(seed))
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config), encoding="utf-8")
-    again = load_config(path)
-    assert again.config == config, diff_configs(config, again.config)
+    reloaded = load_config(path)
+    assert reloaded.config == config, diff_configs(config, reloaded.config)
 
 
-def test_diff_configs() -> None:
+def test_diff_configs_lists_changed_keys() -> None:
     old = Config(model="m", dataset="d")
     new = Config.model_validate(
         {"model": "n", "dataset": "d", "lora": {"rank": 16}, "task_args": {"x": 1}}

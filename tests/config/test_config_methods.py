@@ -1,5 +1,5 @@
-"""Configs for training methods that Paceline does not have are refused, by name or by the keys of
-those methods."""
+"""Test that configs for unsupported training methods are rejected, by name or by the keys of those
+methods."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +67,7 @@ Load = Callable[..., Loaded]
         ("loss_type: infonce", "infonce"),
     ],
 )
-def test_a_missing_method_is_refused_and_named(load: Load, text: str, expected: str) -> None:
+def test_rejects_unsupported_method_by_name(load: Load, text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(BASE + text)
     message = caught.value.paragraph()
@@ -89,7 +89,7 @@ def test_a_missing_method_is_refused_and_named(load: Load, text: str, expected: 
         "dataset: [{path: a, columns: {chosen: good, rejected: bad}}]",
     ],
 )
-def test_preference_data_is_refused_by_its_columns(load: Load, data: str) -> None:
+def test_rejects_preference_data_by_its_columns(load: Load, data: str) -> None:
     with pytest.raises(ConfigError, match=r"requires .*training method"):
         load(f"model: m\n{data}\n")
 
@@ -119,11 +119,11 @@ def test_preference_data_is_refused_by_its_columns(load: Load, data: str) -> Non
         "dataset: [{path: d, columns: {completion: label, prompt: text}}]",
     ],
 )
-def test_supervised_configs_are_not_refused(load: Load, text: str) -> None:
+def test_accepts_supervised_configs(load: Load, text: str) -> None:
     assert load((BASE if "dataset:" not in text else "model: m\n") + text).config.task == "sft"
 
 
-def test_a_named_task_keeps_the_settings_of_another_method_without_effect(load: Load) -> None:
+def test_explicit_task_ignores_keys_of_other_methods(load: Load) -> None:
     loaded = load(BASE + "task: sft\nbeta: 0.1\n")
     assert any(level == "warning" and "`beta: 0.1`" in text for level, text in loaded.notices)
     loaded = load(BASE + "rl: dpo\nbeta: 0.1\n", ["task=sft"])
@@ -136,7 +136,7 @@ def test_a_named_task_keeps_the_settings_of_another_method_without_effect(load: 
         load(BASE + "task: sft\n", ["rl=dpo"])
 
 
-def test_a_logging_key_that_is_off_is_reported_as_ignored(load: Load) -> None:
+def test_disabled_logging_key_is_reported_as_ignored(load: Load) -> None:
     (notice,) = [
         notice
         for notice in load(BASE + "log_completions: false\n").notices
@@ -147,13 +147,13 @@ def test_a_logging_key_that_is_off_is_reported_as_ignored(load: Load) -> None:
         load(BASE + "log_completions: true\n")
 
 
-def test_a_name_that_may_be_a_misspelling_is_not_a_method(load: Load) -> None:
+def test_short_key_is_unknown_instead_of_a_method(load: Load) -> None:
     for key in ("epsilon", "gamma", "delta"):
         with pytest.raises(ConfigError, match=f"unknown key `{key}`"):
             load(BASE + f"{key}: 0.2\n")
 
 
-def test_every_setting_of_such_a_method_is_refused_alone(load: Load) -> None:
+def test_rejects_every_single_key_of_unsupported_methods(load: Load) -> None:
     for key, (_, methods) in method_tables().keys.items():
         with pytest.raises(ConfigError, match="a training method that Paceline does not support"):
             load(BASE + f"{key}: 1\n")
@@ -164,7 +164,7 @@ def test_every_setting_of_such_a_method_is_refused_alone(load: Load) -> None:
         assert set(methods) <= set(method_tables().methods)
 
 
-def test_the_command_ends_with_2_and_writes_nothing(tmp_path: Path) -> None:
+def test_command_exits_with_2_and_writes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "dpo.yaml"
     file.write_text(
         "model_name_or_path: builtin:qwen2-micro\ndataset_name: builtin:python-docs#8\nbeta:"

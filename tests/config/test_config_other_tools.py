@@ -1,5 +1,5 @@
-"""Configs of ms-swift, LLaMA-Factory, axolotl and TRL load; every key of theirs is read or
-named."""
+"""Test that configs of ms-swift, LLaMA-Factory, axolotl and TRL load, and that each of their keys
+is read or reported."""
 
 import re
 from collections.abc import Callable
@@ -22,7 +22,7 @@ EXAMPLES = sorted(
 Load = Callable[..., Loaded]
 
 
-def test_there_are_enough_keys_and_the_tables_agree() -> None:
+def test_key_tables_are_complete_and_disjoint() -> None:
     assert len(EXAMPLES) == 4
     assert len(TABLES.aliases) + len(IGNORED) > 600
     assert not set(TABLES.aliases) & set(IGNORED)
@@ -40,8 +40,8 @@ def test_there_are_enough_keys_and_the_tables_agree() -> None:
         assert set(alias.tools) <= set("slatc")
 
 
-# The fields of transformers 5's TrainingArguments, and some that version 4 had. Written out: the
-# import takes seconds.
+# The fields of TrainingArguments in transformers 5, and some of version 4. They are listed here
+# because importing transformers takes seconds.
 TRAINING_ARGUMENTS = """
 accelerator_config activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2
 adam_epsilon auto_find_batch_size average_tokens_across_devices batch_eval_metrics bf16
@@ -69,13 +69,13 @@ warmup_ratio save_safetensors logging_dir
 """
 
 
-def test_every_key_of_transformers_is_known() -> None:
+def test_knows_every_training_argument_of_transformers() -> None:
     known = set(TrainArgs.model_fields) | set(TABLES.aliases) | set(IGNORED) | set(KEYS)
     assert not set(TRAINING_ARGUMENTS.split()) - known
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_each_key_of_a_foreign_config_is_read_or_named(path: Path) -> None:
+def test_reads_or_reports_each_key_of_other_tools(path: Path) -> None:
     loaded = load_config(path)
     notices = "\n".join(text for _, text in loaded.notices)
     for key in parse_yaml(path.read_text(), path.name).value:
@@ -124,7 +124,7 @@ def test_each_key_of_a_foreign_config_is_read_or_named(path: Path) -> None:
         ("lora: {use_dora: true}", "warning", "plain LoRA"),
     ],
 )
-def test_what_means_nothing_here_is_named(load: Load, text: str, level: str, expected: str) -> None:
+def test_reports_keys_without_effect(load: Load, text: str, level: str, expected: str) -> None:
     key = re.findall(r"\w+", text)[1 if text.startswith(("lora:", "parallel:")) else 0]
     lines = [
         notice
@@ -136,7 +136,7 @@ def test_what_means_nothing_here_is_named(load: Load, text: str, level: str, exp
     assert expected in lines[0][1]
 
 
-def test_every_known_key_loads_with_some_value(load: Load) -> None:
+def test_loads_every_known_key(load: Load) -> None:
     for key in IGNORED:
         loaded = load(BASE + f"{key}: true\n")
         assert any(f"`{key}: true`" in text for _, text in loaded.notices), key
@@ -144,7 +144,7 @@ def test_every_known_key_loads_with_some_value(load: Load) -> None:
     assert all(f"`{key}`" in empty.notices[0][1] for key in IGNORED)
 
 
-def test_lora_keys_without_a_method(load: Load) -> None:
+def test_lora_keys_enable_lora_without_a_method(load: Load) -> None:
     loaded = load(BASE + "lora_rank: 4\ntemplate: qwen\n")
     assert loaded.config.lora.enable
     assert any("lora.enable: true" in text for _, text in loaded.notices)
@@ -154,14 +154,14 @@ def test_lora_keys_without_a_method(load: Load) -> None:
     assert "lora.enable" in loaded.notices[0][1]
 
 
-def test_each_notice_is_given_once(load: Load) -> None:
+def test_notices_are_unique(load: Load) -> None:
     notices = load(EXAMPLES[0].read_text()).notices
     assert len(notices) == len(set(notices))
     assert {level for level, _ in notices} == {"info", "warning"}
 
 
-# What changes the result of training, or the memory it takes, and does nothing here.
-NEVER_INFO = """
+# Keys that change the result or the memory of training in other tools, and that Paceline ignores.
+WARNING_KEYS = """
 flash_attention xformers_attention use_liger_kernel enable_liger_kernel liger_rope cut_cross_entropy
 lora_mlp_kernel use_unsloth torch_compile tf32 sample_packing packing neat_packing packing_strategy
 eval_packing early_stopping_patience early_stopping_steps load_best_model_at_end neftune_noise_alpha
@@ -176,8 +176,8 @@ custom_dataset_info batch_size save_total_per_epoch
 """
 
 
-@pytest.mark.parametrize("key", NEVER_INFO.split())
-def test_a_key_that_changes_training_or_memory_is_a_warning(load: Load, key: str) -> None:
+@pytest.mark.parametrize("key", WARNING_KEYS.split())
+def test_ignored_key_that_changes_training_is_a_warning(load: Load, key: str) -> None:
     value = "1" if "rank" in key or key.endswith("_r") else "true"
     notices = load(BASE + f"stage: sft\n{key}: {value}\n").notices
     assert any(level == "warning" and f"`{key}: " in text for level, text in notices)
@@ -199,5 +199,5 @@ def test_a_key_that_changes_training_or_memory_is_a_warning(load: Load, key: str
         "run_name: x",
     ],
 )
-def test_what_is_already_so_or_is_about_logging_is_info(load: Load, text: str) -> None:
+def test_ignored_key_without_consequence_is_info(load: Load, text: str) -> None:
     assert {level for level, _ in load(BASE + text).notices} == {"info"}

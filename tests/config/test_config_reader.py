@@ -1,4 +1,4 @@
-"""YAML is read safely and with line numbers, and each kind of broken file has its own message."""
+"""Test that YAML is read safely and with line numbers, and that errors name the problem."""
 
 import math
 from pathlib import Path
@@ -21,18 +21,18 @@ from paceline.core.errors import ConfigError
         ("1e", "1e"), ("-", "-"),
     ],
 )  # fmt: skip
-def test_plain_values(text: str, value: object) -> None:
+def test_reads_plain_values(text: str, value: object) -> None:
     if text != "-":
-        read = parse_yaml(f"key: {text}\n", "c.yaml").value["key"]
-        assert read == value
-        assert type(read) is type(value)
+        actual = parse_yaml(f"key: {text}\n", "c.yaml").value["key"]
+        assert actual == value
+        assert type(actual) is type(value)
 
 
 def test_infinity_is_a_number() -> None:
     assert parse_yaml("a: -.inf", "c").value["a"] == -math.inf
 
 
-def test_every_key_has_its_line() -> None:
+def test_records_the_line_of_every_key() -> None:
     document = parse_yaml("# c\na: 1\n\nb:\n  c: [1,\n     2]\n  d: {e: 3}\n", "c.yaml")
     assert document.lines[("a",)] == 2
     assert document.lines[("b", "c")] == 5
@@ -40,7 +40,7 @@ def test_every_key_has_its_line() -> None:
     assert document.lines[("b", "d", "e")] == 7
 
 
-def test_anchors_and_merge_keys() -> None:
+def test_resolves_anchors_and_merge_keys() -> None:
     document = parse_yaml("base: &b {x: 1, y: 2}\nother:\n  <<: *b\n  y: 3\n", "c.yaml")
     assert document.value["other"] == {"x": 1, "y": 3}
 
@@ -70,21 +70,21 @@ def test_anchors_and_merge_keys() -> None:
         ("[" * 5000, ["not valid YAML"]),
     ],
 )
-def test_what_is_refused(text: str, fragments: list[str]) -> None:
+def test_rejects_unsafe_or_invalid_yaml(text: str, fragments: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_yaml(text, "c.yaml")
     for fragment in ["c.yaml", *fragments]:
         assert fragment in str(caught.value)
 
 
-def test_an_anchor_bomb_is_refused() -> None:
+def test_rejects_anchor_bomb() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
     with pytest.raises(ConfigError, match="not a config"):
         parse_yaml("\n".join(lines), "c.yaml")
 
 
-def test_broken_files(tmp_path: Path) -> None:
+def test_reports_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("a: 1")
     cases = {
         "ruin.yaml": ["there is no config file", "did you mean", "run.yaml"],
@@ -107,7 +107,7 @@ def test_broken_files(tmp_path: Path) -> None:
         assert all(fragment in str(caught.value) for fragment in fragments), str(caught.value)
 
 
-def test_a_byte_order_mark_and_windows_lines_are_fine(tmp_path: Path) -> None:
+def test_accepts_byte_order_mark_and_crlf(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_bytes(b"\xef\xbb\xbfa: 1\r\nb: x\r\n")
     assert read_config_file(tmp_path / "c.yaml").value == {"a": 1, "b": "x"}
 
@@ -121,7 +121,7 @@ def test_a_byte_order_mark_and_windows_lines_are_fine(tmp_path: Path) -> None:
         ("1e-4", 1e-4),
     ],
 )  # fmt: skip
-def test_command_line_values(text: str, value: object) -> None:
+def test_parses_command_line_values(text: str, value: object) -> None:
     assert parse_value(text, "key=") == value
 
 
@@ -143,5 +143,5 @@ def test_command_line_values(text: str, value: object) -> None:
         "1_0",
     ],
 )
-def test_dumped_text_stays_text(text: str) -> None:
+def test_dumped_text_reloads_as_text(text: str) -> None:
     assert parse_yaml(yaml.dump({"a": text}, Dumper=Dumper), "c").value["a"] == text

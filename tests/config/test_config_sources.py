@@ -1,4 +1,4 @@
-"""The ways in which other tools name their data."""
+"""Test that datasets in the syntax of other tools are read."""
 
 import json
 from collections.abc import Callable
@@ -102,7 +102,7 @@ Load = Callable[..., Loaded]
         ),
     ],
 )
-def test_sources(load: Load, text: str, sources: list[dict[str, Any]]) -> None:
+def test_reads_sources_of_other_tools(load: Load, text: str, sources: list[dict[str, Any]]) -> None:
     loaded = load(f"model: m\n{text}\n")
     assert [item.model_dump(exclude_defaults=True) for item in loaded.config.sources()] == sources
     assert loaded.notices
@@ -122,7 +122,7 @@ def test_sources(load: Load, text: str, sources: list[dict[str, Any]]) -> None:
         "dataset: a\nmask_history: true\ntrain_on_prompt: true",
     ],
 )
-def test_masks_that_paceline_does_not_have_are_refused(load: Load, text: str) -> None:
+def test_rejects_unsupported_loss_masks(load: Load, text: str) -> None:
     with pytest.raises(ConfigError):
         load(f"model: m\n{text}\n")
 
@@ -135,12 +135,12 @@ def test_masks_that_paceline_does_not_have_are_refused(load: Load, text: str) ->
         "ignore_columns: b\ndataset.ignore_columns: a",
     ],
 )
-def test_ignore_columns_is_a_list_or_text(load: Load, text: str) -> None:
+def test_ignore_columns_accepts_list_and_text(load: Load, text: str) -> None:
     config = load(f"model: m\ndataset: {{path: d}}\n{text}\n").config
     assert sorted(config.sources()[0].ignore_columns) == ["a", "b"]
 
 
-def test_tools_and_roles_of_dataset_info(load: Load, tmp_path: Path) -> None:
+def test_reads_tools_and_roles_of_dataset_info(load: Load, tmp_path: Path) -> None:
     tags = {
         "role_tag": "who",
         "content_tag": "said",
@@ -161,11 +161,11 @@ def test_tools_and_roles_of_dataset_info(load: Load, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_native_dataset_with_a_comma_means_what_it_says(load: Load) -> None:
+def test_native_dataset_name_may_contain_a_comma(load: Load) -> None:
     assert load("model: m\ndataset: a,b\nchat_template: chatml").config.dataset == "a,b"
 
 
-def test_dataset_dir(load: Load, tmp_path: Path) -> None:
+def test_resolves_names_in_dataset_dir(load: Load, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "mine.jsonl").write_text("")
@@ -183,14 +183,14 @@ def test_dataset_dir(load: Load, tmp_path: Path) -> None:
     assert loaded.config.sources()[1].columns == {"conversations": "conv"}
 
 
-def test_an_override_of_the_data_leaves_its_split_behind(load: Load) -> None:
+def test_dataset_override_discards_the_split(load: Load) -> None:
     text = "model: m\ndataset_name: a\ndataset_train_split: s\ndataset_test_split: t\n"
     assert load(text).config.sources(validation=True)[0].split == "t"
     config = load(text, ["dataset=./local.jsonl"]).config
     assert (config.dataset, config.val_dataset) == ("./local.jsonl", None)
 
 
-def _info(folder: Path, **entries: Any) -> Path:
+def _write_dataset_info(folder: Path, **entries: Any) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "dataset_info.json").write_text(json.dumps(entries))
     return folder
@@ -270,10 +270,10 @@ _MESSAGES = {
         ),
     ],
 )
-def test_every_key_of_a_dataset_info_is_read(
+def test_reads_entries_of_dataset_info(
     load: Load, tmp_path: Path, entry: dict[str, Any], source: dict[str, Any]
 ) -> None:
-    folder = _info(tmp_path / "data", mine=entry)
+    folder = _write_dataset_info(tmp_path / "data", mine=entry)
     loaded = load(
         f"model: m\nstage: sft\ndataset: mine\neval_dataset: mine\ndataset_dir: {folder}\n"
     )
@@ -305,20 +305,20 @@ def test_every_key_of_a_dataset_info_is_read(
         ({"file_name": "a.json", "num_samples": 0}, ["`num_samples: 0`"]),
     ],
 )
-def test_what_a_dataset_info_holds_and_is_not_read_is_refused(
+def test_rejects_unsupported_entries_of_dataset_info(
     load: Load, tmp_path: Path, entry: dict[str, Any], fragments: list[str]
 ) -> None:
-    folder = _info(tmp_path / "data", mine=entry)
+    folder = _write_dataset_info(tmp_path / "data", mine=entry)
     with pytest.raises(ConfigError) as caught:
         load(f"model: m\nstage: sft\ndataset: mine\ndataset_dir: {folder}\n")
     for fragment in ["`mine`", *fragments]:
         assert fragment in caught.value.paragraph()
 
 
-def test_dataset_info_of_a_stage_of_pretraining_and_of_the_default_folder(
+def test_reads_dataset_info_for_pretraining_from_the_default_folder(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _info(
+    _write_dataset_info(
         tmp_path / "data",
         wiki={"file_name": "wiki.jsonl", "columns": {"prompt": "body"}, "unknown": 1},
     )
@@ -333,7 +333,7 @@ def test_dataset_info_of_a_stage_of_pretraining_and_of_the_default_folder(
     assert load("model: m\ndataset: wiki\n").config.dataset == "wiki"
 
 
-def test_flags_with_several_values(load: Load) -> None:
+def test_flags_accept_several_values(load: Load) -> None:
     path, overrides = split_cli(
         ["--dataset", "a", "b", "--model_author", "x", "y", "--lr", "1e-4", "--strict", "true"]
     )
@@ -342,7 +342,7 @@ def test_flags_with_several_values(load: Load) -> None:
     assert (config.dataset, config.train_args.learning_rate) == (["a", "b"], 1e-4)
 
 
-def test_the_chat_template_of_a_source(load: Load) -> None:
+def test_reads_chat_template_of_a_source(load: Load) -> None:
     text = (
         "model: m\ndatasets: [{path: a, type: chat_template, chat_template: chatml}, {path: b,"
         " type: chat_template}]\n"
@@ -355,7 +355,7 @@ def test_the_chat_template_of_a_source(load: Load) -> None:
     ).config.chat_template
 
 
-def test_listed_splits_also_give_the_validation_data(load: Load) -> None:
+def test_splits_select_training_and_validation_data(load: Load) -> None:
     config = load(
         "model: m\ndataset_mixer: {a: 1.0, b: 1.0}\ndataset_splits: [train_sft, test_sft]\n"
     ).config

@@ -1,5 +1,5 @@
-"""Configs in the style of each tool, and what Paceline makes of them. Run as a script, it writes
-the expectations anew."""
+"""Compare configs in the style of other tools with the expected results. Run as a script to
+regenerate the expected results."""
 
 import contextlib
 import re
@@ -17,13 +17,13 @@ CORPUS = Path(__file__).parent / "corpus"
 FILES = sorted(path for path in CORPUS.glob("*/*.yaml") if not path.name.endswith(".expected.yaml"))
 
 
-def outcome(path: Path) -> dict[str, Any]:
-    """The keys that differ from the defaults and the keys that are warned of, or the error."""
+def load_result(path: Path) -> dict[str, Any]:
+    """Return the keys that differ from the defaults and the keys with a warning, or the error."""
     with contextlib.chdir(path.parent):
         try:
             loaded = load_config(path.name)
         except ConfigError as error:
-            lines = error.paragraph().splitlines()  # without what is allowed and how to fix it
+            lines = error.paragraph().splitlines()  # without the allowed values and the fix
             return {
                 "refused": "\n".join(
                     re.sub(r" (Allowed|To fix): .*", "", line) for line in lines if line
@@ -54,11 +54,11 @@ def outcome(path: Path) -> dict[str, Any]:
     }
 
 
-def expectation(path: Path) -> Path:
+def expected_file(path: Path) -> Path:
     return path.with_suffix(".expected.yaml")
 
 
-def test_the_corpus_covers_every_tool() -> None:
+def test_corpus_covers_every_tool() -> None:
     assert len(FILES) >= 60
     assert {path.parent.name for path in FILES} >= {
         "llama_factory",
@@ -67,17 +67,17 @@ def test_the_corpus_covers_every_tool() -> None:
         "trl",
         "alignment_handbook",
     }
-    assert {expectation(path) for path in FILES} == set(CORPUS.glob("*/*.expected.yaml"))
+    assert {expected_file(path) for path in FILES} == set(CORPUS.glob("*/*.expected.yaml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_what_a_config_becomes(path: Path) -> None:
-    expected = yaml.safe_load(expectation(path).read_text())
-    assert outcome(path) == expected
+def test_config_has_the_expected_result(path: Path) -> None:
+    expected = yaml.safe_load(expected_file(path).read_text())
+    assert load_result(path) == expected
 
 
 if __name__ == "__main__":
     for file in FILES:
-        text = yaml.safe_dump(outcome(file), sort_keys=False, allow_unicode=True, width=120)
-        expectation(file).write_text(text)
+        text = yaml.safe_dump(load_result(file), sort_keys=False, allow_unicode=True, width=120)
+        expected_file(file).write_text(text)
         print(f"{file.parent.name}/{file.stem}")

@@ -1,4 +1,4 @@
-"""A form's edit changes its key in the text, and nothing else."""
+"""Test that editing a key of a YAML text leaves the rest of the text unchanged."""
 
 import pytest
 
@@ -20,10 +20,11 @@ train_args:
 """
 
 
-def changed(before: str, after: str) -> tuple[list[str], list[str]]:
-    """Return the removed and the new lines."""
-    old, new = before.splitlines(), after.splitlines()
-    return [line for line in old if line not in new], [line for line in new if line not in old]
+def diff_lines(before: str, after: str) -> tuple[list[str], list[str]]:
+    """Return the removed and the added lines."""
+    old_lines, new_lines = before.splitlines(), after.splitlines()
+    removed = [line for line in old_lines if line not in new_lines]
+    return removed, [line for line in new_lines if line not in old_lines]
 
 
 @pytest.mark.parametrize(
@@ -67,32 +68,32 @@ def changed(before: str, after: str) -> tuple[list[str], list[str]]:
         ({"train_args.save_total_limit": None}, [], ["  save_total_limit: null"]),
     ],
 )
-def test_one_key_is_set_and_the_rest_stays(values, removed, new):
+def test_sets_one_key_and_keeps_the_rest(values, removed, new):
     text, rest_is_unchanged = edit_yaml(TEXT, values)
     assert rest_is_unchanged
-    assert changed(TEXT, text) == (removed, new)
+    assert diff_lines(TEXT, text) == (removed, new)
 
 
-def test_a_key_is_taken_out_with_its_line():
-    assert changed(TEXT, edit_yaml(TEXT, {}, ["train_args.max_steps"])[0]) == (
+def test_removes_a_key_with_its_line():
+    assert diff_lines(TEXT, edit_yaml(TEXT, {}, ["train_args.max_steps"])[0]) == (
         ["  max_steps: 9   # short"],
         [],
     )
     assert "lora: {enable: true}  # one line" in edit_yaml(TEXT, {}, ["lora.rank"])[0]
 
 
-def test_a_section_goes_with_its_last_key():
+def test_removes_an_empty_section():
     text, _ = edit_yaml("model: a\nlora:\n  rank: 4\n", {}, ["lora.rank"])
     assert text == "model: a\n"
 
 
-def test_a_number_stays_as_it_is_spelt():
+def test_keeps_the_spelling_of_numbers():
     text, _ = edit_yaml(TEXT, {"train_args.learning_rate": "3e-5"})
     assert "  learning_rate: 3e-5\n" in text
     assert load_text(text, "config").config.train_args.learning_rate == 3e-5
 
 
-def test_another_tools_name_gives_way_to_the_key_itself():
+def test_replaces_an_alias_with_the_native_key():
     text, rest_is_unchanged = edit_yaml(
         "model: a\ndataset: b\nlr: 1e-4\nnum_train_epochs: 2\n", {"train_args.learning_rate": 0.001}
     )
@@ -105,7 +106,7 @@ def test_another_tools_name_gives_way_to_the_key_itself():
     "text",
     ["", "model: a", "{model: a, dataset: b}", "model: a\nlora:\n", "model: a\ntrain_args: {}\n"],
 )
-def test_every_shape_of_text_takes_keys(text):
+def test_adds_keys_to_any_valid_text(text):
     text, rest_is_unchanged = edit_yaml(
         text,
         {
@@ -122,7 +123,7 @@ def test_every_shape_of_text_takes_keys(text):
     assert (config.model, config.dataset) == ("m", "d")
 
 
-def test_an_anchor_is_not_edited_through_its_alias():
+def test_edits_an_alias_without_changing_its_anchor():
     text, rest_is_unchanged = edit_yaml(
         "model: m\ndataset: d\ntask_args: &shared {rank: 3}\nlora: *shared\n", {"lora.rank": 4}
     )
@@ -131,7 +132,7 @@ def test_an_anchor_is_not_edited_through_its_alias():
     assert (config.lora.rank, config.task_args) == (4, {"rank": 3})
 
 
-def test_text_that_is_no_config_is_refused():
+def test_rejects_text_that_is_not_a_config():
     with pytest.raises(ConfigError, match="line 1"):
         edit_yaml("model: [a", {"model": "b"})
     with pytest.raises(ConfigError, match="expected a mapping"):
@@ -157,7 +158,7 @@ def test_text_that_is_no_config_is_refused():
         '"',
     ],
 )
-def test_any_value_can_be_written(value):
+def test_writes_any_value(value):
     for key in ("system", "train_args.max_steps", "task_args"):
         text, _ = edit_yaml(TEXT, {key: value})
         assert text != TEXT

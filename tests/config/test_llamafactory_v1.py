@@ -1,4 +1,4 @@
-"""Configs of LLaMA-Factory v1 load: data sets listed in a YAML file, `peft_config`,
+"""Test that configs of LLaMA-Factory v1 load: datasets listed in a YAML file, `peft_config` and
 `dist_config`."""
 
 from collections.abc import Callable
@@ -37,7 +37,9 @@ hub: {path: organization/name, source: hf_hub, split: test, size: 1000, streamin
 """
 
 
-def test_a_whole_config_loads(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_a_complete_config(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("data.yaml").write_text(DATA)
     loaded = load(CONFIG)
@@ -61,7 +63,7 @@ def test_a_whole_config_loads(load: Load, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("value", ["data.jsonl", "organization/name"])
-def test_a_file_or_a_hub_id(load: Load, value: str) -> None:
+def test_train_dataset_is_a_file_or_hub_id(load: Load, value: str) -> None:
     assert load(f"model: m\ntrain_dataset: {value}\neval_dataset: {value}").config.dataset == value
 
 
@@ -76,7 +78,7 @@ def test_a_file_or_a_hub_id(load: Load, value: str) -> None:
         ("a: [", "cannot read data.yaml"),
     ],
 )
-def test_what_a_list_of_data_sets_cannot_be(
+def test_rejects_invalid_dataset_list(
     load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: str | None, expected: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

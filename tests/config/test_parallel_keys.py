@@ -1,5 +1,5 @@
-"""Parallelism settings of other tools, and spellings of `parallel.mode`: read as the strategy, or
-refused."""
+"""Test that parallelism settings of other tools and spellings of `parallel.mode` select the
+strategy or are rejected."""
 
 import json
 from collections.abc import Callable
@@ -15,13 +15,13 @@ Load = Callable[..., Loaded]
 BASE = "model: m\ndataset: d\n"
 
 
-def parallel_of(loaded: Loaded) -> dict[str, Any]:
+def parallel_settings(loaded: Loaded) -> dict[str, Any]:
     return loaded.config.parallel.model_dump(exclude_defaults=True)
 
 
 @pytest.fixture
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a DeepSpeed JSON of each kind."""
+    """Change to a folder with a DeepSpeed JSON file of each kind."""
     monkeypatch.chdir(tmp_path)
     host = {"device": "cpu", "pin_memory": True}
     sections: dict[str, dict[str, Any]] = {
@@ -195,15 +195,15 @@ ND = (
         ("ddp: true", {"mode": "ddp"}),
     ],
 )
-def test_foreign_settings_select_the_strategy(
+def test_settings_of_other_tools_select_the_strategy(
     load: Load, in_folder: Path, text: str, expected: dict[str, Any]
 ) -> None:
     loaded = load(BASE + text)
-    assert parallel_of(loaded) == expected
-    assert loaded.notices, "nothing is read under another name in silence"
-    again = in_folder / "resolved.yaml"
-    again.write_text(to_yaml(loaded.config))
-    assert load_config(again).config == loaded.config
+    assert parallel_settings(loaded) == expected
+    assert loaded.notices, "a key was read under another name without a notice"
+    resolved = in_folder / "resolved.yaml"
+    resolved.write_text(to_yaml(loaded.config))
+    assert load_config(resolved).config == loaded.config
 
 
 @pytest.mark.parametrize(
@@ -232,18 +232,18 @@ def test_foreign_settings_select_the_strategy(
         ("my.module:Strategy", {"mode": "my.module:Strategy"}),
     ],
 )
-def test_spellings_of_the_mode(load: Load, spelling: str, expected: dict[str, Any]) -> None:
-    assert parallel_of(load(f"{BASE}parallel: {{mode: {spelling}}}")) == expected
-    assert parallel_of(load(BASE, [f"parallel.mode={spelling}"])) == expected
+def test_accepts_spellings_of_the_mode(load: Load, spelling: str, expected: dict[str, Any]) -> None:
+    assert parallel_settings(load(f"{BASE}parallel: {{mode: {spelling}}}")) == expected
+    assert parallel_settings(load(BASE, [f"parallel.mode={spelling}"])) == expected
 
 
 def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None:
-    assert parallel_of(load(BASE + "parallel: {mode: hsdp, nnodes: 2}")) == {
+    assert parallel_settings(load(BASE + "parallel: {mode: hsdp, nnodes: 2}")) == {
         "mode": "zero3",
         "nnodes": 2,
         "data": 2,
     }
-    assert parallel_of(load(BASE + "parallel: {mode: hsdp, shard: 4}")) == {
+    assert parallel_settings(load(BASE + "parallel: {mode: hsdp, shard: 4}")) == {
         "mode": "zero3",
         "shard": 4,
     }
@@ -284,7 +284,7 @@ def test_hsdp_replicates_across_hosts_unless_sizes_are_given(load: Load) -> None
         ("num_processes: 5\nnum_machines: 2", "cannot be divided evenly over 2 hosts"),
     ],
 )
-def test_what_paceline_does_not_have_is_refused(
+def test_rejects_unsupported_parallelism(
     load: Load, in_folder: Path, text: str, expected: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -292,20 +292,20 @@ def test_what_paceline_does_not_have_is_refused(
     assert expected in caught.value.paragraph()
 
 
-def test_the_command_line_takes_the_strategy_from_the_file(load: Load, in_folder: Path) -> None:
+def test_command_line_overrides_the_strategy_of_the_file(load: Load, in_folder: Path) -> None:
     loaded = load(BASE + "deepspeed: ds_z3_offload.json", ["parallel.mode=zero2"])
-    assert parallel_of(loaded) == {"mode": "zero2"}
+    assert parallel_settings(loaded) == {"mode": "zero2"}
     assert any(
         "is overridden by the command line: `parallel.mode=zero2`" in text
         for _, text in loaded.notices
     )
-    assert parallel_of(load(BASE + "fsdp: full_shard", ["--deepspeed", "ds_z2.json"])) == deepspeed(
-        2, "ds_z2.json"
-    )
-    assert parallel_of(load(BASE + "deepspeed: zero3", ["deepspeed=zero1"])) == deepspeed(1)
+    assert parallel_settings(
+        load(BASE + "fsdp: full_shard", ["--deepspeed", "ds_z2.json"])
+    ) == deepspeed(2, "ds_z2.json")
+    assert parallel_settings(load(BASE + "deepspeed: zero3", ["deepspeed=zero1"])) == deepspeed(1)
 
 
-def test_a_deepspeed_json_sets_what_the_config_leaves_out(load: Load, in_folder: Path) -> None:
+def test_deepspeed_json_sets_missing_keys(load: Load, in_folder: Path) -> None:
     settings = {
         "zero_optimization": {"stage": 2},
         "bf16": {"enabled": True},
@@ -362,7 +362,7 @@ def test_a_json_beside_the_config_is_found(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(BASE + "deepspeed: beside.json")
     loaded = load_config(path)
-    assert parallel_of(loaded) == deepspeed(3, str(tmp_path / "beside.json"))
+    assert parallel_settings(loaded) == deepspeed(3, str(tmp_path / "beside.json"))
 
 
 def test_activation_checkpointing_of_fsdp_is_gradient_checkpointing(load: Load) -> None:
@@ -406,7 +406,7 @@ use_cpu: false
 """
 
 
-def test_a_config_of_accelerate_is_named_as_one_and_works_with_a_model_and_data(
+def test_accelerate_config_needs_model_and_dataset(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "accelerate_config.yaml"
@@ -422,12 +422,12 @@ def test_a_config_of_accelerate_is_named_as_one_and_works_with_a_model_and_data(
     assert "is an Accelerate config" in caught.value.paragraph()
     assert "`fp8` is not a supported precision" in caught.value.paragraph()
     loaded = load_config(path, ["model=m", "dataset=d"])
-    assert parallel_of(loaded) == {"mode": "zero3", "num_gpus": 8, "node_rank": 0}
+    assert parallel_settings(loaded) == {"mode": "zero3", "num_gpus": 8, "node_rank": 0}
     assert loaded.config.train_args.precision == "bf16-mixed"
 
 
 @pytest.mark.parametrize("overrides", [[], ["model=m", "dataset=d"]])
-def test_a_deepspeed_json_is_named_as_one(tmp_path: Path, overrides: list[str]) -> None:
+def test_recognizes_a_deepspeed_json(tmp_path: Path, overrides: list[str]) -> None:
     path = tmp_path / "ds_z3.json"
     path.write_text('{"train_batch_size": "auto", "zero_optimization": {"stage": 3}}')
     with pytest.raises(ConfigError, match=r"is a DeepSpeed config \(ZeRO stage 3\)") as caught:
@@ -435,6 +435,6 @@ def test_a_deepspeed_json_is_named_as_one(tmp_path: Path, overrides: list[str]) 
     assert f"deepspeed: {path}" in caught.value.paragraph()
 
 
-def test_an_fsdp_json_is_named_as_one(in_folder: Path) -> None:
+def test_recognizes_an_fsdp_json(in_folder: Path) -> None:
     with pytest.raises(ConfigError, match="is an FSDP config"):
         load_config(Path("fsdp2.json"))

@@ -1,4 +1,4 @@
-"""Every spelling of the precision setting, and what several of them in one config come to."""
+"""Test the spellings of the precision setting, and configs with several of them."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ BASE = "model: m\ndataset: d\n"
 
 
 def load(tmp_path: Path, text: str, *overrides: str) -> Loaded:
-    path = tmp_path / "mine.yaml"
+    path = tmp_path / "config.yaml"
     path.write_text(BASE + text)
     return load_config(path, list(overrides))
 
@@ -56,7 +56,7 @@ def load(tmp_path: Path, text: str, *overrides: str) -> Loaded:
         ("mixed_precision: 'no'\nbf16: true", "bf16-mixed"),
     ],
 )
-def test_spellings(tmp_path: Path, text: str, expected: str) -> None:
+def test_accepts_spellings_of_precision(tmp_path: Path, text: str, expected: str) -> None:
     assert load(tmp_path, text).config.train_args.precision == expected
 
 
@@ -77,12 +77,14 @@ def test_spellings(tmp_path: Path, text: str, expected: str) -> None:
         ("bf16: true\nfp16: true", "precision=32", "32"),
     ],
 )
-def test_the_command_line_prevails(tmp_path: Path, text: str, override: str, expected: str) -> None:
+def test_command_line_overrides_the_file(
+    tmp_path: Path, text: str, override: str, expected: str
+) -> None:
     assert load(tmp_path, text, override).config.train_args.precision == expected
 
 
 @pytest.mark.parametrize(
-    ("text", "parts"),
+    ("text", "fragments"),
     [
         ("bf16: true\nfp16: true", ["line 3", "line 4", "disagree", "choose one"]),
         ("precision: 32\nbf16: true", ["disagree", "train_args.precision"]),
@@ -95,14 +97,16 @@ def test_the_command_line_prevails(tmp_path: Path, text: str, override: str, exp
         ("torch_dtype: int8", ["int8", "bfloat16"]),
     ],
 )
-def test_what_is_refused(tmp_path: Path, text: str, parts: list[str]) -> None:
+def test_rejects_conflicting_or_unknown_precision(
+    tmp_path: Path, text: str, fragments: list[str]
+) -> None:
     with pytest.raises(ConfigError) as error:
         load(tmp_path, text)
-    for part in parts:
-        assert part in error.value.paragraph()
+    for fragment in fragments:
+        assert fragment in error.value.paragraph()
 
 
-def test_each_spelling_is_reported_once_and_a_native_one_is_not_another_tool(
+def test_reports_each_foreign_spelling_once(
     tmp_path: Path,
 ) -> None:
     assert load(tmp_path, "bf16: true\nfp16: false").notices == [
@@ -119,15 +123,15 @@ def test_each_spelling_is_reported_once_and_a_native_one_is_not_another_tool(
 
 
 @pytest.mark.parametrize("value", ["auto", "bf16-mixed", "fp16-mixed", "32"])
-def test_a_written_config_loads_again(value: str) -> None:
+def test_written_config_reloads(value: str) -> None:
     config = load_text(BASE + f"precision: {value}", "a.yaml").config
-    again = load_text(to_yaml(config), "b.yaml")
-    assert again.config == config
-    assert again.notices == []
+    reloaded = load_text(to_yaml(config), "b.yaml")
+    assert reloaded.config == config
+    assert reloaded.notices == []
     assert config.train_args.mixed_dtype == {"bf16-mixed": "bfloat16", "fp16-mixed": "float16"}.get(
         value
     )
 
 
-def test_a_number_in_python() -> None:
+def test_accepts_a_number_in_python() -> None:
     assert TrainArgs(precision=32).precision == "32"  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Resolved values: what the numbers in the config come to."""
+"""Test the values derived from the config and the data."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ def resolve(
     ("samples", "world", "accumulation", "batch", "per_epoch"),
     [(100, 2, 1, 8, 13), (96, 2, 1, 8, 12), (97, 2, 4, 32, 4), (8, 2, 1, 8, 1), (9, 1, 2, 8, 2)],
 )
-def test_no_sample_is_left_out_of_an_epoch(
+def test_epoch_includes_every_sample(
     samples: int, world: int, accumulation: int, batch: int, per_epoch: int
 ) -> None:
     resolved = resolve(samples, world, gradient_accumulation_steps=accumulation)
@@ -53,7 +53,7 @@ def test_no_sample_is_left_out_of_an_epoch(
         ({"max_steps": 1000}, 1000),
     ],
 )
-def test_steps(args: dict[str, Any], steps: int) -> None:
+def test_resolves_number_of_steps(args: dict[str, Any], steps: int) -> None:
     resolved = resolve(**args)
     assert resolved.steps == steps
     assert resolved.epochs == pytest.approx(steps / 13)
@@ -71,7 +71,7 @@ def test_steps(args: dict[str, Any], steps: int) -> None:
         ({"warmup_ratio": 1.0}, 39),
     ],
 )
-def test_warm_up(args: dict[str, Any], warmup: int) -> None:
+def test_resolves_warmup_steps(args: dict[str, Any], warmup: int) -> None:
     assert resolve(**args).warmup_steps == warmup
 
 
@@ -92,7 +92,9 @@ def test_warm_up(args: dict[str, Any], warmup: int) -> None:
         ),
     ],
 )
-def test_a_global_batch_that_stays(replicas: int, batch: int, accumulation: int, text: str) -> None:
+def test_fixed_global_batch_size_is_split_over_ranks(
+    replicas: int, batch: int, accumulation: int, text: str
+) -> None:
     config = Config(model="m", dataset="d", train_args={"per_device_train_batch_size": 4})
     resolved = derive(
         config,
@@ -109,7 +111,7 @@ def test_a_global_batch_that_stays(replicas: int, batch: int, accumulation: int,
     assert text in dict(derived_lines(resolved.as_dict()))["batch"]
 
 
-def test_learning_rate_and_evaluation() -> None:
+def test_resolves_learning_rate_and_evaluation_interval() -> None:
     assert resolve().learning_rate == 1e-4
     assert resolve(learning_rate=0.0).learning_rate == 0.0
     assert resolve().eval_every_steps == 0
@@ -118,13 +120,15 @@ def test_learning_rate_and_evaluation() -> None:
     assert resolve(eval_steps=5).eval_every_steps == 0
 
 
-def test_tokens_a_step_is_the_mean_of_a_batch() -> None:
+def test_tokens_per_step_is_the_mean_of_a_batch() -> None:
     assert resolve(tokens=5000).tokens_per_step == 400
-    assert resolve(num_train=6, tokens=60).tokens_per_step == 60  # never more than there are
+    assert (
+        resolve(num_train=6, tokens=60).tokens_per_step == 60
+    )  # at most the tokens of the dataset
     assert resolve().tokens_per_step is None
 
 
-def test_derived_values_as_text() -> None:
+def test_describes_derived_values() -> None:
     values = resolve(tokens=5000, num_eval=3, warmup_ratio=0.1, gradient_accumulation_steps=2)
     assert dict(derived_lines(values.as_dict())) == {
         "batch": (
@@ -139,7 +143,7 @@ def test_derived_values_as_text() -> None:
     assert ResolvedValues(**single_rank.as_dict()) == single_rank
 
 
-def test_shares_of_all_steps() -> None:
+def test_intervals_may_be_fractions_of_all_steps() -> None:
     resolved = resolve(
         num_train=80,
         num_eval=4,

@@ -1,4 +1,4 @@
-"""Errors are one paragraph: what, what is allowed, how to fix it."""
+"""Test that an error is one paragraph with the problem, the allowed values and the fix."""
 
 import pickle
 
@@ -16,7 +16,7 @@ from paceline.core.errors import (
 from paceline.core.formatting import counted
 
 
-def test_the_paragraph() -> None:
+def test_paragraph_contains_problem_allowed_values_and_fix() -> None:
     error = ConfigError("`rank: 0` is out of range ", allowed="1 or more", fix="write `rank: 8`")
     assert (
         error.paragraph()
@@ -28,31 +28,31 @@ def test_the_paragraph() -> None:
 
 
 @pytest.mark.parametrize(("kind", "code"), [(PacelineError, 1), (RunError, 1), (ConfigError, 2)])
-def test_exit_codes_and_the_way_between_processes(kind: type[PacelineError], code: int) -> None:
+def test_errors_pickle_with_their_exit_codes(kind: type[PacelineError], code: int) -> None:
     error = kind("what", allowed="this", fix="that")
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is kind
-    assert again.exit_code == code
-    assert (again.what, again.allowed, again.fix) == ("what", "this", "that")
-    assert str(again) == str(error)
+    restored = pickle.loads(pickle.dumps(error))
+    assert type(restored) is kind
+    assert restored.exit_code == code
+    assert (restored.what, restored.allowed, restored.fix) == ("what", "this", "that")
+    assert str(restored) == str(error)
 
 
-def test_errors_with_further_arguments_pickle() -> None:
+def test_errors_with_additional_arguments_pickle() -> None:
     fault = pickle.loads(pickle.dumps(FaultError("rank 1 hangs", fix="restart it", ranks=[1])))
     assert (fault.ranks, fault.fix) == ([1], "restart it")
     for kind, code in ((ReportedError, 7), (StoppedError, 130)):
         error = kind("rank 1: it failed", code)
-        again = pickle.loads(pickle.dumps(error))
-        assert type(again) is kind
-        assert (again.exit_code, again.paragraph()) == (code, error.paragraph())
+        restored = pickle.loads(pickle.dumps(error))
+        assert type(restored) is kind
+        assert (restored.exit_code, restored.paragraph()) == (code, error.paragraph())
 
 
-def test_nearest() -> None:
+def test_nearest_suggests_similar_names() -> None:
     assert nearest("modle", ["model", "dataset"]) == "model"
     assert nearest("xyz", ["model"]) is None
     assert nearest("modle", ["model"], cutoff=0.95) is None
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 steps"), (1, "1 step"), (2000, "2,000 steps")])
-def test_counted(number: int, text: str) -> None:
+def test_counted_formats_plurals(number: int, text: str) -> None:
     assert counted(number, "step") == text

@@ -1,4 +1,4 @@
-"""The text of events."""
+"""Test the text of events."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ from paceline.core.event_text import event_text
         ({"type": "straggler", "text": "rank 1 is slow"}, "warning", "rank 1 is slow"),
     ],
 )
-def test_each_in_a_sentence(event: dict[str, Any], level: str, text: str) -> None:
+def test_describes_each_event(event: dict[str, Any], level: str, text: str) -> None:
     assert event_text(event) == (level, text)
 
 
@@ -59,7 +59,7 @@ def test_each_in_a_sentence(event: dict[str, Any], level: str, text: str) -> Non
         {"type": "of another version"},
     ],
 )
-def test_what_is_not_understood_is_shown_as_it_is(event: dict[str, Any]) -> None:
+def test_shows_unknown_events_unchanged(event: dict[str, Any]) -> None:
     level, text = event_text(event)
     assert level == "info"
     assert str(event["type"]) in text

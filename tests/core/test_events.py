@@ -1,4 +1,4 @@
-"""The event log: lines that stand alone, whatever happens while they are written."""
+"""Test that the event log consists of complete lines, even after kills and with a full disk."""
 
 import json
 import threading
@@ -11,11 +11,11 @@ from disks import mount_tmpfs
 from paceline.core.event_log import EventLog, effective_steps, follow_events, read_events
 
 
-def types(path: Path) -> list[str]:
+def event_types(path: Path) -> list[str]:
     return [event["type"] for event in read_events(path)]
 
 
-def test_each_event_is_a_line_of_json(tmp_path: Path) -> None:
+def test_writes_each_event_as_a_line_of_json(tmp_path: Path) -> None:
     received: list[dict[str, Any]] = []
     log = EventLog(tmp_path / "events.jsonl", [received.append])
     log.emit(
@@ -27,7 +27,7 @@ def test_each_event_is_a_line_of_json(tmp_path: Path) -> None:
             "text": "süß",
         }
     )
-    log.notice("seen already", file_only=True)
+    log.notice("already shown", file_only=True)
     log.notice("careful", "warning")
     log.close()
     lines = [
@@ -45,25 +45,25 @@ def test_each_event_is_a_line_of_json(tmp_path: Path) -> None:
     assert [event.get("text") for event in received] == ["süß", "careful"]
 
 
-def test_a_line_cut_by_a_kill_is_passed_over_and_not_glued_to(tmp_path: Path) -> None:
+def test_skips_an_incomplete_line_and_starts_a_new_one(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"time": 1, "type": "step", "step": 1}\n{"time": 2, "type": "st')
     log = EventLog(path)
     log.emit({"type": "resume", "step": 1})
     log.close()
-    assert types(path) == ["step", "resume"]
+    assert event_types(path) == ["step", "resume"]
     path.write_text("")
     EventLog(path).close()
-    assert types(path) == []
+    assert event_types(path) == []
 
 
-def test_other_json_is_no_event(tmp_path: Path) -> None:
+def test_ignores_json_that_is_not_an_event(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('3\n[]\n{"no": "type"}\n\n{"type": "step"}\n')
-    assert types(path) == ["step"]
+    assert event_types(path) == ["step"]
 
 
-def test_a_full_disk_loses_events_and_says_so_once(tmp_path: Path) -> None:
+def test_full_disk_drops_events_with_one_warning(tmp_path: Path) -> None:
     with mount_tmpfs(tmp_path / "small", "size=64k") as mounted:
         if not mounted:
             return
@@ -84,18 +84,18 @@ def test_a_full_disk_loses_events_and_says_so_once(tmp_path: Path) -> None:
         log.emit({"type": "c"})
         log.emit({"type": "d"})
         log.close()
-        assert types(path)[0] == "a"
-        assert types(path)[-2:] == ["c", "d"]
+        assert event_types(path)[0] == "a"
+        assert event_types(path)[-2:] == ["c", "d"]
 
 
-def test_following_sees_what_is_there_and_what_comes(tmp_path: Path) -> None:
+def test_follow_yields_existing_and_new_events(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    seen: list[str] = []
+    received: list[str] = []
     done = threading.Event()
 
     def follow() -> None:
         for event in follow_events(path, poll_s=0.01, stop=done.is_set):
-            seen.append(event["type"])
+            received.append(event["type"])
             if event["type"] == "run_end":
                 break
 
@@ -108,10 +108,10 @@ def test_following_sees_what_is_there_and_what_comes(tmp_path: Path) -> None:
     thread.join(10)
     done.set()
     log.close()
-    assert seen == ["run_start", "step", "run_end"]
+    assert received == ["run_start", "step", "run_end"]
 
 
-def test_steps_that_were_done_again_count_once() -> None:
+def test_effective_steps_excludes_repeated_steps() -> None:
     def step(number: int, loss: float) -> dict[str, Any]:
         return {"type": "step", "step": number, "loss": loss}
 

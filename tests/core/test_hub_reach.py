@@ -1,5 +1,4 @@
-"""Whether the hub can be reached is found out within seconds, and without a network one message
-says what to do."""
+"""Test that an unreachable hub is detected within seconds and reported in one message."""
 
 import os
 import socket
@@ -14,7 +13,7 @@ from paceline.core import hub
 
 
 @pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (
         "HF_ENDPOINT",
         *hub.OFFLINE_VARIABLES,
@@ -28,7 +27,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def listening() -> Iterator[int]:
+def open_port() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -39,13 +38,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_a_mirror_that_answers(monkeypatch: pytest.MonkeyPatch, listening: int) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{listening}/")
-    assert hub.endpoint() == f"http://127.0.0.1:{listening}"
+def test_reachable_mirror(monkeypatch: pytest.MonkeyPatch, open_port: int) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{open_port}/")
+    assert hub.endpoint() == f"http://127.0.0.1:{open_port}"
     assert hub.unreachable() is None
 
 
-def test_a_mirror_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mirror_that_refuses_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
     assert (
@@ -54,15 +53,15 @@ def test_a_mirror_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_a_mirror_without_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mirror_without_a_url_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "hf-mirror.com")
     assert "expected HF_ENDPOINT to be a URL" in str(hub.unreachable())
 
 
-def test_a_proxy_is_asked_in_the_hubs_place(
-    monkeypatch: pytest.MonkeyPatch, listening: int
+def test_checks_the_proxy_instead_of_the_hub(
+    monkeypatch: pytest.MonkeyPatch, open_port: int
 ) -> None:
-    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{listening}")
+    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{open_port}")
     assert hub.unreachable() is None
     hub.unreachable.cache_clear()
     monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{free_port()}")
@@ -70,13 +69,15 @@ def test_a_proxy_is_asked_in_the_hubs_place(
 
 
 @pytest.mark.parametrize("name", hub.OFFLINE_VARIABLES)
-def test_offline_mode(monkeypatch: pytest.MonkeyPatch, listening: int, name: str) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{listening}")
+def test_offline_mode_is_reported(
+    monkeypatch: pytest.MonkeyPatch, open_port: int, name: str
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{open_port}")
     monkeypatch.setenv(name, "1")
     assert hub.unreachable() == f"offline mode is on ({name}=1)"
 
 
-def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recognizes_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "model").mkdir(parents=True)
     assert hub.is_hub_id("Qwen/Qwen2.5-0.5B")
@@ -89,7 +90,7 @@ def test_names_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     "args", [("model=a/b", "dataset=d.jsonl"), ("model=builtin:qwen2-micro", "dataset=a/b#10")]
 )
 @pytest.mark.parametrize("mode", ["--dry-run", "report_to=none"])
-def test_without_a_network_a_hub_id_ends_with_one_message(
+def test_hub_id_without_network_is_one_error(
     tmp_path: Path, args: tuple[str, ...], mode: str
 ) -> None:
     (tmp_path / "d.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
@@ -112,7 +113,7 @@ def test_without_a_network_a_hub_id_ends_with_one_message(
     assert not (tmp_path / "run").exists()
 
 
-def test_offline_a_model_that_was_downloaded_before_is_found(tmp_path: Path) -> None:
+def test_offline_mode_finds_a_cached_model(tmp_path: Path) -> None:
     snapshot = tmp_path / "hub" / "models--a--b" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""One launcher at a time in a run's folder."""
+"""Test that only one launcher at a time uses a run's folder."""
 
 import os
 import signal
@@ -15,23 +15,25 @@ from paceline.core.event_log import EventLog
 from paceline.core.log import recorded_notices
 from paceline.core.run_dir import LaunchLock, RunDir, is_launching
 
-HOLD = (
+HOLD_LOCK = (
     "import sys; from pathlib import Path\nfrom paceline.core.run_dir import LaunchLock; from"
     " paceline.core.run_dir import RunDir\nwith LaunchLock(RunDir(Path(sys.argv[1]))):\n   "
     " print('held', flush=True); sys.stdin.read()"
 )
 
 
-def holder(folder: Path) -> subprocess.Popen[bytes]:
+def start_lock_holder(folder: Path) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLD_LOCK, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"held\n"
     return process
 
 
-def test_the_second_launcher_is_refused_and_the_first_is_named(tmp_path: Path) -> None:
+def test_second_launcher_is_rejected_with_the_first_process(tmp_path: Path) -> None:
     with LaunchLock(RunDir(tmp_path)):
         assert is_launching(RunDir(tmp_path))
         with pytest.raises(
@@ -44,21 +46,21 @@ def test_the_second_launcher_is_refused_and_the_first_is_named(tmp_path: Path) -
     assert not is_launching(RunDir(tmp_path))
 
 
-def test_nothing_is_left_in_a_folder_that_was_not_used(tmp_path: Path) -> None:
+def test_unused_folder_is_removed(tmp_path: Path) -> None:
     root = tmp_path / "a" / "b" / "run"
     with LaunchLock(RunDir(root)):
         assert [path.name for path in root.iterdir()] == [".launch.lock"]
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / "mine").mkdir()
-    with LaunchLock(RunDir(tmp_path / "mine")):
+    (tmp_path / "run").mkdir()
+    with LaunchLock(RunDir(tmp_path / "run")):
         pass
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
     with LaunchLock(RunDir(root)):
         (root / "config.yaml").write_text("x")
     assert [path.name for path in root.iterdir()] == ["config.yaml"]
 
 
-def test_a_refused_launcher_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+def test_rejected_launcher_leaves_the_lock_unchanged(tmp_path: Path) -> None:
     with LaunchLock(RunDir(tmp_path)):
         before = (tmp_path / ".launch.lock").read_text()
         with pytest.raises(ConfigError):
@@ -66,8 +68,8 @@ def test_a_refused_launcher_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
         assert (tmp_path / ".launch.lock").read_text() == before
 
 
-def test_a_lock_left_by_a_killed_process_does_not_block(tmp_path: Path) -> None:
-    other = holder(tmp_path)
+def test_lock_of_a_killed_process_does_not_block(tmp_path: Path) -> None:
+    other = start_lock_holder(tmp_path)
     with pytest.raises(ConfigError, match=f"process {other.pid} "):
         LaunchLock(RunDir(tmp_path)).__enter__()
     os.kill(other.pid, signal.SIGKILL)
@@ -78,8 +80,8 @@ def test_a_lock_left_by_a_killed_process_does_not_block(tmp_path: Path) -> None:
         assert str(os.getpid()) in (tmp_path / ".launch.lock").read_text()
 
 
-def test_a_run_that_has_written_its_end_is_waited_for(tmp_path: Path) -> None:
-    other = holder(tmp_path)
+def test_waits_for_a_finished_run_to_exit(tmp_path: Path) -> None:
+    other = start_lock_holder(tmp_path)
     log = EventLog(tmp_path / "events.jsonl")
     log.emit({"type": "run_end", "status": "done", "step": 1})
     log.close()
@@ -92,7 +94,7 @@ def test_a_run_that_has_written_its_end_is_waited_for(tmp_path: Path) -> None:
     assert recorder.messages == [f"waiting for the run in {tmp_path} to exit…"]
 
 
-def test_an_older_end_does_not_make_a_launcher_wait(tmp_path: Path) -> None:
+def test_does_not_wait_after_an_older_run_end(tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events.jsonl")
     log.emit({"type": "run_end", "status": "done", "step": 1})
     log.close()
@@ -101,14 +103,13 @@ def test_an_older_end_does_not_make_a_launcher_wait(tmp_path: Path) -> None:
         LaunchLock(RunDir(tmp_path)).__enter__()
 
 
-def test_of_many_launchers_at_once_one_gets_the_folder(tmp_path: Path) -> None:
-    """While launchers take, release and remove the lock in turn, no two hold it at the same
-    time."""
-    root, holding, max_holding, refused = tmp_path / "run", 0, 0, 0
+def test_concurrent_launchers_hold_the_lock_one_at_a_time(tmp_path: Path) -> None:
+    """No two launchers hold the lock at the same time while they take, release and remove it."""
+    root, holding, max_holding, rejected = tmp_path / "run", 0, 0, 0
     guard = threading.Lock()
 
     def contend() -> None:
-        nonlocal holding, max_holding, refused
+        nonlocal holding, max_holding, rejected
         for _ in range(20):
             try:
                 with LaunchLock(RunDir(root)):
@@ -120,7 +121,7 @@ def test_of_many_launchers_at_once_one_gets_the_folder(tmp_path: Path) -> None:
                         holding -= 1
             except ConfigError:
                 with guard:
-                    refused += 1
+                    rejected += 1
 
     threads = [threading.Thread(target=contend) for _ in range(6)]
     for thread in threads:
@@ -128,5 +129,5 @@ def test_of_many_launchers_at_once_one_gets_the_folder(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert (holding, max_holding) == (0, 1)
-    assert refused < 120
+    assert rejected < 120
     assert [path for path in tmp_path.rglob("*") if path != root] == []

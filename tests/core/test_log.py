@@ -1,4 +1,4 @@
-"""Each notice is printed once and written to the event log once."""
+"""Test that each notice is printed once and written to the event log once."""
 
 import logging
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def fresh_logging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     log.configure_logging()
 
 
-def test_warnings_are_prefixed_and_the_level_is_respected(
+def test_console_prefixes_warnings_and_respects_the_level(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for options, expected in (
@@ -38,7 +38,7 @@ def test_warnings_are_prefixed_and_the_level_is_respected(
         assert capsys.readouterr().err == expected
 
 
-def test_a_notice_is_printed_once_and_is_one_event(
+def test_notice_is_printed_once_and_logged_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log.configure_logging()
@@ -46,17 +46,17 @@ def test_a_notice_is_printed_once_and_is_one_event(
     events = EventLog(tmp_path / "events.jsonl", [received.append])
     with log.log_to_events(events):
         logger.warning("a warning")
-        logger.info("only for a person", extra=log.CONSOLE_ONLY)
-        logger.debug("for a developer")
+        logger.info("console only", extra=log.CONSOLE_ONLY)
+        logger.debug("debug")
     logger.info("later")
     events.close()
     written = read_events(tmp_path / "events.jsonl")
     assert [(event["level"], event["text"]) for event in written] == [("warning", "a warning")]
     assert received == written
-    assert capsys.readouterr().err == "only for a person\nlater\n"
+    assert capsys.readouterr().err == "console only\nlater\n"
 
 
-def test_a_quiet_console_keeps_no_notice_from_the_event_log(
+def test_quiet_console_still_logs_notices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log.configure_logging(quiet=True)
@@ -76,7 +76,7 @@ def test_a_quiet_console_keeps_no_notice_from_the_event_log(
     assert capsys.readouterr().err == "warning: warning\n"
 
 
-def test_notices_are_recorded_for_another_process(capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_notices_for_another_process(capsys: pytest.CaptureFixture[str]) -> None:
     log.configure_logging()
     with log.recorded_notices() as recorder:
         log.log_notices(logger, [("info", "50 % of it"), ("warning", "careful")])

@@ -1,4 +1,4 @@
-"""The names in the folder of a run, and one run per folder."""
+"""Test the file names in a run's folder and its lock."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from paceline.core.errors import RunError
 from paceline.core.run_dir import RunDir, clear_debris, lock_run
 
 
-def test_naming_a_run_touches_nothing(tmp_path: Path) -> None:
+def test_run_dir_creates_nothing(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     names = {
         path.name
@@ -36,7 +36,7 @@ def test_naming_a_run_touches_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left(tmp_path: Path) -> None:
+def test_removes_temporary_files_of_killed_processes(tmp_path: Path) -> None:
     for name in (
         ".config.yaml.12.tmp",
         ".report.json.7.tmp",
@@ -61,7 +61,7 @@ def test_what_a_killed_process_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "events.jsonl", "checkpoints"])
-def test_a_run_has_begun(tmp_path: Path, name: str) -> None:
+def test_is_run_recognizes_a_started_run(tmp_path: Path, name: str) -> None:
     run = RunDir(tmp_path)
     (tmp_path / "notes.txt").write_text("x")
     assert not run.is_run()
@@ -69,7 +69,7 @@ def test_a_run_has_begun(tmp_path: Path, name: str) -> None:
     assert run.is_run()
 
 
-def test_the_lock(tmp_path: Path) -> None:
+def test_lock_rejects_a_second_run(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     lock = lock_run(run, wait_s=0.0)
     with pytest.raises(
@@ -77,13 +77,13 @@ def test_the_lock(tmp_path: Path) -> None:
     ):
         lock_run(run, wait_s=0.0)
     lock.close()
-    run.lock.write_text("who held it")
+    run.lock.write_text("previous holder")
     lock_run(run, wait_s=0.0, sign=False).close()
-    assert run.lock.read_text() == "who held it"
+    assert run.lock.read_text() == "previous holder"
     lock_run(run, wait_s=0.0).close()
 
 
-def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
+def test_lock_is_released_when_its_process_ends(tmp_path: Path) -> None:
     script = (
         "import os, sys; from pathlib import Path; from paceline.core.run_dir import RunDir,"
         " lock_run\nlock = lock_run(RunDir(Path(sys.argv[1])), 0.0); print('held', flush=True);"

@@ -1,4 +1,4 @@
-"""Whether processes are there: by number, by when they began, by who signed a run's lock."""
+"""Test whether a process is alive, by its ID, its start time and the lock of a run."""
 
 import os
 import socket
@@ -11,19 +11,19 @@ from paceline.core.processes import pid_alive
 from paceline.core.run_dir import RunDir, holder_alive, lock_run
 
 
-def ended() -> int:
+def ended_process() -> int:
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     return child.pid
 
 
-def test_a_process_is_there_until_it_ends() -> None:
+def test_process_is_alive_until_it_ends() -> None:
     assert pid_alive(os.getpid())
-    assert not pid_alive(ended())
+    assert not pid_alive(ended_process())
     assert not pid_alive(1 << 80)
 
 
-def test_a_zombie_is_gone() -> None:
+def test_zombie_is_not_alive() -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     deadline = time.monotonic() + 20
     while pid_alive(child.pid) and time.monotonic() < deadline:
@@ -32,24 +32,24 @@ def test_a_zombie_is_gone() -> None:
     child.wait()
 
 
-def test_one_that_began_later_is_another() -> None:
+def test_reused_process_id_is_not_the_same_process() -> None:
     assert pid_alive(os.getpid(), time.time())
     assert not pid_alive(os.getpid(), 1.0) or sys.platform != "linux"
 
 
-def test_the_holder_of_a_run_is_who_signed_its_lock(tmp_path: Path) -> None:
+def test_holder_of_a_run_is_read_from_its_lock(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert holder_alive(run) is None
     with lock_run(run, 0.0):
         assert holder_alive(run) is True
-    for text, known in (
-        (f"{ended()} on {socket.gethostname()}", False),
-        ("5 on elsewhere", None),
+    for text, expected in (
+        (f"{ended_process()} on {socket.gethostname()}", False),
+        ("5 on another-host", None),
         ("nonsense", None),
         ("", None),
     ):
         run.lock.write_text(text)
-        assert holder_alive(run) is known, text
+        assert holder_alive(run) is expected, text
     run.lock.unlink()
     run.lock.symlink_to(tmp_path / "other")
     assert holder_alive(run) is None

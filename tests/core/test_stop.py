@@ -1,4 +1,4 @@
-"""Signal handlers of a run: who may install them, and what they leave behind."""
+"""Test that signal handlers are installed only in the main thread and restored."""
 
 import signal
 import threading
@@ -6,7 +6,7 @@ import threading
 from paceline.core.stop import StopFlag, handlers_restored
 
 
-def test_a_thread_beside_the_main_one_changes_no_handler() -> None:
+def test_other_threads_install_no_handler() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     installed: list[bool] = []
     thread = threading.Thread(target=lambda: installed.append(StopFlag().install(sigint=True)))
@@ -18,7 +18,7 @@ def test_a_thread_beside_the_main_one_changes_no_handler() -> None:
     ] == before
 
 
-def test_the_main_thread_gets_its_handlers_back() -> None:
+def test_main_thread_restores_its_handlers() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     stop = StopFlag()
     with handlers_restored():

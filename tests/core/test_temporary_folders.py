@@ -1,4 +1,4 @@
-"""Temporary folders of a killed process are removed by the next one; those in use stay."""
+"""Test that temporary folders of killed processes are removed and those in use are kept."""
 
 import os
 import signal
@@ -10,35 +10,39 @@ from paceline.core.files import Scratch
 
 
 @pytest.fixture(autouse=True)
-def temporary(tmp_path, monkeypatch):
+def temporary_dir(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
-def killed(prefix):
-    """A process that is killed while it has a folder."""
+def leave_stale_folder(prefix):
+    """Kill a process that has a temporary folder."""
     child = os.fork()
     if child == 0:
         scratch = Scratch(prefix)
-        (scratch.path / "more").mkdir()
+        (scratch.path / "subfolder").mkdir()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
 
 
-def test_it_goes_with_its_with(temporary):
+def test_folder_is_removed_at_the_end_of_the_block(temporary_dir):
     with Scratch() as path:
-        assert path.parent == temporary
+        assert path.parent == temporary_dir
         (path / "a").write_text("a")
-    assert list(temporary.iterdir()) == []
+    assert list(temporary_dir.iterdir()) == []
 
 
-def test_what_a_killed_process_left_goes_and_what_is_in_use_stays(temporary):
+def test_removes_stale_folders_and_keeps_used_ones(temporary_dir):
     used = Scratch("used-")
-    (temporary / "used-of-somebody-else").mkdir()
-    killed("used-")
-    assert len(list(temporary.iterdir())) == 3
+    (temporary_dir / "used-by-another-program").mkdir()
+    leave_stale_folder("used-")
+    assert len(list(temporary_dir.iterdir())) == 3
     with Scratch("other-"):
-        assert len(list(temporary.iterdir())) == 4
+        assert len(list(temporary_dir.iterdir())) == 4
     with Scratch("used-") as path:
-        assert set(temporary.iterdir()) == {used.path, path, temporary / "used-of-somebody-else"}
+        assert set(temporary_dir.iterdir()) == {
+            used.path,
+            path,
+            temporary_dir / "used-by-another-program",
+        }
     used.close()

@@ -1,5 +1,4 @@
-"""The documentation: its links lead somewhere, its commands parse, its configs load, its two
-languages show the same."""
+"""Test that the links of the documentation exist, its commands parse and its configs load."""
 
 import re
 import shlex
@@ -25,19 +24,21 @@ def blocks(page: Path, *kinds: str) -> list[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """Words after `paceline` of each command in the page's shell blocks."""
+    """Return the arguments of each `paceline` command in the shell blocks of a page."""
     lines = [line for text in blocks(page, "bash", "sh") for line in text.splitlines()]
     args = [shlex.split(line, comments=True) for line in lines]
     return [line[line.index("paceline") + 1 :] for line in args if "paceline" in line]
 
 
 def anchors(page: Path) -> set[str]:
-    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {
+        re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_relative_links_lead_somewhere(page: Path) -> None:
+def test_relative_links_exist(page: Path) -> None:
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))
     broken = []
     for link in LINK.findall(text):
@@ -57,18 +58,18 @@ def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert args, f"a bare `paceline` in {page.name}"
         assert args[0] in {*VERBS, *ALIASES}, f"paceline {' '.join(args)}"
         if args[0] in ("sft", "train"):
-            # the reader's file
+            # files of the reader
             users_files = [
                 arg for arg in args[1:] if arg.endswith(".yaml") and not (ROOT / arg).exists()
             ]
             arguments = [arg for arg in args[1:] if arg not in FLAGS and arg not in users_files]
             for key in ("model", "dataset"):
                 if users_files and not any(arg.startswith(f"{key}=") for arg in arguments):
-                    arguments.append(f"{key}=theirs")
+                    arguments.append(f"{key}=placeholder")
             load_config(*split_cli(arguments))
 
 
-def test_the_readme_shows_commands() -> None:
+def test_readme_shows_the_main_commands() -> None:
     assert {args[0] for args in commands(ROOT / "README.md")} >= {
         "sft",
         "watch",
@@ -86,7 +87,7 @@ def test_configs_load(page: Path, tmp_path: Path) -> None:
         assert warnings == []
 
 
-def test_the_architecture_page_names_every_verb() -> None:
+def test_architecture_page_lists_every_verb() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     listing = text[text.index("**Verbs.**") :].split("A config is", 1)[0]
     assert set(re.findall(r"`(\w+)`", listing)) == {*VERBS, *ALIASES}
@@ -127,7 +128,7 @@ def test_every_how_to_page_is_linked_from_the_readme() -> None:
         assert f"(docs/{'zh' if translated else 'how-to'}/{page.name})" in chinese
 
 
-def test_pictures_are_small() -> None:
+def test_images_are_small() -> None:
     large = [
         path.name for path in (ROOT / "docs" / "images").iterdir() if path.stat().st_size > 300_000
     ]

@@ -1,4 +1,4 @@
-"""The firewall rules of the security page, loaded in network namespaces."""
+"""Test the firewall rules of the security page in network namespaces."""
 
 import re
 import shutil
@@ -20,7 +20,7 @@ listeners = [socket.create_server(("0.0.0.0", int(port))) for port in sys.argv[1
 print("ready", flush=True)
 sys.stdin.read()
 """
-_TRY = """
+_TRY_PORTS = """
 import sys
 from paceline.doctor.host_probe import try_port
 print(*[try_port("192.0.2.1", int(port), timeout_s=0.5) for port in sys.argv[1:]], sep=",")
@@ -40,7 +40,7 @@ def network(pytestconfig: pytest.Config) -> Iterator[Any]:
 
 
 @contextmanager
-def _listening(network: Any, *ports: int) -> Iterator[None]:
+def _open_ports(network: Any, *ports: int) -> Iterator[None]:
     command = network.on(0, [sys.executable, "-c", _LISTEN, *map(str, ports)])
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -51,8 +51,8 @@ def _listening(network: Any, *ports: int) -> Iterator[None]:
         process.communicate()
 
 
-def _reached_from(network: Any, host: int, *ports: int) -> list[str]:
-    command = network.on(host, [sys.executable, "-c", _TRY, *map(str, ports)])
+def _try_ports(network: Any, host: int, *ports: int) -> list[str]:
+    command = network.on(host, [sys.executable, "-c", _TRY_PORTS, *map(str, ports)])
     return (
         subprocess.run(command, capture_output=True, text=True, check=True)
         .stdout.strip()
@@ -60,7 +60,7 @@ def _reached_from(network: Any, host: int, *ports: int) -> list[str]:
     )
 
 
-def _load(network: Any, rules: str) -> None:
+def _load_rules(network: Any, rules: str) -> None:
     subprocess.run(
         network.on(0, ["nft", "-f", "-"]), input=f"flush ruleset\n{rules}", text=True, check=True
     )
@@ -68,17 +68,19 @@ def _load(network: Any, rules: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_the_rules_admit_the_hosts_of_the_run_only(network: Any) -> None:
+def test_rules_admit_only_the_hosts_of_the_run(network: Any) -> None:
     by_address, by_interface = re.findall(
         r"^```nft\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
     )
     ports = (29500, 40000, 8080)
-    with _listening(network, *ports):
-        _load(network, by_address.replace("10.0.0.1", "192.0.2.1").replace("10.0.0.2", "192.0.2.2"))
-        assert _reached_from(network, 0, *ports) == ["open", "open", "open"]
-        assert _reached_from(network, 1, *ports) == ["open", "open", "open"]
-        assert _reached_from(network, 2, *ports) == ["no answer", "no answer", "open"]
-        _load(network, by_interface)
-        assert _reached_from(network, 1, *ports) == ["no answer", "no answer", "open"]
-        _load(network, by_interface.replace("wg0", "eth0"))
-        assert _reached_from(network, 1, *ports) == ["open", "open", "open"]
+    with _open_ports(network, *ports):
+        _load_rules(
+            network, by_address.replace("10.0.0.1", "192.0.2.1").replace("10.0.0.2", "192.0.2.2")
+        )
+        assert _try_ports(network, 0, *ports) == ["open", "open", "open"]
+        assert _try_ports(network, 1, *ports) == ["open", "open", "open"]
+        assert _try_ports(network, 2, *ports) == ["no answer", "no answer", "open"]
+        _load_rules(network, by_interface)
+        assert _try_ports(network, 1, *ports) == ["no answer", "no answer", "open"]
+        _load_rules(network, by_interface.replace("wg0", "eth0"))
+        assert _try_ports(network, 1, *ports) == ["open", "open", "open"]

@@ -1,8 +1,8 @@
-"""Every shell block of the README and of the first guide runs as printed.
+"""Test that every shell block of the README and of the first guide runs as printed.
 
-A block that needs a network, a GPU or a cluster starts with a comment that says so (``# Needs a
-network: …``). It runs here on a stand-in: a Hugging Face cache that holds a tiny model under the
-name of the real one.
+A block that needs a network, a GPU or a cluster starts with a comment such as ``# Needs a network:
+…``. The tests run it with a Hugging Face cache that contains a tiny model under the name of the
+real one.
 """
 
 import json
@@ -30,7 +30,7 @@ README, README_ZH, GUIDE = (
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"^# Needs a (network|GPU|cluster)\b.*:", re.MULTILINE)
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
-#: `make demo` and `make test` run by themselves; here they would run inside each other.
+#: Commands that would run these tests recursively or take too long.
 NOT_RUN = ("make demo", "make test")
 #: Blocks with many steps or modes, which `make soak` runs.
 LONG = ("paceline verify", "parallel.num_gpus=4")
@@ -70,7 +70,7 @@ def shell_blocks(page: Path) -> list[ShellBlock]:
 RUN = [block for page in (README, GUIDE) for block in shell_blocks(page) if block.is_run]
 
 
-def _parameter(block: ShellBlock) -> object:
+def _as_parameter(block: ShellBlock) -> object:
     is_long = any(command in block.text for command in LONG)
     name = f"{block.page.stem}-{block.number}"
     return pytest.param(
@@ -80,8 +80,8 @@ def _parameter(block: ShellBlock) -> object:
 
 @pytest.fixture(scope="module")
 def workspaces(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
-    """A folder for each page: the examples, the files that the page prints, and what its earlier
-    commands have written."""
+    """Return a folder per page with the examples and the files that the page shows. The commands of
+    a page share it."""
     folders = {page: tmp_path_factory.mktemp(page.stem) for page in (README, GUIDE)}
     hub = tmp_path_factory.mktemp("hub")
     _fill_cache(hub / "hub" / f"models--{MODEL.replace('/', '--')}")
@@ -99,7 +99,7 @@ def workspaces(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
             if kind == "json"
         )
         (folder / "questions.jsonl").write_text(rows)
-    # What `make demo` has left, after fewer steps.
+    # The output of `make demo`, with fewer steps.
     _run(
         "paceline sft --config examples/demo.yaml max_steps=2 dataset=builtin:python-docs#64",
         folders[README],
@@ -126,7 +126,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _run(line: str, folder: Path) -> None:
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", line],
         cwd=folder,
         env=_environment(folder),
@@ -135,11 +135,13 @@ def _run(line: str, folder: Path) -> None:
         timeout=1800,
         check=False,
     )
-    assert done.returncode == 0, f"{line}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
+    assert completed.returncode == 0, (
+        f"{line}\n{completed.stdout[-1500:]}\n{completed.stderr[-1500:]}"
+    )
 
 
 def _serve(line: str, folder: Path) -> None:
-    """Run a command that serves until Ctrl-C: it must answer, and end by SIGINT."""
+    """Run a server, and check that it responds and that SIGINT ends it."""
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(
             ["bash", "-c", f"exec {line}"],
@@ -149,26 +151,26 @@ def _serve(line: str, folder: Path) -> None:
             stderr=log,
         )
     try:
-        assert b"<html" in _first_answer(server, folder / "server.log")
+        assert b"<html" in _read_first_response(server, folder / "server.log")
     finally:
         server.send_signal(signal.SIGINT)
         assert server.wait(timeout=30) in (0, 130)
 
 
-def _first_answer(server: subprocess.Popen[bytes], log: Path) -> bytes:
+def _read_first_response(server: subprocess.Popen[bytes], log: Path) -> bytes:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and server.poll() is None:
         address = re.search(r"http://\S+", log.read_text())
         if address is not None:
-            with urllib.request.urlopen(address.group(0), timeout=30) as answer:
-                return bytes(answer.read())
+            with urllib.request.urlopen(address.group(0), timeout=30) as response:
+                return bytes(response.read())
         time.sleep(0.1)
     raise AssertionError(f"the server did not start: {log.read_text()[-1500:]}")
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("block", [_parameter(block) for block in RUN])
-def test_the_block_runs_as_printed(block: ShellBlock, workspaces: dict[Path, Path]) -> None:
+@pytest.mark.parametrize("block", [_as_parameter(block) for block in RUN])
+def test_block_runs_as_printed(block: ShellBlock, workspaces: dict[Path, Path]) -> None:
     for line in block.lines:
         if "paceline ui" in line:
             _serve(line, workspaces[block.page])
@@ -176,7 +178,7 @@ def test_the_block_runs_as_printed(block: ShellBlock, workspaces: dict[Path, Pat
             _run(line, workspaces[block.page])
 
 
-def test_every_shell_block_is_counted() -> None:
+def test_finds_every_shell_block() -> None:
     counts = {page.name: len(shell_blocks(page)) for page in (README, README_ZH, GUIDE)}
     assert counts == {"README.md": 11, "README.zh-CN.md": 11, "fine-tune.md": 3}
     not_run = [
@@ -186,8 +188,8 @@ def test_every_shell_block_is_counted() -> None:
     assert len(RUN) == counts["README.md"] + counts["fine-tune.md"] - len(not_run)
 
 
-def test_blocks_that_need_a_network_say_so() -> None:
-    """A block that reads a config with a hub id carries the marker, and no other does."""
+def test_blocks_that_need_a_network_are_marked() -> None:
+    """Exactly the blocks that read a config with a hub ID have the marker."""
     marked = {(block.page.name, block.number) for block in RUN if block.needs == "network"}
     reads_hub_model = {
         (block.page.name, block.number) for block in RUN if "sft mine.yaml" in block.text

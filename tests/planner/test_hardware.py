@@ -1,4 +1,4 @@
-"""Sizes and devices by name."""
+"""Test the parsing of memory sizes and the table of devices."""
 
 import pytest
 
@@ -8,30 +8,30 @@ from paceline.planner.devices import devices, find_device, recognize
 from paceline.planner.hardware import cpu_machine, named_machine, parse_size, unknown_machine
 
 
-def test_sizes() -> None:
+def test_parse_size_reads_units() -> None:
     assert parse_size("80GB") == 80 * 10**9
     assert parse_size(" 24 GiB ") == 24 * 2**30
     assert parse_size("0.5tb") == 5 * 10**11
 
 
 @pytest.mark.parametrize("text", ["24", "", "GB", "24 parsecs", "-3GB", "0GB", "1e3GB"])
-def test_invalid_sizes(text: str) -> None:
+def test_parse_size_rejects_invalid_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="--device-memory"):
         parse_size(text)
 
 
-def name_of(name: str, memory_bytes: int | None = None) -> str:
+def find_name(name: str, memory_bytes: int | None = None) -> str:
     return find_device(name, memory_bytes)[0].name
 
 
-def test_every_device_has_its_figures_and_a_source() -> None:
-    wanted = (
+def test_table_of_devices_is_complete_and_plausible() -> None:
+    expected_names = (
         "A10 A10G A16 A30 A40 A100-40GB A100-80GB H100-PCIe H100-SXM H100-NVL H200 H20 GH200 B200"
         " L4 L20 L40 L40S T4 V100-16GB V100-32GB P100 RTX-3060 RTX-3070 RTX-3080 RTX-3090 RTX-4060"
         " RTX-4070 RTX-4080 RTX-4090 RTX-5070 RTX-5080 RTX-5090 RTX-6000-Ada MI210 MI250X MI300X"
     )
-    for name in wanted.split():
-        assert name_of(name).startswith(name)
+    for name in expected_names.split():
+        assert find_name(name).startswith(name)
     assert len({row.name for row in devices()}) == len(devices())
     for row in devices():
         assert find_device(row.name) == (row, "")
@@ -42,13 +42,13 @@ def test_every_device_has_its_figures_and_a_source() -> None:
         for rate in (row.bfloat16_flops_s, row.float16_flops_s, row.tf32_flops_s):
             assert rate is None or row.float32_flops_s <= rate <= 40 * row.float32_flops_s
         assert row.network_bytes_s <= row.link_bytes_s <= row.memory_bandwidth_bytes_s
-    without = {row.name for row in devices() if not row.supports_bfloat16}
-    assert {"T4", "V100-16GB", "V100-32GB", "P100-PCIe-16GB", "RTX-2080-Ti"} <= without
-    assert not without & {"A10", "A100-80GB", "RTX-3090", "MI210", "L4"}
+    without_bfloat16 = {row.name for row in devices() if not row.supports_bfloat16}
+    assert {"T4", "V100-16GB", "V100-32GB", "P100-PCIe-16GB", "RTX-2080-Ti"} <= without_bfloat16
+    assert not without_bfloat16 & {"A10", "A100-80GB", "RTX-3090", "MI210", "L4"}
 
 
 @pytest.mark.parametrize(
-    ("written", "name"),
+    ("spelling", "name"),
     [
         ("a100 40gb", "A100-40GB"),
         ("rtx 4090", "RTX-4090"),
@@ -64,25 +64,25 @@ def test_every_device_has_its_figures_and_a_source() -> None:
         ("Quadro RTX 6000", "Quadro-RTX-6000"),
     ],
 )
-def test_devices_by_name(written: str, name: str) -> None:
-    device, notice = find_device(written)
+def test_finds_devices_by_spelling(spelling: str, name: str) -> None:
+    device, notice = find_device(spelling)
     assert (device.name, notice) == (name, "")
 
 
-def test_a_name_that_variants_share_is_settled_by_memory_or_reported() -> None:
+def test_ambiguous_name_is_resolved_by_memory_or_reported() -> None:
     device, notice = find_device("h100")
     assert device.name == "H100-SXM"
     assert (
         notice
         == "`--device h100` can be H100-SXM, H100-PCIe or H100-NVL: this plan is for H100-SXM"
     )
-    assert name_of("A100") == "A100-80GB"
-    assert name_of("A100", 40 * 10**9) == "A100-40GB"
-    assert name_of("RTX 4060 Ti", 16 * 10**9) == "RTX-4060-Ti-16GB"
+    assert find_name("A100") == "A100-80GB"
+    assert find_name("A100", 40 * 10**9) == "A100-40GB"
+    assert find_name("RTX 4060 Ti", 16 * 10**9) == "RTX-4060-Ti-16GB"
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
+    ("name", "suggestion"),
     [
         ("A1", "A10, A10G"),
         ("V1", "V100-32GB"),
@@ -93,10 +93,10 @@ def test_a_name_that_variants_share_is_settled_by_memory_or_reported() -> None:
         ("", ""),
     ],
 )
-def test_a_part_of_a_name_is_not_a_device(name: str, near: str) -> None:
+def test_rejects_partial_names(name: str, suggestion: str) -> None:
     with pytest.raises(ConfigError, match="is not in the table of devices") as error:
         find_device(name)
-    assert near in str(error.value.allowed)
+    assert suggestion in str(error.value.allowed)
 
 
 @pytest.mark.parametrize(
@@ -131,18 +131,18 @@ def test_a_part_of_a_name_is_not_a_device(name: str, near: str) -> None:
         ("Tesla T4", 14.6, "T4"),
         ("AMD Instinct MI300X", 191.7, "MI300X"),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", 4.7, None),
-        ("NVIDIA A10", 7.5, None),  # a part of one
+        ("NVIDIA A10", 7.5, None),  # a partition of the device
         ("NVIDIA GeForce RTX 4090 Ti", 47.0, None),
         ("GRID A100-10C", 10.0, None),
         ("Some Accelerator 100", 24.0, None),
     ],
 )
-def test_devices_as_the_driver_names_them(driver: str, memory_gib: float, name: str | None) -> None:
+def test_recognizes_names_of_the_driver(driver: str, memory_gib: float, name: str | None) -> None:
     device = recognize(driver, round(memory_gib * 2**30))
     assert (None if device is None else device.name) == name
 
 
-def test_machines() -> None:
+def test_machine_has_the_rates_of_its_device() -> None:
     a100, v100 = find_device("A100-80GB")[0], find_device("V100-32GB")[0]
     named = named_machine(a100, None, 8, "bfloat16")
     assert named.flops_s == pytest.approx(0.4 * 312e12)
@@ -150,9 +150,9 @@ def test_machines() -> None:
     assert named_machine(a100, None, 8, None).flops_s == pytest.approx(0.4 * 19.5e12)
     assert named_machine(a100, None, 16, "bfloat16").link_bytes_s == 25e9
     assert named_machine(v100, None, 1, "float16").flops_s == pytest.approx(0.4 * 125e12)
-    without = named_machine(v100, None, 1, "bfloat16")
-    assert without.flops_s == pytest.approx(0.4 * 15.7e12)
-    assert "no bfloat16 units" in without.notes[0]
+    no_bfloat16 = named_machine(v100, None, 1, "bfloat16")
+    assert no_bfloat16.flops_s == pytest.approx(0.4 * 15.7e12)
+    assert "no bfloat16 units" in no_bfloat16.notes[0]
     by_size = named_machine(None, 24 * 10**9, 8, None)
     assert by_size.name == "RTX-4090"
     assert "no device is named" in by_size.notes[0]

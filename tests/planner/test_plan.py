@@ -1,4 +1,4 @@
-"""`paceline plan`, `paceline.plan()`, and the choice of `mode: auto`."""
+"""Test `paceline plan`, `paceline.plan()`, and the choice of `mode: auto`."""
 
 import json
 import subprocess
@@ -23,8 +23,8 @@ def config(**keys: Any) -> Config:
     return Config(**{"model": MICRO, "dataset": "builtin:python-docs", **keys})
 
 
-def wide(folder: Path, hidden: int = 2048, layers: int = 12) -> str:
-    """Return a model's folder with a config.json alone: about 50 million parameters per layer."""
+def write_model_config(folder: Path, hidden: int = 2048, layers: int = 12) -> str:
+    """Write the config.json of a model with about 50 million parameters per layer."""
     widths = {
         "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": 3 * hidden,
         "num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -34,7 +34,7 @@ def wide(folder: Path, hidden: int = 2048, layers: int = 12) -> str:
     return str(folder)
 
 
-def test_candidates() -> None:
+def test_candidates_cover_all_modes_and_meshes() -> None:
     names = [layout.strategy for layout in candidates(config(), 8)]
     assert names[:9] == [
         "single",
@@ -51,12 +51,12 @@ def test_candidates() -> None:
     assert len(meshes) == len(set(meshes)) == 16
     assert {layout.size for layout in meshes} == {8}
     assert [layout.strategy for layout in candidates(config(), 1)] == ["single"]
-    named = config(parallel={"mode": "zero3", "data": 2})
-    assert candidates(named, 4)[-1].axes.shard == 2
-    assert len(set(candidates(named, 4))) == len(candidates(named, 4))
+    zero3 = config(parallel={"mode": "zero3", "data": 2})
+    assert candidates(zero3, 4)[-1].axes.shard == 2
+    assert len(set(candidates(zero3, 4))) == len(candidates(zero3, 4))
 
 
-def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_and_function_return_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
     args = [
         f"model={MICRO}",
         "dataset=none.jsonl",
@@ -90,16 +90,16 @@ def test_the_command_prints_what_the_function_returns(capsys: pytest.CaptureFixt
     elements = plan["parameters"]
     assert modes["ddp"]["memory_bytes"]["gradients"] == 4 * elements
     assert modes["ddp"]["traffic_bytes_per_step"] == pytest.approx(4 * elements, abs=2)
-    same = paceline.plan(
+    result = paceline.plan(
         {"model": MICRO, "dataset": "none.jsonl", "parallel": {"mode": "zero2"}},
         world_size=2,
         device_memory="8GB",
         **{"train_args.max_length": 64, "train_args.precision": "32"},
     )
-    assert same == plan
+    assert result == plan
 
 
-def test_an_invalid_layout_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_an_invalid_layout(capsys: pytest.CaptureFixture[str]) -> None:
     args = [
         "plan",
         f"model={MICRO}",
@@ -121,7 +121,7 @@ def test_an_invalid_layout_is_reported(capsys: pytest.CaptureFixture[str]) -> No
     assert plan["layout_error"]["what"] == message
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     args = [
         "task=classify",
         "model=builtin:small-cnn",
@@ -137,10 +137,9 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "auto: ddp is the fastest" in out
 
 
-def test_tied_weights_on_stages_and_shards(tmp_path: Path) -> None:
-    """The stage in the middle holds neither of the names of a weight that the first and the last
-    one share."""
-    model = wide(tmp_path, layers=8)
+def test_counts_tied_weights_on_stages_and_shards(tmp_path: Path) -> None:
+    """The first and the last stage share a weight, and the stages between them do not have it."""
+    model = write_model_config(tmp_path, layers=8)
     modes = paceline.plan({"model": model, "dataset": "none"}, world_size=8, device="A100-40GB")[
         "modes"
     ]
@@ -165,7 +164,9 @@ def test_tied_weights_on_stages_and_shards(tmp_path: Path) -> None:
         (["lora.enable=true", "lora.target_modules=[nothing]"], ["target_modules"]),
     ],
 )
-def test_bad_input(args: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_invalid_input(
+    args: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     required = [
         key for key in (f"model={MICRO}", "dataset=none.jsonl") if not args[0].startswith(key[:6])
     ]
@@ -178,7 +179,7 @@ def test_bad_input(args: list[str], parts: list[str], capsys: pytest.CaptureFixt
         assert part in paragraph
 
 
-def test_a_config_json_that_does_not_fit_together(
+def test_reports_an_inconsistent_config_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(
@@ -188,11 +189,11 @@ def test_a_config_json_that_does_not_fit_together(
     assert "cannot be built from its config.json" in capsys.readouterr().err
 
 
-def test_token_counts_come_from_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
+def test_reads_token_counts_from_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
     from paceline.data.text.prepare import prepare_tokens
     from paceline.models.builtin import resolve_model
 
-    small = config(dataset="builtin:python-docs#40", train_args={"max_length": 96})
+    small_config = config(dataset="builtin:python-docs#40", train_args={"max_length": 96})
     args = [
         f"model={MICRO}",
         "dataset=builtin:python-docs#40",
@@ -203,7 +204,7 @@ def test_token_counts_come_from_the_cache(capsys: pytest.CaptureFixture[str]) ->
     ]
     assert main(["plan", *args]) == 0
     assert json.loads(capsys.readouterr().out)["tokens_per_micro_batch"] == 4 * 96
-    tokens = prepare_tokens(small, "sft", resolve_model)
+    tokens = prepare_tokens(small_config, "sft", resolve_model)
     assert main(["plan", *args]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["tokens_per_micro_batch"] == pytest.approx(
@@ -212,7 +213,7 @@ def test_token_counts_come_from_the_cache(capsys: pytest.CaptureFixture[str]) ->
     assert "from the tokenized data" in plan["notes"][0]
 
 
-def test_the_upper_bound_imports_no_torch() -> None:
+def test_upper_bound_does_not_import_torch() -> None:
     resolve_model(MICRO)
     code = (
         "import sys; from paceline.config.schema import Config; from paceline.planner.choose"
@@ -225,17 +226,17 @@ def test_the_upper_bound_imports_no_torch() -> None:
     assert out.split() == ["ddp", "False"]
 
 
-def test_auto_chooses_the_simplest_mode_with_enough_memory() -> None:
-    layout, why = pick(config(), 4, 8 * 10**9)
+def test_auto_selects_the_simplest_mode_that_fits() -> None:
+    layout, reason = pick(config(), 4, 8 * 10**9)
     assert layout.strategy == "ddp"
-    assert "GiB" in why
+    assert "GiB" in reason
     assert pick(config(), 1, 8 * 10**9)[0].strategy == "single"
     digits = config(task="classify", model="builtin:small-cnn", dataset="builtin:digits")
     assert pick(digits, 4, 8 * 10**9)[0].strategy == "ddp"
 
 
 @pytest.mark.soak
-def test_the_bound_is_above_the_plan(tmp_path: Path) -> None:
+def test_upper_bound_exceeds_the_plan(tmp_path: Path) -> None:
     for keys in (
         {"train_args": {"precision": "32"}},
         {"train_args": {"precision": "32"}, "lora": {"enable": True}},
@@ -244,7 +245,7 @@ def test_the_bound_is_above_the_plan(tmp_path: Path) -> None:
         {"train_args": {"precision": "fp16-mixed"}, "lora": {"enable": True}},
     ):
         keys = {"train_args": {"precision": "32"}, **keys}
-        trained = config(model=wide(tmp_path), dataset="none", **keys)
+        trained = config(model=write_model_config(tmp_path), dataset="none", **keys)
         plan = paceline.plan(trained.model_dump(), world_size=2, device="T4")
         bound = upper_bound(trained)
         ddp = next(mode for mode in plan["modes"] if mode["mode"] == "ddp")["memory_bytes"]["total"]
@@ -254,7 +255,7 @@ def test_the_bound_is_above_the_plan(tmp_path: Path) -> None:
 
 def test_auto_shards_a_model_that_does_not_fit_one_device(tmp_path: Path) -> None:
     trained = config(
-        model=wide(tmp_path),
+        model=write_model_config(tmp_path),
         dataset="none",
         train_args={"max_length": 64, "per_device_train_batch_size": 1},
     )
@@ -263,25 +264,25 @@ def test_auto_shards_a_model_that_does_not_fit_one_device(tmp_path: Path) -> Non
         for mode in paceline.plan(trained.model_dump(), world_size=4, device="T4")["modes"]
         if mode["mode"] == "ddp"
     )
-    layout, why = pick(trained, 4, int(0.6 * ddp["memory_bytes"]["total"]))
+    layout, reason = pick(trained, 4, int(0.6 * ddp["memory_bytes"]["total"]))
     assert layout.strategy not in ("ddp", "single", "dp", "deepspeed")
     assert layout.world_size == 4
-    assert "ddp needs" in why
+    assert "ddp needs" in reason
 
 
-def test_nothing_fits(tmp_path: Path) -> None:
-    trained = config(model=wide(tmp_path), dataset="none")
+def test_reports_if_no_mode_fits(tmp_path: Path) -> None:
+    trained = config(model=write_model_config(tmp_path), dataset="none")
     with pytest.raises(ConfigError, match="no mode fits 2 devices") as error:
         pick(trained, 2, 2 * 10**9)
     assert "lora.enable=true" in str(error.value)
-    # Without the data, the activations are an upper bound: the mode is tried, with a warning.
+    # Without data, the activations are only an upper bound, so the mode is chosen with a warning.
     state = 16 * 12 * 50e6
-    layout, why = pick(trained, 1, int(1.3 * state))
+    layout, reason = pick(trained, 1, int(1.3 * state))
     assert layout.strategy == "single"
-    assert "may not fit" in why
+    assert "may not fit" in reason
 
 
-def test_parameters_by_the_weights_headers(tmp_path: Path) -> None:
+def test_counts_parameters_from_safetensors_headers(tmp_path: Path) -> None:
     count = stored_parameters(Path(resolve_model(MICRO)))
     assert count is not None
     assert 8192 * 64 < count < 8192 * 64 + 150_000  # embeddings, and two layers of 64
@@ -317,7 +318,7 @@ def test_auto_precision_follows_the_named_device(device: str, precision: str) ->
     full = paceline.plan({**keys, "train_args": {"precision": 32}}, world_size=2, device=device)
     assert full["precision"] == "32"
     frozen = plan["parameters"] - plan["trainable_parameters"]
-    in_full = next(
+    full_precision_bytes = next(
         mode["memory_bytes"]["parameters"] for mode in full["modes"] if mode["mode"] == "ddp"
     )
-    assert in_full - weights["ddp"] == 2 * frozen
+    assert full_precision_bytes - weights["ddp"] == 2 * frozen

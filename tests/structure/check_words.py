@@ -1,5 +1,8 @@
-"""Check the words of words.yaml: `python tests/structure/check_words.py` prints each use with its
-place, and exits with 1 if there is one."""
+"""Check that no file uses the words listed in words.yaml.
+
+`python tests/structure/check_words.py` prints each use with its location, and exits with 1 if there
+is any.
+"""
 
 import ast
 import re
@@ -41,7 +44,7 @@ def _uses(path: Path, has_messages: bool) -> Iterator[tuple[int, str]]:
 
 
 def _defined_name(node: ast.AST) -> str | None:
-    """The name that a node defines, except those of tests."""
+    """Return the name that a node defines, except the names of tests."""
     match node:
         case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
             return name

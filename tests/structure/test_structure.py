@@ -1,4 +1,4 @@
-"""The structure of the source tree: import cycles, sizes of files and folders, and the map in
+"""Test the structure of the source tree: import cycles, sizes of files and folders, and the map in
 docs/architecture.md."""
 
 import ast
@@ -16,7 +16,7 @@ MAX_MODULES = 16
 ANY_NUMBER_OF_MODULES = {"commands", "explain/topics"}
 
 
-def modules() -> dict[str, Path]:
+def find_modules() -> dict[str, Path]:
     """Return every module of the package by its dotted name."""
     return {
         ".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(
@@ -72,7 +72,7 @@ def find_cycles(imports: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_no_import_cycles() -> None:
-    known = modules()
+    known = find_modules()
     imports = {name: imported_modules(path, known) - {name} for name, path in known.items()}
     assert find_cycles(imports) == []
 
@@ -98,7 +98,7 @@ def test_folders_hold_at_most_16_modules() -> None:
     assert {name: too_large[name] for name in too_large.keys() - ANY_NUMBER_OF_MODULES} == {}
 
 
-def rows_of_map() -> list[tuple[str, str]]:
+def read_map() -> list[tuple[str, str]]:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = text.partition("| I want to change | go to |\n")[2].partition("\n\n")[0]
     rows = [line.strip("|").split("|") for line in table.splitlines()[1:]]
@@ -106,10 +106,10 @@ def rows_of_map() -> list[tuple[str, str]]:
 
 
 def test_map_has_at_least_30_rows() -> None:
-    assert len(rows_of_map()) >= 30
+    assert len(read_map()) >= 30
 
 
-@pytest.mark.parametrize(("topic", "target"), rows_of_map())
+@pytest.mark.parametrize(("topic", "target"), read_map())
 def test_map_names_existing_files(topic: str, target: str) -> None:
     paths = re.findall(r"`([\w/]+(?:/|\.\w+))`", target)
     assert paths, f"no path for {topic!r}"

@@ -42,7 +42,7 @@ def _is_message(node: ast.AST) -> bool:
 def _entries(call: ast.Call) -> Iterator[str]:
     text = _text(call.args[0])
     if not _has_words(call.args[0]):
-        return  # a message that was put together elsewhere
+        return  # the message is built in another place
     name = call.func.id if isinstance(call.func, ast.Name) else ast.unparse(call.func)
     yield f"{name}: {text}"
     for keyword in call.keywords:
@@ -58,7 +58,7 @@ def _has_words(node: ast.expr) -> bool:
 
 
 def _text(node: ast.expr) -> str:
-    """The text of an expression; what is not a literal stands in braces."""
+    """Return the text of an expression, with braces around all that is not a literal."""
     if isinstance(node, ast.Constant):
         return str(node.value).replace("\n", "\\n")
     if isinstance(node, ast.JoinedStr):

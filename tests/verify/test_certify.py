@@ -1,4 +1,5 @@
-"""A rank's part of `paceline verify`: dropout is turned off, and weights are compared by shards."""
+"""Test the work of a rank in `paceline verify`: disabling dropout and comparing weights by
+shards."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ class Attention(nn.Module):
         self.config = SimpleNamespace(hidden_dropout_prob=0.2, initializer_range=0.02)
 
 
-def test_every_dropout_of_a_model_is_turned_off() -> None:
+def test_turns_off_every_dropout() -> None:
     model = nn.Sequential(
         nn.Dropout(0.3),
         nn.Sequential(nn.Dropout2d(0.1), Attention()),
@@ -58,7 +59,7 @@ def test_every_dropout_of_a_model_is_turned_off() -> None:
     assert turn_off_dropout(model) == 0
 
 
-def test_positions_are_tokens_with_padding_or_rows() -> None:
+def test_num_positions_counts_padded_tokens_or_rows() -> None:
     assert num_positions({"input_ids": torch.zeros(2, 7), "num_tokens": 9}) == 14
     assert num_positions((torch.zeros(3, 1, 8, 8), torch.zeros(3))) == 3
 
@@ -67,7 +68,7 @@ def strategy(*shards: TensorShard) -> Any:
     return SimpleNamespace(state_shards=lambda: list(shards))
 
 
-def test_boxes_and_flat_ranges_are_compared_with_the_reference(tmp_path: Path) -> None:
+def test_compares_boxes_and_flat_ranges_with_the_reference(tmp_path: Path) -> None:
     path = tmp_path / "reference.safetensors"
     full = torch.arange(12.0).reshape(3, 4)
     save_file({"model/w": full, "model/b": torch.ones(2), "model/s": torch.tensor(3.0)}, str(path))
@@ -80,14 +81,14 @@ def test_boxes_and_flat_ranges_are_compared_with_the_reference(tmp_path: Path) -
         [4 * 0.25 + 5 * 1.0, 9, float(full.square().sum()), 12, 12]
     )
     assert sums["model/s"] == [4.0, 1, 9.0, 1, 1]
-    assert sums["model/b"] == [0.0, 0, 2.0, 2, 2]  # this rank owns nothing of it
+    assert sums["model/b"] == [0.0, 0, 2.0, 2, 2]  # this rank has no shard of it
     with pytest.raises(RunError, match="model/new"):
         distances(strategy(TensorShard.full("model/new", torch.ones(1))), path)
     with pytest.raises(RunError, match="has the shape"):
         distances(strategy(TensorShard.full("model/b", torch.ones(3))), path)
 
 
-def test_excluded_elements_count_neither_as_a_difference_nor_as_missing(tmp_path: Path) -> None:
+def test_excluded_elements_are_neither_different_nor_missing(tmp_path: Path) -> None:
     path = tmp_path / "reference.safetensors"
     bias, other = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.ones(3)
     reference_strategy = strategy(
@@ -103,7 +104,9 @@ def test_excluded_elements_count_neither_as_a_difference_nor_as_missing(tmp_path
     assert weight_difference([sums]) == (pytest.approx(1e-3, rel=1e-3), "model/other", [])
 
 
-def watched(model: nn.Module, steps: int, loss: Any) -> dict[str, tuple[float, torch.Tensor]]:
+def find_negligible(
+    model: nn.Module, steps: int, loss: Any
+) -> dict[str, tuple[float, torch.Tensor]]:
     shards = [
         TensorShard.full(name, parameter, key=parameter)
         for name, parameter in model.named_parameters()
@@ -139,14 +142,14 @@ def glm(seed: int = 0) -> Any:
     return Glm4ForCausalLM(Glm4Config(**sizes, **heads))
 
 
-def test_only_key_biases_without_rotary_embedding_are_excluded() -> None:
+def test_excludes_only_key_biases_without_rotary_embedding() -> None:
     model = glm()  # rotary embedding turns half of each head's 8 dimensions
 
     def loss(step: int) -> torch.Tensor:
         tokens = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(step))
         return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
-    excluded = watched(model, 3, loss)
+    excluded = find_negligible(model, 3, loss)
     assert set(excluded) == {f"model.layers.{layer}.self_attn.k_proj.bias" for layer in range(2)}
     for ratio, mask in excluded.values():
         assert 0 < ratio < 1e-6
@@ -157,7 +160,7 @@ def test_only_key_biases_without_rotary_embedding_are_excluded() -> None:
     assert excluded_text({"excluded": [], "reference": "single"}) == ""
 
 
-def test_at_most_one_percent_is_excluded_and_only_if_small_in_every_step() -> None:
+def test_excludes_at_most_one_percent_and_only_small_gradients() -> None:
     model = nn.ParameterDict(
         {
             "large": nn.Parameter(torch.ones(2000, 1)),
@@ -175,4 +178,6 @@ def test_at_most_one_percent_is_excluded_and_only_if_small_in_every_step() -> No
             for name, parameter in model.items()
         )
 
-    assert list(watched(model, 3, loss)) == ["tiny"]  # with "wide" it would be 45 elements of 2,052
+    assert list(find_negligible(model, 3, loss)) == [
+        "tiny"
+    ]  # with "wide" it would be 45 elements of 2,052

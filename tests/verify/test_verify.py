@@ -1,5 +1,5 @@
-"""`paceline verify`: modes that agree are certified, a wrong strategy is reported, and an unknown
-name starts nothing."""
+"""Test that `paceline verify` certifies equal modes, reports wrong strategies and rejects unknown
+names."""
 
 import json
 import math
@@ -34,14 +34,14 @@ MICRO = (
     "per_device_train_batch_size=1",
     "max_length=64",
 )
-WRONG = '''
+USER_STRATEGIES = '''
 import torch
 from paceline.parallel.ddp.strategy import DDPStrategy
 from paceline.parallel.registry import StrategySpec
 
 
-class Forgetful(DDPStrategy):
-    """Each rank trains on its own share: the gradients are never summed."""
+class UnsyncedStrategy(DDPStrategy):
+    """A wrong strategy that never sums the gradients of the ranks."""
 
     def forward_backward(self, micro_step, num_micro_batches):
         self.buckets.zero()
@@ -49,8 +49,8 @@ class Forgetful(DDPStrategy):
             micro_step(number, self.model).backward()
 
 
-class Crashing(DDPStrategy):
-    """Rank 1 raises in its third step, in which the others wait for it."""
+class CrashingStrategy(DDPStrategy):
+    """A strategy whose rank 1 raises in the third step, while the others wait for it."""
 
     steps = 0
 
@@ -61,14 +61,14 @@ class Crashing(DDPStrategy):
         super().forward_backward(micro_step, num_micro_batches)
 
 
-FORGETFUL = StrategySpec("forgetful", "user_strategies:Forgetful")
-CRASHING = StrategySpec("crashing", "user_strategies:Crashing")
+UNSYNCED = StrategySpec("unsynced", "user_strategies:UnsyncedStrategy")
+CRASHING = StrategySpec("crashing", "user_strategies:CrashingStrategy")
 '''
 
 
 @pytest.mark.soak
-def test_agreeing_modes_are_certified_with_their_costs(tmp_path: Path) -> None:
-    done = run(
+def test_certifies_equal_modes_with_their_costs(tmp_path: Path) -> None:
+    completed = run(
         *MICRO,
         "--world-size",
         "2",
@@ -82,7 +82,7 @@ def test_agreeing_modes_are_certified_with_their_costs(tmp_path: Path) -> None:
         verb="verify",
         cwd=tmp_path,
     )
-    certificate = json.loads(done.stdout)
+    certificate = json.loads(completed.stdout)
     assert (certificate["world_size"], certificate["reference"], certificate["ok"]) == (
         2,
         "single",
@@ -105,21 +105,21 @@ def test_agreeing_modes_are_certified_with_their_costs(tmp_path: Path) -> None:
     assert (ddp["relative_step_time"], ddp["reason"]) == (1.0, None)
     assert json.loads((tmp_path / "out" / "verify.json").read_text()) == certificate
     assert "builtin:qwen2-micro" in (tmp_path / "out" / "verify.html").read_text()
-    # no output_dir, nothing else
+    # verify writes only its output folder
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
 @pytest.mark.soak
-def test_a_wrong_strategy_is_named_and_one_that_dies_does_not_take_the_others_down(
+def test_reports_wrong_and_crashing_strategies(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "user_strategies.py").write_text(WRONG)
-    done = run(
+    (tmp_path / "user_strategies.py").write_text(USER_STRATEGIES)
+    completed = run(
         *MICRO,
         "--world-size",
         "2",
         "--modes",
-        "user_strategies:CRASHING,user_strategies:FORGETFUL",
+        "user_strategies:CRASHING,user_strategies:UNSYNCED",
         "--steps",
         "4",
         "--json",
@@ -128,14 +128,14 @@ def test_a_wrong_strategy_is_named_and_one_that_dies_does_not_take_the_others_do
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         cwd=tmp_path,
     )
-    certificate = json.loads(done.stdout)
-    crashing, forgetful = certificate["modes"]
+    certificate = json.loads(completed.stdout)
+    crashing, unsynced = certificate["modes"]
     assert certificate["ok"] is False
     assert crashing["ok"] is False
     assert "injected error on rank 1" in crashing["reason"]
-    assert forgetful["ok"] is False
-    assert forgetful["loss_rel_diff"] > 1e-5
-    assert forgetful["reason"].startswith("the losses differ by ")
+    assert unsynced["ok"] is False
+    assert unsynced["loss_rel_diff"] > 1e-5
+    assert unsynced["reason"].startswith("the losses differ by ")
 
 
 @pytest.mark.parametrize(
@@ -146,17 +146,17 @@ def test_a_wrong_strategy_is_named_and_one_that_dies_does_not_take_the_others_do
         (("--world-size", "1"), "2 or more"),
     ],
 )
-def test_invalid_arguments_are_reported_before_anything_starts(
+def test_rejects_invalid_arguments_before_training(
     tmp_path: Path, args: tuple[str, ...], message: str
 ) -> None:
-    done = run(*MICRO, *args, verb="verify", expect=2, cwd=tmp_path)
-    assert message in done.stderr
-    assert "step" not in done.stdout
+    completed = run(*MICRO, *args, verb="verify", expect=2, cwd=tmp_path)
+    assert message in completed.stderr
+    assert "step" not in completed.stdout
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("requested", [None, "all"])
-def test_a_configured_mode_with_other_losses_is_listed_with_the_reason(
+def test_lists_a_mode_with_different_losses_with_the_reason(
     requested: str | None,
 ) -> None:
     config = Config(
@@ -165,37 +165,37 @@ def test_a_configured_mode_with_other_losses_is_listed_with_the_reason(
         parallel={"mode": "diloco", "device": "cpu"},
     )
     names = all_modes(config, 2)
-    modes, refused = _modes(config, 2, names, requested)
+    modes, excluded = _modes(config, 2, names, requested)
     assert "diloco" not in [mode.name for mode in modes]
-    report = next(mode for mode in refused if mode["mode"] == "diloco")
+    report = next(mode for mode in excluded if mode["mode"] == "diloco")
     assert "diloco" in names
     assert report["ok"] is None
     assert "not compared with `single`: its losses and weights differ by design" in str(
         report["reason"]
     )
-    # unless it is requested
+    # A mode that is requested explicitly is compared.
     assert "diloco" in [mode.name for mode in _modes(config, 2, ["diloco"], "diloco")[0]]
     assert "diloco" not in all_modes(
         config.model_copy(update={"parallel": Parallel(mode="ddp")}), 2
     )
 
 
-def test_servers_and_modes_that_the_task_does_not_support_are_not_run() -> None:
+def test_excludes_unsupported_modes() -> None:
     parallel = {"mode": "parameter_server", "device": "cpu"}
     config = Config(
         model="builtin:dlrm", task="recommend", dataset="builtin:clicks", parallel=parallel
     )
-    modes, refused = _modes(config, 2, all_modes(config, 2), None)
-    # not supported by the task
+    modes, excluded = _modes(config, 2, all_modes(config, 2), None)
+    # The task does not support these modes.
     assert not {"tensor", "pipeline", "pipeline-gpipe"} & {mode.name for mode in modes}
     message = "`parameter_server` is not supported with `paceline verify`: it needs servers"
-    reasons = {mode["mode"]: mode["reason"] for mode in refused}
+    reasons = {mode["mode"]: mode["reason"] for mode in excluded}
     assert message in str(reasons["parameter_server"])
     with pytest.raises(ConfigError, match=message):
         _modes(config, 2, ["parameter_server"], "parameter_server")
 
 
-def test_the_names_of_the_modes() -> None:
+def test_parses_names_of_modes() -> None:
     config = Config(
         model="m", dataset="d", parallel={"pipeline_schedule": "gpipe", "tensor": 2, "data": 2}
     )
@@ -233,7 +233,7 @@ def test_the_names_of_the_modes() -> None:
         split_names("data2-data2", config, 4)
 
 
-def figures(**changes: Any) -> dict[str, Any]:
+def rank_result(**changes: Any) -> dict[str, Any]:
     costs = {
         "state_predicted": 1000,
         "state_measured": 1000,
@@ -271,17 +271,22 @@ def figures(**changes: Any) -> dict[str, Any]:
         ({"traffic_measured": 9_500}, "measured traffic is 9.3 KiB"),
     ],
 )
-def test_bounds(changes: dict[str, Any], message: str | None) -> None:
-    right, wrong = (
-        combine([figures(), {"status": "idle"}]),
-        combine([{"status": "idle"}, figures(**changes)]),
+def test_reports_differences_above_the_bounds(changes: dict[str, Any], message: str | None) -> None:
+    reference, candidate = (
+        combine([rank_result(), {"status": "idle"}]),
+        combine([{"status": "idle"}, rank_result(**changes)]),
     )
-    verdict = evaluate_mode(
-        "zero2", "shard 2", wrong, right, right, Bounds(loss=1e-5, weights=1e-3, family=1e-6)
+    mode_result = evaluate_mode(
+        "zero2",
+        "shard 2",
+        candidate,
+        reference,
+        reference,
+        Bounds(loss=1e-5, weights=1e-3, family=1e-6),
     )
-    assert verdict["ok"] is (message is None)
-    assert message is None or message in str(verdict["reason"])
-    json.dumps(verdict, allow_nan=False)
+    assert mode_result["ok"] is (message is None)
+    assert message is None or message in str(mode_result["reason"])
+    json.dumps(mode_result, allow_nan=False)
 
 
 def test_differences_are_relative_and_detect_nan() -> None:
@@ -294,27 +299,27 @@ def test_differences_are_relative_and_detect_nan() -> None:
     assert weight_difference(small)[0] == pytest.approx(1e-4 / (1e-2 * math.sqrt(100 / 5)))
 
 
-def test_the_report_of_a_run_shows_its_certificate(tmp_path: Path) -> None:
-    config = {"model": "builtin:mine", "task": "sft"}
+def test_report_shows_the_certificate_of_its_run(tmp_path: Path) -> None:
+    config = {"model": "builtin:example", "task": "sft"}
     run_dir = RunDir(tmp_path)
     log = EventLog(run_dir.events)
     log.emit({"type": "run_start", "config": config})
     log.close()
     report = {**dict.fromkeys(REPORT_KEYS), "status": "done"}
-    right = combine([figures()])
-    verdict = evaluate_mode(
+    reference = combine([rank_result()])
+    mode_result = evaluate_mode(
         "<zero2>",
         "shard 2",
-        combine([figures(losses=[2.0, 1.1])]),
-        right,
-        right,
+        combine([rank_result(losses=[2.0, 1.1])]),
+        reference,
+        reference,
         Bounds(1e-5, 1e-3, 1e-6),
     )
     certificate = {
         "world_size": 2,
         "reference": "single",
         "ok": False,
-        "modes": [verdict],
+        "modes": [mode_result],
         "steps": 2,
         "device": "cpu",
         "precision": "float32",
