@@ -32,8 +32,8 @@ def test_every_key_is_described_in_chinese() -> None:
 
 def test_both_languages_list_the_same_keys_and_defaults() -> None:
     english, _, _ = reference.markdown().partition("## Keys of other tools")
-    row = re.compile(r"^\| `([\w.]+)` \| .* \| (`.+?`|must be given|必填) \| ", re.MULTILINE)
-    chinese_rows = row.findall(reference.chinese_markdown().replace("必填", "must be given"))
+    row = re.compile(r"^\| `([\w.]+)` \| .* \| (`.+?`|required|必填) \| ", re.MULTILINE)
+    chinese_rows = row.findall(reference.chinese_markdown().replace("必填", "required"))
     assert chinese_rows == row.findall(english)
     assert len(chinese_rows) == len(KEYS) + len(DatasetSource.model_fields)
 

@@ -120,7 +120,7 @@ def _spaced(text: str) -> str:
     return re.sub("(?<=[\u4e00-\u9fff])(?=`)|(?<=`)(?=[\u4e00-\u9fff])", " ", text)
 
 
-def _default(info: FieldInfo, required: str = "must be given") -> str:
+def _default(info: FieldInfo, required: str = "required") -> str:
     if info.is_required():
         return required
     return _cell(f"`{short(info.get_default(call_default_factory=True))}`")
