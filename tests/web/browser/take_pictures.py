@@ -32,6 +32,20 @@ TABS = (
     "checkpoints",
     "report",
 )
+TITLES = {
+    "runs": "List of runs",
+    **{f"run-{tab}": f"Run: {tab}" for tab in TABS},
+    "run-world": "Run: topology",
+    "compare": "Compare runs",
+    "new": "Start a run",
+    "chat": "Chat",
+}
+ALT_TEXTS = {
+    "light": "light colors",
+    "dark": "dark colors",
+    "phone": "phone width",
+    "zh": "in Chinese",
+}
 COLOURS = 96  # of a picture's palette: pages of text and lines need no more
 
 
@@ -83,30 +97,30 @@ def main(folder: Path) -> None:
     finally:
         server.stop()
     rows = [
-        f"| {name} | " + " | ".join(_image(name, way) for way in WAYS if way != "zh") + " |"
-        for name in pages(folder)
+        f"| {title} | " + " | ".join(_image(name, way) for way in WAYS if way != "zh") + " |"
+        for name, title in TITLES.items()
     ]
     text = [
-        "# Pictures of the panel",
+        "# Screenshots of the panel",
         "",
-        "Of real runs; taken by `tests/web/browser/take_pictures.py`.",
+        "Every page of [the panel](how-to/panel.md) with light colors, with dark colors and on a"
+        " phone. The pictures show real runs;",
+        "`tests/web/browser/take_pictures.py` takes them.",
         "",
-    ]
-    text += [
         "| page | light | dark | phone |",
         "| --- | --- | --- | --- |",
         *rows,
         "",
-        "In Chinese:",
+        "## In Chinese",
         "",
+        *(_image(name, "zh") for name in IN_CHINESE),
     ]
-    text += [_image(name, "zh") for name in IN_CHINESE]
     (OUTPUT.parents[1] / "panel-pictures.md").write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
 def _image(name: str, way: str) -> str:
     return (
-        f'<img src="images/panel/{name}-{way}.png" alt="{name}, {way}"'
+        f'<img src="images/panel/{name}-{way}.png" alt="{TITLES[name]}, {ALT_TEXTS[way]}"'
         f' width="{150 if way == "phone" else 380}">'
     )
 
