@@ -3,8 +3,8 @@ settings."""
 
 import pytest
 import torch
-from communicating import deserialize, serialize, train
 from ranks import run_ranks
+from reducer_training import deserialize, serialize, train
 from states import assemble
 from training import Plain
 

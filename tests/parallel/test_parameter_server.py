@@ -8,7 +8,7 @@ import pytest
 import torch
 from commands import run
 from ranks import run_ranks
-from serving import make_config
+from server_config import make_config
 from states import assemble, copy_shards
 from torch.distributed import rpc
 from torch.nn import functional

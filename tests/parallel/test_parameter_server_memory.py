@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ranks import run_ranks
-from serving import make_config
+from server_config import make_config
 from torch.nn import functional
 
 from paceline.distributed.communicator import Communicator

@@ -3,8 +3,8 @@ backward, matches training with the backend's."""
 
 import pytest
 import torch
-from communicating import train
 from ranks import run_ranks
+from reducer_training import train
 from training import Net, Plain
 
 from paceline.config.schema import Config

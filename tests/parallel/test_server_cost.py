@@ -3,7 +3,7 @@ else an upper bound."""
 
 import numpy as np
 import pytest
-from serving import make_config
+from server_config import make_config
 
 from paceline.distributed.mesh import ParallelDims
 from paceline.models.recommend import ClickModel

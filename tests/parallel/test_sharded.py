@@ -27,10 +27,10 @@ class SingleUse(Net):
 
 def train_on_one_rank(world):
     return {
-        "full": train(world, "single", steps=20, micro_batches=4),
+        "twenty_steps": train(world, "single", steps=20, micro_batches=4),
         "three_steps": train(world, "single", steps=3, micro_batches=4),
         "six_steps": train(world, "single", steps=6, micro_batches=4),
-        "one_rank": train(world, "zero3", steps=3, micro_batches=4),
+        "zero3": train(world, "zero3", steps=3, micro_batches=4),
     }
 
 
@@ -103,15 +103,15 @@ def four_ranks():
 @pytest.mark.parametrize("mode", ["zero2", "zero3"])
 def test_losses_norms_and_weights_match_one_rank(mode, one_rank, two_ranks):
     for result in two_ranks:
-        assert result[mode]["losses"] == pytest.approx(one_rank["full"]["losses"], rel=1e-6)
-        assert result[mode]["norms"] == pytest.approx(one_rank["full"]["norms"], rel=1e-5)
+        assert result[mode]["losses"] == pytest.approx(one_rank["twenty_steps"]["losses"], rel=1e-6)
+        assert result[mode]["norms"] == pytest.approx(one_rank["twenty_steps"]["norms"], rel=1e-5)
         torch.testing.assert_close(
-            result[mode]["logits"], one_rank["full"]["logits"], rtol=1e-4, atol=1e-4
+            result[mode]["logits"], one_rank["twenty_steps"]["logits"], rtol=1e-4, atol=1e-4
         )
     assert (
         largest_difference(
             assemble([rank[mode]["shards"] for rank in two_ranks]),
-            assemble([one_rank["full"]["shards"]]),
+            assemble([one_rank["twenty_steps"]["shards"]]),
         )
         < 1e-5
     )
@@ -135,7 +135,7 @@ def test_resume_is_exact(mode, one_rank, two_ranks):
 
 
 def test_state_resumes_in_all_strategies(one_rank, two_ranks):
-    assert two_ranks[0]["chain"] == pytest.approx(one_rank["full"]["losses"][3:7], rel=1e-6)
+    assert two_ranks[0]["chain"] == pytest.approx(one_rank["twenty_steps"]["losses"][3:7], rel=1e-6)
 
 
 @pytest.mark.soak
@@ -210,8 +210,10 @@ def test_replicas_of_shards_match_one_rank(mode, one_rank, four_ranks):
 
 
 def test_one_rank_sends_nothing_and_matches_single(one_rank):
-    assert one_rank["one_rank"]["losses"] == pytest.approx(one_rank["full"]["losses"][:3], rel=1e-6)
-    assert one_rank["one_rank"]["traffic"] == {}
+    assert one_rank["zero3"]["losses"] == pytest.approx(
+        one_rank["twenty_steps"]["losses"][:3], rel=1e-6
+    )
+    assert one_rank["zero3"]["traffic"] == {}
 
 
 def use_as_component(world):

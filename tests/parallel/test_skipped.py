@@ -208,8 +208,9 @@ def skip_with_few_elements(world):
     def micro_step(number, module):
         if world.rank == FAULTY_RANK:
             module.scale.register_hook(lambda gradient: gradient * float("nan"))
-        trained = (parameter for parameter in module.parameters() if parameter.requires_grad)
-        return sum(parameter.square().sum() for parameter in trained)
+        return sum(
+            parameter.square().sum() for parameter in module.parameters() if parameter.requires_grad
+        )
 
     run.strategy.forward_backward(micro_step, 1)
     norm = run.strategy.clip_grad_norm(0.5)
@@ -231,8 +232,9 @@ def skip_in_a_worker(world):
         updates.append(run.step(step, "loss" if step in (1, 2) else None)[0])
         changed = changed_names(before, run.strategy.trained)
         assert bool(changed) == updates[-1]
-        parameters = run.strategy.trained.values()
-        finite.append(all(bool(parameter.isfinite().all()) for parameter in parameters))
+        finite.append(
+            all(bool(tensor.isfinite().all()) for tensor in run.strategy.trained.values())
+        )
     return updates, all(finite), run.strategy.is_synchronized, dict(run.strategy.trained)
 
 

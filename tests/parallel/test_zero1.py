@@ -21,7 +21,7 @@ from paceline.train.optimizer import build_optimizer
 def train_on_three_ranks(world, source):
     """Train on three ranks: uninterrupted, resumed from the state of the same layout and of one
     rank, with other models, and with running statistics in training mode."""
-    complete = train(world, "zero1", steps=20)
+    twenty_steps = train(world, "zero1", steps=20)
     saved = train(world, "zero1", steps=3)
     gathered = world.gather_objects(saved["shards"])
     resumed = train(world, "zero1", steps=3, first_step=3, source=assemble(gathered))
@@ -34,7 +34,7 @@ def train_on_three_ranks(world, source):
     ]
     training_mode = train(world, "zero1", steps=2, train_mode=True)
     return {
-        "full": complete,
+        "twenty_steps": twenty_steps,
         "resumed": resumed,
         "uninterrupted": uninterrupted,
         "resumed_from_one_rank": resumed_from_one_rank,
@@ -50,10 +50,10 @@ def one_rank():
 
 def train_on_one_rank(world):
     return {
-        "full": train(world, "single", steps=20, micro_batches=6),
+        "twenty_steps": train(world, "single", steps=20, micro_batches=6),
         "three_steps": train(world, "single", steps=3, micro_batches=6),
         "six_steps": train(world, "single", steps=6, micro_batches=6),
-        "one_rank": train(world, "zero1", steps=20, micro_batches=6),
+        "zero1": train(world, "zero1", steps=20, micro_batches=6),
     }
 
 
@@ -65,15 +65,22 @@ def three_ranks(one_rank):
 
 
 def test_losses_norms_and_weights_match_one_rank(one_rank, three_ranks):
-    for ranks in (three_ranks, [{"full": one_rank["one_rank"]}]):
+    for ranks in (three_ranks, [{"twenty_steps": one_rank["zero1"]}]):
         for result in ranks:
-            assert result["full"]["losses"] == pytest.approx(one_rank["full"]["losses"], rel=1e-6)
-            assert result["full"]["norms"] == pytest.approx(one_rank["full"]["norms"], rel=1e-5)
-            torch.testing.assert_close(
-                result["full"]["logits"], one_rank["full"]["logits"], rtol=1e-4, atol=1e-4
+            assert result["twenty_steps"]["losses"] == pytest.approx(
+                one_rank["twenty_steps"]["losses"], rel=1e-6
             )
-        ours = assemble([result["full"]["shards"] for result in ranks])
-        assert largest_difference(ours, assemble([one_rank["full"]["shards"]])) < 1e-5
+            assert result["twenty_steps"]["norms"] == pytest.approx(
+                one_rank["twenty_steps"]["norms"], rel=1e-5
+            )
+            torch.testing.assert_close(
+                result["twenty_steps"]["logits"],
+                one_rank["twenty_steps"]["logits"],
+                rtol=1e-4,
+                atol=1e-4,
+            )
+        ours = assemble([result["twenty_steps"]["shards"] for result in ranks])
+        assert largest_difference(ours, assemble([one_rank["twenty_steps"]["shards"]])) < 1e-5
 
 
 def test_resume_in_the_same_layout_is_bitwise_exact(three_ranks):
