@@ -1,5 +1,5 @@
-"""One browser and one server for all tests of the page: a real headless Chromium, a real `paceline
-ui`."""
+"""Fixtures of the browser tests: a headless Chromium and a `paceline ui` process, each started once
+per session."""
 
 import shutil
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from not_run import record_not_run
 from panel_pages import ARGUMENTS, NAMES, Server, opened, serve, why_no_browser
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-expect.set_options(timeout=20_000)  # a machine that is busy is slow, not wrong
+expect.set_options(timeout=20_000)  # tests must also pass on a busy machine
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a browser these are not run, and that is said at the end."""
+    """Deselect the browser tests if there is no browser, and report it at the end."""
     browser_tests = [item for item in items if "browser" in getattr(item, "fixturenames", ())]
     if browser_tests and why_no_browser() is not None:
         items[:] = [item for item in items if item not in browser_tests]
@@ -30,12 +30,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    """The machine's Chromium, or else Playwright's own."""
+    """Chromium of this machine, or else of Playwright."""
     chromium = next((path for name in NAMES if (path := shutil.which(name))), None)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
-        # The helpers that it starts with its first page are there before the first test counts
-        # processes.
+        # The first page starts helper processes. They must exist before a test counts processes.
         page = browser.new_page()
         page.goto("about:blank")
         page.close()
@@ -45,7 +44,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A folder with runs of every kind."""
+    """A server for a folder with different kinds of runs."""
     folder = tmp_path_factory.mktemp("runs")
     event_logs.finished(folder / "one", steps=40)
     config = {
@@ -65,6 +64,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def page(browser: Browser, server: Server) -> Iterator[Page]:
-    """The list of runs, in English and light."""
+    """The list of runs in English with light colors."""
     with opened(browser, server.url) as page:
         yield page

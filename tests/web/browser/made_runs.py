@@ -1,5 +1,5 @@
-"""Logs of runs that no test machine can make: many ranks on hosts with accelerators, faults, and
-names that mean harm."""
+"""Generated logs of runs that a test machine cannot produce: many ranks on hosts with accelerators,
+faults, and names that try to inject markup."""
 
 import math
 import random
@@ -18,12 +18,12 @@ HARM = "<b onclick=alert(1)>&amp; 'quoted'"
 def world(
     root: Path, ranks: int = 16, hosts: int = 2, steps: int = 200, slow_rank: int | None = 5
 ) -> Path:
-    """A failed run of ``hybrid`` (data × shard × tensor) whose third quarter it went back for, with
-    all that a run records."""
+    """Write a failed ``hybrid`` run (data × shard × tensor) that repeated its third quarter after a
+    fault, with every kind of record."""
     log = begin(root, steps=steps, ranks=ranks, **_start(ranks, hosts))
-    chance = random.Random(7)
-    _steps(log, 1, steps // 2, ranks, slow_rank, chance)
-    log.emit({"type": "memory", "ranks": [_memory(chance) for _ in range(ranks)]})
+    rng = random.Random(7)
+    _steps(log, 1, steps // 2, ranks, slow_rank, rng)
+    log.emit({"type": "memory", "ranks": [_memory(rng) for _ in range(ranks)]})
     half = str(root / f"checkpoints/step-{steps // 2:08d}")
     log.emit(
         {
@@ -41,7 +41,7 @@ def world(
         "reference": "Serialize obj to JSON.",
     }
     log.emit({"type": "sample", "step": steps // 2, "samples": [sample]})
-    _steps(log, steps // 2 + 1, steps * 3 // 4, ranks, slow_rank, chance)
+    _steps(log, steps // 2 + 1, steps * 3 // 4, ranks, slow_rank, rng)
     log.emit(
         {
             "type": "fault",
@@ -61,7 +61,7 @@ def world(
         }
     )
     log.emit({"type": "resume", "step": steps // 2, "path": half})
-    _steps(log, steps // 2 + 1, steps, ranks, slow_rank, chance)
+    _steps(log, steps // 2 + 1, steps, ranks, slow_rank, rng)
     log.emit(
         {
             "type": "straggler",
@@ -115,40 +115,40 @@ def _start(ranks: int, hosts: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _memory(chance: random.Random) -> dict[str, float]:
+def _memory(rng: random.Random) -> dict[str, float]:
     parts = {
         "parameters": 7.1e9,
         "gradients": 7.1e9,
         "optimizer": 14.2e9,
-        "activations": 8.5e9 + chance.random() * 1e9,
+        "activations": 8.5e9 + rng.random() * 1e9,
     }
     return {**parts, "total": sum(parts.values())}
 
 
 def _steps(
-    log: EventLog, first: int, last: int, ranks: int, slow_rank: int | None, chance: random.Random
+    log: EventLog, first: int, last: int, ranks: int, slow_rank: int | None, rng: random.Random
 ) -> None:
     for step in range(first, last + 1):
-        rows = [_rank(rank, rank == slow_rank, chance) for rank in range(ranks)]
+        rows = [_rank(rank, rank == slow_rank, rng) for rank in range(ranks)]
         log.emit(
             {
                 "type": "step",
                 "step": step,
                 "epoch": step / 400,
-                "loss": 2 + 7 / (1 + step / 30) + 0.25 * chance.random(),
+                "loss": 2 + 7 / (1 + step / 30) + 0.25 * rng.random(),
                 "tokens": 65536,
                 "samples": 64,
-                "grad_norm": 0.8 + 0.3 * chance.random(),
+                "grad_norm": 0.8 + 0.3 * rng.random(),
                 "learning_rate": 3e-4 * (1 + math.cos(math.pi * step / 400)) / 2,
                 "ranks": rows,
-                "step_time_s": 0.6 + 0.1 * chance.random(),
+                "step_time_s": 0.6 + 0.1 * rng.random(),
                 "data_wait_s": 0.01,
                 "comm_wait_s": 0.1,
                 "memory_bytes": [38e9] * ranks,
                 "traffic": {
                     "all_gather": 1.4e9,
                     "reduce_scatter": 0.9e9,
-                    "all_reduce": 0.6e9 + 1e7 * chance.random(),
+                    "all_reduce": 0.6e9 + 1e7 * rng.random(),
                 },
                 "devices": [
                     {"rank": rank, "utilisation": 0.9, "temperature_c": 61, "power_w": 402.0}
@@ -169,17 +169,17 @@ def _steps(
             )
 
 
-def _rank(rank: int, slow: bool, chance: random.Random) -> dict[str, Any]:
+def _rank(rank: int, slow: bool, rng: random.Random) -> dict[str, Any]:
     late = 0.1 if slow else 0.0
     return {
         "rank": rank, "data_wait_s": 0.01 + late, "comm_wait_s": 0.12 - late, "data_s": 0.01 + late,
-        "forward_s": 0.14, "backward_s": 0.26 + 0.03 * chance.random(),
+        "forward_s": 0.14, "backward_s": 0.26 + 0.03 * rng.random(),
         "communication_s": 0.13 - late, "optimizer_s": 0.04, "other_s": 0.02, "memory_bytes": 38e9,
     }  # fmt: skip
 
 
 def older(root: Path) -> Path:
-    """A run of a version that recorded less: no mesh, no parts of a step, no traffic."""
+    """Write a run of an older version, without mesh, phases and traffic."""
     log = begin(root, steps=20, ranks=2, mesh=None)
     unknown = dict.fromkeys(("grad_norm", "comm_wait_s", "memory_bytes", "ranks"))
     for step in range(1, 21):

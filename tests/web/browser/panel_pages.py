@@ -1,4 +1,4 @@
-"""A running panel, and pages of it."""
+"""Start `paceline ui` and open its pages in a browser."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ARGUMENTS = [
     "--disable-gpu",
     "--disable-features=SpareRendererForSitePerProcess",
 ]
-# the tests' cache is a folder of their own; Playwright's browsers are in the user's
+# Tests set their own cache folder, but Playwright's browsers are in the cache of the user.
 if sys.platform.startswith("linux"):
     os.environ.setdefault("PLAYWRIGHT_BROWSERS_PATH", str(Path.home() / ".cache" / "ms-playwright"))
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -30,7 +30,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 
 @dataclass
 class Server:
-    """A running ``paceline ui``."""
+    """A running ``paceline ui`` process."""
 
     folder: Path
     url: str
@@ -53,7 +53,7 @@ class Server:
 
 
 def serve(folder: Path, port: int = 0) -> Server:
-    """Start one, and wait until it listens."""
+    """Start a server and wait until it listens."""
     command = [
         sys.executable,
         "-m",
@@ -75,14 +75,14 @@ def serve(folder: Path, port: int = 0) -> Server:
 
 
 def run_id(folder: Path, name: str) -> str:
-    """As the server has it."""
+    """Return the id of a run in the API."""
     assert (folder / name).is_dir()
     return id_of(name)
 
 
 @contextmanager
 def opened(browser: Browser, url: str, **options: object) -> Iterator[Page]:
-    """A page in a context of its own. A script error or a refused resource fails the test."""
+    """Open a page in a new context. A script error or a blocked resource fails the test."""
     options = {
         "viewport": {"width": 1280, "height": 900},
         "locale": "en-GB",
@@ -92,18 +92,18 @@ def opened(browser: Browser, url: str, **options: object) -> Iterator[Page]:
     context = browser.new_context(**options)  # type: ignore[arg-type]
     context.set_default_timeout(30_000)
     page = context.new_page()
-    wrong: list[str] = []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda message: _keep(message, wrong))
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda message: _record_error(message, errors))
     page.goto(url)
     yield page
     context.close()
-    assert not wrong, wrong
+    assert not errors, errors
 
 
-def _keep(message: ConsoleMessage, wrong: list[str]) -> None:
-    # A server that is gone, a run that is not there and what is refused are the page's to show; the
-    # browser says them too.
+def _record_error(message: ConsoleMessage, errors: list[str]) -> None:
+    # The page handles a lost server, a missing run and rejected requests. The browser also logs
+    # these as console errors.
     expected = (
         "ERR_CONNECTION",
         "ERR_INCOMPLETE",
@@ -113,12 +113,12 @@ def _keep(message: ConsoleMessage, wrong: list[str]) -> None:
         "ERR_NETWORK",
     )
     if message.type == "error" and not any(text in message.text for text in expected):
-        wrong.append(message.text)
+        errors.append(message.text)
 
 
 @cache
 def why_no_browser() -> str | None:
-    """Why no Chromium can be had; None where one can."""
+    """Return why no Chromium is available, or None if one is."""
     if any(shutil.which(name) for name in NAMES):
         return None
     with sync_playwright() as playwright:
@@ -126,5 +126,5 @@ def why_no_browser() -> str | None:
     return (
         None
         if path.exists()
-        else f"no {', '.join(NAMES)} on PATH, and Playwright has none of its own at {path}"
+        else f"no {', '.join(NAMES)} on PATH, and Playwright has no browser at {path}"
     )

@@ -1,8 +1,9 @@
-"""Takes the pictures of docs/panel-pictures.md: each page of the panel in light, dark and phone
-width.
+"""Take the screenshots of docs/panel-pictures.md: each page of the panel with light colors, with
+dark colors and on a phone.
 
-python tests/web/browser/take_pictures.py FOLDER      # runs in it: at least two finished ones, one
-of them named `first`
+python tests/web/browser/take_pictures.py FOLDER
+
+FOLDER contains at least two finished runs, one of which is named `first`.
 """
 
 import sys
@@ -13,44 +14,38 @@ from PIL import Image
 from playwright.sync_api import Browser, expect, sync_playwright
 
 OUTPUT = Path(__file__).parents[3] / "docs" / "images" / "panel"
-WAYS = {
+VARIANTS = {
     "light": {"viewport": {"width": 1280, "height": 860}},
     "dark": {"viewport": {"width": 1280, "height": 860}, "color_scheme": "dark"},
     "phone": {"viewport": {"width": 390, "height": 780}},
     "zh": {"viewport": {"width": 1280, "height": 860}, "locale": "zh-CN"},
 }
+VARIANT_TITLES = {"light": "light colors", "dark": "dark colors", "phone": "phone width"}
 IN_CHINESE = ("runs", "run-overview", "new")
-TABS = (
-    "overview",
-    "ranks",
-    "traffic",
-    "memory",
-    "world",
-    "samples",
-    "log",
-    "config",
-    "checkpoints",
-    "report",
-)
+TABS = {
+    "overview": "overview",
+    "ranks": "ranks",
+    "traffic": "traffic",
+    "memory": "memory",
+    "world": "topology",
+    "samples": "samples",
+    "log": "log",
+    "config": "config",
+    "checkpoints": "checkpoints",
+    "report": "report",
+}
 TITLES = {
     "runs": "List of runs",
-    **{f"run-{tab}": f"Run: {tab}" for tab in TABS},
-    "run-world": "Run: topology",
+    **{f"run-{tab}": f"Run: {title}" for tab, title in TABS.items()},
     "compare": "Compare runs",
     "new": "Start a run",
     "chat": "Chat",
 }
-ALT_TEXTS = {
-    "light": "light colors",
-    "dark": "dark colors",
-    "phone": "phone width",
-    "zh": "in Chinese",
-}
-COLOURS = 96  # of a picture's palette: pages of text and lines need no more
+PALETTE_SIZE = 96  # enough for pages of text and lines
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """name → address behind the `#`."""
+    """Return the hash of the address of each page."""
     names = sorted(path.parent.name for path in folder.glob("*/events.jsonl"))
     first = run_id(folder, "first")
     compared = ",".join(run_id(folder, name) for name in names[:3])
@@ -63,20 +58,20 @@ def pages(folder: Path) -> dict[str, str]:
     }
 
 
-def take(browser: Browser, url: str, place: str, way: str, path: Path) -> None:
-    with opened(browser, url, **WAYS[way]) as page:
-        page.goto(f"{url.partition('?')[0]}#{place}")
+def take(browser: Browser, url: str, address: str, variant: str, path: Path) -> None:
+    with opened(browser, url, **VARIANTS[variant]) as page:
+        page.goto(f"{url.partition('?')[0]}#{address}")
         page.wait_for_timeout(2500)
-        if place == "/new":
+        if address == "/new":
             expect(page.locator("#plan-verdict")).not_to_be_empty(timeout=60_000)
-        if place.endswith("/chat"):
+        if address.endswith("/chat"):
             page.locator(".choice label").last.click()  # both models
             page.fill("#chat-max-tokens", "24")
             page.fill("#question", "What does json.dumps do?")
             page.keyboard.press("Enter")
             expect(page.locator(".answer-base p")).to_contain_text("tokens/s", timeout=60_000)
         page.screenshot(path=path)
-    Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+    Image.open(path).convert("RGB").quantize(PALETTE_SIZE).save(path, optimize=True)
 
 
 def main(folder: Path) -> None:
@@ -88,19 +83,19 @@ def main(folder: Path) -> None:
     try:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
-            for name, place in pages(folder).items():
-                for way in WAYS:
-                    if way == "zh" and name not in IN_CHINESE:
+            for name, address in pages(folder).items():
+                for variant in VARIANTS:
+                    if variant == "zh" and name not in IN_CHINESE:
                         continue
-                    take(browser, server.url, place, way, OUTPUT / f"{name}-{way}.png")
+                    take(browser, server.url, address, variant, OUTPUT / f"{name}-{variant}.png")
             browser.close()
     finally:
         server.stop()
     rows = [
-        f"| {title} | " + " | ".join(_image(name, way) for way in WAYS if way != "zh") + " |"
+        f"| {title} | " + " | ".join(_image(name, variant) for variant in VARIANT_TITLES) + " |"
         for name, title in TITLES.items()
     ]
-    text = [
+    lines = [
         "# Screenshots of the panel",
         "",
         "Every page of [the panel](how-to/panel.md) with light colors, with dark colors and on a"
@@ -115,14 +110,13 @@ def main(folder: Path) -> None:
         "",
         *(_image(name, "zh") for name in IN_CHINESE),
     ]
-    (OUTPUT.parents[1] / "panel-pictures.md").write_text("\n".join(text) + "\n", encoding="utf-8")
+    (OUTPUT.parents[1] / "panel-pictures.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _image(name: str, way: str) -> str:
-    return (
-        f'<img src="images/panel/{name}-{way}.png" alt="{TITLES[name]}, {ALT_TEXTS[way]}"'
-        f' width="{150 if way == "phone" else 380}">'
-    )
+def _image(name: str, variant: str) -> str:
+    width = 150 if variant == "phone" else 380
+    text = f"{TITLES[name]}, {VARIANT_TITLES.get(variant, 'in Chinese')}"
+    return f'<img src="images/panel/{name}-{variant}.png" alt="{text}" width="{width}">'
 
 
 if __name__ == "__main__":

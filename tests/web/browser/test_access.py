@@ -1,5 +1,4 @@
-"""For everyone: no serious finding of axe-core on any page in either theme, keys alone, a phone's
-width, Chinese."""
+"""Accessibility: axe-core on every page in both themes, keyboard only, phone width, Chinese."""
 
 from pathlib import Path
 
@@ -42,19 +41,18 @@ def visit(page: Page, address: str) -> None:
     page.wait_for_load_state("networkidle" if address == "#/new" else "load")
 
 
-#: How far anything but what scrolls by itself reaches beyond the window.
-BEYOND = """
+#: By how many px the content exceeds the window, without elements that scroll by themselves.
+OVERFLOW = """
 Math.max(...[...document.querySelectorAll("main, main *")]
-  .filter(one => !one.closest(".table-wrap, .tabs, .world, pre, code, .sr, .log"))
-  .map(one => one.getBoundingClientRect().right)) - innerWidth
+  .filter(node => !node.closest(".table-wrap, .tabs, .world, pre, code, .sr, .log"))
+  .map(node => node.getBoundingClientRect().right)) - innerWidth
 """
 
 
 @pytest.fixture(scope="module")
-def seen(browser: Browser, server: Server) -> dict[str, list[str]]:
-    """What is wrong with the pages, each looked at in both themes and at a phone's width: by theme,
-    and ``phone``."""
-    wrong: dict[str, list[str]] = {"light": [], "dark": [], "phone": []}
+def violations(browser: Browser, server: Server) -> dict[str, list[str]]:
+    """Violations by theme, and elements that are too wide for a phone under ``phone``."""
+    violations: dict[str, list[str]] = {"light": [], "dark": [], "phone": []}
     with opened(browser, server.url) as page:
         page.evaluate(AXE)
         for address in pages(server):
@@ -63,26 +61,29 @@ def seen(browser: Browser, server: Server) -> dict[str, list[str]]:
             for theme in ("light", "dark"):
                 page.emulate_media(color_scheme=theme)
                 expect(page.locator("html")).to_have_attribute("data-theme", theme)
-                wrong[theme] += [f"{address}: {violation}" for violation in serious(page)]
+                violations[theme] += [
+                    f"{address}: {violation}" for violation in axe_violations(page)
+                ]
             page.set_viewport_size({"width": 390, "height": 844})
-            wrong["phone"] += [f"{address}: {beyond} px" for beyond in too_wide(page)]
-    return wrong
+            violations["phone"] += [f"{address}: {overflow} px" for overflow in too_wide(page)]
+    return violations
 
 
 def too_wide(page: Page) -> list[float]:
-    """By how much; empty where all fits, once the charts have followed the window."""
-    beyond = page.evaluate(BEYOND)
+    """Return by how many px the page is too wide, after the charts have adapted to the window;
+    empty if it fits."""
+    overflow = page.evaluate(OVERFLOW)
     for _ in range(30):
-        if beyond <= 1:
+        if overflow <= 1:
             return []
         page.wait_for_timeout(100)
-        beyond = page.evaluate(BEYOND)
-    return [beyond]
+        overflow = page.evaluate(OVERFLOW)
+    return [overflow]
 
 
-def serious(page: Page) -> list[str]:
+def axe_violations(page: Page) -> list[str]:
     result = page.evaluate("axe.run(document, {iframes: false, resultTypes: ['violations']})")
-    assert len(result["passes"]) > 10, "axe-core has not looked"
+    assert len(result["passes"]) > 10, "axe-core has checked nothing"
     violations = [
         violation
         for violation in result["violations"]
@@ -97,15 +98,17 @@ def serious(page: Page) -> list[str]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_no_page_has_a_serious_finding(seen: dict[str, list[str]], theme: str) -> None:
-    assert not seen[theme], "\n".join(seen[theme])
+def test_pages_have_no_serious_accessibility_violation(
+    violations: dict[str, list[str]], theme: str
+) -> None:
+    assert not violations[theme], "\n".join(violations[theme])
 
 
-def test_no_page_is_wider_than_a_phone(seen: dict[str, list[str]]) -> None:
-    assert not seen["phone"], seen["phone"]
+def test_pages_fit_the_width_of_a_phone(violations: dict[str, list[str]]) -> None:
+    assert not violations["phone"], violations["phone"]
 
 
-def test_keys_alone_are_enough(page: Page, server: Server) -> None:
+def test_pages_work_with_the_keyboard_only(page: Page, server: Server) -> None:
     expect(page.locator("tr[data-id]").first).to_be_visible()
     page.keyboard.press("Tab")
     expect(page.locator(".skip")).to_be_focused()
@@ -136,7 +139,7 @@ def test_keys_alone_are_enough(page: Page, server: Server) -> None:
     expect(page.locator(".chart-wrap [role=status]").first).to_contain_text("step 199: training")
 
 
-def test_every_figure_says_what_it_means(page: Page, server: Server) -> None:
+def test_every_figure_has_an_explanation(page: Page, server: Server) -> None:
     visit(page, f"#/run/{run_id(server.folder, 'cluster')}")
     expect(page.locator(".figure").first).to_be_visible()
     for figure in page.locator(".figure").all():
@@ -144,7 +147,7 @@ def test_every_figure_says_what_it_means(page: Page, server: Server) -> None:
         assert len(page.locator(f"#{meaning}").text_content() or "") > 20
 
 
-def test_chinese_and_dark_are_kept(page: Page, server: Server) -> None:
+def test_language_and_theme_persist(page: Page, server: Server) -> None:
     page.locator("#language").click()
     expect(page.get_by_role("heading", name="训练", level=1)).to_be_visible()
     page.locator("#theme").click()

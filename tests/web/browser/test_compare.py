@@ -1,4 +1,4 @@
-"""Comparing runs in a real browser."""
+"""Comparison of runs in a browser."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ def open_compare(page: Page, server: Server, *names: str) -> None:
 
 
 @pytest.mark.soak
-def test_two_are_chosen_in_the_list_and_compared(page: Page) -> None:
+def test_two_selected_runs_are_compared(page: Page) -> None:
     page.get_by_label("Select one for comparison").check()
     expect(page.locator("#compare")).to_have_count(0)
     page.get_by_label("Select two for comparison").check()
@@ -26,7 +26,7 @@ def test_two_are_chosen_in_the_list_and_compared(page: Page) -> None:
     expect(figures).to_contain_text("zero1")
 
 
-def test_the_state_of_the_page_is_in_its_address(page: Page, server: Server) -> None:
+def test_address_contains_page_state(page: Page, server: Server) -> None:
     open_compare(page, server, "one", "two")
     page.select_option("#metric", "tokens_per_second")
     page.get_by_label("time", exact=True).check(force=True)
@@ -47,7 +47,7 @@ def test_the_state_of_the_page_is_in_its_address(page: Page, server: Server) -> 
     )
 
 
-def test_configs_that_differ_are_shown_by_key(page: Page, server: Server) -> None:
+def test_config_differences_are_shown_by_key(page: Page, server: Server) -> None:
     open_compare(page, server, "one", "two")
     table = page.get_by_role("region", name="Config differences")
     expect(table.locator("tbody tr")).to_have_count(1)
@@ -58,7 +58,7 @@ def test_configs_that_differ_are_shown_by_key(page: Page, server: Server) -> Non
     expect(page.get_by_text("The configs are identical.")).to_be_visible()
 
 
-def test_a_note_and_tags_are_kept(page: Page, server: Server) -> None:
+def test_note_and_tags_are_stored(page: Page, server: Server) -> None:
     open_compare(page, server, "one", "two")
     page.get_by_label("Note on two").fill("the <i>better</i> one")
     page.get_by_label("Tags of two").fill("paper, baseline")
@@ -70,24 +70,24 @@ def test_a_note_and_tags_are_kept(page: Page, server: Server) -> None:
     expect(page.locator(".run-note")).to_have_text("the <i>better</i> one")
 
 
-def test_curves_are_taken_away_as_csv_and_png(page: Page, server: Server, tmp_path: Path) -> None:
+def test_curves_download_as_csv_and_png(page: Page, server: Server, tmp_path: Path) -> None:
     open_compare(page, server, "one", "two")
     expect(page.locator(".u-over")).to_be_visible()
-    with page.expect_download() as got:
+    with page.expect_download() as download:
         page.locator("#save-csv").click()
-    got.value.save_as(tmp_path / "a.csv")
-    head, *lines = (tmp_path / "a.csv").read_text().splitlines()
-    assert head.startswith("run,step,tokens,time_s,loss")
+    download.value.save_as(tmp_path / "a.csv")
+    header, *lines = (tmp_path / "a.csv").read_text().splitlines()
+    assert header.startswith("run,step,tokens,time_s,loss")
     assert len(lines) == 70
     assert lines[0].startswith("one,1,4096,")
     assert float(lines[9].split(",")[4]) == 0.9
-    with page.expect_download() as got:
+    with page.expect_download() as download:
         page.locator("#save-png").click()
-    got.value.save_as(tmp_path / "a.png")
+    download.value.save_as(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_removed_run_does_not_affect_the_others(page: Page, server: Server) -> None:
+def test_deleted_run_does_not_affect_comparison_of_others(page: Page, server: Server) -> None:
     page.goto(f"{server.url.split('?')[0]}#/compare/{run_id(server.folder, 'one')},000000000000")
     expect(page.locator(".callout-warn")).to_contain_text("000000000000")
     expect(page.locator(".compare-runs li")).to_have_count(1)

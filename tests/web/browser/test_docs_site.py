@@ -39,7 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("query", ["straggler", "梯度累积", "检查点"])
-def test_the_search_finds_the_glossary(browser: Browser, site: str, query: str) -> None:
+def test_search_finds_glossary(browser: Browser, site: str, query: str) -> None:
     page = browser.new_page()
     try:
         page.goto(f"{site}/search.html?q={query}")

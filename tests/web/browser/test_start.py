@@ -1,4 +1,4 @@
-"""From the form to a trained model and a chat with it, in a real browser, with real runs."""
+"""Start, stop and resume real runs in a browser, and chat with the trained model."""
 
 import json
 import os
@@ -13,13 +13,13 @@ from panel_pages import Server, opened, run_id, serve
 from playwright.sync_api import Browser, Page, expect
 from starts import MICRO, events
 
-LONG_MS = 90_000  # for what a run does on a busy machine
+LONG_MS = 90_000  # for steps of a run on a busy machine
 
 
 @pytest.fixture
 def panel(tmp_path: Path) -> Iterator[Server]:
-    """A panel of its own for runs that are started; it has ended, with all that it holds, before
-    processes are counted."""
+    """A server for runs that the test starts. It stops with all its processes before processes are
+    counted."""
     panel = serve(tmp_path)
     yield panel
     panel.stop()
@@ -27,7 +27,7 @@ def panel(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def form(browser: Browser, panel: Server) -> Iterator[Page]:
-    """The form, with a config of a small run."""
+    """The form with the config of a small run."""
     with opened(browser, f"{panel.url}#/new") as page:
         expect(page.locator("#verdict .good")).to_be_visible()
         page.fill("#yaml", MICRO % 6)
@@ -40,7 +40,7 @@ def field(page: Page, key: str) -> object:
 
 
 @pytest.mark.soak
-def test_form_and_text_are_in_step(form):
+def test_form_and_yaml_stay_in_sync(form):
     yaml = form.locator("#yaml")
     expect(field(form, "train_args.max_steps")).to_have_value("6")
     field(form, "train_args.learning_rate").fill("1e-3")
@@ -51,8 +51,8 @@ def test_form_and_text_are_in_step(form):
     expect(yaml).to_have_value(re.compile(r"lora:\n  enable: true\n[\s\S]*  packing: false\n"))
     form.locator('[data-key="train_args.max_steps"] .reset').click()
     expect(yaml).not_to_have_value(re.compile("max_steps"))
-    # And the other way; a mistake is named at its line and at its field, and nothing can be
-    # started.
+    # Edits of the text change the form. An error is shown at its line and its field, and disables
+    # the start button.
     yaml.fill("model: m\ndataset: d\ntrain_args:\n  max_length: 2\n  lerning_rate: 1\n")
     expect(form.locator(".error-list li")).to_have_count(2)
     expect(form.locator(".error-list .place").first).to_have_text("line 4")
@@ -67,7 +67,7 @@ def test_form_and_text_are_in_step(form):
 
 
 @pytest.mark.soak
-def test_data_is_uploaded_and_looked_at(form, panel):
+def test_upload_and_preview_dataset(form, panel):
     rows = [
         {"prompt": "What is a pace line?", "completion": "Riders in a row."},
         {"prompt": "<b>", "completion": "bold " * 60},
@@ -93,12 +93,12 @@ def test_data_is_uploaded_and_looked_at(form, panel):
     form.locator("#preview-button").click()
     expect(form.locator(".pictures img")).to_have_count(5, timeout=LONG_MS)
     assert form.locator(".pictures img").evaluate_all(
-        "all => all.every((one) => one.complete && one.naturalWidth > 0)"
+        "images => images.every((image) => image.complete && image.naturalWidth > 0)"
     )
 
 
 @pytest.mark.soak
-def test_a_run_is_started_watched_to_its_end_and_chatted_with(form, panel):
+def test_start_run_then_chat_and_export(form, panel):
     expect(form.locator("#plan-verdict")).to_contain_text("Fits in memory", timeout=LONG_MS)
     field(form, "lora.enable").check()
     expect(form.locator("#yaml")).to_have_value(re.compile("enable: true"))
@@ -137,7 +137,7 @@ def test_a_run_is_started_watched_to_its_end_and_chatted_with(form, panel):
 
 
 @pytest.mark.soak
-def test_a_run_is_stopped_and_resumed_with_a_change(form, panel):
+def test_stop_run_and_resume_with_config_change(form, panel):
     field(form, "train_args.max_steps").fill("5000")
     expect(form.locator("#yaml")).to_have_value(re.compile("max_steps: 5000"))
     expect(form.locator("#verdict .good")).to_be_visible()
@@ -166,7 +166,7 @@ def test_a_run_is_stopped_and_resumed_with_a_change(form, panel):
 
 
 @pytest.mark.soak
-def test_a_rank_that_stands_still_is_seen_and_the_run_ended_at_once(form, panel):
+def test_hung_rank_is_shown_and_second_stop_ends_run(form, panel):
     form.fill("#yaml", MICRO % 5000)
     expect(form.locator("#verdict .good")).to_be_visible()
     form.fill("#run-name", "stuck")
@@ -187,7 +187,7 @@ def test_a_rank_that_stands_still_is_seen_and_the_run_ended_at_once(form, panel)
         expect(form.locator("#stop")).to_have_text(label)
         form.locator("#stop").click()
         form.locator("#stop-yes").click()
-        # asked again by another page it is refused: a second signal would end it
+        # A second request from another page is rejected, because a second signal would end the run.
         if label == "Stop":
             expect(form.locator("#stop")).to_have_text("End now")
             address, _, token = panel.url.partition("?token=")
@@ -200,7 +200,7 @@ def test_a_rank_that_stands_still_is_seen_and_the_run_ended_at_once(form, panel)
 
 
 @pytest.mark.soak
-def test_what_the_command_refuses_stands_in_the_page(form, panel):
+def test_start_error_is_shown(form, panel):
     field(form, "model").fill("builtin:nothing")
     expect(form.locator("#yaml")).to_have_value(re.compile("builtin:nothing"))
     expect(form.locator("#verdict .good")).to_be_visible()
@@ -212,12 +212,12 @@ def test_what_the_command_refuses_stands_in_the_page(form, panel):
 
 
 @pytest.mark.soak
-def test_without_the_token_the_form_says_how_to_get_it(browser, panel):
+def test_form_without_token_explains_how_to_get_it(browser, panel):
     with opened(browser, panel.url.partition("?")[0] + "#/new") as page:
         expect(page.locator(".state-error")).to_contain_text("open the link")
 
 
-def test_the_form_fits_a_phone_and_speaks_chinese(browser, panel):
+def test_form_fits_phone_in_chinese(browser, panel):
     with opened(
         browser, f"{panel.url}#/new", viewport={"width": 390, "height": 844}, locale="zh-CN"
     ) as page:

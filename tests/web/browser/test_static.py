@@ -1,5 +1,4 @@
-"""What the front end is made of: small, without markup made of data, without a source elsewhere, in
-two languages."""
+"""The files of the panel: their size, no parsing of markup, no external sources, two languages."""
 
 import gzip
 import re
@@ -14,11 +13,11 @@ FILES = [path for path in sorted(STATIC.rglob("*")) if path.is_file()]
 SCRIPTS = [path for path in FILES if path.suffix == ".js" and "vendor" not in path.parts]
 
 
-def test_it_weighs_less_than_300_kb_compressed() -> None:
+def test_compressed_size_is_below_300_kb() -> None:
     assert sum(len(gzip.compress(path.read_bytes(), 6)) for path in FILES) < 300_000
 
 
-def test_the_page_has_no_inline_scripts_or_external_sources() -> None:
+def test_page_has_no_inline_scripts_or_external_sources() -> None:
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son\w+=", page)
     for path in [*SCRIPTS, *STATIC.rglob("*.html"), *STATIC.rglob("*.css")]:
@@ -26,7 +25,7 @@ def test_the_page_has_no_inline_scripts_or_external_sources() -> None:
         assert not re.search(r"(src|href|from|import|url)\W{1,3}https?://", text), path
 
 
-def test_no_markup_is_made_of_data() -> None:
+def test_scripts_do_not_parse_markup() -> None:
     markup = (
         r"\.(innerHTML|outerHTML)\s*\+?=|insertAdjacentHTML|document\.write|\beval\(|new Function"
     )
@@ -42,9 +41,9 @@ def test_every_imported_module_exists() -> None:
             assert (path.parent / name).is_file(), f"{path}: {name}"
 
 
-def test_each_text_exists_once_in_both_languages() -> None:
-    """All words come into one table: a key that two files have would mean the one or the other, as
-    pages are opened."""
+def test_texts_exist_once_in_each_language() -> None:
+    """All files share one table of texts. The meaning of a key in two files would depend on the
+    order in which pages are opened."""
     english, chinese = ([], [])
     for path in (STATIC / "i18n").glob("*.js"):
         text = path.read_text(encoding="utf-8")
@@ -53,12 +52,12 @@ def test_each_text_exists_once_in_both_languages() -> None:
         chinese += _keys(text if path.stem.endswith("zh") else after)
     assert len(english) > 300
     assert [key for key, count in Counter(english).items() if count > 1] == []
-    # a section's name is the key's, in any language
+    # the names of config sections are the same in every language
     of_sections = {f"group.{name}" for name in SECTIONS if name != "lora"}
     assert sorted(set(english) - of_sections) == sorted(chinese)
 
 
-def test_each_text_that_is_used_exists() -> None:
+def test_used_texts_exist() -> None:
     texts = [path.read_text(encoding="utf-8") for path in SCRIPTS]
     known = {
         key

@@ -1,5 +1,5 @@
-"""Watching runs in a real browser: the list, a real run from its start to its end, every tab, and
-what happens to a page."""
+"""Pages that show runs, in a browser: the list, a real run from start to end, every tab, and the
+connection to the server."""
 
 import re
 import shutil
@@ -36,7 +36,7 @@ def rows(page: Page) -> list[str]:
     return page.locator(".run-name a").all_inner_texts()
 
 
-def test_an_empty_folder_says_what_to_do(browser: Browser, tmp_path: Path) -> None:
+def test_empty_folder_shows_how_to_start(browser: Browser, tmp_path: Path) -> None:
     server = serve(tmp_path)
     try:
         with opened(browser, server.url) as page:
@@ -49,11 +49,11 @@ def test_an_empty_folder_says_what_to_do(browser: Browser, tmp_path: Path) -> No
         server.stop()
 
 
-def test_the_list_is_searched_filtered_and_sorted(page: Page) -> None:
+def test_list_search_filter_and_sort(page: Page) -> None:
     expect(page.locator("#runs-count")).to_contain_text("5 runs")
     expect(page.locator("tr[data-id] .badge-done").first).to_have_text("done")
     assert f"named {made_runs.HARM}" in rows(page)
-    assert page.locator("main b").count() == 0  # what a run calls itself is text
+    assert page.locator("main b").count() == 0  # the name of a run is not parsed as markup
     page.fill("#search", "zero1")
     expect(page.locator("tr[data-id]")).to_have_count(1)
     page.fill("#search", "no such run")
@@ -70,7 +70,7 @@ def test_the_list_is_searched_filtered_and_sorted(page: Page) -> None:
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_a_real_run_is_watched_to_its_end(page: Page, server: Server) -> None:
+def test_real_run_is_followed_to_its_end(page: Page, server: Server) -> None:
     folder = server.folder / "real"
     command = [sys.executable, "-m", "paceline", "sft", *TRAIN, f"output_dir={folder}"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -105,9 +105,7 @@ def live(server: Server) -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_events_come_to_the_screen_as_they_are_written(
-    page: Page, server: Server, live: Path
-) -> None:
+def test_new_events_appear_live(page: Page, server: Server, live: Path) -> None:
     log = event_logs.begin(live, steps=100)
     page.get_by_role("link", name="live one").click()
     expect(page.locator(".badge").first).to_have_text("live")
@@ -129,7 +127,7 @@ def test_events_come_to_the_screen_as_they_are_written(
         }
     )
     expect(page.get_by_role("region", name="Events")).to_contain_text("rank 1 was killed")
-    # what came after step 10 counts no more
+    # steps after step 10 no longer count
     log.emit({"type": "resume", "step": 10, "path": "checkpoints/step-00000010"})
     event_logs.emit_steps(log, 11, 12)
     expect(chart).to_have_attribute("aria-label", re.compile("ends at 0.7500"))
@@ -143,14 +141,14 @@ def open_tab(page: Page, server: Server, name: str, tab: str) -> None:
     expect(page.locator(f"[data-tab='{tab}']")).to_have_attribute("aria-current", "page")
 
 
-def test_every_tab_of_a_large_run(page: Page, server: Server) -> None:
+def test_tabs_of_run_with_16_ranks(page: Page, server: Server) -> None:
     open_tab(page, server, "cluster", "ranks")
     expect(page.locator(".callout-warn")).to_contain_text("Rank 5 is the slowest")
-    drawn = (
+    count_colors = (
         "c => new Set(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.filter((_, at)"
         " => at % 4 === 0)).size"
     )
-    assert page.locator("canvas.timeline").evaluate(drawn) > 20
+    assert page.locator("canvas.timeline").evaluate(count_colors) > 20
     expect(page.locator("tbody tr")).to_have_count(16)
     expect(page.locator("tbody tr").first).to_contain_text("90 % · 61 °C · 402 W")
     page.locator("canvas.timeline").focus()
@@ -177,9 +175,7 @@ def test_every_tab_of_a_large_run(page: Page, server: Server) -> None:
     assert page.locator("main img").count() == 0
 
 
-def test_a_run_of_an_older_version_says_what_it_has_not_recorded(
-    page: Page, server: Server
-) -> None:
+def test_older_run_names_data_not_recorded(page: Page, server: Server) -> None:
     for tab, what in {
         "ranks": "Time of each rank",
         "memory": "Memory",
@@ -195,7 +191,7 @@ def test_a_run_of_an_older_version_says_what_it_has_not_recorded(
     expect(page.get_by_role("application")).to_have_count(4)
 
 
-def test_a_range_is_requested_from_the_server(page: Page, server: Server) -> None:
+def test_zoom_requests_range_from_server(page: Page, server: Server) -> None:
     open_tab(page, server, "cluster", "overview")
     chart = page.get_by_role("application", name="Loss over step")
     plot = chart.locator(".u-over")
@@ -209,7 +205,7 @@ def test_a_range_is_requested_from_the_server(page: Page, server: Server) -> Non
     expect(page.locator("#from-step")).to_have_value("51")
     page.get_by_role("button", name="Full run").click()
     expect(page.locator("#from-step")).to_have_value("")
-    # The same by keys.
+    # The same with the keyboard.
     chart.focus()
     for key in ("Home", "Enter", "Shift+ArrowRight"):
         page.keyboard.press(key)
@@ -221,7 +217,7 @@ def test_a_range_is_requested_from_the_server(page: Page, server: Server) -> Non
 
 
 @pytest.mark.soak
-def test_a_server_that_goes_and_comes_back(browser: Browser, tmp_path: Path) -> None:
+def test_page_reconnects_after_server_restart(browser: Browser, tmp_path: Path) -> None:
     event_logs.finished(tmp_path / "before")
     server = serve(tmp_path)
     with opened(browser, server.url) as page:

@@ -1,4 +1,4 @@
-// The frame of the UI: the top bar, routing, and the connection banner.
+// The frame of the panel: the top bar, routing, and the connection banner.
 
 import * as api from "./lib/api.js";
 import { h, put } from "./lib/dom.js";

@@ -2,7 +2,7 @@
 
 import { count, duration, short } from "./format.js";
 import { t } from "./i18n.js";
-import { TIMES, WHOLE } from "./chart.js";
+import { TIME_TICKS, INTEGER_TICKS } from "./chart.js";
 
 export const AXES = ["step", "tokens", "time"];
 
@@ -11,7 +11,7 @@ export function axis(kind) {
   return {
     name: t(`x.${kind}`),
     format: { step: count, tokens: short, time: duration }[kind],
-    incrs: { step: WHOLE, tokens: WHOLE, time: TIMES }[kind],
+    incrs: { step: INTEGER_TICKS, tokens: INTEGER_TICKS, time: TIME_TICKS }[kind],
   };
 }
 

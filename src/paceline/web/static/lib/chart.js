@@ -20,10 +20,10 @@ export const DASHES = [
 ];
 // Tick distances of an axis: integers, times (seconds, minutes, hours, days) and bytes (powers of
 // two).
-export const WHOLE = Array.from({ length: 15 }, (_, power) =>
+export const INTEGER_TICKS = Array.from({ length: 15 }, (_, power) =>
   [1, 2, 5].map((factor) => factor * 10 ** power),
 ).flat();
-export const TIMES = [
+export const TIME_TICKS = [
   ...[-6, -5, -4, -3, -2, -1].flatMap((power) => [1, 2, 5].map((factor) => factor * 10 ** power)),
   1,
   2,
@@ -44,7 +44,7 @@ export const TIMES = [
   43200,
   ...[1, 2, 5, 10, 20, 50, 100].map((days) => days * 86400),
 ];
-const BYTES = [0, 1, 2, 3, 4].flatMap((power) =>
+const BYTE_TICKS = [0, 1, 2, 3, 4].flatMap((power) =>
   [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].map((factor) => factor * 1024 ** power),
 );
 const MARK_LEVEL = { error: "--bad", warning: "--warn", info: "--line-strong" };
@@ -137,7 +137,7 @@ export function lineChart({ name, height = 190, x, y = {}, series, zoomed, sync 
             size: (_, labels) =>
               16 + 7 * Math.max(3, ...(labels ?? []).map((label) => String(label ?? "").length)),
             space: 34,
-            incrs: y.format === bytes ? BYTES : y.format === duration ? TIMES : undefined,
+            incrs: y.format === bytes ? BYTE_TICKS : y.format === duration ? TIME_TICKS : undefined,
             values: (_, ticks) =>
               ticks.map((tick) => (tick === null ? null : (y.format ?? digits)(tick))),
           },

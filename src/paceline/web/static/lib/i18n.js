@@ -1,4 +1,4 @@
-// The texts of the UI in English and Chinese.
+// The texts of the panel in English and Chinese.
 
 import { en } from "../i18n/en.js";
 import { zh } from "../i18n/zh.js";
