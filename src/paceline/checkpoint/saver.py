@@ -37,8 +37,7 @@ _LONG_WAIT_S = 10.0
 _FAILED_RUN_TIMEOUT_S = 20.0
 #: Interval at which a save is tried again while training is paused for it.
 _RETRY_S = 5.0
-#: Requests that rank 0 sends to all ranks (:meth:`CheckpointManager.next_request`): an ordinary
-#: save, or a save for which training pauses.
+#: Requests of rank 0 to all ranks: an ordinary save, or a save for which training pauses.
 _SAVE, _PAUSE = 1.0, 2.0
 
 
@@ -70,7 +69,7 @@ class CheckpointManager:
         keep: number of checkpoints to retain; None retains all.
         background: whether training continues while a save is written from a copy of the shards in
             host memory. At most one save is in progress at a time.
-        every_steps: number of steps between saves; None or 0 for no regular saves.
+        every_steps: number of steps between saves; None or 0 for none.
         every_s: seconds from the start of a save to a request for the next; None for no requests.
         pause: whether training waits after a failed save until a retry succeeds or ``stop()`` is
             true on some rank.

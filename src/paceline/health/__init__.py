@@ -1,2 +1,2 @@
-"""Detection of hangs, stragglers, anomalies, loss spikes and diverging replicas. Detection only:
-the trainer acts."""
+"""Detection of hangs, stragglers, anomalies, loss spikes and diverging replicas. This package only
+detects; the trainer reacts."""

@@ -1,9 +1,9 @@
-"""Skipping of updates whose gradient is not finite, on every rank; rank 0 reports them, and too
-many in a row end the run.
+"""Skip updates with non-finite gradients on every rank. Rank 0 reports them, and too many in a row
+end the run.
 
-On a CPU the gradient's norm is read before the update. An accelerator decides for itself if the
-optimizer can (torch's fused ones), and the host reads the decision a step later, so it never waits
-for the device.
+On a CPU, the gradient norm is read before the update. On an accelerator, the optimizer decides on
+the device if it supports that (torch's fused optimizers), and the host reads the decision one step
+later, so it never waits for the device.
 """
 
 import logging
@@ -32,14 +32,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class UpdateDecision:
-    """How the update of a step is decided. Tensors are scalars on the device, not finite if
-    something was not.
+    """How it is decided whether the update of a step is made. Tensors are scalars on the device,
+    which are not finite if a gradient was not.
 
     Args:
-        grad_norm: of the whole gradient; None if the strategy decides by itself.
-        on_device: the device decides, and the host does not know.
+        grad_norm: norm of the full gradient, or None if the strategy makes the decision.
+        on_device: whether the decision is made on the device, so that the host does not know it
+            yet.
         local_grad: this rank's own gradient, if it is known.
-        is_local: the ranks train on their own, and each skips, or not, for itself.
+        is_local: whether ranks train independently, so that each makes its own decision.
     """
 
     grad_norm: torch.Tensor | None
@@ -50,8 +51,8 @@ class UpdateDecision:
 
 @dataclass(frozen=True)
 class _Update:
-    """The update of a step. ``step``: number of updates, this one included; ``made``: whether it
-    was made, if the host knows; ``loss``: of this rank."""
+    """The update of a step. ``step`` is the number of updates including this one, ``made`` whether
+    it was made as far as the host knows, and ``loss`` the loss of this rank."""
 
     step: int
     decision: UpdateDecision
@@ -65,11 +66,11 @@ class _Update:
 
 
 class AnomalyDetector:
-    """Observes the gradients of a run. Every rank has one, and all of them reach the same result at
-    the same step. It never touches the optimizer.
+    """Observes the gradients of a run. All ranks reach the same result at the same step. The
+    detector never changes the optimizer.
 
     Args:
-        scaler: of float16 training.
+        scaler: the loss scaler of float16 training, or None.
     """
 
     def __init__(
@@ -87,19 +88,21 @@ class AnomalyDetector:
         self.error: RunError | None = None  # why the run must end
         self._num_skipped_in_row = 0  # steps without an update, up to the last
         self._pending: deque[_Update] = deque()
-        # updates that this rank, training independently, has skipped since the last log line
+        # Number of updates that this rank has skipped since the last log line, if ranks train
+        # independently.
         self._local_skips = 0
 
     # -- a step
     def decide(self, grad_norm: torch.Tensor) -> UpdateDecision:
-        """Return how the update is decided. ``grad_norm``: as the strategy computed it."""
+        """Return how it is decided whether the update is made. ``grad_norm`` is the norm that the
+        strategy computed."""
         strategy = self.strategy
         on_device = (
             not strategy.handles_overflow
             and not needs_rollback_on_skip(strategy)
             and grad_norm.device.type != "cpu"
             and skips_on_device(strategy.optimizer, grad_norm)
-            # the ranks gather which of them skipped in the same step
+            # The ranks gather in the same step which of them skipped it.
             and not self.comm.mixes_devices
         )
         return UpdateDecision(
@@ -110,23 +113,23 @@ class AnomalyDetector:
         )
 
     def record(self, step: int, decision: UpdateDecision, made: bool, loss: torch.Tensor) -> None:
-        """Record the update number ``step`` of the run. ``loss``: of this rank."""
+        """Record update number ``step`` of the run. ``loss`` is the loss of this rank."""
         self._pending.append(_Update(step, decision, made, loss))
         while len(self._pending) > (1 if decision.on_device else 0):
             self._read(self._pending.popleft())
 
     def flush(self) -> None:
-        """Read the updates that the device decided."""
+        """Read the decisions that were made on the device."""
         while self._pending:
             self._read(self._pending.popleft())
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether the run must end, because too many updates in a row were skipped."""
+        """Whether the run must end because too many consecutive updates were skipped."""
         return self.error is not None
 
     def raise_if_exhausted(self) -> None:
-        """Raise RunError if the run has no finite gradient anymore."""
+        """Raise RunError if too many consecutive updates were skipped."""
         if self.error is not None:
             raise self.error
 
@@ -173,18 +176,19 @@ class AnomalyDetector:
         self._check_limit(update.step, self._num_skipped_in_row, origin)
 
     def _count(self, losses_are_finite: bool) -> None:
-        """Count a skipped step. An overflow in float16 only counts once the loss scale is small. If
-        a loss was not finite, no scale would help."""
+        """Count a skipped step. An overflow in float16 counts only when the loss scale is already
+        small, unless a loss was not finite, which no scale can prevent."""
         if self.scaler is None or not losses_are_finite or float(self.scaler.scale) < 1:
             self._num_skipped_in_row += 1
 
     def local_counts(self) -> tuple[float, float]:
-        """Return what is gathered at a log line: updates that this rank alone has skipped since the
-        last one, and how many steps in a row."""
+        """Return the values to gather at a log line: the number of updates that this rank alone has
+        skipped since the last log line, and the number of consecutive ones."""
         return float(self._local_skips), float(self._num_skipped_in_row)
 
     def report_local_skips(self, step: int, rows: Sequence[Sequence[float]]) -> None:
-        """Report the updates that single ranks skipped. ``rows``: :meth:`local_counts` by rank."""
+        """Report the updates that individual ranks skipped. ``rows`` has the :meth:`local_counts`
+        of each rank."""
         self._local_skips = 0
         ranks = [rank for rank, row in enumerate(rows) if row[0] > 0]
         if ranks:
@@ -239,8 +243,8 @@ class AnomalyDetector:
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> bool:
-    """Return whether the optimizer can skip a step by a flag on the device of ``grad_norm``:
-    torch's fused ones."""
+    """Return whether the optimizer can skip a step by a flag on the device of ``grad_norm``, as
+    torch's fused optimizers can."""
     can_skip = torch_compat.takes_found_inf(optimizer)
     return bool(can_skip) and all(
         param.device == grad_norm.device
@@ -254,8 +258,8 @@ def _is_finite(value: torch.Tensor) -> bool:
 
 
 def skipped_steps(events: Sequence[Event], step: int) -> int:
-    """Return how many updates this run has skipped up to ``step``, over all its attempts, without
-    those that were rolled back."""
+    """Return how many updates this run has skipped up to ``step`` in all attempts, not counting
+    steps that were rolled back."""
     return sum(
         event["updates"]
         for event in effective_events(events)

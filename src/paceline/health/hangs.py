@@ -1,14 +1,14 @@
-"""Detection of the ranks that hold up the others, from the latest status of each. Pure functions:
-no thread, no store."""
+"""Detect ranks that block the others, from the latest status of each rank. Pure functions, without
+threads or a store."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.formatting import counted
 
-#: A rank may make no progress for this many of its typical steps,
+#: A rank is not reported before it has made no progress for this many of its typical steps,
 _TYPICAL_STEPS = 10
-#: and for this many seconds in phases that take long, or that have no typical length yet.
+#: or for this many seconds in phases that take long or have no typical duration yet.
 _GRACE_S = {
     "starting": 120.0,
     "loading": 120.0,
@@ -17,7 +17,7 @@ _GRACE_S = {
     "ended": 60.0,
 }
 _FIRST_STEP_S = 60.0
-#: States of a process (`proc(5)`) in which it does nothing until somebody acts.
+#: States of a process (`proc(5)`) in which it does not run.
 _STATES = {
     "T": "its process is stopped (SIGSTOP)",
     "t": "its process is stopped by a debugger",
@@ -34,12 +34,12 @@ class RankStatus:
     """The status of a rank, as this process sees it.
 
     Args:
-        stalled_s: seconds since its last sign of progress.
-        since_heartbeat_s: seconds since its last heartbeat.
-        waits_for: what it is blocked on, if it waits for other ranks.
-        typical_step_s: duration of its typical step; None before it has made some.
+        stalled_s: seconds since the rank last made progress.
+        since_heartbeat_s: seconds since the last heartbeat of the rank.
+        waits_for: what the rank is blocked on, if it waits for other ranks.
+        typical_step_s: duration of a typical step, or None before there were enough steps.
         issued: number of collectives issued so far, by group.
-        state: of its process, if that is on this host and sends no heartbeats.
+        state: state of the process, if it is on this host and sends no heartbeats.
     """
 
     rank: int
@@ -60,8 +60,8 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Hang:
-    """A rank that holds up the others; ``status`` is None if all ranks wait for one another.
-    ``all_wait``: this rank is in a collective too, or has ended."""
+    """A rank that blocks the others. ``status`` is None if all ranks wait for one another.
+    ``all_wait`` is True if the rank itself waits in a collective or has ended."""
 
     status: RankStatus | None
     since_s: float
@@ -86,7 +86,7 @@ class Hang:
 
 
 def grace_s(status: RankStatus, hang_warning_s: float) -> float:
-    """Return how many seconds this rank may make no progress before it is reported."""
+    """Return how many seconds a rank may make no progress before it is reported."""
     if status.is_silent(hang_warning_s) and status.state in _DEAD:
         return hang_warning_s
     if status.phase in _GRACE_S:
@@ -97,7 +97,7 @@ def grace_s(status: RankStatus, hang_warning_s: float) -> float:
 
 
 def find_hangs(ranks: Sequence[RankStatus], hang_warning_s: float) -> list[Hang]:
-    """Return the ranks that hold up the others, the most certain first:
+    """Return the ranks that block the others, the most certain first:
 
     1. those that send no heartbeats, or make no progress without waiting for another rank, while
        some other rank waits or makes progress;
@@ -151,8 +151,8 @@ def _blocking_hang(status: RankStatus, hang_warning_s: float) -> Hang:
 
 
 def _lagging(ranks: Sequence[RankStatus]) -> list[tuple[RankStatus, str]]:
-    """Return (rank, reason) of the ranks that have issued fewer collectives of some group than
-    others, those furthest behind first."""
+    """Return (status, reason) of the ranks that have issued fewer collectives of some group than
+    other ranks, furthest behind first."""
     lags: dict[int, tuple[int, RankStatus]] = {}
     for group in {name for status in ranks for name in status.issued}:
         members = [status for status in ranks if group in status.issued]

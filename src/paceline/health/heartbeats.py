@@ -1,8 +1,8 @@
 """Heartbeats: the status that each rank publishes through the store of the process group.
 
-They use a connection of their own, so that neither a blocked collective nor a wait in the store
-delays them. Each rank writes three keys: its heartbeat, the times of its last steps, and its
-details (stack and calls), which are rarely read.
+Heartbeats use a separate connection, so that neither a blocked collective nor a pending store
+request delays them. Each rank writes three keys: its heartbeat, the times of its last steps, and
+its details (stack and calls), which are rarely read.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from paceline.distributed.segments import SegmentCounter, Segments
 from paceline.health.hangs import RankStatus
 from paceline.health.stragglers import Pause
 
-#: Time limit for an answer of the store.
+#: Time limit for a response of the store.
 _STORE_TIMEOUT_S = 10.0
 #: A rank that has made no progress for this long publishes its last calls.
 _CALLS_AFTER_S = 1.0
 #: A process on this host that has sent no heartbeat for this long is looked up in `/proc`.
 _LOOK_UP_AFTER_S = 0.8
-#: Seconds between two readings of the counts of the sockets.
+#: Seconds between two readings of the TCP segment counters.
 _SEGMENTS_EVERY_S = 2.0
-#: Number of steps that the typical step is the median of.
+#: The typical step time is the median of this many steps.
 _TYPICAL_STEPS = 16
 #: Seconds between two writes of `heartbeats.json`.
 _EVERY_S = 2.0
-#: It is not known yet which ranks this one is compared with.
+#: Value of :attr:`Heartbeat.kind` before it is known which ranks this one is compared with.
 UNKNOWN_KIND = "?"
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank publishes of itself.
+    """The status that a rank publishes.
 
     Args:
         number: number of heartbeats so far; 0 before the first.
-        marks: signs of progress so far.
-        stalled_s: seconds since its last sign of progress.
-        typical_step_s: duration of its typical step.
-        kind: which ranks it is compared with, see
+        marks: number of signs of progress so far.
+        stalled_s: seconds since the last sign of progress.
+        typical_step_s: duration of a typical step.
+        kind: which ranks this one is compared with; see
             :class:`~paceline.health.stragglers.StragglerDetector`.
-        requests_calls: the other ranks shall publish their last calls.
-        timed_step: the last step whose times it has published.
-        call_log: the file of its :class:`~paceline.distributed.call_log.CallLog`.
-        pause: the last one of its process.
+        requests_calls: whether the other ranks are to publish their last calls.
+        timed_step: the last step whose times were published.
+        call_log: the file of the rank's :class:`~paceline.distributed.call_log.CallLog`.
+        pause: the last pause of the process.
     """
 
     number: int = 0
@@ -85,8 +85,8 @@ _HEARTBEAT_ADAPTER = TypeAdapter(Heartbeat)
 
 @dataclass
 class Details:
-    """What is rarely read of a rank: ``stack`` (lines, innermost first), and its last calls if it
-    has published them."""
+    """Details of a rank that are rarely read: the lines of its stack, innermost first, and its last
+    calls if it has published them."""
 
     stack: list[str]
     calls: list[CallRecord] | None = None
@@ -94,12 +94,12 @@ class Details:
 
 class HeartbeatExchange:
     """Writes this rank's heartbeats (:meth:`publish`) and reads those of all ranks (:meth:`read`).
-    For one thread.
+    Not thread-safe.
 
     Attributes:
-        kind: as :attr:`Heartbeat.kind`; None: this rank does not train.
-        requests_calls: the other ranks shall publish their last calls.
-        pause: the last one of this process.
+        kind: see :attr:`Heartbeat.kind`; None if this rank does not train.
+        requests_calls: whether the other ranks are to publish their last calls.
+        pause: the last pause of this process.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -118,7 +118,8 @@ class HeartbeatExchange:
         self.reconnect()
 
     def reconnect(self) -> None:
-        """Connect anew. After an error the old connection may hold answers to earlier requests."""
+        """Open a new connection. After an error, the old one may still deliver responses to earlier
+        requests."""
         store: Any = torch_compat.default_store()
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=_STORE_TIMEOUT_S))
@@ -159,7 +160,7 @@ class HeartbeatExchange:
             self._key(self.rank, "details"): json.dumps(asdict(details)),
         }
         if steps and steps[-1] is not self._last_step:
-            # Published twice, because a reader with the same period may miss a heartbeat.
+            # Publish each step twice, because a reader with the same period may miss a heartbeat.
             since = self._previous_step
             self._previous_step = self._last_step.step if self._last_step is not None else 0
             self._last_step = steps[-1]
@@ -174,7 +175,7 @@ class HeartbeatExchange:
 
     # -- reading
     def read(self) -> list[PeerState]:
-        """Return all ranks that have sent a heartbeat so far, this one among them."""
+        """Return all ranks that have sent a heartbeat so far, including this one."""
         peers = [
             peer
             for peer in self._peers.values()
@@ -191,14 +192,14 @@ class HeartbeatExchange:
         return peers
 
     def forgive(self) -> None:
-        """Restart the clocks of all ranks, because this process itself was paused and received
-        nothing meanwhile."""
+        """Restart the clocks of all ranks, because this process was paused and received no
+        heartbeats during that time."""
         now = time.perf_counter()
         for peer in self._peers.values():
             peer.received_at = peer.moved_at = now
 
     def steps(self, ranks: Iterable[int]) -> dict[int, list[StepTimes]]:
-        """Return rank → the times of its last steps, as of its last heartbeat."""
+        """Return the times of the last steps of each rank, as of its last heartbeat."""
         timed = {rank: self._peers[rank].heartbeat.timed_step for rank in ranks}
         outdated = [
             rank
@@ -212,7 +213,7 @@ class HeartbeatExchange:
         return {rank: self._steps[rank][1] if rank in self._steps else [] for rank in timed}
 
     def details(self, ranks: Iterable[int]) -> dict[int, Details]:
-        """Return the details by rank, of those that have published them."""
+        """Return the details of the ranks that have published them, by rank."""
         keys = {rank: self._key(rank, "details") for rank in ranks}
         return {
             rank: Details(**json.loads(self._store.get(key)))
@@ -221,8 +222,8 @@ class HeartbeatExchange:
         }
 
     def calls(self, ranks: Iterable[int]) -> dict[int, list[CallRecord]]:
-        """Return rank → its last calls, of those known: from shared memory on this host, else as
-        the rank has published them."""
+        """Return the last calls of the ranks, as far as they are known: from shared memory for
+        ranks on this host, otherwise as published."""
         calls = self.calls_on_host()
         for rank, details in self.details(rank for rank in ranks if rank not in calls).items():
             if details.calls is not None:
@@ -243,8 +244,8 @@ class HeartbeatExchange:
 
 @dataclass
 class PeerState:
-    """A rank by its last heartbeat. Times are of this process's clock: when that heartbeat was
-    received, when the rank last made progress."""
+    """The state of a rank as of its last heartbeat. ``received_at`` (of that heartbeat) and
+    ``moved_at`` (last progress of the rank) are on the clock of this process."""
 
     rank: int
     received_at: float = field(default_factory=time.perf_counter)
@@ -262,12 +263,12 @@ class PeerState:
 
     @property
     def died(self) -> bool:
-        """Whether its process has ended without a report."""
+        """Whether the process has ended without a report."""
         return self.state in ("gone", "Z", "X")
 
     def look_up(self, host: str, now: float) -> None:
-        """Look up the process if it is on this host: its state if it sends no heartbeats, and its
-        call log while it lives."""
+        """Inspect the process if it is on this host: read its state if it sends no heartbeats, and
+        open its call log while it is alive."""
         heartbeat = self.heartbeat
         if heartbeat.host != host or heartbeat.phase == "ended":
             self.state = None
@@ -315,11 +316,11 @@ def _waits_for() -> str | None:
 
 
 class HeartbeatFile:
-    """The `heartbeats.json` of one attempt of a run. It is overwritten in place, because a new file
-    every two seconds would make work for the disk of a run that saves.
+    """The `heartbeats.json` of one attempt of a run. It is overwritten in place, because creating a
+    new file every two seconds would load a disk to which checkpoints are written.
 
     Args:
-        path: of the file; nothing is created before the first :meth:`write`.
+        path: path of the file, which the first :meth:`write` creates.
     """
 
     def __init__(self, path: Path) -> None:
@@ -329,8 +330,7 @@ class HeartbeatFile:
         self._written_at = -math.inf
 
     def write(self, ranks: Sequence[RankStatus]) -> None:
-        """Write the status of all ranks, at most every two seconds. A disk that is full is
-        ignored."""
+        """Write the status of all ranks, at most every two seconds. A full disk is ignored."""
         if time.monotonic() - self._written_at < _EVERY_S:
             return
         self._written_at, now = time.monotonic(), time.time()
@@ -346,7 +346,8 @@ class HeartbeatFile:
                     "phase": status.phase,
                     "step": status.step,
                     "waits_for": status.waits_for,
-                    # its last heartbeat and last sign of progress, by one clock for all
+                    # times of the last heartbeat and of the last progress, on the same clock for
+                    # all ranks
                     "heard_at": round(now - status.since_heartbeat_s, 2),
                     "moved_at": round(now - status.stalled_s, 2),
                     "state": status.state,
@@ -354,7 +355,7 @@ class HeartbeatFile:
                 for status in ranks
             ]
             text = json.dumps({"time": round(now, 3), "every_s": _EVERY_S, "ranks": rows})
-            # The file never grows shorter, so that no reader gets a torn end.
+            # The file never becomes shorter, so that no reader gets a truncated one.
             self._size = max(self._size, len(text))
             os.pwrite(self._file, text.ljust(self._size).encode() + b"\n", 0)
 

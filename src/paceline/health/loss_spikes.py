@@ -1,4 +1,4 @@
-"""Detection of loss spikes (``recovery.rollback_on_loss_spike``)."""
+"""Detect loss spikes (``recovery.rollback_on_loss_spike``)."""
 
 import math
 import statistics
@@ -10,8 +10,8 @@ from paceline.config.schema.recovery import RecoveryConfig
 
 @dataclass(frozen=True)
 class LossSpike:
-    """A loss that jumped. ``median``: of the losses before it; NaN if they were too few.
-    ``num_compared``: how many they were."""
+    """A loss spike. ``median`` is the median of the ``num_compared`` previous losses, or NaN if
+    there were too few."""
 
     loss: float
     median: float
@@ -20,17 +20,17 @@ class LossSpike:
 
 @dataclass(frozen=True)
 class LossSpikeDetector:
-    """Compares the loss of a step with the median of the losses before it."""
+    """Compares the loss of a step with the median of the previous losses."""
 
     settings: RecoveryConfig
 
     def observe(self, loss: float, history: Sequence[float]) -> LossSpike | None:
         """Return a spike if ``loss`` is not finite, or ``loss_spike_factor`` times larger than the
-        median of ``history``, which must be half of ``loss_spike_window`` long.
+        median of ``history``, which must have at least ``loss_spike_window`` / 2 entries.
 
         Args:
-            loss: mean loss of the step over all ranks, so that every rank gets the same answer.
-            history: the losses of the last steps without a spike.
+            loss: mean loss of the step over all ranks, so that every rank gets the same result.
+            history: losses of the last steps that were not spikes.
         """
         median = math.nan
         if 2 * len(history) >= self.settings.loss_spike_window:

@@ -1,4 +1,4 @@
-"""Detection of ranks that issue different collectives, by comparing the last calls of each. Pure
+"""Detect ranks that issue different collectives, by comparing the last calls of each rank. Pure
 functions."""
 
 from collections import Counter
@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from paceline.core.formatting import counted, rank_names
 from paceline.distributed.call_log import CallRecord
 
-#: Longest lag between two ranks that is recognized, in collectives.
+#: Maximum lag between two ranks that is recognized, in number of collectives.
 _MAX_LAG = 8
 #: rank → its last calls, in order.
 Calls = Mapping[int, Sequence[CallRecord]]
-#: What must be equal in calls that belong together.
+#: Returns the properties that must be equal in calls that belong together.
 Signature = Callable[[CallRecord], tuple[object, ...]]
 
 
@@ -21,8 +21,8 @@ def find_mismatch(calls: Calls, sites: bool = False) -> tuple[list[int], str] | 
 
     Args:
         calls: rank → its last calls, in order.
-        sites: also compare the places in the code. Only for ranks that hang, since a program may
-            call the same collective in two places.
+        sites: whether to compare the places in the code as well. Only for ranks that hang, because
+            a program may call the same collective in two places.
     """
     by_number = _by_number(calls)
     for signature in (_operation, _operation_and_site) if sites else (_operation,):
@@ -38,7 +38,7 @@ def find_mismatch(calls: Calls, sites: bool = False) -> tuple[list[int], str] | 
 
 
 def describe(call: CallRecord) -> str:
-    """Return ``all_reduce of 10 float32 at file.py:3 in f``."""
+    """Describe a call: ``all_reduce of 10 float32 at file.py:3 in f``."""
     size = f" of {call['numel']:,} {call['dtype']}" if call["numel"] is not None else ""
     site = f" at {call['site'][0]}" if call["site"] else ""
     return f"{call['function']}{size}{site}"
@@ -53,7 +53,7 @@ def _operation_and_site(call: CallRecord) -> tuple[object, ...]:
 
 
 def _by_number(calls: Calls) -> dict[tuple[str, int], dict[int, CallRecord]]:
-    """Return (group, number) → rank → call, for each call that several ranks remember."""
+    """Return {(group, number): {rank: call}} for each call that several ranks have recorded."""
     by_number: dict[tuple[str, int], dict[int, CallRecord]] = {}
     for rank, rank_calls in sorted(calls.items()):
         for call in rank_calls:
@@ -106,7 +106,8 @@ def _first_different_site(
 def _omitted_call(
     calls: Calls, number: int, by_rank: Mapping[int, CallRecord], signature: Signature
 ) -> str | None:
-    """Return which rank omitted which call, if one rank's calls are those of another, shifted."""
+    """Return which rank omitted which call, if the calls of one rank are those of another shifted
+    by a lag."""
     votes = Counter(map(signature, by_rank.values()))
     usual, *ranks = sorted(by_rank, key=lambda rank: -votes[signature(by_rank[rank])])
     group = by_rank[usual]["group"]
@@ -142,8 +143,9 @@ def _lag(
     history: Sequence[CallRecord],
     signature: Signature,
 ) -> int | None:
-    """Return how many calls ``behind`` omitted of ``ahead``. If that rank has not come further,
-    what followed the same call the previous time (in ``history``) stands for what would follow."""
+    """Return how many calls of ``ahead`` the rank ``behind`` omitted. If the other rank has made no
+    further calls, the calls that followed the same call the previous time (in ``history``) are used
+    instead."""
     expected = [*ahead, *_previously_followed(ahead, history)]
     for lag in range(1, _MAX_LAG + 1):
         pairs = list(zip(behind, expected[lag:], strict=False))
@@ -158,7 +160,7 @@ def _lag(
 def _previously_followed(
     ahead: Sequence[CallRecord], history: Sequence[CallRecord]
 ) -> list[CallRecord]:
-    """Return what followed the last call of ``ahead`` when it was called the time before."""
+    """Return the calls that followed the previous occurrence of the last call of ``ahead``."""
     last = ahead[-1]
     group_calls = _calls_from(history, last["group"], 0)
     earlier = [

@@ -1,5 +1,5 @@
-"""Comparison of replicas, which must hold the same bits. Without it, a replica that diverges (a
-flipped bit, a driver fault) would continue to train unnoticed, and be saved."""
+"""Compare replicas, which must be identical bit for bit. Without this check, a replica that
+diverges (a flipped bit, a driver bug) would continue to train unnoticed and be saved."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -24,10 +24,11 @@ class ReplicaDivergence:
     """Replicas that differ.
 
     Args:
-        ranks: that differ from the majority; all of the group if there is no majority.
-        others: the rest of the group.
-        parameter: the first that differs, in the model's order; ``NAME/KEY`` for optimizer state.
-        num_differing: number of tensors that differ, of ``num_compared``.
+        ranks: the ranks that differ from the majority, or the entire group if there is no majority.
+        others: the other ranks of the group.
+        parameter: name of the first tensor that differs, in the model's order; ``NAME/KEY`` for
+            optimizer state.
+        num_differing: number of tensors that differ, out of ``num_compared``.
     """
 
     ranks: tuple[int, ...]
@@ -37,7 +38,7 @@ class ReplicaDivergence:
     num_compared: int
 
     def text(self, hosts: Sequence[str]) -> str:
-        """Return the divergence as one line of text. ``hosts``: by rank."""
+        """Return the divergence as one line of text. ``hosts`` has the host of each rank."""
         ranks = ", ".join(f"rank {rank} (host {hosts[rank]})" for rank in self.ranks)
         tensors = (
             f"in {counted(self.num_differing, 'tensor')} of {self.num_compared:,}, the first is"
@@ -53,9 +54,9 @@ class ReplicaDivergence:
 
 
 def check_replicas(strategy: Strategy, events: EventLog, step: int) -> None:
-    """Raise FaultError, on every rank, if some replicas differ. Replicas on devices of different
-    types are aligned instead, because such devices round differently. A collective; waits for the
-    device."""
+    """Raise FaultError on every rank if some replicas differ. Replicas on devices of different
+    types are aligned instead, because such devices round differently. A collective, which waits for
+    the device."""
     comm, replicas = strategy.world, checkable_replicas(strategy)
     group = None if replicas is None else replicas.replica_group
     if group is None:
@@ -108,8 +109,8 @@ def align_replicas(strategy: Strategy) -> None:
 
 
 def compare(strategy: Strategy) -> ReplicaDivergence | None:
-    """Return how this rank's replicas differ; None if they do not. A collective along
-    :attr:`~paceline.parallel.protocols.SupportsReplicaCheck.replica_group`."""
+    """Return how the replicas of this rank's group differ, or None if they do not. A collective
+    over :attr:`~paceline.parallel.protocols.SupportsReplicaCheck.replica_group`."""
     replicas = checkable_replicas(strategy)
     group = None if replicas is None else replicas.replica_group
     if replicas is None or group is None or group.size == 1:
@@ -129,7 +130,7 @@ def compare(strategy: Strategy) -> ReplicaDivergence | None:
 def find_divergence(
     rows: Sequence[tuple[int, ...]], names: Sequence[str], ranks: Sequence[int]
 ) -> ReplicaDivergence:
-    """Return which replicas differ from the majority. ``rows``: their sums, by rank."""
+    """Return which replicas differ from the majority. ``rows`` has the bit sums of each rank."""
     usual, votes = Counter(rows).most_common(1)[0]
     has_majority = 2 * votes > len(rows)
     others = [rank for rank, row in zip(ranks, rows, strict=True) if has_majority and row == usual]
@@ -144,9 +145,9 @@ def find_divergence(
 
 
 def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum, modulo 2^64, of the tensor's bits taken as 64-bit numbers: an int64 scalar on
-    its device, at the speed of memory. A single different bit changes it, whatever the dtype; so
-    does a NaN with other bits."""
+    """Return the sum, modulo 2^64, of the tensor's bits interpreted as 64-bit integers, as an int64
+    scalar on its device. The computation is limited only by memory bandwidth. A single different
+    bit changes the sum for any dtype, and so does a NaN with a different bit pattern."""
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
         raw = raw.clone()

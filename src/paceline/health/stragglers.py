@@ -1,8 +1,9 @@
-"""Ranks that are persistently slower than the others, from the times of their steps; links that
-lose packets; and processes that were paused. No thread, no store.
+"""Detect ranks that are persistently slower than the others, from their step times; links that lose
+packets; and processes that were paused. Uses no threads and no store.
 
-A rank is busy in a step for as long as it does not wait for others. Busy times are compared: in a
-step that ends in a collective all ranks take the same time, and only the slow one does not wait.
+A rank is busy while it does not wait for other ranks. The detector compares busy times, because in
+a step that ends with a collective all ranks take the same time, and only the slow one does not
+wait.
 """
 
 import statistics
@@ -14,31 +15,32 @@ from dataclasses import dataclass, field
 #: A step counts against a rank that was busy for this much longer than the median of the others, as
 #: a factor and in seconds.
 _FACTOR, _MIN_S = 1.3, 0.02
-#: A rank that is much slower by its own doing, not for lack of a core, is reported after this many
-#: steps;
+#: A rank that is slower by more than ``_MUCH_S`` seconds, not because it lacks a core, is
+#: reported if ``_MUCH_HITS`` of the last ``_MUCH_WINDOW`` steps count against it;
 _MUCH_S, _MUCH_WINDOW, _MUCH_HITS = 0.1, 5, 5
-#: one that is slower by less, or for lack of a core, after these. Which rank gets the cores of a
-#: busy host is uneven for many steps.
+#: one that is slower by less, or because it lacks a core, if ``_HITS`` of the last ``_WINDOW``
+#: steps do. On a busy host, cores are distributed unevenly for many steps.
 _WINDOW, _HITS = 40, 36
-#: Number of times that the usual noise is computed from.
+#: Number of step times from which the usual noise is computed.
 _NOISE_STEPS = 20
-#: If steps are so even that less than the factor stands out: this many times the usual noise, and
-#: at least this factor.
+#: If step times vary so little that a smaller factor is significant: this multiple of the usual
+#: noise, and at least this factor.
 _NOISE_MULTIPLE, _EVEN_FACTOR = 8.0, 1.1
 _TO_SIGMA = 1.4826  # from a median of absolute differences of a normal distribution
-#: A straggler is reported again when it has become slower by this factor.
+#: A straggler is reported again if it has become slower by this factor.
 _AGAIN = 2.0
-#: A straggler is even again if none of this many steps counts against it.
+#: A straggler has recovered if none of this many steps counts against it.
 _EVEN_STEPS = 10
-#: Number of steps from which the usual difference of a rank without equals (a stage of a pipeline)
-#: from the others is computed.
+#: Number of steps from which the usual difference to the others is computed for a rank that has no
+#: equal (such as a pipeline stage).
 _BASELINE = 10
 
 
 @dataclass(frozen=True)
 class RankBusyTime:
-    """Seconds of one step of one rank. ``busy_s``: all but the waits for others, of which
-    ``data_s`` for data, and ``delayed_s`` without a core to run on."""
+    """Times of one step of one rank, in seconds. ``busy_s`` is the time without waiting for other
+    ranks. It includes ``data_s``, waiting for data, and ``delayed_s``, waiting for a core to run
+    on."""
 
     busy_s: float
     data_s: float
@@ -51,14 +53,14 @@ class RankBusyTime:
 
     @property
     def undelayed_s(self) -> float:
-        """The busy time if the rank had had a core to itself."""
+        """The busy time that the rank would have had with a core for itself."""
         return max(0.0, self.busy_s - self.delayed_s)
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """A slow rank. ``slower_by_s``: per step, than the median of the others; ``share``: of it, by
-    cause. ``is_even``: the rank is as fast as the others again."""
+    """A slow rank. ``slower_by_s`` is the difference per step to the median of the others,
+    ``share`` its parts by cause. ``is_even`` is True if the rank is as fast as the others again."""
 
     rank: int
     step: int
@@ -88,8 +90,8 @@ class Straggler:
 
 @dataclass
 class _History:
-    """The last step times of one rank, each with the median of the others; and what was reported of
-    it."""
+    """The last step times of one rank, each with the median of the others, and the last report
+    about it."""
 
     steps: deque[tuple[RankBusyTime, RankBusyTime]] = field(
         default_factory=lambda: deque(maxlen=_WINDOW)
@@ -102,9 +104,9 @@ class StragglerDetector:
     """Compares the ranks after each step (:meth:`add`), in order.
 
     Args:
-        kinds: rank → which ranks it is compared with. A rank of a pipeline is compared with those
-            of its own stage, or with its own first steps if there is no other. None: a rank that
-            does not train.
+        kinds: the kind of each rank, or None if it does not train. Ranks of the same kind are
+            compared with each other. A pipeline rank is compared with the ranks of its stage, or
+            with its own first steps if there is no other.
     """
 
     def __init__(self, kinds: Mapping[int, str | None]) -> None:
@@ -114,8 +116,8 @@ class StragglerDetector:
         self._without_equal = {rank for rank, kind in self.kinds.items() if counts[kind] == 1}
 
     def add(self, step: int, times: Mapping[int, RankBusyTime]) -> list[Straggler]:
-        """Return the ranks to report at this step, those that are even again among them. ``times``:
-        of all ranks that train."""
+        """Return the ranks to report at this step, including those that have recovered. ``times``
+        has the times of all ranks that train."""
         if len(self.kinds) < 2:
             return []
         of_kind = {
@@ -186,8 +188,8 @@ class StragglerDetector:
         return straggler
 
     def _noise_s(self, rank: int) -> float | None:
-        """Return the usual noise of the other ranks' times; with a single other rank, of the
-        difference to it. None if too few times are known."""
+        """Return the usual noise in the times of the other ranks (with a single other rank, in the
+        difference to it), or None if too few times are known."""
         others = [
             other
             for other, kind in self.kinds.items()
@@ -222,7 +224,7 @@ def _much_slower_s(usual_s: float, noise_s: float | None) -> float:
 
 
 class _SortedTimes:
-    """The times of a step, sorted over the ranks, for the medians without one of them."""
+    """The times of a step, sorted over the ranks, to compute medians without one of them."""
 
     def __init__(self, times: Iterable[RankBusyTime]) -> None:
         rows = list(times)
@@ -254,16 +256,17 @@ def _median_without(ordered: list[float], value: float) -> float:
 WINDOW_S = 10.0
 #: and this many segments.
 _MIN_SENT = 200
-#: A link that retransmits this share is reported; TCP slows down markedly from about there on.
+#: A link that retransmits at least this share is reported. From about this share on, TCP slows down
+#: markedly.
 _LOSSY = 0.005
-#: A link has recovered below this share.
+#: A link below this share has recovered.
 _RECOVERED = 0.001
 
 
 @dataclass(frozen=True)
 class LossyLink:
-    """The share of its segments that one rank had to retransmit over the last ``seconds``.
-    ``has_recovered``: the link was reported before and loses no packets anymore."""
+    """The share of its TCP segments that a rank had to retransmit over the last ``seconds``.
+    ``has_recovered`` is True if the link was reported before and no longer loses packets."""
 
     rank: int
     share: float
@@ -295,10 +298,11 @@ class LinkMonitor:
         self._reported: set[int] = set()
 
     def add(self, rank: int, now_s: float, sent: int, resent: int) -> LossyLink | None:
-        """Return what to report. ``sent``, ``resent``: segments since the rank started."""
+        """Return what to report, or None. ``sent`` and ``resent`` are numbers of segments since the
+        rank started."""
         totals = self._totals.setdefault(rank, deque())
         if totals and sent < totals[-1][1]:
-            totals.clear()  # another process
+            totals.clear()  # the counts belong to a new process
         totals.append((now_s, sent, resent))
         while len(totals) > 1 and now_s - totals[1][0] >= WINDOW_S:
             totals.popleft()

@@ -1,10 +1,10 @@
-"""The watchdog: a thread in each rank that publishes the status of its rank, and reports the ranks
-that hold up the others or are slower than they are.
+"""The watchdog: a thread in each rank that publishes the status of the rank, and reports ranks that
+block the others or are slower than the others.
 
-Ranks exchange heartbeats through the store (:mod:`paceline.health.heartbeats`). Each evaluates by
-itself what it receives: which ranks hang (:mod:`~paceline.health.hangs`) and whether the ranks have
-issued different collectives (:mod:`~paceline.health.mismatch`). Rank 0 also reports slow ranks,
-pauses and links that lose packets (:mod:`~paceline.health.stragglers`).
+Ranks exchange heartbeats through the store (:mod:`paceline.health.heartbeats`). Each rank evaluates
+the heartbeats that it receives: which ranks hang (:mod:`~paceline.health.hangs`) and whether the
+ranks have issued different collectives (:mod:`~paceline.health.mismatch`). Rank 0 also reports slow
+ranks, pauses and links that lose packets (:mod:`~paceline.health.stragglers`).
 """
 
 import contextlib
@@ -41,29 +41,30 @@ from paceline.parallel.protocols import has_data
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 0.4
-#: Up to this world size every rank reads the heartbeats of all. In larger worlds the first rank of
-#: each host does, and heartbeats are sent less often, because the store's work grows with readers
-#: times ranks.
+#: Up to this world size, every rank reads the heartbeats of all ranks. In larger runs, only the
+#: first rank of each host does, and heartbeats are sent less often, because the load on the store
+#: grows with the number of readers times the number of ranks.
 _MAX_READERS = 64
-#: After a period that was this much too long, this process itself was paused.
+#: If a period was this much longer than requested, this process itself was paused.
 _LATE_S = 3.0
 #: Phases of a step in which a blocked rank keeps the other ranks waiting.
 _STEP_PHASES = frozenset({"data", "forward", "backward", "optimizer", "logging"})
-#: How long a rank whose collective failed waits for the calls of the other ranks.
+#: How long a rank waits for the calls of the other ranks after its collective has failed.
 _CALLS_TIMEOUT_S = 2.0
-#: A hang is reported when it was found in this many checks in a row.
+#: A hang is reported when this many consecutive checks have found it.
 _NUM_CHECKS = 2
-#: A failure of the store is reported after this many attempts in a row.
+#: A failure of the store is reported after this many consecutive attempts.
 _STORE_FAILURES = 3
 
 
 class Watchdog:
-    """To be started when the process group exists, and closed at the end of the rank. With one
-    rank, or with ``recovery.watchdog: false``, it does nothing.
+    """Start it when the process group exists, and close it at the end of the rank. With one rank,
+    or with ``recovery.watchdog: false``, it does nothing.
 
     Args:
-        timeout_s: a hang of this length ends the rank, unless ``recovery.hang_timeout_s`` is set.
-        folder: of the run; records of the flight recorder are written there.
+        timeout_s: duration of a hang after which the rank ends, unless ``recovery.hang_timeout_s``
+            is set.
+        folder: folder of the run, to which the records of the flight recorder are written.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Watchdog:
         self._exchange.ended = True
         if self._exchange_lock.acquire(timeout=_PERIOD_S):
             try:
-                # the store may have ended, and with it every reader
+                # The store, and with it every reader, may have ended.
                 with contextlib.suppress(RuntimeError, OSError):
                     self._exchange.publish()
                 if self.heartbeat_file is not None:
@@ -113,12 +114,13 @@ class Watchdog:
                 self._exchange_lock.release()
 
     def watch(self, strategy: Strategy, events: EventLog) -> None:
-        """Begin to watch the training. ``events``: written by rank 0."""
+        """Start to watch the training. ``events`` is the event log, which rank 0 writes."""
         self.world, self.events = strategy.world, events
         if self.folder is not None and events.path is not None:
             self.heartbeat_file = HeartbeatFile(RunDir(self.folder).heartbeats)
         if self._exchange is not None:
-            # Stages of a pipeline have different work; all other ranks that train have the same.
+            # Pipeline stages have different amounts of work; all other ranks that train have the
+            # same.
             stage = self.world.coordinates.get("pipeline", 0) if has_data(strategy) else None
             self._exchange.kind = None if stage is None else f"stage {stage}"
 
@@ -128,7 +130,8 @@ class Watchdog:
         store_failures = 0
         checked_at = waits_since = time.perf_counter()
         while not self._ended.wait(period_s):
-            # when it becomes active again, the next check is a late one, which forgives the silence
+            # When the rank becomes active again, the next check counts as late and restarts all
+            # clocks.
             if not PROGRESS.active:
                 waits_since = time.perf_counter()
                 continue
@@ -166,7 +169,7 @@ class Watchdog:
         self._exchange.publish()
         self._num_checks += 1
         reads = self.world.size <= _MAX_READERS or self.world.env.local_rank == 0
-        # Rank 0 evaluates each step; for the others every second check is enough.
+        # Rank 0 evaluates every step; for the other ranks, every second check is enough.
         if not reads or not (is_late or self.world.is_rank_zero or self._num_checks % 2):
             return
         if is_late:
@@ -177,7 +180,7 @@ class Watchdog:
         if is_late:
             return
         if any(peer.died for peer in peers):
-            # gloo ends the process at once if a message has another size than expected
+            # Gloo ends the process at once if a message has an unexpected size.
             mismatch = find_mismatch(self._exchange.calls(peer.rank for peer in peers))
             if mismatch is not None:
                 self.stop.fail(mismatch[1], mismatch[0])
@@ -198,7 +201,7 @@ class Watchdog:
         confirmed = {
             rank: hang for rank, hang in hangs.items() if self._num_sightings[rank] >= _NUM_CHECKS
         }
-        # one rank reports the stack and the end of a hang
+        # Only one rank reports the stack and the end of a hang.
         reporter = min(
             (status.rank for status in ranks if status.rank not in confirmed),
             default=self.world.rank,
@@ -270,8 +273,8 @@ class Watchdog:
         self.stop.fail(f"{text}. All ranks end, because {limit}", blamed)
 
     def _dump_flight_recorder(self) -> Path | None:
-        """Write what torch's flight recorder holds, if it is on (see
-        :func:`paceline.distributed.communicator.init_communicator`). Returns the file."""
+        """Write the records of torch's flight recorder, if it is enabled (see
+        :func:`paceline.distributed.communicator.init_communicator`). Return the file."""
         record = torch_compat.dump_flight_recorder()
         if b'"profiling_name"' not in record or self.folder is None or not self.folder.is_dir():
             return None
@@ -362,8 +365,8 @@ class Watchdog:
 
     # -- failures
     def explain(self, error: BaseException) -> BaseException:
-        """Return ``error``, or a more specific one if a collective failed because the ranks have
-        issued different ones, or while a rank hung. Takes two seconds at most."""
+        """Return ``error``, or a more specific error if a collective failed because the ranks
+        issued different collectives or because a rank hung. Takes at most two seconds."""
         is_collective_error = isinstance(error, RuntimeError | dist.DistError)
         if self._exchange is None or isinstance(error, PacelineError) or not is_collective_error:
             return error
@@ -392,7 +395,7 @@ class Watchdog:
                     self._exchange.publish()
                     peers = self._exchange.read()
                     calls = self._exchange.calls(peer.rank for peer in peers)
-            except (RuntimeError, OSError):  # the store has ended as well
+            except (RuntimeError, OSError):  # the store has ended too
                 peers, calls = [], self._exchange.calls_on_host()
             mismatch = find_mismatch(calls)
             if mismatch is not None:
@@ -407,7 +410,7 @@ class Watchdog:
 
     # -- reports
     def _emit(self, event: HealthEvent) -> None:
-        """Write the event if this rank writes the log; otherwise print its text."""
+        """Emit the event if this rank writes the event log; otherwise print its text."""
         if self.events is not None and self.events.path is not None:
             self.events.emit(event)
         else:
@@ -415,13 +418,12 @@ class Watchdog:
             self._log(event["text"], level)
 
     def _log(self, text: str, level: int = logging.INFO) -> None:
-        """Log with this rank before the text; every rank prints it."""
+        """Log the text with the number of this rank. Every rank prints it."""
         logger.log(level, f"[rank {self.world.rank}] {text}", extra=ON_EVERY_RANK)
 
 
 class _StepComparison:
-    """Hands each step of which all ranks have published their times to the detector, once and in
-    order."""
+    """Passes each step whose times all ranks have published to the detector, once and in order."""
 
     def __init__(self) -> None:
         self._detector: StragglerDetector | None = None
@@ -433,7 +435,7 @@ class _StepComparison:
     ) -> list[Straggler]:
         if self._detector is None or kinds != self._kinds:
             self._detector, self._kinds = StragglerDetector(kinds), kinds
-            # the duration of a first step says nothing
+            # The duration of the first step is not representative.
             first_steps = [steps[0].step for steps in steps_by_rank.values() if steps]
             self._last_step = min(first_steps, default=0)
         if len(steps_by_rank) < 2:
