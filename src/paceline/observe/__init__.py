@@ -1,1 +1,1 @@
-"""Metrics, console output, TensorBoard, and what else a user sees of a run."""
+"""Metrics, console output, TensorBoard and reports: everything that a user sees of a run."""

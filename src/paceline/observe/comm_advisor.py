@@ -1,5 +1,5 @@
-"""Advice on communication: whether a method that reduces traffic pays on the measured link, and how
-much of a plain ddp step is communication."""
+"""Advise on communication: whether a method that reduces traffic pays on the measured link, and
+what share of a plain ddp step is communication."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: A smaller gain is within the error of the measurement and the prediction.
+#: A smaller gain is within the error of measurement and prediction.
 _MARGIN = 0.05
 #: Steps needed for a verdict at the end of the run, and steps after which the first one is logged.
 _MIN_STEPS, _FIRST_VERDICT = 5, 10
@@ -42,17 +42,18 @@ _short = formatting.short_duration
 
 @dataclass(frozen=True)
 class StepTimings:
-    """Seconds of a step, as means over ``steps`` steps. Early ranks wait for the last one with any
-    method, so of each step the shortest wait and the longest computation of any rank count.
+    """Timings of a step in seconds, as means over ``steps`` steps. With any method, fast ranks wait
+    for the slowest, so the shortest wait and the longest computation of any rank count for each
+    step.
 
     Args:
-        step_s: of a whole step.
-        wait_s: minimum over the ranks of the time blocked on communication; None if the host does
-            not wait (an accelerator's own queue does).
-        computing_s: maximum over the ranks of the rest of the step; None if ``wait_s`` is.
-        spent: as :class:`~paceline.parallel.comm_profile.CommTimes`, per step, a mean over the
+        step_s: duration of a full step.
+        wait_s: time blocked on communication, the minimum over the ranks; None if the host does not
+            wait because the queue of an accelerator does.
+        computing_s: the rest of the step, the maximum over the ranks; None if ``wait_s`` is None.
+        spent: see :class:`~paceline.parallel.comm_profile.CommTimes`; per step, the mean over the
             ranks.
-        num_threads: threads that compute a step.
+        num_threads: number of threads that compute a step.
     """
 
     steps: int
@@ -65,8 +66,8 @@ class StepTimings:
 
 @dataclass(frozen=True)
 class CommVerdict:
-    """``pays``: None if unknown. ``ddp``: what is predicted for plain ddp; None for an unknown
-    figure."""
+    """Whether a method pays (None if unknown) and why. ``ddp`` has the figures predicted for plain
+    ddp, which are None if unknown."""
 
     pays: bool | None
     why: str
@@ -76,24 +77,23 @@ class CommVerdict:
 def evaluate(
     profile: CommProfile, sends_s: float | None, link: Link, measured: StepTimings | None
 ) -> CommVerdict:
-    """Compare the measured step with the one that plain ddp would make.
+    """Compare the measured step with a predicted step of plain ddp.
 
-    A plain ddp step computes for as long as the measured one does without waiting and without the
-    method's own work (in each step the slowest rank counts). Then it waits for the part of its
-    all-reduces that backward does not hide (:meth:`~paceline.distributed.link.Link.exposed_s`).
-    On a CPU, work in a background thread slows down the step: the part of it that was not waited
-    for is subtracted from the computation of the step's threads. Waiting that neither the link nor
-    the method's work explains, as on a busy machine, is added to plain ddp's step too.
+    The computation of a plain ddp step takes as long as that of the measured step without the work
+    of the method (the slowest rank of each step counts). Then it waits for the part of its
+    all-reduces that backward does not hide (:meth:`~paceline.distributed.link.Link.exposed_s`). On
+    a CPU, work in a background thread slows down the step, so the part of it that the step did not
+    wait for is subtracted from the computation of the step's threads. Waiting that neither the link
+    nor the work of the method explains, as on a busy machine, is also added to the plain ddp step.
 
-    A method pays if its step is more than 5 % faster, and does not if its step is not faster. What
-    the steps learn is not compared.
+    A method pays if its step is more than 5 % faster, and does not pay if its step is not faster.
+    The effect on convergence is not compared.
 
     Args:
-        profile: the method.
-        sends_s: how long sending the method's data of a step should take on the link; None if
-            unknown.
+        profile: how the strategy synchronizes replicas.
+        sends_s: predicted seconds to send the data of a step over the link, or None if unknown.
         link: the measured link.
-        measured: the measured step; None if there were too few steps.
+        measured: the measured step, or None if there were too few steps.
     """
     buckets, total = profile.bucket_bytes, sum(profile.bucket_bytes)
     all_reduce_s = sum(link.all_reduce_s(size) for size in buckets)
@@ -140,7 +140,7 @@ def _evaluate_by_bounds(
     opt_out: str, sends: str, all_reduce_s: float, step_s: float, ddp: dict[str, float | None]
 ) -> CommVerdict:
     """Compare the steps if the waiting time is unknown: a plain ddp step takes at least as long as
-    its all-reduce, and at most that much longer than the measured one."""
+    its all-reduce, and at most the time of its all-reduce longer than the measured step."""
     takes = f"a step takes {_short(step_s)}"
     if all_reduce_s > (1 + _MARGIN) * step_s:
         return CommVerdict(True, f"{takes}; a plain ddp step would take longer: {sends}", ddp)
@@ -158,8 +158,8 @@ def _evaluate_by_bounds(
 def evaluate_plain_ddp(
     measured: StepTimings | None, link: Link | None, buckets: Sequence[int]
 ) -> str | None:
-    """Return advice on the communication of plain ddp; None if it takes at most half of a step, or
-    is unknown."""
+    """Return advice on the communication of plain ddp, or None if its share of a step is unknown or
+    at most one half."""
     share = wait_share(measured)
     if measured is None or share is None or share <= _HIGH_SHARE:
         return None
@@ -186,7 +186,7 @@ def evaluate_plain_ddp(
 
 
 def wait_share(measured: StepTimings | None) -> float | None:
-    """Return the share of a step that is spent waiting; None if unknown."""
+    """Return the share of a step that is spent waiting, or None if unknown."""
     if measured is None or measured.wait_s is None or measured.step_s <= 0:
         return None
     return measured.wait_s / measured.step_s
@@ -201,23 +201,22 @@ def rates(link: Link) -> str:
 
 
 class CommAdvisor:
-    """Measures the steps of a run, and reports whether its way of synchronizing replicas pays.
+    """Measures the steps of a run, and reports whether its method of synchronizing replicas pays.
 
-    The steps that count begin after the first step of this attempt and after the method's warm-up;
-    of a method with a period, whole periods count. The constructor and every method are
-    collectives.
+    Steps count after the first step of this attempt and after the warm-up of the method. For a
+    periodic method, only complete periods count. The constructor and every method are collectives.
 
     Args:
         profile: how the strategy synchronizes replicas.
         world: all ranks.
-        metrics: measures the steps.
+        metrics: the measurements of the steps.
         first_step: the step at which this attempt begins.
         last_step: the last step of the run.
 
     Attributes:
-        link: over which plain ddp would sum gradients.
-        method_link: over which the method sends.
-        summary: the conclusion at the end of the run; None if there is nothing to report.
+        link: the link over which plain ddp would all-reduce gradients.
+        method_link: the link over which the method sends.
+        summary: the conclusion at the end of the run, or None if there is nothing to report.
     """
 
     def __init__(
@@ -233,8 +232,9 @@ class CommAdvisor:
         self.metrics = metrics
         self.after = max(first_step + 1, profile.warmup)
         self.last_step = last_step
-        self.steps = 0  # in whole periods
-        #: (seconds of a step, of waiting in it) of the last whole periods, and of the current one.
+        self.steps = 0  # counted in complete periods
+        #: (seconds of a step, seconds of waiting in it) of the last complete periods, and of the
+        #: current one.
         self._steps_s: deque[tuple[float, float]] = deque(
             maxlen=profile.period * max(1, _MAX_STEPS // profile.period)
         )
@@ -250,7 +250,8 @@ class CommAdvisor:
 
     # -- at the start
     def opening(self) -> tuple[str, str] | None:
-        """Return what was measured and what it means, as (level, text); None if nothing was."""
+        """Return the measured link and its consequences as (level, text), or None if no link was
+        measured."""
         link, profile = self.link, self.profile
         if link is None or self.method_link is None:
             return None
@@ -275,7 +276,8 @@ class CommAdvisor:
 
     # -- step by step
     def after_step(self, step: int) -> tuple[str, str] | None:
-        """Count step ``step`` of the run. Return a first verdict once, as (level, text)."""
+        """Count a step of the run. Return the first verdict once, as (level, text), and None
+        otherwise."""
         if step <= self.after:
             self._before = self._spent = self.profile.times()
             return None
@@ -296,7 +298,7 @@ class CommAdvisor:
         return level, f"step {step}: {self.sentence(verdict)}"
 
     def measured(self) -> StepTimings | None:
-        """Return the mean timings over all ranks; None if there were too few steps."""
+        """Return the mean timings over all ranks, or None if there were too few steps."""
         # Every rank must take the same branch, because the second one has collectives.
         if self.world.device.type != "cpu" or self.world.mixes_devices:
             return self._measured_on_accelerators()
@@ -329,15 +331,15 @@ class CommAdvisor:
         )
 
     def _measured_on_accelerators(self) -> StepTimings | None:
-        """Return the mean time of a step. The host of an accelerator sees neither waiting times nor
-        single steps."""
+        """Return the mean time of a step. On an accelerator, the host can measure neither waiting
+        times nor individual steps."""
         num_steps = self.metrics.train_steps
         if num_steps < _MIN_STEPS:
             return None
         return StepTimings(num_steps, self.metrics.train_s / num_steps, None, None, CommTimes(0.0))
 
     def sends_s(self, link: Link) -> float:
-        """Return the seconds that sending the method's data of a step should take on a link."""
+        """Return the predicted seconds to send the method's data of a step over a link."""
         return link.seconds(self.profile.messages, self.profile.sent_bytes)
 
     def _verdict(self, measured: StepTimings | None) -> CommVerdict:
@@ -354,7 +356,8 @@ class CommAdvisor:
 
     # -- at the end
     def report(self) -> dict[str, JsonValue]:
-        """Return the report's ``communication``, and set :attr:`link` and :attr:`summary`."""
+        """Return the ``communication`` entry of the report, and set :attr:`link` and
+        :attr:`summary`."""
         measured, profile = self.measured(), self.profile
         share = wait_share(measured)
         figures: dict[str, JsonValue] = {
@@ -382,8 +385,8 @@ class CommAdvisor:
 def make_advisor(
     strategy: Strategy, metrics: StepMetrics, first_step: int, last_step: int
 ) -> CommAdvisor | None:
-    """Measure the link if the run's strategy saves traffic, and report the result; None if there is
-    nothing to advise on. A collective."""
+    """Return an advisor for the run, which measures the link if the strategy reduces traffic, or
+    None if there is nothing to advise on. A collective."""
     profile = comm_profile(strategy)
     if profile is None:
         return None

@@ -1,4 +1,4 @@
-"""The console: turns the events of a run into lines on a terminal or in a log file.
+"""The console, which prints the events of a run as lines on a terminal or in a log file.
 
 A console is a listener of :class:`paceline.core.event_log.EventLog`. It never raises: a closed
 terminal, a broken pipe or an unexpected event must not affect the training.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
 _MIN_INTERVAL_S = 1.0  # between the plain lines of a long run that logs every step
-_SHORT_RUN_STEPS = 100  # a run with at most this many steps prints all that it logs
+_SHORT_RUN_STEPS = 100  # a run with at most this many steps prints all logged steps
 #: The events that are printed as one sentence, and their style. Warnings are yellow.
 _STYLES = {
     "resume": "green",
@@ -46,13 +46,13 @@ _STYLES = {
 
 
 class Console:
-    """Prints the events of a run: with a live progress line on a terminal, elsewhere as plain lines
+    """Prints the events of a run: with a live progress line on a terminal, otherwise as plain lines
     without control codes.
 
     Args:
-        stream: where to print; standard error by default. Never standard output with
-            ``json_mode``, because that is for the result.
-        json_mode: a program reads the result, so the lines are plain even on a terminal.
+        stream: where to print; standard error by default. With ``json_mode`` it must not be
+            standard output, which is reserved for the result.
+        json_mode: whether a program reads the result; lines are then plain even on a terminal.
     """
 
     def __init__(self, stream: TextIO | None = None, json_mode: bool = False) -> None:
@@ -83,7 +83,7 @@ class Console:
                 self._print_event(event, is_first_step)
         except OSError:
             self._stream.broken = True
-        except Exception as error:  # an event that cannot be shown must not end the training
+        except Exception as error:  # an event that cannot be printed must not end the training
             self.print(
                 f"warning: cannot show a {formatting.clean(kind)} event"
                 f" ({type(error).__name__}: {error}); the run continues.",
@@ -91,7 +91,7 @@ class Console:
             )
 
     def catch_up(self, event: Event) -> None:
-        """Take note of an event that another process has printed."""
+        """Update the state of the console with an event that another process has printed."""
         if event["type"] == "run_start":
             self._flush_step()
             self.progress = Progress(event)
@@ -105,7 +105,7 @@ class Console:
             self.progress.eval_loss = event.get("loss")
 
     def close(self) -> None:
-        """Leave the progress line in its last state and restore the terminal. Can be called
+        """Leave the progress line in its last state and restore the terminal. May be called
         twice."""
         try:
             self._flush_step()
@@ -162,8 +162,8 @@ class Console:
 
 
 def _prints_all_steps(start: RunStartEvent) -> bool:
-    """Return whether every logged step gets a plain line: in a short run, and if `logging_steps`
-    limits their number."""
+    """Return whether every logged step is printed on a plain line: in a short run, or if
+    `logging_steps` limits the number of logged steps."""
     total = formatting.finite((start.get("derived") or {}).get("steps"))
     train_args = (start.get("config") or {}).get("train_args")
     logging_steps = train_args.get("logging_steps") if isinstance(train_args, dict) else None
@@ -172,7 +172,7 @@ def _prints_all_steps(start: RunStartEvent) -> bool:
 
 
 def start_lines(event: RunStartEvent) -> list[tuple[str, str]]:
-    """Return (label, text) of each line at the start of a run. Unknown figures are left out."""
+    """Return (label, text) of each line at the start of a run. Unknown figures are omitted."""
     model, ranks = event.get("model") or {}, formatting.ranks(event.get("world_size"))
     lines = []
     if event.get("output_dir"):
@@ -204,7 +204,7 @@ def _parameters(model: ModelFigures) -> str:
 
 
 def derived_lines(derived: Mapping[str, float | None]) -> list[tuple[str, str]]:
-    """Return (label, text) for each value that is derived from the config's numbers."""
+    """Return (label, text) for each value that is derived from the config."""
     if not derived:
         return []
     get, count = derived.get, formatting.count
@@ -233,7 +233,7 @@ def _factors(derived: Mapping[str, float | None]) -> str:
     batch, replicas = derived.get("global_batch_size"), derived.get("replicas")
     if replicas is not None and replicas != derived.get("world_size"):
         ranks = f"{formatting.counted(int(replicas), 'replica')} on {ranks}"
-    # A run that keeps its global batch on another number of ranks may have uneven shares.
+    # A run that keeps its global batch size on a different number of ranks may have uneven shares.
     if batch and accumulation and replicas:
         micro, rest = divmod(int(batch), int(accumulation * replicas))
         if rest:
@@ -271,7 +271,7 @@ def end_lines(progress: Progress, event: RunEndEvent) -> list[tuple[str, str]]:
 
 
 def resume_hint(output_dir: str, config: Mapping[str, JsonValue]) -> str:
-    """Return how to resume a run that ended early."""
+    """Return instructions to resume a run that ended early."""
     command = f"paceline train {shlex.quote(f'{output_dir}/config.yaml')}"
     if config.get("resume") == "never":
         return (

@@ -1,5 +1,5 @@
-"""Utilization, temperature and power of this rank's accelerator, read in a background thread. If
-NVML does not respond or nvidia-ml-py is not installed, steps do not have these figures."""
+"""Read utilization, temperature and power of this rank's accelerator in a background thread. If
+NVML does not respond or nvidia-ml-py is not installed, step events lack these figures."""
 
 import threading
 import weakref
@@ -11,9 +11,11 @@ import torch
 from paceline.core.events import DeviceFigures
 
 _PERIOD_S = 5.0
-#: Figures are kept as their value plus one, so that 0 means unknown in a table filled by all ranks.
+#: Figures are stored as their value plus one, so that 0 means unknown in the table that all ranks
+#: fill.
 UNKNOWN = [0.0, 0.0, 0.0]
-#: (key of the event, function that reads it, divisor). torch maps its devices to those of NVML.
+#: (key of the event, function that reads it, divisor). The functions are those of torch, which maps
+#: its devices to those of NVML.
 _FIGURES: tuple[tuple[str, Callable[[Any], int], float], ...] = (
     ("utilisation", torch.cuda.utilization, 100.0),
     ("temperature_c", torch.cuda.temperature, 1.0),
@@ -22,8 +24,8 @@ _FIGURES: tuple[tuple[str, Callable[[Any], int], float], ...] = (
 
 
 class DeviceMonitor:
-    """Reads the device in a thread every few seconds; a step only reads :attr:`last`. The thread
-    ends with this object."""
+    """Reads the device in a thread every few seconds, so that a step only reads :attr:`last`. The
+    thread ends when this object is deleted."""
 
     def __init__(self, device: torch.device) -> None:
         self.last = list(UNKNOWN)
@@ -50,8 +52,8 @@ def _read(read: Callable[[Any], int], device: torch.device, divisor: float) -> f
 
 
 def device_figures(rows: Sequence[Sequence[float]]) -> list[DeviceFigures]:
-    """Return the figures of the devices that have any, from :attr:`DeviceMonitor.last` of each
-    rank."""
+    """Return the figures of all devices that have figures. ``rows`` has the
+    :attr:`DeviceMonitor.last` of each rank."""
     devices: list[DeviceFigures] = []
     for rank, row in enumerate(rows):
         if any(row):

@@ -1,8 +1,8 @@
 """Measure what the memory of each rank contains: parameters, gradients, optimizer state and
 activations.
 
-A storage is counted once, however many tensors share it. Of a sharded tensor, the local part is
-counted.
+A storage counts once, even if several tensors share it. Sharded tensors count with their local
+shard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from paceline.parallel.state import local_tensor, storage_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-#: Memory is measured after this many steps of an attempt: the first creates the optimizer state.
+#: Memory is measured after this many steps of an attempt, because the first step creates the
+#: optimizer state.
 STEPS_BEFORE = 2
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "total")
 _UNKNOWN = -1.0
@@ -65,7 +66,7 @@ def emit_memory(strategy: Strategy, model: nn.Module, events: EventLog, step: in
 
 def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> dict[str, int]:
     """Return the bytes of ``parameters``, ``gradients`` and ``optimizer`` on ``device`` at the peak
-    of a step. Their sum is :func:`~paceline.parallel.save_load.memory_bytes`, without what is on
+    of a step. Their sum is :func:`~paceline.parallel.save_load.memory_bytes` minus the bytes on
     other devices.
 
     Tensors that are not weights, gradients or optimizer state are counted where the strategy's cost
@@ -97,8 +98,8 @@ def split_state(strategy: Strategy, model: nn.Module, device: torch.device) -> d
             kind = next((kind for kind in storages if storage in storages[kind]), default)
             by_kind[kind].append(tensor)
     sizes = {kind: storage_bytes(tensors) for kind, tensors in by_kind.items()}
-    # What existed during the step only: gathered weights, messages in transit, gradients that an
-    # update has freed.
+    # Memory that was used only during the step: gathered weights, messages in transit, and
+    # gradients that the update has freed.
     temporary = max(0, memory_bytes(strategy) - storage_bytes(strategy.memory_tensors()))
     freed_gradients = min(temporary, getattr(strategy, "peak_gradient_bytes", 0))
     sizes["gradients"] += freed_gradients
@@ -117,7 +118,8 @@ def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _optimizers(strategy: Strategy) -> list[torch.optim.Optimizer]:
-    """Return the strategy's optimizer, and that of a parameter server for its dense parameters."""
+    """Return the optimizer of the strategy, and that of a parameter server for its dense
+    parameters."""
     optimizers = (strategy.optimizer, getattr(strategy, "dense_optimizer", None))
     return [optimizer for optimizer in optimizers if optimizer is not None]
 

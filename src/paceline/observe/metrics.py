@@ -1,4 +1,5 @@
-"""Time, tokens, memory and traffic of the steps. Cheap enough to be always on."""
+"""Measure time, tokens, memory and traffic of the steps. The overhead is low enough to be always
+enabled."""
 
 import sys
 import time
@@ -13,34 +14,34 @@ from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import KINDS, uncounted
 from paceline.observe.device_stats import UNKNOWN, DeviceMonitor, device_figures
 
-#: The phases of a step that are measured on each rank. The other parts of a step are waiting for
-#: other ranks (communication) and the rest.
+#: Phases of a step that are measured on each rank. The other parts of a step are waiting for other
+#: ranks (communication) and the rest.
 _PHASES = ("data", "forward", "backward", "optimizer")
-#: What is sent, by name. ``other`` is sent under names of a strategy's own.
+#: Kinds of traffic. ``other`` is traffic that a strategy counts under other names.
 _SENT = (*KINDS, "other")
 _UNKNOWN_SIZE = -1.0
 
 
 class StepMetrics:
-    """Sums figures on the device, and waits for the device only when they are needed
+    """Accumulates figures on the device, and waits for the device only when they are needed
     (:meth:`gather`).
 
     Args:
         world: all ranks.
         started_at: when the command began, in seconds since the epoch.
-        has_tokens: samples consist of tokens.
-        traffic_period: the number of steps after which the traffic of a step repeats.
-        serves: this rank only answers other ranks, at any time, so its traffic is counted between
-            two gathers instead of within its steps.
-        devices: reads this rank's accelerator; None if it has none.
+        has_tokens: whether samples consist of tokens.
+        traffic_period: number of steps after which the traffic repeats.
+        serves: whether this rank only serves requests of other ranks, at any time, so that its
+            traffic is counted between two gathers instead of within its steps.
+        devices: monitor of this rank's accelerator, or None.
 
     Attributes:
-        last_step_s: seconds of the last step, as the host sees it.
-        last_wait_s: of which the host waited for other ranks.
-        train_s: seconds in all steps after the first.
-        train_steps: the number of these steps.
-        train_counts: labels, tokens and samples of these steps.
-        extra_by_rank: the ``extra`` of each rank in the last :meth:`gather`.
+        last_step_s: duration of the last step in seconds, on the host.
+        last_wait_s: the part of it during which the host waited for other ranks.
+        train_s: total seconds of all steps after the first.
+        train_steps: number of these steps.
+        train_counts: numbers of labels, tokens and samples of these steps.
+        extra_by_rank: the argument ``extra`` of each rank in the last :meth:`gather`.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class StepMetrics:
         self._sent = Counter[str]()
 
     def begin(self) -> None:
-        """Begin a step."""
+        """Start the measurement of a step."""
         self._start = time.perf_counter()
         self._wait_before = self.world.wait_s
         self._sent_before = Counter(self.world.traffic.snapshot())
@@ -91,16 +92,17 @@ class StepMetrics:
         self._data_s += time.perf_counter() - self._start
 
     def count(self, counts: torch.Tensor) -> None:
-        """Add the global [labels, tokens, samples, …] of a step. May be called a step later, but
-        before :meth:`gather`."""
+        """Add the global counts [labels, tokens, samples, …] of a step. May be called one step
+        later, but before :meth:`gather`."""
         self._counts += counts[:3]
 
     def end(self, loss_sum: torch.Tensor, local_count: float) -> None:
-        """End a step, after :data:`~paceline.distributed.progress.PROGRESS` has ended it.
+        """End the measurement of a step, after :data:`~paceline.distributed.progress.PROGRESS` has
+        ended the step.
 
         Args:
-            loss_sum: the sum of this rank's losses.
-            local_count: the number of labels (or images) that it is taken over.
+            loss_sum: sum of this rank's losses.
+            local_count: number of labels (or images) in this sum.
         """
         self._loss += loss_sum
         self._local_count += local_count
@@ -111,7 +113,8 @@ class StepMetrics:
         parts_s["communication"] = PROGRESS.step_wait_s
         for part, seconds in parts_s.items():
             self._parts_s[part] += seconds
-        # The clocks of step and phases start a moment apart; a step is no shorter than its parts.
+        # The clocks of the step and of its phases do not start at exactly the same time, but a step
+        # must not be shorter than its parts.
         self.last_step_s = max(time.perf_counter() - self._start, sum(parts_s.values()))
         self._comm_s += self.last_wait_s
         self._window_s += self.last_step_s
@@ -125,11 +128,11 @@ class StepMetrics:
             self.time_to_first_step_s = time.time() - self.started_at
 
     def gather(self, grad_norm: float, extra: Sequence[float] = ()) -> StepFigures:
-        """Return the figures since the last call over all ranks. A collective.
+        """Return the figures since the last call, over all ranks. A collective.
 
         Args:
-            grad_norm: of the last step.
-            extra: numbers of this rank, which :attr:`extra_by_rank` then has for each rank.
+            grad_norm: gradient norm of the last step.
+            extra: further numbers of this rank, which are gathered in :attr:`extra_by_rank`.
         """
         counts = self._counts.tolist()
         if self.world.device.type != "cpu":
@@ -140,8 +143,8 @@ class StepMetrics:
         steps = max(1, self._steps)
         memory = float(memory_now(self.world.device))
         sums = [self._loss.item(), self._data_s, self._comm_s, memory, self._local_count]
-        # On an accelerator the phases are the host's time to launch the work; the time that it
-        # waits for the device is in the rest.
+        # On an accelerator, a phase is the time that the host needs to launch the work. The time
+        # that it waits for the device is part of the rest.
         known_s = list(self._parts_s.values())
         parts_s = [*known_s, max(0.0, self._window_s - sum(known_s))]
         device = UNKNOWN if self.devices is None else self.devices.last
@@ -156,7 +159,8 @@ class StepMetrics:
             self.train_steps += self._steps
         _, tokens, samples = counts
         figures: StepFigures = {
-            # Divided by the sum of the ranks' counts, which lacks a rank that was lost meanwhile.
+            # Divide by the sum of the ranks' counts, which excludes ranks that were lost during
+            # these steps.
             "loss": sum(row[0] for row in table) / max(sum(row[4] for row in table), 1.0),
             "grad_norm": grad_norm,
             "tokens": round(tokens / steps) if self.has_tokens else None,
@@ -177,8 +181,9 @@ class StepMetrics:
         return figures
 
     def _sent_by_kind(self, steps: int) -> list[float]:
-        """Return the bytes per step that this rank sent, by :data:`_SENT`: the mean since the last
-        gather. If traffic has a period, the mean over the last complete one; unknown before."""
+        """Return the bytes per step that this rank sent, in the order of :data:`_SENT`: the mean
+        since the last gather or, if traffic is periodic, over the last complete period (unknown
+        before the first)."""
         sent = self._sent
         if self.serves:
             now = Counter(self.world.traffic.snapshot())
@@ -192,7 +197,7 @@ class StepMetrics:
         return [size / steps for size in (*known, sent.total() - sum(known))]
 
     def _gather_rows(self, row: list[float]) -> list[list[float]]:
-        """Return the row of each rank."""
+        """Gather the rows of all ranks."""
         if self.world.size == 1:
             return [row]
         table = torch.zeros(
@@ -206,7 +211,7 @@ class StepMetrics:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second in the steps after the first, without evaluations and checkpoints."""
+        """Tokens per second in the steps after the first, excluding evaluations and checkpoints."""
         return self.train_counts[1] / self.train_s if self.has_tokens and self.train_s > 0 else None
 
     @property
@@ -215,8 +220,8 @@ class StepMetrics:
 
     @property
     def usual_traffic(self) -> int | None:
-        """The median of the bytes that this rank sent in a step. If traffic has a period, the mean
-        over the last complete one."""
+        """Median number of bytes that this rank sent in a step or, if traffic is periodic, the mean
+        over the last complete period."""
         if 1 < self.traffic_period <= len(self.traffic_per_step):
             return round(sum(self.traffic_per_step[-self.traffic_period :]) / self.traffic_period)
         ordered = sorted(self.traffic_per_step)
@@ -247,7 +252,7 @@ def _rank_step(rank: int, sums: Sequence[float], parts_s: Sequence[float], steps
 
 
 def _max_traffic(rows: list[list[float]]) -> dict[str, int] | None:
-    """Return the traffic of the rank that sent most; None if it is unknown."""
+    """Return the traffic of the rank that sent most, or None if it is unknown."""
     row = max(rows, key=sum)
     if min(row) < 0:
         return None
@@ -255,7 +260,7 @@ def _max_traffic(rows: list[list[float]]) -> dict[str, int] | None:
 
 
 def memory_now(device: torch.device) -> int:
-    """Return the bytes allocated on an accelerator, or the resident set of this process on a
+    """Return the bytes allocated on an accelerator, or the resident set size of this process on a
     CPU."""
     if device.type == "cpu":
         return _proc_status("VmRSS")
@@ -271,20 +276,20 @@ def memory_peak(device: torch.device) -> int:
     )
 
 
-#: By accelerator: the peak before :func:`restart_peak`.
+#: The peak of each accelerator before :func:`restart_peak`.
 _EARLIER_PEAKS: dict[torch.device, int] = {}
 
 
 def restart_peak(device: torch.device) -> None:
-    """Begin a new measurement for :func:`peak_since`. Does nothing on a CPU, whose peak cannot be
-    reset."""
+    """Start a new measurement for :func:`peak_since`. Does nothing on a CPU, where the peak cannot
+    be reset."""
     if device.type != "cpu":
         _EARLIER_PEAKS[device] = memory_peak(device)
         torch.accelerator.reset_peak_memory_stats(device.index)
 
 
 def peak_since(device: torch.device) -> int | None:
-    """Return the peak since :func:`restart_peak`; None if unknown."""
+    """Return the peak since :func:`restart_peak`, or None if unknown."""
     if device not in _EARLIER_PEAKS:
         return None
     return int(torch.accelerator.max_memory_allocated(device.index))

@@ -1,4 +1,4 @@
-"""The ``run_start`` event: what is known about a run when it begins."""
+"""Emit the ``run_start`` event, which describes a run at its start."""
 
 import logging
 import os
@@ -31,21 +31,22 @@ from paceline.version import __version__
 
 logger = logging.getLogger(__name__)
 
-#: Steps whose micro-batches are counted to estimate the distinct ids of a micro-batch.
+#: Number of steps whose micro-batches are inspected to estimate the number of distinct IDs in a
+#: micro-batch.
 _COUNTED_STEPS = 8
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run as its events and its report describe it.
+    """The parts of a run that its events and its report describe.
 
     Args:
         data_counts: how many rows of the training data were read, kept and dropped.
         started_at: when the command began, in seconds since the epoch.
         model: the model as the strategy has set it up.
         shape: the shape of the model as the task has built it.
-        predicts_activations: the model is a language model, whose dimensions give the size of its
-            activations.
+        predicts_activations: whether the model is a language model, whose dimensions determine the
+            size of its activations.
     """
 
     config: Config
@@ -62,7 +63,7 @@ class RunInfo:
     predicts_activations: bool
 
     def workload(self, step: int) -> Workload:
-        """Return the mean work of a replica per step, as far as it is known at ``step``."""
+        """Return the mean workload of a replica per step, as far as it is known at ``step``."""
         derived = self.derived
         lengths = getattr(self.train_dataset, "lengths", None)
         mean_length = 1.0 if lengths is None else float(np.mean(lengths))
@@ -73,8 +74,8 @@ class RunInfo:
         )
 
     def _distinct_ids(self, step: int) -> tuple[tuple[float, ...], ...]:
-        """Return the number of distinct ids of a micro-batch by table and server, counted in some
-        micro-batches of the run; empty if the data have no ids."""
+        """Return the mean number of distinct IDs in a micro-batch by table and server, counted in
+        some micro-batches of the run; empty if the data have no IDs."""
         count_ids = getattr(self.train_dataset, "distinct_ids", None)
         if count_ids is None or self.strategy.name != "parameter_server" or step == 0:
             return ()
@@ -104,11 +105,11 @@ def emit_run_start(
     Args:
         info: the run.
         events: the event log.
-        resumed: the checkpoint from which the run is resumed, and its step.
+        resumed: the checkpoint from which the run is resumed and its step, or None.
         failure: the fields of the ``fault`` event, if a failure ended the previous attempt.
-        launcher_pid: the process of the launcher.
-        launcher_notices: (level, text) of the messages that the launcher has printed.
-        notices: (level, text) of the messages that are not printed yet.
+        launcher_pid: process ID of the launcher.
+        launcher_notices: (level, text) of the messages that the launcher has already printed.
+        notices: (level, text) of the messages that have not been printed yet.
     """
     mesh = _mesh(info)
     if not info.strategy.world.is_rank_zero:
@@ -153,8 +154,8 @@ def emit_run_start(
 def _mesh(info: RunInfo) -> Mesh:
     """Return ``{axes: {name: size}, ranks: [{rank, host, device, coordinates: {axis: n}}]}``.
 
-    A rank outside the model's mesh has a ``role`` and no coordinates. A process that uses several
-    devices lists all of them.
+    A rank outside the model's mesh has a ``role`` instead of coordinates. For a process that uses
+    several devices, ``device`` lists all of them.
     """
     strategy, axes = info.strategy, info.layout.axes
     comm = strategy.world
@@ -178,8 +179,8 @@ def _mesh(info: RunInfo) -> Mesh:
 
 
 def _predicted(info: RunInfo, step: int) -> Prediction:
-    """Return what the strategy declares: the maximum memory of a rank, and the maximum that a rank
-    sends in a step."""
+    """Return the predictions of the strategy: the maximum memory of a rank, and the maximum number
+    of bytes that a rank sends in a step."""
     work, activations = info.workload(step), _activations(info)
     if activations is not None:
         blocks = activations.blocks if len(info.shape.blocks) == activations.layers else ()
@@ -201,8 +202,8 @@ def _predicted(info: RunInfo, step: int) -> Prediction:
 
 
 def _activations(info: RunInfo) -> Activations | None:
-    """Return the activations of the largest micro-batch; None if they do not follow from the
-    model's dimensions, as for all but language models."""
+    """Return the predicted activations of the largest micro-batch, or None if they cannot be
+    predicted, as for all models except language models."""
     model: Any = info.model
     base, dataset, train_args = base_model(model), info.train_dataset, info.config.train_args
     lengths, labels = getattr(dataset, "lengths", None), getattr(dataset, "label_counts", None)

@@ -10,8 +10,8 @@ from paceline.core.events import EvalEvent, Event, StepEvent
 
 
 def check_tensorboard() -> None:
-    """Raise ConfigError if the tensorboard package is not installed. It is not imported, which
-    would delay the start of a run."""
+    """Raise ConfigError if the tensorboard package is not installed. Does not import the package,
+    because that would delay the start of a run."""
     if importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "`report_to: [tensorboard]` requires the tensorboard package, which is not installed",
@@ -24,7 +24,7 @@ class TensorBoardListener:
     raises: a full disk ends the TensorBoard files, not the training.
 
     Attributes:
-        error: the exception that ended logging; None if there was none.
+        error: the exception that ended logging, or None.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -44,7 +44,7 @@ class TensorBoardListener:
             self.error = error
 
     def close(self) -> None:
-        """Write pending data. Can be called twice."""
+        """Write pending data. May be called twice."""
         writer, self._writer = self._writer, None
         if writer is not None and self.error is None:
             try:
@@ -72,7 +72,8 @@ class TensorBoardListener:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # After a resume, purge_step hides what an earlier attempt wrote for later steps.
+            # After a resume, purge_step hides the values that an earlier attempt wrote for later
+            # steps.
             purge = None if self._resumed_from is None else int(self._resumed_from) + 1
             self._writer = SummaryWriter(str(self.folder), purge_step=purge)
         for name, value in scalars.items():

@@ -1,5 +1,5 @@
-"""Where the console's lines go: a stream that may break, plain or with a live progress line in the
-last row of a terminal."""
+"""Output of the console: a stream that may break, with plain lines or with a live progress line in
+the last row of a terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RECENT_STEPS = 64  # used to estimate the remaining time
 
 
 class Progress:
-    """The progress of a run, gathered from its events, as a progress line shows it."""
+    """The progress of a run, collected from its events for a progress line."""
 
     def __init__(self, start: RunStartEvent | None = None) -> None:
         self.start: RunStartEvent = start or {}
@@ -57,15 +57,15 @@ class Progress:
 
     @property
     def eta_s(self) -> float | None:
-        """The seconds left, from the median of the recent step times, so that a slow step (a save,
-        an evaluation) does not change it."""
+        """Estimated remaining time in seconds, from the median of the recent step times, so that a
+        single slow step (a save, an evaluation) has no effect."""
         if not self._step_times or self.total is None:
             return None
         return max(0, self.total - self.done) * statistics.median(self._step_times)
 
     def fields(self) -> list[tuple[str, str, int]]:
-        """Return (style, text, priority) of each known figure. Figures of a higher number are left
-        out first on a narrow terminal; 0 is always shown."""
+        """Return (style, text, priority) of each known figure. On a narrow terminal, figures with a
+        higher number are omitted first; those with 0 are always shown."""
         step = self.step or {}
         rate, unit = formatting.throughput(step, self.derived.get("global_batch_size"))
         epoch = formatting.finite(step.get("epoch"))
@@ -93,8 +93,8 @@ class Progress:
 
 
 class SafeStream:
-    """A text stream that never raises. Once it cannot be written (closed terminal, broken pipe), it
-    discards everything."""
+    """A text stream that never raises an exception. After a write error (closed terminal, broken
+    pipe), it discards all output."""
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
@@ -118,7 +118,7 @@ class SafeStream:
         return self._stream.fileno()  # type: ignore[union-attr]
 
     def size(self) -> tuple[int, int]:
-        """Return the columns and rows of this terminal (not of the one behind standard output)."""
+        """Return the columns and rows of the terminal of this stream (not of standard output)."""
         try:
             columns, rows = os.get_terminal_size(self.fileno())
         except (OSError, ValueError, AttributeError):
@@ -152,11 +152,11 @@ class SafeStream:
 
 
 class Terminal:
-    """Prints lines: plain ones to a log file or a pipe; on a terminal in color, above a progress
-    line that is redrawn in place.
+    """Prints lines: plain lines to a log file or a pipe; on a terminal colored lines, above a
+    progress line that is redrawn in place.
 
     The progress line is drawn when an event arrives, not by a thread: nothing runs in parallel to
-    the training, and a terminal that is closed is noticed only where it is handled.
+    the training, and a closed terminal is noticed only where it is handled.
     """
 
     def __init__(self, stream: SafeStream, is_live: bool) -> None:
@@ -200,7 +200,7 @@ class Terminal:
         self._rich().print(row)
 
     def redraw(self, progress: Progress, force: bool = False) -> None:
-        """Redraw the progress line, unless it was drawn a moment ago."""
+        """Redraw the progress line, unless it was drawn very recently."""
         now = time.monotonic()
         is_recent = now - self._drawn_at < _REDRAW_S and not force
         if not self._is_live or self._stream.broken or is_recent:
@@ -216,7 +216,7 @@ class Terminal:
                 console=console, auto_refresh=False, redirect_stdout=False, vertical_overflow="crop"
             )
             self._live.start()
-            console.show_cursor(True)  # a run that is killed must not leave a hidden cursor
+            console.show_cursor(True)  # a killed run must not leave the cursor hidden
         self._live.update(_Line(progress), refresh=True)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""``paceline watch RUN``: follow a run from another terminal. Only the run's events are read."""
+"""``paceline watch RUN``: follow a run from another terminal. Reads only the events of the run."""
 
 import time
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from paceline.observe.console import Console, resume_hint
 _RESTART_S = 5.0
 # A run on another host is reported if its log is this old, because its process cannot be checked.
 _OLD_LOG_S = 120.0
-_HISTORY_LINES = 40  # plain step lines printed for what happened before
+_HISTORY_LINES = 40  # number of plain lines for the steps before watching began
 
 
 def watch(run: Path, stream: TextIO | None = None, once: bool = False) -> int:
-    """Show a run from its start and follow it to its end. Ctrl-C leaves; the run continues.
+    """Show a run from its start and follow it to its end. Ctrl-C stops watching, not the run.
 
     Args:
-        run: the run's folder, or a file in it.
+        run: folder of the run, or a file in it.
         stream: where to print; standard error by default.
-        once: show the current state and return.
+        once: whether to return after showing the current state.
 
     Returns:
         Exit code: 0, or 1 if the run failed or its process ended without a final event.
@@ -48,10 +48,10 @@ def watch(run: Path, stream: TextIO | None = None, once: bool = False) -> int:
 
 
 def find_run(run: Path) -> RunDir:
-    """Return the run at ``run``.
+    """Return the run in a folder, or the run to which a file belongs.
 
     Raises:
-        ConfigError: there is none; the message names runs nearby.
+        ConfigError: there is no run at ``run``. The message lists runs in nearby folders.
     """
     folder = run.parent if run.is_file() else run
     if RunDir(folder).is_run():
@@ -90,7 +90,7 @@ class _Watcher:
     def __init__(self, run_dir: RunDir, console: Console, once: bool) -> None:
         self.run_dir, self.console, self.once = run_dir, console, once
         self.exit_code = EXIT_DONE
-        # The events before watching began; None after they were shown.
+        # The events before watching began, or None after they were shown.
         self._history: list[Event] | None = []
         self._start: RunStartEvent = {}
         self._last: Event | None = None
@@ -111,7 +111,8 @@ class _Watcher:
         self.console(event)
 
     def _is_over(self) -> bool:
-        """Return whether to stop, when all events so far have been read. Sets ``exit_code``."""
+        """Return whether to stop watching, after all events so far have been read. Sets
+        ``exit_code``."""
         if self._history is not None:
             self._show_history()
         if self.console.broken:  # for example `paceline watch RUN | head`
@@ -153,8 +154,8 @@ class _Watcher:
 
 
 def _thin_history(history: list[Event], console: Console) -> Iterator[Event]:
-    """Yield the events before watching began; on a plain stream at most about ``_HISTORY_LINES``
-    of their steps."""
+    """Yield the events before watching began. On a plain stream, yield only about
+    ``_HISTORY_LINES`` of the steps."""
     steps = [index for index, event in enumerate(history) if event["type"] == "step"]
     if console.live or len(steps) <= _HISTORY_LINES:
         yield from history

@@ -1,1 +1,1 @@
-"""``report.json`` and ``report.html``."""
+"""The report of a run: ``report.json`` and ``report.html``."""

@@ -1,5 +1,5 @@
-"""Compute the figures of ``report.json`` from a run and its events. A figure that was not measured
-is None."""
+"""Compute the figures of ``report.json`` from a run and its events. Figures that were not measured
+are None."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -32,17 +32,17 @@ def build_report(
     skipped_batches: Collection[int],
     shares: tuple[int, ...] | None,
 ) -> Report:
-    """Return the report. A collective; the result of rank 0 is complete.
+    """Return the report. A collective; only the result of rank 0 is complete.
 
     Args:
         info: the run.
-        metrics: the figures of its steps.
-        advisor: the figures of its communication, if the strategy has any.
+        metrics: the measurements of its steps.
+        advisor: the measurements of its communication, or None.
         status: ``done``, ``stopped`` or ``failed``.
-        step: the step that was reached.
-        resumed_from_step: the step of the checkpoint from which the run was resumed.
-        skipped_batches: the steps whose batch was skipped after a loss spike, counted from 0.
-        shares: the micro-batches of each rank; None with ``parallel.balance: equal``.
+        step: the last step of the run.
+        resumed_from_step: the step of the checkpoint from which the run was resumed, or None.
+        skipped_batches: the steps, counted from 0, whose batch was skipped after a loss spike.
+        shares: number of micro-batches of each rank, or None with ``parallel.balance: equal``.
     """
     strategy, config, order = info.strategy, info.config, info.order
     comm = strategy.world
@@ -122,8 +122,8 @@ def samples_seen(order: SampleOrder, step: int) -> int:
 
 
 def workers_lost(events: Sequence[Event], step: int) -> list[WorkerLostEvent]:
-    """Return the workers that this run has lost up to ``step``, over all its attempts, without
-    those of steps that were rolled back."""
+    """Return the workers that this run has lost up to ``step`` in all attempts, not counting steps
+    that were rolled back."""
     return [
         {
             "step": event["step"],
@@ -140,8 +140,8 @@ def workers_lost(events: Sequence[Event], step: int) -> list[WorkerLostEvent]:
 def _tokens_seen(
     info: RunInfo, step: int, skipped_batches: Collection[int]
 ) -> tuple[int | None, int | None]:
-    """Return the tokens and the label tokens up to ``step``, over all attempts; None if samples do
-    not have them."""
+    """Return the numbers of tokens and of label tokens up to ``step`` in all attempts, or None if
+    samples have no tokens."""
     dataset, order = info.train_dataset, info.order
     lengths, labels = getattr(dataset, "lengths", None), getattr(dataset, "label_counts", None)
     if lengths is None:

@@ -1,4 +1,4 @@
-"""The certificate of ``paceline verify``: its content, table, summary and page."""
+"""The certificate of ``paceline verify``: content, table, summary and page."""
 
 import time
 from typing import Any, TypedDict
@@ -72,7 +72,7 @@ class Certificate(TypedDict):
 
 
 def rows(certificate: Certificate) -> list[dict[str, str]]:
-    """Return the modes as text for a table. ``verdict``: ok, not ok, or refused."""
+    """Return the modes as text for a table. ``verdict`` is "ok", "not ok" or "refused"."""
     return [
         {
             "mode": str(mode["mode"]),
@@ -96,7 +96,7 @@ def _difference(value: float | None) -> str:
 
 
 def _power(value: float) -> str:
-    """Return ``1e-5``, not ``1e-05``."""
+    """Format a power of ten as ``1e-5``, without a leading zero in the exponent."""
     return f"{value:.0e}".replace("e-0", "e-")
 
 
@@ -129,7 +129,8 @@ def summary(certificate: Certificate) -> str:
 
 
 def excluded_text(certificate: Certificate, limit: int = 6) -> str:
-    """Return which weights were not compared, and why; empty if all were. Begins with a space."""
+    """Return a sentence about the weights that were not compared, beginning with a space, or an
+    empty string if all were compared."""
     excluded = certificate.get("excluded", [])
     if not excluded:
         return ""
@@ -150,7 +151,8 @@ def excluded_text(certificate: Certificate, limit: int = 6) -> str:
 
 
 def certificate_page(certificate: Certificate) -> dict[str, Any]:
-    """Return the values for the page of a certificate and for its section of the report."""
+    """Return the template values for the page of a certificate and for its section in the
+    report."""
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(certificate["time"]))
     return {
         "model": str(certificate["model"]),

@@ -1,7 +1,7 @@
-"""The plots of the report: series of figures as scaled SVG paths, ticks and data for the tooltip.
+"""Draw the plots of the report as scaled SVG paths, with ticks and data for tooltips.
 
-The plot area is a stretched SVG (lines keep their width). Labels are HTML, so that text has the
-same size on a phone and on a large screen. Everything is visible without JavaScript.
+The plot area is a stretched SVG whose lines keep their width. Labels are HTML, so that text has the
+same size on a phone and on a large screen. Plots are complete without JavaScript.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 from paceline.core import formatting
 from paceline.core.events import EvalEvent, RunStartEvent, StepEvent
 
-MAX_POINTS = 1500  # of all series of a plot together
+MAX_POINTS = 1500  # total over all series of a plot
 WIDTH, HEIGHT = 1000.0, 400.0  # of the SVG's coordinates
 
 Point = tuple[float, float | None]
@@ -21,8 +21,8 @@ Point = tuple[float, float | None]
 
 @dataclass
 class Series:
-    """A line, row of dots or layer of a stack. ``points``: (step, value); a value of None is a
-    gap."""
+    """A line, a row of dots, or a layer of a stack. ``points`` are (step, value); a value of None
+    is a gap."""
 
     name: str
     points: list[Point]
@@ -32,7 +32,7 @@ class Series:
 
 @dataclass
 class Plot:
-    """A figure. ``unit`` is shown at the axis and in the tooltip."""
+    """A plot. ``unit`` is shown at the axis and in the tooltip."""
 
     title: str
     unit: str
@@ -46,8 +46,8 @@ class Plot:
 
 
 def downsample(points: Sequence[Point], limit: int) -> list[Point]:
-    """Return at most ``limit`` (≥ 5) of the points: the first and the last, and of each bucket of
-    steps in between the minimum, the maximum and a gap if there is one."""
+    """Return at most ``limit`` (≥ 5) of the points: the first, the last, and for each bucket of
+    steps in between the minimum, the maximum, and a gap if there is one."""
     if len(points) <= limit:
         return list(points)
     selected = [points[0]]
@@ -79,7 +79,7 @@ def _split(points: Sequence[Point], count: int) -> list[Sequence[Point]]:
 def smooth(points: Sequence[Point]) -> list[Point]:
     """Return a centered moving average over about a thirtieth of the run. Gaps stay gaps.
 
-    Towards the ends the window shrinks on both sides, so that a falling curve keeps its ends.
+    Near the ends the window shrinks on both sides, so that a falling curve keeps its end values.
     """
     reach = max(1, len(points) // 60)
     sums, counts = [0.0], [0]
@@ -96,8 +96,8 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
 
 def raw_and_smooth(name: str, points: list[Point], colour: str, min_points: int) -> list[Series]:
-    """Return one line; with at least ``min_points`` points, a faint line of each step and a
-    smoothed line over it."""
+    """Return one line or, for at least ``min_points`` points, a faint line of all steps and a
+    smoothed line on top of it."""
     if len(points) < min_points:
         return [Series(name, points, colour)]
     return [
@@ -137,7 +137,8 @@ def tick_label(value: float, step: float) -> str:
 
 
 class Mark(NamedTuple):
-    """A tick or a marker. ``svg``: its coordinate in the SVG; ``at``: in percent of the area."""
+    """A tick or a marker. ``svg`` is its coordinate in the SVG, ``at`` its position in percent of
+    the plot area."""
 
     svg: str
     at: str
@@ -274,7 +275,7 @@ def _stack(layers: list[Series]) -> list[list[Point]]:
 
 
 def _segments(points: Sequence[Point]) -> list[list[tuple[float, float]]]:
-    """Return the stretches between gaps."""
+    """Split points into segments at the gaps."""
     segments: list[list[tuple[float, float]]] = [[]]
     for x, y in points:
         if y is not None:
@@ -288,7 +289,7 @@ def _path(points: Sequence[Point], place: Any, dots: bool) -> str:
     parts = []
     for segment in _segments(points):
         placed = [place(x, y) for x, y in segment]
-        if dots or len(placed) == 1:  # a stroke without length and with round ends is a dot
+        if dots or len(placed) == 1:  # a stroke of length zero with round caps is a dot
             parts += [f"M{x:.1f} {y:.1f}h0" for x, y in placed]
         else:
             parts.append("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in placed))
@@ -301,7 +302,7 @@ def _area(bottom: Sequence[Point], top: Sequence[Point], place: Any) -> str:
     for segment in _segments(top):
         edge = [place(x, y) for x, y in segment]
         back = [place(x, base.get(x) or 0.0) for x, _ in reversed(segment)]
-        if len(edge) == 1:  # a single step is a narrow bar
+        if len(edge) == 1:  # a single step is drawn as a narrow bar
             (x, y), (_, foot) = edge[0], back[0]
             edge, back = [(x - 6, y), (x + 6, y)], [(x + 6, foot), (x - 6, foot)]
         parts.append("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in [*edge, *back]) + "Z")
@@ -320,9 +321,9 @@ def draw_plots(
     """Draw the plots of a run.
 
     Args:
-        steps: the steps.
-        evals: the evaluations.
-        start: the last start of the run.
+        steps: the ``step`` events.
+        evals: the ``eval`` events.
+        start: the last ``run_start`` event.
         resumed_from: the steps from which the run was resumed.
     """
     if not steps:
@@ -349,7 +350,7 @@ def _points(events: Sequence[StepEvent | EvalEvent], key: str) -> list[Point]:
 
 
 def _gap_notes(events: list[StepEvent], key: str, name: str) -> list[str]:
-    """Return why a plot has gaps: numbers that are not finite."""
+    """Return a note if a plot has gaps because of values that are not finite."""
     numbers = [formatting.number(event.get(key)) for event in events]
     count = sum(number is not None and not math.isfinite(number) for number in numbers)
     if not count:
@@ -416,8 +417,8 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _time_plot(steps: list[StepEvent]) -> Plot:
-    """Plot the parts of a step. The first layer is named after what it includes, because parts that
-    are not measured are in it."""
+    """Plot the parts of a step. The name of the first layer depends on what it includes, because
+    parts that were not measured are part of it."""
     step_s = [formatting.finite(step.get("step_time_s")) for step in steps]
     top = max((seconds for seconds in step_s if seconds is not None), default=0.0)
     scale, unit = (1.0, "s") if top >= 1 else (1e-3, "ms")

@@ -1,4 +1,4 @@
-"""Write the result of a run: ``report.json``, and ``report.html``, which opens offline."""
+"""Write the result of a run: ``report.json``, and ``report.html``, which can be opened offline."""
 
 import json
 import math
@@ -31,13 +31,14 @@ def render_report(
     config_yaml: str,
     certificate: Certificate | None = None,
 ) -> str:
-    """Return the page. All values are escaped, because configs and datasets are not trusted.
+    """Return ``report.html``. All values are escaped, because configs and datasets are not trusted.
 
     Args:
-        report: as for :func:`write_reports`. Missing keys are shown as unknown.
-        events: all events of the run, of all attempts.
+        report: the report as for :func:`write_reports`. Missing keys are shown as unknown.
+        events: the events of all attempts of the run.
         config_yaml: the text of ``config.yaml``.
-        certificate: of ``paceline verify``, if there is one for this model and task.
+        certificate: the certificate of ``paceline verify`` for this model and task, if there is
+            one.
     """
     starts = [event for event in events if event["type"] == "run_start"]
     start: RunStartEvent = starts[-1] if starts else {}
@@ -84,13 +85,13 @@ def render_report(
 
 
 def render_certificate(certificate: Certificate) -> str:
-    """Return ``verify.html``, a page that opens offline. All values are escaped."""
+    """Return ``verify.html``, a page that can be opened offline. All values are escaped."""
     return str(template("certificate.html.jinja").render(certificate=certificate_page(certificate)))
 
 
 @cache
 def template(name: str, folder: Path = Path(__file__).parent / "templates") -> Any:
-    """Load a template of a folder. It escapes all values."""
+    """Load a Jinja template that escapes all values."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -105,7 +106,7 @@ def template(name: str, folder: Path = Path(__file__).parent / "templates") -> A
 
 
 def _script_json(value: Any) -> Any:
-    """Return JSON that cannot end the script element that contains it."""
+    """Return JSON without characters that could end the script element that contains it."""
     from markupsafe import Markup
 
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
@@ -113,7 +114,7 @@ def _script_json(value: Any) -> Any:
 
 
 def _utc(pattern: str, event: Event) -> str | None:
-    """Return the time of an event; None if it has none."""
+    """Return the time of an event, or None if it has no time."""
     seconds = formatting.finite(event.get("time"))
     return None if seconds is None else time.strftime(pattern, time.gmtime(seconds))
 
@@ -124,7 +125,7 @@ def _reason(events: list[Event], report: Report) -> str:
 
 
 def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
-    """Return {label, value, note} of each card."""
+    """Return the label, the value and the note of each card."""
     get, model, fmt = report.get, start.get("model") or {}, formatting
     eval_metrics = report.get("final_eval_metrics") or {}
     metrics = ", ".join(f"{name} {fmt.loss(value)}" for name, value in eval_metrics.items())
@@ -162,7 +163,7 @@ def _text(value: Any) -> str:
 
 
 def _data_rows(data: DataFigures, skipped: SkippedBatches | None) -> list[dict[str, str]]:
-    """Return {name, count, share of the rows read} of each row."""
+    """Return the name, the count and the share of all rows read for each line of the data table."""
     dropped = data.get("dropped") or {}
     if not isinstance(dropped, dict):  # a report without reasons
         dropped = {"dropped": dropped}
@@ -230,7 +231,7 @@ class _Attempt:
 def _attempts(events: list[Event], status: str) -> list[_Attempt]:
     """Return each start of the run, with its steps and its end.
 
-    ``status`` is the end of the last one, because the report is written before ``run_end``.
+    ``status`` is the outcome of the last one, because the report is written before ``run_end``.
     """
     attempts: list[_Attempt] = []
     for event in events:
@@ -255,7 +256,7 @@ def _attempts(events: list[Event], status: str) -> list[_Attempt]:
 def write_reports(run_dir: RunDir, report: Report) -> None:
     """Write ``report.json`` and ``report.html``, each atomically.
 
-    NaN and the infinities, which JSON does not have, become the strings "nan", "inf" and "-inf".
+    NaN and infinities, which JSON cannot represent, become the strings "nan", "inf" and "-inf".
 
     Raises:
         KeyError: a key of :class:`Report` is missing or unknown.
@@ -272,8 +273,8 @@ def write_reports(run_dir: RunDir, report: Report) -> None:
 
 
 def _certificate(run_dir: RunDir, events: list[Event]) -> Certificate | None:
-    """Return the certificate of ``paceline verify --output RUN`` if it is for the run's model and
-    task."""
+    """Return the certificate of ``paceline verify --output RUN`` if it belongs to the model and the
+    task of the run."""
     configs = [event["config"] for event in events if event["type"] == "run_start"]
     config = configs[-1] if configs else {}
     try:

@@ -1,4 +1,4 @@
-"""The keys of ``report.json``."""
+"""The keys of ``report.json``, and their validation."""
 
 from collections.abc import Collection
 from typing import TypedDict
@@ -9,27 +9,27 @@ from paceline.core.events import DataFigures, WorkerLostEvent
 
 
 class Predicted(TypedDict):
-    """Bytes as the strategy declares them, and as they were measured."""
+    """Number of bytes as predicted by the strategy, and as measured."""
 
     predicted: float
     measured: int | None
 
 
 class PredictedTraffic(Predicted, total=False):
-    """``bound``: the prediction is an upper bound."""
+    """Traffic per step in bytes. ``bound`` tells whether the prediction is an upper bound."""
 
     bound: bool
 
 
 class SkippedBatches(TypedDict):
-    """``steps``: counted from 1."""
+    """Batches that were skipped after loss spikes. ``steps`` are counted from 1."""
 
     steps: list[int]
     samples: int
 
 
 class DataReport(DataFigures, total=False):
-    """The numbers of rows of the training data. ``skipped_batches``: after loss spikes."""
+    """Numbers of rows of the training data, and the batches that were skipped after loss spikes."""
 
     skipped_batches: SkippedBatches
 
@@ -59,7 +59,7 @@ class _AlwaysReported(TypedDict):
 
 
 class Report(_AlwaysReported, total=False):
-    """The content of report.json. A figure that was not measured is None. ``communication``,
+    """The content of ``report.json``. Figures that were not measured are None. ``communication``,
     ``link`` and ``staleness`` depend on the strategy; ``balance`` has the shares of the ranks."""
 
     samples_per_second: float | None
@@ -84,7 +84,7 @@ _INNER_KEYS = {
 
 
 def check_report(report: Report) -> None:
-    """Raise KeyError with all missing and all unknown keys if ``report`` does not have the expected
+    """Raise KeyError with all missing and unknown keys if ``report`` does not have the expected
     keys."""
     wrong = _wrong_keys(report, REPORT_KEYS, tuple(Report.__annotations__), "")
     for key, (required, known) in _INNER_KEYS.items():

@@ -25,7 +25,7 @@ _KINDS = ("parameters", "gradients", "optimizer", "activations", "total")
 
 
 class Table(NamedTuple):
-    """A table. ``step``: the step of its figures."""
+    """A table of figures that were measured at ``step``."""
 
     columns: list[str]
     rows: list[list[str]]
@@ -33,7 +33,8 @@ class Table(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of the communication table. ``is_text``: the value is a sentence, not a figure."""
+    """A row of the communication table. ``is_text`` tells whether the value is a sentence instead
+    of a figure."""
 
     name: str
     value: str
@@ -52,8 +53,8 @@ def rank_table(steps: Sequence[StepEvent]) -> Table:
 
 
 def memory_table(events: Sequence[Event], start: RunStartEvent) -> Table:
-    """Return the memory of each rank as measured, below the predicted maximum. Empty if nothing was
-    measured.
+    """Return the predicted maximum memory and the measured memory of each rank. Empty if memory was
+    not measured.
 
     Args:
         events: the events of the run.
@@ -86,7 +87,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def communication_rows(report: Report) -> list[Row]:
-    """Return the rows; empty if the report has no ``communication``."""
+    """Return the rows of the communication table; empty if the report has no ``communication``."""
     figures, link = report.get("communication") or {}, report.get("link") or {}
     if not figures:
         return []
