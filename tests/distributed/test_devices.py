@@ -111,8 +111,8 @@ def test_rejects_more_gpus_than_visible(monkeypatch: pytest.MonkeyPatch) -> None
 
 # -- an outer launcher
 def test_uses_the_number_of_ranks_of_an_outer_launcher() -> None:
-    assert choose_devices(Parallel(device="cpu"), ranks_given=3).count == 3
-    assert choose_devices(Parallel(device="cpu", num_gpus=3), ranks_given=3).count == 3
+    assert choose_devices(Parallel(device="cpu"), num_launched=3).count == 3
+    assert choose_devices(Parallel(device="cpu", num_gpus=3), num_launched=3).count == 3
     text = expect_config_error(Parallel(device="cpu", num_gpus=2), num_launched=3)
     assert "the outer launcher, which started 3 ranks" in text
     assert "--nproc-per-node 2" in text

@@ -1,1 +1,1 @@
-"""Ranks, devices, the process group, collectives that count their bytes, seeds."""
+"""Distributed basics: ranks, devices, process groups, collectives, traffic counters and seeds."""

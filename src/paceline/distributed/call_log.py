@@ -1,7 +1,8 @@
-"""A log of a rank's last collectives that survives the rank.
+"""A log of a rank's last collectives that remains readable after the rank has died.
 
-Gloo ends a process at once when it receives a message of an unexpected size, so the log is in
-anonymous shared memory, which the other ranks of the host read. It is freed with the last of them.
+Gloo aborts the process when it receives a message of an unexpected size. The log is therefore in
+anonymous shared memory, which the other ranks of the host can read. The memory is freed when the
+last of them closes it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 from typing import Any, BinaryIO, TypedDict
 
 _SLOTS, _SLOT_BYTES = 32, 768
-#: Limit of cached records, since sizes may be new in each step.
+#: Maximum number of cached records. Tensor sizes may differ in each step.
 _MAX_KNOWN = 4096
 
 
@@ -36,11 +37,13 @@ class CallLog:
         self.file = memory.fileno()
         self._memory = mmap.mmap(self.file, _SLOTS * _SLOT_BYTES)
         self._count = 0
-        self._known: dict[Any, bytes] = {}  # the part of a record that repeated calls share
+        self._known: dict[
+            Any, bytes
+        ] = {}  # the part of a record that is the same for repeated calls
 
     @staticmethod
     def make() -> CallLog | None:
-        """Create a log, or return None if this system has no such memory."""
+        """Create a log, or return None if this system does not support anonymous shared memory."""
         if not hasattr(os, "memfd_create"):
             return None
         try:
@@ -59,7 +62,7 @@ class CallLog:
             if len(self._known) > _MAX_KNOWN:
                 self._known.clear()
             fields = call.record()
-            fields["site"] = [line[-200:] for line in fields["site"]]  # so that it fits a slot
+            fields["site"] = [line[-200:] for line in fields["site"]]  # to fit into a slot
             known = self._known[key] = json.dumps(fields).encode()[: _SLOT_BYTES - 48]
         begin = self._count % _SLOTS * _SLOT_BYTES
         line = b"%d %d " % (self._count, -1 if call.number is None else call.number) + known
@@ -71,20 +74,21 @@ class CallLogReader:
     """Reads the log of another rank of this host.
 
     Raises:
-        OSError: the log cannot be opened.
+        OSError: if the log cannot be opened.
     """
 
     def __init__(self, pid: int, file: int) -> None:
         opened = os.open(f"/proc/{pid}/fd/{file}", os.O_RDONLY)
         try:
             self._memory = mmap.mmap(opened, _SLOTS * _SLOT_BYTES, prot=mmap.PROT_READ)
-        except ValueError as error:  # the file has another size
+        except ValueError as error:  # the file has an unexpected size
             raise OSError(str(error)) from error
         finally:
             os.close(opened)
 
     def calls(self) -> list[CallRecord]:
-        """Return the calls, oldest first, without one that the end of the process cut off."""
+        """Return the calls, oldest first. A record that was incomplete when the process died is
+        left out."""
         calls: list[tuple[int, CallRecord]] = []
         for slot in range(_SLOTS):
             line, _, _ = self._memory[slot * _SLOT_BYTES : (slot + 1) * _SLOT_BYTES].partition(

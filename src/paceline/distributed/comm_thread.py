@@ -14,7 +14,7 @@ Work = Callable[[Communicator], object]
 
 
 class PendingComm:
-    """Work that was submitted to a thread, with the ``wait`` of torch's works."""
+    """Work submitted to a :class:`CommThread`. Like a `torch.distributed.Work`, it has ``wait``."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -22,9 +22,9 @@ class PendingComm:
         self._done: torch.Event | None = None
 
     def wait(self) -> None:
-        """Wait until the work is done, and raise its error.
+        """Wait until the work is done, and raise its error if it failed.
 
-        On an accelerator the current stream waits instead of the host.
+        On an accelerator, the current stream waits for the result instead of the host.
         """
         self._ended.wait()
         if self._error is not None:
@@ -40,14 +40,14 @@ class PendingComm:
 class CommThread:
     """Runs submitted work in one thread, in order.
 
-    Every rank of a group submits the same work in the same order, so that its collectives have the
-    same order on every rank, independent of communication on other groups. After an error no
-    further work runs, since the ranks would no longer agree. The constructor is a collective: every
-    rank of ``world`` creates its threads in the same order.
+    Every rank of a group must submit the same work in the same order, so that its collectives run
+    in the same order on every rank, independent of communication on other groups. After an error no
+    further work runs, because ranks could be at different collectives. The constructor is a
+    collective: every rank of ``world`` must create its threads in the same order.
 
     Args:
-        world: all ranks.
-        axes: the axes along which the work communicates.
+        world: communicator of all ranks.
+        axes: axes along which the work communicates.
     """
 
     def __init__(self, world: Communicator, *axes: str, timeout_s: float = 600.0) -> None:
@@ -62,7 +62,8 @@ class CommThread:
         weakref.finalize(self, self._todo.put, None)
 
     def submit(self, work: Work) -> PendingComm:
-        """Schedule ``work(group)``; on an accelerator it runs after the current stream's work."""
+        """Schedule ``work(group)``. On an accelerator it runs after the work that is queued on the
+        current stream."""
         pending = PendingComm()
         ready = None
         if self.world.device.type != "cpu":

@@ -1,5 +1,4 @@
-"""The process group of a run, its subgroups along the axes of the mesh, and the collectives
-among them."""
+"""The process group of a run, its subgroups along the axes of the mesh, and their collectives."""
 
 from __future__ import annotations
 
@@ -25,9 +24,9 @@ from paceline.distributed.traffic import Traffic, count_collectives
 
 T = TypeVar("T")
 
-#: Of glibc's <malloc.h>.
+#: Constants from glibc's <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# DEFAULT_MMAP_THRESHOLD_MAX, where long has 8 bytes; a larger one is refused
+#: DEFAULT_MMAP_THRESHOLD_MAX on 64-bit systems. glibc rejects larger thresholds.
 _LARGEST_MMAP_THRESHOLD = 32 << 20
 _KEPT_BYTES = 1 << 30
 
@@ -46,16 +45,16 @@ class CommWaitTime:
 
 
 class Communicator:
-    """This rank, its device, and the collectives among the ranks of one group: all ranks, or a
-    subgroup of the mesh. With one rank each collective is the identity.
+    """This rank, its device, and the collectives of one group: all ranks, or a subgroup of the
+    mesh. With one rank, every collective is the identity.
 
     Args:
         env: rank and sizes within this group.
-        device: where this rank computes.
-        axes: the mesh; default: all ranks on the data axis.
-        group: the process group; None for all ranks.
+        device: device on which this rank computes.
+        axes: sizes of the mesh; default: all ranks on the data axis.
+        group: process group, or None for all ranks.
         ranks: global rank of each member, in order.
-        waits: counts the seconds waited, in all subgroups of a rank.
+        waits: counter of the seconds waited, shared by all subgroups of a rank.
     """
 
     def __init__(
@@ -74,12 +73,12 @@ class Communicator:
         self.ranks = ranks if ranks is not None else list(range(env.world_size))
         self.waits = waits or CommWaitTime()
         self._subgroups: dict[tuple[str, ...], Communicator] = {}
-        #: Types of the devices of all ranks.
+        #: Device types of all ranks.
         self.device_types = frozenset({device.type})
 
     @property
     def mixes_devices(self) -> bool:
-        """Whether the ranks' devices differ in type. All ranks use Gloo then."""
+        """Whether the ranks have devices of different types. If so, all ranks use Gloo."""
         return len(self.device_types) > 1
 
     #: The process group existed before the run, and its creator closes it.
@@ -113,7 +112,7 @@ class Communicator:
 
     @property
     def lost(self) -> frozenset[int]:
-        """Ranks that have ended, without which the others continue."""
+        """Ranks that were lost while the others continue."""
         return frozenset()
 
     @property
@@ -122,10 +121,10 @@ class Communicator:
         return self.axes.coordinates(self.ranks[self.rank])
 
     def subgroup(self, *axes: str) -> Communicator:
-        """Return a communicator of the ranks that differ from this one only in ``axes``.
+        """Return a communicator of the ranks whose coordinates differ from those of this rank only
+        in ``axes``.
 
-        The first call for some axes is a collective: every rank makes the same groups in the same
-        order.
+        The first call for a set of axes is a collective of all ranks, which creates the groups.
         """
         key = tuple(sorted(axes))
         if key not in self._subgroups:
@@ -140,11 +139,11 @@ class Communicator:
         waits: CommWaitTime | None = None,
         timeout_s: float | None = None,
     ) -> Communicator:
-        """Create a process group for each of ``groups`` and return this rank's one. A collective.
+        """Create a process group for each of ``groups`` and return that of this rank. A collective.
 
         Args:
-            groups: ranks; each rank is in one group.
-            waits: counts the seconds waited; default: a new count.
+            groups: ranks of each group; every rank is in exactly one.
+            waits: counter of the seconds waited; default: a new one.
         """
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         for ranks in groups:  # every rank takes part in the creation of every group
@@ -158,15 +157,15 @@ class Communicator:
     def all_reduce(
         self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> dist.Work | None:
-        """Start an all-reduce in place. Pass the result, which is None with one rank, to
+        """Start an in-place all-reduce. Pass the returned work (None with one rank) to
         :meth:`wait`."""
         if self.size == 1:
             return None
         return cast(dist.Work, dist.all_reduce(tensor, op=op, group=self.group, async_op=True))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work | None:
-        """Start to sum ``tensor`` [N × n] over the ranks, each of which gets its part in ``output``
-        [n]."""
+        """Start a reduce-scatter: sum ``tensor`` [N × n] over the ranks, and write this rank's part
+        of the sum to ``output`` [n]."""
         if self.size == 1:
             output.copy_(tensor)
             return None
@@ -174,7 +173,7 @@ class Communicator:
         return _start(names, output, tensor, self.group)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> dist.Work | None:
-        """Start to gather each rank's ``tensor`` [n] into ``output`` [N × n]."""
+        """Start an all-gather of each rank's ``tensor`` [n] into ``output`` [N × n]."""
         if self.size == 1:
             output.copy_(tensor)
             return None
@@ -182,7 +181,7 @@ class Communicator:
         return _start(names, output, tensor, self.group)
 
     def wait(self, work: Waitable | None) -> None:
-        """Wait for a collective, and count the seconds."""
+        """Wait for a collective, and add the seconds to :attr:`wait_s`."""
         if work is None:
             return
         start = time.perf_counter()
@@ -200,11 +199,12 @@ class Communicator:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """The widest floating type of the device."""
+        """The widest floating-point dtype that the device supports."""
         return wide_dtype(self.device)
 
     def broadcast(self, tensors: Iterable[torch.Tensor], chunk_bytes: int = 64 << 20) -> None:
-        """Copy rank 0's values into every rank's tensors, in place, in few messages."""
+        """Copy rank 0's values into every rank's tensors, in place. Small tensors are sent
+        together."""
         if self.size == 1:
             return
         group: list[torch.Tensor] = []
@@ -237,7 +237,7 @@ class Communicator:
         return box[0]
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return each rank's (small, picklable) object, in order of rank, on every rank."""
+        """Return the (small, picklable) objects of all ranks, ordered by rank, on every rank."""
         if self.size == 1:
             return [value]
         values: list[T] = [value] * self.size
@@ -245,7 +245,7 @@ class Communicator:
         return values
 
     def gather_numbers(self, value: float) -> list[float]:
-        """Return each rank's value, in order of rank, on every rank."""
+        """Return the values of all ranks, ordered by rank, on every rank."""
         if self.size == 1:
             return [float(value)]
         tensor = torch.zeros(self.size, dtype=self.wide_dtype, device=self.device)
@@ -258,10 +258,11 @@ class Communicator:
             self.sum(0.0)
 
     def close(self) -> None:
-        """Destroy the process group, except one of Gloo.
+        """Destroy the process group, unless it uses Gloo or existed before the run.
 
-        To destroy it joins its threads, which can wait for the interpreter lock that the caller
-        holds. Every rank has passed the last barrier, and the sockets close with the process.
+        Destroying a Gloo group joins its threads, which can deadlock on the GIL that the caller
+        holds. It is not needed: every rank has passed the last barrier, and the sockets close with
+        the process.
         """
         if dist.is_initialized() and dist.get_backend() != "gloo" and not self.has_adopted_group:
             dist.destroy_process_group()
@@ -277,16 +278,17 @@ def init_communicator(
 ) -> Communicator:
     """Choose this rank's device, set the number of threads, and join the process group.
 
-    The backend is torch's default for the device (nccl, gloo, xccl…), or Gloo if the ranks' devices
-    differ in type. CPU ranks of one host share its cores evenly. An existing process group is used:
-    Ray Train creates one before it calls the training function, and a script may do so too.
+    The backend is torch's default for the device (nccl, gloo, xccl…), or Gloo if the ranks have
+    devices of different types. CPU ranks of one host share its cores evenly. If a process group
+    already exists, it is used: Ray Train creates one before it calls the training function, and a
+    script may do so too.
 
     Args:
-        axes: the mesh; default: all ranks on the data axis.
+        axes: sizes of the mesh; default: all ranks on the data axis.
 
     Raises:
-        RunError: the existing process group has other ranks, or a backend that does not support the
-            device.
+        RunError: if the existing process group has other ranks, or a backend that does not support
+            the device.
     """
     tune_allocator(device_type)
     if device_type == "cpu":
@@ -331,7 +333,7 @@ def init_communicator(
 
 
 def _exchange_device_types(store: dist.Store, world_size: int, device_type: str) -> frozenset[str]:
-    """Return the device types of all ranks, on which the backend of the process group depends."""
+    """Return the device types of all ranks. They determine the backend of the process group."""
     store.append("types", f"{device_type} ")  # type: ignore[attr-defined]
     if store.add("ranks", 1) == world_size:
         store.set("complete", "1")
@@ -340,7 +342,7 @@ def _exchange_device_types(store: dist.Store, world_size: int, device_type: str)
 
 
 def _check_adopted(env: RankEnv, device: torch.device) -> None:
-    """Raise RunError if this rank cannot train with the existing process group."""
+    """Raise RunError if this rank cannot use the existing process group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if (rank, size) != (env.rank, env.world_size):
         raise RunError(
@@ -374,20 +376,20 @@ def _start(
     tensor: torch.Tensor,
     group: dist.ProcessGroup | None,
 ) -> dist.Work:
-    """Start a collective, which older releases of torch have only under the second name."""
+    """Start a collective. Older releases of torch have it only under the second name."""
     function = getattr(dist, names[0], None) or getattr(dist, names[1])
     return cast(dist.Work, function(output, tensor, group=group, async_op=True))
 
 
 def tune_allocator(device_type: str) -> None:
-    """Tune garbage collection and memory allocation; called once a rank has imported its modules.
+    """Tune garbage collection and memory allocation. Called once a rank has imported its modules.
 
-    The existing objects are excluded from garbage collection (:func:`gc.freeze`): a full collection
-    would otherwise visit a million of them within a step, and in a forked rank copy every page it
-    touches (measured: 21,000 page faults and half a second).
+    Existing objects are excluded from garbage collection (:func:`gc.freeze`). Otherwise a full
+    collection within a step would visit a million objects and, in a forked rank, copy every page
+    that it touches (measured: 21,000 page faults and half a second).
 
-    In training on a CPU, the process keeps up to 1 GiB of memory that a step frees: by default
-    glibc's malloc returns it to the system, which clears every page when it is allocated again.
+    When training on a CPU, the process keeps up to 1 GiB of memory that a step frees. By default
+    glibc's malloc returns it to the system, which then clears every page that is allocated again.
     Settings in the environment and other allocators are respected.
     """
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Chooses the devices and the precision of a run. A device that is not available is an error."""
+"""Choose the devices and the precision of a run. A device that is not available is an error."""
 
 import os
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ class Devices:
 def without_idle_offload(
     parallel: Parallel, device_type: str
 ) -> tuple[Parallel, list[tuple[str, str]]]:
-    """Turn `parallel.cpu_offload` off on a CPU, where it has no effect; return the settings and the
-    notices."""
+    """Turn off `parallel.cpu_offload` on a CPU, where it has no effect. Return the settings and the
+    notices as (level, text)."""
     if device_type != "cpu" or parallel.cpu_offload == "none":
         return parallel, []
     text = (
@@ -62,24 +62,24 @@ def accelerators() -> tuple[str | None, list[str]]:
     return current.type, names
 
 
-def choose_devices(parallel: Parallel, ranks_given: int | None = None) -> Devices:
+def choose_devices(parallel: Parallel, num_launched: int | None = None) -> Devices:
     """Choose the devices of this host for a config.
 
     Args:
-        ranks_given: the number of ranks that an outer launcher started on this host.
+        num_launched: number of ranks that an outer launcher started on this host, or None.
 
     Raises:
-        ConfigError: the requested devices are not available.
+        ConfigError: if the requested devices are not available.
     """
     count = None if parallel.num_gpus == "auto" else int(parallel.num_gpus)
-    if ranks_given is not None:
-        if count not in (None, ranks_given):
+    if num_launched is not None:
+        if count not in (None, num_launched):
             raise ConfigError(
                 f"`parallel.num_gpus: {count}` contradicts the outer launcher, which started"
-                f" {ranks_given} ranks on this host",
+                f" {num_launched} ranks on this host",
                 fix=f"start it with `--nproc-per-node {count}`, or leave `parallel.num_gpus` out",
             )
-        count = ranks_given
+        count = num_launched
     if parallel.mode == "single":
         if count not in (None, 1):
             raise ConfigError(
@@ -105,7 +105,7 @@ def choose_devices(parallel: Parallel, ranks_given: int | None = None) -> Device
             fix="to run on the CPU, set `parallel.device=cpu`",
         )
     if kind is None or not names:
-        if parallel.num_gpus != "auto" and ranks_given is None:
+        if parallel.num_gpus != "auto" and num_launched is None:
             raise ConfigError(
                 f"`parallel.num_gpus: {count}`: no GPU was found{limited}",
                 fix=(
@@ -146,10 +146,10 @@ def with_precision(
     """Replace ``train_args.precision: auto`` by the precision for these devices.
 
     Args:
-        names: the names of the used devices of this machine, from index 0 on.
+        names: names of the devices of this machine that the run uses, from index 0 on.
 
     Returns:
-        The config and a message about the choice.
+        The config, and a message about its precision.
     """
     args = config.train_args
     if args.precision != "auto":
@@ -182,19 +182,20 @@ def resolve(device_type: str, names: Sequence[str] = ()) -> tuple[str, str]:
 
 
 def _supports_bf16(device_type: str, index: int) -> bool | None:
-    """Return whether the device supports bfloat16 without emulation; None if torch cannot tell."""
+    """Return whether the device supports bfloat16 without emulation, or None if torch cannot
+    tell."""
     import torch
 
     if device_type == "cuda":
-        # As torch.cuda.is_bf16_supported(including_emulation=False), which checks only the current
-        # device.
+        # Same as torch.cuda.is_bf16_supported(including_emulation=False), which checks only the
+        # current device.
         return bool(torch.version.hip) or torch.cuda.get_device_properties(index).major >= 8
     if device_type == "xpu":
         return bool(torch.xpu.get_device_properties(index).has_bfloat16_conversions)
     if device_type == "mps":
-        # Metal supports bfloat16 since macOS 14
+        # Metal supports bfloat16 since macOS 14.
         return bool(torch.backends.mps.is_macos_or_newer(14, 0))
     module: Any = getattr(torch, device_type, None)
-    # torch.autocast calls this for other accelerators
+    # torch.autocast calls this function for other accelerators.
     known = getattr(module, "get_amp_supported_dtype", None)
     return None if known is None else torch.bfloat16 in known()

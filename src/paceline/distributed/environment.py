@@ -1,5 +1,5 @@
-"""Reads the rank of this process, and the number of this host in a job, from the environment of a
-launcher or scheduler (torchrun, Slurm, Kubeflow)."""
+"""Read the rank of this process, and the number of this host in a job, from the environment
+variables of a launcher or scheduler (torchrun, Slurm, Kubeflow)."""
 
 import os
 import re
@@ -9,9 +9,9 @@ from paceline.config.schema.parallel import Parallel
 from paceline.core.errors import ConfigError
 from paceline.core.formatting import counted
 
-#: Set by the ranks when the run can continue without one of them.
+#: Store key that the ranks set once the run can continue after the loss of a rank.
 CONTINUE_KEY = "paceline/meeting"
-#: Set by the launcher: JSON of rank → {"pid", "reason"} of ranks that have ended.
+#: Store key that the launcher sets: JSON of rank → {"pid", "reason"} of the lost ranks.
 LOST_KEY = "paceline/lost"
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -28,10 +28,10 @@ class RankEnv:
 
 
 def outer_launcher() -> RankEnv | None:
-    """Return the rank that an outer ``torchrun`` gave this process; None without one.
+    """Return the rank that an outer ``torchrun`` assigned to this process, or None without one.
 
     Raises:
-        ConfigError: only some of the variables are set.
+        ConfigError: if only some of its variables are set.
     """
     if (
         not any(name in os.environ for name in ("RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID"))
@@ -52,10 +52,10 @@ def outer_launcher() -> RankEnv | None:
 
 
 def from_environment() -> RankEnv:
-    """Read the variables of torchrun and torch.distributed.elastic.
+    """Read the variables that torchrun and torch.distributed.elastic set.
 
     Raises:
-        ConfigError: a variable is not a number.
+        ConfigError: if a variable is not a number.
     """
     world_size = _number("WORLD_SIZE", 1)
     return RankEnv(
@@ -68,12 +68,12 @@ def from_environment() -> RankEnv:
 
 @dataclass(frozen=True)
 class HostEnv:
-    """This host in a job of several hosts.
+    """This host in a job on several hosts.
 
     Attributes:
-        scheduler: the name of the scheduler, for messages.
-        hosts: the smallest and the largest number of hosts.
-        node_rank: this host's number, from 0; None if unknown.
+        scheduler: name of the scheduler, for messages.
+        hosts: minimum and maximum number of hosts.
+        node_rank: number of this host, from 0, or None if unknown.
         rdzv_endpoint: ``address:port`` of the rendezvous.
     """
 
@@ -84,11 +84,12 @@ class HostEnv:
 
 
 def scheduled_host() -> HostEnv | None:
-    """Return this host's place in a job of several hosts; None without a scheduler or with one
-    host.
+    """Return this host's place in a job on several hosts, or None without a scheduler or with a
+    single host.
 
     Raises:
-        ConfigError: a variable is missing or not a number, or Slurm started several tasks per host.
+        ConfigError: if a variable is missing or not a number, or if Slurm started several tasks per
+            host.
     """
     if "SLURM_STEP_NUM_NODES" in os.environ:
         host = _slurm()
@@ -104,11 +105,11 @@ def scheduled_host() -> HostEnv | None:
 
 
 def with_scheduler(parallel: Parallel, host: HostEnv | None) -> Parallel:
-    """Complete ``parallel`` by the values of the scheduler, where the config sets none (or
-    ``nnodes: 1``).
+    """Fill in the settings of ``parallel`` that the config leaves out (or ``nnodes: 1``) with the
+    scheduler's values.
 
     Raises:
-        ConfigError: config and scheduler contradict each other.
+        ConfigError: if the config contradicts the scheduler.
     """
     if host is None:
         return parallel
@@ -139,8 +140,8 @@ def with_scheduler(parallel: Parallel, host: HostEnv | None) -> Parallel:
 
 
 def slurm_port(job: int) -> int:
-    """Return the rendezvous port of a Slurm job: the same on all hosts, different for each of
-    10,000 jobs, and below the ephemeral ports."""
+    """Return the rendezvous port of a Slurm job. It is the same on all hosts, differs among 10,000
+    successive jobs, and is below the ephemeral ports."""
     return 20000 + job % 10000
 
 
@@ -169,8 +170,8 @@ def _slurm() -> HostEnv:
 
 
 def _torchrun_defaults() -> HostEnv:
-    """Read the default values of torchrun's options, which Kubeflow's Trainer and PyTorchJob set in
-    each pod: https://www.kubeflow.org/docs/components/trainer/"""
+    """Read the variables with defaults for torchrun's options, which Kubeflow's Trainer and
+    PyTorchJob set in each pod: https://www.kubeflow.org/docs/components/trainer/"""
     low, _, high = os.environ["PET_NNODES"].partition(":")
     if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
         raise ConfigError(
@@ -191,8 +192,8 @@ def _in_pod() -> bool:
 
 
 def _rank_is_pod() -> bool:
-    """Whether RANK numbers the pods of a PyTorchJob and WORLD_SIZE is their number: LOCAL_RANK is
-    not set then."""
+    """Return whether RANK and WORLD_SIZE refer to the pods of a PyTorchJob instead of ranks. In
+    that case LOCAL_RANK is not set."""
     return (
         "RANK" in os.environ
         and "LOCAL_RANK" not in os.environ

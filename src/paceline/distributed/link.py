@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from paceline.distributed.communicator import Communicator
 
-#: Elements (float32) of the measured all-reduces. The time of the first is latency alone.
+#: Numbers of float32 elements in the measured all-reduces. The first one measures latency alone.
 _NUMELS = (1, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
-#: All of them together take about this long at most.
+#: Approximate limit for the total time of the measurement.
 _BUDGET_S = 1.5
 
 
@@ -33,13 +33,13 @@ class Link:
     the bytes that a rank sends divided by ``bandwidth_bytes_s``.
 
     Args:
-        latency_s: latency of a message.
-        bandwidth_bytes_s: bytes that each rank sends per second while the others do the same; None
-            if larger messages took no longer.
-        num_ranks: ranks of the measured group.
+        latency_s: latency of a message in seconds.
+        bandwidth_bytes_s: bytes per second that each rank sends while all ranks send, or None if
+            larger messages took no longer.
+        num_ranks: number of ranks in the measured group.
         residual: root mean square of (model - measured) / measured.
-        sent_bytes: bytes that each rank sent for the measurement, which traffic does not include.
-        wall_s: duration of the measurement.
+        sent_bytes: bytes that each rank sent for the measurement. They are not part of the traffic.
+        wall_s: duration of the measurement in seconds.
     """
 
     latency_s: float
@@ -50,25 +50,25 @@ class Link:
     wall_s: float = 0.0
 
     def seconds(self, messages: float, sent_bytes: float) -> float:
-        """Return the seconds for successive messages with a total of ``sent_bytes``."""
+        """Return the seconds that successive messages with a total of ``sent_bytes`` take."""
         return messages * self.latency_s + (
             sent_bytes / self.bandwidth_bytes_s if self.bandwidth_bytes_s else 0.0
         )
 
     def all_reduce_s(self, size_bytes: float) -> float:
-        """Return the seconds of an all-reduce of ``size_bytes``."""
+        """Return the seconds that an all-reduce of ``size_bytes`` takes."""
         return self.seconds(2 * (self.num_ranks - 1), all_reduce_bytes(size_bytes, self.num_ranks))
 
     def exposed_s(self, buckets: Sequence[int], backward_s: float) -> float:
         """Return the seconds that data parallelism waits for all-reduces after backward.
 
-        Gradients are assumed to be computed evenly over backward. The all-reduce of a bucket begins
-        when it is full and the one before is finished (Li et al., "PyTorch Distributed: Experiences
-        on Accelerating Data Parallel Training", 2020, section 3.2.3).
+        The model assumes that gradients are computed at a constant rate. The all-reduce of a bucket
+        starts when the bucket is full and the previous all-reduce has finished (Li et al., "PyTorch
+        Distributed: Experiences on Accelerating Data Parallel Training", 2020, section 3.2.3).
 
         Args:
-            buckets: bytes of each bucket, in the order in which they are filled.
-            backward_s: duration of backward.
+            buckets: size of each bucket in bytes, in the order in which they are filled.
+            backward_s: duration of backward in seconds.
         """
         total = sum(buckets)
         end = 0.0
@@ -78,10 +78,10 @@ class Link:
 
 
 def measure_link(world: Communicator) -> Link | None:
-    """Measure the link by all-reduces of increasing size; None with one rank.
+    """Measure the link with all-reduces of increasing size. Return None with one rank.
 
-    This takes tens of milliseconds on a fast link and about a second on a slow one. It is a
-    collective, and on an accelerator it waits for the device. Neither its traffic nor its waits
+    The measurement takes tens of milliseconds on a fast link and about a second on a slow one. It
+    is a collective, and on an accelerator it waits for the device. Its traffic and its waits do not
     count as those of the training. All ranks return the same link, except for ``wall_s``.
     """
     import torch
@@ -96,8 +96,8 @@ def measure_link(world: Communicator) -> Link | None:
     sent_bytes, spent_s = 0, 0.0
     with uncounted():
         for numel in _NUMELS:
-            # Four times the elements take up to four times as long, and they are sent at least
-            # twice: to warm up and to measure.
+            # Four times the elements take up to four times as long, and there are at least two
+            # runs: a warm-up and a measurement.
             if len(points) > 1 and spent_s + 2 * 4 * points[-1][2] > _BUDGET_S:
                 break
             tensor = torch.zeros(numel, device=world.device)
@@ -111,8 +111,8 @@ def measure_link(world: Communicator) -> Link | None:
             sent_bytes += size * (repeats + 1)
             spent_s += seconds * (repeats + 1)
     world.waits.seconds = waited
-    # Only the two largest sizes are used, since bursts through a switch or a traffic shaper make
-    # medium sizes look too fast.
+    # Fit the smallest and the two largest sizes only: bursts through a switch or a traffic shaper
+    # make medium sizes look too fast.
     model = fit(points[:1] + points[1:][-2:])
     assert model is not None
     beta = model["beta_s_per_byte"]
@@ -140,20 +140,20 @@ def time_collective(
 ) -> tuple[list[float], int]:
     """Time collectives over the ranks of ``world``, after a warm-up. A collective.
 
-    They run in turns, so that other load of the machine affects all of them equally.
+    They run in turns, so that other load on the machine affects all of them equally.
 
     Args:
-        runs: each runs one collective and waits for it.
-        num_warm_up: runs of each before the measured ones.
-        budget_s: approximate limit for the repeats of the slowest one, between ``min_repeats`` and
-            ``max_repeats``.
-        longest_warm_up_s: a warm-up that takes longer is the measurement.
-        starts_together: run a barrier before each run, so that a rank's time does not include
-            waiting for a late one.
+        runs: functions, each of which runs a collective and waits for it.
+        num_warm_up: number of warm-up runs of each collective.
+        budget_s: approximate time limit for the repeats of the slowest collective. The number of
+            repeats is between ``min_repeats`` and ``max_repeats``.
+        longest_warm_up_s: if a warm-up takes longer than this, it is used as the measurement.
+        starts_together: whether to run a barrier before each run, so that the time of a rank does
+            not include waiting for late ranks.
 
     Returns:
-        The seconds of each (the median over the repeats of the slowest rank's time) and the number
-        of repeats; the same on every rank.
+        The seconds of each collective (the median over the repeats of the slowest rank's time) and
+        the number of repeats, the same on every rank.
     """
 
     def time_each() -> list[float]:
@@ -181,7 +181,7 @@ def time_collective(
 
 
 def time_once(world: Communicator, run: Callable[[], object]) -> float:
-    """Return the seconds of ``run`` on this rank, until its device is idle."""
+    """Return the seconds that ``run`` takes on this rank, until its device is idle."""
     import torch
 
     start = time.perf_counter()
@@ -197,10 +197,11 @@ def fit(points: Sequence[tuple[float, float, float]]) -> dict[str, float] | None
     large ones.
 
     Args:
-        points: messages, bytes, seconds.
+        points: measurements as (number of messages, bytes, seconds).
 
-    Returns: ``alpha_s``, ``beta_s_per_byte`` and ``residual`` (root mean square of (model -
-    measured) / measured); None for fewer than two points.
+    Returns:
+        ``alpha_s``, ``beta_s_per_byte`` and ``residual`` (root mean square of (model - measured) /
+        measured), or None with fewer than two points.
     """
     import numpy as np
 

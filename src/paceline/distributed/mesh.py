@@ -1,10 +1,10 @@
-"""The mesh of ranks: the sizes of its axes and the coordinates of ranks. Imports no torch."""
+"""The device mesh: the sizes of its axes and the coordinates of ranks. Imports no torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-#: Outermost first. Ranks that differ only in the last axis are adjacent: tensor parallelism
-#: communicates most, so its ranks share a host; pipeline stages communicate least.
+#: Axes, outermost first. Ranks that differ only in the last axis are adjacent. Tensor parallelism
+#: communicates most, so its ranks should share a host; pipeline stages communicate least.
 AXES = ("pipeline", "data", "shard", "tensor")
 
 
@@ -13,11 +13,11 @@ class ParallelDims:
     """Sizes of the mesh's axes; their product is the number of ranks.
 
     Args:
-        data: replicas of the other axes' ranks.
-        shard: shards of parameters, gradients and optimizer state; each shard's ranks train on a
-            separate part of the batch.
-        tensor: parts of each tensor-parallel layer.
-        pipeline: pipeline stages.
+        data: number of replicas, each of which spans the other axes.
+        shard: number of shards of parameters, gradients and optimizer state. The ranks of each
+            shard train on a separate part of the batch.
+        tensor: number of parts of each tensor-parallel layer.
+        pipeline: number of ranks that the pipeline stages are divided among.
     """
 
     data: int = 1
@@ -47,7 +47,7 @@ class ParallelDims:
         return at["data"] * self.shard + at["shard"]
 
     def subgroups(self, axes: Iterable[str]) -> list[list[int]]:
-        """Return the groups of ranks that differ only in ``axes``, each in order."""
+        """Return the groups of ranks that differ only in ``axes``, each in ascending order."""
         fixed = set(AXES).difference(axes)
         groups: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.size):
@@ -57,7 +57,7 @@ class ParallelDims:
         return list(groups.values())
 
     def text(self) -> str:
-        """Return such as ``data 2 × tensor 2``; ``one rank`` if every axis is 1."""
+        """Return the sizes as text, such as ``data 2 × tensor 2``, or ``one rank``."""
         sizes = [
             f"{axis} {getattr(self, axis)}"
             for axis in ("data", "shard", "tensor", "pipeline")

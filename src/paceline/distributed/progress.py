@@ -1,10 +1,9 @@
-"""Progress of this process: its phase and step, issued collectives, and time spent waiting for
-them.
+"""Track the progress of this process: its phase and step, issued collectives, and waiting time.
 
 Recording takes about a microsecond; the watchdog reads the records from another thread. Collectives
-are recorded by the wrappers of :mod:`paceline.distributed.traffic`, and waits in ``wait`` of
-torch's own works and futures, so that those of FSDP, DeepSpeed and the pipeline schedules are
-included.
+are recorded by the wrappers in :mod:`paceline.distributed.traffic`, and waits in the wrapped
+``wait`` of torch's works and futures, so that those of FSDP, DeepSpeed and the pipeline schedules
+are included.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ import torch.distributed as dist
 from paceline.distributed.call_log import CallLog, CallRecord
 
 _NUM_CALLS = 32
-#: At least the number of short steps between two polls of the watchdog.
+#: Number of recent steps to keep: at least as many as run between two polls of the watchdog.
 _NUM_STEPS = 64
-#: Frames of a call site.
+#: Number of frames in a call site.
 _NUM_FRAMES = 3
 #: Folders whose frames are not part of a call site.
 _INTERNAL_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 #: Positional and keyword arguments of a call.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-#: function of torch.distributed → (position and name of the tensor or list of tensors, position and
-#: name of the group). Position None: the ranks' tensors may differ in size.
+#: Function of torch.distributed → (position and name of the tensor or list of tensors, position and
+#: name of the group). The first position is None if the tensors of ranks may differ in size.
 ARGUMENTS: dict[str, tuple[int | None, str, int, str]] = {
     "all_reduce": (0, "tensor", 2, "group"),
     "broadcast": (0, "tensor", 2, "group"),
@@ -73,7 +72,7 @@ class CollectiveCall(NamedTuple):
     number: int | None  # within its group, from 0; None for communication between two ranks
     function: str
     dtype: torch.dtype | None
-    numel: int | None  # None if ranks may differ in it
+    numel: int | None  # None if it may differ between ranks
     group: str
     site: tuple[tuple[CodeType, int], ...]  # innermost frame first
 
@@ -93,10 +92,10 @@ class StepTimes(NamedTuple):
 
     step: int
     wall_s: float
-    data_s: float  # for data, without waits for communication
+    data_s: float  # loading data, without waits for communication
     wait_s: float  # waiting for communication
-    held_s: float  # outside such waits, runnable but without a core; 0 if the system cannot tell
-    disturbed: bool  # a checkpoint was written at the same time
+    sched_delay_s: float  # runnable but without a core, outside of waits; 0 if unknown
+    disturbed: bool  # whether a checkpoint was written at the same time
 
 
 @dataclass
@@ -107,8 +106,8 @@ class _Group:
 
 
 class ProgressTracker:
-    """Records the progress of one process. Only collectives may be issued in other threads than the
-    main one."""
+    """Records the progress of one process. Collectives may be issued and phases entered in any
+    thread; steps and waits are those of the main thread."""
 
     def __init__(self) -> None:
         self._delays: SchedulerDelayReader | None = None
@@ -116,20 +115,20 @@ class ProgressTracker:
         self.start(active=False)
 
     def start(self, active: bool = True, on_cpu: bool = True) -> None:
-        """Reset the records; called in the thread that trains.
+        """Reset the records. Called in the thread that trains.
 
         Args:
-            active: False records no collectives.
-            on_cpu: the thread computes itself, so its scheduling delay is measured.
+            active: whether to record collectives.
+            on_cpu: whether the thread itself computes, so that its scheduling delay is measured.
         """
         self.active = active
         self.box = CallLog.make() if active else None
         self._delays = SchedulerDelayReader.open() if active and on_cpu else None
-        self.held_s = self._held_from = 0.0
+        self.sched_delay_s = self._sched_delay_from = 0.0
         self.thread = threading.get_ident()
         self.phase = "starting"
         self.step: int | None = None
-        self.marks = 0  # grows with each sign of progress
+        self.marks = 0  # increases whenever progress is recorded
         self.waits_for: str | None = None  # what the main thread waits for
         self.waited_s = self.step_wait_s = 0.0  # total, and in the last step
         self.last: CollectiveCall | None = None  # issued by the main thread
@@ -138,10 +137,10 @@ class ProgressTracker:
         self._groups: dict[str, _Group] = {}
         #: Seconds of the last step by phase, without waits for other ranks (``step_wait_s``).
         self.spent_s: dict[str, float] = {}
-        # threads that run micro-batches enter phases
+        # Several threads that run micro-batches may enter phases.
         self._phase_lock = threading.Lock()
         self.marked_at = self._phase_at = time.perf_counter()
-        self._phase_waited = self._step_at = self._step_waited = self._step_held = 0.0
+        self._phase_waited = self._step_at = self._step_waited = self._step_sched_delay = 0.0
 
     # -- phases and steps
     def enter(self, phase: str) -> None:
@@ -160,7 +159,7 @@ class ProgressTracker:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Run a phase within another."""
+        """Enter a phase within the block, then return to the previous one."""
         before = self.phase
         self.enter(phase)
         try:
@@ -174,22 +173,23 @@ class ProgressTracker:
         self.marked_at = time.perf_counter()
 
     def begin_step(self, step: int) -> None:
-        """Start step number ``step``, counted from 1, with the phase `data`."""
+        """Start step ``step`` (from 1) with the phase `data`."""
         self.step = step
         self.enter("data")
         self.spent_s.clear()
-        self._add_held()
+        self._add_sched_delay()
         self._step_at, self._step_waited = self.marked_at, self.waited_s
-        self._step_held = self.held_s
+        self._step_sched_delay = self.sched_delay_s
 
     def end_step(self, disturbed: bool = False) -> None:
-        """End a step. Until the next one the phase is `logging`.
+        """End a step. The phase is `logging` until the next step starts.
 
         Args:
-            disturbed: the time of the step says nothing about the speed of this rank.
+            disturbed: whether something else, such as writing a checkpoint, may have slowed down
+                the step.
         """
         self.enter("logging")
-        self._add_held()
+        self._add_sched_delay()
         self.step_wait_s = self.waited_s - self._step_waited
         self.steps.append(
             StepTimes(
@@ -197,7 +197,7 @@ class ProgressTracker:
                 wall_s=self.marked_at - self._step_at,
                 data_s=self.spent_s.get("data", 0.0),
                 wait_s=self.step_wait_s,
-                held_s=self.held_s - self._step_held,
+                sched_delay_s=self.sched_delay_s - self._step_sched_delay,
                 disturbed=disturbed,
             )
         )
@@ -207,7 +207,7 @@ class ProgressTracker:
         """Record a collective, or a message between two ranks, before it is issued.
 
         Args:
-            tensor: its tensor or list of tensors, or None.
+            tensor: tensor or list of tensors of the call, or None.
         """
         if not self.active:
             return
@@ -247,7 +247,7 @@ class ProgressTracker:
 
     @property
     def issued(self) -> dict[str, int]:
-        """Collectives issued so far, by group."""
+        """Number of collectives issued so far, by group."""
         return {name: group.issued for name, group in list(self._groups.items()) if group.issued}
 
     @property
@@ -258,11 +258,12 @@ class ProgressTracker:
     # -- waits
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Count the time of the main thread as waiting for others. Nested waits count once."""
+        """Count the time that the main thread spends in the block as waiting for other ranks.
+        Nested waits count once."""
         if threading.get_ident() != self.thread or self.waits_for is not None:
             yield
             return
-        self._add_held()
+        self._add_sched_delay()
         self.waits_for = what
         self.tick()
         begun = self.marked_at
@@ -273,17 +274,17 @@ class ProgressTracker:
             self.tick()
             self.waited_s += self.marked_at - begun
             if self._delays is not None:
-                self._held_from = self._delays.read_s()
+                self._sched_delay_from = self._delays.read_s()
 
-    def _add_held(self) -> None:
+    def _add_sched_delay(self) -> None:
         if self._delays is not None:
             now = self._delays.read_s()
-            self.held_s += now - self._held_from
-            self._held_from = now
+            self.sched_delay_s += now - self._sched_delay_from
+            self._sched_delay_from = now
 
 
 class SchedulerDelayReader:
-    """Reads how long this thread was runnable without a core: the second number in
+    """Reads how long this thread was runnable but had no core to run on, from the second number in
     `/proc/thread-self/schedstat`."""
 
     def __init__(self) -> None:
@@ -309,7 +310,7 @@ COLLECTIVE = "a collective"
 
 
 def watch_wait(wait: Callable[..., Any], is_work: bool) -> Callable[..., Any]:
-    """Wrap ``wait`` of torch's works (``is_work``) or futures so that its time is counted."""
+    """Wrap the ``wait`` of torch's works (``is_work``) or futures, so that the time is counted."""
     what = COLLECTIVE if is_work else "an answer of another rank"
 
     @wraps(wait)
@@ -323,7 +324,7 @@ def watch_wait(wait: Callable[..., Any], is_work: bool) -> Callable[..., Any]:
 
 
 def argument(call: Arguments, position: int, name: str) -> Any:
-    """Return an argument of a call, passed by position or by name; None if it was not passed."""
+    """Return an argument that was passed by position or by name, or None if it was not passed."""
     args, kwargs = call
     return args[position] if len(args) > position else kwargs.get(name)
 
@@ -361,13 +362,13 @@ def call_site(frame: FrameType | None) -> tuple[tuple[CodeType, int], ...]:
 
 
 def where(code: CodeType, line: int) -> str:
-    """Return ``file.py:12 in f``."""
+    """Return a location as text, such as ``file.py:12 in f``."""
     return f"{code.co_filename}:{line} in {code.co_name}"
 
 
 def stack_of(thread: int, limit: int = 8) -> list[str]:
-    """Return the stack of a thread of this process: the innermost frame, and the next ``limit - 1``
-    outside torch."""
+    """Return the stack of a thread of this process: the innermost frame, and up to ``limit - 1``
+    more frames outside of torch."""
     frame = sys._current_frames().get(thread)
     stack: list[str] = []
     while frame is not None and len(stack) < limit:

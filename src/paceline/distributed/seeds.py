@@ -1,8 +1,8 @@
-"""Random seeds as a pure function of (seed, purpose, counters).
+"""Derive random seeds as a pure function of (seed, purpose, counters).
 
 Every use of randomness, such as the order of an epoch, the augmentation of a sample or dropout in a
-micro-batch, is seeded from these numbers. So a resumed run needs no saved generator, and results do
-not depend on the number of loader workers.
+micro-batch, is seeded from these values. A resumed run therefore needs no saved generator state,
+and results do not depend on the number of loader workers.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ def derive_seed(seed: int, purpose: str, *counters: int) -> int:
 
 
 def seed_everything(seed: int, purpose: str, *counters: int) -> None:
-    """Set Python's, NumPy's and torch's (CPU and accelerator) global generators."""
+    """Seed the global generators of Python, NumPy and torch (CPU and accelerators)."""
     import numpy as np
     import torch
 
     value = derive_seed(seed, purpose, *counters)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
-    # Not torch.manual_seed, which records a stack trace if no accelerator is in use and then takes
+    # torch.manual_seed is not used: if no accelerator is in use, it records a stack trace and takes
     # a hundred times as long.
     torch.default_generator.manual_seed(value)
     seeding = _accelerator_seeding()
@@ -41,13 +41,13 @@ def seed_everything(seed: int, purpose: str, *counters: int) -> None:
 
 @cache
 def _accelerator_seeding() -> tuple[Callable[[], bool], Callable[[int], object]] | None:
-    """Return the functions that tell whether the accelerator is in use and that seed all of its
-    devices; None without an accelerator."""
+    """Return two functions, one that returns whether the accelerator is in use and one that seeds
+    all of its devices, or None without an accelerator."""
     import torch
 
     if not torch.accelerator.is_available():
         return None
     module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
-    # mps has only `manual_seed`, and is always initialized
+    # mps has only `manual_seed` and is always initialized.
     seed_all = getattr(module, "manual_seed_all", module.manual_seed)
     return getattr(module, "is_initialized", lambda: True), seed_all

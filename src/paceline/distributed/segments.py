@@ -1,4 +1,4 @@
-"""Counts the TCP segments that this process has sent and retransmitted to other hosts.
+"""Count the TCP segments that this process has sent and retransmitted to other hosts.
 
 The counts are read from the kernel with ``TCP_INFO`` (``linux/tcp.h``), for the sockets of Gloo, of
 NCCL's socket transport and of the stores. RDMA bypasses TCP and is not counted. Systems other than
@@ -27,14 +27,14 @@ class Segments:
 
 
 class SegmentCounter:
-    """Adds up the counts of all sockets, including those that have been closed since."""
+    """Adds up the counts of all sockets, including sockets that have been closed."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, int]] = {}  # socket → its counts at the last reading
         self._sent = self._resent = 0
 
     def read(self) -> Segments:
-        """Return the current totals. Takes some microseconds per open file."""
+        """Return the current totals. Takes a few microseconds per open file."""
         counts = dict(_sockets())
         for name, (sent, resent) in counts.items():
             sent_before, resent_before = self._last.get(name, (0, 0))
@@ -53,7 +53,7 @@ def _sockets() -> Iterator[tuple[str, tuple[int, int]]]:
             name = os.readlink(f"/proc/self/fd/{number}")
             if not name.startswith("socket:"):
                 continue
-            # A duplicate, since the process may close the descriptor meanwhile.
+            # Use a duplicate, because the process may close the descriptor meanwhile.
             with contextlib.closing(socket.socket(fileno=os.dup(int(number)))) as connection:
                 if (
                     connection.family in _STREAM

@@ -1,10 +1,10 @@
-"""Transfers between rank 0 and the ranks that do not see the run's folder, on a separate Gloo
-group.
+"""Transfer files between rank 0 and the ranks that cannot access the run's folder.
 
-Messages are point to point. They may run in a background thread while collectives of the training
-run on other groups. A transfer is a sequence of chunks of fixed size followed by a frame (JSON)
-that reports how it ended. Both ends know the size beforehand, so a sender that fails fills the rest
-with zeros and reports the failure in the frame, and the two ends stay synchronized.
+The transfers use point-to-point messages on a separate Gloo group, so they may run in a background
+thread while collectives of the training run on other groups. A transfer is a sequence of chunks of
+fixed size followed by a frame (JSON) that reports how it ended. Both ends know the size beforehand.
+A sender that fails fills the rest with zeros and reports the failure in the frame, so that both
+ends stay synchronized.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from paceline.core.processes import host_name
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 
-#: Bytes of a staging buffer. Sender and receiver hold ``_WINDOW`` of them for each transfer.
+#: Size of a staging buffer in bytes. Sender and receiver have ``_WINDOW`` of them per transfer.
 CHUNK_BYTES = 2 << 20
 _WINDOW = 3
-#: Bytes of a frame's first message, which holds the length and the beginning of the JSON.
+#: Size in bytes of a frame's first message: the length and the beginning of the JSON.
 _FRAME_BYTES = 4096
 _MAX_FRAME_BYTES = 1 << 30
 #: A transfer in progress fails if nothing arrives for this long.
 STALL_TIMEOUT_S = 900.0
-#: A rank waits for its turn this long. The death of a peer is noticed at once.
+#: How long a rank waits for its turn. The death of a peer is detected immediately.
 _TURN_TIMEOUT = timedelta(days=7)
 _PROBE_BYTES, _LARGE_PROBE_BYTES = 1 << 18, 1 << 24
 _SHORT_PROBE_S = 0.1
@@ -44,16 +44,18 @@ Consume = Callable[[memoryview], None]
 
 
 class TransferError(Exception):
-    """The connection to a peer is closed, or nothing arrived in time."""
+    """Raised if the connection to a peer was closed, or if nothing arrived in time."""
 
 
 class SideGroup:
-    """Rank 0 (``root``) and the ranks that do not see the run's folder.
+    """The group of rank 0 (``root``) and the ranks that cannot access the run's folder.
 
-    Attributes: remote_ranks: the ranks that do not see the folder, in order. is_remote: whether
-        this rank is one of them. is_broken: whether a transfer of this rank failed since the group
-        was opened; see :meth:`reopen`. num_moved: grows with each chunk that this rank sends or
-        receives.
+    Attributes:
+        remote_ranks: ranks that cannot access the folder, in ascending order.
+        is_remote: whether this rank is one of them.
+        is_broken: whether a transfer of this rank has failed since the group was opened; see
+            :meth:`reopen`.
+        num_moved: number of messages that this rank has sent or received.
     """
 
     root = 0
@@ -70,7 +72,8 @@ class SideGroup:
 
     @classmethod
     def open(cls, world: Communicator, sees_run_folder: bool) -> SideGroup | None:
-        """Open the group, or return None if every rank sees the run's folder. A collective."""
+        """Open the group, or return None if every rank can access the run's folder. A
+        collective."""
         if world.size == 1:
             return None
         with uncounted():
@@ -83,15 +86,15 @@ class SideGroup:
     def reopen(self) -> None:
         """Open new connections. A collective of all ranks."""
         ranks = [self.world.ranks[rank] for rank in self.members]
-        # Gloo keeps an old group's threads until the process ends; this happens only after a failed
-        # transfer.
+        # Gloo keeps the threads of the old group until the process exits. That is acceptable,
+        # because a group is reopened only after a failed transfer.
         self._group = dist.new_group(ranks, timeout=_TURN_TIMEOUT, backend="gloo")
         self.is_broken = False
 
     # -- frames
     def send_frame(self, peer: int, value: Any) -> None:
-        """Send a JSON value to rank ``peer`` and wait, without a time limit, until it receives
-        it."""
+        """Send a JSON value to rank ``peer``, and wait without a time limit until it has been
+        received."""
         raw = json.dumps(value).encode()
         first = np.zeros(_FRAME_BYTES, np.uint8)
         first[:8] = np.frombuffer(len(raw).to_bytes(8, "little"), np.uint8)
@@ -106,7 +109,7 @@ class SideGroup:
         """Receive a JSON value from rank ``peer``.
 
         Args:
-            any_time: wait without a time limit, until the peer ends.
+            any_time: whether to wait without a time limit, until the peer exits.
         """
         first = np.empty(_FRAME_BYTES, np.uint8)
         self._wait(self._receive(peer, first), _TURN_TIMEOUT if any_time else None)
@@ -153,8 +156,8 @@ class SideGroup:
     def _receive_all(
         self, peer: int, buffers: Iterator[np.ndarray[Any, Any]], consume: Consume
     ) -> Any:
-        # The ending frame's receive is posted with the data's, so that a short transfer takes one
-        # round trip.
+        # Post the receive of the final frame together with that of the data, so that a short
+        # transfer takes only one round trip.
         ending = np.empty(_FRAME_BYTES, np.uint8)
         pending: deque[tuple[dist.Work, np.ndarray[Any, Any]]] = deque()
         for buffer in itertools.chain(buffers, [ending]):
@@ -173,27 +176,28 @@ class SideGroup:
         if buffer is not ending:
             consume(buffer.data)
 
-    # -- messages These use the methods of the group instead of those of torch.distributed, which
-    # would count the bytes as traffic of the training and record the calls among the collectives
-    # that the watchdog compares between ranks.
+    # -- messages
+    # These call methods of the group instead of functions of torch.distributed, which would count
+    # the bytes as traffic of the training and add the calls to the collectives that the watchdog
+    # compares between ranks.
     def _send(self, peer: int, data: np.ndarray[Any, Any]) -> dist.Work:
-        with self._failing():
+        with self._converting_errors():
             work = self._group.send([torch.from_numpy(data)], self.members.index(peer), 0)
         return cast(dist.Work, work)
 
     def _receive(self, peer: int, data: np.ndarray[Any, Any]) -> dist.Work:
-        with self._failing():
+        with self._converting_errors():
             work = self._group.recv([torch.from_numpy(data)], self.members.index(peer), 0)
         return cast(dist.Work, work)
 
     def _wait(self, work: dist.Work, timeout: timedelta | None = None) -> None:
-        with self._failing():
+        with self._converting_errors():
             work.wait(timeout or timedelta(seconds=STALL_TIMEOUT_S))
         self.num_moved += 1
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Raise TransferError for an error of the group."""
+    def _converting_errors(self) -> Iterator[None]:
+        """Convert errors of the group to TransferError."""
         try:
             yield
         except RuntimeError as error:
@@ -207,8 +211,8 @@ class SideGroup:
 
     # -- measurement
     def measure_bytes_per_s(self) -> float | None:
-        """Measure the bytes per second from the slowest host that does not see the folder to rank
-        0. A collective of the members; None on other ranks."""
+        """Measure the bandwidth in bytes per second from the slowest host that cannot access the
+        folder to rank 0. A collective of the members. Return None on other ranks."""
         if not (self.is_root or self.is_remote):
             return None
         if self.is_remote:
@@ -239,9 +243,9 @@ class SideGroup:
 
 
 class Outgoing:
-    """The sending end of a transfer, written like an unbuffered file.
+    """The sending end of a transfer, with the interface of an unbuffered file.
 
-    Use it in a ``with``: bytes that were not written by its end are sent as zeros. Call
+    Use it as a context manager: on exit, bytes that were not written are sent as zeros. Call
     :meth:`finish` with the frame that ends the transfer.
     """
 
@@ -276,7 +280,7 @@ class Outgoing:
         self.ending = ending
 
     def write(self, data: memoryview, /) -> int:
-        """Write the beginning of ``data`` and return its number of bytes."""
+        """Write the beginning of ``data`` and return the number of bytes written."""
         if len(data) > self.left_bytes:
             raise ValueError(
                 f"{len(data):,} bytes exceed the {self.left_bytes:,} that are left of the transfer"

@@ -24,7 +24,7 @@ def _find(owner: Any, path: str, default: Any = _MISSING) -> Any:
     """Return the attribute at a dotted path below ``owner``.
 
     Raises:
-        ConfigError: this torch lacks the attribute, and there is no ``default``.
+        ConfigError: if this torch lacks the attribute and no ``default`` was passed.
     """
     try:
         return attrgetter(path)(owner)
@@ -48,15 +48,16 @@ def hook_collectives(
     wrap_function: Callable[[str, Callable[..., Any]], Callable[..., Any]],
     wrap_wait: Callable[[Callable[..., Any], bool], Callable[..., Any]],
 ) -> None:
-    """Wrap functions of ``torch.distributed``, and ``wait`` of its works and futures.
+    """Wrap functions of ``torch.distributed``, and the ``wait`` of its works and futures.
 
     Only the first call in a process has an effect.
 
     Args:
-        functions: names in ``torch.distributed``; those that this torch lacks are skipped.
-        wrap_function: returns the replacement for a name and its function.
-        wrap_wait: returns the replacement for a method and whether it is that of a work (else of a
-            future).
+        functions: names of functions in ``torch.distributed``. Names that this torch lacks are
+            skipped.
+        wrap_function: called with a name and the function; returns its replacement.
+        wrap_wait: called with a ``wait`` method and whether it belongs to a work (else to a
+            future); returns its replacement.
     """
     global _is_hooked
     if _is_hooked:
@@ -93,7 +94,7 @@ def flight_recorder_variable() -> str:
 
 
 def dump_flight_recorder() -> bytes:
-    """Return the contents of torch's flight recorder as JSON; empty if this torch has none."""
+    """Return the contents of torch's flight recorder as JSON, or b"" if this torch has none."""
     dump = _find_flight_recorder()[1]
     return b"" if dump is None else dump()
 
@@ -108,7 +109,7 @@ def _foreach(
 ) -> list[Any]:
     """Run torch's kernel for many tensors, or ``operation`` on each if this torch lacks it.
 
-    Both take ``args`` after the tensors, and ``options``.
+    Both are called with the tensors, then ``args``, and ``options`` as keyword arguments.
     """
     with torch.no_grad():
         kernel = _find(torch, kernel_name, None)
@@ -130,7 +131,7 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 def foreach_add_(
     tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor], alpha: float = 1.0
 ) -> None:
-    """Add ``alpha`` times the corresponding one of ``others`` to each tensor."""
+    """Add ``alpha`` times the corresponding tensor of ``others`` to each tensor."""
     _foreach("_foreach_add_", torch.Tensor.add_, tensors, others, alpha=alpha)
 
 
@@ -147,18 +148,18 @@ def foreach_norm(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[to
 
 # -- tensors, operations, optimizers
 def tensor_version(tensor: torch.Tensor) -> int:
-    """Return a number that grows with each in-place change of the tensor."""
+    """Return the version counter of a tensor, which increases with each in-place change."""
     return _find(tensor, "_version")  # type: ignore[no-any-return]
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the tensor's storage, also on the meta device, which has no
-    addresses. It can be reused once the storage is freed."""
+    """Return a number that identifies the tensor's storage, even on the meta device, which has no
+    addresses. The number may be reused once the storage has been freed."""
     return _find(tensor.untyped_storage(), "_cdata")  # type: ignore[no-any-return]
 
 
 def is_mutable_op(op: Any) -> bool:
-    """Return whether an operation in ``__torch_dispatch__`` changes one of its arguments."""
+    """Return whether an operation in ``__torch_dispatch__`` modifies one of its arguments."""
     return _find(op, "_schema.is_mutable")  # type: ignore[no-any-return]
 
 
@@ -168,6 +169,6 @@ def is_item_op(op: Any) -> bool:
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer skips a step if its attribute ``found_inf`` is set, as torch's
+    """Return whether the optimizer skips its step if the attribute ``found_inf`` is set, as torch's
     fused optimizers do for GradScaler."""
     return bool(_find(optimizer, "_step_supports_amp_scaling", False))

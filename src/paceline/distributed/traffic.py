@@ -1,13 +1,13 @@
-"""Counts the bytes that this rank sends, at the functions of torch.distributed.
+"""Count the bytes that this rank sends, by wrapping the functions of torch.distributed.
 
 FSDP, DeepSpeed, the pipeline schedules and :class:`~paceline.distributed.communicator.Communicator`
-all call functions of the ``torch.distributed`` package, which are wrapped once per process. They
-count the bytes that a bandwidth-optimal algorithm sends, by which strategies are compared and which
-are the same for every backend. The wrappers also report issued collectives to
+all call functions of the ``torch.distributed`` package, which are wrapped once per process. The
+wrappers count the bytes that a bandwidth-optimal algorithm sends, so that the counts do not depend
+on the backend and strategies can be compared. They also report issued collectives to
 :data:`~paceline.distributed.progress.PROGRESS`.
 
-Objects (``broadcast_object_list`` and similar) are not counted: they do not go through the wrapped
-names, and are not part of a step.
+Objects (``broadcast_object_list`` and similar) are not counted: they bypass the wrapped functions
+and are not part of a step.
 """
 
 import threading
@@ -23,7 +23,7 @@ from paceline.distributed.collectives.schedules import all_reduce_bytes, scatter
 from paceline.distributed.progress import Arguments, argument
 
 #: Kinds of traffic: collectives, messages between two ranks, copies between the devices of one
-#: process, and what workers of a parameter server fetch from servers and send to them.
+#: process, and the pulls and pushes of a parameter server's workers.
 KINDS = (
     "all_reduce",
     "all_gather",
@@ -39,7 +39,7 @@ KINDS = (
 
 
 class Traffic:
-    """Bytes sent by this rank, by kind (of :data:`KINDS`). Thread-safe."""
+    """Bytes sent by this rank, by kind (see :data:`KINDS`). Thread-safe."""
 
     def __init__(self) -> None:
         self.bytes_by_collective: dict[str, int] = {}
@@ -78,18 +78,19 @@ def _muted(setting: str, value: object) -> Iterator[None]:
 
 
 def uncounted(*collectives: str) -> AbstractContextManager[None]:
-    """Do not count what this thread sends, which is not part of a training step.
+    """Do not count the traffic of this thread within the block, because it is not part of a
+    training step.
 
     Args:
-        collectives: kinds of traffic; default: all.
+        collectives: kinds of traffic that are not counted; default: all.
     """
     return _muted("on", frozenset(collectives) or True)
 
 
 @contextmanager
 def inside_collective() -> Iterator[None]:
-    """Neither count nor record the calls within one of Paceline's collectives, which is recorded
-    itself."""
+    """Neither count nor record the calls within one of Paceline's collectives, because the
+    collective itself is counted and recorded."""
     with _muted("nested", True), uncounted():
         yield
 
@@ -99,7 +100,7 @@ def counted_again() -> AbstractContextManager[None]:
     return _muted("on", False)
 
 
-#: function → (kind of traffic, returns the bytes that it sends with its arguments).
+#: Function → (kind of traffic, function that returns the bytes sent by a call with its arguments).
 _COUNTERS: dict[str, tuple[str, Callable[[Arguments], int]]] = {
     "all_reduce": (
         "all_reduce",
@@ -135,7 +136,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[Arguments], int]]] = {
         ),
     ),
     "broadcast": ("broadcast", lambda call: argument(call, 0, "tensor").nbytes),
-    # All ranks but the destination send their tensor.
+    # All ranks except the destination send their tensor.
     "reduce": ("reduce", lambda call: argument(call, 0, "tensor").nbytes),
     "all_to_all_single": (
         "all_to_all",
@@ -151,14 +152,14 @@ _COUNTERS: dict[str, tuple[str, Callable[[Arguments], int]]] = {
     ),
     "send": ("send", lambda call: argument(call, 0, "tensor").nbytes),
 }
-#: New names of the same functions since torch 2.13, which FSDP calls.
+#: New name of the same function since torch 2.13, which FSDP calls.
 _COUNTERS["all_gather_single"] = _COUNTERS["all_gather_into_tensor"]
 _COUNTERS["reduce_scatter_single"] = _COUNTERS["reduce_scatter_tensor"]
 
 
 def count_collectives() -> Traffic:
-    """Wrap the functions of ``torch.distributed``, once per process, and return its traffic."""
-    # `isend` cannot be wrapped: P2POp compares it with the function itself.
+    """Wrap the functions of ``torch.distributed``, once per process, and return the counters."""
+    # `isend` cannot be wrapped, because P2POp compares its argument with the original function.
     torch_compat.hook_collectives(
         _COUNTERS.keys() | progress.ARGUMENTS.keys(), _watched, progress.watch_wait
     )

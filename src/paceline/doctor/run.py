@@ -413,7 +413,7 @@ def _devices(options: DoctorOptions, outer: RankEnv | None) -> Devices:
             update={"num_gpus": options.num_ranks, "mode": "auto", "device": device}
         )
     devices = choose_devices(
-        parallel, ranks_given=None if outer is None else outer.local_world_size
+        parallel, num_launched=None if outer is None else outer.local_world_size
     )
     for _, text in devices.notices:
         logger.info(text)

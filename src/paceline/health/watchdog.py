@@ -452,7 +452,10 @@ class _StepComparison:
                 continue
             busy = {
                 rank: RankBusyTime(
-                    max(0.0, times.wall_s - times.wait_s), times.data_s, times.wait_s, times.held_s
+                    max(0.0, times.wall_s - times.wait_s),
+                    times.data_s,
+                    times.wait_s,
+                    times.sched_delay_s,
                 )
                 for rank, times in times_by_rank.items()
             }

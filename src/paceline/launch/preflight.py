@@ -302,7 +302,7 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
     """
     config = loaded.config
     devices = choose_devices(
-        config.parallel, ranks_given=None if outer is None else outer.local_world_size
+        config.parallel, num_launched=None if outer is None else outer.local_world_size
     )
     log_notices(logger, devices.notices)
     parallel, notices = without_idle_offload(config.parallel, devices.type)

@@ -1,1 +1,1 @@
-"""Parallelism strategies. :mod:`paceline.parallel.registry` lists them."""
+"""Parallelism strategies, which are listed in :mod:`paceline.parallel.registry`."""

@@ -1,9 +1,9 @@
-"""Micro-batches in proportion to the speed of each rank (``parallel.balance``): what is supported,
-and the arithmetic.
+"""Compute shares of micro-batches in proportion to the speed of each rank (``parallel.balance``),
+and check where this is supported.
 
-The global batch is cut into the same micro-batches as with equal shares; only the rank that
+The global batch is divided into the same micro-batches as with equal shares; only the rank that
 computes a micro-batch changes. The loss is divided by the global count, so the gradient is the same
-up to the order in which it is summed. Imports no torch.
+up to the order of summation. Imports no torch.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from paceline.core.formatting import counted, weighted_shares
 from paceline.distributed.mesh import ParallelDims
 from paceline.parallel.compression.settings import uses_local_moments
 
-#: Fewer micro-batches per step cannot express a useful ratio of speeds.
+#: Minimum number of micro-batches per step; fewer cannot express a useful ratio of speeds.
 MIN_MICRO_BATCHES = 4
 
 
 def text_of(config: Config) -> str:
-    """Return the setting as it is written in a config: ``speed``, ``[3, 1]``."""
+    """Return the setting as written in a config, such as ``speed`` or ``[3, 1]``."""
     balance = config.parallel.balance
     return (
         balance
@@ -36,8 +36,8 @@ def check_balance(
     the rest of the config.
 
     Args:
-        unequal_shares: the strategy supports them.
-        reason: why it does not.
+        unequal_shares: whether the strategy supports unequal shares.
+        reason: reason why it does not, for the message.
     """
     balance = config.parallel.balance
     if balance == "equal" or axes.size == 1:
@@ -107,10 +107,10 @@ def rank_weights(config: Config, local_ranks: Sequence[int]) -> list[float]:
     """Return one weight per rank. A weight of a host applies to each of its ranks.
 
     Args:
-        local_ranks: the local rank of every rank. Ranks are numbered host by host.
+        local_ranks: local rank of every rank. Ranks are numbered host by host.
 
     Raises:
-        ConfigError: the number of weights is neither the number of ranks nor the number of hosts.
+        ConfigError: if there is not one weight per rank or one per host.
     """
     weights = config.parallel.balance
     assert isinstance(weights, list)
@@ -157,14 +157,14 @@ def equal_notice(config: Config, derived: ResolvedValues) -> tuple[str, str] | N
 
 
 def shares_by_speed(micro_batches: int, seconds: Sequence[float]) -> list[int]:
-    """Return the micro-batches of each rank, in proportion to its speed.
+    """Return the number of micro-batches for each rank, in proportion to its speed.
 
     Args:
-        seconds: per micro-batch, by rank.
+        seconds: time per micro-batch of each rank.
     """
     return weighted_shares(micro_batches, [1 / duration for duration in seconds])
 
 
 def step_seconds(shares: Sequence[int], seconds: Sequence[float]) -> float:
-    """Return the forward and backward time of a step: that of the rank that takes longest."""
+    """Return the seconds of forward and backward in a step, which are those of the slowest rank."""
     return max(count * duration for count, duration in zip(shares, seconds, strict=True))

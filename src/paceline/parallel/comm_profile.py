@@ -1,5 +1,4 @@
-"""How the replicas of a strategy are synchronized, as numbers: what is needed to predict the cost
-of it."""
+"""Describe how a strategy synchronizes its replicas, in the numbers that predict its cost."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ class StrategyMetrics(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class CommTimes:
-    """Seconds of this rank's host, added up over the steps since the start.
+    """Seconds on this rank's host, added up over the steps since the start.
 
     Args:
-        backward_s: of the backward passes during which plain ddp would send its buckets.
-        method_s: of the method's computation (choosing, packing, an outer step): processor time if
-            it runs in a background thread, else seconds of the step.
-        moments_s: of computation that replaces some of plain ddp's optimizer.
+        backward_s: time of the backward passes during which plain ddp would send its buckets.
+        method_s: time of the method's computation (choosing, packing, an outer step): processor
+            time if it runs in a background thread, else wall time.
+        moments_s: time of computation that replaces part of plain ddp's optimizer.
     """
 
     backward_s: float
@@ -38,21 +37,23 @@ class CommTimes:
 
 @dataclass(frozen=True)
 class CommProfile:
-    """Gradients of replicas that plain ddp would sum in buckets, and what is done instead.
+    """The communication of a strategy compared with plain ddp, which would sum gradients in
+    buckets.
 
     Args:
-        method: the name of the method that saves traffic; None for plain ddp.
-        opt_out: what to change in the config to use plain ddp.
-        bucket_bytes: bytes of each bucket that plain ddp would sum.
-        ddp_group: the ranks over which plain ddp would sum them.
-        method_group: the ranks between which the method sends.
-        sent_bytes: bytes that a rank sends between them per step, a mean over ``period`` steps.
-        messages: approximate number of successive messages per step, a mean over ``period`` steps.
-        times: returns the times so far.
-        in_background: the method computes in a background thread.
+        method: name of the method that saves traffic, or None for plain ddp.
+        opt_out: advice on what to change in the config to use plain ddp.
+        bucket_bytes: size in bytes of each bucket that plain ddp would sum.
+        ddp_group: group of ranks over which plain ddp would sum them.
+        method_group: group of ranks that the method communicates in.
+        sent_bytes: bytes that a rank sends in this group per step, averaged over ``period`` steps.
+        messages: approximate number of successive messages per step, averaged over ``period``
+            steps.
+        times: function that returns the times so far.
+        in_background: whether the method computes in a background thread.
         period: number of steps after which the traffic repeats.
         warmup: number of steps at the start in which the method sends more.
-        has_other_collectives: in a step the ranks also communicate within smaller groups.
+        has_other_collectives: whether the ranks also communicate within smaller groups in a step.
     """
 
     method: str | None

@@ -13,8 +13,8 @@ from paceline.parallel.ddp.buckets import GradientBuckets
 def accumulate(
     micro_step: MicroStep, model: nn.Module, num_micro_batches: int, before_last: Callable[[], None]
 ) -> None:
-    """Run forward and backward of each micro-batch. ``before_last`` is called before the backward
-    of the last one."""
+    """Run forward and backward of each micro-batch, and call ``before_last`` before the last
+    backward."""
     for number in range(num_micro_batches):
         loss = micro_step(number, model)
         if number == num_micro_batches - 1:
@@ -29,8 +29,8 @@ def reduce_in_backward(
     num_micro_batches: int,
     on_computed: Callable[[], None] | None = None,
 ) -> None:
-    """Run forward and backward of each micro-batch; the buckets are sent during the last backward.
-    ``on_computed`` is called before waiting for other ranks."""
+    """Run forward and backward of each micro-batch, and reduce the buckets during the last
+    backward. ``on_computed`` is called before waiting for other ranks."""
     buckets.zero()
     accumulate(micro_step, model, num_micro_batches, buckets.start_reducing)
     if on_computed is not None:
@@ -41,24 +41,26 @@ def reduce_in_backward(
 def clip_to(
     max_norm: float, norm: torch.Tensor, scale: Callable[[torch.Tensor], None]
 ) -> torch.Tensor:
-    """Multiply gradients of ``norm`` (float32), with ``scale``, so that their norm is at most
-    ``max_norm``, if that is > 0. Returns ``norm``."""
+    """Clip gradients whose norm is ``norm`` (float32) to ``max_norm``, if it is positive, by
+    calling ``scale`` with a factor. Return ``norm``."""
     if max_norm > 0:
         scale(clip_factor(norm, max_norm))
     return norm
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return the factor for gradients of ``norm`` (float32). Like torch.nn.utils.clip_grad_norm_ it
-    never scales up. It does not branch on the value, so it does not wait for the device.
+    """Return the factor that clips gradients whose norm is ``norm`` (float32) to ``max_norm``. As
+    in torch.nn.utils.clip_grad_norm_, the factor is at most 1. The function does not branch on the
+    value, so it does not synchronize with the device.
 
-    The factor is rounded to 18 bits (a relative 2e-6). The norm's last bits depend on the order in
-    which elements are added up, and so on the strategy. Without rounding, each scaled gradient
-    would differ in its last bits, which Adam amplifies if a gradient is near zero. With it, all
-    strategies clip by the same factor.
+    The factor is rounded to 18 bits (a relative error of 2e-6). The last bits of the norm depend on
+    the order in which elements are added up, and so on the strategy. Without rounding, the scaled
+    gradients of two strategies would differ in their last bits, which Adam amplifies if a gradient
+    is near zero. With rounding, all strategies clip by the same factor.
     """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    # With NaN the update is skipped; unchanged gradients show which rank's was not finite.
+    # If the norm is NaN, the update is skipped. The gradients remain unchanged, so that they show
+    # on which rank they were not finite.
     factor = factor.nan_to_num(nan=1.0)
     return ((factor.view(torch.int32) + 16) & ~31).view(torch.float32)
 

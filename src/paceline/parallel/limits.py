@@ -1,4 +1,4 @@
-"""The settings that each strategy does not support. Imports no torch."""
+"""Declare the settings that each strategy does not support. Imports no torch."""
 
 from paceline.config.schema import Config
 from paceline.config.schema.parallel import LocalSgd

@@ -1,5 +1,5 @@
-"""Save and load the state of a strategy. Names, shapes and values of the full tensors do not depend
-on the strategy."""
+"""Save and load the state of a strategy, in tensors whose names, shapes and values do not depend on
+the strategy."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ from paceline.parallel.state import StateReader, TensorShard, local_tensor, read
 
 
 def memory_bytes(strategy: Strategy) -> int:
-    """Return the bytes of training state on this rank at the point of a step with the most memory:
+    """Return the size in bytes of the training state on this rank when the memory of a step peaks:
     the distinct storages of ``memory_tensors``, and transient tensors."""
     size = storage_bytes(strategy.memory_tensors())
     if isinstance(strategy, SupportsTransientMemory):
@@ -30,8 +30,9 @@ def memory_bytes(strategy: Strategy) -> int:
 
 
 def state_shards(strategy: Strategy) -> list[TensorShard]:
-    """Return what this rank writes into a checkpoint: ``model/NAME``, ``buffer/NAME``,
-    ``optimizer/NAME/KEY``, detached, live. A collective for some strategies."""
+    """Return the shards that this rank writes into a checkpoint: ``model/NAME``, ``buffer/NAME``
+    and ``optimizer/NAME/KEY``. The tensors are detached but live. A collective for some
+    strategies."""
     if isinstance(strategy, SavesOwnShards):
         return strategy.state_shards()
     return collect_shards(strategy)
@@ -58,14 +59,14 @@ def collect_shards(strategy: Strategy) -> list[TensorShard]:
 
 
 def optimizer_entries(strategy: Strategy, shard: TensorShard) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state of a shard, by entry."""
+    """Return the optimizer state of a shard by key, such as ``exp_avg``."""
     if isinstance(strategy, SupportsOptimizerStateMapping):
         return strategy.optimizer_entries(shard)
     return entries_of(strategy.optimizer, shard)
 
 
 def entries_of(optimizer: torch.optim.Optimizer, shard: TensorShard) -> dict[str, torch.Tensor]:
-    """Return the state of ``optimizer`` for a shard, by entry."""
+    """Return the state of ``optimizer`` for a shard by key, such as ``exp_avg``."""
     if shard.key is None:
         return {}
     return {
@@ -86,8 +87,8 @@ def trained_state(strategy: Strategy) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def load_state(strategy: Strategy, source: StateReader) -> None:
-    """Read what :func:`state_shards` wrote, on every rank, whatever strategy wrote it. State that
-    does not fit is dropped with a notice."""
+    """Load a checkpoint of any strategy, on every rank. State that this strategy cannot use is
+    dropped with a notice."""
     if isinstance(strategy, SupportsStateCheck):
         strategy.check_state(source)
     entries = entry_shapes(source, "optimizer/")
@@ -143,7 +144,7 @@ def read_entry(
     """Read one entry of the optimizer's state for a shard, onto its device.
 
     Args:
-        shape: of the stored tensor.
+        shape: shape of the stored tensor.
     """
     device = shard.tensor.device
     if shape == () and (shard.shape != () or name.endswith("/step")):

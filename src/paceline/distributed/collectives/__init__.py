@@ -1,1 +1,1 @@
-"""Paceline's own all-reduce and broadcast over point-to-point calls."""
+"""Paceline's own all-reduce and broadcast algorithms over point-to-point messages."""

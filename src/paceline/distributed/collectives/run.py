@@ -1,7 +1,8 @@
-"""All-reduce and broadcast over torch's point-to-point calls.
+"""Run all-reduce and broadcast with torch's point-to-point calls.
 
-The steps of a schedule (:mod:`paceline.distributed.collectives.schedules`) run one by one. Results
-are bit-equal on all ranks: each element is summed on one rank and copied to the others.
+The steps of a schedule (:mod:`paceline.distributed.collectives.schedules`) run one after another.
+Results are bit-identical on all ranks, because each element is summed on one rank and copied to the
+others.
 """
 
 import weakref
@@ -26,8 +27,8 @@ class Trace:
     """A record of a collective on one rank.
 
     Args:
-        steps: the steps that were run.
-        values: this rank's values before the first step and after each.
+        steps: steps that were run.
+        values: values of this rank before the first step and after each step.
     """
 
     steps: list[Step] = field(default_factory=list)
@@ -50,20 +51,21 @@ def all_reduce(
     trace: Trace | None = None,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Sent:
-    """Reduce ``tensor`` over the ranks of a group, in place, and return what this rank sent.
+    """Reduce ``tensor`` over the ranks of a group, in place, and return the amount that this rank
+    sent.
 
-    A collective: every rank of the group calls it, with a tensor of the same dtype and number of
-    elements, of any shape and strides, possibly empty. The sum of bool is "or". Threads that
-    communicate at the same time need separate groups.
+    A collective: every rank of the group must call it with a tensor of the same dtype and number of
+    elements. The tensor may have any shape and strides, and may be empty. SUM of bool is a logical
+    or. Threads that communicate at the same time need separate groups.
 
     Args:
         algorithm: ring, tree, halving (recursive halving and doubling) or naive.
-        trace: records every step.
+        trace: record to which every step is added, or None.
         op: SUM, MAX, MIN or PRODUCT.
 
     Raises:
-        ConfigError: unknown algorithm.
-        ValueError: the operation is not supported for this dtype.
+        ConfigError: if the algorithm is unknown.
+        ValueError: if the operation is not supported for this dtype.
     """
     check_algorithm(algorithm)
     if op not in _COMBINE:
@@ -84,8 +86,8 @@ def broadcast(
 ) -> Sent:
     """Copy the values of rank ``root`` (of the group) into ``tensor`` on every rank, in place.
 
-    Args and errors are those of :func:`all_reduce`; the algorithms are ring (chunks passed along
-    the ranks), tree and naive.
+    The arguments and errors are those of :func:`all_reduce`. The algorithms are ring (chunks are
+    passed along the ranks), tree and naive.
     """
     check_algorithm(algorithm, "broadcast")
     if not 0 <= root < comm.size:
@@ -106,7 +108,7 @@ def _run(
         return Sent(0, 0)
     PROGRESS.issue(f"{what[1]} {what[0]}", tensor, world.group)
     target = tensor.detach()
-    # Always in row-major order: ranks may differ in strides.
+    # Always send in row-major order, because strides may differ between ranks.
     flat = (target if target.is_contiguous() else target.contiguous()).view(-1)
     done = _run_steps(world, flat, _steps(*what, world.size, flat.numel()), combine, trace)
     if flat.data_ptr() != target.data_ptr():
@@ -131,11 +133,11 @@ def _run_steps(
     combine: Combine,
     trace: Trace | None,
 ) -> Sent:
-    """Run each step's messages as one batch: NCCL runs the calls of a batch together, so their
+    """Run the messages of each step as one batch. NCCL runs the calls of a batch together, so their
     order cannot cause a deadlock."""
     if flat.device.type != "cpu" and world not in _CONNECTED:
-        # All ranks must take part in the first call on a group
-        # (torch.distributed.batch_isend_irecv), unlike in that of a tree.
+        # batch_isend_irecv requires all ranks to take part in the first call on a group, which the
+        # first step of a tree does not do.
         with uncounted():
             dist.all_reduce(torch.zeros(1, device=flat.device), group=world.group)
         _CONNECTED.add(world)

@@ -1,8 +1,8 @@
-"""The messages of Paceline's collectives. Imports no torch.
+"""The schedules of Paceline's collectives: which rank sends which elements when. Imports no torch.
 
-A collective is a list of :class:`Step`. The messages of a step are sent at the same time, with the
-values before the step. :mod:`paceline.distributed.collectives.run` runs these lists, and the page
-of ``paceline explain`` shows them.
+A schedule is a list of :class:`Step`. The messages of a step are sent at the same time and contain
+the values from before the step. :mod:`paceline.distributed.collectives.run` runs schedules, and the
+page of ``paceline explain`` shows them.
 
 Sources: ring, Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 workstations" (2009), section 3; halving-doubling and the binomial tree, Thakur, Rabenseifner &
@@ -26,8 +26,8 @@ class Send:
     ``target`` (ranks of the group).
 
     Args:
-        chunk: number of its first chunk.
-        add: the target adds the values to its own, instead of replacing these.
+        chunk: number of the first chunk in the message.
+        add: whether the target adds the values to its own instead of replacing them.
     """
 
     source: int
@@ -44,7 +44,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Step:
-    """Messages that are sent at the same time. ``step`` counts from 0 within its ``phase``."""
+    """Messages that are sent at the same time. ``step`` is numbered from 0 within its ``phase``."""
 
     phase: str
     step: int
@@ -60,20 +60,20 @@ class Sent:
 
 
 def all_reduce_bytes(size_bytes: float, num_ranks: int) -> int:
-    """Return the bytes that a rank sends in a bandwidth-optimal all-reduce: 2(N-1)/N × size
-    (Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009,
-    section 3)."""
+    """Return the number of bytes that a rank sends in a bandwidth-optimal all-reduce: 2(N-1)/N ×
+    size (Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+    2009, section 3)."""
     return round(2 * (num_ranks - 1) / num_ranks * size_bytes)
 
 
 def scatter_bytes(size_bytes: float, num_ranks: int) -> int:
-    """Return the bytes that a rank sends in a reduce-scatter of, or an all-gather to,
-    ``size_bytes``: half of an all-reduce."""
+    """Return the number of bytes that a rank sends in a reduce-scatter of ``size_bytes``, or in an
+    all-gather to that size: half of an all-reduce."""
     return round((num_ranks - 1) / num_ranks * size_bytes)
 
 
 def check_algorithm(algorithm: str, collective: str = "all-reduce") -> None:
-    """Raise ConfigError for an unknown algorithm of a collective."""
+    """Raise ConfigError if ``algorithm`` is unknown for a collective."""
     known = ALGORITHMS[collective]
     if algorithm not in known:
         raise unknown_name(f"{collective} algorithm", algorithm, known, allowed=", ".join(known))
@@ -82,7 +82,8 @@ def check_algorithm(algorithm: str, collective: str = "all-reduce") -> None:
 def sent(
     algorithm: str, world_size: int, numel: int, element_size: int, collective: str = "all-reduce"
 ) -> list[Sent]:
-    """Return what each rank sends in all of the :func:`steps`. ``element_size`` is in bytes."""
+    """Return the amount that each rank sends in all of the :func:`steps`. ``element_size`` is in
+    bytes."""
     ranks: list[list[Send]] = [[] for _ in range(world_size)]
     for step in steps(algorithm, world_size, numel, collective):
         for send in step.sends:
@@ -96,10 +97,10 @@ def steps(
     """Return the steps of a collective over ``numel`` elements, without empty messages.
 
     Args:
-        root: the rank whose values are broadcast.
+        root: rank whose values are broadcast.
 
     Raises:
-        ConfigError: unknown algorithm.
+        ConfigError: if the algorithm is unknown.
     """
     check_algorithm(algorithm, collective)
     if world_size == 1 or numel == 0:
@@ -113,7 +114,7 @@ def steps(
 
 
 def bounds(chunk: int, num_chunks: int, numel: int) -> tuple[int, int]:
-    """Return the range [first, beyond) of a chunk. Sizes differ by at most one element."""
+    """Return the half-open range of a chunk's elements. Chunk sizes differ by at most one."""
     return numel * chunk // num_chunks, numel * (chunk + 1) // num_chunks
 
 
@@ -153,7 +154,7 @@ def _tree(size: int, numel: int) -> _Rounds:
 
 
 def _halving(size: int, numel: int) -> _Rounds:
-    core = 1 << (size.bit_length() - 1)  # the largest power of two that is not above `size`
+    core = 1 << (size.bit_length() - 1)  # the largest power of two that is at most `size`
     extra = range(core, size)
     rounds: _Rounds = [("fold", 0, [Send(rank, rank - core, 0, 0, numel, True) for rank in extra])]
 

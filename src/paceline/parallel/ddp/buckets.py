@@ -1,9 +1,10 @@
-"""Gradients in flat buckets, each of which is reduced as soon as backward has filled it.
+"""Store gradients in flat buckets and reduce each bucket as soon as backward has filled it.
 
-After Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (2020),
-section 3.2. Unlike in torch's own reducer, the layout is fixed from the first step on and depends
-only on the order of the parameters: the position of an element in its bucket decides in which order
-an all-reduce adds it up, so a layout that changed would make a resumed run round differently.
+Based on Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
+(2020), section 3.2. Unlike in torch's reducer, the layout is fixed from the first step on and
+depends only on the order of the parameters. The position of an element in its bucket determines the
+order in which an all-reduce adds it up, so a resumed run with another layout would round
+differently.
 """
 
 import time
@@ -31,29 +32,30 @@ class _Bucket:
 
 
 class BucketReducer(Protocol):
-    """Sums buckets instead of the backend's all-reduce."""
+    """Sums buckets over the ranks in place of the backend's all-reduce."""
 
     @property
     def late(self) -> bool:
-        """Whether gradients are summed after backward, when they are clipped."""
+        """Whether gradients are summed after backward, when they are clipped, instead of during
+        backward."""
 
     def start(self, number: int, flat: torch.Tensor) -> Any:
         """Start to sum bucket ``number``. Return an object with ``wait()``."""
 
     def end_step(self) -> None:
-        """Called when all buckets of a step are summed."""
+        """Called after all buckets of a step have been summed."""
 
 
 class GradientBuckets:
     """Owns the gradients of parameters: each ``parameter.grad`` stays a view into a bucket.
 
     Args:
-        parameters: the trained parameters, in the model's order. Buckets run in reverse, the order
-            in which backward reaches the parameters.
-        cap_bytes: maximum size of a bucket. A larger parameter gets a bucket for itself.
-        world: issues the all-reduces, always in the order of the buckets, so that every rank issues
-            the same ones.
-        reducer: sums the buckets instead of ``world``.
+        parameters: trained parameters in the model's order. Buckets are in the reverse order, in
+            which backward reaches the parameters.
+        cap_bytes: maximum size of a bucket in bytes. A larger parameter gets its own bucket.
+        world: communicator that issues the all-reduces, always in the order of the buckets, so that
+            every rank issues the same sequence.
+        reducer: sums the buckets instead of ``world``, unless it is None.
     """
 
     #: Number of equal parts into which each bucket can be split.
@@ -73,7 +75,7 @@ class GradientBuckets:
         self._next = 0
         self._reducing = False
         self._backward_began = 0.0
-        # the sum of each bucket's elements before those of other ranks were added
+        # The sum of each bucket's elements before it was reduced over the ranks.
         self._sums: list[torch.Tensor] = []
         #: Total seconds of the backward passes during which buckets are filled and reduced,
         #: measured on the host.
@@ -118,7 +120,7 @@ class GradientBuckets:
         torch_compat.foreach_zero_(self.flats)
 
     def start_reducing(self) -> None:
-        """Reduce each bucket from now on as soon as its last gradient is computed.
+        """From now on, reduce each bucket as soon as its last gradient has been computed.
 
         Called before the backward of the last micro-batch of a step.
         """
@@ -153,7 +155,7 @@ class GradientBuckets:
     def finish(self) -> None:
         """Reduce the buckets that backward did not complete, then wait for all of them.
 
-        Parameters that the forward did not use have a gradient of zero.
+        Parameters that the forward pass did not use have a gradient of zero.
         """
         self.backward_s += time.perf_counter() - self._backward_began
         if not self._reducing:  # a late reducer sums the buckets when gradients are clipped
@@ -183,15 +185,16 @@ class GradientBuckets:
 
 
 def _sum_of(flat: torch.Tensor) -> torch.Tensor:
-    # A sum runs at memory bandwidth, and an infinity or NaN stays non-finite in it.
+    # A sum runs at memory bandwidth, and it is non-finite if any element is.
     return flat.sum(dtype=torch.float32)
 
 
 def squared_norm_of(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the squared 2-norm of all elements of the tensors, a scalar on ``device``.
 
-    It has the widest floating type of the device, so that it hardly depends on how the elements are
-    split over ranks and tensors (see :func:`~paceline.parallel.gradients.clip_factor`).
+    It has the widest floating-point dtype of the device, so that it hardly depends on how the
+    elements are split over ranks and tensors (see
+    :func:`~paceline.parallel.gradients.clip_factor`).
     """
     wide = wide_dtype(device)
     if not tensors:

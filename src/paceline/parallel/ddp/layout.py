@@ -12,9 +12,9 @@ class BucketLayout:
     """The positions of tensors in a bucket.
 
     Args:
-        members: indices of the tensors, in the order in which they lie in the bucket.
-        offsets: first element of each tensor in the bucket, aligned to 64 bytes.
-        size: elements of the bucket with its padding, a multiple of the number of shards.
+        members: indices of the tensors, in their order in the bucket.
+        offsets: index of each tensor's first element in the bucket, aligned to 64 bytes.
+        size: number of elements in the bucket with padding, a multiple of the number of shards.
     """
 
     members: tuple[int, ...]
@@ -27,9 +27,9 @@ def lay_out(
 ) -> list[BucketLayout]:
     """Assign tensors to buckets.
 
-    Buckets run from the last tensor to the first, the order in which backward reaches them. A
-    bucket holds tensors of one kind and up to ``cap_bytes``. A larger tensor gets a bucket for
-    itself.
+    Buckets are filled from the last tensor to the first, the order in which backward reaches them.
+    A bucket contains tensors of one kind, of at most ``cap_bytes`` in total. A larger tensor gets
+    its own bucket.
 
     Args:
         tensors: (elements, bytes per element, kind) of each tensor; the kind is its dtype and

@@ -1,4 +1,4 @@
-"""Sums buckets of gradients over the replicas by an all-reduce of Paceline's own."""
+"""Sum buckets of gradients over the replicas with one of Paceline's all-reduce algorithms."""
 
 from collections.abc import Mapping
 
@@ -19,8 +19,8 @@ class GradientReducer:
     The constructor is a collective.
 
     Args:
-        config: the config of the run.
-        world: all ranks; gradients are summed over its data axis.
+        config: config of the run.
+        world: communicator of all ranks. Gradients are summed over its data axis.
     """
 
     #: Notices as (level, message).
@@ -28,7 +28,7 @@ class GradientReducer:
     #: Whether gradients are summed by :meth:`clip_and_sum` after backward instead of bucket by
     #: bucket during it.
     late = False
-    #: In float16 training, the scaler by whose scale the gradients in the buckets are multiplied.
+    #: Loss scaler of float16 training; its scale is a factor of the gradients in the buckets.
     scaler: LossScaler | None = None
 
     def __init__(self, config: Config, world: Communicator) -> None:
@@ -37,25 +37,26 @@ class GradientReducer:
         self.comm_thread = CommThread(world, "data", timeout_s=config.parallel.collective_timeout_s)
 
     def bind(self, buckets: GradientBuckets, trained: Mapping[str, nn.Parameter]) -> None:
-        """Receive the buckets and the parameters in them, by name. Called once."""
+        """Set the buckets to reduce and the parameters in them, by name. Called once."""
 
     def start(self, number: int, flat: torch.Tensor) -> PendingComm:
-        """Start to sum bucket ``number`` in place; all ranks call it in the same order."""
+        """Start to sum bucket ``number`` in place. All ranks must call it in the same order."""
         algorithm = self.config.parallel.all_reduce_algorithm
         return self.comm_thread.submit(lambda group: collectives.all_reduce(group, flat, algorithm))
 
     def end_step(self) -> None:
-        """Called when all buckets of a step are summed."""
+        """Called after all buckets of a step have been summed."""
 
     def clip_and_sum(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradients, sum them over the replicas and return their norm, if :attr:`late`."""
+        """Clip the gradients, sum them over the replicas and return their norm. Called only if
+        :attr:`late`."""
         raise NotImplementedError
 
     def finish_step(self, updated: bool) -> None:
         """End a step. If the update was skipped, restore the state from before the step."""
 
     def optimizer(self, built: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return the optimizer that makes the update, given the configured one."""
+        """Return the optimizer that makes the update: the configured one, or a replacement."""
         return built
 
     def memory_tensors(self) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""`ddp`, a full replica of the model on each rank, and `single`, the same with one rank."""
+"""`ddp`, which keeps a full replica of the model on each rank, and `single` for one rank."""
 
 from collections.abc import Iterable, Iterator
 
@@ -24,7 +24,7 @@ from paceline.parallel.state import TensorShard, frozen_parts
 
 
 class DDPStrategy(Strategy):
-    """Sums gradients over the ranks in buckets while the last backward of a step runs.
+    """Data parallelism. Gradients are all-reduced in buckets during the last backward of a step.
 
     Rank 0's weights are broadcast at the start, and every rank makes the same update.
     """

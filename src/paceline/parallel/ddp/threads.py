@@ -1,9 +1,9 @@
-"""`dp`: the scheme of DataParallel, in which threads of one process drive several devices.
+"""`dp`: data parallelism as in DataParallel, in which threads of one process drive several devices.
 
-It exists for comparison: `ddp` gives the same losses and is faster. It does not use
-``torch.nn.DataParallel`` for three reasons: that class does nothing on a CPU; it gathers outputs
-only, so it supports neither a task's loss with its global token count nor accumulation over
-micro-batches; and it hides the traffic that makes the scheme slow, which this mode shows.
+This mode exists for comparison: `ddp` gives the same losses and is faster. It does not use
+``torch.nn.DataParallel`` for three reasons. That class does nothing on a CPU. It only gathers
+outputs, so it supports neither a task's loss with its global token count nor gradient accumulation.
+And it hides the traffic that makes this kind of data parallelism slow, which this mode reports.
 """
 
 import copy
@@ -49,13 +49,14 @@ _NOTICES = [
 
 
 class ThreadedDPStrategy(Strategy):
-    """Runs micro-batches on a replica per device, one thread each, and updates on device 0.
+    """Runs micro-batches on one replica per device, each in a thread, and updates the weights on
+    device 0.
 
     In each step the weights of device 0 are copied to the other replicas, and the gradients are
     summed on device 0 in the order of the replicas.
 
-    ``num_devices`` is set before :meth:`setup`; the default is ``parallel.num_gpus``, else 2. On a
-    CPU all replicas compute on it, each with its own copies.
+    ``num_devices`` is set before :meth:`setup`; the default is ``parallel.num_gpus``, else 2. With
+    ``parallel.device: cpu`` all replicas compute on the CPU, each with separate tensors.
 
     On accelerators a batch is on device 0. A replica copies its inputs to its own device and its
     outputs back to device 0, where the task computes the loss. These copies depend on the task and
@@ -88,8 +89,8 @@ class ThreadedDPStrategy(Strategy):
         return model
 
     def _share_cores(self) -> Callable[[], None] | None:
-        """Return what gives a starting thread its share of the CPU's cores, as a rank has; None on
-        an accelerator or if ``OMP_NUM_THREADS`` is set."""
+        """Return a function that limits a new thread to its share of the CPU cores, as for a rank.
+        Return None on an accelerator or if ``OMP_NUM_THREADS`` is set."""
         if self.world.device.type != "cpu" or "OMP_NUM_THREADS" in os.environ:
             return None
         share = max(1, torch.get_num_threads() // self.num_devices)
@@ -154,9 +155,10 @@ class ThreadedDPStrategy(Strategy):
         return full_shards(self.trained, self.model)
 
     def memory_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors on device 0, which holds most: weights, summed gradients, optimizer.
+        """Return the tensors on device 0, which holds the most: weights, summed gradients and
+        optimizer state.
 
-        The other devices hold weights and gradients; on a CPU these lie in the same memory and are
+        The other devices hold weights and gradients. On a CPU they are in the same memory, but are
         not counted.
         """
         return [
@@ -178,7 +180,7 @@ def _copy_to(model: nn.Module, device: torch.device, first: torch.device) -> nn.
     """Return a deep copy of the model on ``device``; tied weights stay tied.
 
     Raises:
-        ConfigError: the model cannot be copied.
+        ConfigError: if the model cannot be copied.
     """
     try:
         replica = copy.deepcopy(model).to(device)

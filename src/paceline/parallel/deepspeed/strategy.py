@@ -1,8 +1,9 @@
-"""`deepspeed`: ZeRO stages 1, 2 and 3 by DeepSpeed, an optional dependency.
+"""`deepspeed`: ZeRO stages 1, 2 and 3 with DeepSpeed, an optional dependency.
 
-DeepSpeed's engine owns the partitions, the collectives and the update. Paceline does what is the
-same for every strategy: the loss and its global count, the schedule, autocast, and checkpoints,
-which are read from DeepSpeed's partitions (see :mod:`paceline.parallel.deepspeed.package`).
+DeepSpeed's engine is responsible for the partitions, the collectives and the update. As for every
+strategy, Paceline computes the loss and its global count, and handles the learning rate schedule,
+autocast and checkpoints, which it reads from DeepSpeed's partitions (see
+:mod:`paceline.parallel.deepspeed.package`).
 
 The loss is already divided by the global count, so gradients must be *summed* over the ranks, but
 DeepSpeed averages them. The loss is therefore multiplied by the number of ranks first. DeepSpeed
@@ -53,11 +54,11 @@ from paceline.parallel.state import TensorShard, low_dtype, storage_bytes
 
 
 class DeepSpeedStrategy(Strategy):
-    """Trains by DeepSpeed's ZeRO.
+    """Trains with DeepSpeed's ZeRO.
 
-    In mixed precision weights and gradients are bfloat16 or float16, as by default in DeepSpeed,
-    and the optimizer updates float32 master weights in the partitions. Paceline sets the loss scale
-    of float16; DeepSpeed divides by it within its step and reports overflows.
+    In mixed precision, weights and gradients are bfloat16 or float16 (DeepSpeed's default), and the
+    optimizer updates float32 master weights in the partitions. For float16, Paceline sets the loss
+    scale, and DeepSpeed divides by it within its step and reports overflows.
 
     At stage 3 every rank must run the same layers in a micro-batch, since DeepSpeed gathers the
     weights of each layer when it runs. DeepSpeed moves the full model to the rank's device before

@@ -20,8 +20,9 @@ from paceline.parallel.zero1.cost import (
 def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
     """Return the dimension along which a parameter is sharded.
 
-    It is the first, unless that has fewer rows than there are shards and another one divides
-    evenly: most of each shard would be padding, as for the low-rank matrices of LoRA.
+    It is the first dimension, unless it is smaller than the number of shards and another dimension
+    divides evenly. Otherwise most of the shards would be padding, as for the low-rank matrices of
+    LoRA.
     """
     if shape[0] < num_shards:
         for dim, size in enumerate(shape):
@@ -32,7 +33,8 @@ def shard_dim(shape: tuple[int, ...], num_shards: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _shard_sizes(shape: tuple[int, ...], num_shards: int) -> tuple[int, int]:
-    """Return the elements of a parameter on the fullest rank and, with padding, on all ranks."""
+    """Return the number of elements of a parameter on the rank that holds the most, and the number
+    on all ranks including padding."""
     if not shape:
         return 1, 1
     dim = shard_dim(shape, num_shards)

@@ -1,5 +1,4 @@
-"""Shards a module over a group of ranks by FSDP2: the component that `zero2`, `zero3` and the
-hybrids share."""
+"""Shard a module over a group of ranks with FSDP2. Used by `zero2`, `zero3` and `hybrid`."""
 
 import math
 from collections.abc import Container, Iterable, Iterator
@@ -33,7 +32,7 @@ _MESSAGE_BYTES = 64 << 20
 
 
 def reduce_dtype(low_dtype: torch.dtype | None, num_replicas: int) -> torch.dtype | None:
-    """Return the dtype in which gradients are reduced; None keeps their own."""
+    """Return the dtype in which gradients are reduced, or None for the dtype of the gradients."""
     return torch.float32 if low_dtype is not None and num_replicas > 1 else low_dtype
 
 
@@ -42,13 +41,12 @@ class ShardedParam:
     """This rank's part of a trained parameter.
 
     Args:
-        name: its name in the module passed to :class:`FSDPSharding`.
-        parameter: the DTensor that FSDP manages, or the parameter itself if it has no dimension to
-            shard.
-        values: a plain parameter with the memory of the local values. Its ``grad`` is set by
+        name: name of the parameter in the module passed to :class:`FSDPSharding`.
+        parameter: the DTensor that FSDP manages, or the parameter itself if it is a scalar.
+        values: plain parameter that shares memory with the local values. Its ``grad`` is set by
             :meth:`FSDPSharding.end_step`.
-        shape: the shape of the full parameter.
-        offset: where the local values begin in the full parameter.
+        shape: shape of the full parameter.
+        offset: start of the local values in the full parameter, one number per dimension.
         is_sharded: False if every rank of the group holds the full parameter.
     """
 
@@ -78,24 +76,25 @@ class FSDPSharding:
 
     Modules are sharded block by block, so in each forward a block must be run by every rank of the
     group (with replicas: of all groups) or by none. A block that runs twice in a forward computes
-    correct results, but is gathered and reduced twice, which the cost model does not know.
+    correct results, but is gathered and reduced twice, which the cost model does not include.
 
-    Frozen parameters are never reduced. In stage 2 every rank holds them in full, since their
-    weights would stay gathered anyway. In stage 3 they are sharded and gathered like the others.
+    The gradients of frozen parameters are never reduced. In stage 2 every rank holds these
+    parameters in full, because they would stay gathered anyway. In stage 3 they are sharded and
+    gathered like the others.
 
     Args:
-        model: on the CPU or the rank's device; changed in place, one block at a time on the device.
-            The first rank's values are used.
-        low_dtype: dtype in which weights are gathered and, without replicas, gradients summed; None
-            keeps their own.
+        model: module on the CPU or on the rank's device. It is changed in place, and moved to the
+            device one block at a time. The first rank's values are used.
+        low_dtype: dtype in which weights are gathered and, without replicas, gradients are summed;
+            None for the dtype of the parameters.
         reshard_after_forward: True frees gathered weights after forward and after backward (ZeRO
             stage 3). False keeps them until the last backward or :meth:`end_step` (stage 2).
-        offload: keep shards, gradients and optimizer state in the host's memory.
+        offload: whether to keep shards, gradients and optimizer state in host memory.
         blocks: modules that are gathered one at a time; default: those of
             :func:`~paceline.models.blocks.find_blocks`.
 
     Raises:
-        ConfigError: the trained parameters have several dtypes.
+        ConfigError: if the trained parameters have several dtypes.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class FSDPSharding:
             if parameter.dim() == 0 or (self.keeps_weights and not parameter.requires_grad)
         }
         for parameter in self._unmanaged:  # FSDP moves the others
-            # FSDP would gather a float32 weight in the low precision, so it is stored in that.
+            # FSDP would gather a float32 weight in low precision, so it is stored in low precision.
             is_low = (
                 low_dtype is not None
                 and parameter.dtype == torch.float32
@@ -145,8 +144,8 @@ class FSDPSharding:
         self.pieces = [
             self._shard_of(name, parameter) for name, parameter in trained_parameters(model).items()
         ]
-        #: What the optimizer updates: every trained parameter, even if this rank holds none of its
-        #: elements.
+        #: The parameters that the optimizer updates: all trained parameters, including those of
+        #: which this rank holds no elements.
         self.trained = {piece.name: piece.values for piece in self.pieces}
 
     def _fully_shard(
@@ -160,7 +159,7 @@ class FSDPSharding:
             cast_forward_inputs=False,
         )
         unchanged = MixedPrecisionPolicy(cast_forward_inputs=False)
-        # beside float32 running statistics, the weights of these must be float32 too
+        # Normalization layers with float32 running statistics need float32 weights.
         norms: list[nn.Module] = [
             module
             for module in self.model.modules()
@@ -192,9 +191,9 @@ class FSDPSharding:
         root = units[-1]
         root.set_reshard_after_backward(not self.keeps_weights)
         self._frees_in_backward = not self.keeps_weights
-        # Ranks may differ in which parameters a batch reaches; torch before 2.12 has no switch for
-        # it. There, a block that the last micro-batch does not reach takes no part in the last
-        # backward, so gradients are all-reduced over the replicas in every backward.
+        # The parameters that a batch uses may differ between ranks. torch before 2.12 has no option
+        # for this: a block that the last micro-batch does not use is left out of the last backward.
+        # There, gradients are therefore all-reduced over the replicas in every backward.
         self._defers_all_reduce = hasattr(root, "set_reduce_scatter_unused_params")
         if self._defers_all_reduce:
             root.set_reduce_scatter_unused_params(True)
@@ -225,7 +224,7 @@ class FSDPSharding:
 
     # -- a step
     def begin_step(self) -> None:
-        """Drop the gradients of the last step."""
+        """Discard the gradients of the last step."""
         self._prepare_backward(is_last=False)
         for piece in self.pieces:
             piece.parameter.grad = None
@@ -234,9 +233,9 @@ class FSDPSharding:
     def prepare_last_backward(self) -> None:
         """Prepare for the last backward of a step; called before its forward.
 
-        That backward frees each block's weights when it is done with them, so that they do not take
-        memory beside all of the gradients, and all-reduces each block's gradients over the
-        replicas.
+        That backward frees the weights of each block once they are no longer needed, so that they
+        are not in memory together with all gradients. It also all-reduces the gradients of each
+        block over the replicas.
         """
         self._prepare_backward(is_last=True)
 
@@ -258,8 +257,8 @@ class FSDPSharding:
             self.units[-1].set_requires_all_reduce(is_last or not self._defers_all_reduce)
 
     def end_step(self) -> None:
-        """Free gathered weights and set the gradients of :attr:`pieces`: sums over all ranks, zeros
-        for parameters that no batch reached."""
+        """Free gathered weights and set the gradients of :attr:`pieces` to the sums over all ranks.
+        Parameters that no batch used get a gradient of zero."""
         self.reshard()
         for piece in self.pieces:
             gradient = piece.parameter.grad
@@ -271,7 +270,7 @@ class FSDPSharding:
         self.replicas.broadcast(self.changing_buffers)
 
     def reshard(self) -> None:
-        """Free gathered weights, for example after an evaluation or after values were loaded."""
+        """Free gathered weights, for example after an evaluation or after loading a checkpoint."""
         for unit in self.units:
             unit.reshard()
 
@@ -279,10 +278,11 @@ class FSDPSharding:
         """Return this rank's part of the squared 2-norm of the gradients, to be summed over the
         shards.
 
-        It is a wide scalar on the device, and each element counts on one rank of the group.
+        It is a scalar on the device, of its widest floating-point dtype. Each element is counted on
+        exactly one rank of the group.
 
         Args:
-            names: the parameters to include; default: all.
+            names: names of the parameters to include; default: all.
         """
         gradients = [
             _gradient(piece)
@@ -314,7 +314,8 @@ class FSDPSharding:
             yield TensorShard.full(name, buffers[name], owned=self.replicas.is_rank_zero)
 
     def memory_tensors(self) -> list[torch.Tensor]:
-        """Return shards (frozen ones too), buffers and gradients, without gathered weights."""
+        """Return all shards, including frozen ones, buffers and gradients, but no gathered
+        weights."""
         gradients = [piece.values.grad for piece in self.pieces if piece.values.grad is not None]
         return [*self._managed, *self._unmanaged, *self.model.buffers(), *gradients]
 
@@ -325,7 +326,7 @@ def _gradient(piece: ShardedParam) -> torch.Tensor:
 
 
 def _group(comm: Communicator) -> dist.ProcessGroup:
-    """Return the process group of ``comm``; with one rank, create one."""
+    """Return the process group of ``comm``. With one rank, create a group."""
     if comm.size == 1:
         if not dist.is_initialized():
             backend = dist.get_default_backend_for_device(comm.device)
@@ -350,7 +351,7 @@ def _check_dtypes(model: nn.Module) -> None:
 
 
 def _callable(block: nn.Module) -> Iterable[nn.Module]:
-    """Return the block, or, if it is a list of modules and so never called, its entries."""
+    """Return the block, or its entries if it is a list of modules, which is never called itself."""
     if isinstance(block, nn.ModuleList | nn.ModuleDict):
         for child in block.children():
             yield from _callable(child)
@@ -361,8 +362,8 @@ def _callable(block: nn.Module) -> Iterable[nn.Module]:
 def _separate(
     model: nn.Module, candidates: list[nn.Module], unmanaged: Container[nn.Parameter]
 ) -> list[nn.Module]:
-    """Return the candidates that have parameters to shard, none of which is used elsewhere in the
-    model."""
+    """Return the candidates that have parameters to shard and share none of them with the rest of
+    the model."""
     owners: dict[nn.Parameter, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -378,7 +379,7 @@ def _separate(
 
 
 def _sum_packed(tensors: list[torch.Tensor], comm: Communicator) -> None:
-    """Sum tensors over a group of ranks, in place, in few messages."""
+    """Sum tensors over a group of ranks, in place, packed into few messages."""
     if comm.size == 1:
         return
     group: list[torch.Tensor] = []

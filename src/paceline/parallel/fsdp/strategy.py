@@ -1,4 +1,4 @@
-"""`zero2` and `zero3`: weights, gradients and optimizer state in shards, by torch's FSDP2."""
+"""`zero2` and `zero3`: shard weights, gradients and optimizer state with torch's FSDP2."""
 
 from collections.abc import Iterable, Iterator
 
@@ -23,13 +23,14 @@ class FSDPStrategy(Strategy):
     """ZeRO stages 2 and 3 (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
     Parameter Models", 2020, sections 5.2 and 5.3).
 
-    In stage 3 each rank holds a shard of everything and gathers the weights of a block when forward
-    or backward reaches it. With ``reshard_after_forward=False``, stage 2, gathered weights stay
-    from the first forward of a step to its last backward, which frees them block by block;
-    gradients are sharded after each micro-batch.
+    In stage 3, each rank holds one shard of weights, gradients and optimizer state, and gathers the
+    weights of a block when forward or backward reaches it. In stage 2
+    (``reshard_after_forward=False``), gathered weights are kept from the first forward of a step to
+    its last backward, which frees them block by block. Gradients are sharded after each
+    micro-batch.
 
-    With the axis ``data`` beside ``shard``, each replica holds all shards, and their gradients are
-    all-reduced once per step, in the last backward (hybrid sharding).
+    With hybrid sharding (axis ``data`` in addition to ``shard``), each replica holds all shards,
+    and the gradients of the replicas are all-reduced once per step, in the last backward.
     """
 
     name = "zero3"

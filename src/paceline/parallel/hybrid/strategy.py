@@ -1,9 +1,9 @@
-"""Combined axes: pipeline stages, tensor-parallel layers, and shards or replicas.
+"""`hybrid`: combine pipeline, tensor, sharded and replicated data parallelism on one mesh.
 
 They are applied in this order: the pipeline assigns the blocks to stages; tensor parallelism splits
 the layers of a stage; the result is sharded (`shard` > 1: FSDP over the axes data and shard) or
-replicated (gradients in buckets over the axis data). Each step gets plain modules with plain
-parameters, smaller than before. Sharding before splitting would train with wrong gradients.
+replicated (gradients in buckets over the axis data). Each of them receives plain modules with plain
+parameters, smaller than before. Sharding before splitting would produce wrong gradients.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ class HybridStrategy(Strategy):
         yield from frozen_parts(self.model)
 
     def _counts(self, name: str) -> bool:
-        """Whether this rank counts its elements of ``name``: exactly one rank of the tensor and
-        pipeline groups does."""
+        """Return whether this rank counts its elements of ``name`` in the norm. Exactly one rank of
+        the tensor and pipeline groups does."""
         if self.pipeline is not None and not self.pipeline.owns(name):
             return False
         return self.tensor is None or name in self.tensor.cuts or self.tensor.group.is_rank_zero

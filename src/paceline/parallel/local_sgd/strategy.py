@@ -1,5 +1,5 @@
-"""What `local_sgd` and `diloco` have in common: workers that train independently and are
-synchronized every few steps."""
+"""Base class of `local_sgd` and `diloco`, in which workers train independently and are synchronized
+every few steps."""
 
 import time
 from abc import abstractmethod
@@ -39,9 +39,10 @@ _CHUNK_ELEMENTS = 1 << 24
 
 
 class LocalSGDBase(Strategy):
-    """Each worker, a group of ranks, runs the optimizer on its share of the batch. Within a worker
-    gradients are averaged at each step; workers are synchronized every H steps: see
-    :class:`~paceline.parallel.local_sgd.algorithms.LocalSGDStrategy` and
+    """Base class of strategies with independent workers. A worker is a group of ranks that runs the
+    optimizer on its share of the batch. Gradients are averaged within a worker at each step, and
+    workers are synchronized every H steps by
+    :class:`~paceline.parallel.local_sgd.algorithms.LocalSGDStrategy` or
     :class:`~paceline.parallel.local_sgd.algorithms.DiLoCoStrategy`.
 
     A worker's gradient is the mean over its share: the loss is divided by the worker's count. With
@@ -51,9 +52,10 @@ class LocalSGDBase(Strategy):
     Each worker clips its gradients by its own norm; the reported norm is that of rank 0's worker.
     If it is not finite, only that worker skips its update.
 
-    Between workers, a rank communicates only with the ranks at the same place in the other workers,
-    about its share of the parameters, and distributes the result within its worker. So each
-    parameter is sent over the slow links once, whatever the number of ranks per worker.
+    Between workers, a rank communicates only with the ranks at the same position in the other
+    workers. It exchanges its share of the parameters and distributes the result within its worker.
+    So each parameter crosses the slow links only once, regardless of the number of ranks per
+    worker.
     """
 
     replicas_diverge = True
@@ -100,8 +102,8 @@ class LocalSGDBase(Strategy):
         return model
 
     def _make_groups(self) -> None:
-        """Make ``intra_group``, the ranks of this worker, and ``inter_group``, those at the same
-        place in all workers."""
+        """Create ``intra_group``, the ranks of this worker, and ``inter_group``, the ranks at the
+        same position in all workers."""
         world = self.world
         if (
             self.settings.workers is None
@@ -240,8 +242,8 @@ class LocalSGDBase(Strategy):
 
     # -- evaluation
     def average(self) -> torch.Tensor:
-        """Return the mean over the workers of :attr:`local_tensors`, in full. A collective; not
-        part of a step."""
+        """Return the full mean of :attr:`local_tensors` over the workers. A collective outside of
+        steps."""
         local, group, chunks = self.local_tensors, self.intra_group, []
         with uncounted(), torch.no_grad():
             for start in range(0, local.size, _CHUNK_ELEMENTS):

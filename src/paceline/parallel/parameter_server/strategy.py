@@ -1,12 +1,12 @@
-"""`parameter_server`: embedding tables on servers, divided by rows; workers pull and push only the
-rows of their batch. After Li et al., "Scaling Distributed Machine Learning with the Parameter
-Server" (2014), synchronous.
+"""`parameter_server`: embedding tables are divided by rows among servers, and workers pull and push
+only the rows of their batch. Based on Li et al., "Scaling Distributed Machine Learning with the
+Parameter Server" (2014), with synchronous updates.
 
 Ranks 0 to W - 1 are workers, the others servers. In a step the workers pull rows and push gradients
-through ``torch.distributed.rpc``. The other parameters ("dense") are either on the workers, which
-all-reduce their gradients as with ``ddp``, or divided among the servers by size; then a worker
-pulls them before its step and pushes one gradient of each after it. When all pushes have arrived,
-each server updates its parameters, and each worker the rest.
+through ``torch.distributed.rpc``. The other ("dense") parameters are either on the workers, which
+all-reduce their gradients as with ``ddp``, or divided among the servers by size. In the latter case
+a worker pulls them before its step and pushes one gradient of each afterwards. When all pushes have
+arrived, each server updates its parameters, and each worker updates the rest.
 
 With ``on_worker_failure: continue`` all collectives go through the first server
 (``collectives.py``) once it is connected, and none through a process group, which would break when
@@ -62,7 +62,7 @@ from paceline.parallel.state import StateReader, TensorShard
 
 
 class ParameterServerStrategy(Strategy):
-    """Synchronous: every step equals that of ``ddp``, up to rounding."""
+    """A synchronous parameter server. Every step equals that of ``ddp``, up to rounding."""
 
     name = "parameter_server"
     optimizer: torch.optim.Optimizer

@@ -1,1 +1,1 @@
-"""ZeRO stage 1: optimizer state in shards."""
+"""ZeRO stage 1: sharded optimizer state."""

@@ -1,4 +1,4 @@
-"""Weights and gradients in flat buckets with one shard per rank (ZeRO stage 1)."""
+"""Store weights and gradients in flat buckets with one shard per rank (ZeRO stage 1)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from paceline.parallel.ddp.layout import BucketLayout
 
 @dataclass
 class FlatPiece:
-    """The range of a parameter that lies in this rank's shard; the optimizer updates it.
+    """The range of a parameter in this rank's shard, which the optimizer updates.
 
     Args:
-        name: the name of the parameter.
-        values: 1-D view into the weights, or into the float32 master weights, with its ``grad``.
-        start: first element of the range in the flattened parameter.
-        shape: the shape of the parameter.
+        name: name of the parameter.
+        values: 1-D view into the weights or the float32 master weights, with its ``grad``.
+        start: index of the range's first element in the flattened parameter.
+        shape: shape of the full parameter.
     """
 
     name: str
@@ -49,9 +49,10 @@ class ShardedBuckets(GradientBuckets):
     4 + 12/N bytes per parameter with Adam (Rajbhandari et al., "ZeRO", 2020, section 5.1).
 
     Args:
-        trained: name → parameter, in the model's order, with rank 0's values on every rank.
-        keep: parameters that keep their dtype in mixed precision.
-        low_dtype: dtype of weights and gradients in mixed precision; None keeps their own.
+        trained: parameters by name, in the model's order, with rank 0's values on every rank.
+        keep: parameters whose dtype is unchanged in mixed precision.
+        low_dtype: dtype of weights and gradients in mixed precision, or None for the dtype of the
+            parameters.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class ShardedBuckets(GradientBuckets):
         self.shard_parts: list[_Shard] = []
         self.pieces: list[FlatPiece] = []
         super().__init__(trained.values(), cap_bytes, world)
-        # the shard of this rank is padding only, but an optimizer needs a parameter
+        # The shard of this rank contains only padding, but an optimizer needs a parameter.
         if not self.pieces and trained:
             name, first = next(iter(trained.items()))
             self._add_piece(

@@ -1,5 +1,5 @@
-"""`zero1`: full weights and gradients on every rank, and one shard per rank of the optimizer
-state."""
+"""`zero1`: shard the optimizer state over the ranks; every rank has the full weights and
+gradients."""
 
 from collections.abc import Iterable
 
