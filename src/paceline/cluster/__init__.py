@@ -1,2 +1,1 @@
-"""Runs over several hosts: rendezvous, numbering of ranks, failures, and the schedulers that start
-them."""
+"""Runs on several hosts: rendezvous, rank assignment, failure detection and job schedulers."""

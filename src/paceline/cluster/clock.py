@@ -1,9 +1,8 @@
-"""Measure the difference between the clocks of the hosts, through the rendezvous store and before
-the rendezvous.
+"""Measure the clock skew between hosts through the rendezvous store, before the rendezvous.
 
 torch elastic compares the heartbeat times of other hosts with the local wall clock, and removes a
-host whose last heartbeat seems too old. With clocks that differ by more than a few seconds it
-removes healthy hosts.
+host whose last heartbeat seems too old. If clocks differ by more than a few seconds, it removes
+healthy hosts.
 
 The endpoint host runs a :class:`ClockServer`; every other host calls :func:`check_clock`. Messages
 are JSON in queues of the store (TCPStore and HashStore have queues, FileStore does not).
@@ -49,10 +48,10 @@ class ClockSkew:
     """The measured difference of two clocks.
 
     Args:
-        host: name of the host that measured.
+        host: name of the host that measured the skew.
         endpoint_host: name of the host that answered.
-        skew_s: how far the clock of ``host`` is ahead of that of ``endpoint_host``.
-        round_trip_s: the shortest round trip; the error of the skew is at most half of it.
+        skew_s: seconds by which the clock of ``host`` is ahead of that of ``endpoint_host``.
+        round_trip_s: shortest round trip in seconds. The error of the skew is at most half of it.
     """
 
     host: str
@@ -134,9 +133,9 @@ def check_clock(
         clock: replaces the system's wall clock in tests.
 
     Raises:
-        ConfigError: two clocks differ by more than ``limit_s``.
-        RunError: no :class:`ClockServer` answered within ``timeout_s``.
-        torch.distributed.DistNetworkError: the connection to the store was lost.
+        ConfigError: if two clocks differ by more than ``limit_s``.
+        RunError: if no :class:`ClockServer` answered within ``timeout_s``.
+        torch.distributed.DistNetworkError: if the connection to the store was lost.
     """
     client = store.clone()  # type: ignore[attr-defined]
     client.set_timeout(timedelta(seconds=timeout_s))
@@ -204,8 +203,8 @@ def _parse(message: bytes) -> dict[str, JsonValue]:
 
 
 def _exceeds(skew_s: float, round_trip_s: float, limit_s: float) -> bool:
-    """Return whether the clocks differ by more than the limit even with the largest possible error
-    of the measurement."""
+    """Return whether the clocks differ by more than the limit, even if the measurement has the
+    largest possible error."""
     return abs(skew_s) - round_trip_s / 2 > limit_s
 
 

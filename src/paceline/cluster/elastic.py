@@ -1,4 +1,5 @@
-"""This host's agent in a run over several hosts, based on torch.distributed.elastic."""
+"""The agent that runs the ranks of one host in a run on several hosts, based on
+torch.distributed.elastic."""
 
 from __future__ import annotations
 
@@ -39,28 +40,29 @@ logger = logging.getLogger(__name__)
 
 RUN_ID = "paceline"
 _BACK_OFF_S = (0.5, 1.0, 2.0, 5.0)
-#: Hosts that arrive within this time after the minimum is reached take part in the round; later
-#: ones cause a checkpoint and a new round. Elastic's default is 30 s.
+#: Hosts that join within this time after the minimum number is reached take part in the round.
+#: Later hosts cause a checkpoint and a new round. Elastic's default is 30 s.
 _LAST_CALL_S = 1
 #: An agent that sends no heartbeat for the product of these is removed from the rendezvous.
-#: Elastic's defaults are 5 s and 3. Each heartbeat rewrites the state that a joining host rewrites
-#: too, so a short interval can delay a join on a busy machine.
+#: Elastic's defaults are 5 s and 3. Heartbeats and joining hosts write to the same state, so a
+#: short interval can delay a join on a busy machine.
 _KEEP_ALIVE_S, _KEEP_ALIVE_ATTEMPTS = 3, 3
-#: The restart policy is Paceline's own (cluster/rounds.py): the agent restarts the workers after
-#: every failure.
+#: The agent restarts the workers after every failure, because Paceline implements the restart
+#: policy itself (cluster/rounds.py).
 _MAX_RESTARTS = 100_000
-#: Time limit for a rank to end after another one failed, or after a host joined and a checkpoint is
-#: being written.
+#: Time limit for a rank to exit after another rank failed, or to write a checkpoint and exit after
+#: a host joined.
 _SHUTDOWN_S = 30
 
 
 class HostAgent:
-    """This host's part of a run over several hosts.
+    """Runs the ranks of this host in a run on several hosts.
 
     Args:
-        num_ranks: workers of this host.
-        target, payload: what each worker does (see
+        num_ranks: number of workers on this host.
+        target: function that each worker calls (see
             :data:`~paceline.cluster.elastic_worker.Target`).
+        payload: first argument of ``target``.
     """
 
     def __init__(self, config: Config, num_ranks: int, target: Target, payload: Any) -> None:
@@ -73,7 +75,7 @@ class HostAgent:
         check_endpoint(config.parallel)
 
     def run(self) -> Outcome:
-        """Run until the run ends, on all hosts. Leaves no process and no file."""
+        """Run until the run has ended on all hosts. Leaves no processes and no temporary files."""
         # Otherwise the store of the remaining hosts is not published again to a host that joins
         # after a restart (torch 2.13).
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -100,8 +102,8 @@ class HostAgent:
                 workers.kill(wait_s=2.0)
 
     def _run(self, folder: Path) -> Outcome:
-        """Enter the rendezvous, and enter it again when its store was lost, until the run ends or a
-        time limit is reached."""
+        """Join the rendezvous, and join it again whenever its store was lost, until the run ends or
+        a time limit is reached."""
         from torch.distributed import DistError
         from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -152,7 +154,7 @@ class HostAgent:
             attempt += 1
 
     def _launch(self, endpoint: Endpoint, folder: Path, join_timeout_s: int) -> Outcome:
-        """Enter the rendezvous once, and run the ranks of this host until the run ends."""
+        """Join the rendezvous once, and run the ranks of this host until the run ends."""
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import elastic_launch
 
@@ -208,7 +210,7 @@ class HostAgent:
             start_method="forkserver",
             local_addr=endpoint.local_address,
             logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-            # This process handles signals itself: elastic would kill the workers without a
+            # This process handles signals itself, because elastic would kill the workers without a
             # checkpoint.
             signals_to_handle="SIGUSR2",
             shutdown_timeout=_SHUTDOWN_S,
@@ -217,8 +219,8 @@ class HostAgent:
     def _timed_out(self, limit_s: float, is_first: bool, problem: str) -> Outcome:
         min_hosts, max_hosts = self.config.parallel.hosts
         count = f"{min_hosts}" if min_hosts == max_hosts else f"{min_hosts} to {max_hosts}"
-        # Hosts that a scheduler starts may be late, which no change of the config can solve. Then
-        # the exit code is not EXIT_USAGE, after which the job would not be repeated.
+        # A scheduler may start hosts late, which is not an error in the config. The exit code is
+        # then not EXIT_USAGE, which would prevent the job from being retried.
         return failed_outcome(
             f"{count} hosts did not join the rendezvous at"
             f" {self.config.parallel.rdzv_endpoint} within {limit_s:.0f} s ({problem}). To fix:"
@@ -228,22 +230,22 @@ class HostAgent:
         )
 
 
-#: Delay before the exit code of a worker is read, so that elastic reads it first.
+#: Delay before reading the exit code of a worker, so that elastic reads it first.
 _EXIT_CODE_AFTER_S = 0.5
 
 
 class StoppedWithoutWorkers(BaseException):
-    """A signal arrived while no rank was running."""
+    """Raised if a signal arrives while no rank is running."""
 
 
 class WorkerProcesses:
-    """The workers of this host, as a signal forwarder needs them."""
+    """The workers of this host, with the interface that the signal forwarder requires."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def forward(self, number: int) -> None:
-        """Request the ranks to stop; leave the rendezvous if none is running."""
+        """Request the ranks to stop, or leave the rendezvous if none is running."""
         write_atomic(self.folder / STOP_FILE, str(number))
         if not self._send(signal.SIGTERM):
             raise StoppedWithoutWorkers
@@ -255,7 +257,7 @@ class WorkerProcesses:
             time.sleep(0.05)
 
     def _send(self, number: int) -> bool:
-        """Send a signal to all ranks. Return whether there was one."""
+        """Send a signal to all ranks. Return whether any rank was running."""
         has_any = False
         for process in multiprocessing.active_children():
             if process.pid is not None and process.is_alive():
@@ -266,8 +268,8 @@ class WorkerProcesses:
 
 
 class ExitWatch:
-    """Records when each worker ended and with which exit code, for the next round, because a killed
-    rank cannot do that itself."""
+    """Records for the next round when each worker ended and with which exit code, because a rank
+    that was killed cannot record this itself."""
 
     def __init__(self, folder: AgentFolder) -> None:
         self.folder = folder
@@ -288,8 +290,8 @@ class ExitWatch:
                     continue
                 ended_at = self._ended_at.setdefault(pid, time.time())
                 process = self._processes.get(pid)
-                # The exit code can be read from its pipe only once. Elastic, which polls its
-                # workers in the main thread, must be the one that reads it.
+                # The exit code can be read from the pipe only once, and elastic, which polls its
+                # workers in the main thread, must read it first.
                 if process is not None and time.time() > ended_at + _EXIT_CODE_AFTER_S:
                     self.folder.write(
                         local_rank, "exit", {"code": process.exitcode, "time": ended_at, "pid": pid}

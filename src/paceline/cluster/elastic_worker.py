@@ -1,5 +1,5 @@
-"""The entry point of a rank that elastic starts: it joins the round, runs, and decides whether the
-agents of all hosts start another round."""
+"""Entry point of a rank that torch elastic starts. It joins the round, runs, and decides whether
+the agents of all hosts start another round."""
 
 import logging
 import multiprocessing
@@ -21,7 +21,7 @@ from paceline.launch.worker import STOP_FILE, describe
 
 logger = logging.getLogger(__name__)
 
-#: What a worker does: (payload, its membership in the round, whether to stop) → outcome.
+#: Runs a worker: (payload, its membership in the round, stop flag) → outcome.
 Target = Callable[[Any, Membership, StopFlag], Outcome]
 
 _JOIN_ATTEMPTS = 5
@@ -29,7 +29,7 @@ _JOIN_ATTEMPTS = 5
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """What the agent sends to its workers (picklable)."""
+    """The task that the agent sends to its workers. It must be picklable."""
 
     target: Target
     payload: Any
@@ -40,11 +40,11 @@ class WorkerTask:
 
 
 def worker_main(task: WorkerTask) -> Outcome:
-    """Run a worker. After a failure that a restart may solve, the process ends with an error, so
-    that the agents of all hosts start a new round. Any other outcome is returned."""
+    """Run a worker and return its outcome. After a failure that a restart may solve, exit with an
+    error instead, so that the agents of all hosts start a new round."""
     configure_logging()
     end_with_launcher()
-    os.setpgid(0, 0)  # Ctrl-C in the terminal reaches only the agent, which forwards it once
+    os.setpgid(0, 0)  # so that Ctrl-C reaches only the agent, which forwards it once
     os.environ.update(task.environment)
     try:
         outcome = _run(task)
@@ -86,7 +86,7 @@ def _run(task: WorkerTask) -> Outcome | None:
             )
         member.round.leave()
     except (DistError, ConnectionError) as error:
-        # a rank ended before the process group existed
+        # A rank exited before the process group was created.
         outcome = {
             **failed_outcome(describe(error)),
             "fault": True,
@@ -105,8 +105,8 @@ def _run(task: WorkerTask) -> Outcome | None:
 
 
 def _not_joined(folder: AgentFolder, error: Exception) -> Outcome | None:
-    """Handle that the ranks of a round could not reach each other. Return None to retry; after
-    several such rounds in a row, return the outcome."""
+    """Handle a round whose ranks could not connect to each other. Return None to retry, or the
+    outcome after several such rounds in a row."""
     failures = int(folder.read_state().get("not_joined", 0)) + 1
     folder.write_state({"not_joined": failures})
     text = error.paragraph() if isinstance(error, RunError) else describe(error)

@@ -1,5 +1,5 @@
-"""The rendezvous endpoint of a run over several hosts: its address and interface, warnings if it is
-public, its store, and a watch over the connection to it."""
+"""The rendezvous endpoint of a run on several hosts: resolve its address, warn if it is public,
+serve or find its store, and watch the connection to it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The rendezvous endpoint as this host reaches it.
+    """The rendezvous endpoint and this host's route to it.
 
     Args:
-        name, port: as in `parallel.rdzv_endpoint`.
-        address: what ``name`` resolves to.
-        local_address: the address of this host from which it reaches the endpoint.
-        interface: the network interface that has ``local_address``.
-        is_local: ``address`` is an address of this host.
+        name: host name or address in `parallel.rdzv_endpoint`.
+        port: port in `parallel.rdzv_endpoint`, or the default.
+        address: IP address that ``name`` resolves to.
+        local_address: IP address of this host from which it connects to the endpoint.
+        interface: network interface with ``local_address``.
+        is_local: whether ``address`` is an address of this host.
     """
 
     name: str
@@ -58,8 +59,8 @@ def check_endpoint(parallel: Parallel) -> None:
     """Check the settings of the rendezvous without using the network.
 
     Raises:
-        ConfigError: no endpoint, an invalid port, a `node_rank` that does not exist, or an unknown
-            interface.
+        ConfigError: if the endpoint is missing, the port is invalid, the `node_rank` is out of
+            range, or the network interface does not exist.
     """
     if parallel.rdzv_endpoint is None:
         raise ConfigError(
@@ -90,7 +91,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     """Parse ``HOST`` or ``HOST:PORT``. IPv6 addresses with a port are in brackets.
 
     Raises:
-        ConfigError: the port is not a number from 1 to 65535.
+        ConfigError: if the port is not a number from 1 to 65535.
     """
     name, colon, port = text.rpartition(":")
     if not colon or (":" in name and not name.startswith("[")):
@@ -108,9 +109,9 @@ def resolve_endpoint(config: Config) -> Endpoint:
     before each rendezvous.
 
     Raises:
-        OSError: the name does not resolve (yet), or there is no route to its address; or this host
-            is node 0, but the name (still) has the address of another host.
-        ConfigError: this host is node 0, but the configured address is that of another host.
+        OSError: if the name does not resolve (yet), if there is no route to its address, or if this
+            host is node 0 but the name (still) resolves to the address of another host.
+        ConfigError: if this host is node 0 but the configured address is that of another host.
     """
     parallel = config.parallel
     name, port = parse_endpoint(str(parallel.rdzv_endpoint))
@@ -119,8 +120,8 @@ def resolve_endpoint(config: Config) -> Endpoint:
     local_address = address if is_local else source_address(address, port)
     if parallel.node_rank == 0 and not is_local:
         if _parse_address(name) is None:
-            # A host or a pod that came back has another address, and its name may have the old one
-            # for a while.
+            # A host or pod that was replaced has a new address, but its name may resolve to the old
+            # one for a while.
             raise OSError(f"{name} is {address}, not an address of this host, which is node 0")
         raise ConfigError(
             "this host is `parallel.node_rank: 0`, but `parallel.rdzv_endpoint:"
@@ -137,7 +138,7 @@ def resolve_endpoint(config: Config) -> Endpoint:
 
 
 def _parse_address(text: str) -> IPv4Address | IPv6Address | None:
-    """Parse an IP address; None for a host name."""
+    """Parse an IP address. Return None for a host name."""
     try:
         return ip_address(text.partition("%")[0].strip("[]"))
     except ValueError:
@@ -145,7 +146,7 @@ def _parse_address(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def is_listening(address: str, port: int, timeout_s: float) -> bool:
-    """Return whether something accepts connections there."""
+    """Return whether a program accepts connections at this address and port."""
     try:
         with socket.create_connection((address, port), timeout=timeout_s):
             return True
@@ -183,7 +184,7 @@ def public_listener_warning(port: int, local_addresses: list[str] | None = None)
     torch's TCPStore listens on all addresses of its host, even if the endpoint is a private one.
 
     Args:
-        local_addresses: of this host; default: those of its interfaces.
+        local_addresses: addresses of this host; default: those of its interfaces.
     """
     if local_addresses is None:
         entries = itertools.chain.from_iterable(psutil.net_if_addrs().values())
@@ -199,15 +200,15 @@ def public_listener_warning(port: int, local_addresses: list[str] | None = None)
 
 _CHECK_INTERVAL_S = 2.0
 _CONNECT_TIMEOUT_S = 3.0
-#: The endpoint counts as lost after this time without an answer. (The kernel of a host whose
-#: processes are paused still accepts connections.)
+#: Time without an answer after which the endpoint is considered lost. (Accepting a connection is
+#: not an answer: the kernel does that even if all processes of the host are paused.)
 _LOST_AFTER_S = 30.0
 
 
 class EndpointWatch:
-    """A context in which this process's connections to the endpoint are closed once it cannot be
-    reached any longer, or once its name resolves to another address that answers. Does nothing on
-    the endpoint's own host."""
+    """A context manager that closes this process's connections to the endpoint once the endpoint is
+    unreachable, or once its name resolves to another address that answers. Does nothing on the
+    endpoint's host."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
@@ -249,8 +250,8 @@ class EndpointWatch:
 
 
 def close_connections(address: str, port: int) -> None:
-    """Shut down every TCP connection of this process to this address, so that code that waits for
-    an answer gets an error."""
+    """Shut down all TCP connections of this process to this address, so that code that is waiting
+    for an answer gets an error."""
     for descriptor in _tcp_sockets():
         with contextlib.suppress(OSError):  # not connected, or closed in the meantime
             peer = descriptor.getpeername()
@@ -266,8 +267,8 @@ def _tcp_sockets() -> Iterator[socket.socket]:
         return
     for number in numbers:
         with contextlib.suppress(OSError):
-            # Checked before it is duplicated: a duplicate that cannot become a socket object would
-            # stay open, with its locks.
+            # Check before duplicating: a duplicate that cannot become a socket object would remain
+            # open, with its locks.
             if not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
                 continue
             with socket.socket(fileno=os.dup(int(number))) as duplicate:
@@ -288,7 +289,7 @@ class EndpointStore:
     """The rendezvous store of the hosts.
 
     Attributes:
-        is_host: whether this process serves it; None until that is known.
+        is_host: whether this process serves the store, or None if that is not known yet.
     """
 
     def __init__(self, config: Config) -> None:
@@ -303,9 +304,9 @@ class EndpointStore:
             self._clock.close()
 
     def find(self, left_s: float, limit_s: float) -> Endpoint | None:
-        """Wait until the endpoint answers, or until this host serves it. Return None if that takes
-        longer than ``left_s``. Its name is resolved each time, because it may not resolve yet, or
-        may get another address."""
+        """Wait until the endpoint answers or this host serves it. Return None if that takes longer
+        than ``left_s``. The name is resolved at each attempt, because it may not resolve yet or may
+        get another address."""
         deadline, logged_at, problem = time.monotonic() + left_s, time.monotonic(), ""
         while True:
             try:
@@ -335,9 +336,10 @@ class EndpointStore:
             time.sleep(0.3)
 
     def _opens_store(self, endpoint: Endpoint) -> bool:
-        """Return whether this process serves the rendezvous store, and open it the first time. Of
-        two processes on one host, the first one serves, or the one with `node_rank: 0`. A negative
-        result is not final: the name of a host that came back may still have its old address."""
+        """Return whether this process serves the rendezvous store, and open it the first time. If
+        there are two processes on one host, the first one or the one with `node_rank: 0` serves it.
+        A negative result is not final: the name of a host that was replaced may still resolve to
+        its old address."""
         from torch.distributed import DistError, TCPStore
 
         if self.is_host is not None:
@@ -350,7 +352,7 @@ class EndpointStore:
                 raise _in_use(endpoint)
             return False
         try:
-            # elastic opens its own store in this process at the same port and shares this one
+            # elastic opens a store in this process at the same port, which shares this one.
             self._store = TCPStore(
                 endpoint.address, endpoint.port, is_master=True, wait_for_workers=False,
                 multi_tenant=True, timeout=timedelta(seconds=60),
@@ -377,11 +379,11 @@ class EndpointStore:
                 logger.warning(warning, extra=CONSOLE_ONLY)
 
     def check_clock(self, endpoint: Endpoint) -> None:
-        """Check that the clocks of the hosts agree, because elastic compares heartbeats with wall
-        clocks.
+        """Check that the clocks of the hosts agree, because elastic compares heartbeat times with
+        the local wall clock.
 
         Raises:
-            ConfigError: the clock of this host differs from that of another one.
+            ConfigError: if the clock of this host differs from that of another host.
         """
         from torch.distributed import TCPStore
 

@@ -1,9 +1,10 @@
-"""Find out why the previous round ended.
+"""Determine why the previous round ended.
 
-Each rank leaves records in a folder of its host's agent, which outlives the rank: that it started,
-how it ended, that it was terminated. The agent adds the exit code of its workers if it can read it.
-At the next rendezvous the ranks exchange the records and report the earliest failure that is not a
-consequence of another one. A rank without a record of its end was killed. A missing host was lost.
+Each rank writes records to a folder of its host's agent, which outlives the rank: that it started,
+how it ended, and that it was terminated. The agent adds the exit codes of its workers if it can
+read them. At the next rendezvous the ranks exchange these records and report the earliest failure
+that is not a consequence of another one. A rank without a record of how it ended was killed, and a
+host that is missing was lost.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from paceline.core.files import write_json_atomic
 from paceline.core.processes import exit_text, pid_alive
 from paceline.launch.restart import PolicyState
 
-#: How Gloo, NCCL and torch's stores report that a peer has ended.
+#: Messages with which Gloo, NCCL and torch's stores report that a peer has exited.
 _PEER_CLOSED = re.compile(
     r"connection (closed|reset|refused|was likely closed)|broken pipe|timed? ?out|remote process"
     r" exited|DistNetworkError|"
@@ -36,7 +37,7 @@ _PEER_CLOSED = re.compile(
 
 
 class StartRecord(TypedDict):
-    """Written when a rank starts. ``time``: seconds since the epoch."""
+    """Written when a rank starts. ``time`` is in seconds since the epoch."""
 
     rank: int
     host: str
@@ -45,7 +46,7 @@ class StartRecord(TypedDict):
 
 
 class ExitRecord(TypedDict):
-    """Written by the agent. ``code``: None if it could not be read."""
+    """Written by the agent when a rank exits. ``code`` is None if it could not be read."""
 
     pid: int
     code: int | None
@@ -53,7 +54,7 @@ class ExitRecord(TypedDict):
 
 
 class TerminatedRecord(TypedDict):
-    """Written when SIGTERM arrives."""
+    """Written when a rank receives SIGTERM."""
 
     time: float
 
@@ -68,7 +69,7 @@ class Record(TypedDict, total=False):
 
 
 class AgentState(TypedDict, total=False):
-    """What an agent knows about the previous round."""
+    """The state of the previous round that an agent stores."""
 
     node_rank: int
     hosts: list[str]
@@ -83,7 +84,7 @@ RecordPart = StartRecord | Outcome | TerminatedRecord | ExitRecord
 
 
 class AgentFolder:
-    """The folder in which the ranks of one agent leave records for the next round."""
+    """The folder to which the ranks of one agent write records for the next round."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -114,7 +115,7 @@ class AgentFolder:
         return pids
 
     def read_state(self) -> AgentState:
-        """Return what :meth:`write_state` has written in earlier rounds."""
+        """Return the state that :meth:`write_state` has written in earlier rounds."""
         try:
             return cast(AgentState, dict(json.loads((self.path / "state.json").read_text())))
         except (OSError, ValueError, TypeError):
@@ -134,7 +135,7 @@ def folder_of_agent(call: int = 0) -> AgentFolder:
     user. Remove the folders of agents that have ended.
 
     Args:
-        call: the number of the call of ``paceline.train()`` in this process.
+        call: number of the call of ``paceline.train()`` in this process.
     """
     agent = os.getppid()
     try:
@@ -154,9 +155,8 @@ def folder_of_agent(call: int = 0) -> AgentFolder:
 
 
 def watch_termination(folder: AgentFolder, local_rank: int) -> None:
-    """Record the time at which SIGTERM arrives, even while the main thread waits inside a
-    collective. After a failure, an agent sends it to the other ranks, which have not failed
-    themselves."""
+    """Record the time at which SIGTERM arrives, even while the main thread waits in a collective.
+    After a failure, an agent sends SIGTERM to the ranks that did not fail themselves."""
     if threading.current_thread() is not threading.main_thread():
         return
     reading, writing = os.pipe()
@@ -172,7 +172,7 @@ def watch_termination(folder: AgentFolder, local_rank: int) -> None:
 
 
 def is_secondary(outcome: Outcome) -> bool:
-    """Return whether an outcome only reports that a peer has ended."""
+    """Return whether an outcome only reports that a peer has exited."""
     return outcome.get("of_all") is not True and bool(
         _PEER_CLOSED.search(str(outcome.get("text", "")))
     )
@@ -180,8 +180,8 @@ def is_secondary(outcome: Outcome) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure in the previous round. ``outcome``: for the restart policy, as of
-    :func:`paceline.launch.local.outcome_of`."""
+    """A failure in the previous round. ``outcome`` is passed to the restart policy and has the form
+    of :func:`paceline.launch.local.outcome_of`."""
 
     ranks: list[int]
     host: str
@@ -192,13 +192,13 @@ class Failure:
 def first_failure(
     records: Sequence[Record], hosts: Sequence[str], previous_hosts: Sequence[str]
 ) -> Failure | None:
-    """Return the failure that ended the previous round; None if a host joined, or if this is the
-    first round.
+    """Return the failure that ended the previous round, or None if it ended because a host joined
+    or if this is the first round.
 
     Args:
-        records: the records that each rank of this round has found in its agent's folder.
-        hosts: the hosts of this round.
-        previous_hosts: name of each rank's host in the previous round, as rank 0 recorded it.
+        records: records that each rank of this round has read from its agent's folder.
+        hosts: names of the hosts of this round.
+        previous_hosts: name of each rank's host in the previous round, as recorded by rank 0.
     """
     recorded = [record for record in records if "start" in record]
     failures = [failure for record in recorded if (failure := _failure_of(record)) is not None]
@@ -209,8 +209,8 @@ def first_failure(
         if not known_ranks.intersection(ranks):
             primary.append(_lost_host(host, ranks, came_back=host in hosts))
     candidates = primary or failures
-    # First what a rank reports about all ranks; then failures of unknown time, because a killed
-    # process cannot record it; then by time.
+    # Prefer a failure that a rank reports about all ranks, then failures of unknown time (a killed
+    # process cannot record it), then the earliest one.
     return min(
         candidates,
         key=lambda failure: (

@@ -1,6 +1,6 @@
-"""Prepare a run on several hosts: the ranks check that their hosts match, and derive the same plan.
+"""Prepare a run on several hosts: check that the hosts match, and agree on one plan for all ranks.
 
-Only rank 0 reads the run's folder; the other ranks receive the state of the folder from it.
+Only rank 0 reads the run's folder. It sends the state of the folder to the other ranks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 #: Strategies whose ranks may compute on devices of different types, over Gloo.
 MIXED_DEVICES = ("ddp", "local_sgd")
 _VISIBLE_WITHIN_S = 10.0
-#: File systems of one machine, where files of other hosts are never visible.
+#: Types of local file systems, on which files of other hosts are never visible.
 _LOCAL_FILE_SYSTEMS = frozenset([
     "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "f2fs", "vfat", "ntfs3",
     "apfs", "ramfs",
@@ -78,10 +78,10 @@ _LOCAL_FILE_SYSTEMS = frozenset([
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What an agent sends to its ranks.
+    """The request for a run that an agent sends to its ranks.
 
     Args:
-        layout: the agent's choice for the ranks that it expects, if any.
+        layout: layout that the agent chose for the ranks that it expects, or None.
         printed: messages that the agent has already printed.
     """
 
@@ -93,7 +93,7 @@ class RunRequest:
 
 
 class _Rejected(Exception):
-    """All ranks end with this outcome."""
+    """Raised on all ranks to end the run with ``outcome``."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome["text"])
@@ -101,7 +101,7 @@ class _Rejected(Exception):
 
 
 def train_member(request: RunRequest, member: Membership, stop: StopFlag) -> Outcome:
-    """Continue from the previous round, plan with the other ranks, and train."""
+    """Continue from the previous round, agree on a plan with the other ranks, and train."""
     from paceline.launch.worker import run_guarded
 
     if member.round.is_first:
@@ -151,10 +151,10 @@ def _prepare(
     """Prepare the run in the same way on all ranks. A collective.
 
     Args:
-        stack: holds the lock of the run's folder.
+        stack: exit stack that holds the lock of the run's folder.
 
     Raises:
-        _Rejected: a rank found a mistake, or the hosts differ.
+        _Rejected: if a rank found an error in the config, or if the hosts do not match.
     """
     round_ = member.round
 
@@ -206,10 +206,10 @@ def _prepare(
 
 
 def _on_all_ranks(member: Membership, name: str, action: Callable[[], Any]) -> Any:
-    """Run ``action``. If it fails on some rank, all ranks end. A collective.
+    """Run ``action`` on every rank. If it fails on any rank, all ranks end. A collective.
 
     Raises:
-        _Rejected: it failed on some rank.
+        _Rejected: if the action failed on any rank.
     """
     result, problem = None, None
     try:
@@ -250,7 +250,8 @@ def _compare(round_: Any, name: str, values: dict[str, JsonValue]) -> None:
 
 # -- the run's folder
 def _sees_run_folder(member: Membership, output_dir: Path) -> bool:
-    """Return whether this rank's host sees the run's folder of rank 0's host. A collective."""
+    """Return whether this rank's host can access the run's folder on rank 0's host. A
+    collective."""
     round_ = member.round
     if len(set(round_.hosts)) == 1:
         return True
@@ -272,7 +273,7 @@ def _sees_run_folder(member: Membership, output_dir: Path) -> bool:
 
 
 def _is_visible(file: Path, token: str) -> bool:
-    """Return whether this host sees what rank 0 has written to ``file``."""
+    """Return whether this host can read the token that rank 0 has written to ``file``."""
     deadline = time.monotonic() + (0.0 if _is_on_a_local_disk(file.parent) else _VISIBLE_WITHIN_S)
     while True:
         with contextlib.suppress(OSError):
@@ -352,8 +353,8 @@ def _code_digest() -> str:
 def difference(
     first: dict[str, JsonValue], other: dict[str, JsonValue], first_host: str, other_host: str
 ) -> str | None:
-    """Return an error message about how the values of ``other_host`` differ from those of
-    ``first_host``; None if they are equal."""
+    """Return an error message that lists how the values of ``other_host`` differ from those of
+    ``first_host``, or None if they are equal."""
     differing = [
         f"{name}: {other.get(name)!r} on {other_host}, {first.get(name)!r} on {first_host}"
         for name in {**first, **other}
@@ -368,10 +369,13 @@ def difference(
 
 
 def run_under_agent(loaded: Loaded, options: TrainOptions, started_at: float) -> TrainResult:
-    """Run this rank. ``started_at``: seconds since the epoch.
+    """Run this rank of a run that an elastic agent, such as torchrun, has started.
+
+    Args:
+        started_at: start time of the command, in seconds since the epoch.
 
     Raises:
-        PacelineError: with its exit code and one paragraph of text.
+        PacelineError: if the run failed, with the exit code and one paragraph of text.
     """
     if from_environment().rank == 0:
         configure_logging()

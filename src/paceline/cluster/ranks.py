@@ -1,9 +1,9 @@
-"""Number the ranks of a round that an elastic agent starts, and let them exchange values before
-they train.
+"""Assign ranks in a round that an elastic agent starts, and let them exchange values before they
+train.
 
 torch elastic numbers the hosts by (address, process ID) at every rendezvous, so rank 0 may move to
-another host after a restart. That would change the order in which gradients are summed, and the
-host that writes the run's folder. The ranks therefore number themselves: the endpoint host first,
+another host after a restart. That would change the order in which gradients are summed and the host
+that writes the run's folder. Paceline therefore assigns the ranks itself: the endpoint host first,
 then the others in the order of the previous round.
 """
 
@@ -29,12 +29,12 @@ class HostEntry:
     """A host in a round.
 
     Args:
-        host: its name.
-        group_rank: its number from elastic.
-        num_ranks: of this host.
-        is_endpoint: whether this host is the rendezvous endpoint; None if that is not known.
+        host: name of the host.
+        group_rank: number that elastic assigned to the host.
+        num_ranks: number of ranks on the host.
+        is_endpoint: whether the host is the rendezvous endpoint, or None if unknown.
         node_rank: `parallel.node_rank`, or None for `auto`.
-        previous: its number in the previous round, or None.
+        previous: number of the host in the previous round, or None.
     """
 
     host: str
@@ -46,9 +46,9 @@ class HostEntry:
 
 
 def ordered(hosts: Sequence[HostEntry]) -> list[HostEntry]:
-    """Return the hosts in the order of their ranks: the endpoint host first, then each at its
-    `node_rank` or its previous number if that is free; the others fill the gaps in elastic's
-    order."""
+    """Return the hosts in the order of their ranks. The endpoint host comes first. Other hosts get
+    their `node_rank` or their previous number if it is free, and the remaining ones fill the gaps
+    in elastic's order."""
     by_group = sorted(hosts, key=lambda host: host.group_rank)
     first = next((host for host in by_group if host.is_endpoint), None)
     rest = [host for host in by_group if host is not first]
@@ -72,9 +72,9 @@ class Round:
     """The ranks of one round, before a process group exists.
 
     Args:
-        env: this rank's numbers.
-        hosts: name of each rank's host, in the order of the ranks.
-        node_rank: this host's number.
+        env: rank, local rank and world sizes of this rank.
+        hosts: name of each rank's host, ordered by rank.
+        node_rank: number of this host.
     """
 
     env: RankEnv
@@ -87,12 +87,13 @@ class Round:
         return self.env.rank == 0
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """Return each rank's value (JSON) by rank. Every rank calls this once per ``name``."""
+        """Return the values (JSON) of all ranks, by rank. Every rank calls this once per
+        ``name``."""
         self.store.set(f"{name}/{self.env.rank}", json.dumps(value))
         return [self._get(f"{name}/{rank}") for rank in range(self.env.world_size)]
 
     def broadcast(self, name: str, value: Any) -> Any:
-        """Return the value (JSON) of rank 0 on every rank."""
+        """Return rank 0's value (JSON) on every rank."""
         if self.is_first:
             self.store.set(name, json.dumps(value))
             return value
@@ -119,19 +120,19 @@ class Round:
         return json.loads(self.store.get(key))
 
 
-# the store of this round, if this process serves it; kept until the process ends
+#: The store of this round if this process serves it. It is kept open until the process exits.
 _server: Any = None
 
 
 def enter_round(entry: HostEntry, call: int = 0) -> Round:
-    """Number the ranks of this round, and set the numbers in the environment.
+    """Assign the ranks of this round, and set them in the environment.
 
     Args:
-        entry: of this process's host.
-        call: see :func:`~paceline.cluster.rounds.next_call`.
+        entry: entry of this process's host.
+        call: number from :func:`~paceline.cluster.rounds.next_call`.
 
     Raises:
-        RunError: the store of the round cannot be reached.
+        RunError: if the store of the round cannot be reached.
     """
     env, store = from_environment(), _open_store(call)
     store.set(f"numbering/{env.rank}", json.dumps({**asdict(entry), "local_rank": env.local_rank}))
@@ -152,14 +153,14 @@ def enter_round(entry: HostEntry, call: int = 0) -> Round:
 
 
 def _open_store(call: int) -> Any:
-    """Return a client of the store of this round, at MASTER_ADDR. All ranks are clients, whichever
-    process serves it."""
+    """Return a client of the store of this round at MASTER_ADDR. All ranks are clients, regardless
+    of which process serves the store."""
     global _server
     from torch.distributed import DistError, PrefixStore, TCPStore, is_initialized
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=_STORE_TIMEOUT_S)
-    # An agent serves it, or a process group was already formed with it.
+    # The store is served by an agent, or a process group already uses it.
     is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or is_initialized()
     try:
         if not is_served and int(os.environ["RANK"]) == 0:

@@ -1,5 +1,5 @@
-"""Elastic's c10d rendezvous with two time limits: one for the first round, and one for hosts that
-rejoin later."""
+"""Elastic's c10d rendezvous with separate time limits for the first round and for hosts that rejoin
+later."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,7 +24,7 @@ BACKEND = "paceline-c10d"
 
 
 class TwoLimits(RendezvousTimeout):
-    """Elastic's timeouts, with ``rejoin`` instead of ``join`` once ``has_run()`` is true."""
+    """Elastic's timeouts, with ``rejoin`` in place of ``join`` once ``has_run()`` is true."""
 
     def __init__(
         self, join: timedelta, rejoin: timedelta, last_call: timedelta, has_run: Callable[[], bool]
@@ -34,7 +34,7 @@ class TwoLimits(RendezvousTimeout):
 
     @property
     def join(self) -> timedelta:
-        """How long this host waits for the others now."""
+        """How long this host currently waits for the other hosts."""
         return self._rejoin if self._has_run() else self._join
 
 

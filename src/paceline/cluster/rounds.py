@@ -1,5 +1,5 @@
-"""A round of a run as a rank sees it: join it, decide how it follows from the previous round, and
-record how the rank ends for the next one.
+"""Take part in a round of a run: join it, decide how it follows from the previous round, and record
+for the next one how this rank ended.
 
 The same code runs under Paceline's own agent (:mod:`paceline.cluster.elastic`), torchrun and
 `accelerate launch`.
@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Membership:
-    """This rank in its round.
+    """The membership of this rank in its round.
 
     Args:
-        record: of the rank with the same local rank in the previous round.
-        can_restart: the agent restarts the ranks when one of them fails.
+        record: record of the rank with the same local rank in the previous round.
+        can_restart: whether the agent restarts the ranks if one of them fails.
         agent_pid: process ID of the agent.
     """
 
@@ -54,12 +54,12 @@ class Membership:
         self.folder.write(self.round.env.local_rank, "end", record)
 
     def policy_state(self) -> PolicyState | None:
-        """Return what the restart policy has counted so far."""
+        """Return the state of the restart policy after the previous round, or None."""
         return self.folder.read_state().get("recovery")
 
     def fail(self, text: str, blamed: Sequence[int]) -> None:
-        """Record a fault of the run and end this process. Any thread may call this while the main
-        thread is blocked."""
+        """Record a fault of the run and exit. Any thread may call this, even while the main thread
+        is blocked."""
         self.end({**failed_outcome(text), "fault": True, "of_all": True, "blamed": list(blamed)})
         os._exit(EXIT_FAILED)
 
@@ -68,8 +68,8 @@ _num_calls = 0
 
 
 def next_call() -> int:
-    """Return the number of this call of ``paceline.train()`` in this process. It keeps calls apart
-    from the records and keys of earlier ones, which remain in the agent's folder and store."""
+    """Return the number of this call of ``paceline.train()`` in this process. It separates the call
+    from the records and keys of earlier calls, which remain in the agent's folder and store."""
     global _num_calls
     _num_calls += 1
     return _num_calls - 1
@@ -84,14 +84,14 @@ def join_round(
     can_restart: bool,
     call: int = 0,
 ) -> Membership:
-    """Number the ranks of the round that the environment describes, and record that this rank has
-    started.
+    """Join the round that the environment describes: assign its ranks, and record that this rank
+    has started.
 
     Args:
-        call: from :func:`next_call`.
+        call: number from :func:`next_call`.
 
     Raises:
-        RunError: the store of the round cannot be reached.
+        RunError: if the store of the round cannot be reached.
     """
     local_rank = int(os.environ["LOCAL_RANK"])
     record = folder.take(local_rank)
@@ -120,10 +120,10 @@ class Restart(TypedDict):
     """How this round follows from the previous one.
 
     Args:
-        is_first: there was no previous round.
-        fault: the `fault` event of the failure that ended it, if any.
-        failed: the outcome with which all ranks end now, if no restart follows the failure.
-        global_batch_size: of the previous round.
+        is_first: whether this is the first round.
+        fault: `fault` event of the failure that ended the previous round, or None.
+        failed: outcome with which all ranks end now if the failure is not followed by a restart.
+        global_batch_size: global batch size of the previous round.
     """
 
     is_first: bool
@@ -139,12 +139,12 @@ def follow(member: Membership, config: Config) -> Restart:
     records = round_.gather("records", member.record)
     states: list[AgentState] = round_.gather("states", member.folder.read_state())
     state = states[0]
-    if "hosts" not in state:  # the agent of rank 0 is new: use what the latest other one knows
+    if "hosts" not in state:  # rank 0's agent is new: use the state of another agent
         state = max(states, key=lambda known: known.get("entered_at", 0.0))
     decision = _decide(member, records, state, config) if round_.is_first else None
     policy, restart = round_.broadcast("restart", decision)
     if round_.env.local_rank == 0:
-        # written on every host, because the host of rank 0 may be lost together with its agent
+        # Written on every host, because rank 0's host may be lost together with its agent.
         member.folder.write_state(
             {
                 "node_rank": round_.node_rank,
@@ -190,8 +190,8 @@ def _decide(
 
 
 def agree(member: Membership, name: str, problem: Outcome | None) -> Outcome | None:
-    """Return on all ranks the first problem of any rank, with which all of them end. A
-    collective."""
+    """Return the first problem that any rank reports, or None, on all ranks, so that all of them
+    end with the same outcome. A collective."""
     hosts, problems = member.round.hosts, member.round.gather(name, problem)
     for rank, outcome in enumerate(problems):
         if outcome is not None:
@@ -202,5 +202,5 @@ def agree(member: Membership, name: str, problem: Outcome | None) -> Outcome | N
 
 
 def config_problem(text: str, exit_code: int = EXIT_USAGE) -> Outcome:
-    """Return the outcome of a rank that found a mistake before anything was started."""
+    """Return the outcome of a rank that found an error in the config before training started."""
     return {**failed_outcome(text, exit_code), "fault": False}
