@@ -1,4 +1,4 @@
-"""The work of a step and its cost, as numbers. Imports no torch."""
+"""Describe the work of a training step and its estimated cost. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ class Workload:
     """The work of one step on one replica.
 
     Args:
-        micro_batches: their number.
-        positions: mean number of tokens of a micro-batch with padding (of samples, if there are no
-            tokens).
-        activation_bytes: bytes kept for backward of one micro-batch through the full model on one
-            rank; 0 if unknown.
-        block_activation_bytes: the part of it for each block, in order of ``ModelShape.blocks``;
-            empty if unknown.
-        distinct: for each embedding table the mean number of distinct ids of a micro-batch, by
-            server of the parameter server, counted in the data; empty if unknown.
+        micro_batches: number of micro-batches.
+        positions: mean number of tokens in a micro-batch including padding, or of samples if the
+            data has no tokens.
+        activation_bytes: bytes that are kept for backward after the forward pass of one micro-batch
+            through the full model on one rank; 0 if unknown.
+        block_activation_bytes: the part of ``activation_bytes`` for each block, in the order of
+            ``ModelShape.blocks``; empty if unknown.
+        distinct: mean number of distinct ids in a micro-batch for each embedding table, by server
+            of the parameter server, counted in the data; empty if unknown.
     """
 
     micro_batches: int = 1
@@ -31,11 +31,13 @@ class Workload:
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes on the rank with the most, and bytes per step of the rank that sends most, by
-    collective (all_reduce, reduce_scatter, all_gather, broadcast, send).
+    """The estimated cost of a step: bytes of memory on the rank that needs the most, and bytes per
+    step of the rank that sends the most, by collective (all_reduce, reduce_scatter, all_gather,
+    broadcast, send).
 
     Args:
-        traffic_is_bound: the traffic is an upper bound, and may be much less.
+        traffic_is_bound: whether the traffic is an upper bound that may be far above the actual
+            traffic.
     """
 
     parameters: int

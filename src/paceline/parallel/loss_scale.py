@@ -14,11 +14,11 @@ GROWTH_INTERVAL = 2000
 
 
 class LossScaler:
-    """The factor of the loss that keeps small gradients from vanishing in float16.
+    """Scales the loss so that small gradients do not underflow in float16.
 
-    It is a power of two, so gradients are unscaled without rounding. It is halved after a step
-    whose gradient was not finite, and doubled after :data:`GROWTH_INTERVAL` steps without one. It
-    stays on the device, so no step waits for the host.
+    The scale is a power of two, so that unscaling gradients does not round them. It is halved after
+    a step whose gradient was not finite, and doubled after :data:`GROWTH_INTERVAL` steps without
+    such a gradient. It stays on the device, so that the host does not have to wait for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class LossScaler:
         self.growth_tracker = torch.zeros((), dtype=torch.int64, device=device)
 
     def update(self, finite: torch.Tensor | bool) -> None:
-        """Adapt the scale after a step. ``finite``: whether its gradient was finite; the same on
+        """Adapt the scale after a step. ``finite`` is whether its gradient was finite, the same on
         all ranks that share gradients."""
         ok = torch.as_tensor(finite, device=self.scale.device)
         steps = torch.where(ok, self.growth_tracker + 1, 0)
@@ -36,7 +36,7 @@ class LossScaler:
         self.growth_tracker.copy_(torch.where(grows, 0, steps))
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return a copy on the CPU, for a checkpoint."""
+        """Return a copy of the state in host memory, for a checkpoint."""
         return {
             "scale": self.scale.double().cpu(),
             "growth_tracker": self.growth_tracker.cpu().clone(),

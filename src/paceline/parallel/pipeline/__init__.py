@@ -1,1 +1,1 @@
-"""Pipeline parallelism."""
+"""Pipeline parallelism: divide a model into stages and run micro-batches through them."""

@@ -1,10 +1,10 @@
-"""Partitions a model in place: its own forward runs on every stage, and the blocks of other stages
-pass their input through.
+"""Partition a model in place. Every stage runs the model's own forward, in which blocks of other
+stages pass their input through.
 
-On a stage that is not the first, earlier values are placeholders: tensors of the right shape that
-contain NaN and take no memory. The block before the stage's first returns what was received. On a
-stage that is not the last, the call of the block after its last ends the forward. So masks,
-positions, packing and the loss stay those of the model and the task.
+On every stage but the first, earlier values are placeholders: tensors of the right shape that
+contain NaN and take no memory. The block before the first one of the stage returns the received
+tensor. On every stage but the last, calling the block after the last one of the stage ends the
+forward. So masks, positions, packing and the loss are computed by the model and the task as usual.
 """
 
 import copy
@@ -140,7 +140,8 @@ class PartitionedModel:
         """Return the hidden states after ``stage``, or the result of ``call`` on the last stage.
 
         Raises:
-            RunError: the blocks do not run in order, or not on each other's outputs.
+            RunError: if the blocks do not run in order, or if the input of a block is not the
+                output of the previous one.
         """
         self._first, self._beyond = self.division.blocks[stage]
         return self._run(
@@ -183,8 +184,8 @@ def partition_error(reason: str) -> RunError:
 
 
 def placeholder(like: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    """Return a tensor of that shape without memory: NaN, so that results computed from it are
-    noticed, or zero for integers."""
+    """Return a tensor with the shape of ``like`` that takes no memory. It contains NaN, so that
+    results computed from it are detected, or zeros for integer dtypes."""
     value = float("nan") if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=device or like.device).expand(like.shape)
 
@@ -195,10 +196,10 @@ def _replace_by_placeholder(module: nn.Module, leaf: str, parameter: torch.Tenso
 
 
 def drop(model: nn.Module, division: StagePlan, local_stages: list[int]) -> None:
-    """Free the parameters and buffers of other ranks' stages.
+    """Free the parameters and buffers of stages on other ranks.
 
-    A parameter is replaced by a placeholder without memory, since some models read the device or
-    dtype of their embedding; a buffer by None.
+    Parameters are replaced by placeholders that take no memory, because some models read the device
+    or dtype of their embedding. Buffers are replaced by None.
     """
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""

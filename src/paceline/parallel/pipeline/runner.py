@@ -1,9 +1,9 @@
-"""Pipeline parallelism: consecutive blocks on different ranks, between which micro-batches are
-passed.
+"""Run a model as a pipeline: consecutive blocks are on different ranks, which pass micro-batches to
+each other.
 
-A component of a strategy: it partitions the model in place, runs the schedules of
-torch.distributed.pipelining, evaluates stage by stage, and knows which rank holds and owns which
-tensors.
+This component of a strategy partitions the model in place, runs the schedules of
+torch.distributed.pipelining, evaluates stage by stage, and determines which rank holds and owns
+which tensors.
 """
 
 from collections.abc import Callable
@@ -49,15 +49,16 @@ class PipelineRunner:
     """Runs this rank's stages of a model.
 
     Args:
-        model: the full model, with the same values on every rank of the pipeline; partitioned in
+        model: full model with the same values on every rank of the pipeline. It is partitioned in
             place.
-        comm: the ranks of the pipeline, in the order of the stages.
-        config: the config, for ``parallel.pipeline_schedule`` and ``parallel.stages_per_rank``.
-        run: a forward of the task, to find the order of modules of a model whose inputs are not
-            known.
+        comm: communicator of the pipeline's ranks, in the order of the stages.
+        config: config, of which ``parallel.pipeline_schedule`` and ``parallel.stages_per_rank`` are
+            used.
+        run: function that runs a forward pass of the task, to determine the order of modules in a
+            model whose inputs are unknown.
 
     Raises:
-        ConfigError: the model has too few blocks, or cannot run as a pipeline.
+        ConfigError: if the model has too few blocks or cannot run as a pipeline.
     """
 
     def __init__(
@@ -134,17 +135,18 @@ class PipelineRunner:
                 self.comm.wait(work)
             parts[self.comm.rank] = local
             total = torch.zeros_like(local)
-            for rank in ranks:  # in the same order on all ranks, so that every copy is bit-equal
+            for rank in ranks:  # in the same order on all ranks, so that copies are bit-identical
                 total += parts[rank]
             with torch.no_grad():
                 gradient.copy_(total)
 
     # -- a step
     def backward(self, micro_step: MicroStep, num_micro_batches: int) -> None:
-        """Run forward and backward over the micro-batches by the schedule, adding to ``.grad``.
+        """Run forward and backward over the micro-batches in the order of the schedule, and add the
+        gradients to ``.grad``.
 
-        ``micro_step`` returns the loss on the rank of the last stage; on the others it is ended
-        early.
+        ``micro_step`` returns the loss on the rank of the last stage. On other ranks, its forward
+        pass ends early.
         """
         self._micro_step = micro_step
         shapes = self._shapes(num_micro_batches)
@@ -263,10 +265,10 @@ class PipelineRunner:
     def evaluate(
         self, run: Callable[[nn.Module], dict[str, torch.Tensor]], model: nn.Module
     ) -> dict[str, torch.Tensor] | None:
-        """Run ``run(model)`` through the stages; a collective of the pipeline.
+        """Run ``run(model)`` through the stages. A collective of the pipeline.
 
         Returns:
-            The result on the rank of the last stage, None on the others.
+            The result on the rank of the last stage, and None on the others.
         """
         with torch.no_grad(), uncounted():
             return self._forward(lambda: run(model), {}, with_last=True)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Assigns a model's tensors to pipeline stages, from names and sizes alone. Imports no torch."""
+"""Assign a model's tensors to pipeline stages, based on their names and sizes. Imports no torch."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -52,7 +52,8 @@ def divide(
     buffers: Iterable[str] = (),
     phases: Mapping[str, Collection[str]] | None = None,
 ) -> StagePlan:
-    """Assign the blocks to ``num_stages`` contiguous stages, the largest as small as possible.
+    """Assign the blocks to ``num_stages`` contiguous stages, and keep the largest stage as small as
+    possible.
 
     Modules used before the blocks (embeddings) count to the first stage, those used after them
     (norm, head) to the last. The size of a stage is its number of elements, which is proportional

@@ -1,1 +1,1 @@
-"""Tensor parallelism on plain tensors."""
+"""Tensor parallelism and sequence parallelism on plain tensors."""

@@ -94,12 +94,13 @@ class TensorParallelizer:
     Args:
         model: the full model, with the same values on every rank of the group; on the CPU or the
             rank's device.
-        group: the ranks along the axis "tensor".
-        settings: ``tensor_plan`` and ``sequence_parallel`` are used.
-        plan: module → style, if it is already known (it cannot be found for a pipeline stage).
+        group: communicator along the axis "tensor".
+        settings: settings of which ``tensor_plan`` and ``sequence_parallel`` are used.
+        plan: style of each module, if already known. It cannot be derived from a pipeline stage.
 
     Raises:
-        ConfigError: there is no plan, or the ranks do not divide the sizes; lists sizes that fit.
+        ConfigError: if there is no plan, or if the layers cannot be divided evenly by the number of
+            ranks. The message lists sizes that fit.
     """
 
     def __init__(
@@ -151,8 +152,8 @@ class TensorParallelizer:
             ]
             row_biases = {id(layer.bias) for layer in row_layers}
             partial += tokens.partial(row_biases.union(self._slices))
-        #: Trained parameters that are not split, of whose gradient each rank computes a part: to be
-        #: summed over the group.
+        #: Trained parameters that are not split but whose gradients are partial on each rank and
+        #: must be summed over the group.
         self.partial = [
             parameter
             for parameter in {id(tensor): tensor for tensor in partial}.values()
@@ -389,7 +390,7 @@ class _SharedInput:
 
 
 class ShardedDropout(nn.Module):
-    """Applies dropout to this rank's part of the features, with the mask of all features."""
+    """Applies dropout to this rank's part of the features, using its part of the full mask."""
 
     def __init__(self, p: float, group: Communicator) -> None:
         super().__init__()
