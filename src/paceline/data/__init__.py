@@ -1,2 +1,1 @@
-"""Sources and formats, tokenising, packing, the sample order, the loader with a saveable
-position."""
+"""Data: sources, formats, tokenization, packing, the order of samples, and the resumable loader."""

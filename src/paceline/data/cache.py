@@ -1,5 +1,5 @@
-"""Cache entries, keyed by their inputs. One process at a time builds an entry, completely or not at
-all."""
+"""A cache on disk, keyed by the inputs of each entry. One process at a time builds an entry,
+completely or not at all."""
 
 import errno
 import hashlib
@@ -16,14 +16,15 @@ from paceline.core.files import cache_dir, human_bytes, replace_dir
 
 #: Part of every key. Increase it when the stored data or its computation changes.
 LAYOUT = 2
-#: Files up to this size are hashed completely; of larger ones the size, the time and both ends.
+#: Files up to this size are hashed completely; for larger files, the size, the modification time
+#: and both ends are hashed.
 FULL_HASH_BYTES = 256 << 20
 _END_BYTES = 4 << 20
 
 
 def fingerprint(path: Path) -> list[Any]:
-    """Return what identifies the version of a file: the hash of its content, or the size, time and
-    ends of a large file."""
+    """Return values that identify the version of a file: the hash of its content or, for a large
+    file, its size, its modification time and both ends."""
     size = path.stat().st_size
     digest = hashlib.blake2b(digest_size=20)
     with open(path, "rb") as handle:
@@ -47,8 +48,8 @@ def build_once(final: Path, mark: str, build: Callable[[Path], None]) -> bool:
     """Build the folder ``final`` unless it exists. Return whether this call built it.
 
     ``build`` fills an empty staging folder, which is then renamed. An entry exists if it has the
-    file ``mark``. Of several processes one builds and the others wait. A lock ends with its
-    process, and the next build removes the staging folder of a killed one.
+    file ``mark``. If several processes call this, one builds and the others wait. The lock of a
+    killed process is released, and the next build removes its staging folder.
 
     Raises:
         ConfigError: the cache is not writable.
@@ -80,7 +81,8 @@ def build_once(final: Path, mark: str, build: Callable[[Path], None]) -> bool:
 
 @contextmanager
 def _lock(final: Path) -> Iterator[bool]:
-    """Hold the entry's lock. Yields False if the file system has no locks (some network homes)."""
+    """Hold the entry's lock. Yields False if the file system does not support locks (some network
+    home folders)."""
     import fcntl
 
     folder = cache_dir() / "locks"

@@ -1,7 +1,7 @@
-"""Collate token samples to batches: packed into one row without padding, or padded.
+"""Collate token samples into batches: packed into one row without padding, or padded.
 
-Both give the same loss and gradients. The language-model head is needed only where the next token
-carries loss, so a batch lists these positions and the other logits are never computed.
+Both give the same loss and gradients. The language-model head is needed only at positions whose
+next token has a loss, so a batch lists these positions, and the other logits are never computed.
 """
 
 import copy
@@ -29,7 +29,7 @@ class TokenBatch(TypedDict, total=False):
 
 def collate_packed(samples: Sequence[TokenSample]) -> TokenBatch:
     """Concatenate the samples in one row. position_ids start at 0 for each sample, which separates
-    them in attention.
+    samples in attention.
 
     Returns:
         input_ids, position_ids: int64 [1, tokens]; keep: int64 [labels], positions whose next token

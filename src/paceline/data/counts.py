@@ -1,4 +1,4 @@
-"""The accounting of the rows of a dataset."""
+"""Count the rows of a dataset that were read, kept and dropped."""
 
 from dataclasses import dataclass, field
 
@@ -7,8 +7,9 @@ from paceline.core.events import DataFigures
 
 @dataclass
 class DataCounts:
-    """Numbers of rows: read = kept + all dropped. ``truncated`` rows are kept. ``excluded_turns``:
-    assistant turns of the kept rows whose loss the data or the config disables."""
+    """Numbers of rows: ``read`` is the sum of ``kept`` and all ``dropped``, and ``kept`` includes
+    ``truncated``. ``excluded_turns`` counts the assistant turns in kept rows whose loss the data or
+    the config disables."""
 
     read: int = 0
     kept: int = 0

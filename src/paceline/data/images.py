@@ -1,4 +1,4 @@
-"""Images and their classes: scikit-learn's digits, and folders with one subfolder per class."""
+"""Image datasets: scikit-learn's digits, and folders with one subfolder per class."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _ALLOWED = (
 
 @dataclass(frozen=True)
 class ImageForm:
-    """The input of a model: images float32 [channels, height, width], ``(x - mean) / std`` of
-    pixels in [0, 1].
+    """The input format of a model: images float32 [channels, height, width], computed as ``(x -
+    mean) / std`` from pixels in [0, 1].
 
-    With ``height`` and ``width`` None the images keep their size (digits: 8 by 8).
+    If ``height`` and ``width`` are None, images keep their size (8 × 8 for the digits).
     """
 
     channels: int
@@ -93,8 +93,8 @@ def open_images(path: str, seed: int) -> ImageIndex:
     pixels.
 
     Args:
-        path: ``builtin:digits`` or a folder, with ``#N`` for the first N of a shuffle that ``seed``
-            fixes.
+        path: ``builtin:digits`` or a folder; with ``#N``, the first N images of a shuffle that
+            depends only on ``seed``.
 
     Raises:
         ConfigError: the folder does not exist, or has no class subfolders or readable images.
@@ -207,7 +207,7 @@ def _folder_index(folder: Path) -> ImageIndex:
 
 
 def _check_not_splits(folder: Path, subfolders: list[Path]) -> None:
-    """Raise ConfigError if the subfolders are splits, which have class folders of their own."""
+    """Raise ConfigError if the subfolders are splits, which contain the class folders."""
     split_names = set().union(*SPLITS.values())
     if not all(
         path.name.lower() in split_names and any(entry.is_dir() for entry in path.iterdir())
@@ -273,7 +273,7 @@ class ImageDataset:
             image = self._digit(index)
         if self.augment:
             image = _shift(image)
-            # Mirrored digits are not digits.
+            # Digits are not flipped, because a mirrored digit is not a digit.
             if self.pixels is None and bool(torch.rand(()) < 0.5):
                 image = image.flip(-1)
         if self.form.mean is not None and self.form.std is not None:

@@ -1,4 +1,5 @@
-"""Load the micro-batches of one rank from any step on. Loader processes do not affect them."""
+"""Load the micro-batches of one rank, starting at any step. They do not depend on the number of
+loader processes."""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def _loader(
         num_workers=options.num_workers,
         prefetch_factor=options.prefetch_factor if options.num_workers else None,
         pin_memory=options.pin_memory,
-        # Processes of a rank's default, the fork server, would have to import everything again.
+        # The default start method of a rank, the fork server, would have to import all modules
+        # again.
         multiprocessing_context="fork" if options.num_workers and sys.platform == "linux" else None,
         worker_init_fn=_loader_process_start if options.num_workers else None,
     )
@@ -91,7 +93,8 @@ def _loader_process_start(_worker: int) -> None:
     # Slurm or a user may send SIGTERM to all processes; the rank then finishes its step.
     end_by_parent_alone(signal.SIGTERM)
     torch.set_num_threads(1)
-    # However the rank ends, its loader processes must end too. Torch's check takes seconds.
+    # Loader processes must end whenever the rank ends, for any reason. Torch's check for that takes
+    # seconds.
     end_with_parent()
 
 
@@ -110,9 +113,9 @@ def train_steps(
 ) -> Iterator[list[MicroBatch]]:
     """Yield this rank's ``accumulation`` micro-batches of each step in [first_step, last_step).
 
-    Of the world size × accumulation micro-batches of a step, rank r has r × accumulation … (r + 1)
-    × accumulation - 1. With ``shares`` (micro-batches of each rank, with the same sum) it has
-    ``shares[r]``, after those of lower ranks.
+    A step has world size × accumulation micro-batches, of which rank r gets number r × accumulation
+    to (r + 1) × accumulation - 1. With ``shares`` (number of micro-batches of each rank, with the
+    same sum), rank r gets ``shares[r]`` micro-batches, after those of the lower ranks.
     """
     num_parts, first = world_size * accumulation, rank * accumulation
     if shares is not None:

@@ -26,8 +26,8 @@ _last_permutation = lru_cache(maxsize=1)(epoch_permutation)
 
 
 def split_even(indices: np.ndarray, parts: int) -> list[np.ndarray]:
-    """Split into ``parts`` consecutive pieces whose sizes differ by at most one; some are empty if
-    there are fewer samples. The larger pieces are spread (see
+    """Split into ``parts`` consecutive pieces whose sizes differ by at most one. If there are fewer
+    samples than parts, some pieces are empty. The larger pieces are spread evenly (see
     :func:`~paceline.core.formatting.edges`), so that ranks with several pieces get equal sums."""
     return np.split(indices, edges(len(indices), parts)[1:-1])
 
@@ -36,12 +36,12 @@ def split_by_length(indices: np.ndarray, lengths: np.ndarray, parts: int) -> lis
     """Distribute samples over ``parts`` so that the token sums are nearly equal.
 
     Assigns the longest samples first, each to the part with the fewest tokens so far (LPT; Graham
-    1969: at most 4/3 of the optimal maximum). Ties go to the lower part, so the result is fixed.
-    Within a part the samples keep their order in ``indices``.
+    1969: at most 4/3 of the optimal maximum). Ties go to the part with the lower index, so the
+    result is deterministic. Within a part the samples keep their order in ``indices``.
 
     Args:
-        indices: sample numbers of a global batch, int64 [batch].
-        lengths: tokens of every sample of the dataset, int64 [num_samples].
+        indices: sample indices of a global batch, int64 [batch].
+        lengths: number of tokens of every sample of the dataset, int64 [num_samples].
         parts: number of micro-batches.
     """
     loads = np.zeros(parts, dtype=np.int64)
@@ -59,12 +59,13 @@ class SampleOrder:
 
     Args:
         num_samples: size of the dataset.
-        batch_size: samples of a global batch.
+        batch_size: number of samples in a global batch.
         seed: the run's seed.
-        lengths: tokens of each sample, to balance micro-batches by tokens; None for equal counts in
-            order.
-        shuffle: shuffle each epoch; otherwise every epoch has the order of the dataset. In both
-            cases, balancing by tokens moves samples between the micro-batches of a global batch.
+        lengths: number of tokens of each sample, to balance micro-batches by tokens; None to split
+            by number of samples, in order.
+        shuffle: whether to shuffle each epoch; otherwise every epoch has the order of the dataset.
+            In both cases, balancing by tokens moves samples between the micro-batches of a global
+            batch.
     """
 
     num_samples: int
@@ -92,8 +93,8 @@ class SampleOrder:
         return self.epoch_order(epoch)[start:end]
 
     def micro_batches(self, step: int, parts: int) -> list[np.ndarray]:
-        """Split the global batch of a step into ``parts`` micro-batches; some are empty if it has
-        fewer samples."""
+        """Split the global batch of a step into ``parts`` micro-batches. Some are empty if the
+        batch has fewer samples than parts."""
         batch = self.global_batch(step)
         if self.lengths is None:
             return split_even(batch, parts)

@@ -1,4 +1,4 @@
-"""The training batches of one rank from any step on, and the evaluation dataset."""
+"""The data of one rank: training batches starting at any step, and the evaluation dataset."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,16 +8,16 @@ from paceline.data.order import SampleOrder
 
 
 class DataPipeline:
-    """Return this rank's micro-batches of each step. The iterator is created on demand, so
+    """Provides this rank's micro-batches of each step. The iterator is created on demand, so
     :meth:`seek`, :meth:`reshard` and :meth:`set_shares` take effect at the next step.
 
     Args:
-        train_dataset, eval_dataset: built by the task; no evaluation if the latter is None.
+        train_dataset, eval_dataset: the datasets that the task built; ``eval_dataset`` may be None.
         order: the samples of each step.
-        collate: converts a list of samples to a batch.
+        collate: converts a list of samples into a batch.
         last_step: number of steps of the run.
-        accumulation: micro-batches of a step on this rank; 0 on a rank without a share of the
-            batch.
+        accumulation: number of micro-batches per step on this rank; 0 on a rank without a share of
+            the batch.
         replica, num_replicas: index of this rank's share of the global batch, and number of shares.
     """
 
@@ -43,11 +43,11 @@ class DataPipeline:
         self.accumulation = accumulation
         self.replica = replica
         self.num_replicas = num_replicas
-        #: Micro-batches of each replica; None: ``accumulation`` each.
+        #: Number of micro-batches of each replica; None if each has ``accumulation``.
         self.shares: tuple[int, ...] | None = None
         #: Called with the micro-batches of each step, before they are used.
         self.observers: list[Callable[[list[MicroBatch]], None]] = []
-        self._step = 0  # of the next call of :meth:`next`
+        self._step = 0  # the step of the next call of :meth:`next`
         self._iterator: Iterator[list[MicroBatch]] | None = None
 
     def next(self) -> list[MicroBatch]:
@@ -82,7 +82,8 @@ class DataPipeline:
         self.replica, self.num_replicas = replica, num_replicas
 
     def set_shares(self, shares: tuple[int, ...] | None) -> None:
-        """Set the micro-batches of each replica from the next step on; None: equal shares."""
+        """Set the number of micro-batches of each replica from the next step on; None for equal
+        shares."""
         self.close()
         self.shares = shares
 

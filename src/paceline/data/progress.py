@@ -1,4 +1,4 @@
-"""A progress line on standard error for long work: rows, rate, remaining time."""
+"""Print the progress of tokenization on standard error: rows, rate and remaining time."""
 
 import contextlib
 import sys
@@ -13,11 +13,12 @@ _TERMINAL_EVERY_S, _PLAIN_EVERY_S = 0.2, 10.0
 
 
 class Progress:
-    """Count rows and print the progress of tokenization: one line that is redrawn on a terminal,
-    otherwise a new line every few seconds.
+    """Counts rows and prints the progress: on a terminal as one line that is redrawn, otherwise as
+    a new line every few seconds.
 
     Args:
-        total_bytes: size of all rows, or None if unknown; then no remaining time is printed.
+        total_bytes: size of all rows in bytes, or None if unknown; the remaining time is then
+            omitted.
     """
 
     def __init__(self, total_bytes: int | None, stream: TextIO | None = None) -> None:

@@ -1,9 +1,9 @@
 """Statistics of a dataset in tokens: lengths, exact duplicates, use of the vocabulary, and the
 effect of `max_length`; as JSON, text and a page.
 
-Everything is read from the token cache, with the same preparation as for training. If the config's
-own `max_length` has cut something, the dataset is tokenized a second time without a limit, into a
-separate entry, because the removed tokens are stored nowhere else.
+Everything is read from the token cache, with the same preparation as for training. If samples were
+cut at the `max_length` of the config, the dataset is tokenized again without a limit, into a
+separate entry, because the removed tokens are not stored.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from paceline.data.text.token_dataset import TokenDataset
 from paceline.data.text.tokenizer import load_tokenizer
 
 LIMITS = (128, 256, 512, 1024, 2048, 4096, 8192)
-#: No sample is as long. Fits in a signed 32-bit integer.
+#: A limit that no sample reaches and that fits in a signed 32-bit integer.
 NO_LIMIT = 2**31 - 1
 HEADS = ("max_length", "longer samples", "share", "dropped", "tokens lost", "share")
 _BAR_WIDTH = 40
@@ -379,7 +379,7 @@ def table(result: DatasetStats) -> str:
 
 
 def render_page(result: DatasetStats) -> str:
-    """Return the statistics as one HTML page, which works offline."""
+    """Return the statistics as one HTML page that can be opened offline."""
     from jinja2 import Environment, FileSystemLoader
 
     environment = Environment(

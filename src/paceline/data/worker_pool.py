@@ -1,5 +1,5 @@
-"""Worker processes for a long computation. They are spawned, ignore Ctrl-C and end with their
-block."""
+"""Start worker processes for a long computation. They are spawned, ignore Ctrl-C, and end with
+their ``with`` block."""
 
 import os
 import signal
@@ -20,10 +20,11 @@ def worker_pool(
     the block, after the running calls have returned, and with this process.
 
     Args:
-        kill_on_error: kill them if an exception leaves the block. Only for small arguments: before
-            Python 3.12 a pool with full pipes cannot be killed.
+        kill_on_error: whether to kill the processes if an exception leaves the block. Use it only
+            with small arguments, because before Python 3.12 a pool with full pipes cannot be
+            killed.
     """
-    # A fork would copy the locks of this process's threads in their current state.
+    # A fork would copy locks that other threads of this process hold at that moment.
     context = get_context("spawn")
     worker_end, own_end = context.Pipe(duplex=False)
     with hidden_main():

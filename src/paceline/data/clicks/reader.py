@@ -1,4 +1,4 @@
-"""Read a user's click log: a file with columns of labels, numbers and ids."""
+"""Read a click log of the user: a file with columns for the label, dense features and IDs."""
 
 import hashlib
 import math
@@ -20,7 +20,7 @@ _SHOWN = 12
 
 
 def read_clicks(path: str, settings: Recommend, train: Path | None = None) -> Path:
-    """Read a file into the cache, and return its cache folder.
+    """Read a file, store its rows in the cache, and return the cache folder.
 
     Args:
         train: for validation data, the cache folder of the training data, whose tables and
@@ -167,7 +167,7 @@ class _Reader:
         return [str(part).strip() for part in parts if str(part).strip()]
 
     def _id(self, column: int, name: str, value: str, number: int) -> int | None:
-        """Return the row of the table, or with a vocabulary the index of the value in order of
+        """Return the row in the table or, with a vocabulary, the index of the value in order of
         appearance."""
         if self.settings.id_mapping == "identity":
             row_id = _number(value)
@@ -198,8 +198,8 @@ class _Reader:
             )
 
     def _number_vocabulary(self) -> list[dict[str, int]]:
-        """Assign a row to each value: 0 for rare and unknown values, from 1 on by count, with ties
-        in order of appearance."""
+        """Assign a row to each value: row 0 to rare and unknown values, rows 1 and up by descending
+        count, with ties in order of appearance."""
         vocabulary = []
         for column, name in enumerate(self.settings.sparse_features):
             values, counts = self.values[column], self.counts[column]

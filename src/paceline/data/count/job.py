@@ -91,8 +91,8 @@ class CountSpec:
 
     @property
     def table_bytes(self) -> int:
-        """The size at which a table is written to disk. A dict that grows is briefly in memory
-        twice, and sorting needs memory too."""
+        """Size at which a table is written to disk. A dict that grows is in memory twice for a
+        moment, and sorting also needs memory."""
         return self.memory_bytes // 3
 
 
@@ -225,8 +225,8 @@ def tables(shards: list[TextShard], spec: CountSpec, stats: ScanStats) -> Iterat
 
 
 class _Tokens:
-    """Split texts into token ids, by line (with a field by row) and pieces of at most 2¹⁸
-    characters, so that counts do not depend on the shards."""
+    """Split texts into token IDs. Texts are tokenized by line (with a field, by row) in pieces of
+    at most 2¹⁸ characters, so that counts do not depend on the shards."""
 
     def __init__(self, spec: CountSpec) -> None:
         from paceline.data.text.tokenizer import load_tokenizer
@@ -248,8 +248,8 @@ class _Tokens:
         return {self._name(token_id): count for token_id, count in table.items()}
 
     def _name(self, token_id: int) -> str:
-        """Return the token as it is in the vocabulary, with white space escaped, which would break
-        the lines of the table."""
+        """Return the token as it is in the vocabulary. White space is escaped, because it would
+        break the lines of the table."""
         token = self.tokenizer.token(token_id)
         if token is None:
             return f"#{token_id}"
@@ -262,7 +262,7 @@ class _Tokens:
 
 
 def reduce(runs: list[Run], part: int, spec: CountSpec, table: Path | None) -> CountResult:
-    """Add up one part of all ``runs``, and write the counts as a run to ``table`` unless it is
+    """Sum the counts in one part of all ``runs``, and write them as a run to ``table`` unless it is
     None."""
     result = CountResult()
     started = time.perf_counter()
@@ -295,7 +295,7 @@ def tally(stream: Iterable[Row], result: CountResult, top: int) -> Iterator[Row]
 
 
 class _ReversedBytes(bytes):
-    """Bytes with the reverse order: of words with equal counts the first ranks highest."""
+    """Bytes in reverse order, so that among words with equal counts the first ranks highest."""
 
     def __lt__(self, other: bytes) -> bool:
         return bytes.__gt__(self, other)

@@ -1,4 +1,4 @@
-"""Engine `ray` of `paceline data count`: the same job on Ray Data, also on several machines.
+"""Engine `ray` of `paceline data count`: the same job on Ray Data, which can use several machines.
 Requires the optional extra `ray`."""
 
 import json
@@ -42,7 +42,7 @@ def check_ray() -> None:
     """Check that Ray is installed.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: Ray is not installed.
     """
     if find_spec("ray") is None or find_spec("pyarrow") is None:
         raise ConfigError(
@@ -53,7 +53,7 @@ def check_ray() -> None:
 
 
 def count_on_ray(spec: CountSpec, num_cpus: int, output: Path | None) -> CountResult:
-    """Count on Ray Data: on the cluster of RAY_ADDRESS, else on ``num_cpus`` processes of this
+    """Count on Ray Data: on the cluster at RAY_ADDRESS, or else in ``num_cpus`` processes on this
     machine. Write the table to ``output`` unless it is None.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Split texts into shards, which are byte ranges of files. Shards end between words or lines."""
+"""Split texts into shards, which are byte ranges of files that end between words or lines."""
 
 import gzip
 import json
@@ -97,11 +97,11 @@ def white_space() -> re.Pattern[bytes]:
 
 
 def next_edge(handle: IO[bytes], offset: int, size: int, reading: ReadOptions) -> int:
-    """Return the first position at or after ``offset`` where the text may be split. Both neighbors
-    of an edge compute the same.
+    """Return the first position at or after ``offset`` where the text may be split. The shards on
+    both sides of an edge compute the same position.
 
     Raises:
-        RunError: there is none within ``longest_bytes``.
+        RunError: there is no such position within ``longest_bytes``.
     """
     if offset <= 0:
         return 0

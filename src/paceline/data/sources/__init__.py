@@ -1,1 +1,1 @@
-"""Where rows come from: files, folders, the Hugging Face hub, built-in data."""
+"""Sources of rows: files, folders, the Hugging Face hub, and built-in datasets."""

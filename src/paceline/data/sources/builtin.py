@@ -23,7 +23,7 @@ from paceline.data.sources.rows import Row
 _LAYOUT = 2
 _ANSWER_CHARS = 600
 _DOCUMENT_CHARS = 6000
-#: Packages of tests, generated tables, or programs rather than a library.
+#: Packages that contain tests, generated tables or programs instead of library code.
 _SKIPPED = {
     "test",
     "tests",

@@ -1,5 +1,5 @@
-"""Find the data that `dataset:` names: a file, a folder, a pattern, a hub id, a well-known name or
-`builtin:NAME`; any of them with `#N`."""
+"""Find the data that `dataset:` names: a file, a folder, a pattern, a hub ID, a well-known name or
+`builtin:NAME`, each optionally with `#N`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class ResolvedSource:
         return sum(map(_text_bytes, self.files))
 
     def fingerprint(self) -> list[Any]:
-        """Return what distinguishes the rows of this source from those of any other."""
+        """Return values that distinguish the rows of this source from those of any other."""
         if self.hub is not None:
             return ["hub", *self.hub.fingerprint(), self.take]
         return [
@@ -92,8 +92,8 @@ class ResolvedSource:
         ]
 
     def rows(self, seed: int) -> Iterator[tuple[Place, Any]]:
-        """Yield (place, row) in order; with `#N` the first N of a shuffle that ``seed`` fixes, in
-        file order.
+        """Yield (place, row) in order. With `#N`, select the first N rows of a shuffle that depends
+        only on ``seed``, and yield them in file order.
 
         Raises:
             ConfigError: a file is malformed.
@@ -238,7 +238,7 @@ def check_hub_sources(config: Config) -> None:
     before. Downloads nothing.
 
     Raises:
-        ConfigError: neither is the case.
+        ConfigError: the hub does not respond and the dataset was not downloaded before.
     """
     sources = config.sources()
     if config.val_dataset is not None:

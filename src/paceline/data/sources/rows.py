@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import JsonValue
 
-#: A row of a dataset, whatever its columns hold.
+#: A row of a dataset, with columns of any type.
 Row = dict[str, JsonValue]
 
 

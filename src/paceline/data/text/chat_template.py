@@ -114,7 +114,7 @@ class ChatTemplate:
         """Return the messages in the first form of tool calls that the template accepts.
 
         Raises:
-            TemplateRefused: it accepts none.
+            TemplateRefused: the template accepts none of them.
         """
         refusals = []
         for convert in (

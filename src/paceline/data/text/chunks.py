@@ -36,12 +36,12 @@ from paceline.data.worker_pool import worker_pool
 TOO_LONG, NO_ANSWER = "longer than max_length", "no answer left after truncation"
 NO_LABELS = "no trainable tokens"
 _CHUNK_ROWS, _CHUNK_CHARS = 256, 2 << 20
-_CHUNKS_AHEAD = 4  # per worker: chunks that may wait for an earlier one
+_CHUNKS_AHEAD = 4  # number of chunks per worker that may wait for an earlier chunk
 
 
 @dataclass
 class RowCounts(DataCounts):
-    """The accounting of rows, with the place of the first dropped row by reason."""
+    """Row counts, with the place of the first dropped row for each reason."""
 
     documents_cut: int = 0
     lone_tokens: int = 0
@@ -180,7 +180,7 @@ class EncodedChunk:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker process needs to encode chunks. Picklable.
+    """The settings with which a worker process encodes chunks. Picklable.
 
     Args:
         tokenizer: None if it cannot be pickled; then each process loads it from
@@ -310,7 +310,8 @@ def encode_chunks(
         setup_file: the path at which ``setup`` is stored for the worker processes.
 
     Raises:
-        ConfigError: the data cannot be used because of a row; of several, the first in row order.
+        ConfigError: a row makes the data unusable. If there are several such rows, the error is
+            that of the first one.
         RunError: a worker process was killed.
     """
     if pool is None:
@@ -358,8 +359,8 @@ def _in_order(
 
 
 def start_workers(num_workers: int) -> AbstractContextManager[ProcessPoolExecutor | None]:
-    """Start the processes that encode chunks; none for one worker. They import their modules while
-    this process loads the tokenizer, and end with the block."""
+    """Start the processes that encode chunks, unless there is only one worker. They import their
+    modules while this process loads the tokenizer, and end with the block."""
     return worker_pool(num_workers, _import_encoders) if num_workers > 1 else nullcontext()
 
 

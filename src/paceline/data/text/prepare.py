@@ -162,8 +162,8 @@ def split_indices(num_samples: int, ratio: float, seed: int) -> tuple[np.ndarray
 
 
 def split_notice(held_out: int, total: int, ratio: float, noun: str = "sample") -> Notice:
-    """Return the message about a split: a warning if it is not the share that
-    ``split_dataset_ratio`` names."""
+    """Return the message about a split. It is a warning if the share of held-out samples differs
+    from ``split_dataset_ratio``."""
     if held_out == 0:
         return Notice(
             "warning",

@@ -178,8 +178,8 @@ def recover_merges(ranks: dict[bytes, int], source: Path) -> list[tuple[bytes, b
 
 
 def merge_below(text: bytes, ranks: dict[bytes, int], limit: int) -> list[bytes]:
-    """Return the tokens of ``text``: merge the pair of the lowest rank below ``limit`` until there
-    is none."""
+    """Return the tokens of ``text``: repeatedly merge the pair with the lowest rank, as long as it
+    is below ``limit``."""
     parts = [bytes([byte]) for byte in text]
     while len(parts) > 1:
         best, at = limit, -1

@@ -118,7 +118,7 @@ def check_without_format(row: Row) -> None:
     """Reject a row that matches no format because it has several answers.
 
     Raises:
-        Unsupported: it has.
+        Unsupported: the row has several answers.
     """
     for pair in _TWO_ANSWERS:
         if all(not holds_nothing(row.get(name)) for name in pair):
@@ -174,7 +174,7 @@ def check_column(name: str, value: JsonValue) -> None:
     """Reject a column or a key with media.
 
     Raises:
-        Unsupported: it is not empty.
+        Unsupported: the value is not empty.
     """
     if not holds_nothing(value):
         raise Unsupported(
@@ -191,7 +191,7 @@ def check_text(text: str) -> None:
     """Reject a prompt that contains a placeholder for an image, a video or audio.
 
     Raises:
-        Unsupported: it does.
+        Unsupported: the prompt contains a placeholder.
     """
     placeholder = find_placeholder(text)
     if placeholder is not None:
