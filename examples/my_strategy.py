@@ -1,10 +1,10 @@
-"""A strategy of your own: `ddp` whose gradients are normalized before each update.
+"""A custom strategy: `ddp` whose gradients are normalized before each update.
 
     paceline sft examples/demo.yaml parallel.mode=examples/my_strategy.py:SPEC parallel.num_gpus=2
     paceline verify examples/demo.yaml --modes ddp,examples/my_strategy.py:SPEC --world-size 2
 
-`verify` shows that this trains differently. A strategy that changes only where things are computed
-has the losses of `ddp`.
+`verify` reports that the losses differ from those of `ddp`, as expected. They are equal for a
+strategy that only changes where tensors are computed.
 """
 
 import torch
@@ -15,7 +15,7 @@ from paceline.parallel.registry import StrategySpec
 
 
 class NormalizedDDPStrategy(DDPStrategy):
-    """Scales the gradient to the norm 1, however long it is."""
+    """Scales the gradient to a norm of 1."""
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         """Return the norm before scaling; ``max_norm`` is not used."""

@@ -1,4 +1,4 @@
-"""A task of your own: any torch module, any dataset. Copy it, change the three methods, run it:
+"""A custom task with any torch module and dataset. Copy it, change the three methods, and run it:
 
 paceline sft --config examples/my_task.yaml
 """
@@ -14,14 +14,16 @@ import paceline
 class DampedWave(paceline.Task):
     """Learn y = exp(-x/4) sin(frequency × x) from noisy points.
 
-    ``self.config`` is the whole config; settings of your own stand under ``task_args`` in the YAML.
+    ``self.config`` is the whole config; your own settings are under ``task_args`` in the YAML file.
     """
 
-    unit = "points"  # what the report counts
+    unit = "points"  # name of a sample in the report
 
     def build_datasets(self) -> tuple[Dataset, Dataset | None]:
-        """(training data, validation data or None). Called in several processes: give the same rows
-        each time."""
+        """Return the training data, and the validation data or None.
+
+        Several processes call this method, so it must return the same rows each time.
+        """
         args = self.config.task_args
         generator = torch.Generator().manual_seed(self.config.train_args.seed)
         x = 12 * torch.rand(int(args["num_points"]), 1, generator=generator)
@@ -33,8 +35,8 @@ class DampedWave(paceline.Task):
         )
 
     def build_model(self) -> nn.Module:
-        """A plain module on the CPU. Paceline seeds it, moves it, and spreads it over the
-        devices."""
+        """Return a module on the CPU. Paceline seeds it, moves it to the device, and parallelizes
+        it."""
         hidden = int(self.config.task_args["hidden"])
         return nn.Sequential(
             nn.Linear(1, hidden),
@@ -45,13 +47,15 @@ class DampedWave(paceline.Task):
         )
 
     def loss(self, model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-        """The SUM over the batch, never the mean: Paceline divides by the count over all ranks and
-        micro-batches."""
+        """Return the sum over the batch, not the mean.
+
+        Paceline divides it by the count over all ranks and micro-batches.
+        """
         x, y = batch
         return functional.mse_loss(model(x), y, reduction="sum")
 
     def evaluate(self, model: nn.Module, batch: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Optional: more sums for the validation, by name; ``loss`` must be among them."""
+        """Return the sums for the validation by name, including ``loss``; optional."""
         x, y = batch
-        wrong = model(x) - y
-        return {"loss": wrong.square().sum(), "absolute_error": wrong.abs().sum()}
+        error = model(x) - y
+        return {"loss": error.square().sum(), "absolute_error": error.abs().sum()}

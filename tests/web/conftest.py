@@ -1,14 +1,15 @@
-"""A panel for a test."""
+"""Fixtures for the tests of the panel."""
 
 import contextlib
 from collections.abc import Callable, Iterator
 
 import pytest
-from panels import Served, serving
+from panels import Served, serve_panel
 
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
-    """``serve(folder)``: as :func:`serving`, to the end of the test."""
+    """Return a function that serves a folder, like :func:`serve_panel`, until the end of the
+    test."""
     with contextlib.ExitStack() as stack:
-        yield lambda folder, host="127.0.0.1": stack.enter_context(serving(folder, host))
+        yield lambda folder, host="127.0.0.1": stack.enter_context(serve_panel(folder, host))

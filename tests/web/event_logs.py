@@ -1,4 +1,4 @@
-"""Event logs as runs write them, of any length."""
+"""Write event logs in the format of runs, of any length."""
 
 import os
 import random
@@ -23,7 +23,7 @@ _PHASES = (
 
 
 def begin(root: Path, *, steps: int = 1000, ranks: int = 2, **extra: Any) -> EventLog:
-    """A run's folder and its log, up to ``run_start``."""
+    """Create the folder of a run, and return its log after ``run_start``."""
     root.mkdir(parents=True, exist_ok=True)
     (root / "config.yaml").write_text("model: builtin:qwen2-micro\ntask: sft\n")
     log = EventLog(root / "events.jsonl")
@@ -61,14 +61,15 @@ def begin(root: Path, *, steps: int = 1000, ranks: int = 2, **extra: Any) -> Eve
 
 
 def step_fields(step: int, ranks: int = 2, slow_rank: int | None = None) -> dict[str, Any]:
-    """Those of a ``step`` event; the loss falls from 9 to 0."""
+    """Return the fields of a ``step`` event; the loss falls from 9 to 0."""
     rows = []
     for rank in range(ranks):
-        slow = 0.1 if rank == slow_rank else 0.0
+        delay_s = 0.1 if rank == slow_rank else 0.0
         rows.append({
-            "rank": rank, "data_wait_s": 0.01, "comm_wait_s": 0.1 - slow, "data_s": 0.01 + slow,
-            "forward_s": 0.05, "backward_s": 0.1, "communication_s": 0.1 - slow,
-            "optimizer_s": 0.02, "other_s": 0.02, "memory_bytes": 1000 + rank,
+            "rank": rank, "data_wait_s": 0.01, "comm_wait_s": 0.1 - delay_s,
+            "data_s": 0.01 + delay_s, "forward_s": 0.05, "backward_s": 0.1,
+            "communication_s": 0.1 - delay_s, "optimizer_s": 0.02, "other_s": 0.02,
+            "memory_bytes": 1000 + rank,
         })  # fmt: skip
     return {
         "step": step, "epoch": step / 100, "loss": 9 / step, "grad_norm": 1 / step,
@@ -84,7 +85,7 @@ def emit_steps(log: EventLog, first: int, last: int, **extra: Any) -> None:
 
 
 def finished(root: Path, steps: int = 20, **extra: Any) -> Path:
-    """A run that is done, with evaluations, a checkpoint and a report."""
+    """Write a finished run with evaluations, checkpoints and a report."""
     log = begin(root, steps=steps, **extra)
     log.notice("4 samples truncated", "warning")
     for step in range(1, steps + 1):
@@ -120,8 +121,11 @@ def finished(root: Path, steps: int = 20, **extra: Any) -> Path:
 
 
 def write_long(path: Path, steps: int, ranks: int, resume_at: int | None = None) -> None:
-    """A log of so many steps, its lines as a run writes them: 1,000,000 with 8 ranks are 2.3 GB.
-    ``resume_at``: the run fails after that step, and goes on from half of it."""
+    """Write a log with ``steps`` steps; 1,000,000 steps with 8 ranks are 2.3 GB.
+
+    Args:
+        resume_at: the run fails after this step and resumes from half of it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     log = begin(path.parent, steps=steps, ranks=ranks)
     log.close()
@@ -131,43 +135,42 @@ def write_long(path: Path, steps: int, ranks: int, resume_at: int | None = None)
 
 
 def _long_lines(steps: int, ranks: int, resume_at: int | None) -> Iterator[bytes]:
-    chance, now = random.Random(0), time.time() - steps * 0.25
+    rng, start_time = random.Random(0), time.time() - steps * 0.25
     rows = []
-    # parts of the lines, made once: writing must not take longer than what is to be measured
+    # Parts of the lines are created once, so that writing takes less time than the measurement.
     for _ in range(64):
         parts = []
         for rank in range(ranks):
-            figures = ", ".join(f'"{name}": {chance.random() * 0.1:.6f}' for name in _PHASES)
+            values = ", ".join(f'"{name}": {rng.random() * 0.1:.6f}' for name in _PHASES)
             parts.append(
-                f'{{"rank": {rank}, {figures}, '
-                f'"memory_bytes": {chance.randrange(1 << 30, 1 << 34)}}}'
+                f'{{"rank": {rank}, {values}, "memory_bytes": {rng.randrange(1 << 30, 1 << 34)}}}'
             )
-        memory = ", ".join(str(chance.randrange(1 << 30, 1 << 34)) for _ in range(ranks))
+        memory = ", ".join(str(rng.randrange(1 << 30, 1 << 34)) for _ in range(ranks))
         waits = ", ".join(
-            f'"{name}": {chance.random() * 0.1:.6f}' for name in ("data_wait_s", "comm_wait_s")
+            f'"{name}": {rng.random() * 0.1:.6f}' for name in ("data_wait_s", "comm_wait_s")
         )
         traffic = '"traffic": {"all_reduce": 4985408}'
         rows.append(
             f'{waits}, "memory_bytes": [{memory}], "ranks": [{", ".join(parts)}], {traffic}'
         )
-    step, went_back = 0, False
+    step, has_resumed = 0, False
     while step < steps:
         step += 1
-        at = now + step * 0.25
-        loss = 2.0 + 7.0 / (1 + step / 5000) + chance.random() * 0.1
+        at = start_time + step * 0.25
+        loss = 2.0 + 7.0 / (1 + step / 5000) + rng.random() * 0.1
         yield (
             f'{{"time": {at:.6f}, "type": "step", "step": {step}, "epoch": {step / 1000:.3f}, '
-            f'"learning_rate": 0.0001, "loss": {loss:.6f}, "grad_norm": {chance.random():.6f}, '
+            f'"learning_rate": 0.0001, "loss": {loss:.6f}, "grad_norm": {rng.random():.6f}, '
             '"tokens": 4096, "samples": 16, '
-            f'"step_time_s": {0.25 + chance.random() * 0.01:.6f}, {rows[step % 64]}}}\n'
+            f'"step_time_s": {0.25 + rng.random() * 0.01:.6f}, {rows[step % 64]}}}\n'
         ).encode()
         if step % 10_000 == 0:
             yield (
                 f'{{"time": {at:.6f}, "type": "eval", "step": {step}, "loss": {loss:.4f}, '
                 '"metrics": {}}\n'
             ).encode()
-        if step == resume_at and not went_back:
-            went_back = True
+        if step == resume_at and not has_resumed:
+            has_resumed = True
             yield (
                 f'{{"time": {at:.6f}, "type": "fault", "step": {step}, "ranks": [1], '
                 '"reason": "killed"}\n'

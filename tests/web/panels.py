@@ -1,4 +1,4 @@
-"""A panel on a port of its own, served as `paceline ui` serves it."""
+"""Run the panel on a free port, in the way `paceline ui` does."""
 
 import contextlib
 import threading
@@ -16,18 +16,18 @@ from paceline.web.state import AppState
 
 @dataclass
 class Served:
-    """A running server. ``client`` has its address, and no token."""
+    """A running server. ``client`` uses its address and sends no token."""
 
     panel: AppState
     client: httpx.Client
 
     def get(self, path: str, **options: object) -> dict:
-        answer = self.client.get(path, **options)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
+        response = self.client.get(path, **options)
+        assert response.status_code == 200, response.text
+        return response.json()
 
-    def the_run(self, name: str | None = None) -> str:
-        """The id of the only run, or of the one with this name."""
+    def find_run_id(self, name: str | None = None) -> str:
+        """Return the ID of the only run, or of the run with this name."""
         runs = [run for run in self.get("/api/runs")["runs"] if name in (None, run["name"])]
         assert len(runs) == 1, runs
         return runs[0]["id"]
@@ -38,8 +38,8 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, host: str = "127.0.0.1") -> Iterator[Served]:
-    """A panel for ``folder``, as long as the block lasts."""
+def serve_panel(folder: Path, host: str = "127.0.0.1") -> Iterator[Served]:
+    """Serve a panel for ``folder`` during the block."""
     folder.mkdir(parents=True, exist_ok=True)
     bound = bind(host, 0)
     panel = AppState(folder, bound.getsockname()[1], host)
@@ -52,12 +52,12 @@ def serving(folder: Path, host: str = "127.0.0.1") -> Iterator[Served]:
     finally:
         server.should_exit = True
         thread.join(20)
-        assert not thread.is_alive(), "the server did not end"
+        assert not thread.is_alive(), "the server did not stop"
 
 
-def until(check: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Wait for it; fail where it does not come."""
+def wait_until(check: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Wait until ``check`` returns True, and fail after the timeout."""
     deadline = time.monotonic() + timeout_s
     while not check():
-        assert time.monotonic() < deadline, "it did not come"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.02)

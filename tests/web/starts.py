@@ -1,11 +1,11 @@
-"""Small real runs, started through the panel."""
+"""Helpers that start small runs through the panel."""
 
 import json
 import time
 from pathlib import Path
 from typing import Any
 
-MICRO = """model: builtin:qwen2-micro  # the smallest
+MICRO = """model: builtin:qwen2-micro  # the smallest model
 dataset: builtin:python-docs#120
 parallel: {device: cpu, num_gpus: 2}
 train_args:
@@ -14,25 +14,27 @@ train_args:
 """
 
 
-def ask(served: Any, path: str, status: int = 200, **body: object) -> dict[str, Any]:
-    """A POST with the token; fails where the answer has another status."""
-    answer = served.client.post(path, json=body, headers=served.with_token)
-    assert answer.status_code == status, answer.text
-    return answer.json()
+def post_json(served: Any, path: str, status: int = 200, **body: object) -> dict[str, Any]:
+    """Send a POST request with the token, check the status, and return the response."""
+    response = served.client.post(path, json=body, headers=served.with_token)
+    assert response.status_code == status, response.text
+    return response.json()
 
 
-def until_status(served: Any, id: str, *wanted: str, timeout_s: float = 120.0) -> dict[str, Any]:
-    """The run's summary once its status is one of these."""
+def wait_for_status(
+    served: Any, id: str, *statuses: str, timeout_s: float = 120.0
+) -> dict[str, Any]:
+    """Wait until the status of a run is one of ``statuses``, and return its summary."""
     deadline = time.monotonic() + timeout_s
     while True:
         run = next((run for run in served.get("/api/runs")["runs"] if run["id"] == id), None)
-        if run is not None and run["status"] in wanted:
+        if run is not None and run["status"] in statuses:
             return run
-        assert time.monotonic() < deadline, f"status {run and run['status']}, not {wanted}"
+        assert time.monotonic() < deadline, f"status {run and run['status']}, not {statuses}"
         time.sleep(0.05)
 
 
-def until_step(served: Any, id: str, step: int) -> None:
+def wait_for_step(served: Any, id: str, step: int) -> None:
     deadline = time.monotonic() + 120.0
     while not any(
         run["id"] == id and (run["step"] or 0) >= step for run in served.get("/api/runs")["runs"]

@@ -1,5 +1,5 @@
-"""Runs are found and read as they are: live, finished, empty, cut off, from another version,
-gone."""
+"""Test that runs are discovered and read in any state: live, finished, empty, truncated, of another
+version, or deleted."""
 
 import json
 import os
@@ -20,11 +20,11 @@ def ended_process() -> int:
     return child.pid
 
 
-def test_a_folder_without_runs_is_an_empty_list(serve, tmp_path):
+def test_folder_without_runs_is_an_empty_list(serve, tmp_path):
     assert serve(tmp_path / "output").get("/api/runs")["runs"] == []
 
 
-def test_a_finished_run_is_listed_with_its_figures(serve, tmp_path):
+def test_list_contains_the_results_of_a_finished_run(serve, tmp_path):
     finished(tmp_path / "group" / "first")
     (run,) = serve(tmp_path).get("/api/runs")["runs"]
     assert (run["name"], run["path"], run["status"]) == ("first", "group/first", "done")
@@ -40,10 +40,10 @@ def test_a_finished_run_is_listed_with_its_figures(serve, tmp_path):
     assert run["problem"] is None
 
 
-def test_what_a_run_says_once_is_in_its_detail(serve, tmp_path):
+def test_detail_contains_config_model_and_report(serve, tmp_path):
     finished(tmp_path / "one")
     served = serve(tmp_path)
-    run = served.get(f"/api/runs/{served.the_run()}")
+    run = served.get(f"/api/runs/{served.find_run_id()}")
     assert run["config"]["train_args"]["seed"] == 42
     assert run["model_info"]["parameters"] == 623168
     assert run["data"]["dropped"] == {"empty": 5}
@@ -57,7 +57,7 @@ def test_what_a_run_says_once_is_in_its_detail(serve, tmp_path):
     assert (run["pid"], run["exact"]) == (os.getpid(), True)
 
 
-def test_a_live_run_grows_from_one_look_to_the_next(serve, tmp_path):
+def test_live_run_is_updated(serve, tmp_path):
     log = begin(tmp_path / "one", steps=100)
     emit_steps(log, 1, 3)
     served = serve(tmp_path)
@@ -85,7 +85,7 @@ def test_a_live_run_grows_from_one_look_to_the_next(serve, tmp_path):
     assert (run["status"], run["problem"]) == ("failed", "rank 1: out of memory")
 
 
-def test_a_run_whose_process_has_ended_is_lost(serve, tmp_path):
+def test_run_whose_process_has_ended_is_lost(serve, tmp_path):
     log = begin(tmp_path / "one", pid=ended_process())
     log.close()
     event = {**json.loads((tmp_path / "one/events.jsonl").read_text()), "time": time.time() - 60}
@@ -95,34 +95,34 @@ def test_a_run_whose_process_has_ended_is_lost(serve, tmp_path):
     assert str(event["pid"]) in run["problem"]
 
 
-def test_a_run_on_another_host_is_live_with_a_problem_text(serve, tmp_path):
-    begin(tmp_path / "one", host="elsewhere").close()
+def test_silent_run_on_another_host_is_live_with_a_problem(serve, tmp_path):
+    begin(tmp_path / "one", host="another-host").close()
     event = {**json.loads((tmp_path / "one/events.jsonl").read_text()), "time": time.time() - 600}
     (tmp_path / "one/events.jsonl").write_text(json.dumps(event) + "\n")
     (run,) = serve(tmp_path).get("/api/runs")["runs"]
     assert run["status"] == "live"
-    assert "elsewhere" in run["problem"]
+    assert "another-host" in run["problem"]
 
 
-def test_a_run_that_has_written_nothing_is_empty_or_waiting(serve, tmp_path):
+def test_run_without_events_is_empty_or_waiting(serve, tmp_path):
     import socket
 
-    for name, pid in (("none", ended_process()), ("some", os.getpid())):
+    for name, pid in (("ended", ended_process()), ("running", os.getpid())):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".lock").write_text(f"{pid} on {socket.gethostname()}")
         (tmp_path / name / "events.jsonl").touch()
     served = serve(tmp_path)
     assert {run["name"]: run["status"] for run in served.get("/api/runs")["runs"]} == {
-        "none": "empty",
-        "some": "waiting",
+        "ended": "empty",
+        "running": "waiting",
     }
-    for name in ("none", "some"):
-        id = served.the_run(name)
+    for name in ("ended", "running"):
+        id = served.find_run_id(name)
         for route in ("", "/series", "/ranks", "/traffic", "/log"):
             served.get(f"/api/runs/{id}{route}")
 
 
-def test_a_run_that_was_begun_a_moment_ago_is_found_by_its_id(serve, tmp_path):
+def test_finds_a_new_run_by_its_id(serve, tmp_path):
     from paceline.web.runs.discovery import run_id
 
     served = serve(tmp_path)
@@ -131,23 +131,21 @@ def test_a_run_that_was_begun_a_moment_ago_is_found_by_its_id(serve, tmp_path):
     assert served.get(f"/api/runs/{run_id('new')}")["status"] == "done"
 
 
-def test_a_run_started_from_a_panel_is_waiting_until_it_writes_and_says_why_it_failed(
-    serve, tmp_path
-):
+def test_run_started_from_the_panel_is_waiting_or_failed(serve, tmp_path):
     import socket
 
-    def started(name: str, pid: int) -> None:
+    def write_start(name: str, pid: int) -> None:
         (tmp_path / name).mkdir(exist_ok=True)
         host = socket.gethostname()
         start = {"pid": pid, "host": host, "time": time.time(), "cwd": str(tmp_path)}
         (tmp_path / name / "panel.json").write_text(json.dumps(start))
 
-    started("begins", os.getpid())
-    started("failed", ended_process())
+    write_start("begins", os.getpid())
+    write_start("failed", ended_process())
     (tmp_path / "failed/console.log").write_text("loading\nerror: the dataset has no rows\n")
     finished(tmp_path / "again")
     time.sleep(0.02)
-    started("again", os.getpid())
+    write_start("again", os.getpid())
     served = serve(tmp_path)
     runs = {run["name"]: run for run in served.get("/api/runs")["runs"]}
     assert {name: run["status"] for name, run in runs.items()} == {
@@ -160,7 +158,7 @@ def test_a_run_started_from_a_panel_is_waiting_until_it_writes_and_says_why_it_f
     assert [line["text"] for line in lines] == ["loading", "error: the dataset has no rows"]
 
 
-def test_a_line_cut_off_and_lines_that_are_no_event_are_passed_over_and_counted(serve, tmp_path):
+def test_skips_and_counts_unreadable_lines(serve, tmp_path):
     log = begin(tmp_path / "one")
     emit_steps(log, 1, 2)
     with open(tmp_path / "one/events.jsonl", "ab") as handle:
@@ -169,7 +167,7 @@ def test_a_line_cut_off_and_lines_that_are_no_event_are_passed_over_and_counted(
         )
         handle.write(b'{"time": 3, "type": "step", "step": 3, "lo')
     served = serve(tmp_path)
-    id = served.the_run()
+    id = served.find_run_id()
     assert served.get(f"/api/runs/{id}/series")["step"] == [1, 2]
     assert served.get(f"/api/runs/{id}")["unreadable_lines"] == 4
     with open(tmp_path / "one/events.jsonl", "ab") as handle:
@@ -177,7 +175,7 @@ def test_a_line_cut_off_and_lines_that_are_no_event_are_passed_over_and_counted(
     assert served.get(f"/api/runs/{id}/series")["step"] == [1, 2, 3]
 
 
-def test_events_of_a_newer_version_are_shown_as_far_as_they_go(serve, tmp_path):
+def test_shows_readable_parts_of_unknown_events(serve, tmp_path):
     log = begin(
         tmp_path / "one",
         config=[1],
@@ -218,7 +216,7 @@ def test_events_of_a_newer_version_are_shown_as_far_as_they_go(serve, tmp_path):
     with open(tmp_path / "one/events.jsonl", "ab") as handle:
         handle.write(b'{"type": "deep", "text": ' + b"[" * 900 + b"]" * 900 + b"}\n")
     served = serve(tmp_path)
-    id = served.the_run()
+    id = served.find_run_id()
     texts = {line["text"]: line["level"] for line in served.get(f"/api/runs/{id}/log")["lines"]}
     assert texts["to \ufffd[31mMars\ufffd[0m"] == "warning"
     assert 'warp: {"factor": {"x": [1]}}' in texts
@@ -228,24 +226,24 @@ def test_events_of_a_newer_version_are_shown_as_far_as_they_go(serve, tmp_path):
     assert served.get(f"/api/compare?ids={id}")["config_differences"] == []
 
 
-def test_a_missing_or_broken_report_is_null(serve, tmp_path):
+def test_missing_or_invalid_report_is_null(serve, tmp_path):
     finished(tmp_path / "one")
     (tmp_path / "one/report.json").write_text('{"status": ')
     (tmp_path / "one/report.html").unlink()
     served = serve(tmp_path)
-    id = served.the_run()
+    id = served.find_run_id()
     assert served.get(f"/api/runs/{id}")["report"] is None
-    answer = served.client.get(f"/api/runs/{id}/report")
-    assert answer.status_code == 404
-    assert "report.html" in answer.json()["error"]["what"]
+    response = served.client.get(f"/api/runs/{id}/report")
+    assert response.status_code == 404
+    assert "report.html" in response.json()["error"]["what"]
 
 
-def test_a_run_that_is_deleted_while_it_is_shown_is_not_found(serve, tmp_path):
+def test_deleted_run_is_not_found(serve, tmp_path):
     import shutil
 
     finished(tmp_path / "one")
     served = serve(tmp_path)
-    id = served.the_run()
+    id = served.find_run_id()
     shutil.rmtree(tmp_path / "one")
     for route in (
         "",
@@ -258,17 +256,17 @@ def test_a_run_that_is_deleted_while_it_is_shown_is_not_found(serve, tmp_path):
         "/csv",
         "/stream",
     ):
-        answer = served.client.get(f"/api/runs/{id}{route}")
-        assert answer.status_code == 404, route
-        assert set(answer.json()["error"]) == {"what", "allowed", "fix"}
+        response = served.client.get(f"/api/runs/{id}{route}")
+        assert response.status_code == 404, route
+        assert set(response.json()["error"]) == {"what", "allowed", "fix"}
     time.sleep(1)
     assert served.get("/api/runs")["runs"] == []
 
 
-def test_a_log_that_is_replaced_is_read_anew(serve, tmp_path):
+def test_replaced_log_is_read_again(serve, tmp_path):
     finished(tmp_path / "one")
     served = serve(tmp_path)
-    id = served.the_run()
+    id = served.find_run_id()
     assert len(served.get(f"/api/runs/{id}/series")["step"]) == 20
     (tmp_path / "one/events.jsonl").unlink()
     log = begin(tmp_path / "one")
@@ -277,29 +275,27 @@ def test_a_log_that_is_replaced_is_read_anew(serve, tmp_path):
     assert served.get(f"/api/runs/{id}")["status"] == "live"
 
 
-def test_runs_are_not_looked_for_in_checkpoints_models_hidden_folders_or_through_links(
-    serve, tmp_path
-):
+def test_discovery_skips_checkpoints_models_hidden_folders_and_links(serve, tmp_path):
     outside = tmp_path / "outside"
     finished(outside / "secret")
     output = tmp_path / "output"
     for inner in ("a/checkpoints/x", "a/model/x", ".venv/x", ".git/x", "node_modules/x"):
         finished(output / inner)
-    finished(output / "a/b/seen")
+    finished(output / "a/b/run")
     (output / "link").symlink_to(outside)
     (output / "filelink").mkdir()
     (output / "filelink/events.jsonl").symlink_to(outside / "secret/events.jsonl")
     os.mkfifo(output / "a/events.jsonl")
-    assert [run["path"] for run in serve(output).get("/api/runs")["runs"]] == ["a/b/seen"]
+    assert [run["path"] for run in serve(output).get("/api/runs")["runs"]] == ["a/b/run"]
 
 
-def test_a_folder_too_deep_is_not_searched(serve, tmp_path):
+def test_discovery_has_a_maximum_depth(serve, tmp_path):
     finished(tmp_path / "/".join("abcdefgh"))
     finished(tmp_path / "x" / "/".join("abcdefgh"))
     assert [run["path"] for run in serve(tmp_path).get("/api/runs")["runs"]] == ["a/b/c/d/e/f/g/h"]
 
 
-def test_a_name_that_is_no_text_is_shown_as_far_as_it_goes(serve, tmp_path):
+def test_shows_a_name_that_is_not_utf8(serve, tmp_path):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/out\xff\n<b>"))
     begin(folder, output_dir="out").close()
     (run,) = serve(tmp_path).get("/api/runs")["runs"]
@@ -307,7 +303,7 @@ def test_a_name_that_is_no_text_is_shown_as_far_as_it_goes(serve, tmp_path):
     assert serve(tmp_path).get(f"/api/runs/{run['id']}/log")["lines"]
 
 
-def test_a_lone_surrogate_in_a_log_is_carried(serve, tmp_path):
+def test_accepts_a_lone_surrogate_in_a_log(serve, tmp_path):
     log = begin(tmp_path / "one")
     log.close()
     with open(tmp_path / "one/events.jsonl", "ab") as handle:
@@ -315,34 +311,34 @@ def test_a_lone_surrogate_in_a_log_is_carried(serve, tmp_path):
             b'{"time": 1, "type": "notice", "level": "info", "text": "half \\ud83d of one"}\n'
         )
     served = serve(tmp_path)
-    assert "half" in served.get(f"/api/runs/{served.the_run()}/log")["lines"][-1]["text"]
+    assert "half" in served.get(f"/api/runs/{served.find_run_id()}/log")["lines"][-1]["text"]
 
 
-def test_the_log_is_the_newest_lines_and_says_what_it_left_out(serve, tmp_path):
+def test_log_returns_the_newest_lines_and_the_number_omitted(serve, tmp_path):
     finished(tmp_path / "one")
     served = serve(tmp_path)
-    log = served.get(f"/api/runs/{served.the_run()}/log", params={"tail": 2})
+    log = served.get(f"/api/runs/{served.find_run_id()}/log", params={"tail": 2})
     assert [line["text"] for line in log["lines"]][-1] == "done at step 20 after 12.5 s"
     assert len(log["lines"]) == 2
     assert log["left_out"] == 5
 
 
-def test_the_config_is_returned_unchanged(serve, tmp_path):
+def test_returns_the_config_unchanged(serve, tmp_path):
     finished(tmp_path / "one")
     served = serve(tmp_path)
-    answer = served.client.get(f"/api/runs/{served.the_run()}/config")
-    assert answer.text == (tmp_path / "one/config.yaml").read_text()
-    assert answer.headers["content-type"].startswith("text/yaml")
+    response = served.client.get(f"/api/runs/{served.find_run_id()}/config")
+    assert response.text == (tmp_path / "one/config.yaml").read_text()
+    assert response.headers["content-type"].startswith("text/yaml")
 
 
-def test_two_runs_are_compared_by_the_keys_that_differ(serve, tmp_path):
+def test_compare_lists_different_keys(serve, tmp_path):
     finished(tmp_path / "one")
     finished(
         tmp_path / "two",
         config={"model": "builtin:qwen2-micro", "train_args": {"learning_rate": 0.01, "seed": 42}},
     )
     served = serve(tmp_path)
-    first, second = served.the_run("one"), served.the_run("two")
+    first, second = served.find_run_id("one"), served.find_run_id("two")
     comparison = served.get("/api/compare", params={"ids": f"{first},{second}"})
     assert [run["report"]["wall_s"] for run in comparison["runs"]] == [12.5, 12.5]
     assert comparison["config_differences"] == [
@@ -356,11 +352,11 @@ def test_two_runs_are_compared_by_the_keys_that_differ(serve, tmp_path):
     )
 
 
-def test_a_note_is_kept_beside_the_runs_and_never_in_one(serve, tmp_path):
+def test_notes_are_stored_outside_of_runs(serve, tmp_path):
     finished(tmp_path / "one")
     before = {path: path.stat().st_mtime_ns for path in sorted((tmp_path / "one").rglob("*"))}
     served = serve(tmp_path)
-    id = served.the_run()
+    id = served.find_run_id()
     note = {"note": "größer", "tags": ["a", "b", "a"]}
     assert (
         served.client.put(f"/api/runs/{id}/note", json=note, headers=served.with_token).status_code
@@ -372,30 +368,30 @@ def test_a_note_is_kept_beside_the_runs_and_never_in_one(serve, tmp_path):
         path: path.stat().st_mtime_ns for path in sorted((tmp_path / "one").rglob("*"))
     } == before
     for wrong in ({"note": "x" * 10_001}, {"tags": [""]}, {"tags": "a"}, {"note": 5}, []):
-        answer = served.client.put(f"/api/runs/{id}/note", json=wrong, headers=served.with_token)
-        assert answer.status_code == 422, wrong
-        assert answer.json()["error"]["what"]
+        response = served.client.put(f"/api/runs/{id}/note", json=wrong, headers=served.with_token)
+        assert response.status_code == 422, wrong
+        assert response.json()["error"]["what"]
 
 
-def test_notes_that_another_program_has_spoilt_are_not_overwritten(serve, tmp_path):
+def test_does_not_overwrite_invalid_notes(serve, tmp_path):
     finished(tmp_path / "one")
-    (tmp_path / ".paceline-ui.json").write_text("mine")
+    (tmp_path / ".paceline-ui.json").write_text("other content")
     served = serve(tmp_path)
-    answer = served.client.put(
-        f"/api/runs/{served.the_run()}/note", json={"note": "x"}, headers=served.with_token
+    response = served.client.put(
+        f"/api/runs/{served.find_run_id()}/note", json={"note": "x"}, headers=served.with_token
     )
-    assert answer.status_code == 400
-    assert (tmp_path / ".paceline-ui.json").read_text() == "mine"
+    assert response.status_code == 400
+    assert (tmp_path / ".paceline-ui.json").read_text() == "other content"
 
 
-def test_the_machine_is_reported_with_the_reason_for_missing_gpus(serve, tmp_path):
+def test_machine_reports_why_gpus_are_missing(serve, tmp_path):
     machine = serve(tmp_path).get("/api/machine")
     assert machine["cpu_count"] == os.cpu_count()
     assert machine["memory_bytes"] > 1 << 28
     assert (machine["gpus"] is None) == (machine["gpus_problem"] is not None)
 
 
-def test_many_runs_are_read_once(serve, tmp_path, monkeypatch):
+def test_reads_only_changed_runs(serve, tmp_path, monkeypatch):
     from paceline.web.runs import summary
 
     for number in range(60):
@@ -403,20 +399,22 @@ def test_many_runs_are_read_once(serve, tmp_path, monkeypatch):
     served = serve(tmp_path)
     assert len(served.get("/api/runs")["runs"]) == 60
     opened: list[Path] = []
-    real = summary.open_inside
-    monkeypatch.setattr(summary, "open_inside", lambda path: opened.append(path) or real(path))
+    open_inside = summary.open_inside
+    monkeypatch.setattr(
+        summary, "open_inside", lambda path: opened.append(path) or open_inside(path)
+    )
     log = begin(tmp_path / "run-7")
     emit_steps(log, 1, 1)
     assert len(served.get("/api/runs")["runs"]) == 60
     assert opened == [tmp_path / "run-7/events.jsonl"]
 
 
-def test_malformed_heartbeats_are_left_out(serve, tmp_path):
+def test_omits_malformed_heartbeats(serve, tmp_path):
     run = finished(tmp_path / "one")
     served = serve(tmp_path)
-    path = f"/api/runs/{served.the_run()}/heartbeats"
+    path = f"/api/runs/{served.find_run_id()}/heartbeats"
     assert served.get(path) == {"time": None, "ranks": []}
-    known = {
+    valid = {
         "rank": 1,
         "host": "a\x1b[2J",
         "pid": 7,
@@ -425,7 +423,7 @@ def test_malformed_heartbeats_are_left_out(serve, tmp_path):
         "heard_at": 5.5,
         "moved_at": float("nan"),
     }
-    rows = [known, {"rank": "2"}, 3, {"rank": 4, "phase": ["x"], "step": "many"}]
+    rows = [valid, {"rank": "2"}, 3, {"rank": 4, "phase": ["x"], "step": "many"}]
     (run / "heartbeats.json").write_text(json.dumps({"time": 6, "ranks": rows}))
     heartbeats = served.get(path)
     assert [row["rank"] for row in heartbeats["ranks"]] == [1, 4]
@@ -442,7 +440,7 @@ def test_malformed_heartbeats_are_left_out(serve, tmp_path):
 
 
 @pytest.mark.gpu
-def test_an_nvidia_device_tells_of_itself() -> None:
+def test_machine_reports_nvidia_devices() -> None:
     import torch
 
     hardware = machine()

@@ -1,12 +1,12 @@
-"""A real training, read by the panel while it goes on and when it is done."""
+"""Test that the panel shows a real run while it trains and after it has finished."""
 
 import pytest
 from commands import MICRO, start
-from panels import until
+from panels import wait_until
 
 
 @pytest.mark.slow
-def test_a_training_is_seen_from_its_start_to_its_end(serve, tmp_path):
+def test_shows_a_run_from_start_to_end(serve, tmp_path):
     served = serve(tmp_path)
     settings = (
         "max_steps=8",
@@ -23,21 +23,21 @@ def test_a_training_is_seen_from_its_start_to_its_end(serve, tmp_path):
         "parallel.num_gpus=2",
     )
     try:
-        seen: set[str] = set()
+        statuses: set[str] = set()
 
-        def ended() -> bool:
+        def has_ended() -> bool:
             runs = served.get("/api/runs")["runs"]
-            seen.update(run["status"] for run in runs)
+            statuses.update(run["status"] for run in runs)
             return bool(runs) and runs[0]["status"] in ("done", "failed", "lost", "stopped")
 
-        until(ended, timeout_s=240)
+        wait_until(has_ended, timeout_s=240)
         assert process.wait(60) == 0, process.communicate()[1]
     finally:
         process.kill()
         process.communicate()
-    assert "live" in seen
-    assert seen <= {"waiting", "live", "done"}
-    id = served.the_run()
+    assert "live" in statuses
+    assert statuses <= {"waiting", "live", "done"}
+    id = served.find_run_id()
     run = served.get(f"/api/runs/{id}")
     assert (run["status"], run["step"], run["steps"], run["problem"]) == ("done", 8, 8, None)
     assert run["loss"] == pytest.approx(run["report"]["final_train_loss"])
@@ -74,7 +74,7 @@ def test_a_training_is_seen_from_its_start_to_its_end(serve, tmp_path):
             )
         ]
         assert min(parts) >= 0
-        # which is rank 0's
+        # The logged step time is that of rank 0.
         assert rank["rank"] or sum(parts) == pytest.approx(ranks["step_time_s"][-1], rel=0.05)
         assert rank["memory_bytes"][-1] > 1 << 20
         assert (rank["host"], rank["device"]) == (run["host"], "cpu")

@@ -1,5 +1,5 @@
-"""Nobody reaches the panel by a detour: another site's page, another name, a path, a link, a wrong
-token."""
+"""Test that the panel rejects requests from other sites, with other host names, paths out of the
+folder, links and wrong tokens."""
 
 import http.client
 import json
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 from event_logs import begin, finished
-from panels import serving
+from panels import serve_panel
 
 from paceline.web.security import MAX_BODY_BYTES
 
 
-def ask(
+def send_request(
     port: int, path: str, method: str = "GET", body: bytes | None = None, **headers: str
 ) -> http.client.HTTPResponse:
-    """A request as it stands, nothing made good. A header's `_` stands for `-`."""
+    """Send a request unchanged. An underscore in the name of a header stands for a hyphen."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     connection.putrequest(method, path, skip_host=True)
     fields = {
@@ -29,10 +29,10 @@ def ask(
     for name, value in fields.items():
         connection.putheader(name, value)
     connection.endheaders(body)
-    answer = connection.getresponse()
-    answer.text = answer.read().decode("utf-8", errors="replace")
+    response = connection.getresponse()
+    response.text = response.read().decode("utf-8", errors="replace")
     connection.close()
-    return answer
+    return response
 
 
 @pytest.fixture(scope="module")
@@ -40,16 +40,19 @@ def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("panel")
     finished(folder / "output" / "one")
     (folder / "secret.txt").write_text("SECRET")
-    with serving(folder / "output") as served:
+    with serve_panel(folder / "output") as served:
         yield served
 
 
 @pytest.mark.parametrize(
     "host", ["127.0.0.1:{port}", "localhost:{port}", "LOCALHOST:{port}", "[::1]:{port}"]
 )
-def test_the_machines_own_names_are_answered(served, host):
+def test_accepts_names_of_the_local_machine(served, host):
     assert (
-        ask(served.panel.port, "/api/runs", Host=host.format(port=served.panel.port)).status == 200
+        send_request(
+            served.panel.port, "/api/runs", Host=host.format(port=served.panel.port)
+        ).status
+        == 200
     )
 
 
@@ -62,14 +65,14 @@ def test_the_machines_own_names_are_answered(served, host):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["/", "/api/runs", "/app.js"])
-def test_a_foreign_host_name_is_refused(served, host, path):
-    answer = ask(served.panel.port, path, Host=host.format(port=served.panel.port))
-    assert answer.status in (400, 403)  # 400: the server itself, of what is no host at all
-    assert "one" not in answer.text or answer.status == 403
-    assert "<script" not in answer.text
+def test_rejects_foreign_host_names(served, host, path):
+    response = send_request(served.panel.port, path, Host=host.format(port=served.panel.port))
+    assert response.status in (400, 403)  # 400: uvicorn rejects malformed host names
+    assert "one" not in response.text or response.status == 403
+    assert "<script" not in response.text
 
 
-def test_two_host_headers_are_refused(served):
+def test_rejects_two_host_headers(served):
     port = served.panel.port
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         lines = (
@@ -94,11 +97,11 @@ def test_two_host_headers_are_refused(served):
 @pytest.mark.parametrize(
     "request_line", ["GET /api/runs", "PUT /api/runs/x/note", "POST /api/start", "GET /"]
 )
-def test_a_page_of_another_site_is_refused_even_with_the_token(served, origin, request_line):
+def test_rejects_other_origins_even_with_the_token(served, origin, request_line):
     port = served.panel.port
     method, path = request_line.split(" ")
     body = b"{}" if method != "GET" else None
-    answer = ask(
+    response = send_request(
         port,
         path,
         method,
@@ -106,24 +109,24 @@ def test_a_page_of_another_site_is_refused_even_with_the_token(served, origin, r
         Origin=origin.format(port=port),
         X_Paceline_Token=served.panel.token,
     )
-    assert answer.status == 403
-    assert "Origin" in json.loads(answer.text)["error"]["what"]
+    assert response.status == 403
+    assert "Origin" in json.loads(response.text)["error"]["what"]
 
 
-def test_a_request_that_the_browser_calls_cross_site_is_refused(served):
-    assert ask(served.panel.port, "/api/runs", Sec_Fetch_Site="cross-site").status == 403
-    assert ask(served.panel.port, "/api/runs", Sec_Fetch_Site="same-origin").status == 200
-    # a link to the panel
-    assert ask(served.panel.port, "/", Sec_Fetch_Site="cross-site").status == 200
+def test_rejects_cross_site_requests(served):
+    assert send_request(served.panel.port, "/api/runs", Sec_Fetch_Site="cross-site").status == 403
+    assert send_request(served.panel.port, "/api/runs", Sec_Fetch_Site="same-origin").status == 200
+    # A link on another page may open the panel.
+    assert send_request(served.panel.port, "/", Sec_Fetch_Site="cross-site").status == 200
 
 
 @pytest.mark.parametrize("method", ["PUT", "POST", "DELETE", "PATCH", "OPTIONS", "TRACE"])
 @pytest.mark.parametrize("token", [None, "", "wrong", "{token}x", "{short}", "\xff", "{token}\xff"])
-def test_whatever_writes_needs_the_right_token(served, method, token):
+def test_writing_needs_the_token(served, method, token):
     value = token and token.format(token=served.panel.token, short=served.panel.token[:-1])
     headers = {} if value is None else {"X_Paceline_Token": value}
-    port, id = served.panel.port, served.the_run()
-    answer = ask(
+    port, id = served.panel.port, served.find_run_id()
+    response = send_request(
         port,
         f"/api/runs/{id}/note",
         method,
@@ -131,25 +134,27 @@ def test_whatever_writes_needs_the_right_token(served, method, token):
         Content_Type="application/json",
         **headers,
     )
-    assert answer.status == 401
+    assert response.status == 401
     assert not (served.panel.folder / ".paceline-ui.json").exists()
 
 
-def test_the_token_is_not_taken_from_the_address_or_a_cookie_for_writing(served):
-    id, token = served.the_run(), served.panel.token
+def test_writing_rejects_the_token_in_url_or_cookie(served):
+    id, token = served.find_run_id(), served.panel.token
     cookie = {
         "Cookie": f"paceline-token-{served.panel.port}={token}",
         "Content_Type": "application/json",
     }
-    answer = ask(
+    response = send_request(
         served.panel.port, f"/api/runs/{id}/note?token={token}", "PUT", b'{"note": "x"}', **cookie
     )
-    assert answer.status == 401
+    assert response.status == 401
 
 
-def test_reading_needs_no_token_on_this_machine_alone(served):
-    assert ask(served.panel.port, "/api/runs").status == 200
-    assert "set-cookie" not in ask(served.panel.port, f"/?token={served.panel.token}").headers
+def test_local_reading_needs_no_token(served):
+    assert send_request(served.panel.port, "/api/runs").status == 200
+    assert (
+        "set-cookie" not in send_request(served.panel.port, f"/?token={served.panel.token}").headers
+    )
 
 
 def test_reading_over_the_network_needs_the_token(serve, tmp_path):
@@ -157,21 +162,23 @@ def test_reading_over_the_network_needs_the_token(serve, tmp_path):
     served = serve(tmp_path, host="0.0.0.0")
     port, token = served.panel.port, served.panel.token
     for path in ("/api/runs", "/api/openapi.json", "/api/stream", "/api/machine"):
-        assert ask(port, path).status == 401, path
-        assert ask(port, path, X_Paceline_Token="wrong").status == 401
-        assert ask(port, path, Cookie=f"paceline-token-{port}=wrong").status == 401
-        assert ask(port, f"{path}?token={token}").status == 401
-    assert ask(port, "/").status == 200  # the page itself is no secret
-    assert ask(port, "/api/runs", X_Paceline_Token=token).status == 200
-    assert "set-cookie" not in ask(port, "/?token=wrong").headers
-    cookie = ask(port, f"/?token={token}").headers["set-cookie"]
+        assert send_request(port, path).status == 401, path
+        assert send_request(port, path, X_Paceline_Token="wrong").status == 401
+        assert send_request(port, path, Cookie=f"paceline-token-{port}=wrong").status == 401
+        assert send_request(port, f"{path}?token={token}").status == 401
+    assert send_request(port, "/").status == 200  # the page itself is public
+    assert send_request(port, "/api/runs", X_Paceline_Token=token).status == 200
+    assert "set-cookie" not in send_request(port, "/?token=wrong").headers
+    cookie = send_request(port, f"/?token={token}").headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=Strict" in cookie
-    assert ask(port, "/api/runs", Cookie=cookie.split(";")[0]).status == 200
-    assert ask(port, "/api/start", "POST", b"{}", Cookie=cookie.split(";")[0]).status == 401
+    assert send_request(port, "/api/runs", Cookie=cookie.split(";")[0]).status == 200
+    assert (
+        send_request(port, "/api/start", "POST", b"{}", Cookie=cookie.split(";")[0]).status == 401
+    )
 
 
-def test_bound_to_all_addresses_numbers_are_accepted_and_foreign_names_are_not(serve, tmp_path):
+def test_open_address_accepts_ip_addresses_and_rejects_foreign_names(serve, tmp_path):
     served = serve(tmp_path, host="0.0.0.0")
     port, token = served.panel.port, served.panel.token
     names = {
@@ -183,7 +190,8 @@ def test_bound_to_all_addresses_numbers_are_accepted_and_foreign_names_are_not(s
     }
     for name, status in names.items():
         assert (
-            ask(port, "/api/runs", Host=f"{name}:{port}", X_Paceline_Token=token).status == status
+            send_request(port, "/api/runs", Host=f"{name}:{port}", X_Paceline_Token=token).status
+            == status
         ), name
 
 
@@ -200,51 +208,51 @@ def test_bound_to_all_addresses_numbers_are_accepted_and_foreign_names_are_not(s
         "/api/runs/one%2fevents.jsonl", "/.paceline-ui.json",
     ],
 )  # fmt: skip
-def test_no_path_leads_out(served, path):
-    answer = ask(served.panel.port, path)
-    assert answer.status in (400, 404, 405), answer.status
-    assert "SECRET" not in answer.text
-    assert "root:" not in answer.text
+def test_no_path_leaves_the_folder(served, path):
+    response = send_request(served.panel.port, path)
+    assert response.status in (400, 404, 405), response.status
+    assert "SECRET" not in response.text
+    assert "root:" not in response.text
 
 
-def test_a_link_inside_a_run_is_not_followed(serve, tmp_path):
+def test_does_not_follow_links_in_a_run(serve, tmp_path):
     run = finished(tmp_path / "output" / "one")
     (tmp_path / "secret.txt").write_text("SECRET: 1")
     for name in ("config.yaml", "report.html", "report.json", "console.log", "panel.json"):
         (run / name).unlink(missing_ok=True)
         (run / name).symlink_to(tmp_path / "secret.txt")
     served = serve(tmp_path / "output")
-    id = served.the_run()
+    id = served.find_run_id()
     for route in ("", "/config", "/report", "/log", "/series", "/csv"):
-        assert "SECRET" not in ask(served.panel.port, f"/api/runs/{id}{route}").text
-    assert ask(served.panel.port, f"/api/runs/{id}/config").status == 404
+        assert "SECRET" not in send_request(served.panel.port, f"/api/runs/{id}{route}").text
+    assert send_request(served.panel.port, f"/api/runs/{id}/config").status == 404
 
 
-def test_a_run_that_becomes_a_link_is_not_found(serve, tmp_path):
+def test_run_replaced_by_a_link_is_not_found(serve, tmp_path):
     finished(tmp_path / "outside")
     run = finished(tmp_path / "output" / "one")
     served = serve(tmp_path / "output")
-    id = served.the_run()
-    os.rename(run, tmp_path / "was")
+    id = served.find_run_id()
+    os.rename(run, tmp_path / "moved")
     run.symlink_to(tmp_path / "outside")
     for route in ("", "/config", "/report", "/series"):
-        assert ask(served.panel.port, f"/api/runs/{id}{route}").status == 404
+        assert send_request(served.panel.port, f"/api/runs/{id}{route}").status == 404
 
 
-def test_the_notes_are_not_written_through_a_link(serve, tmp_path):
+def test_notes_are_not_written_through_a_link(serve, tmp_path):
     finished(tmp_path / "output" / "one")
-    target = tmp_path / "mine.json"
+    target = tmp_path / "notes.json"
     target.write_text('{"runs": {}}')
     (tmp_path / "output/.paceline-ui.json").symlink_to(target)
     served = serve(tmp_path / "output")
     served.client.put(
-        f"/api/runs/{served.the_run()}/note", json={"note": "x"}, headers=served.with_token
+        f"/api/runs/{served.find_run_id()}/note", json={"note": "x"}, headers=served.with_token
     )
     assert target.read_text() == '{"runs": {}}'
 
 
-def test_every_answer_has_the_headers_that_shut_a_page_in(served):
-    id = served.the_run()
+def test_every_response_has_security_headers(served):
+    id = served.find_run_id()
     for path in (
         "/",
         "/app.js",
@@ -253,7 +261,7 @@ def test_every_answer_has_the_headers_that_shut_a_page_in(served):
         f"/api/runs/{id}/config",
         "/nothing",
     ):
-        headers = ask(served.panel.port, path).headers
+        headers = send_request(served.panel.port, path).headers
         policy = headers["content-security-policy"]
         assert "default-src 'self'" in policy, path
         assert "frame-ancestors 'none'" in policy
@@ -261,40 +269,40 @@ def test_every_answer_has_the_headers_that_shut_a_page_in(served):
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"
         assert "access-control-allow-origin" not in headers
-    refused = ask(served.panel.port, "/", Host="evil.example")
+    refused = send_request(served.panel.port, "/", Host="evil.example")
     assert "content-security-policy" in refused.headers
 
 
-def test_a_report_is_shut_off_from_the_panel(served):
-    answer = ask(served.panel.port, f"/api/runs/{served.the_run()}/report")
-    assert answer.status == 200
-    policy = answer.headers["content-security-policy"]
+def test_report_is_sandboxed(served):
+    response = send_request(served.panel.port, f"/api/runs/{served.find_run_id()}/report")
+    assert response.status == 200
+    policy = response.headers["content-security-policy"]
     assert policy.startswith("sandbox allow-scripts;")
     assert "allow-same-origin" not in policy
     assert "default-src 'none'" in policy
 
 
-def test_names_and_logs_are_data_never_html(serve, tmp_path):
+def test_names_and_logs_are_returned_as_json(serve, tmp_path):
     evil = "<img src=x onerror=alert(1)>"
     log = begin(
         tmp_path / evil, strategy=evil, config={"task": "</script><script>alert(1)</script>"}
     )
     log.notice(evil)
     served = serve(tmp_path)
-    id = served.the_run(evil)
+    id = served.find_run_id(evil)
     for path in ("/api/runs", f"/api/runs/{id}", f"/api/runs/{id}/log", f"/api/runs/{id}/series"):
-        assert ask(served.panel.port, path).headers["content-type"] == "application/json"
-    answer = ask(
+        assert send_request(served.panel.port, path).headers["content-type"] == "application/json"
+    response = send_request(
         served.panel.port,
         "/api/runs/<script>alert(1)</script>".replace("<", "%3C").replace(">", "%3E"),
     )
-    assert answer.headers["content-type"] == "application/json"
+    assert response.headers["content-type"] == "application/json"
 
 
-def test_a_body_that_is_too_large_is_refused(served):
-    port, id = served.panel.port, served.the_run()
+def test_rejects_too_large_bodies(served):
+    port, id = served.panel.port, served.find_run_id()
     headers = {"X_Paceline_Token": served.panel.token, "Content_Type": "application/json"}
-    answer = ask(
+    response = send_request(
         port,
         f"/api/runs/{id}/note",
         "PUT",
@@ -302,8 +310,8 @@ def test_a_body_that_is_too_large_is_refused(served):
         **headers,
         Content_Length=str(MAX_BODY_BYTES + 1),
     )
-    assert answer.status == 413
-    # and one that does not say how long it is
+    assert response.status == 413
+    # A body without a declared length is limited, too.
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
         head = (
             f"PUT /api/runs/{id}/note HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nX-Paceline-Token:"
@@ -313,7 +321,7 @@ def test_a_body_that_is_too_large_is_refused(served):
             head.encode() + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
         )
         chunk = b"%x\r\n%s\r\n" % (1 << 20, b" " * (1 << 20))
-        sent, answer = 0, b""
+        sent, response = 0, b""
         connection.setblocking(True)
         try:
             for _ in range(64):
@@ -322,12 +330,12 @@ def test_a_body_that_is_too_large_is_refused(served):
         except OSError:
             pass
         else:
-            answer = connection.recv(1000)
-            assert answer.split(b" ")[1] in (b"400", b"413")
+            response = connection.recv(1000)
+            assert response.split(b" ")[1] in (b"400", b"413")
     assert not (Path(served.panel.folder) / ".paceline-ui.json").exists()
 
 
-def test_a_websocket_is_refused(served):
+def test_rejects_websockets(served):
     upgrade = {"Connection": "Upgrade", "Upgrade": "websocket"}
     upgrade |= {"Sec_WebSocket_Key": "x" * 22 + "==", "Sec_WebSocket_Version": "13"}
-    assert ask(served.panel.port, "/api/stream2", **upgrade).status in (400, 403, 404, 426)
+    assert send_request(served.panel.port, "/api/stream2", **upgrade).status in (400, 403, 404, 426)

@@ -1,4 +1,4 @@
-"""The curves: thinned, exact, zoomed, over a resume, and of a log too long to be read at once."""
+"""Test the curves: downsampled, exact, zoomed, after a resume, and of a very long log."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import os
 import numpy as np
 import pytest
 from event_logs import begin, emit_steps, finished, step_fields, write_long
-from panels import until
+from panels import wait_until
 
 from paceline.core.event_log import effective_steps, read_events
 from paceline.web.runs import index as index_module
@@ -14,10 +14,10 @@ from paceline.web.runs.columns import SERIES, Columns, step_row
 from paceline.web.runs.index import RunIndex
 
 
-def test_a_short_run_is_returned_step_by_step(serve, tmp_path):
+def test_returns_every_step_of_a_short_run(serve, tmp_path):
     finished(tmp_path / "one")
     served = serve(tmp_path)
-    series = served.get(f"/api/runs/{served.the_run()}/series")
+    series = served.get(f"/api/runs/{served.find_run_id()}/series")
     assert series["step"] == list(range(1, 21))
     assert set(series["series"]) == set(SERIES)
     loss = series["series"]["loss"]
@@ -43,14 +43,14 @@ def test_a_short_run_is_returned_step_by_step(serve, tmp_path):
     assert marks[-1] == ("run_end", 20, "info")
 
 
-def test_buckets_keep_the_mean_and_the_extremes(serve, tmp_path):
+def test_buckets_keep_mean_and_extremes(serve, tmp_path):
     log = begin(tmp_path / "one")
     losses = np.random.default_rng(0).normal(5, 1, 1000)
     for step, loss in enumerate(losses.tolist(), 1):
         log.emit({"type": "step", **step_fields(step), "loss": loss})
     served = serve(tmp_path)
     series = served.get(
-        f"/api/runs/{served.the_run()}/series", params={"points": 10, "names": "loss"}
+        f"/api/runs/{served.find_run_id()}/series", params={"points": 10, "names": "loss"}
     )
     assert series["step"] == list(range(100, 1001, 100))
     parts = losses.reshape(10, 100)
@@ -59,10 +59,10 @@ def test_buckets_keep_the_mean_and_the_extremes(serve, tmp_path):
     assert series["series"]["loss"]["max"] == pytest.approx(parts.max(1), rel=1e-5)
 
 
-def test_zoom_is_by_steps_and_finds_what_is_within(serve, tmp_path):
+def test_zoom_selects_a_range_of_steps(serve, tmp_path):
     finished(tmp_path / "one", steps=40)
     served = serve(tmp_path)
-    id = served.the_run()
+    id = served.find_run_id()
     series = served.get(f"/api/runs/{id}/series", params={"start": 11, "end": 20})
     assert series["step"] == list(range(11, 21))
     assert [event["step"] for event in series["evals"]] == [20]
@@ -70,12 +70,12 @@ def test_zoom_is_by_steps_and_finds_what_is_within(serve, tmp_path):
     assert served.get(f"/api/runs/{id}/series", params={"start": 1000})["step"] == []
 
 
-def test_what_is_not_finite_is_null_and_leaves_the_rest_of_its_bucket(serve, tmp_path):
+def test_non_finite_values_are_null_and_excluded_from_buckets(serve, tmp_path):
     log = begin(tmp_path / "one")
     for step, loss in enumerate([1.0, float("nan"), 3.0, float("inf"), None, float("-inf")], 1):
         log.emit({"type": "step", **step_fields(step), "loss": loss})
     served = serve(tmp_path)
-    id = served.the_run()
+    id = served.find_run_id()
     series = served.get(f"/api/runs/{id}/series", params={"names": "loss"})
     assert series["series"]["loss"]["mean"] == [1.0, None, 3.0, None, None, None]
     series = served.get(f"/api/runs/{id}/series", params={"names": "loss", "points": 2})
@@ -83,21 +83,23 @@ def test_what_is_not_finite_is_null_and_leaves_the_rest_of_its_bucket(serve, tmp
     assert "step 6 is -inf" in served.get("/api/runs")["runs"][0]["problem"]
 
 
-def test_an_unknown_series_is_refused_with_the_nearest(serve, tmp_path):
+def test_rejects_unknown_series_with_a_suggestion(serve, tmp_path):
     finished(tmp_path / "one")
     served = serve(tmp_path)
-    answer = served.client.get(
-        f"/api/runs/{served.the_run()}/series", params={"names": "loss,grad_nrm"}
+    response = served.client.get(
+        f"/api/runs/{served.find_run_id()}/series", params={"names": "loss,grad_nrm"}
     )
-    assert answer.status_code == 400
-    assert answer.json()["error"]["fix"] == "did you mean `grad_norm`?"
+    assert response.status_code == 400
+    assert response.json()["error"]["fix"] == "did you mean `grad_norm`?"
     assert (
-        served.client.get(f"/api/runs/{served.the_run()}/series", params={"points": 0}).status_code
+        served.client.get(
+            f"/api/runs/{served.find_run_id()}/series", params={"points": 0}
+        ).status_code
         == 422
     )
 
 
-def resumed_log(root):
+def write_resumed_log(root):
     log = begin(root)
     emit_steps(log, 1, 8)
     log.emit({"type": "eval", "step": 8, "loss": 8.0, "count": 1, "wall_s": 1, "metrics": {}})
@@ -120,15 +122,15 @@ def resumed_log(root):
     return log
 
 
-def test_after_a_resume_only_what_counts_is_shown_and_the_marks_stay(serve, tmp_path):
-    log = resumed_log(tmp_path / "one")
+def test_resume_hides_repeated_steps_and_keeps_marks(serve, tmp_path):
+    log = write_resumed_log(tmp_path / "one")
     served = serve(tmp_path)
-    id = served.the_run()
+    id = served.find_run_id()
     series = served.get(f"/api/runs/{id}/series")
-    counting = effective_steps(read_events(tmp_path / "one/events.jsonl"))
-    assert series["step"] == [event["step"] for event in counting] == [1, 2, 3, 4, 5, 6]
+    effective = effective_steps(read_events(tmp_path / "one/events.jsonl"))
+    assert series["step"] == [event["step"] for event in effective] == [1, 2, 3, 4, 5, 6]
     assert series["series"]["loss"]["mean"] == pytest.approx(
-        [event["loss"] for event in counting], rel=1e-6
+        [event["loss"] for event in effective], rel=1e-6
     )
     assert series["tokens"][-1] == 4096 * 6
     assert [event["step"] for event in series["evals"]] == [6]
@@ -140,16 +142,16 @@ def test_after_a_resume_only_what_counts_is_shown_and_the_marks_stay(serve, tmp_
     ]
     assert served.get(f"/api/runs/{id}")["restarts"] == 1
     assert served.get("/api/runs")["runs"][0]["step"] == 6
-    emit_steps(log, 7, 7)  # and what comes later, after it was read
+    emit_steps(log, 7, 7)  # events after the log was read
     log.emit({"type": "resume", "step": 2, "path": "x"})
     emit_steps(log, 3, 3)
     assert served.get(f"/api/runs/{id}/series")["step"] == [1, 2, 3]
-    begin(tmp_path / "one").close()  # begun anew
+    begin(tmp_path / "one").close()  # the run starts again
     series = served.get(f"/api/runs/{id}/series")
     assert (series["step"], series["evals"]) == ([], [])
 
 
-def test_a_step_logged_twice_without_a_resume_counts_once(tmp_path):
+def test_step_logged_twice_counts_once(tmp_path):
     log = begin(tmp_path)
     emit_steps(log, 1, 5)
     emit_steps(log, 3, 4)
@@ -158,26 +160,26 @@ def test_a_step_logged_twice_without_a_resume_counts_once(tmp_path):
     assert index.columns.column("step").tolist() == [1, 2, 3, 4]
 
 
-def test_lines_may_be_split_over_chunks_anywhere(tmp_path, monkeypatch):
-    log = resumed_log(tmp_path)
+def test_reads_lines_split_over_chunks(tmp_path, monkeypatch):
+    log = write_resumed_log(tmp_path)
     log.notice("x" * 3000)
     emit_steps(log, 7, 9)
     complete = RunIndex(tmp_path / "events.jsonl")
     complete.catch_up()
     for size in (700, 1021, 2048):
         monkeypatch.setattr(index_module, "_CHUNK_BYTES", size)
-        parts = RunIndex(tmp_path / "events.jsonl")
-        assert parts.catch_up()
+        chunked = RunIndex(tmp_path / "events.jsonl")
+        assert chunked.catch_up()
         assert (
-            parts.columns.column("step").tolist()
+            chunked.columns.column("step").tolist()
             == complete.columns.column("step").tolist()
             == [1, 2, 3, 4, 5, 6, 7, 8, 9]
         )
-        assert list(parts.marks) == list(complete.marks)
-        assert parts.position == os.path.getsize(tmp_path / "events.jsonl")
+        assert list(chunked.marks) == list(complete.marks)
+        assert chunked.position == os.path.getsize(tmp_path / "events.jsonl")
 
 
-def test_a_line_longer_than_any_event_is_passed_over(tmp_path, monkeypatch):
+def test_skips_too_long_lines(tmp_path, monkeypatch):
     log = begin(tmp_path)
     emit_steps(log, 1, 1)
     with open(tmp_path / "events.jsonl", "ab") as handle:
@@ -191,15 +193,15 @@ def test_a_line_longer_than_any_event_is_passed_over(tmp_path, monkeypatch):
     assert index.unreadable > 0
 
 
-def test_columns_of_a_run_too_long_keep_one_in_so_many():
+def test_columns_of_a_long_run_keep_every_nth_step():
     columns = Columns(max_rows=1000)
-    last = None
+    previous = None
     for step in range(1, 10_001, 100):
         rows = []
         for number in range(step, step + 100):
-            row = step_row(step_fields(number), 0, last)
+            row = step_row(step_fields(number), 0, previous)
             assert row is not None
-            last = row[1], row[3]
+            previous = row[1], row[3]
             rows.append(row)
         columns.append(rows)
     assert columns.rows <= 1000
@@ -211,13 +213,13 @@ def test_columns_of_a_run_too_long_keep_one_in_so_many():
     assert columns.column("step")[-1] <= 5000
 
 
-def test_a_long_log_is_shown_at_once_by_a_part_of_it_and_then_exactly(serve, tmp_path, monkeypatch):
+def test_long_log_is_sampled_first_and_exact_later(serve, tmp_path, monkeypatch):
     monkeypatch.setattr(index_module, "_MAX_WAIT_BYTES", 1 << 16)
     write_long(tmp_path / "one/events.jsonl", 12_000, 4, resume_at=9000)
     served = serve(tmp_path)
-    id = served.the_run()
+    id = served.find_run_id()
     lock = served.panel.runs.get(id).index.lock
-    with lock:  # the background waits: what comes now comes from the overview
+    with lock:  # blocks the background reader, so the response comes from the overview
         series = served.get(f"/api/runs/{id}/series", params={"points": 300})
         assert not series["exact"]
         assert 200 < len(series["step"]) <= 300
@@ -225,36 +227,36 @@ def test_a_long_log_is_shown_at_once_by_a_part_of_it_and_then_exactly(serve, tmp
         assert series["read"] < 1
         ranks = served.get(f"/api/runs/{id}/ranks")
         assert [row["rank"] for row in ranks["ranks"]] == [0, 1, 2, 3]
-    until(lambda: served.get(f"/api/runs/{id}/series")["exact"])
+    wait_until(lambda: served.get(f"/api/runs/{id}/series")["exact"])
     exact = served.get(f"/api/runs/{id}/series", params={"points": 300})
-    counting = effective_steps(read_events(tmp_path / "one/events.jsonl"))
-    assert exact["num_steps"] == len(counting) == 12_000
-    losses = np.array([event["loss"] for event in counting])
+    effective = effective_steps(read_events(tmp_path / "one/events.jsonl"))
+    assert exact["num_steps"] == len(effective) == 12_000
+    losses = np.array([event["loss"] for event in effective])
     assert exact["series"]["loss"]["mean"] == pytest.approx(
         losses.reshape(300, 40).mean(1), rel=1e-5
     )
     assert exact["tokens"][-1] == 12_000 * 4096
-    # The overview was near the truth.
-    near = np.interp(exact["step"], series["step"], series["series"]["loss"]["mean"])
-    assert np.abs(near - exact["series"]["loss"]["mean"]).max() < 0.2
+    # The overview approximates the exact curve.
+    approximate = np.interp(exact["step"], series["step"], series["series"]["loss"]["mean"])
+    assert np.abs(approximate - exact["series"]["loss"]["mean"]).max() < 0.2
 
 
-def test_what_all_indexes_hold_is_bounded(serve, tmp_path, monkeypatch):
+def test_memory_of_all_indexes_is_bounded(serve, tmp_path, monkeypatch):
     monkeypatch.setattr(index_module, "_MAX_MEMORY_BYTES", 1)
     for name in ("one", "two"):
         finished(tmp_path / name)
     served = serve(tmp_path)
     for name in ("one", "two", "one"):
-        assert len(served.get(f"/api/runs/{served.the_run(name)}/series")["step"]) == 20
+        assert len(served.get(f"/api/runs/{served.find_run_id(name)}/series")["step"]) == 20
     num_rows = [run.index.columns.rows for run in served.panel.runs.all()]
     assert sorted(num_rows) == [0, 20]
 
 
-def test_ranks_have_their_parts_and_the_slowest_is_named(serve, tmp_path):
+def test_ranks_have_phases_and_the_slowest_is_reported(serve, tmp_path):
     log = begin(tmp_path / "one", ranks=4)
     emit_steps(log, 1, 50, ranks=4, slow_rank=2)
     served = serve(tmp_path)
-    ranks = served.get(f"/api/runs/{served.the_run()}/ranks", params={"points": 5})
+    ranks = served.get(f"/api/runs/{served.find_run_id()}/ranks", params={"points": 5})
     assert len(ranks["step"]) == 5
     rank = ranks["ranks"][2]
     assert (rank["rank"], rank["host"], rank["device"]) == (2, "one", "cpu:2")
@@ -268,7 +270,7 @@ def test_ranks_have_their_parts_and_the_slowest_is_named(serve, tmp_path):
     assert ranks["lines"] == 50
 
 
-def test_ranks_of_an_older_log_have_the_recorded_figures(serve, tmp_path):
+def test_ranks_of_an_older_log_have_the_recorded_values(serve, tmp_path):
     log = begin(tmp_path / "one")
     for step in range(1, 5):
         rows = [
@@ -277,7 +279,7 @@ def test_ranks_of_an_older_log_have_the_recorded_figures(serve, tmp_path):
         ]
         log.emit({"type": "step", **step_fields(step), "ranks": rows})
     served = serve(tmp_path)
-    ranks = served.get(f"/api/runs/{served.the_run()}/ranks")
+    ranks = served.get(f"/api/runs/{served.find_run_id()}/ranks")
     assert ranks["ranks"][0]["data_s"] == [0.01] * 4
     assert ranks["ranks"][0]["communication_s"] == [0.2] * 4
     assert ranks["ranks"][0]["forward_s"] == [None] * 4
@@ -286,19 +288,19 @@ def test_ranks_of_an_older_log_have_the_recorded_figures(serve, tmp_path):
     assert ranks["slowest"]["rank"] == 1
 
 
-def test_even_ranks_have_no_slowest(serve, tmp_path):
+def test_equally_fast_ranks_have_no_slowest(serve, tmp_path):
     log = begin(tmp_path / "one")
     emit_steps(log, 1, 5)
     served = serve(tmp_path)
-    assert served.get(f"/api/runs/{served.the_run()}/ranks")["slowest"] is None
+    assert served.get(f"/api/runs/{served.find_run_id()}/ranks")["slowest"] is None
 
 
-def test_traffic_by_collective_with_the_prediction(serve, tmp_path):
+def test_returns_traffic_by_collective_and_the_prediction(serve, tmp_path):
     config = {"compression": {"method": "topk"}}
     log = begin(tmp_path / "one", predicted={"traffic_bytes_per_step": 4000}, config=config)
     emit_steps(log, 1, 10)
     served = serve(tmp_path)
-    id = served.the_run()
+    id = served.find_run_id()
     traffic = served.get(f"/api/runs/{id}/traffic")
     assert traffic["by_collective"] == {"all_reduce": [4000.0] * 10, "broadcast": [96.0] * 10}
     assert (traffic["predicted_bytes"], traffic["measured_bytes"]) == (4000.0, 4096.0)
@@ -313,13 +315,13 @@ def test_traffic_by_collective_with_the_prediction(serve, tmp_path):
     assert traffic["compression"]["ratio"] == 49.9
 
 
-def test_a_csv_has_every_step_that_counts(serve, tmp_path):
-    resumed_log(tmp_path / "one")
+def test_csv_has_every_effective_step(serve, tmp_path):
+    write_resumed_log(tmp_path / "one")
     served = serve(tmp_path)
-    answer = served.client.get(
-        f"/api/runs/{served.the_run()}/csv", params={"names": "loss,comm_wait_s"}
+    response = served.client.get(
+        f"/api/runs/{served.find_run_id()}/csv", params={"names": "loss,comm_wait_s"}
     )
-    lines = answer.text.splitlines()
+    lines = response.text.splitlines()
     assert lines[0] == "step,time,tokens,loss,comm_wait_s"
     assert [line.split(",")[0] for line in lines[1:]] == ["1", "2", "3", "4", "5", "6"]
     assert lines[-1].split(",")[2:] == ["24576", "106", "0.1"]
@@ -327,4 +329,4 @@ def test_a_csv_has_every_step_that_counts(serve, tmp_path):
         abs(float(lines[1].split(",")[1]) - read_events(tmp_path / "one/events.jsonl")[1]["time"])
         < 1e-3
     )
-    assert answer.headers["content-type"].startswith("text/csv")
+    assert response.headers["content-type"].startswith("text/csv")

@@ -1,4 +1,5 @@
-"""The form is the schema; checks name line and key; an edit of the form is an edit of the text."""
+"""Test that the form matches the schema, that checks report line and key, and that edits change the
+text."""
 
 import re
 import threading
@@ -23,15 +24,15 @@ def panel(serve, tmp_path):
     served = serve(tmp_path / "runs")
 
     def ask(path: str, status: int = 200, **body: object) -> dict:
-        answer = served.client.post(path, json=body, headers=served.with_token)
-        assert answer.status_code == status, answer.text
-        return answer.json()
+        response = served.client.post(path, json=body, headers=served.with_token)
+        assert response.status_code == status, response.text
+        return response.json()
 
     served.ask = ask
     return served
 
 
-def test_every_key_has_a_field_in_one_group(panel):
+def test_every_key_has_exactly_one_field(panel):
     schema = panel.get("/api/schema")
     keys = [key for group in schema["groups"] for key in group["keys"]]
     assert len(keys) == len(set(keys))
@@ -45,18 +46,18 @@ def test_every_key_has_a_field_in_one_group(panel):
     assert schema["fields"]["train_args.packing"]["choices"] == ["auto", "true", "false"]
 
 
-def test_suggested_values_exist():
+def test_suggested_values_are_valid():
     assert set(SUGGESTED["task"]) == set(tasks.BUILT_IN)
     assert set(SUGGESTED["parallel.mode"]) == {"auto", *registry.STRATEGIES}
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset["id"])
-def test_a_preset_is_a_sound_config(preset):
+def test_presets_are_valid_configs(preset):
     loaded = load_text(preset["yaml"], "config")
     assert [text for level, text in loaded.notices if level == "warning"] == []
 
 
-def test_a_sound_config_tells_what_it_sets(panel):
+def test_check_of_a_valid_config_returns_its_settings(panel):
     check = panel.ask(
         "/api/check", yaml="model: m\ndataset: d\nlr: 1e-4\ntrain_args:\n  max_steps: 3\n"
     )
@@ -66,7 +67,7 @@ def test_a_sound_config_tells_what_it_sets(panel):
     assert any("lr" in notice["text"] for notice in check["notices"])
 
 
-def test_every_mistake_has_its_line_and_key(panel):
+def test_every_error_has_its_line_and_key(panel):
     check = panel.ask(
         "/api/check",
         yaml="model: m\ntrain_args:\n  max_stepz: 3\n  precision: 7\n  max_length: 1\n",
@@ -91,15 +92,15 @@ def test_every_mistake_has_its_line_and_key(panel):
         ("model: !!python/object:os.system x\n", 1),
     ],
 )
-def test_text_that_is_not_a_config_is_an_error(panel, text, line):
+def test_text_that_is_not_a_config_is_reported(panel, text, line):
     check = panel.ask("/api/check", yaml=text)
     assert not check["ok"]
     assert check["error"]["line"] == line
     assert check["error"]["what"]
 
 
-def test_an_edit_keeps_the_comments(panel):
-    text = "model: m # mine\ndataset: d\n"
+def test_edit_keeps_comments(panel):
+    text = "model: m # a comment\ndataset: d\n"
     edited = panel.ask(
         "/api/yaml", yaml=text, values={"lora.rank": "16", "train_args.learning_rate": "1e-4"}
     )
@@ -111,11 +112,11 @@ def test_an_edit_keeps_the_comments(panel):
         "/api/yaml", yaml=edited["yaml"], remove=["lora.rank", "train_args.learning_rate"]
     )
     assert edited["yaml"] == text
-    answer = panel.ask("/api/yaml", 400, yaml=text, values={"nothing": 1})
-    assert "unknown key" in answer["error"]["what"]
+    response = panel.ask("/api/yaml", 400, yaml=text, values={"nothing": 1})
+    assert "unknown key" in response["error"]["what"]
 
 
-def test_nothing_starts_without_the_token(panel):
+def test_post_requests_need_the_token(panel):
     for path in (
         "check",
         "yaml",
@@ -134,7 +135,7 @@ def test_nothing_starts_without_the_token(panel):
 
 
 @pytest.mark.soak
-def test_a_plan_says_what_fits(panel):
+def test_plan_reports_what_fits(panel):
     plan = panel.ask(
         "/api/plan",
         yaml="model: builtin:qwen2-micro\ndataset: builtin:python-docs\nparallel: {device: cpu}\n",
@@ -147,7 +148,7 @@ def test_a_plan_says_what_fits(panel):
 
 
 @pytest.mark.soak
-def test_a_newer_plan_ends_the_older(panel):
+def test_newer_plan_cancels_the_older(panel):
     body = {
         "yaml": (
             "model: builtin:qwen2-micro\ndataset: builtin:python-docs\nparallel: {device: cpu}\n"
@@ -172,7 +173,7 @@ def test_a_newer_plan_ends_the_older(panel):
     assert "newer request" in answers[0].json()["error"]["what"]
 
 
-def test_the_steps_follow_from_the_data(panel):
+def test_number_of_steps_depends_on_the_data(panel):
     text = (
         "model: builtin:qwen2-micro\ndataset: builtin:python-docs#40\nparallel: {device: cpu,"
         " num_gpus: 1}\n"
@@ -181,8 +182,8 @@ def test_the_steps_follow_from_the_data(panel):
     assert (steps["derived"]["steps"], steps["derived"]["global_batch_size"]) == (20, 4)
 
 
-def words_of(text: str) -> dict[str, set[str]]:
-    """The keys of a table of words, by language."""
+def text_keys(text: str) -> dict[str, set[str]]:
+    """Return the keys of a table of texts, by language."""
     parts = re.split(r"^const (en|zh) = \{", text, flags=re.MULTILINE)
     return {
         name: set(re.findall(r'"([\w.]+)":', body.split("\n};")[0]))
@@ -191,10 +192,10 @@ def words_of(text: str) -> dict[str, set[str]]:
 
 
 def test_every_text_exists_in_both_languages():
-    keys = words_of((STATIC / "i18n" / "start.js").read_text(encoding="utf-8"))
-    # a section's name is the key's
-    of_sections = {f"group.{name}" for name in SECTIONS if name != "lora"}
-    assert keys["en"] - keys["zh"] == of_sections
+    keys = text_keys((STATIC / "i18n" / "start.js").read_text(encoding="utf-8"))
+    # sections without a text are named by their key
+    section_keys = {f"group.{name}" for name in SECTIONS if name != "lora"}
+    assert keys["en"] - keys["zh"] == section_keys
     assert keys["zh"] <= keys["en"]
     pages = "".join(
         path.read_text(encoding="utf-8")

@@ -1,9 +1,9 @@
-"""Datasets of the folder, uploads that stay within their bounds, and a look at the rows."""
+"""Test the list of datasets, the limits of uploads, and the preview of rows."""
 
 import json
 
 import pytest
-from starts import ask
+from starts import post_json
 
 from paceline.core.errors import ConfigError
 from paceline.data.sources.builtin import BUILTIN_DATASETS
@@ -15,19 +15,19 @@ ROW = json.dumps({"prompt": "What is a pace line?", "completion": "Riders in a r
 
 
 def upload(served, name: str, content: bytes, status: int = 200) -> dict:
-    answer = served.client.post(
+    response = served.client.post(
         "/api/upload", files={"file": (name, content)}, headers=served.with_token
     )
-    assert answer.status_code == status, answer.text
-    return answer.json()
+    assert response.status_code == status, response.text
+    return response.json()
 
 
-def test_what_may_be_uploaded_is_what_is_read():
+def test_upload_accepts_all_readable_formats():
     assert set(SUFFIXES) == {*TABLE_SUFFIXES, *TEXT_SUFFIXES}
     assert {f"builtin:{name}" for name in BUILTIN_DATASETS} <= set(datasets.BUILT_IN)
 
 
-def test_an_upload_lies_in_the_folder_and_never_over_another(serve, tmp_path):
+def test_upload_never_overwrites_a_file(serve, tmp_path):
     served = serve(tmp_path)
     assert upload(served, "mine.jsonl", ROW.encode()) == {
         "path": "./datasets/mine.jsonl",
@@ -39,8 +39,8 @@ def test_an_upload_lies_in_the_folder_and_never_over_another(serve, tmp_path):
         "mine-2.jsonl",
         "mine.jsonl",
     ]
-    listed = served.get("/api/datasets")["datasets"]
-    assert {dataset["path"] for dataset in listed} == {
+    entries = served.get("/api/datasets")["datasets"]
+    assert {dataset["path"] for dataset in entries} == {
         "./datasets/mine.jsonl",
         "./datasets/mine-2.jsonl",
     }
@@ -58,25 +58,25 @@ def test_an_upload_lies_in_the_folder_and_never_over_another(serve, tmp_path):
         ("a" * 300 + ".csv", "a" * 100 + ".csv"),
     ],
 )
-def test_a_name_is_reduced_to_a_safe_one(file_name, name):
+def test_safe_name_removes_unsafe_characters(file_name, name):
     assert safe_name(file_name) == name
 
 
 @pytest.mark.parametrize(
     "file_name", ["x.py", "x.pkl", "x.pt", ".jsonl", "", "..", "x.jsonl/", "x.safetensors", "x"]
 )
-def test_what_is_no_data_is_refused(serve, tmp_path, file_name):
+def test_rejects_unsupported_file_names(serve, tmp_path, file_name):
     with pytest.raises(ConfigError, match="not a supported data file"):
         safe_name(file_name)
 
 
-def test_an_upload_that_is_no_data_leaves_nothing(serve, tmp_path):
+def test_rejected_upload_leaves_no_file(serve, tmp_path):
     served = serve(tmp_path)
     assert ".jsonl" in upload(served, "x.py", b"print()", 400)["error"]["allowed"]
     assert list((tmp_path / "datasets").iterdir()) == []
 
 
-def test_bytes_are_counted_as_they_come(serve, tmp_path, monkeypatch):
+def test_size_limit_applies_while_receiving(serve, tmp_path, monkeypatch):
     monkeypatch.setattr(
         datasets,
         "take_upload",
@@ -86,7 +86,7 @@ def test_bytes_are_counted_as_they_come(serve, tmp_path, monkeypatch):
     assert upload(served, "small.csv", b"x" * 90_000)["size_bytes"] == 90_000
     assert "larger than" in upload(served, "large.csv", b"x" * 200_000, 413)["error"]["what"]
 
-    def endless():  # tells no length
+    def endless():  # without a Content-Length header
         yield b'--b\r\nContent-Disposition: form-data; name="file"; filename="endless.csv"\r\n\r\n'
         for _ in range(100):
             yield b"x" * 10_000
@@ -99,30 +99,30 @@ def test_bytes_are_counted_as_they_come(serve, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "kind", ["", "application/json", "multipart/form-data", "multipart/form-data; boundary=other"]
 )
-def test_a_body_that_is_no_form_is_refused(serve, tmp_path, kind):
+def test_rejects_a_body_that_is_not_a_form(serve, tmp_path, kind):
     served = serve(tmp_path)
-    answer = served.client.post(
+    response = served.client.post(
         "/api/upload", content=b"--b\r\n\r\n", headers={**served.with_token, "Content-Type": kind}
     )
-    assert answer.status_code == 400
-    assert answer.json()["error"]["fix"]
+    assert response.status_code == 400
+    assert response.json()["error"]["fix"]
 
 
-def test_uploads_do_not_follow_a_link_out_of_the_folder(serve, tmp_path):
+def test_upload_does_not_follow_links_out_of_the_folder(serve, tmp_path):
     (tmp_path / "runs").mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "runs" / "datasets").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "runs" / "datasets").symlink_to(tmp_path / "outside")
     assert "link" in upload(serve(tmp_path / "runs"), "x.csv", b"a", 400)["error"]["what"]
-    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert list((tmp_path / "outside").iterdir()) == []
 
 
-def test_runs_and_links_are_not_listed_as_data(serve, tmp_path):
+def test_list_excludes_runs_and_links(serve, tmp_path):
     (tmp_path / "secret.csv").write_text("a\n")
     runs = tmp_path / "runs"
     for name in (
         "run/events.jsonl",
         "run/rows.jsonl",
-        "more/deep/rows.csv",
+        "data/deep/rows.csv",
         ".hidden/rows.csv",
         "note.py",
     ):
@@ -130,21 +130,21 @@ def test_runs_and_links_are_not_listed_as_data(serve, tmp_path):
         (runs / name).write_text("")
     (runs / "link.csv").symlink_to(tmp_path / "secret.csv")
     assert [dataset["path"] for dataset in serve(runs).get("/api/datasets")["datasets"]] == [
-        "./more/deep/rows.csv"
+        "./data/deep/rows.csv"
     ]
 
 
-def test_the_first_rows_are_shown_as_the_model_sees_them(serve, tmp_path):
+def test_preview_shows_rows_as_the_model_receives_them(serve, tmp_path):
     served = serve(tmp_path)
     path = upload(served, "mine.jsonl", ROW.encode() * 7)["path"]
-    preview = ask(
+    preview = post_json(
         served, "/api/preview", yaml=f"model: builtin:qwen2-micro\ndataset: {path}\n", rows=3
     )
     assert len(preview["rows"]) == 3
     assert [segment["text"] for segment in preview["rows"][0]["segments"] if segment["label"]] == [
         "Riders in a row.<|im_end|>"
     ]
-    error = ask(
+    error = post_json(
         served, "/api/preview", 400, yaml="model: builtin:qwen2-micro\ndataset: ./nothing.csv\n"
     )["error"]
     assert "nothing.csv" in error["what"]

@@ -1,4 +1,4 @@
-"""Real runs, started, stopped and resumed through the panel."""
+"""Test that runs are started, stopped and resumed through the panel."""
 
 import json
 import os
@@ -11,8 +11,8 @@ import httpx
 import psutil
 import pytest
 from event_logs import begin, emit_steps
-from panels import until
-from starts import MICRO, ask, events, until_status, until_step
+from panels import wait_until
+from starts import MICRO, events, post_json, wait_for_status, wait_for_step
 
 from paceline.core.processes import host_name
 from paceline.web.jobs import runs
@@ -20,60 +20,60 @@ from paceline.web.jobs.runs import START, RunLauncher, check_name, started_from,
 
 
 @pytest.mark.soak
-def test_a_run_is_started_and_comes_to_its_end(serve, tmp_path):
+def test_starts_a_run_that_finishes(serve, tmp_path):
     served = serve(tmp_path)
-    started = ask(served, "/api/start", yaml=MICRO % 6, name="first")
+    started = post_json(served, "/api/start", yaml=MICRO % 6, name="first")
     assert started["name"] == "first"
-    until(lambda: served.get(f"/api/launches/{started['id']}")["shows"], timeout_s=120.0)
-    until_status(served, started["id"], "done")
+    wait_until(lambda: served.get(f"/api/launches/{started['id']}")["shows"], timeout_s=120.0)
+    wait_for_status(served, started["id"], "done")
     run = tmp_path / "first"
     assert len(events(run, "step")) == 6
     text = (run / "panel.yaml").read_text()
     assert "output_dir: ./first\n" in text
     assert text.replace("output_dir: ./first\n", "") == MICRO % 6
     assert "6 steps" in (run / "console.log").read_text()
-    # The name is taken now, and nothing of the run is touched.
-    error = ask(served, "/api/start", 400, yaml=MICRO % 6, name="first")["error"]
+    # The name is now in use, and the run is not changed.
+    error = post_json(served, "/api/start", 400, yaml=MICRO % 6, name="first")["error"]
     assert "already" in error["what"]
     assert "choose another name" in error["fix"]
-    exported = ask(served, f"/api/runs/{started['id']}/export")
+    exported = post_json(served, f"/api/runs/{started['id']}/export")
     assert exported == {"path": str(run / "model"), "merged": False}
 
 
 @pytest.mark.soak
-def test_a_run_is_stopped_with_a_checkpoint_and_resumed(serve, tmp_path):
+def test_stops_a_run_with_a_checkpoint_and_resumes_it(serve, tmp_path):
     served = serve(tmp_path)
-    id = ask(served, "/api/start", yaml=MICRO % 4000, name="long")["id"]
-    until_step(served, id, 2)
-    pid = ask(served, f"/api/runs/{id}/stop")["pid"]
+    id = post_json(served, "/api/start", yaml=MICRO % 4000, name="long")["id"]
+    wait_for_step(served, id, 2)
+    pid = post_json(served, f"/api/runs/{id}/stop")["pid"]
     assert psutil.pid_exists(pid)
-    assert "already stopping" in ask(served, f"/api/runs/{id}/stop", 409)["error"]["what"]
-    until_status(served, id, "stopped")
+    assert "already stopping" in post_json(served, f"/api/runs/{id}/stop", 409)["error"]["what"]
+    wait_for_status(served, id, "stopped")
     run = tmp_path / "long"
     stopped_at = events(run, "run_end")[-1]["step"]
     assert (run / "checkpoints" / f"step-{stopped_at:08d}" / "manifest.json").is_file()
-    until(lambda: not psutil.pid_exists(pid))
-    assert "is not running" in ask(served, f"/api/runs/{id}/stop", 400)["error"]["what"]
+    wait_until(lambda: not psutil.pid_exists(pid))
+    assert "is not running" in post_json(served, f"/api/runs/{id}/stop", 400)["error"]["what"]
 
     last = stopped_at + 3
     shorter = served.get(f"/api/runs/{id}/resume")["yaml"].replace("4000", str(last))
-    changes = ask(served, f"/api/runs/{id}/diff", yaml=shorter)["changes"]
+    changes = post_json(served, f"/api/runs/{id}/diff", yaml=shorter)["changes"]
     assert changes == [
         {"key": "train_args.max_steps", "old": 4000, "new": last, "needs_allow": True}
     ]
-    error = ask(served, f"/api/runs/{id}/resume", 400, yaml=shorter)["error"]
+    error = post_json(served, f"/api/runs/{id}/resume", 400, yaml=shorter)["error"]
     assert f"train_args.max_steps: 4000 → {last}" in error["what"]
-    assert "4000" in (run / "panel.yaml").read_text()  # what was refused is not kept
-    ask(served, f"/api/runs/{id}/resume", yaml=shorter, allow_config_change=True)
-    until_status(served, id, "done")
+    assert "4000" in (run / "panel.yaml").read_text()  # rejected changes are not saved
+    post_json(served, f"/api/runs/{id}/resume", yaml=shorter, allow_config_change=True)
+    wait_for_status(served, id, "done")
     assert events(run, "resume")[-1]["step"] == stopped_at
     assert events(run, "run_end")[-1]["step"] == last
 
 
 @pytest.mark.soak
-def test_an_error_of_the_command_is_returned(serve, tmp_path):
+def test_returns_errors_of_the_command(serve, tmp_path):
     served = serve(tmp_path)
-    error = ask(
+    error = post_json(
         served,
         "/api/start",
         400,
@@ -83,20 +83,22 @@ def test_an_error_of_the_command_is_returned(serve, tmp_path):
     assert "`builtin:nothing`" in error["what"]
     assert "builtin:qwen2-micro" in error["allowed"]
     assert list(tmp_path.iterdir()) == []  # the name is free for the next try
-    error = ask(served, "/api/start", 400, yaml="model: m\n", name="bad")["error"]
+    error = post_json(served, "/api/start", 400, yaml="model: m\n", name="bad")["error"]
     assert "`dataset` is missing" in error["what"]
 
 
 @pytest.mark.parametrize(
     "name", ["", "../up", "a/b", ".hidden", "a b", "x" * 101, "näme", "..", "a\n", "-rf"]
 )
-def test_a_name_that_leaves_the_folder_is_refused(serve, tmp_path, name):
-    error = ask(serve(tmp_path / "runs"), "/api/start", 400, yaml=MICRO % 2, name=name)["error"]
+def test_rejects_invalid_names(serve, tmp_path, name):
+    error = post_json(serve(tmp_path / "runs"), "/api/start", 400, yaml=MICRO % 2, name=name)[
+        "error"
+    ]
     assert "not a valid name" in error["what"]
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_a_name_that_is_a_link_is_taken(tmp_path):
+def test_name_of_a_link_is_in_use(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "link").symlink_to(tmp_path / "elsewhere")
@@ -105,7 +107,7 @@ def test_a_name_that_is_a_link_is_taken(tmp_path):
 
 
 @pytest.mark.soak
-def test_a_run_outlives_the_panel(serve, tmp_path):
+def test_run_continues_after_the_panel_stops(serve, tmp_path):
     folder = tmp_path / "runs"
     folder.mkdir()
     command = [
@@ -124,28 +126,28 @@ def test_a_run_outlives_the_panel(serve, tmp_path):
         started = json.loads(server.stdout.readline())
         url = started["url"].partition("?")[0]
         body = {"yaml": MICRO % 4000, "name": "on"}
-        answer = httpx.post(
+        response = httpx.post(
             f"{url}api/start", json=body, headers={"X-Paceline-Token": started["token"]}, timeout=60
         )
-        id = answer.json()["id"]
+        id = response.json()["id"]
     finally:
         server.kill()
         server.wait()
         server.stdout.close()
     served = serve(folder)  # another panel: it knows the run from its files alone
-    until_step(served, id, 1)
+    wait_for_step(served, id, 1)
     before = served.get(f"/api/runs/{id}")["step"]
-    until_step(served, id, before + 3)
-    ask(served, f"/api/runs/{id}/stop")
-    until_status(served, id, "stopped")
+    wait_for_step(served, id, before + 3)
+    post_json(served, f"/api/runs/{id}/stop")
+    wait_for_status(served, id, "stopped")
 
 
 def sleeping() -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 
 
-def test_another_process_with_the_pid_of_a_run_is_never_stopped(tmp_path):
-    """The number of a run's process went to another one after the run had died."""
+def test_never_stops_another_process_with_the_same_pid(tmp_path):
+    """The process ID of a run was reused after the run had died."""
     log = begin(tmp_path / "one", steps=100)
     emit_steps(log, 1, 3)
     run = tmp_path / "one"
@@ -178,7 +180,7 @@ def test_another_process_with_the_pid_of_a_run_is_never_stopped(tmp_path):
         other.wait()
 
 
-def test_a_run_of_another_host_is_left_alone(tmp_path):
+def test_does_not_stop_a_run_on_another_host(tmp_path):
     log = begin(tmp_path / "one", steps=100)
     emit_steps(log, 1, 3)
     path = tmp_path / "one" / "events.jsonl"
@@ -187,7 +189,7 @@ def test_a_run_of_another_host_is_left_alone(tmp_path):
         stop(tmp_path / "one", RunLauncher(tmp_path))
 
 
-def test_relative_paths_count_from_where_the_run_was_started(tmp_path):
+def test_relative_paths_are_relative_to_the_start_directory(tmp_path):
     run = tmp_path / "output" / "one"
     begin(run, steps=10)
     path = run / "events.jsonl"

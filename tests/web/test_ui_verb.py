@@ -1,4 +1,4 @@
-"""`paceline ui` as a person starts it."""
+"""Test `paceline ui` on the command line."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from event_logs import finished
 
 
 @contextmanager
-def ui(*args: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
+def start_ui(*args: str, cwd: Path) -> Iterator[subprocess.Popen[str]]:
     with start(*args, "--no-browser", verb="ui", cwd=cwd) as process:
         try:
             yield process
@@ -33,14 +33,14 @@ def stop(process: subprocess.Popen[str], number: int = signal.SIGINT) -> tuple[s
     return process.communicate(timeout=20)
 
 
-def started(process: subprocess.Popen[str]) -> dict[str, Any]:
+def read_startup(process: subprocess.Popen[str]) -> dict[str, Any]:
     assert process.stdout is not None
     return json.loads(process.stdout.readline())
 
 
-def test_it_serves_until_ctrl_c_and_then_ends_well(tmp_path):
+def test_serves_until_ctrl_c_and_exits_with_0(tmp_path):
     finished(tmp_path / "runs" / "one")
-    with ui("runs", "--port", "0", cwd=tmp_path) as process:
+    with start_ui("runs", "--port", "0", cwd=tmp_path) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         url = re.search(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{20,}", line)
@@ -52,7 +52,7 @@ def test_it_serves_until_ctrl_c_and_then_ends_well(tmp_path):
         assert "<script" in page.text
         base = url[0].partition("?")[0]
         assert httpx.get(f"{base}api/runs").json()["runs"][0]["name"] == "one"
-        # which must not hold up the end
+        # an open stream must not delay the shutdown
         with httpx.stream("GET", f"{base}api/stream") as open_stream:
             assert open_stream.status_code == 200
             _, err = stop(process)
@@ -61,37 +61,37 @@ def test_it_serves_until_ctrl_c_and_then_ends_well(tmp_path):
     assert "Traceback" not in err
 
 
-def test_json_is_one_line_with_link_token_and_folder(tmp_path):
-    with ui("--json", "--port=0", cwd=tmp_path) as process:
-        answer = started(process)
-        assert set(answer) == {"url", "token", "folder"}
-        assert answer["url"].endswith(f"?token={answer['token']}")
-        # the usual place, made where it is not there
-        assert answer["folder"] == str(tmp_path / "output")
+def test_json_has_url_token_and_folder(tmp_path):
+    with start_ui("--json", "--port=0", cwd=tmp_path) as process:
+        response = read_startup(process)
+        assert set(response) == {"url", "token", "folder"}
+        assert response["url"].endswith(f"?token={response['token']}")
+        # the default folder, which is created
+        assert response["folder"] == str(tmp_path / "output")
         out, err = stop(process)
     assert out == ""
     assert "created the folder output" in err
 
 
-def test_a_port_in_use_gives_the_next_one_and_says_so(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with ui(".", "--json", "--port", str(port), cwd=tmp_path) as process:
-            url = started(process)["url"]
+def test_uses_the_next_port_if_one_is_in_use(tmp_path):
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        port = occupied.getsockname()[1]
+        with start_ui(".", "--json", "--port", str(port), cwd=tmp_path) as process:
+            url = read_startup(process)["url"]
             _, err = stop(process)
     bound_port = int(re.search(r":(\d+)/", url)[1])
     assert port < bound_port <= port + 50
     assert f"port {port} is in use; using port {bound_port}" in err
 
 
-def test_an_open_address_says_what_that_means(tmp_path):
-    with ui(".", "--json", "--port", "0", "--host", "0.0.0.0", cwd=tmp_path) as process:
-        answer = started(process)
-        port = re.search(r":(\d+)/", answer["url"])[1]
+def test_open_address_prints_a_warning(tmp_path):
+    with start_ui(".", "--json", "--port", "0", "--host", "0.0.0.0", cwd=tmp_path) as process:
+        response = read_startup(process)
+        port = re.search(r":(\d+)/", response["url"])[1]
         assert httpx.get(f"http://127.0.0.1:{port}/api/runs").status_code == 401
-        with_token = {"X-Paceline-Token": answer["token"]}
+        with_token = {"X-Paceline-Token": response["token"]}
         assert httpx.get(f"http://127.0.0.1:{port}/api/runs", headers=with_token).status_code == 200
         _, err = stop(process)
     assert "everyone in this network" in err
@@ -111,16 +111,16 @@ def test_an_open_address_says_what_that_means(tmp_path):
         ([".", "--prot", "80"], "paceline ui"),
     ],
 )
-def test_bad_input_is_one_clear_error(tmp_path, args, message):
+def test_invalid_arguments_are_one_error(tmp_path, args, message):
     (tmp_path / "file.txt").touch()
-    with ui(*args, cwd=tmp_path) as process:
+    with start_ui(*args, cwd=tmp_path) as process:
         _, err = process.communicate(timeout=30)
     assert process.returncode == 2
     assert message in err
     assert "Traceback" not in err
 
 
-def test_the_server_never_imports_what_trains(tmp_path):
+def test_server_imports_no_training_code(tmp_path):
     finished(tmp_path / "one")
     program = """
 import sys
@@ -133,39 +133,39 @@ heavy = {"torch", "transformers", "peft", "datasets", "sklearn"}
 heavy |= {"paceline.train", "paceline.launch", "paceline.data"}
 print(sorted(heavy & set(sys.modules)))
 """
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
-    assert done.stdout.strip() == "[]", done.stderr
+    assert completed.stdout.strip() == "[]", completed.stderr
 
 
-def test_the_page_is_shipped_and_needs_no_network():
+def test_page_is_complete_and_needs_no_network():
     static = Path(__file__).parents[2] / "src/paceline/web/static"
     index = (static / "index.html").read_text()
     for link in re.findall(r'(?:src|href)="([^"]+)"', index):
         assert (static / link).is_file(), link
     assert not re.search(r"https?://", index)
-    # the policy allows none of these
+    # the content security policy allows none of these
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\bstyle=|\bon\w+=", index)
 
 
-def test_files_of_the_page_are_revalidated_and_compressed(serve, tmp_path):
+def test_static_files_are_revalidated_and_compressed(serve, tmp_path):
     served = serve(tmp_path)
-    answer = served.client.get("/vendor/uPlot.esm.js", headers={"Accept-Encoding": "gzip"})
-    assert answer.headers["content-encoding"] == "gzip"
-    assert answer.headers["cache-control"] == "no-cache"
-    again = served.client.get(
-        "/vendor/uPlot.esm.js", headers={"If-None-Match": answer.headers["etag"]}
+    response = served.client.get("/vendor/uPlot.esm.js", headers={"Accept-Encoding": "gzip"})
+    assert response.headers["content-encoding"] == "gzip"
+    assert response.headers["cache-control"] == "no-cache"
+    cached = served.client.get(
+        "/vendor/uPlot.esm.js", headers={"If-None-Match": response.headers["etag"]}
     )
-    assert again.status_code == 304
+    assert cached.status_code == 304
     assert served.client.get("/api/runs").headers["cache-control"] == "no-store"
 
 
-def test_a_killed_server_leaves_runs_alone(tmp_path):
+def test_killed_server_leaves_runs_unchanged(tmp_path):
     run = finished(tmp_path / "one")
     before = (run / "events.jsonl").read_bytes()
-    with ui(".", "--json", "--port", "0", cwd=tmp_path) as process:
-        url = started(process)["url"]
+    with start_ui(".", "--json", "--port", "0", cwd=tmp_path) as process:
+        url = read_startup(process)["url"]
         httpx.get(url.partition("?")[0] + "api/runs")
         process.kill()
         process.wait(20)
