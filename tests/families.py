@@ -1,5 +1,5 @@
-"""Tiny random models of many families, and the equivalent of `paceline verify` for them on one pair
-of long-lived ranks."""
+"""Tiny random models of many families, and the equivalent of `paceline verify` for all of them on
+one pair of ranks."""
 
 import json
 import time
@@ -268,7 +268,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(name: str, folder: Path) -> Path:
-    """A folder with a tiny model of the family, of random weights, and the built-in tokenizer."""
+    """Write a tiny model of the family with random weights and the built-in tokenizer; return its
+    folder."""
     import shutil
 
     import torch
@@ -281,7 +282,7 @@ def make_model(name: str, folder: Path) -> Path:
     config = AutoConfig.for_model(kind, **{**TOKENS, **numbers})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for param in model.parameters():  # zeros and ones hide what is left out or taken twice
+        for param in model.parameters():  # zeros and ones would hide omitted or repeated terms
             param.add_(torch.randn_like(param) * NOISE)
     target = folder / name
     model.save_pretrained(str(target))
@@ -290,14 +291,14 @@ def make_model(name: str, folder: Path) -> Path:
     return target
 
 
-PADDED = "padded"  # a trial of `single` without packing
+PADDED = "padded"  # name of the trial of `single` without packing
 
 
 def make_trials(
     name: str, folder: Path, modes: list[str], steps: int, ranks: int = 2, **settings: Any
 ) -> tuple[list[Any], dict[str, str]]:
-    """The trials of a family, the reference first, and the reasons of modes that are refused before
-    anything starts."""
+    """Return the trials of a family, the reference first, and {mode: reason} for the modes that are
+    rejected before the start."""
     from paceline.config.load import Loaded
     from paceline.config.schema import Config
     from paceline.core.errors import ConfigError
@@ -318,21 +319,21 @@ def make_trials(
         steps,
     )
     devices = verify._devices(config, ranks)
-    refused: dict[str, str] = {}
-    results = []
+    rejected: dict[str, str] = {}
+    accepted = []
     for mode in ["single", *modes]:
-        made = make_mode("single" if mode == PADDED else mode, config, ranks)
+        verify_mode = make_mode("single" if mode == PADDED else mode, config, ranks)
         trial_config = config
         if mode == PADDED:
-            made = replace(made, name=PADDED)
+            verify_mode = replace(verify_mode, name=PADDED)
             trial_config = config.model_copy(
                 update={"train_args": config.train_args.model_copy(update={"packing": False})}
             )
         try:
-            verify._check_mode(made, trial_config)
-            results.append((made, trial_config))
+            verify._check_mode(verify_mode, trial_config)
+            accepted.append((verify_mode, trial_config))
         except ConfigError as error:
-            refused[mode] = error.paragraph()
+            rejected[mode] = error.paragraph()
     base = verify._base_spec(Loaded(config, [], None), devices, folder / "out")
     trials = [
         verify._trial(
@@ -343,21 +344,21 @@ def make_trials(
                 base, config=trial_config.model_copy(update={"output_dir": base.config.output_dir})
             ),
         )
-        for number, (mode, trial_config) in enumerate(results)
+        for number, (mode, trial_config) in enumerate(accepted)
     ]
-    return trials, refused
+    return trials, rejected
 
 
 def run_trials(
-    world: Any, named: dict[str, list[Any]], steps: int, folder: str
+    world: Any, trials_by_family: dict[str, list[Any]], steps: int, folder: str
 ) -> dict[str, dict[str, Any]]:
-    """On each rank: every family's trials, one after another. What fails is noted; the next goes
-    on."""
+    """Run every family's trials one after another on each rank; return {family: {mode: result}}. A
+    failed trial is recorded and does not stop the others."""
     from paceline.core.stop import StopFlag
     from paceline.verify.worker import Certification, _run_trial
 
     table: dict[str, dict[str, Any]] = {}
-    for name, trials in named.items():
+    for name, trials in trials_by_family.items():
         figures = Path(folder) / "figures" / name
         figures.mkdir(parents=True, exist_ok=True)
         certification = Certification(trials, steps, len(trials), str(figures))
@@ -384,54 +385,56 @@ def run_trials(
     return table
 
 
-def judged(
+def evaluate_trials(
     table: list[dict[str, dict[str, Any]]], trials: dict[str, list[Any]]
 ) -> dict[str, dict[str, Any]]:
-    """{family: {mode: verdict}} from the tables of both ranks."""
+    """Return {family: {mode: verdict}} for the results of both ranks."""
     from paceline.verify.certificate import bounds_for, combine, evaluate_mode, not_run
 
-    out: dict[str, dict[str, Any]] = {}
-    for name, of_family in trials.items():
-        bounds = bounds_for(of_family[0].spec.config, "cpu")
-        ranks = {trial.name: [rank[name][trial.name] for rank in table] for trial in of_family}
+    verdicts: dict[str, dict[str, Any]] = {}
+    for name, family_trials in trials.items():
+        bounds = bounds_for(family_trials[0].spec.config, "cpu")
+        by_rank = {
+            trial.name: [rank[name][trial.name] for rank in table] for trial in family_trials
+        }
         results = {}
-        for mode, both in ranks.items():
-            failed = [result for result in both if result["status"] == "failed"]
-            results[mode] = failed[0] if failed else combine(both, bounds.floor)
-        out[name] = {}
+        for mode, rank_results in by_rank.items():
+            failed = [result for result in rank_results if result["status"] == "failed"]
+            results[mode] = failed[0] if failed else combine(rank_results, bounds.floor)
+        verdicts[name] = {}
         for mode, result in results.items():
             if result["status"] == "done" and results["single"]["status"] == "done":
-                out[name][mode] = evaluate_mode(
+                verdicts[name][mode] = evaluate_mode(
                     mode, "", result, results["single"], results.get("ddp"), bounds
                 )
             else:
-                out[name][mode] = not_run(
+                verdicts[name][mode] = not_run(
                     mode,
                     "",
                     None if result["status"] == "refused" else False,
                     result.get("reason", "?"),
                 )
-    return out
+    return verdicts
 
 
-def outcomes(
+def train_families(
     names: list[str], modes: list[str], folder: Path, steps: int = 3
 ) -> dict[str, dict[str, str]]:
-    """{family: {mode: "ok", or what is wrong}}; under "packed" whether samples share rows. All on
-    one pair of ranks."""
+    """Train the families with each mode on one pair of ranks. Return {family: {mode: "ok" or a
+    reason}}; the mode "packed" states whether the samples were packed or padded."""
     from ranks import run_ranks
 
-    trials, refused = {}, {}
+    trials, rejected = {}, {}
     for name in names:
         make_model(name, folder)
-        trials[name], refused[name] = make_trials(name, folder, [*modes, PADDED], steps)
+        trials[name], rejected[name] = make_trials(name, folder, [*modes, PADDED], steps)
     table = run_ranks(run_trials, 2, trials, steps, str(folder), timeout_s=100.0 * len(names))
     results: dict[str, dict[str, str]] = {}
-    for name, verdicts in judged(table, trials).items():
+    for name, verdicts in evaluate_trials(table, trials).items():
         results[name] = {
             mode: "ok" if verdict["ok"] else f"{verdict['reason']}"
             for mode, verdict in verdicts.items()
-        } | refused[name]
+        } | rejected[name]
         notices = table[0][name]["single"].get("notices", [])
         packed = PADDED if any("packing: off" in notice for notice in notices) else "packed"
         padded = results[name].pop(PADDED)

@@ -79,7 +79,7 @@ def test_replaced_pods_rejoin(
         cluster.move(0, cluster.hosts[0].address.rpartition(".")[0] + ".77")
         start_pod(cluster, 0, first, config)
         cluster.wait(
-            lambda: "which is not an address of this host" in cluster.hosts[0].output,
+            lambda: "not an address of this host" in cluster.hosts[0].output,
             "the name still has the old address",
         )
         cluster.set_name(POD_NAME, cluster.hosts[0].address)

@@ -1,4 +1,4 @@
-"""`paceline doctor` on the command line."""
+"""Test `paceline doctor` on the command line."""
 
 import json
 import os
@@ -10,7 +10,8 @@ from commands import run
 
 @pytest.fixture
 def env(tmp_path: Path) -> dict[str, str]:
-    """A separate cache, so that other tests do not plan with these measurements."""
+    """Return an environment with a separate cache, so that other tests do not plan with these
+    measurements."""
     return {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
@@ -52,7 +53,7 @@ def test_doctor_measures_and_saves_the_profile(tmp_path: Path, env: dict[str, st
     assert not (tmp_path / "run").exists()
 
 
-def test_a_fatal_problem_is_exit_code_1(env: dict[str, str]) -> None:
+def test_fatal_problem_exits_with_1(env: dict[str, str]) -> None:
     done = run(
         "--ranks", "1", verb="doctor", expect=1, env={**env, "GLOO_SOCKET_IFNAME": "nosuch7"}
     )
@@ -71,7 +72,7 @@ def test_a_fatal_problem_is_exit_code_1(env: dict[str, str]) -> None:
         (("modell=x",), "modell"),
     ],
 )
-def test_wrong_arguments(args: tuple[str, ...], message: str) -> None:
+def test_rejects_invalid_arguments(args: tuple[str, ...], message: str) -> None:
     done = run(*args, verb="doctor", expect=2)
     assert message in done.stderr
     assert done.stdout == ""

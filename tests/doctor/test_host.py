@@ -1,5 +1,4 @@
-"""What can be seen of this host without a second rank: each check on conditions that are really
-there."""
+"""Test the checks of a single host under real conditions."""
 
 import os
 import resource
@@ -33,7 +32,7 @@ from paceline.launch.host_checks import (
 from paceline.planner import machine_profile
 
 
-def test_threads_that_crowd_the_cores_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warns_about_too_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", str(cpu_cores()))
     assert check_threads(1).ok
@@ -44,7 +43,7 @@ def test_threads_that_crowd_the_cores_are_named(monkeypatch: pytest.MonkeyPatch)
     assert f"OMP_NUM_THREADS={max(1, cpu_cores() // 2)}" in str(check.advice)
 
 
-def test_a_low_limit_of_open_files_is_named() -> None:
+def test_warns_about_low_open_files_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
@@ -56,7 +55,7 @@ def test_a_low_limit_of_open_files_is_named() -> None:
     assert "ulimit -n" in str(check.advice)
 
 
-def test_shared_memory_matters_to_loader_processes_alone(tmp_path: Path) -> None:
+def test_shared_memory_check_needs_loader_workers(tmp_path: Path) -> None:
     assert check_shared_memory(2, 0, accelerator=False).ok
     script = (
         "from paceline.launch import host_checks as checks; import pathlib; checks._SHARED ="
@@ -69,13 +68,13 @@ def test_shared_memory_matters_to_loader_processes_alone(tmp_path: Path) -> None
     assert done.stdout.split() == ["False", "True"]
 
 
-def test_the_clock_is_asked_and_not_set() -> None:
+def test_clock_check() -> None:
     check = check_clock()
     assert check.ok
     assert "synchronized" in check.value or check.value == "not known"
 
 
-def test_an_interface_that_is_not_there_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_interface_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("lo", "127.0.0.1") in list(interfaces())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch7")
     check = check_interface()
@@ -86,18 +85,18 @@ def test_an_interface_that_is_not_there_is_fatal(monkeypatch: pytest.MonkeyPatch
     assert check_interface().ok
 
 
-def test_a_port_can_be_had() -> None:
+def test_free_port_check() -> None:
     assert check_port().ok
 
 
-def test_packages_in_a_wrong_version_are_named(tmp_path: Path) -> None:
+def test_reports_package_of_wrong_version(tmp_path: Path) -> None:
     assert check_packages().ok
-    folder = tmp_path / "rich-1.0.dist-info"  # found before the real one
+    folder = tmp_path / "rich-1.0.dist-info"  # shadows the installed package
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: rich\nVersion: 1.0\n")
     script = (
-        "from paceline.doctor.checks import check_packages as c; f = c(); print(f.fatal, f.value,"
-        " '|', f.advice)"
+        "from paceline.doctor.checks import check_packages; check = check_packages();"
+        " print(check.fatal, check.value, '|', check.advice)"
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
@@ -108,7 +107,7 @@ def test_packages_in_a_wrong_version_are_named(tmp_path: Path) -> None:
     assert "pip install --upgrade 'paceline'" in done.stdout
 
 
-def test_the_drivers_version_is_read(tmp_path: Path) -> None:
+def test_reads_nvidia_driver_version(tmp_path: Path) -> None:
     file = tmp_path / "version"
     assert nvidia_driver(file) is None
     file.write_text(
@@ -118,7 +117,7 @@ def test_the_drivers_version_is_read(tmp_path: Path) -> None:
     assert nvidia_driver(file) == "570.86.15"
 
 
-def test_a_device_that_is_not_there_is_fatal() -> None:
+def test_missing_device_is_fatal() -> None:
     import torch
 
     assert check_driver("cpu").ok
@@ -126,10 +125,10 @@ def test_a_device_that_is_not_there_is_fatal() -> None:
         assert check_driver("cuda").fatal
 
 
-def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
-    roomy = check_disk(tmp_path / "not" / "yet", 1000, 1000, 2)
-    assert roomy.ok
-    assert str(tmp_path) in roomy.value
+def test_disk_space_check(tmp_path: Path) -> None:
+    enough = check_disk(tmp_path / "not" / "yet", 1000, 1000, 2)
+    assert enough.ok
+    assert str(tmp_path) in enough.value
     assert check_disk(tmp_path, 1 << 60, 0, 1).fatal
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     tight = check_disk(tmp_path, free // 2, 0, 4)
@@ -140,14 +139,16 @@ def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     assert "all of them are kept" in unlimited.value
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder_is_fatal(tmp_path: Path) -> None:
     assert check_writing("output_dir", tmp_path / "run").ok
     assert list(tmp_path.iterdir()) == []
     assert existing(tmp_path / "a" / "b") == tmp_path
     assert check_writing("output_dir", Path("/proc/self")).fatal
 
 
-def test_a_profile_is_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_is_only_used_on_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert machine_profile.read("cpu") is None
     path = machine_profile.save("cpu", 2, 1, 1e-4, 1e9)
@@ -161,7 +162,7 @@ def test_a_profile_is_of_this_machine(tmp_path: Path, monkeypatch: pytest.Monkey
     assert machine_profile.read("cpu") is None
 
 
-def test_the_planner_reads_the_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planner_reads_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.planner.choose import local_machine
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -173,7 +174,7 @@ def test_the_planner_reads_the_profile(tmp_path: Path, monkeypatch: pytest.Monke
     assert local_machine(1, True, False).notes == before.notes
 
 
-def test_extras_are_asked_for_by_the_config() -> None:
+def test_checks_extras_that_the_config_needs() -> None:
     config = load_config(
         None,
         {
@@ -186,7 +187,7 @@ def test_extras_are_asked_for_by_the_config() -> None:
     assert "tensorboard" not in check_packages().value
 
 
-def test_quick_checks_of_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_checks_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(
         None, {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs"}
     ).config

@@ -1,4 +1,4 @@
-"""Measurements between real ranks, including corrupted messages."""
+"""Test the link measurements between real ranks, including corrupted messages."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,14 +13,14 @@ from paceline.doctor.links import Network, Pair, check_links, measure_network
 pytestmark = pytest.mark.alone
 
 
-def _measured(world: Communicator) -> tuple[Any, int]:
+def _measure(world: Communicator) -> tuple[Any, int]:
     before = world.traffic.total
     return measure_network(world), world.traffic.total - before
 
 
 @pytest.mark.soak
-def test_every_pair_is_measured_and_all_ranks_agree() -> None:
-    results = run_ranks(_measured, 3)
+def test_measures_every_pair_and_ranks_agree() -> None:
+    results = run_ranks(_measure, 3)
     networks = [network for network, _ in results]
     assert [(pair.sender, pair.receiver) for pair in networks[0].pairs] == [(0, 1), (0, 2), (1, 2)]
     assert networks[0].pairs == networks[1].pairs == networks[2].pairs
@@ -28,34 +28,35 @@ def test_every_pair_is_measured_and_all_ranks_agree() -> None:
         assert pair.intact
         assert 0 < pair.latency_s < 5
         assert pair.bandwidth_bytes_s > 0
-        assert abs(pair.clock_offset_s) < 5  # of one clock
+        assert abs(pair.clock_offset_s) < 5  # the ranks share one clock
     assert networks[0].sum_intact
     assert len(set(networks[0].hosts)) == 1
-    assert [sent for _, sent in results] == [0, 0, 0]  # not counted as the run's traffic
+    assert [sent for _, sent in results] == [0, 0, 0]  # does not count as traffic of the run
 
 
-def _corrupting(world: Communicator) -> Any:
-    """Receive half of each message as zeros, as with peer copies on some machines."""
+def _measure_with_corruption(world: Communicator) -> Any:
+    """Measure while half of each message is received as zeros, as happens with GPU peer-to-peer
+    copies on some machines."""
     import torch.distributed as dist
 
-    real = dist.recv
+    original_recv = dist.recv
 
-    def zeroing(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        source = real(tensor, *args, **kwargs)
+    def recv_zeros(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        source = original_recv(tensor, *args, **kwargs)
         if world.rank == 1 and tensor.numel() > 1000:
             tensor[tensor.numel() // 2 :] = 0
         return source
 
-    dist.recv = zeroing  # type: ignore[assignment]
+    dist.recv = recv_zeros  # type: ignore[assignment]
     try:
         return measure_network(world)
     finally:
-        dist.recv = real
+        dist.recv = original_recv
 
 
-def test_corruption_in_transit_is_detected() -> None:
-    for network in run_ranks(_corrupting, 3):
-        # rank 1 takes part in the first and the last pair
+def test_detects_corrupted_messages() -> None:
+    for network in run_ranks(_measure_with_corruption, 3):
+        # rank 1 is the receiver of the first pair and the sender of the last
         assert [pair.intact for pair in network.pairs] == [False, True, False]
 
 
@@ -91,6 +92,6 @@ def test_check_links() -> None:
 
 
 @pytest.mark.parametrize("bandwidth", [None, 1e9])
-def test_a_link_without_a_limit(bandwidth: float | None) -> None:
+def test_check_links_with_unknown_bandwidth(bandwidth: float | None) -> None:
     network = replace(GOOD, all_reduce=Link(1e-4, bandwidth, 3))
     assert check_links(network, 1000)[1].ok

@@ -1,5 +1,5 @@
-"""A run with compression reports its link measurement at the start and in its report; the bytes
-that measured it do not count as the traffic of a step."""
+"""Test that a run with compression measures the link at the start and reports it, and that the
+bytes of the measurement do not count as traffic of a step."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from commands import events, report, train
 pytestmark = pytest.mark.alone
 
 
-def test_a_compressed_run_reports_whether_compression_pays(tmp_path: Path) -> None:
+def test_reports_whether_compression_pays(tmp_path: Path) -> None:
     done = train(
         tmp_path / "run",
         "parallel.mode=ddp",
@@ -33,7 +33,7 @@ def test_a_compressed_run_reports_whether_compression_pays(tmp_path: Path) -> No
     assert communication["steps_measured"] == 13
     traffic = result["traffic_bytes_per_step"]
     assert traffic["measured"] < result["link"]["sent_bytes"]
-    # the all-reduce of the counts is not predicted
+    # the prediction does not include the all-reduce of the counts
     assert abs(traffic["measured"] - traffic["predicted"]) < 200
     notices = [event["text"] for event in events(tmp_path / "run", "notice")]
     assert sum(text.startswith("link: ") and "topk sends" in text for text in notices) == 1

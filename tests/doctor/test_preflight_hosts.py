@@ -1,5 +1,5 @@
-"""The preflight between hosts that are network namespaces of this machine, with what goes wrong
-between real ones."""
+"""Test the preflight checks between hosts in network namespaces, with typical problems of real
+networks."""
 
 import json
 import os
@@ -54,7 +54,8 @@ def network(pytestconfig: pytest.Config) -> Iterator[Any]:
 def _run_hosts(
     network: Any, blocked_port: int = 0, prefix: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """The result of each host. ``prefix``: a command that starts the second host's."""
+    """Run the checks on both hosts; return their results. ``prefix``: prefix of the second host's
+    command."""
     processes = []
     for number, address in enumerate(network.addresses):
         arguments = [sys.executable, "-c", _HOST, address, str(number), str(blocked_port)]
@@ -81,13 +82,13 @@ def _by_name(checks: list[dict[str, Any]]) -> dict[str, CheckResult]:
     return {check["name"]: CheckResult(**check) for check in checks}
 
 
-def _in(network: Any, number: int, *command: str) -> None:
+def _run_on(network: Any, number: int, *command: str) -> None:
     subprocess.run(network.on(number, list(command)), check=True)
 
 
 @pytest.mark.soak
 @pytest.mark.alone
-def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(
+def test_detects_firewall_small_mtu_address_lease_and_clock_skew(
     network: Any, pytestconfig: pytest.Config
 ) -> None:
     if shutil.which("nft") is None:
@@ -97,22 +98,23 @@ def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(
             "with a firewall between namespaces: nft not found (apt install nftables)",
         )
     for number in (0, 1):
-        _in(network, number, "nft", "add table inet t")
-        _in(network, number, "nft", "add chain inet t input { type filter hook input priority 0; }")
-    # Host 0 drops the packets to one port; host 1 drops new connections to all ports of the
-    # ephemeral range.
-    _in(network, 0, "nft", "add rule inet t input tcp dport 29511 drop")
-    _in(
+        _run_on(network, number, "nft", "add table inet t")
+        _run_on(
+            network, number, "nft", "add chain inet t input { type filter hook input priority 0; }"
+        )
+    # Host 0 drops packets to one port; host 1 drops new connections to all ephemeral ports.
+    _run_on(network, 0, "nft", "add rule inet t input tcp dport 29511 drop")
+    _run_on(
         network,
         1,
         "nft",
         "add rule inet t input tcp dport 32768-60999 tcp flags & (syn|ack) == syn drop",
     )
-    # The switch passes smaller packets than the interfaces promise, and sends no ICMP message about
-    # it.
+    # The switch only forwards packets smaller than the MTU of the interfaces, and sends no ICMP
+    # message.
     subprocess.run(["ip", "-n", network.switch, "link", "set", "p1", "mtu", "1400"], check=True)
-    _in(network, 1, "ip", "addr", "flush", "dev", "eth0")
-    _in(
+    _run_on(network, 1, "ip", "addr", "flush", "dev", "eth0")
+    _run_on(
         network,
         1,
         "ip",
@@ -164,7 +166,7 @@ def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(
     assert checks["address"].value.startswith("192.0.2.2 of host1 expires in ")
     if has_faketime:
         assert checks["clock_skew"].fatal
-        # Measured by host 1, the only one that can connect to the other.
+        # Measured by host 1, because host 0 cannot connect to it.
         assert "the clock of host0 is 8.0 s behind that of host1" in checks["clock_skew"].value
     assert checks["versions"].ok
     assert checks["packet_loss"].ok
@@ -173,13 +175,13 @@ def test_a_firewall_a_small_mtu_a_lease_and_a_wrong_clock_are_named(
         ("host1", "host0"),
     }
     for link in first["links"]:
-        # the kernel's bridge allows for a VLAN header
+        # the kernel's bridge permits an additional VLAN header
         assert link["path_mtu_bytes"] in range(1400, 1405)
 
 
 @pytest.mark.soak
 @pytest.mark.alone
-def test_packet_loss_and_distance_are_named(pytestconfig: pytest.Config) -> None:
+def test_detects_packet_loss_and_latency(pytestconfig: pytest.Config) -> None:
     with create_network(pytestconfig, 2, loss=0.02, delay_s=0.01) as network:
         first, _ = _run_hosts(network)
     checks = _by_name(first["checks"])
@@ -193,7 +195,7 @@ def test_packet_loss_and_distance_are_named(pytestconfig: pytest.Config) -> None
         assert 0.02 <= link["round_trip_s"] < 0.2
 
 
-# -- the evaluation alone
+# -- evaluation of the measurements
 A = HostFacts(
     "a",
     "10.0.0.1",
@@ -248,7 +250,7 @@ def test_healthy_hosts_pass() -> None:
         ({"NCCL": "2.28"}, False, "NCCL: 2.29 on a, 2.28 on b"),
     ],
 )
-def test_different_versions_are_named(versions: dict[str, str], fatal: bool, text: str) -> None:
+def test_reports_different_versions(versions: dict[str, str], fatal: bool, text: str) -> None:
     check = _evaluate(replace(GOOD, facts=[A, replace(B, versions={**B.versions, **versions})]))[
         "versions"
     ]
@@ -256,20 +258,22 @@ def test_different_versions_are_named(versions: dict[str, str], fatal: bool, tex
     assert check.value == text
 
 
-def test_what_each_measurement_means() -> None:
-    def evaluated(**changes: Any) -> dict[str, CheckResult]:
+def test_evaluation_of_measurements() -> None:
+    def evaluate_with(**changes: Any) -> dict[str, CheckResult]:
         return _evaluate(replace(GOOD, probes={(0, 1): replace(GOOD.probes[0, 1], **changes)}))  # type: ignore[type-var]
 
-    assert "b → a" in evaluated(bandwidth_from_bytes_s=None)["bandwidth"].value
-    assert evaluated(bandwidth_from_bytes_s=None)["bandwidth"].fatal
-    assert "duplex" in str(evaluated(bandwidth_from_bytes_s=1e8)["bandwidth"].advice)
-    assert evaluated(clock_offset_s=-5.5)["clock_skew"].fatal
-    assert "b is 5.5 s behind that of a" in evaluated(clock_offset_s=-5.5)["clock_skew"].value
-    assert not evaluated(clock_offset_s=2.0)["clock_skew"].ok
-    # within the error of the measurement
-    assert evaluated(clock_offset_s=2.0, round_trip_s=4.0)["clock_skew"].ok
-    assert evaluated(loss_to=None, loss_from=None, mtu_to_bytes=None, mtu_from_bytes=None)["mtu"].ok
-    assert evaluated(mtu_from_bytes=1400)["mtu"].advice is not None
+    assert "b → a" in evaluate_with(bandwidth_from_bytes_s=None)["bandwidth"].value
+    assert evaluate_with(bandwidth_from_bytes_s=None)["bandwidth"].fatal
+    assert "duplex" in str(evaluate_with(bandwidth_from_bytes_s=1e8)["bandwidth"].advice)
+    assert evaluate_with(clock_offset_s=-5.5)["clock_skew"].fatal
+    assert "b is 5.5 s behind that of a" in evaluate_with(clock_offset_s=-5.5)["clock_skew"].value
+    assert not evaluate_with(clock_offset_s=2.0)["clock_skew"].ok
+    # within the measurement error
+    assert evaluate_with(clock_offset_s=2.0, round_trip_s=4.0)["clock_skew"].ok
+    assert evaluate_with(loss_to=None, loss_from=None, mtu_to_bytes=None, mtu_from_bytes=None)[
+        "mtu"
+    ].ok
+    assert evaluate_with(mtu_from_bytes=1400)["mtu"].advice is not None
     jumbo = replace(
         GOOD,
         facts=[replace(A, mtu_bytes=9000), B],
@@ -282,7 +286,7 @@ def test_what_each_measurement_means() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 9, 16])
-def test_every_pair_is_measured_once_and_no_host_twice_in_a_round(count: int) -> None:
+def test_schedule_measures_every_pair_once(count: int) -> None:
     rounds = schedule(count)
     assert sorted(pair for pairs in rounds for pair in pairs) == [
         (a, b) for a in range(count) for b in range(a + 1, count)
@@ -292,7 +296,7 @@ def test_every_pair_is_measured_once_and_no_host_twice_in_a_round(count: int) ->
         assert len(hosts) == len(set(hosts))
 
 
-def test_addresses_of_this_host() -> None:
+def test_address_lease_mtu_and_ephemeral_ports() -> None:
     from paceline.doctor.host_pairs import address_lease_s, ephemeral_ports, interface_mtu
 
     assert address_lease_s("127.0.0.1") is None

@@ -1,7 +1,7 @@
-"""Faults by name, each done to a real run from outside: to its processes, its files, its disk.
+"""Faults by name, each injected into a real run from outside: into its processes, files or disk.
 
-A fault is a moment and a deed. What a run itself must do wrong (a bit that flips, a rank that is
-slow) is in :mod:`lab_task` and ``tests/faulty_task.py``.
+A fault consists of a trigger, which waits for a moment in the run, and an action. Faults inside of
+a rank, such as a flipped bit or a slow rank, are in :mod:`lab_task` and ``tests/faulty_task.py``.
 """
 
 import contextlib
@@ -16,22 +16,22 @@ from random import Random
 import psutil
 from live import LiveRun
 
-EVERY = 4  # steps between two saves, and between two evaluations, of the runs of the lab
+SAVE_STEPS = 4  # steps between two checkpoints, and between two evaluations
 
 
-# -- moments: each True when it has come, False where the run has ended first
+# -- triggers: each returns True at its moment, False if the run has ended before
 
-Moment = Callable[[LiveRun, Random], bool]
+Trigger = Callable[[LiveRun, Random], bool]
 
 
 def at_any_time(run: LiveRun, random: Random) -> bool:
-    """While the ranks start, in the first steps, or later: in a step, in a save, or between."""
-    if not run.wait(run.rank_processes, each_s=0.05):
+    """Wait for a random moment: while the ranks start, in a step, in a save, or between them."""
+    if not run.wait(run.rank_processes, interval_s=0.05):
         return False
     if random.random() < 0.2:
         time.sleep(random.uniform(0.0, 2.5))
     else:
-        number, pause_s = random.randint(1, 2 * EVERY + 2), random.uniform(0.0, 0.2)
+        number, pause_s = random.randint(1, 2 * SAVE_STEPS + 2), random.uniform(0.0, 0.2)
         if not run.wait(lambda: run.steps() >= number):
             return False
         time.sleep(pause_s)
@@ -39,7 +39,7 @@ def at_any_time(run: LiveRun, random: Random) -> bool:
 
 
 def in_training(run: LiveRun, random: Random) -> bool:
-    number = random.randint(2, 2 * EVERY)
+    number = random.randint(2, 2 * SAVE_STEPS)
     return run.wait(lambda: run.steps() >= number)
 
 
@@ -50,19 +50,19 @@ def with_two_checkpoints(run: LiveRun, _random: Random) -> bool:
 
 
 def at_its_end(run: LiveRun, _random: Random) -> bool:
-    """When the run has ended by what it did itself."""
-    run.end()
+    """Wait until the run has ended because of a fault in its task."""
+    run.wait_for_exit()
     return True
 
 
 def in_evaluation(run: LiveRun, _random: Random) -> bool:
-    """From a step at which there is one to the word of how it went."""
+    """Wait until a step is logged after which the run evaluates, and its result is not."""
 
-    def begun() -> bool:
+    def has_begun() -> bool:
         last = [event for event in run.events() if event["type"] in ("step", "eval")][-1:]
-        return bool(last) and last[0]["type"] == "step" and last[0]["step"] % EVERY == 0
+        return bool(last) and last[0]["type"] == "step" and last[0]["step"] % SAVE_STEPS == 0
 
-    return run.wait(begun)
+    return run.wait(has_begun)
 
 
 def in_saving(run: LiveRun, _random: Random) -> bool:
@@ -70,10 +70,10 @@ def in_saving(run: LiveRun, _random: Random) -> bool:
     return run.wait(lambda: run.steps() > 0 and any(checkpoints.glob(".step-*.tmp")))
 
 
-# -- deeds
+# -- actions and their targets
 
-Deed = Callable[[LiveRun, Random], None]
-Choice = Callable[[LiveRun, Random], list[psutil.Process]]
+Action = Callable[[LiveRun, Random], None]
+Target = Callable[[LiveRun, Random], list[psutil.Process]]
 
 
 def any_rank(run: LiveRun, random: Random) -> list[psutil.Process]:
@@ -100,44 +100,46 @@ def fork_server(run: LiveRun, _random: Random) -> list[psutil.Process]:
 
 
 def group(run: LiveRun, _random: Random) -> list[psutil.Process]:
-    """The process group of the command, as a terminal or `kill -- -PGID` reaches it."""
-    return [process for process in run.everyone() if os.getpgid(process.pid) == run.process.pid]
+    """Return the process group of the command, which a terminal or `kill -- -PGID` signals."""
+    return [
+        process for process in run.all_processes() if os.getpgid(process.pid) == run.process.pid
+    ]
 
 
 def every_process(run: LiveRun, _random: Random) -> list[psutil.Process]:
-    """As Slurm does it: loader processes too."""
-    return run.everyone()
+    """Return all processes including loader workers, which Slurm signals."""
+    return run.all_processes()
 
 
-def send(number: signal.Signals, whom: Choice) -> Deed:
-    def deed(run: LiveRun, random: Random) -> None:
-        for process in whom(run, random):
+def send(number: signal.Signals, target: Target) -> Action:
+    def act(run: LiveRun, random: Random) -> None:
+        for process in target(run, random):
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
 
-    return deed
+    return act
 
 
 def send_nothing(_run: LiveRun, _random: Random) -> None:
-    """What the run does itself is fault enough."""
+    """Do nothing: the task of the run injects the fault."""
 
 
-def stop_for(seconds: float, whom: Choice) -> Deed:
-    """SIGSTOP, and SIGCONT after so long; a process that was ended meanwhile needs none."""
+def stop_for(duration_s: float, target: Target) -> Action:
+    """Return an action that sends SIGSTOP, and SIGCONT after ``duration_s``."""
 
-    def deed(run: LiveRun, random: Random) -> None:
-        victims = whom(run, random)
+    def act(run: LiveRun, random: Random) -> None:
+        victims = target(run, random)
         for victim in victims:
             victim.suspend()
-        time.sleep(seconds)
+        time.sleep(duration_s)
         for victim in victims:
             with contextlib.suppress(psutil.Error):
                 victim.resume()
 
-    return deed
+    return act
 
 
-# -- harm to the newest checkpoint between two attempts
+# -- damage to the latest checkpoint between two attempts
 
 
 def truncated(shard: Path) -> None:
@@ -156,19 +158,19 @@ def deleted(shard: Path) -> None:
     shard.unlink()
 
 
-Harm = Callable[[Path], str | None]
+Damage = Callable[[Path], str | None]
 
 
-def harm(how: Callable[[Path], None]) -> Harm:
-    """Of the newest checkpoint of a run's folder, one shard. Returns what the next attempt must
-    say."""
+def damage_shard(change: Callable[[Path], None]) -> Damage:
+    """Return a function that changes one shard of the latest checkpoint in a run's folder, and
+    returns a text that the next attempt must report."""
 
-    def do(folder: Path) -> str:
+    def apply(folder: Path) -> str:
         newest = max((folder / "checkpoints").glob("step-*"))
-        how(max(newest.glob("state-*.safetensors")))
+        change(max(newest.glob("state-*.safetensors")))
         return str(newest)
 
-    return do
+    return apply
 
 
 # -- the faults
@@ -176,44 +178,49 @@ def harm(how: Callable[[Path], None]) -> Harm:
 
 @dataclass(frozen=True)
 class Fault:
-    """Args: ends: exit code of the command when the fault has had its way; None: the command goes
-    on by itself. attempts: so many new attempts follow in the same command. harm: to the folder,
-    before the command is given again; may return a word that must be said then. then: words that
-    the command is given again with, in the place of those that it had.
+    """A fault that can be injected into a run.
+
+    Args:
+        exit_code: exit code of the command after the fault; None if the command continues.
+        attempts: number of new attempts that the same command starts after the fault.
+        damage: function that damages the run's folder before the command is run again. It may
+        return
+            a text that the command must report.
+        new_args: arguments that replace those of the same keys when the command is run again.
     """
 
     name: str
-    moment: Moment
-    deed: Deed
-    ends: int | None = None
+    trigger: Trigger
+    action: Action
+    exit_code: int | None = None
     attempts: int = 0
-    harm: Harm | None = None
-    then: tuple[str, ...] = ()
+    damage: Damage | None = None
+    new_args: tuple[str, ...] = ()
 
-    def strike(self, run: LiveRun, random: Random) -> bool:
-        """False where the run has ended first."""
-        if not self.moment(run, random):
+    def inject(self, run: LiveRun, random: Random) -> bool:
+        """Wait for the trigger and inject the fault. Return False if the run has ended before."""
+        if not self.trigger(run, random):
             return False
         ending = {rank_process.pid for rank_process in run.rank_processes()}
-        self.deed(run, random)
+        self.action(run, random)
         if self.attempts:
             run.begin_attempt_after(ending)
         return True
 
 
-TARGETS: Mapping[str, Choice] = {
+TARGETS: Mapping[str, Target] = {
     "one rank": another_rank,
     "the launcher": launcher,
     "its process group": group,
     "every process": every_process,
 }
-MOMENTS: Mapping[str, Moment] = {
+PHASES: Mapping[str, Trigger] = {
     "training": in_training,
     "evaluation": in_evaluation,
     "saving": in_saving,
 }
 
-_KILLS: Mapping[str, Choice] = {
+_KILLS: Mapping[str, Target] = {
     "a rank": any_rank,
     "rank 0": rank_zero,
     "another rank": another_rank,
@@ -221,33 +228,36 @@ _KILLS: Mapping[str, Choice] = {
 }
 _ALL = [
     *(
-        Fault(f"kill -9 of {name}", at_any_time, send(signal.SIGKILL, whom), attempts=1)
-        for name, whom in _KILLS.items()
+        Fault(f"kill -9 of {name}", at_any_time, send(signal.SIGKILL, target), attempts=1)
+        for name, target in _KILLS.items()
     ),
     Fault(
-        "kill -9 of the launcher", at_any_time, send(signal.SIGKILL, launcher), ends=-signal.SIGKILL
+        "kill -9 of the launcher",
+        at_any_time,
+        send(signal.SIGKILL, launcher),
+        exit_code=-signal.SIGKILL,
     ),
     Fault("SIGSTOP of a rank, 2 s", in_training, stop_for(2.0, any_rank)),
     Fault("SIGSTOP of a rank, for good", in_training, send(signal.SIGSTOP, any_rank), attempts=1),
     *(
         Fault(
-            f"SIGTERM to {target}, in {moment}",
-            when,
-            send(signal.SIGTERM, whom),
-            ends=128 + signal.SIGTERM,
+            f"SIGTERM to {target_name}, in {phase}",
+            trigger,
+            send(signal.SIGTERM, target),
+            exit_code=128 + signal.SIGTERM,
         )
-        for target, whom in TARGETS.items()
-        for moment, when in MOMENTS.items()
+        for target_name, target in TARGETS.items()
+        for phase, trigger in PHASES.items()
     ),
     *(
         Fault(
-            f"a shard {how.__name__}",
+            f"a shard {change.__name__}",
             with_two_checkpoints,
             send(signal.SIGKILL, launcher),
-            ends=-signal.SIGKILL,
-            harm=harm(how),
+            exit_code=-signal.SIGKILL,
+            damage=damage_shard(change),
         )
-        for how in (truncated, flipped, deleted)
+        for change in (truncated, flipped, deleted)
     ),
 ]
 #: name → fault

@@ -1,5 +1,5 @@
-"""Drives real runs into faults until they end by themselves, and looks at what is left: the digest,
-the steps that were lost, processes, ports, files. What came of it is a table."""
+"""Inject faults into real runs until they finish, check the final digest, the lost steps, and
+leftover processes, ports and files, and collect the results in a table."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import yaml
 from commands import digest
-from injector import EVERY, FAULTS, Fault
+from injector import FAULTS, SAVE_STEPS, Fault
 from live import LiveRun, new_token
 
 from paceline.core.event_log import read_events
@@ -23,13 +23,13 @@ from paceline.core.event_log import read_events
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "fault-injection.md"
 BEGIN, END = "<!-- faults: begin -->\n", "<!-- faults: end -->"
 
-#: Of the runs of the lab: as small as a language model goes.
+#: Settings of the runs: the smallest language model.
 SMALL = (
     "model=builtin:qwen2-micro", "dataset=builtin:python-docs#120", "parallel.device=cpu",
     "parallel.num_gpus=2", "per_device_train_batch_size=2", "max_length=64", "logging_steps=1",
-    f"save_steps={EVERY}", "warmup_steps=3", "recovery.max_restarts=20",
+    f"save_steps={SAVE_STEPS}", "warmup_steps=3", "recovery.max_restarts=20",
 )  # fmt: skip
-#: mode → words
+#: mode → arguments
 MODES = {
     "ddp": ("parallel.mode=ddp",),
     "zero3": ("parallel.mode=zero3",),
@@ -40,11 +40,11 @@ MODES = {
 }
 
 
-def task_words(
+def make_task_args(
     folder: Path, file: str, num_ranks: int, mode: str = "ddp", **task_args: Any
 ) -> list[str]:
-    """Of a run of the task in ``file``, beside this one, whose ranks do wrong by themselves. What
-    they do once is kept in ``folder/flags``."""
+    """Return the arguments of a run of the task in ``file``, which injects faults in its ranks and
+    records in ``folder/flags`` which ones."""
     (folder / "flags").mkdir(exist_ok=True)
     config = {
         "model": "small",
@@ -57,7 +57,7 @@ def task_words(
             "per_device_train_batch_size": 5,
             "max_steps": 60,
             "learning_rate": 3e-3,
-            "save_steps": EVERY,
+            "save_steps": SAVE_STEPS,
             "logging_steps": 1,
         },
     }
@@ -67,56 +67,59 @@ def task_words(
 
 
 @dataclass
-class Driven:
-    """What became of a run.
+class LabResult:
+    """The result of a run with faults.
 
     Args:
-        tried: fault → how often it was done.
-        lost: fault → steps made again, at most: from the step that the next attempt began from to
-            the last one logged.
-        starts: attempts that came as far as to train.
-        digest: of the last checkpoint.
-        left: processes, ports and files that were left, in words.
-        said: by the last command.
+        injected: fault → number of times that it was injected.
+        lost_steps: fault → maximum number of steps that had to be repeated after it.
+        starts: number of attempts that started training.
+        digest: digest of the last checkpoint.
+        leftovers: descriptions of processes, ports and files that were left behind.
+        output: output of the last command.
     """
 
-    tried: Counter[str] = field(default_factory=Counter)
-    lost: dict[str, int] = field(default_factory=dict)
+    injected: Counter[str] = field(default_factory=Counter)
+    lost_steps: dict[str, int] = field(default_factory=dict)
     starts: int = 0
     digest: str = ""
-    left: list[str] = field(default_factory=list)
+    leftovers: list[str] = field(default_factory=list)
     output: str = ""
 
 
-def drive(folder: Path, args: Sequence[str], faults: Sequence[str | Fault], seed: int) -> Driven:
-    """Run, and do the faults one after the other, until the run has ended by itself with exit code
-    0. The command is given again only where a fault ends it: by a signal, or with the launcher.
-    Fails where the run ends otherwise than the fault says, or loses more steps than it may."""
-    random, result = Random(seed), Driven()
+def run_with_faults(
+    folder: Path, args: Sequence[str], faults: Sequence[str | Fault], seed: int
+) -> LabResult:
+    """Train and inject the faults one after another, until the run finishes with exit code 0.
+
+    The command is run again only after a fault that ends it. Fails if the run ends with another
+    exit code than the fault implies, or loses more steps than permitted.
+    """
+    random, result = Random(seed), LabResult()
     pending = [FAULTS[fault] if isinstance(fault, str) else fault for fault in faults]
     scratch, token = Path(tempfile.mkdtemp(prefix="lab-")), new_token()
     ports: set[int] = set()
-    struck: list[tuple[float, Fault]] = []
+    injected: list[tuple[float, Fault]] = []
     run, last, message = None, None, None
     try:
         while run is None or last is not None:
             if last is not None:
-                args = replaced(args, last.then)
+                args = replace_args(args, last.new_args)
             run = LiveRun(args, folder, scratch, token)
-            last = _strike(run, pending, random, struck, ports)
-            code, wanted = run.end(), 0 if last is None else last.ends
-            assert code == wanted, f"exit code {code}, expected {wanted}\n{run.output[-4000:]}"
+            last = _inject_faults(run, pending, random, injected, ports)
+            code, expected = run.wait_for_exit(), 0 if last is None else last.exit_code
+            assert code == expected, f"exit code {code}, expected {expected}\n{run.output[-4000:]}"
             assert message is None or message in run.output, (
                 f"{message!r} is missing\n{run.output[-4000:]}"
             )
-            message = last.harm(folder) if last is not None and last.harm is not None else None
-        result.output, result.left = run.output, left_behind(run, scratch, ports)
+            message = last.damage(folder) if last is not None and last.damage is not None else None
+        result.output, result.leftovers = run.output, find_leftovers(run, scratch, ports)
     finally:
         if run is not None:
             run.kill()
         shutil.rmtree(scratch, ignore_errors=True)
-    result.tried = Counter(fault.name for _, fault in struck)
-    result.lost = steps_lost(folder, struck)
+    result.injected = Counter(fault.name for _, fault in injected)
+    result.lost_steps = count_lost_steps(folder, injected)
     result.starts = sum(
         event["type"] == "run_start" for event in read_events(folder / "events.jsonl")
     )
@@ -124,54 +127,58 @@ def drive(folder: Path, args: Sequence[str], faults: Sequence[str | Fault], seed
     return result
 
 
-def replaced(args: Sequence[str], replacements: Sequence[str]) -> list[str]:
-    """``words``, with those of the same key in their place."""
+def replace_args(args: Sequence[str], replacements: Sequence[str]) -> list[str]:
+    """Return ``args`` with ``replacements`` in place of the arguments of the same keys."""
     keys = {arg.partition("=")[0] for arg in replacements}
     return [arg for arg in args if arg.partition("=")[0] not in keys] + [*replacements]
 
 
-def _strike(
+def _inject_faults(
     run: LiveRun,
     pending: list[Fault],
     random: Random,
-    struck: list[tuple[float, Fault]],
+    injected: list[tuple[float, Fault]],
     ports: set[int],
 ) -> Fault | None:
-    """One command's faults, up to the one that ends it. None where it shall end by itself."""
-    while pending and pending[0].strike(run, random):
+    """Inject faults up to the first one that ends the command, and return that one. Return None if
+    the command is to finish normally."""
+    while pending and pending[0].inject(run, random):
         fault = pending.pop(0)
-        struck.append((time.time(), fault))
-        if fault.ends is not None:
+        injected.append((time.time(), fault))
+        if fault.exit_code is not None:
             return fault
-        ports |= listening(run)
+        ports |= find_listening_ports(run)
     return None
 
 
-def steps_lost(folder: Path, struck: Sequence[tuple[float, Fault]]) -> dict[str, int]:
-    """fault → steps made again at most after an attempt that it has cut. Fails where more were lost
-    than lie between two saves, and those made while the last save was being written: it is written
-    beside the training, and counts when it is whole."""
-    lost: dict[str, int] = {}
+def count_lost_steps(folder: Path, injected: Sequence[tuple[float, Fault]]) -> dict[str, int]:
+    """Return {fault: maximum number of steps that were repeated after it}.
+
+    Fails if a fault lost more steps than there are between two saves, plus those made while the
+    last save was written: saves run in the background, and only complete ones count.
+    """
+    lost_steps: dict[str, int] = {}
     last, attempt = 0, 0
     for event in read_events(folder / "events.jsonl"):
         if event["type"] == "step":
             last = event["step"]
         elif event["type"] == "run_start":
-            begins, attempt = event["resumed_from_step"] or 0, attempt + 1
-            by = [fault for at, fault in struck if at < event["time"]]
-            if attempt > 1 and by:
-                # the newest save that has surely begun; the one before it is whole
-                begun = (last - 1) // EVERY * EVERY
-                harmed = EVERY if by[-1].harm is not None else 0
-                assert begins >= begun - EVERY - harmed, (
-                    f"after {by[-1].name}: from step {last} back to step {begins}"
+            resumed_from, attempt = event["resumed_from_step"] or 0, attempt + 1
+            earlier = [fault for time_s, fault in injected if time_s < event["time"]]
+            if attempt > 1 and earlier:
+                # The last save that has certainly begun; the one before it is complete.
+                last_save = (last - 1) // SAVE_STEPS * SAVE_STEPS
+                damaged = SAVE_STEPS if earlier[-1].damage is not None else 0
+                assert resumed_from >= last_save - SAVE_STEPS - damaged, (
+                    f"after {earlier[-1].name}: from step {last} back to step {resumed_from}"
                 )
-                lost[by[-1].name] = max(lost.get(by[-1].name, 0), last - begins)
-            last = begins
-    return lost
+                name = earlier[-1].name
+                lost_steps[name] = max(lost_steps.get(name, 0), last - resumed_from)
+            last = resumed_from
+    return lost_steps
 
 
-def listening(run: LiveRun) -> set[int]:
+def find_listening_ports(run: LiveRun) -> set[int]:
     ports = set()
     for process in [run.launcher, *run.rank_processes()]:
         try:
@@ -185,9 +192,10 @@ def listening(run: LiveRun) -> set[int]:
     return ports
 
 
-def left_behind(run: LiveRun, scratch: Path, ports: set[int]) -> list[str]:
-    """Processes, ports and temporary files of a run that has ended, in words."""
-    _, alive = psutil.wait_procs(run.everyone(), timeout=5.0)
+def find_leftovers(run: LiveRun, scratch: Path, ports: set[int]) -> list[str]:
+    """Return descriptions of the processes, open ports and temporary files that a finished run has
+    left behind."""
+    _, alive = psutil.wait_procs(run.all_processes(), timeout=5.0)
     leftovers = [
         f"process {process.pid}" for process in alive if process.status() != psutil.STATUS_ZOMBIE
     ]
@@ -197,8 +205,7 @@ def left_behind(run: LiveRun, scratch: Path, ports: set[int]) -> list[str]:
         if connection.status == psutil.CONN_LISTEN and connection.laddr
     }
     leftovers += [f"port {port}" for port in sorted(ports & open_ports)]
-    # torch keeps an empty folder for what it has compiled, on purpose and one for all of a user's
-    # programs.
+    # torch intentionally keeps a folder for compiled code, one for each user.
     files = [path for name in ("tmp", "shm") for path in sorted((scratch / name).iterdir())]
     leftovers += [
         str(file.relative_to(scratch))
@@ -214,9 +221,14 @@ def left_behind(run: LiveRun, scratch: Path, ports: set[int]) -> list[str]:
 
 @dataclass
 class Row:
-    """A line of the table. ``lost``: the most steps that had to be made again; None where that is
-    no question. ``equal``: whether all runs ended with the bits of the undisturbed one; in words
-    where they may not."""
+    """A row of the table.
+
+    Args:
+        lost: maximum number of steps that had to be repeated; None if that does not apply.
+        equal: whether all runs ended with bitwise the same weights as the run without faults; a
+        text
+            if they may differ.
+    """
 
     tried: int = 0
     recovered: int = 0
@@ -225,11 +237,11 @@ class Row:
 
 
 ROWS: dict[tuple[str, str], Row] = {}
-_HEAD = ["fault", "mode", "times tried", "recovered", "steps lost (max)", "bitwise equal"]
+_HEADER = ["fault", "mode", "times tried", "recovered", "steps lost (max)", "bitwise equal"]
 
 
-def note(fault: str, mode: str, tried: int, *, lost: int | None, equal: bool | str) -> None:
-    """Add what a run that has come to its end has shown."""
+def add_row(fault: str, mode: str, tried: int, *, lost: int | None, equal: bool | str) -> None:
+    """Add the result of a finished run to the row of this fault and mode."""
     row = ROWS.setdefault((fault, mode), Row())
     row.tried += tried
     row.recovered += tried
@@ -237,19 +249,19 @@ def note(fault: str, mode: str, tried: int, *, lost: int | None, equal: bool | s
     row.equal = row.equal and equal
 
 
-def note_driven(mode: str, result: Driven, equal: bool) -> None:
-    for name, tried in result.tried.items():
-        note(name, mode, tried, lost=result.lost.get(name, 0), equal=equal)
+def add_result(mode: str, result: LabResult, equal: bool) -> None:
+    for name, tried in result.injected.items():
+        add_row(name, mode, tried, lost=result.lost_steps.get(name, 0), equal=equal)
 
 
-def table(rows: dict[tuple[str, str], list[str]]) -> str:
-    lines = ["| " + " | ".join(_HEAD) + " |", "| --- | --- | ---: | ---: | ---: | --- |"]
+def format_table(rows: dict[tuple[str, str], list[str]]) -> str:
+    lines = ["| " + " | ".join(_HEADER) + " |", "| --- | --- | ---: | ---: | ---: | --- |"]
     return "\n".join(
         lines + ["| " + " | ".join([*key, *cells]) + " |" for key, cells in sorted(rows.items())]
     )
 
 
-def cells() -> dict[tuple[str, str], list[str]]:
+def format_rows() -> dict[tuple[str, str], list[str]]:
     by_mode = {}
     for key, row in ROWS.items():
         equal = row.equal if isinstance(row.equal, str) else "yes" if row.equal else "NO"
@@ -262,19 +274,18 @@ def cells() -> dict[tuple[str, str], list[str]]:
     return by_mode
 
 
-def write() -> None:
-    """Put the rows of this session into the page, in the place of those of the same fault and
-    mode."""
+def write_table() -> None:
+    """Write the rows of this session to the documentation page; they replace the rows of the same
+    faults and modes."""
     text = PAGE.read_text(encoding="utf-8")
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    known = {}
+    existing = {}
     for line in text[begin:end].strip().splitlines()[2:]:
         fault, mode, *rest = [cell.strip() for cell in line.strip("|").split("|")]
-        known[fault, mode] = rest
-    PAGE.write_text(
-        text[:begin] + table({**known, **cells()}) + "\n" + text[end:], encoding="utf-8"
-    )
+        existing[fault, mode] = rest
+    table = format_table({**existing, **format_rows()})
+    PAGE.write_text(f"{text[:begin]}{table}\n{text[end:]}", encoding="utf-8")
 
 
-def wants_writing() -> bool:
+def is_writing_requested() -> bool:
     return "PACELINE_WRITE_TABLE" in os.environ

@@ -1,4 +1,4 @@
-"""A command under way, seen from outside: its processes, its events, its temporary files."""
+"""Observe a running command from outside: its processes, events and temporary files."""
 
 import contextlib
 import functools
@@ -21,12 +21,12 @@ _TIMEOUT_S, _LONG_S = 240.0, 1800.0
 
 
 class LiveRun:
-    """A command under way, started as a user does: its processes, its events, and the files it
-    makes outside its folder.
+    """A running `paceline sft` command, with its processes, its events, and the files that it
+    creates outside of its output folder.
 
     Args:
-        scratch: gets the run's temporary files (``tmp``), its shared memory (``shm``, where this
-            machine lets tests mount) and what it says.
+        scratch: folder for the temporary files of the run (``tmp``), its shared memory (``shm``, if
+            this machine allows tests to mount) and its output.
     """
 
     def __init__(self, args: Sequence[str], folder: Path, scratch: Path, token: str) -> None:
@@ -36,7 +36,7 @@ class LiveRun:
         self._output_file = scratch / "output"
         environment = {**os.environ, "TMPDIR": str(self.tmp), TOKEN: token}
         command = [
-            *own_shared_memory(scratch / "shm"),
+            *isolate_shared_memory(scratch / "shm"),
             sys.executable,
             "-m",
             "paceline",
@@ -52,9 +52,9 @@ class LiveRun:
                 stderr=output,
                 start_new_session=True,
             )
-        self._read, self._offset = [], self._size()
+        self._events, self._offset = [], self._log_size()
         self._server: psutil.Process | None = None
-        self._old: set[int] = set()  # ranks of an attempt that a fault has ended
+        self._old_ranks: set[int] = set()  # PIDs of the ranks of attempts that a fault has ended
 
     @property
     def output(self) -> str:
@@ -78,12 +78,14 @@ class LiveRun:
                 self._server = servers[0] if servers else None
         return self._server
 
-    def everyone(self) -> list[psutil.Process]:
-        """Every living process that this run has started, whoever its parent is now."""
+    def all_processes(self) -> list[psutil.Process]:
+        """Return all processes that this run has started and that still exist, including
+        orphans."""
         return [process for process in psutil.process_iter() if _has_token(process, self.token)]
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """Those of the attempt under way that have said who they are."""
+        """Return {rank: process} of the current attempt, of the ranks that have written their
+        PID."""
         server, ranks = self.server(), {}
         for file in self.tmp.glob("paceline-run-*/pid-*"):
             with contextlib.suppress(psutil.Error, OSError, ValueError):
@@ -91,18 +93,22 @@ class LiveRun:
                 if (
                     server is not None
                     and process.ppid() == server.pid
-                    and process.pid not in self._old
+                    and process.pid not in self._old_ranks
                 ):
                     ranks[int(file.name.rpartition("-")[2])] = process
         return ranks
 
     def rank_processes(self) -> list[psutil.Process]:
-        """Those of the attempt under way, also where they have only just started."""
+        """Return the rank processes of the current attempt, including those that are starting."""
         server = self.server()
         with contextlib.suppress(psutil.Error):
             return (
                 sorted(
-                    (process for process in server.children() if process.pid not in self._old),
+                    (
+                        process
+                        for process in server.children()
+                        if process.pid not in self._old_ranks
+                    ),
                     key=lambda process: process.pid,
                 )
                 if server
@@ -111,40 +117,43 @@ class LiveRun:
         return []
 
     def begin_attempt_after(self, ending: set[int]) -> None:
-        """These ranks are of an attempt that a fault has just ended; what they have logged is no
-        more looked at."""
+        """Ignore the processes of an attempt that a fault has just ended, and the events logged so
+        far."""
         self.events()
-        self._old |= ending
-        self._read = []
+        self._old_ranks |= ending
+        self._events = []
 
     # -- its events
-    def _size(self) -> int:
+    def _log_size(self) -> int:
         with contextlib.suppress(OSError):
             return (self.folder / "events.jsonl").stat().st_size
         return 0
 
     def events(self) -> list[dict[str, Any]]:
-        """Of the attempt under way (whole lines alone)."""
+        """Return the events of the current attempt from the complete lines of the log."""
         with contextlib.suppress(OSError), open(self.folder / "events.jsonl", "rb") as handle:
             handle.seek(self._offset)
             complete, _, _ = handle.read().rpartition(b"\n")
             if complete:
                 self._offset += len(complete) + 1
                 for line in filter(None, complete.split(b"\n")):
-                    with contextlib.suppress(ValueError):  # a line that a fault has cut
-                        self._read.append(json.loads(line))
-        starts = [place for place, event in enumerate(self._read) if event["type"] == "run_start"]
-        return self._read[starts[-1] :] if starts else []
+                    with contextlib.suppress(ValueError):  # a line that a fault has truncated
+                        self._events.append(json.loads(line))
+        starts = [index for index, event in enumerate(self._events) if event["type"] == "run_start"]
+        return self._events[starts[-1] :] if starts else []
 
     def steps(self) -> int:
-        """Steps logged in the attempt under way."""
+        """Return the number of steps logged in the current attempt."""
         return sum(event["type"] == "step" for event in self.events())
 
     # -- time
     def wait(
-        self, condition: Callable[[], object], timeout_s: float = _TIMEOUT_S, each_s: float = 0.005
+        self,
+        condition: Callable[[], object],
+        timeout_s: float = _TIMEOUT_S,
+        interval_s: float = 0.005,
     ) -> bool:
-        """True as soon as it holds; False where the run has ended first."""
+        """Wait until the condition holds and return True; return False if the run ends before."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if self.process.poll() is not None:
@@ -152,17 +161,19 @@ class LiveRun:
             if time.monotonic() > deadline:
                 output = self.output
                 self.kill()
-                raise AssertionError(f"the run stood still for {timeout_s:.0f} s\n{output[-3000:]}")
-            time.sleep(each_s)
+                raise AssertionError(
+                    f"the condition did not hold within {timeout_s:.0f} s\n{output[-3000:]}"
+                )
+            time.sleep(interval_s)
         return True
 
-    def end(self) -> int:
-        """Its exit code, when it has ended."""
-        self.wait(lambda: self.process.poll() is not None, _LONG_S, each_s=0.02)
+    def wait_for_exit(self) -> int:
+        """Wait until the run has ended; return its exit code."""
+        self.wait(lambda: self.process.poll() is not None, _LONG_S, interval_s=0.02)
         return int(self.process.wait())
 
     def kill(self) -> None:
-        for process in self.everyone():
+        for process in self.all_processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.process.wait()
@@ -189,11 +200,11 @@ def _can_mount() -> bool:
     return done.returncode == 0
 
 
-def own_shared_memory(folder: Path) -> list[str]:
-    """A command in front of which /dev/shm is ``folder`` for what follows it."""
+def isolate_shared_memory(folder: Path) -> list[str]:
+    """Return a command prefix that mounts ``folder`` at /dev/shm for the command that follows."""
     if not _can_mount():
         warnings.warn(
-            "NOT CHECKED for files left in /dev/shm: this machine does not let tests mount",
+            "NOT CHECKED for files left in /dev/shm: this machine does not allow tests to mount",
             stacklevel=2,
         )
         return []

@@ -1,4 +1,4 @@
-"""Runs on CUDA devices by the command line. Deselected on a machine without one."""
+"""Test runs on CUDA devices. Deselected on machines without one."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ def cuda() -> None:
 
 
 def visible(*indices: int) -> dict[str, str]:
-    """The environment in which only these of the devices that the session sees are visible."""
+    """Return an environment with only these of the session's devices visible."""
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = (
         visible_devices.split(",")
@@ -36,14 +36,14 @@ def visible(*indices: int) -> dict[str, str]:
 
 
 def train(folder: Path, ranks: int, *args: str, **settings: Any) -> str:
-    """A run with a global batch of 16 samples; what was said."""
+    """Train with a global batch of 16 samples; return standard error."""
     batch = f"per_device_train_batch_size={BATCH // ranks}"
     return run(*ARGS, batch, f"output_dir={folder}", *args, **settings).stderr
 
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Losses in float32 on one CPU rank: in full, and of adapters."""
+    """Return the losses in float32 on one CPU rank, of full fine-tuning and of LoRA."""
     losses_of = {}
     for name, args in {"full": (), "lora": ("lora.enable=true", "lora.dropout=0")}.items():
         folder = tmp_path_factory.mktemp(name) / "run"
@@ -52,9 +52,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
     return losses_of
 
 
-def test_one_gpu_in_float32_gives_the_losses_of_the_cpu(
-    on_cpu: dict[str, list[float]], tmp_path: Path
-) -> None:
+def test_gpu_float32_losses_match_cpu(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
     stderr = train(tmp_path / "run", 1, "precision=32", env=visible(0))
     result = report(tmp_path / "run")
     assert (result["status"], result["device"], result["world_size"]) == ("done", "cuda", 1)
@@ -63,7 +61,7 @@ def test_one_gpu_in_float32_gives_the_losses_of_the_cpu(
     assert result["peak_memory_bytes"][0] > 0
 
 
-def test_adapters_in_the_default_precision(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
+def test_lora_in_default_precision(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
     stderr = train(tmp_path / "run", 1, "lora.enable=true", "lora.dropout=0", env=visible(0))
     precision = (
         "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16-mixed"
@@ -81,7 +79,7 @@ def test_float16_with_loss_scaling(on_cpu: dict[str, list[float]], tmp_path: Pat
     assert values[-1] < values[0]
 
 
-def test_recomputed_activations_and_padding_and_loader_processes(
+def test_activation_checkpointing_with_padding_and_loader_workers(
     on_cpu: dict[str, list[float]], tmp_path: Path
 ) -> None:
     args = (
@@ -94,7 +92,7 @@ def test_recomputed_activations_and_padding_and_loader_processes(
     assert losses(tmp_path / "run") == pytest.approx(on_cpu["full"], rel=1e-3)
 
 
-def test_all_visible_gpus_by_default(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
+def test_uses_all_visible_gpus_by_default(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
     count = torch.cuda.device_count()
     ranks = max(index for index in (1, 2, 4, 8, 16) if index <= count)
     env = visible(*range(ranks))
@@ -115,7 +113,7 @@ def test_all_visible_gpus_by_default(on_cpu: dict[str, list[float]], tmp_path: P
     assert events(tmp_path / "run", "eval")
 
 
-def test_more_than_are_visible_is_an_error(tmp_path: Path) -> None:
+def test_rejects_more_gpus_than_visible(tmp_path: Path) -> None:
     done = run(
         *ARGS, f"output_dir={tmp_path / 'run'}", "parallel.num_gpus=2", expect=2, env=visible(0)
     )
@@ -129,7 +127,7 @@ def test_more_than_are_visible_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_resumed_run_is_bitwise_equal(tmp_path: Path) -> None:
     args = (
         "lora.enable=true",
         "lora.dropout=0.1",
@@ -137,8 +135,8 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         "save_steps=3",
         "lr_scheduler_type=constant",
     )
-    train(tmp_path / "whole", 1, *args, env=visible(0))
-    train(tmp_path / "parts", 1, *args, "max_steps=3", env=visible(0))
-    train(tmp_path / "parts", 1, *args, "--allow-config-change", env=visible(0))
-    assert report(tmp_path / "parts")["resumed_from_step"] == 3
-    assert digest(tmp_path / "parts") == digest(tmp_path / "whole")
+    train(tmp_path / "uninterrupted", 1, *args, env=visible(0))
+    train(tmp_path / "resumed", 1, *args, "max_steps=3", env=visible(0))
+    train(tmp_path / "resumed", 1, *args, "--allow-config-change", env=visible(0))
+    assert report(tmp_path / "resumed")["resumed_from_step"] == 3
+    assert digest(tmp_path / "resumed") == digest(tmp_path / "uninterrupted")

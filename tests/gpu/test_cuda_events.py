@@ -1,4 +1,4 @@
-"""What a run on CUDA devices says of its memory and of the devices. Deselected on a machine without
+"""Test the memory and device metrics of runs on CUDA devices. Deselected on machines without
 one."""
 
 from pathlib import Path
@@ -17,7 +17,7 @@ ARGS = (
 )
 
 
-def test_activations_are_the_peak_of_a_step_less_the_state(tmp_path: Path) -> None:
+def test_memory_event_of_a_step(tmp_path: Path) -> None:
     run(*ARGS, f"output_dir={tmp_path / 'run'}")
     (memory,) = events(tmp_path / "run", "memory")
     (rank,) = memory["ranks"]
@@ -25,11 +25,11 @@ def test_activations_are_the_peak_of_a_step_less_the_state(tmp_path: Path) -> No
     assert rank["total"] == sum(
         rank[kind] for kind in ("parameters", "gradients", "optimizer", "activations")
     )
-    # set back for a step, and yet not lost
+    # The peak is reset for the measured step, but the peak of the whole run is not lost.
     assert rank["total"] <= report(tmp_path / "run")["peak_memory_bytes"][0]
 
 
-def test_a_step_line_tells_of_the_device(tmp_path: Path) -> None:
+def test_step_event_has_device_metrics(tmp_path: Path) -> None:
     run(*ARGS, f"output_dir={tmp_path / 'run'}")
     devices = events(tmp_path / "run", "step")[-1]["devices"]
     assert [device["rank"] for device in devices] == [0]

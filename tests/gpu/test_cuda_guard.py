@@ -1,5 +1,5 @@
-"""On a CUDA device the optimizer itself leaves out an update without a finite gradient; the host
-hears of it a step later."""
+"""Test that on CUDA devices the optimizer skips updates with non-finite gradients on the device;
+the host detects it one step later."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def train(folder: Path, bad: list[int], *args: str, expect: int = 0) -> str:
     ).stderr
 
 
-def tensors(folder: Path, step: int) -> dict[str, Any]:
+def read_tensors(folder: Path, step: int) -> dict[str, Any]:
     with CheckpointReader(folder / "checkpoints" / name_of(step)) as reader:
         return {
             name: reader.read(name, (0,) * len(shape), shape)
@@ -48,15 +48,15 @@ def tensors(folder: Path, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("optim", ["adamw", "sgd"])
-def test_a_step_is_left_out(tmp_path: Path, optim: str) -> None:
+def test_step_with_nan_gradient_is_skipped(tmp_path: Path, optim: str) -> None:
     bad = [int(ORDER.global_batch(10)[0])]
     stderr = train(tmp_path / "run", bad, f"optim={optim}")
     assert "step 11: the gradient is not finite; the update is skipped" in stderr
     assert [event["step"] for event in events(tmp_path / "run", "skipped")] == [11]
     assert report(tmp_path / "run")["skipped_steps"] == 1
-    before, after, later = (tensors(tmp_path / "run", step) for step in (10, 11, 12))
-    moved = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
-    assert moved == {"schedule/step", "data/position"}
+    before, after, later = (read_tensors(tmp_path / "run", step) for step in (10, 11, 12))
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert changed == {"schedule/step", "data/position"}
     assert any(
         not torch.equal(tensor, after[name])
         for name, tensor in later.items()
@@ -64,7 +64,7 @@ def test_a_step_is_left_out(tmp_path: Path, optim: str) -> None:
     )
 
 
-def test_too_many_end_the_run(tmp_path: Path) -> None:
+def test_too_many_skipped_steps_end_the_run(tmp_path: Path) -> None:
     bad = [int(ORDER.global_batch(step)[0]) for step in (6, 7, 8)]
     stderr = train(tmp_path / "run", bad, "recovery.max_consecutive_skips=3", expect=1)
     assert "3 consecutive steps (up to step 9) had non-finite gradients" in stderr

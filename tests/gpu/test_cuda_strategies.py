@@ -1,5 +1,4 @@
-"""The strategies on CUDA devices: each alone on one device, and, where there are two or more, over
-two with NCCL."""
+"""Test each strategy on one CUDA device, and on two with NCCL if the machine has them."""
 
 import json
 from pathlib import Path
@@ -16,37 +15,35 @@ MODES = ["dp", "ddp", "zero1", "zero2", "zero3", "deepspeed", "tensor", "pipelin
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_alone_on_one_device(mode: str, on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
+def test_strategy_on_one_device(mode: str, on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
     train(tmp_path / "run", 1, f"parallel.mode={mode}", env=visible(0))
     assert losses(tmp_path / "run") == pytest.approx(on_cpu["full"], rel=1e-3)
     assert report(tmp_path / "run")["strategy"] == mode
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
-def test_a_save_in_the_background_is_of_its_own_step(tmp_path: Path) -> None:
-    """Training changes the weights while the copy is written."""
+def test_async_save_is_a_snapshot_of_its_step(tmp_path: Path) -> None:
+    """Training changes the weights while the checkpoint is written in the background."""
     args = ("max_steps=12", "save_steps=1", "save_total_limit=null", "--allow-config-change")
-    train(tmp_path / "behind", 1, *args, env=visible(0))
-    train(tmp_path / "waiting", 1, *args, "async_save=false", env=visible(0))
+    train(tmp_path / "async", 1, *args, env=visible(0))
+    train(tmp_path / "sync", 1, *args, "async_save=false", env=visible(0))
     for step in (1, 6, 11):
         name = f"checkpoints/step-{step:08d}"
         contents = [
             json.loads(run(str(tmp_path / folder / name), "--json", verb="inspect").stdout)
-            for folder in ("behind", "waiting")
+            for folder in ("async", "sync")
         ]
         assert contents[0]["digest"] == contents[1]["digest"]
 
 
-def test_weights_that_stay_in_the_hosts_memory(
-    on_cpu: dict[str, list[float]], tmp_path: Path
-) -> None:
+def test_cpu_offload(on_cpu: dict[str, list[float]], tmp_path: Path) -> None:
     train(tmp_path / "run", 1, "parallel.mode=zero3", "parallel.cpu_offload=all", env=visible(0))
     assert losses(tmp_path / "run") == pytest.approx(on_cpu["full"], rel=1e-3)
 
 
 if torch.cuda.device_count() >= 2:
 
-    def test_the_certificate_on_two_devices(tmp_path: Path) -> None:
+    def test_verify_on_two_devices(tmp_path: Path) -> None:
         done = run(
             *ARGS,
             "per_device_train_batch_size=4",

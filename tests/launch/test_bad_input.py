@@ -1,5 +1,5 @@
-"""Everything that can be wrong with what a person gives: exit code 2, one clear paragraph, nothing
-started, nothing written."""
+"""Test that invalid input is rejected with exit code 2 and one paragraph, before a process starts
+or a file is written."""
 
 import json
 import multiprocessing.util
@@ -27,7 +27,7 @@ CHATS = [
     for pair in PAIRS
 ]
 
-Refused = Callable[..., str]
+ExpectError = Callable[..., str]
 
 
 def save(path: Path, rows: list[object]) -> Path:
@@ -37,8 +37,8 @@ def save(path: Path, rows: list[object]) -> Path:
 
 @pytest.fixture
 def workdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder in which the person stands: good data and a model."""
-    multiprocessing.util.get_temp_dir()  # made once a process, elsewhere
+    """Create the current folder of the command, with valid data."""
+    multiprocessing.util.get_temp_dir()  # created once per process, outside of this folder
     folder = tmp_path / "here"
     folder.mkdir()
     (tmp_path / "tmp").mkdir()
@@ -54,8 +54,8 @@ def listing(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def refused(workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Run words of a command line that must be refused; gives the paragraph."""
+def expect_error(workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> ExpectError:
+    """Return a function that runs a command line that must be rejected and returns the error."""
 
     def check(
         *args: str, verb: str = "sft", output_dir: str | None = "out/run", defaults: bool = True
@@ -81,8 +81,8 @@ def refused(workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         out, err = capsys.readouterr()
         assert code == 2, err
         assert out == ""
-        assert listing(workdir) == before, "something was written"
-        assert listing(tmp_path / "tmp") == [], "a temporary folder was left"
+        assert listing(workdir) == before, "a file was written"
+        assert listing(tmp_path / "tmp") == [], "a temporary file was left behind"
         paragraph = err[err.index("error: ") :].rstrip("\n")
         assert "Traceback" not in err
         assert paragraph.endswith((".", "?", "`")), paragraph
@@ -92,7 +92,7 @@ def refused(workdir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def assert_paragraph(text: str, *parts: str) -> None:
-    """One paragraph that holds each of ``parts``."""
+    """Check that the text is one paragraph that contains each of ``parts``."""
     assert "\n" not in text, text
     for part in parts:
         assert part in text, f"{part!r} is not in: {text}"
@@ -114,7 +114,7 @@ def assert_paragraph(text: str, *parts: str) -> None:
         (["export", "nowhere", "--merge"], ["nowhere"]),
     ],
 )
-def test_the_command(
+def test_rejects_invalid_command_line(
     workdir: Path, capsys: pytest.CaptureFixture[str], args: list[str], parts: list[str]
 ) -> None:
     before = listing(workdir)
@@ -128,11 +128,13 @@ def test_the_command(
 
 
 # -- the config
-def test_wrong_keys_types_and_ranges_of_a_file_all_at_once(workdir: Path, refused: Refused) -> None:
+def test_reports_all_errors_of_config_file_at_once(
+    workdir: Path, expect_error: ExpectError
+) -> None:
     (workdir / "c.yaml").write_text(
         "modle: m\ntrain_args:\n  learning_rate: fast\n  per_device_train_batch_size: 0\nlora: 3\n"
     )
-    text = refused("c.yaml", defaults=False)
+    text = expect_error("c.yaml", defaults=False)
     for part in (
         "c.yaml line 1:", "`modle`", "did you mean `model`", "c.yaml line 3:",
         "learning_rate: fast", "c.yaml line 4:", "a whole number of at least 1", "c.yaml line 5:",
@@ -153,47 +155,51 @@ def test_wrong_keys_types_and_ranges_of_a_file_all_at_once(workdir: Path, refuse
         ("optim=adamx", ["adamx", "`adamw`"]),
     ],
 )
-def test_a_wrong_word(refused: Refused, arg: str, parts: list[str]) -> None:
-    assert_paragraph(refused(arg), *parts)
+def test_rejects_invalid_value(expect_error: ExpectError, arg: str, parts: list[str]) -> None:
+    assert_paragraph(expect_error(arg), *parts)
 
 
-def test_two_precisions(refused: Refused) -> None:
-    assert_paragraph(refused("bf16=true", "fp16=true"), "bf16", "fp16", "choose one")
+def test_rejects_two_precisions(expect_error: ExpectError) -> None:
+    assert_paragraph(expect_error("bf16=true", "fp16=true"), "bf16", "fp16", "choose one")
 
 
-def test_two_spellings_that_disagree(refused: Refused) -> None:
+def test_rejects_conflicting_aliases(expect_error: ExpectError) -> None:
     assert_paragraph(
-        refused("lora_r=8", "lora.rank=16", "lora.enable=true"), "lora_r", "lora.rank", "8", "16"
+        expect_error("lora_r=8", "lora.rank=16", "lora.enable=true"),
+        "lora_r",
+        "lora.rank",
+        "8",
+        "16",
     )
 
 
-def test_a_yaml_tag_that_builds_an_object(workdir: Path, refused: Refused) -> None:
+def test_rejects_yaml_object_tag(workdir: Path, expect_error: ExpectError) -> None:
     (workdir / "c.yaml").write_text("model: m\ndataset: !!python/object/apply:os.mkdir [made]\n")
     assert_paragraph(
-        refused("c.yaml", defaults=False), "c.yaml line 2", "!!python/object/apply:os.mkdir"
+        expect_error("c.yaml", defaults=False), "c.yaml line 2", "!!python/object/apply:os.mkdir"
     )
 
 
-def test_gpus_that_are_not_there(workdir: Path, refused: Refused) -> None:
+def test_rejects_missing_gpus(workdir: Path, expect_error: ExpectError) -> None:
     import torch
 
     if torch.accelerator.is_available():
         count = torch.accelerator.device_count() + 1
         assert_paragraph(
-            refused("parallel.device=auto", f"parallel.num_gpus={count}"),
+            expect_error("parallel.device=auto", f"parallel.num_gpus={count}"),
             f"{count}",
             "visible",
             "parallel.device=cpu",
         )
     else:
         assert_paragraph(
-            refused("parallel.device=auto", "parallel.num_gpus=4"),
+            expect_error("parallel.device=auto", "parallel.num_gpus=4"),
             "`parallel.num_gpus: 4`",
             "no GPU",
             "parallel.device=cpu",
         )
         assert_paragraph(
-            refused("parallel.device=cuda"),
+            expect_error("parallel.device=cuda"),
             "`parallel.device: cuda`",
             "no accelerator",
             "parallel.device=cpu",
@@ -201,65 +207,73 @@ def test_gpus_that_are_not_there(workdir: Path, refused: Refused) -> None:
 
 
 # -- the model
-def test_a_folder_that_is_no_model(workdir: Path, refused: Refused) -> None:
+def test_rejects_folder_without_model(workdir: Path, expect_error: ExpectError) -> None:
     (workdir / "notes").mkdir()
     (workdir / "notes" / "todo.txt").write_text("x")
-    assert_paragraph(refused("model=./notes"), "notes", "is not a model", "config.json", "todo.txt")
-    assert_paragraph(refused("model=./nots"), "nots", "does not exist")
-    assert_paragraph(refused("model=./pairs.jsonl"), "is a file")
-    assert_paragraph(refused("model=builtin:qwen3-micro"), "builtin:qwen2-micro")
+    assert_paragraph(
+        expect_error("model=./notes"), "notes", "is not a model", "config.json", "todo.txt"
+    )
+    assert_paragraph(expect_error("model=./nots"), "nots", "does not exist")
+    assert_paragraph(expect_error("model=./pairs.jsonl"), "is a file")
+    assert_paragraph(expect_error("model=builtin:qwen3-micro"), "builtin:qwen2-micro")
 
 
-def test_an_adapter_is_not_a_model(workdir: Path, refused: Refused) -> None:
+def test_rejects_adapter_as_model(workdir: Path, expect_error: ExpectError) -> None:
     (workdir / "adapter").mkdir()
     (workdir / "adapter" / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-0.5B"})
     )
     assert_paragraph(
-        refused("model=./adapter"),
+        expect_error("model=./adapter"),
         "it is a LoRA adapter",
         "`model: Qwen/Qwen2.5-0.5B`",
         "adapter: ",
     )
     (workdir / "adapter" / "adapter_config.json").write_text("{")
-    assert_paragraph(refused("model=./adapter"), "adapter")
+    assert_paragraph(expect_error("model=./adapter"), "adapter")
 
 
-def test_a_config_without_weights_and_a_broken_config(workdir: Path, refused: Refused) -> None:
+def test_rejects_missing_weights_and_invalid_model_config(
+    workdir: Path, expect_error: ExpectError
+) -> None:
     source = Path(resolve_model("builtin:qwen2-micro"))
     shutil.copytree(source, workdir / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
-    assert_paragraph(refused("model=./bare"), "bare", "no weights", "model.safetensors")
+    assert_paragraph(expect_error("model=./bare"), "bare", "no weights", "model.safetensors")
     shutil.copytree(source, workdir / "broken")
     (workdir / "broken" / "config.json").write_text('{"model_type": ')
-    assert_paragraph(refused("model=./broken"), "broken", "config.json")
+    assert_paragraph(expect_error("model=./broken"), "broken", "config.json")
 
 
-def test_no_adapter_there(workdir: Path, refused: Refused) -> None:
+def test_rejects_missing_adapter(workdir: Path, expect_error: ExpectError) -> None:
     assert_paragraph(
-        refused("lora.enable=true", "lora.adapter=./nowhere"),
+        expect_error("lora.enable=true", "lora.adapter=./nowhere"),
         "lora.adapter",
         "nowhere",
         "does not exist",
     )
     (workdir / "empty").mkdir()
-    assert_paragraph(refused("lora.enable=true", "lora.adapter=./empty"), "adapter_config.json")
-    assert_paragraph(refused("lora.adapter=./empty"), "lora.adapter", "set `lora.enable: true`")
+    assert_paragraph(
+        expect_error("lora.enable=true", "lora.adapter=./empty"), "adapter_config.json"
+    )
+    assert_paragraph(
+        expect_error("lora.adapter=./empty"), "lora.adapter", "set `lora.enable: true`"
+    )
 
 
-def test_no_chat_template(workdir: Path, refused: Refused) -> None:
+def test_rejects_missing_chat_template(workdir: Path, expect_error: ExpectError) -> None:
     folder = workdir / "plain"
     shutil.copytree(resolve_model("builtin:qwen2-micro"), folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings.pop("chat_template")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert_paragraph(
-        refused("model=./plain", "dataset=chats.jsonl"), "chat template", "chat_template"
+        expect_error("model=./plain", "dataset=chats.jsonl"), "chat template", "chat_template"
     )
 
 
-def test_a_model_of_the_hub_without_a_network(refused: Refused) -> None:
+def test_hub_model_without_network_is_an_error(expect_error: ExpectError) -> None:
     assert_paragraph(
-        refused("model=some-one/some-model"),
+        expect_error("model=some-one/some-model"),
         "some-one/some-model",
         "cannot be downloaded",
         "give its folder",
@@ -267,45 +281,47 @@ def test_a_model_of_the_hub_without_a_network(refused: Refused) -> None:
 
 
 # -- the data
-def test_no_such_file(refused: Refused) -> None:
-    assert_paragraph(refused("dataset=pears.jsonl"), "pears.jsonl", "did you mean `pairs.jsonl`")
-
-
-def test_a_dataset_of_the_hub_without_a_network(refused: Refused) -> None:
+def test_rejects_missing_file(expect_error: ExpectError) -> None:
     assert_paragraph(
-        refused("dataset=some-one/some-data"),
+        expect_error("dataset=pears.jsonl"), "pears.jsonl", "did you mean `pairs.jsonl`"
+    )
+
+
+def test_hub_dataset_without_network_is_an_error(expect_error: ExpectError) -> None:
+    assert_paragraph(
+        expect_error("dataset=some-one/some-data"),
         "some-one/some-data",
         "cannot be downloaded",
         "dataset=/path/to/data",
     )
-    assert_paragraph(refused("dataset=alpaca-en"), "tatsu-lab/alpaca", "cannot be downloaded")
+    assert_paragraph(expect_error("dataset=alpaca-en"), "tatsu-lab/alpaca", "cannot be downloaded")
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "[]"])
-def test_an_empty_file(workdir: Path, refused: Refused, content: str) -> None:
+def test_rejects_empty_file(workdir: Path, expect_error: ExpectError, content: str) -> None:
     (workdir / "empty.jsonl").write_text(content)
-    assert_paragraph(refused("dataset=empty.jsonl"), "empty.jsonl", "no rows")
+    assert_paragraph(expect_error("dataset=empty.jsonl"), "empty.jsonl", "no rows")
 
 
-def test_a_broken_line(workdir: Path, refused: Refused) -> None:
+def test_rejects_invalid_json_line(workdir: Path, expect_error: ExpectError) -> None:
     lines = [json.dumps(row) for row in PAIRS]
     lines[4] = lines[4][:-9]
     (workdir / "broken.jsonl").write_text("\n".join(lines))
-    error = refused("dataset=broken.jsonl")
+    error = expect_error("dataset=broken.jsonl")
     assert_paragraph(error, "line 5 of", "not valid JSON", "delete line 5")
 
 
-def test_columns_that_fit_no_format(workdir: Path, refused: Refused) -> None:
+def test_rejects_columns_of_unknown_format(workdir: Path, expect_error: ExpectError) -> None:
     (workdir / "d.csv").write_text("city,people\nBern,134794\nBasel,173552\n")
     assert_paragraph(
-        refused("dataset=d.csv"), "city, people", "alpaca", "messages", "columns: {prompt: "
+        expect_error("dataset=d.csv"), "city, people", "alpaca", "messages", "columns: {prompt: "
     )
-    assert_paragraph(refused("dataset=chats.jsonl", "format=alpaca"), "messages", "alpaca")
+    assert_paragraph(expect_error("dataset=chats.jsonl", "format=alpaca"), "messages", "alpaca")
 
 
-def test_every_sample_too_long(workdir: Path, refused: Refused) -> None:
+def test_rejects_dataset_of_too_long_samples(workdir: Path, expect_error: ExpectError) -> None:
     assert_paragraph(
-        refused("max_length=8", "truncation_strategy=drop"),
+        expect_error("max_length=8", "truncation_strategy=drop"),
         "every sample",
         "too long",
         "max_length",
@@ -313,7 +329,9 @@ def test_every_sample_too_long(workdir: Path, refused: Refused) -> None:
     )
 
 
-def test_workers_that_train_separately_and_have_no_sample(workdir: Path, refused: Refused) -> None:
+def test_rejects_local_sgd_workers_without_samples(
+    workdir: Path, expect_error: ExpectError
+) -> None:
     save(workdir / "one.jsonl", PAIRS[:1])
     args = (
         "dataset=one.jsonl",
@@ -323,28 +341,36 @@ def test_workers_that_train_separately_and_have_no_sample(workdir: Path, refused
         "max_steps=4",
     )
     assert_paragraph(
-        refused(*args, "parallel.num_gpus=2"), "local_sgd", "2 workers", "1 training sample", "ddp"
+        expect_error(*args, "parallel.num_gpus=2"),
+        "local_sgd",
+        "2 workers",
+        "1 training sample",
+        "ddp",
     )
 
 
 # -- the output folder
-def test_output_dir_is_a_file_or_below_one(refused: Refused) -> None:
-    assert_paragraph(refused(output_dir="pairs.jsonl"), "`output_dir: pairs.jsonl`", "is a file")
-    assert_paragraph(refused(output_dir="pairs.jsonl/deep/run"), "below", "pairs.jsonl", "file")
-
-
-def test_output_dir_that_cannot_be_written(refused: Refused) -> None:
-    # A place where no one may write, not even root.
+def test_rejects_file_as_output_dir(expect_error: ExpectError) -> None:
     assert_paragraph(
-        refused(output_dir="/proc/1/run"), "`output_dir: /proc/1/run`", "is not writable"
+        expect_error(output_dir="pairs.jsonl"), "`output_dir: pairs.jsonl`", "is a file"
+    )
+    assert_paragraph(
+        expect_error(output_dir="pairs.jsonl/deep/run"), "below", "pairs.jsonl", "file"
     )
 
 
-def test_output_dir_on_a_read_only_disk(workdir: Path, refused: Refused) -> None:
+def test_rejects_unwritable_output_dir(expect_error: ExpectError) -> None:
+    # A folder in which even root may not write.
+    assert_paragraph(
+        expect_error(output_dir="/proc/1/run"), "`output_dir: /proc/1/run`", "is not writable"
+    )
+
+
+def test_rejects_output_dir_on_read_only_disk(workdir: Path, expect_error: ExpectError) -> None:
     with mount_tmpfs(workdir / "disk", "size=64k,ro") as mounted:
         if mounted:
             assert_paragraph(
-                refused(output_dir="disk/run"),
+                expect_error(output_dir="disk/run"),
                 "disk/run",
                 "is not writable",
                 "Read-only file system",
@@ -352,8 +378,8 @@ def test_output_dir_on_a_read_only_disk(workdir: Path, refused: Refused) -> None
 
 
 @pytest.fixture
-def finished(workdir: Path) -> Path:
-    """A folder with the config of a run, as one killed early leaves it."""
+def killed_run(workdir: Path) -> Path:
+    """Create the output folder of a run that was killed early: it contains only its config."""
     folder = workdir / "old"
     folder.mkdir()
     model = (
@@ -364,65 +390,67 @@ def finished(workdir: Path) -> Path:
     return folder
 
 
-def test_output_dir_holds_another_run(finished: Path, refused: Refused) -> None:
+def test_rejects_output_dir_of_another_run(killed_run: Path, expect_error: ExpectError) -> None:
     assert_paragraph(
-        refused(output_dir="old"),
+        expect_error(output_dir="old"),
         "contains a run with another config",
         "train_args.learning_rate: 0.5 → None",
         "--allow-config-change",
     )
     assert_paragraph(
-        refused("resume=never", output_dir="old"),
+        expect_error("resume=never", output_dir="old"),
         "`output_dir: old` already contains a run",
         "`resume: never`",
     )
-    (finished / "config.yaml").write_text("model: [")
+    (killed_run / "config.yaml").write_text("model: [")
     assert_paragraph(
-        refused(output_dir="old"), "contains another run", "config.yaml cannot be loaded"
+        expect_error(output_dir="old"), "contains another run", "config.yaml cannot be loaded"
     )
 
 
-def test_output_dir_holds_something_else(workdir: Path, refused: Refused) -> None:
+def test_rejects_output_dir_with_other_files(workdir: Path, expect_error: ExpectError) -> None:
     (workdir / "photos").mkdir()
     (workdir / "photos" / "config.yaml").write_text("colour: red\n")
-    assert_paragraph(refused(output_dir="photos"), "photos", "set another `output_dir`")
+    assert_paragraph(expect_error(output_dir="photos"), "photos", "set another `output_dir`")
     (workdir / "photos" / "config.yaml").unlink()
     shutil.copytree(resolve_model("builtin:qwen2-micro"), workdir / "photos" / "model")
     assert_paragraph(
-        refused("model=photos/model", output_dir="photos"),
+        expect_error("model=photos/model", output_dir="photos"),
         "would overwrite files in it",
         "model",
         "set another `output_dir`",
     )
 
 
-def test_the_run_does_not_write_over_its_own_config_file(workdir: Path, refused: Refused) -> None:
+def test_rejects_output_dir_that_contains_the_config_file(
+    workdir: Path, expect_error: ExpectError
+) -> None:
     (workdir / "config.yaml").write_text(
         "model: builtin:qwen2-micro\ndataset: pairs.jsonl\nparallel: {device: cpu}\n"
     )
     assert_paragraph(
-        refused("config.yaml", output_dir=".", defaults=False),
+        expect_error("config.yaml", output_dir=".", defaults=False),
         "would overwrite your config file",
         "set another `output_dir`",
     )
 
 
-def test_resume_from_what_is_no_checkpoint(workdir: Path, refused: Refused) -> None:
+def test_rejects_resume_from_invalid_checkpoint(workdir: Path, expect_error: ExpectError) -> None:
     assert_paragraph(
-        refused("resume=./nowhere"),
+        expect_error("resume=./nowhere"),
         "`resume: ./nowhere` does not exist",
         "auto, never, or a checkpoint",
     )
     (workdir / "hollow").mkdir()
-    assert_paragraph(refused("resume=./hollow"), "hollow", "no valid checkpoint")
+    assert_paragraph(expect_error("resume=./hollow"), "hollow", "no valid checkpoint")
     (workdir / "hollow" / "meta.json").write_text("{}")
-    error = refused("resume=./hollow")
+    error = expect_error("resume=./hollow")
     assert_paragraph(error, "hollow", "not a valid checkpoint", "manifest.json")
 
 
-# -- what only the ranks can see
+# -- errors that only the ranks detect
 @pytest.mark.slow
-def test_targets_that_fit_nothing(workdir: Path) -> None:
+def test_rejects_unknown_lora_target_modules(workdir: Path) -> None:
     done = run_command(
         "model=builtin:qwen2-micro", "dataset=pairs.jsonl", "parallel.device=cpu", "max_steps=2",
         "output_dir=out/run", "per_device_train_batch_size=2", "lora.enable=true",
@@ -434,7 +462,7 @@ def test_targets_that_fit_nothing(workdir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_process_leaves_nothing(workdir: Path) -> None:
+def test_rejected_command_leaves_no_files(workdir: Path) -> None:
     folder = workdir.parent / "empty"
     folder.mkdir()
     environment = {**os.environ, "TMPDIR": str(folder)}

@@ -1,5 +1,5 @@
-"""Tiny models of many families train alike under every kind of cut, or are refused with the true
-reason."""
+"""Test that tiny models of many families train to the same losses with every strategy, or are
+rejected with the correct reason."""
 
 import functools
 import re
@@ -7,13 +7,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from families import FAMILIES, outcomes
+from families import FAMILIES, train_families
 
 MODES = ["ddp", "zero3", "tensor", "pipeline", "packed"]
-#: Families of `make test`; the others are for `make soak`.
+#: Families that `make test` covers; `make soak` covers the others.
 FAST = ["llama", "gpt2", "opt", "bloom", "falcon_7b", "mpt", "mixtral", "lfm2"]
 _NO_PLAN = "does not say how its layers are cut"
-#: What differs from "ok" and "packed": (family, mode) → a pattern of the outcome.
+#: (family, mode) → regular expression of the outcome, if it is not "ok" or "packed".
 EXPECTED: dict[tuple[str, str], str] = {
     **{
         (family, "tensor"): _NO_PLAN
@@ -32,11 +32,11 @@ EXPECTED: dict[tuple[str, str], str] = {
     },
     ("llama4_text", "tensor"): "its experts take every token once for each expert",
     ("rwkv", "pipeline"): "its forward changes its own weights",
-    # Experts that are nearly tied for a token may change places when a sum is rounded otherwise.
+    # If two experts have nearly the same score for a token, a different rounding may swap them.
     ("phimoe", "packed"): r"^packed$|losses differ by \d\.\de-05",
 }
-#: Their samples would mix in a shared row: ALiBi, convolutions, state spaces, chunks, or masks that
-#: do not heed position_ids.
+#: Families that cannot use packing, because samples in one row would affect each other: ALiBi,
+#: convolutions, state spaces, chunked attention, or masks that ignore position_ids.
 PADDED = {
     "bloom",
     "falcon_7b",
@@ -57,21 +57,24 @@ PADDED = {
     "rwkv",
     "llama4_text",
 }
-_GROUP = 12
+_GROUP_SIZE = 12
 
 
-def group_of(family: str) -> tuple[str, ...]:
+def get_group(family: str) -> tuple[str, ...]:
+    """Return the families that are trained together with this one, in one process."""
     if family in FAST:
         return tuple(FAST)
     rest = [name for name in FAMILIES if name not in FAST]
-    start = rest.index(family) // _GROUP * _GROUP
-    return tuple(rest[start : start + _GROUP])
+    start = rest.index(family) // _GROUP_SIZE * _GROUP_SIZE
+    return tuple(rest[start : start + _GROUP_SIZE])
 
 
 @functools.cache
-def results(names: tuple[str, ...]) -> dict[str, dict[str, str]]:
+def train_group(names: tuple[str, ...]) -> dict[str, dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="paceline-families-") as folder:
-        return outcomes(list(names), [mode for mode in MODES if mode != "packed"], Path(folder))
+        return train_families(
+            list(names), [mode for mode in MODES if mode != "packed"], Path(folder)
+        )
 
 
 CASES = [
@@ -82,7 +85,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("family", "mode"), CASES)
-def test_a_family_trains_alike_or_is_refused_for_a_true_reason(family: str, mode: str) -> None:
-    usual = "ok" if mode != "packed" else "padded" if family in PADDED else "packed"
-    expected = EXPECTED.get((family, mode), f"^{usual}$")
-    assert re.search(expected, results(group_of(family))[family][mode])
+def test_family_matches_reference_or_is_rejected(family: str, mode: str) -> None:
+    default = "ok" if mode != "packed" else "padded" if family in PADDED else "packed"
+    expected = EXPECTED.get((family, mode), f"^{default}$")
+    assert re.search(expected, train_group(get_group(family))[family][mode])

@@ -1,5 +1,5 @@
-"""Configs written in the keys of ms-swift, LLaMA-Factory, axolotl and TRL train as they stand,
-given a model and data."""
+"""Test that configs of ms-swift, LLaMA-Factory, axolotl and TRL train without changes to their
+keys."""
 
 import json
 from collections import Counter
@@ -15,7 +15,7 @@ from paceline.models.builtin import resolve_model
 pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs-from-other-tools"
-# A few keys of each that are read under another name, and of those that mean nothing here.
+# For each tool, some keys that are mapped to other names and some that are ignored.
 NOTICES = {
     "ms_swift_lora_sft": (
         ["tuner_type", "torch_dtype", "truncation_strategy"],
@@ -33,7 +33,7 @@ NOTICES = {
 }
 
 
-def test_there_is_one_of_each_tool() -> None:
+def test_examples_cover_every_tool() -> None:
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(NOTICES)
 
 
@@ -44,7 +44,7 @@ def test_there_is_one_of_each_tool() -> None:
         for name in sorted(NOTICES)
     ],
 )
-def test_it_trains(tmp_path: Path, name: str) -> None:
+def test_config_of_other_tool_trains(tmp_path: Path, name: str) -> None:
     rows = [
         {"instruction": f"Add {n} and {n}.", "input": "", "output": f"It is {2 * n}."}
         for n in range(120)
@@ -62,7 +62,7 @@ def test_it_trains(tmp_path: Path, name: str) -> None:
     assert result["data"]["read"] == 120
     assert (folder / "model" / "adapter_config.json").is_file()
 
-    # Each key is spoken of once; none is dropped in silence.
+    # Each key is reported exactly once; none is dropped silently.
     loaded = load_config(config, args)
     lines = done.stderr.splitlines()
     for _, text in loaded.notices:
@@ -70,12 +70,12 @@ def test_it_trains(tmp_path: Path, name: str) -> None:
     mapped, ignored = NOTICES[name]
     notices = [text for _, text in loaded.notices]
     for key in (*mapped, *ignored):
-        assert any(f"`{key}" in text for text in notices), f"{key} is not spoken of"
+        assert any(f"`{key}" in text for text in notices), f"{key} is not reported"
     native = yaml.safe_load((folder / "config.yaml").read_text())
     known = set(native) | set(native["train_args"]) | set(native["lora"])
     for key in yaml.safe_load(config.read_text()):
         assert key in known or any(f"`{key}" in text for text in notices), (
-            f"{key} was dropped in silence"
+            f"{key} was dropped silently"
         )
     notices = Counter(event["text"] for event in events(folder, "notice"))
-    assert all(number == 1 for number in notices.values()), notices
+    assert all(count == 1 for count in notices.values()), notices

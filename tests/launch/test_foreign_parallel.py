@@ -1,5 +1,5 @@
-"""Strategies that are chosen with other tools' settings train on real ranks, with the same
-losses."""
+"""Test strategies that are selected with the settings of other tools: they train on real ranks with
+the same losses."""
 
 import json
 import os
@@ -57,7 +57,7 @@ use_cpu: true
 
 
 @pytest.mark.soak
-def test_a_stock_deepspeed_file_and_a_config_of_accelerate_train_alike(tmp_path: Path) -> None:
+def test_deepspeed_and_accelerate_configs_have_equal_losses(tmp_path: Path) -> None:
     (tmp_path / "ds_z3.json").write_text(json.dumps(ZERO_3))
     (tmp_path / "config.yaml").write_text("deepspeed: ds_z3.json\nparallel: {num_gpus: 2}\n")
     done = run("config.yaml", *MICRO, "output_dir=deepspeed", "max_steps=3", cwd=tmp_path)
@@ -93,7 +93,7 @@ def test_a_stock_deepspeed_file_and_a_config_of_accelerate_train_alike(tmp_path:
         (["parallel.mode=ZeRO-1"], "zero1", 2),
     ],
 )
-def test_the_strategy_trains_as_ddp_does(
+def test_strategy_of_other_tool_matches_ddp(
     tmp_path: Path, args: list[str], strategy: str, num_ranks: int
 ) -> None:
     batch = ["max_steps=3", f"parallel.num_gpus={num_ranks}"]
@@ -104,14 +104,15 @@ def test_the_strategy_trains_as_ddp_does(
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-4)
 
 
-def test_deepspeed_that_is_not_installed_is_reported_with_both_remedies(tmp_path: Path) -> None:
-    (tmp_path / "deepspeed").mkdir()  # a folder of that name, as the one with its configs
+def test_missing_deepspeed_error_suggests_install_and_zero3(tmp_path: Path) -> None:
+    # A folder of the same name, which users often have for DeepSpeed's configs.
+    (tmp_path / "deepspeed").mkdir()
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nclass Without:\n    def __init__(self, finder): self.finder = finder\n    def"
         " __getattr__(self, name): return getattr(self.finder, name)\n    def find_spec(self, name,"
         " path=None, target=None):\n        return None if name == 'deepspeed' else"
-        " self.finder.find_spec(name, path, target)\nsys.meta_path[:] = [Without(one) for one in"
-        " sys.meta_path]\n"
+        " self.finder.find_spec(name, path, target)\nsys.meta_path[:] = [Without(finder) for finder"
+        " in sys.meta_path]\n"
     )
     env = {
         **os.environ,

@@ -1,5 +1,5 @@
-"""A disk that fills during a run: training goes on, the last good checkpoint stays, the path and
-the bytes are said."""
+"""Test runs whose disk fills up: training continues, the last valid checkpoint remains, and the
+error states the path and the number of bytes."""
 
 import errno
 import shutil
@@ -17,39 +17,39 @@ from paceline.checkpoint import store
 
 pytestmark = pytest.mark.slow
 
-# A checkpoint of the micro model in full is about 7 MiB, one of its adapters about 0.3 MiB.
+# A full checkpoint of the micro model has about 7 MiB.
 ARGS = ("max_steps=12", "save_steps=3", "parallel.num_gpus=1")
 
 
 def fill(ballast: Path, leave_bytes: int) -> None:
-    """Grow ``ballast`` until no more than ``leave_bytes`` are free. The run writes and removes
-    files meanwhile."""
+    """Grow ``ballast`` until no more than ``leave_bytes`` are free, while the run writes and
+    removes files."""
     with open(ballast, "ab", buffering=0) as handle:
         while (free := shutil.disk_usage(ballast.parent).free) > leave_bytes:
             try:
                 handle.write(bytes(min(free - leave_bytes, 1 << 20)))
-            except OSError as error:  # the run took it first, and may give it back
+            except OSError as error:  # the run used the space first, and may free it again
                 if error.errno != errno.ENOSPC:
                     raise
 
 
 @pytest.mark.soak
-def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None:
+def test_failed_saves_keep_last_checkpoint_and_fail_the_run(tmp_path: Path) -> None:
     with mount_tmpfs(tmp_path / "small", "size=12m") as mounted:
         if not mounted:
             return
         folder = tmp_path / "small" / "run"
         args = (*ARGS, "async_save=false")
-        failed = train(folder, *args, expect=1)  # the first save fits, no second one does
-        latest, wrong = store.latest_valid(folder / "checkpoints")
+        failed = train(folder, *args, expect=1)  # only the first save fits
+        latest, invalid = store.latest_valid(folder / "checkpoints")
         assert latest == folder / "checkpoints" / "step-00000003"
-        assert wrong == []
+        assert invalid == []
         assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
-        tried = [
+        saves = [
             (event["step"], bool(event.get("error"))) for event in events(folder, "checkpoint")
         ]
-        assert tried == [(3, False), (6, True), (9, True), (12, True)]
-        assert events(folder, "step")[-1]["step"] == 12  # training went on
+        assert saves == [(3, False), (6, True), (9, True), (12, True)]
+        assert events(folder, "step")[-1]["step"] == 12  # training continued
         error = failed.stderr
         for step in (6, 9):
             assert (
@@ -69,14 +69,14 @@ def test_saves_that_fail_half_way_and_the_one_at_the_end(tmp_path: Path) -> None
         assert events(folder, "run_end")[-1]["status"] == "failed"
 
         subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path / "small")], check=True)
-        again = train(folder, *args)  # room was made: the same command goes on
-        assert "resuming from step 3 of 12" in again.stderr
+        resumed = train(folder, *args)  # with more space, the same command resumes
+        assert "resuming from step 3 of 12" in resumed.stderr
         assert report(folder)["status"] == "done"
         assert (folder / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.soak
-def test_a_checkpoint_that_does_not_fit_is_not_the_fault_of_a_rank_that_was_told(
+def test_save_error_is_not_attributed_to_other_rank(
     tmp_path: Path,
 ) -> None:
     with mount_tmpfs(tmp_path / "small", "size=4m") as mounted:
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_does_not_fit_is_not_the_fault_of_a_rank_that_was_told
 
 
 @pytest.mark.soak
-def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
+def test_run_survives_temporarily_full_disk(tmp_path: Path) -> None:
     with mount_tmpfs(tmp_path / "small", "size=48m") as mounted:
         if not mounted:
             return
@@ -110,10 +110,13 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
         )
         try:
             wait_for_checkpoint(folder, process, failed=False)
-            # an old checkpoint that is removed makes room again: filled until it is noticed
+            # Fill the disk until a save fails, because removing old checkpoints frees space again.
             ballast = folder / "ballast"
             wait_for_checkpoint(
-                folder, process, failed=True, meanwhile=lambda: fill(ballast, leave_bytes=300_000)
+                folder,
+                process,
+                failed=True,
+                while_waiting=lambda: fill(ballast, leave_bytes=300_000),
             )
             assert store.latest_valid(folder / "checkpoints")[0] is not None
             ballast.unlink()
@@ -128,7 +131,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
+def test_on_save_error_pause_waits_for_free_space(tmp_path: Path) -> None:
     with mount_tmpfs(tmp_path / "small", "size=12m") as mounted:
         if not mounted:
             return
@@ -138,8 +141,8 @@ def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
         try:
             wait_for_notice(folder, process, "training is paused at step")
             stopped_at = events(folder, "step")[-1]["step"]
-            assert 6 <= stopped_at < 12  # the first save fits, no second one does
-            # as it stands: a last try, and the checkpoint before is kept
+            assert 6 <= stopped_at < 12  # only the first save fits
+            # A signal during the pause makes the run try to save once more, and then fail.
             process.send_signal(signal.SIGTERM)
             _, err = process.communicate(timeout=120)
             assert process.returncode == 1
@@ -165,6 +168,7 @@ def test_a_run_that_stands_still_until_there_is_room(tmp_path: Path) -> None:
 def wait_for_notice(
     folder: Path, process: subprocess.Popen[str], text: str, times: int = 1
 ) -> None:
+    """Wait until the event log has this many notices that contain ``text``."""
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
@@ -173,29 +177,30 @@ def wait_for_notice(
         ) >= times:
             return
         time.sleep(0.05)
-    raise AssertionError(f"{text!r} was not said")
+    raise AssertionError(f"{text!r} was not reported")
 
 
 def wait_for_checkpoint(
     folder: Path,
     process: subprocess.Popen[str],
     failed: bool,
-    meanwhile: Callable[[], None] = lambda: None,
+    while_waiting: Callable[[], None] = lambda: None,
 ) -> None:
+    """Wait for the event of a successful or failed save; call ``while_waiting`` repeatedly."""
     deadline = time.monotonic() + 180
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]
-        meanwhile()
+        while_waiting()
         if (folder / "events.jsonl").exists() and any(
             bool(event.get("error")) == failed for event in events(folder, "checkpoint")
         ):
             return
         time.sleep(0.02)
-    raise AssertionError("no such checkpoint event came")
+    raise AssertionError("no such checkpoint event was logged")
 
 
 @pytest.mark.soak
-def test_the_model_folder_does_not_fit(tmp_path: Path) -> None:
+def test_disk_full_when_writing_model(tmp_path: Path) -> None:
     with mount_tmpfs(tmp_path / "small", "size=9m") as mounted:
         if not mounted:
             return

@@ -1,4 +1,4 @@
-"""The launcher of one host, when what it starts ranks from is gone."""
+"""Test the launcher of one host when its fork server dies."""
 
 import multiprocessing.forkserver
 import os
@@ -17,7 +17,7 @@ def report_rank(job: Any, env: Any, stop: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_fork_server_that_dies_while_it_starts_the_ranks_is_a_fault() -> None:
+def test_fork_server_killed_at_startup_is_a_fault() -> None:
     attempts = []
     job = SimpleNamespace(
         layout=SimpleNamespace(num_processes=2, strategy="ddp", axes=None), config=None
@@ -29,7 +29,7 @@ def test_a_fork_server_that_dies_while_it_starts_the_ranks_is_a_fault() -> None:
 
     multiprocessing.forkserver.ensure_running()
     server = multiprocessing.forkserver._forkserver._forkserver_pid
-    os.kill(server, signal.SIGSTOP)  # it takes the request, and never answers
+    os.kill(server, signal.SIGSTOP)  # it receives the request but never answers
     killer = threading.Timer(1.0, os.kill, (server, signal.SIGKILL))
     killer.start()
     outcome = LocalLauncher(job, 2, report_rank, follow).run()

@@ -1,4 +1,5 @@
-"""A model that training would refuse is refused by a dry run, and ends a long tokenization."""
+"""Test that a dry run rejects the models that training would reject, and that the rejection
+interrupts a long tokenization."""
 
 import json
 from pathlib import Path
@@ -39,7 +40,7 @@ def make_args(model: Path, output: Path, *extra_args: str) -> list[str]:
         ("mixtral", ["lora.modules_to_save=[head]"], "lm_head"),
     ],
 )
-def test_a_dry_run_refuses_what_training_would(
+def test_dry_run_rejects_invalid_lora_targets(
     kind: str,
     extra_args: list[str],
     expected: str,
@@ -47,7 +48,7 @@ def test_a_dry_run_refuses_what_training_would(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = write_config(kind, tmp_path / "model")
-    (model / "model.safetensors").write_bytes(b"")  # its weights are never read
+    (model / "model.safetensors").write_bytes(b"")  # the weights are never read
     assert main([*make_args(model, tmp_path / "run", *extra_args), "--dry-run"]) == 2
     captured = capsys.readouterr()
     assert expected in captured.err
@@ -55,18 +56,16 @@ def test_a_dry_run_refuses_what_training_would(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_reports_what_training_would(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_reports_peft_notice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_config("mixtral", tmp_path / "model")
     (model / "model.safetensors").write_bytes(b"")
-    for _ in range(2):  # the second answer comes from the cache
+    for _ in range(2):  # the second result comes from the cache
         assert main([*make_args(model, tmp_path / "run"), "--dry-run"]) == 0
         assert "peft cannot apply dropout to mlp.experts.down_proj" in capsys.readouterr().err
 
 
 @pytest.mark.soak
-def test_a_refused_model_ends_a_long_tokenization(
+def test_rejected_model_interrupts_tokenization(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -92,7 +91,7 @@ def test_a_refused_model_ends_a_long_tokenization(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_traces_the_model_once(tmp_path: Path) -> None:
+def test_check_stages_traces_model_once(tmp_path: Path) -> None:
     config = Config(model=str(write_config("gpt2", tmp_path / "gpt2")), dataset="d")
     model = language_model_on_meta(config)
     forwards: list[Any] = []
@@ -101,8 +100,9 @@ def test_a_dry_run_traces_the_model_once(tmp_path: Path) -> None:
     assert len(forwards) == 1
 
 
-def test_a_dry_run_divides_the_model_into_stages(tmp_path: Path) -> None:
-    # without values the second one's forward cannot run, which is not a refusal
+def test_dry_run_partitions_model_into_stages(tmp_path: Path) -> None:
+    # The forward pass of mixtral needs real values and fails on the meta device, which is not an
+    # error.
     for kind in ("gpt2", "mixtral"):
         config = Config(
             model=str(write_config(kind, tmp_path / kind)),

@@ -1,4 +1,5 @@
-"""An error that would occur again is neither retried nor is its command advised to be repeated."""
+"""Test that deterministic errors are not retried, and that their message does not advise to repeat
+the command."""
 
 import json
 from pathlib import Path
@@ -35,12 +36,14 @@ class Breaks(paceline.Task):
             with open(pathlib.Path(__file__).with_name("raised"), "a") as log:
                 log.write("x")
             table = torch.nn.Embedding(4, 1)
-            table(torch.tensor([9]))  # as a sample beyond a model's last position
+            table(torch.tensor([9]))  # like a sample longer than a model's maximum position
         return torch.nn.functional.mse_loss(model(x), y, reduction="sum")
 """
 
 
-def outcome_of(error: BaseException) -> dict[str, Any]:
+def make_outcome(error: BaseException) -> dict[str, Any]:
+    """Return the outcome of a rank that raises this error."""
+
     def fail(job: Any, env: RankEnv, stop: Any) -> dict[str, Any]:
         raise error
 
@@ -50,7 +53,7 @@ def outcome_of(error: BaseException) -> dict[str, Any]:
     return run_guarded(Job(), RankEnv(), None, fail)  # type: ignore[arg-type]
 
 
-def raised_by(call: Any) -> BaseException:
+def catch_error(call: Any) -> BaseException:
     try:
         call()
     except Exception as error:
@@ -58,7 +61,7 @@ def raised_by(call: Any) -> BaseException:
     raise AssertionError("nothing was raised")
 
 
-WRONG = [
+DETERMINISTIC_ERRORS = [
     IndexError("index out of range in self"),
     ValueError("no"),
     TypeError("no"),
@@ -73,26 +76,26 @@ WRONG = [
         "CUDA error: device-side assert triggered\\nCUDA kernel errors might be asynchronously"
         " reported"
     ),
-    raised_by(lambda: torch.ones(2, 3) @ torch.ones(2, 3)),
-    raised_by(lambda: torch.ones(3) + torch.ones(4)),
-    raised_by(lambda: torch.ones(6).view(4)),
-    raised_by(lambda: torch.ones(2).double() @ torch.ones(2)),
-    raised_by(lambda: torch.nn.functional.embedding(torch.tensor([9]), torch.ones(4, 2))),
-    raised_by(lambda: torch.nn.functional.cross_entropy(torch.ones(1, 3), torch.tensor([7]))),
-    raised_by(
+    catch_error(lambda: torch.ones(2, 3) @ torch.ones(2, 3)),
+    catch_error(lambda: torch.ones(3) + torch.ones(4)),
+    catch_error(lambda: torch.ones(6).view(4)),
+    catch_error(lambda: torch.ones(2).double() @ torch.ones(2)),
+    catch_error(lambda: torch.nn.functional.embedding(torch.tensor([9]), torch.ones(4, 2))),
+    catch_error(lambda: torch.nn.functional.cross_entropy(torch.ones(1, 3), torch.tensor([7]))),
+    catch_error(
         lambda: torch.nn.Linear(2, 2).load_state_dict(
             {"weight": torch.ones(3, 3), "bias": torch.ones(2)}
         )
     ),
-    raised_by(lambda: torch.ones(2).backward()),
-    raised_by(lambda: torch.cat([torch.ones(2, 3), torch.ones(2, 4)])),
+    catch_error(lambda: torch.ones(2).backward()),
+    catch_error(lambda: torch.cat([torch.ones(2, 3), torch.ones(2, 4)])),
 ]
-LINKS = [
+CONNECTION_ERRORS = [
     RuntimeError("Connection reset by peer"), RuntimeError("NCCL error in: unhandled system error"),
     RuntimeError("CUDA error: an illegal memory access"),
     torch.distributed.DistBackendError("timed out"),
 ]  # fmt: skip
-UNKNOWN = [
+UNKNOWN_ERRORS = [
     RuntimeError("something else"),
     OSError("no such file"),
     ConnectionError("the server is gone"),
@@ -100,26 +103,32 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.parametrize("error", WRONG, ids=lambda error: str(error)[:40] or type(error).__name__)
-def test_errors_that_would_occur_again(error: BaseException) -> None:
-    outcome = outcome_of(error)
+@pytest.mark.parametrize(
+    "error", DETERMINISTIC_ERRORS, ids=lambda error: str(error)[:40] or type(error).__name__
+)
+def test_deterministic_errors_are_not_faults(error: BaseException) -> None:
+    outcome = make_outcome(error)
     assert (outcome["fault"], outcome["repeats"]) == (False, True)
 
 
-def test_errors_that_may_not_occur_again() -> None:
-    assert [outcome_of(error)["fault"] for error in LINKS] == [True] * len(LINKS)
-    assert [outcome_of(error)["fault"] for error in UNKNOWN] == [None] * len(UNKNOWN)
+def test_connection_and_unknown_errors_may_be_faults() -> None:
+    assert [make_outcome(error)["fault"] for error in CONNECTION_ERRORS] == [True] * len(
+        CONNECTION_ERRORS
+    )
+    assert [make_outcome(error)["fault"] for error in UNKNOWN_ERRORS] == [None] * len(
+        UNKNOWN_ERRORS
+    )
     assert not any(
-        outcome_of(error).get("repeats")
-        for error in [*LINKS, *UNKNOWN, RunError("explains itself")]
+        make_outcome(error).get("repeats")
+        for error in [*CONNECTION_ERRORS, *UNKNOWN_ERRORS, RunError("explains itself")]
     )
 
 
-def evaluated(
+def evaluate_outcomes(
     folder: Path, outcomes: list[dict[str, Any]], step: int | None
 ) -> list[tuple[bool, str]]:
-    """(whether the ranks are started again, the text) for each outcome of one run, whose log has
-    come to ``step``."""
+    """Return (whether the ranks are restarted, the message) for each outcome of a run whose event
+    log ends at ``step``."""
     policy = RestartPolicy(Config(model="m", dataset="d", output_dir=str(folder)), None)
     results = []
     folder.mkdir()
@@ -133,23 +142,29 @@ def evaluated(
     return results
 
 
-def test_what_follows_an_error(tmp_path: Path) -> None:
-    advice, again = (
+def test_retry_and_advice_after_error(tmp_path: Path) -> None:
+    advice, no_retry = (
         "run the same command again",
         "Repeating the command would fail in the same way",
     )
-    ((retried, text),) = evaluated(tmp_path / "wrong", [outcome_of(WRONG[0])], step=3)
-    assert (retried, advice in text, again in text) == (False, False, True)
-    first, second = evaluated(tmp_path / "unknown", [outcome_of(UNKNOWN[0])] * 2, step=3)
+    ((retried, text),) = evaluate_outcomes(
+        tmp_path / "wrong", [make_outcome(DETERMINISTIC_ERRORS[0])], step=3
+    )
+    assert (retried, advice in text, no_retry in text) == (False, False, True)
+    first, second = evaluate_outcomes(
+        tmp_path / "unknown", [make_outcome(UNKNOWN_ERRORS[0])] * 2, step=3
+    )
     assert first[0]
-    assert (second[0], advice in second[1], again in second[1]) == (False, False, True)
-    ((retried, text),) = evaluated(tmp_path / "early", [outcome_of(UNKNOWN[0])], step=None)
-    assert (retried, advice in text, again in text) == (False, False, True)
-    assert evaluated(tmp_path / "link", [outcome_of(LINKS[0])], step=3)[0][0]
+    assert (second[0], advice in second[1], no_retry in second[1]) == (False, False, True)
+    ((retried, text),) = evaluate_outcomes(
+        tmp_path / "early", [make_outcome(UNKNOWN_ERRORS[0])], step=None
+    )
+    assert (retried, advice in text, no_retry in text) == (False, False, True)
+    assert evaluate_outcomes(tmp_path / "link", [make_outcome(CONNECTION_ERRORS[0])], step=3)[0][0]
 
 
 @pytest.mark.slow
-def test_an_index_beyond_a_table_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_index_error_is_not_retried(tmp_path: Path) -> None:
     (tmp_path / "breaks.py").write_text(TASK)
     args = [
         "model=m",

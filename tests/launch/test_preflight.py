@@ -1,4 +1,4 @@
-"""Warnings about settings that have no effect."""
+"""Test the warnings about settings that have no effect."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from paceline.parallel.registry import ParallelLayout
 
 
 @pytest.mark.parametrize(("mode", "warns"), [("ddp", True), ("single", True), ("zero3", False)])
-def test_offload_without_effect_is_reported(
+def test_warns_about_offload_without_effect(
     mode: str, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = Config.model_validate(

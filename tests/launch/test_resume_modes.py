@@ -1,5 +1,5 @@
-"""A checkpoint written under any strategy and number of ranks goes on under any other, as if
-nothing had been changed."""
+"""Test that a checkpoint written with any strategy and number of ranks resumes with any other, with
+the losses of an uninterrupted run."""
 
 import functools
 import itertools
@@ -15,16 +15,16 @@ from paceline.checkpoint import store
 
 pytestmark = pytest.mark.slow
 
-MICRO_BATCH, SAMPLES = 4, 16  # samples of a micro-batch (as in MICRO), and of a global batch
-# A constant rate: each attempt of the run ends at its own last step, on which another schedule
-# would depend.
+MICRO_BATCH, GLOBAL_BATCH = 4, 16  # numbers of samples; the micro-batch is that of MICRO
+# A constant learning rate, because other schedules depend on `max_steps`, which the attempts
+# change.
 ARGS = (
     "train_args.learning_rate=1e-3",
     "train_args.warmup_steps=2",
     "train_args.lr_scheduler_type=constant_with_warmup",
 )
 
-#: name → (ranks, replicas, words)
+#: name → (ranks, replicas, arguments)
 MODES = {
     "single": (1, 1, ("parallel.mode=single",)),
     "dp": (2, 2, ("parallel.mode=dp",)),
@@ -41,33 +41,32 @@ MODES = {
 }
 
 
-def words_of(mode: str, step: int) -> list[str]:
+def make_args(mode: str, save_steps: int) -> list[str]:
     ranks, replicas, args = MODES[mode]
-    accumulation = SAMPLES // MICRO_BATCH // replicas
+    accumulation = GLOBAL_BATCH // MICRO_BATCH // replicas
     batch = f"gradient_accumulation_steps={accumulation}"
-    return [*args, f"parallel.num_gpus={ranks}", batch, f"train_args.save_steps={step}"]
+    return [*args, f"parallel.num_gpus={ranks}", batch, f"train_args.save_steps={save_steps}"]
 
 
-def stop_at(folder: Path, mode: str, step: int) -> None:
-    """Run under ``mode`` until a checkpoint of ``step`` is there, and no further: the run has its
-    end there."""
+def train_until(folder: Path, mode: str, step: int) -> None:
+    """Start or resume the run with ``mode`` and train until ``step``."""
     train(
         folder,
         *ARGS,
-        *words_of(mode, step),
+        *make_args(mode, step),
         "--allow-config-change",
         f"train_args.max_steps={step}",
     )
 
 
-def chain(folder: Path, modes: list[str], each: int) -> list[float]:
+def train_chain(folder: Path, modes: list[str], steps_per_mode: int) -> list[float]:
     for number, mode in enumerate(modes, start=1):
-        stop_at(folder, mode, number * each)
+        train_until(folder, mode, number * steps_per_mode)
     return losses_by_step(folder)
 
 
-def unbroken(folder: Path, steps: int) -> list[float]:
-    train(folder, *ARGS, *words_of("single", 0), f"train_args.max_steps={steps}")
+def train_uninterrupted(folder: Path, steps: int) -> list[float]:
+    train(folder, *ARGS, *make_args("single", 0), f"train_args.max_steps={steps}")
     return losses_by_step(folder)
 
 
@@ -87,9 +86,9 @@ def losses_by_step(folder: Path) -> list[float]:
     ],
     ids=["two", "seven"],
 )
-def test_a_chain_of_modes_is_one_run(tmp_path: Path, modes: list[str]) -> None:
-    expected = unbroken(tmp_path / "unbroken", 2 * len(modes))
-    result = chain(tmp_path / "chain", modes, 2)
+def test_resume_through_chain_of_strategies(tmp_path: Path, modes: list[str]) -> None:
+    expected = train_uninterrupted(tmp_path / "uninterrupted", 2 * len(modes))
+    result = train_chain(tmp_path / "chain", modes, 2)
     assert result == pytest.approx(expected, rel=1e-5)
     last = report(tmp_path / "chain")
     assert (last["strategy"], last["world_size"], last["resumed_from_step"]) == (
@@ -97,30 +96,32 @@ def test_a_chain_of_modes_is_one_run(tmp_path: Path, modes: list[str]) -> None:
         2,
         2 * len(modes) - 2,
     )
-    paths = {mode: tmp_path / name for mode, name in (("unbroken", "unbroken"), ("chain", "chain"))}
-    tensors = {name: store.inspect(store.find(path))["tensors"] for name, path in paths.items()}
-    assert tensors["chain"].keys() == tensors["unbroken"].keys()
-    assert {name: tensor["shape"] for name, tensor in tensors["chain"].items()} == {
-        name: tensor["shape"] for name, tensor in tensors["unbroken"].items()
+    tensors = {
+        name: store.inspect(store.find(tmp_path / name))["tensors"]
+        for name in ("uninterrupted", "chain")
     }
-    shown = run(str(tmp_path / "chain"), verb="inspect")
-    assert f"written by {modes[-1]} on 2 ranks" in shown.stdout
+    assert tensors["chain"].keys() == tensors["uninterrupted"].keys()
+    assert {name: tensor["shape"] for name, tensor in tensors["chain"].items()} == {
+        name: tensor["shape"] for name, tensor in tensors["uninterrupted"].items()
+    }
+    inspected = run(str(tmp_path / "chain"), verb="inspect")
+    assert f"written by {modes[-1]} on 2 ranks" in inspected.stdout
     assert json.loads((tmp_path / "chain" / "report.json").read_text())["status"] == "done"
 
 
 @pytest.fixture(scope="module")
-def unbroken_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    return unbroken(tmp_path_factory.mktemp("unbroken") / "run", 6)
+def uninterrupted_losses(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return train_uninterrupted(tmp_path_factory.mktemp("uninterrupted") / "run", 6)
 
 
 @pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """mode → a run that it has brought to step 3; made when first asked for."""
+def run_at_step_3(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that maps a mode to the folder of a cached run that ended at step 3."""
 
     @functools.cache
     def make(mode: str) -> Path:
-        folder = tmp_path_factory.mktemp("begun") / mode
-        stop_at(folder, mode, 3)
+        folder = tmp_path_factory.mktemp("run_at_step_3") / mode
+        train_until(folder, mode, 3)
         return folder
 
     return make
@@ -128,15 +129,15 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(MODES, 2)))
-def test_every_pair(
+def test_resume_with_every_pair_of_strategies(
     first: str,
     second: str,
     tmp_path: Path,
-    unbroken_losses: list[float],
-    begun: Callable[[str], Path],
+    uninterrupted_losses: list[float],
+    run_at_step_3: Callable[[str], Path],
 ) -> None:
     folder = tmp_path / "run"
-    shutil.copytree(begun(first), folder, symlinks=True)
-    stop_at(folder, second, 6)
+    shutil.copytree(run_at_step_3(first), folder, symlinks=True)
+    train_until(folder, second, 6)
     assert report(folder)["resumed_from_step"] == 3
-    assert losses_by_step(folder) == pytest.approx(unbroken_losses, rel=1e-5)
+    assert losses_by_step(folder) == pytest.approx(uninterrupted_losses, rel=1e-5)

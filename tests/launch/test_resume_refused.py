@@ -1,5 +1,5 @@
-"""A run that cannot go on exactly is refused: exit code 2, one paragraph that says what differs,
-nothing written."""
+"""Test that a run that cannot resume exactly is rejected: exit code 2, one paragraph that states
+what differs, and no file written."""
 
 import json
 import pickle
@@ -18,7 +18,8 @@ from paceline.models.builtin import resolve_model
 pytestmark = pytest.mark.slow
 
 TEMPLATE = (
-    "{% for one in messages %}<{{ one.role }}>{{ one.content }}</{{ one.role }}>\n{% endfor %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}</{{ message.role }}>\n"
+    "{% endfor %}"
 )
 CHATS = [
     {
@@ -50,9 +51,9 @@ def make_args(**changed: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps, and what it was made from."""
-    folder = tmp_path_factory.mktemp("made")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Create a run of two steps, with its model, data and chat template."""
+    folder = tmp_path_factory.mktemp("finished")
     shutil.copytree(resolve_model("builtin:qwen2-micro"), folder / "model")
     (folder / "template.jinja").write_text(TEMPLATE)
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
@@ -61,14 +62,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workdir(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "here"
-    shutil.copytree(made, folder)
+def workdir(finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "work"
+    shutil.copytree(finished_run, folder)
     monkeypatch.chdir(folder)
     return folder
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {
         str(path): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -76,13 +77,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def refused(workdir: Path, capsys: pytest.CaptureFixture[str], **changed: str) -> str:
-    before = contents(workdir / "run")
+def expect_error(workdir: Path, capsys: pytest.CaptureFixture[str], **changed: str) -> str:
+    """Run the command with changed settings, check that it is rejected, and return the error."""
+    before = read_files(workdir / "run")
     code = main(make_args(**changed))
     _, err = capsys.readouterr()
     assert code == 2, err
     assert "Traceback" not in err
-    assert contents(workdir / "run") == before
+    assert read_files(workdir / "run") == before
     paragraph = err[err.rindex("error: ") :].rstrip("\n")
     assert "\n" not in paragraph, paragraph
     assert "To fix: " in paragraph
@@ -90,7 +92,7 @@ def refused(workdir: Path, capsys: pytest.CaptureFixture[str], **changed: str) -
 
 
 @pytest.mark.soak
-def test_it_is_that_run(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_same_config_is_accepted(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(make_args()) == 0
     assert "already finished" in capsys.readouterr().err
 
@@ -113,107 +115,109 @@ def test_it_is_that_run(workdir: Path, capsys: pytest.CaptureFixture[str]) -> No
         ),
     ],
 )
-def test_another_config(
+def test_rejects_changed_config(
     workdir: Path, capsys: pytest.CaptureFixture[str], changed: dict[str, str], parts: list[str]
 ) -> None:
     shutil.copy("template.jinja", "other.jinja")
     shutil.copy("chats.jsonl", "other.jsonl")
-    error = refused(workdir, capsys, **changed)
+    error = expect_error(workdir, capsys, **changed)
     for part in ["contains a run with another config", *parts, "--allow-config-change"]:
         assert part in error, error
 
 
-def more_data(workdir: Path) -> None:
+def append_row(workdir: Path) -> None:
     with open(workdir / "chats.jsonl", "a") as handle:
         handle.write(json.dumps(CHATS[0]) + "\n")
 
 
-def another_answer(workdir: Path) -> None:
+def change_answer(workdir: Path) -> None:
     (workdir / "chats.jsonl").write_text(
         (workdir / "chats.jsonl").read_text().replace("It is 4.", "It is 5.")
     )
 
 
-def another_template(workdir: Path) -> None:
+def change_template(workdir: Path) -> None:
     (workdir / "template.jinja").write_text(TEMPLATE.replace("<{{", "[{{"))
 
 
-def another_tokenizer(workdir: Path) -> None:
+def change_tokenizer(workdir: Path) -> None:
     file = workdir / "model" / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "add_prefix_space": True}))
 
 
-@pytest.mark.parametrize("change", [more_data, another_answer, another_template, another_tokenizer])
-def test_the_same_config_over_other_files(
+@pytest.mark.parametrize("change", [append_row, change_answer, change_template, change_tokenizer])
+def test_rejects_changed_data_files(
     workdir: Path, capsys: pytest.CaptureFixture[str], change: Callable[[Path], None]
 ) -> None:
     change(workdir)
-    assert "the training data has changed" in refused(workdir, capsys)
+    assert "the training data has changed" in expect_error(workdir, capsys)
 
 
 @pytest.mark.soak
-def test_other_weights_below_the_adapters(workdir: Path) -> None:
-    """A checkpoint holds the adapters alone."""
+def test_rejects_changed_frozen_weights(workdir: Path) -> None:
+    """A checkpoint contains only the adapters."""
     file = workdir / "model" / "model.safetensors"
     weights = load_file(file)
     save_file(
         {name: weight + 0.01 for name, weight in weights.items()}, file, metadata={"format": "pt"}
     )
-    before = contents(workdir / "run")
+    before = read_files(workdir / "run")
     error = run(*make_args(resume="run/checkpoints/step-00000001")[1:], expect=2).stderr
     assert "was trained with other frozen weights" in error
-    assert contents(workdir / "run") == before
+    assert read_files(workdir / "run") == before
 
 
-# -- `resume` names a checkpoint that is not valid
+# -- `resume` is an invalid checkpoint
 FIRST = "run/checkpoints/step-00000001"
 
 
-def no_manifest(path: Path) -> str:
+def remove_manifest(path: Path) -> str:
     (path / "manifest.json").unlink()
     return "manifest.json is missing or damaged"
 
 
-def truncated(path: Path) -> str:
+def truncate_shard(path: Path) -> str:
     (state,) = path.glob("state-*")
     state.write_bytes(state.read_bytes()[:-1])
     return "with SHA-256 "
 
 
-def a_pickle(path: Path) -> str:
+def add_pickle(path: Path) -> str:
     (path / "optimizer.pt").write_bytes(pickle.dumps({}))
     return "optimizer.pt is a pickle"
 
 
-def a_link_out(path: Path) -> str:
+def link_shard_outside(path: Path) -> str:
     (state,) = path.glob("state-*")
-    state.rename(path.parent.parent / "elsewhere")
-    state.symlink_to(path.parent.parent / "elsewhere")
+    state.rename(path.parent.parent / "outside")
+    state.symlink_to(path.parent.parent / "outside")
     return "is a symbolic link to "
 
 
-@pytest.mark.parametrize("harm", [no_manifest, truncated, a_pickle, a_link_out])
-def test_a_checkpoint_that_is_not_whole(
-    workdir: Path, capsys: pytest.CaptureFixture[str], harm: Callable[[Path], str]
+@pytest.mark.parametrize(
+    "damage", [remove_manifest, truncate_shard, add_pickle, link_shard_outside]
+)
+def test_rejects_incomplete_checkpoint(
+    workdir: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], str]
 ) -> None:
-    message = harm(workdir / FIRST)
-    error = refused(workdir, capsys, resume=FIRST)
+    message = damage(workdir / FIRST)
+    error = expect_error(workdir, capsys, resume=FIRST)
     assert f"`resume: {FIRST}` is not a valid checkpoint" in error
     assert message in error
 
 
-def test_another_precision(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = refused(workdir, capsys, bf16="true")
+def test_rejects_changed_precision(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = expect_error(workdir, capsys, bf16="true")
     assert "contains a run with another precision" in text
     assert "train_args.precision: '32' → 'bf16-mixed'" in text
     assert "set `train_args.precision=32` to resume" in text
 
 
-def test_a_checkpoint_with_the_keys_of_an_older_version(
+def test_resumes_checkpoint_with_legacy_precision_keys(
     workdir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`bf16: false` and `fp16: false` in its stored config are float32, which `precision: auto` is
-    on a CPU."""
+    """`bf16: false` and `fp16: false` in its stored config mean float32, to which `precision: auto`
+    resolves on a CPU."""
     for meta_file in (workdir / "run" / "checkpoints").glob("*/meta.json"):
         meta = json.loads(meta_file.read_text())
         args = meta["config"]["train_args"]

@@ -1,4 +1,4 @@
-"""Whole runs by the command line: what a user types, what a user gets."""
+"""Test complete runs on the command line and through `paceline.train`."""
 
 import json
 import os
@@ -22,7 +22,7 @@ LORA = ("lora.enable=true", "lora.rank=4", "bf16=true")
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
-    """Full fine-tuning on two ranks with validation, dropout-free."""
+    """Run full fine-tuning on two ranks with validation, without dropout."""
     folder = tmp_path_factory.mktemp("full") / "run"
     done = train(
         folder,
@@ -49,7 +49,7 @@ def lora(tmp_path_factory):
     return folder
 
 
-def test_report_holds_every_figure(full):
+def test_report_is_complete(full):
     folder, _ = full
     result = report(folder)
     assert set(result) >= REPORT_KEYS
@@ -71,7 +71,7 @@ def test_report_holds_every_figure(full):
     }
 
 
-def test_what_is_said_before_the_start(full):
+def test_startup_messages(full):
     _, done = full
     assert "2 ranks" in done.stderr
     assert "16 samples = 4 per micro-batch × 2 accumulation × 2 ranks" in done.stderr
@@ -80,7 +80,7 @@ def test_what_is_said_before_the_start(full):
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("ranks", "accumulation"), [(1, 4), (4, 1)])
-def test_the_loss_is_the_same_for_every_number_of_ranks(full, tmp_path, ranks, accumulation):
+def test_loss_does_not_depend_on_world_size(full, tmp_path, ranks, accumulation):
     folder, _ = full
     args = [
         "split_dataset_ratio=0.1",
@@ -90,13 +90,13 @@ def test_the_loss_is_the_same_for_every_number_of_ranks(full, tmp_path, ranks, a
     ]
     train(tmp_path / "run", *args, f"parallel.num_gpus={ranks}")
     assert losses(tmp_path / "run") == pytest.approx(losses(folder), rel=1e-5)
-    own_eval, other = (events(run_dir, "eval")[-1] for run_dir in (tmp_path / "run", folder))
-    assert own_eval["loss"] == pytest.approx(other["loss"], rel=1e-5)
-    assert own_eval["count"] == other["count"]
+    evaluation, reference = (events(run_dir, "eval")[-1] for run_dir in (tmp_path / "run", folder))
+    assert evaluation["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+    assert evaluation["count"] == reference["count"]
 
 
 @pytest.mark.soak
-def test_padded_rows_give_the_same_losses(full, tmp_path):
+def test_padding_and_packing_have_equal_losses(full, tmp_path):
     folder, _ = full
     args = [
         "split_dataset_ratio=0.1",
@@ -109,7 +109,7 @@ def test_padded_rows_give_the_same_losses(full, tmp_path):
 
 
 @pytest.mark.soak
-def test_the_model_loads_in_plain_transformers(full):
+def test_model_loads_in_transformers(full):
     folder, _ = full
     script = (
         "import sys, torch; from transformers import AutoModelForCausalLM, AutoTokenizer\nmodel,"
@@ -123,7 +123,7 @@ def test_the_model_loads_in_plain_transformers(full):
 
 
 @pytest.mark.soak
-def test_the_adapter_loads_in_plain_peft_and_merges(lora, tmp_path):
+def test_adapter_loads_in_peft_and_merges(lora, tmp_path):
     script = (
         "import sys, torch; from transformers import AutoModelForCausalLM; from peft import"
         " AutoPeftModelForCausalLM\nadapted = AutoPeftModelForCausalLM.from_pretrained(sys.argv[1],"
@@ -140,7 +140,7 @@ def test_the_adapter_loads_in_plain_peft_and_merges(lora, tmp_path):
 
 
 @pytest.mark.soak
-def test_generate_answers(full):
+def test_generate_prints_json(full):
     folder, _ = full
     output = run(
         str(folder), "What does json.dumps do?", "--json", "--max-new-tokens", "5", verb="generate"
@@ -149,7 +149,7 @@ def test_generate_answers(full):
 
 
 @pytest.mark.soak
-def test_going_on_from_an_adapter(lora, tmp_path):
+def test_training_continues_from_adapter(lora, tmp_path):
     train(
         tmp_path / "run",
         "lora.enable=true",
@@ -161,19 +161,19 @@ def test_going_on_from_an_adapter(lora, tmp_path):
     assert losses(tmp_path / "run")[0] < losses(lora)[0]
 
 
-def test_the_same_command_again_says_it_is_done(lora):
+def test_finished_run_is_not_repeated(lora):
     before = (lora / "report.json").stat().st_mtime_ns
-    again = train(lora, *LORA, "max_steps=4", "learning_rate=1e-2", "gradient_checkpointing=true")
-    assert "already finished" in again.stderr
+    done = train(lora, *LORA, "max_steps=4", "learning_rate=1e-2", "gradient_checkpointing=true")
+    assert "already finished" in done.stderr
     assert (lora / "report.json").stat().st_mtime_ns == before
 
 
 @pytest.mark.soak
-def test_a_changed_config_is_shown_and_refused_unless_told(lora):
+def test_changed_config_needs_allow_config_change(lora):
     args = (*LORA, "max_steps=6", "learning_rate=5e-3")
-    refused = train(lora, *args, expect=2)
-    assert "train_args.learning_rate: 0.01 → 0.005" in refused.stderr
-    assert "--allow-config-change" in refused.stderr
+    rejected = train(lora, *args, expect=2)
+    assert "train_args.learning_rate: 0.01 → 0.005" in rejected.stderr
+    assert "--allow-config-change" in rejected.stderr
     allowed = train(lora, *args, "--allow-config-change")
     assert "resuming with config changes" in allowed.stderr
     assert report(lora)["resumed_from_step"] == 4
@@ -181,7 +181,7 @@ def test_a_changed_config_is_shown_and_refused_unless_told(lora):
 
 
 @pytest.mark.soak
-def test_under_an_outer_torchrun(full, tmp_path):
+def test_run_under_torchrun(full, tmp_path):
     folder, _ = full
     args = [
         "split_dataset_ratio=0.1",
@@ -220,28 +220,29 @@ config = {"model": "builtin:qwen2-micro", "dataset": "builtin:python-docs#64",
           "output_dir": sys.argv[1], "max_length": 64,
           "train_args": {"max_steps": 2}, "parallel": {"device": "cpu"}}
 before = signal.getsignal(signal.SIGTERM)
-if sys.argv[2] == "stop":  # rank 1 alone gets the signal, and both ranks stop
+if sys.argv[2] == "stop":  # only rank 1 receives the signal, but both ranks stop
     config["train_args"]["max_steps"] = 100000
     if os.environ["RANK"] == "1":
         threading.Timer(8.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
 try:
     report = paceline.train(config)
-    found = {key: report[key] for key in ("steps", "world_size")}
-    found["loss"] = report["final_train_loss"]
+    result = {key: report[key] for key in ("steps", "world_size")}
+    result["loss"] = report["final_train_loss"]
 except paceline.core.errors.PacelineError as error:
-    again = pickle.loads(pickle.dumps(error))
-    found = {"kind": type(again).__name__, "text": str(again), "exit_code": again.exit_code}
+    copy = pickle.loads(pickle.dumps(error))
+    result = {"kind": type(copy).__name__, "text": str(copy), "exit_code": copy.exit_code}
 if sys.argv[2] == "done":  # another run in the same processes
     config.update(output_dir=sys.argv[1] + "-2", per_device_train_batch_size=1)
     second = paceline.train(config)
-    found["second"] = {key: second[key] for key in ("steps", "samples_seen")}
-found["handlers_restored"] = signal.getsignal(signal.SIGTERM) == before
+    result["second"] = {key: second[key] for key in ("steps", "samples_seen")}
+result["handlers_restored"] = signal.getsignal(signal.SIGTERM) == before
 with open(f"{sys.argv[3]}-{os.environ['RANK']}", "w") as handle:
-    json.dump(found, handle)
+    json.dump(result, handle)
 """
 
 
-def on_two_ranks(folder, end):
+def run_script_on_two_ranks(folder, end):
+    """Run SCRIPT under torchrun; return the result of each rank. ``end``: "done" or "stop"."""
     (folder / "script.py").write_text(SCRIPT)
     command = [
         sys.executable,
@@ -265,17 +266,18 @@ def on_two_ranks(folder, end):
 
 
 @pytest.mark.soak
-def test_every_rank_gets_the_report_under_an_outer_torchrun(tmp_path):
-    first, second = on_two_ranks(tmp_path, "done")
+def test_train_returns_report_on_every_rank_under_torchrun(tmp_path):
+    first, second = run_script_on_two_ranks(tmp_path, "done")
     assert first == second
     assert (first["steps"], first["world_size"], first["handlers_restored"]) == (2, 2, True)
     assert first["loss"] == report(tmp_path / "run")["final_train_loss"]
-    assert first["second"] == {"steps": 2, "samples_seen": 4}  # not the batch of the first run
+    # the second run does not use the batch size of the first
+    assert first["second"] == {"steps": 2, "samples_seen": 4}
 
 
 @pytest.mark.soak
-def test_every_rank_raises_that_it_was_stopped_under_an_outer_torchrun(tmp_path):
-    for result in on_two_ranks(tmp_path, "stop"):
+def test_train_raises_stopped_error_on_every_rank_under_torchrun(tmp_path):
+    for result in run_script_on_two_ranks(tmp_path, "stop"):
         assert (result["kind"], result["exit_code"], result["handlers_restored"]) == (
             "StoppedError",
             143,
@@ -286,7 +288,7 @@ def test_every_rank_raises_that_it_was_stopped_under_an_outer_torchrun(tmp_path)
 
 
 @pytest.mark.soak
-def test_json_gives_the_report_alone_on_standard_output(tmp_path):
+def test_json_prints_only_report_on_stdout(tmp_path):
     done = train(tmp_path / "run", "max_steps=2", "parallel.num_gpus=1", "--json")
     assert json.loads(done.stdout)["steps"] == 2
     assert report(tmp_path / "run")["strategy"] == "single"
@@ -303,7 +305,7 @@ def test_float16_with_loss_scaling(tmp_path):
 
 
 @pytest.mark.soak
-def test_from_a_python_script_without_a_main_guard(tmp_path):
+def test_train_in_script_without_main_guard(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import paceline\nprint('top level')\nreport = paceline.train({'model':"
@@ -319,7 +321,7 @@ def test_from_a_python_script_without_a_main_guard(tmp_path):
 
 
 @pytest.mark.soak
-def test_without_shuffling_samples_come_in_file_order(tmp_path):
+def test_shuffle_false_keeps_file_order(tmp_path):
     rows = [{"prompt": "Count:", "completion": " one" * (2 + 3 * number)} for number in range(6)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = [
@@ -338,9 +340,8 @@ def test_without_shuffling_samples_come_in_file_order(tmp_path):
 
 
 @pytest.mark.soak
-def test_loader_workers_end_quietly_with_a_short_run(tmp_path):
-    """The workers have prefetched batches that no step takes, and evaluation has workers as
-    well."""
+def test_loader_workers_exit_without_errors(tmp_path):
+    """The workers have prefetched batches that are not used, and evaluation has workers too."""
     done = train(
         tmp_path / "run", "max_steps=2", "dataloader_num_workers=2", "split_dataset_ratio=0.1"
     )

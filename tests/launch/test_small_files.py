@@ -1,4 +1,4 @@
-"""Files with fewer rows than ranks, or than a global batch, train like any other file."""
+"""Test training on fewer samples than ranks or than the global batch size."""
 
 import json
 from pathlib import Path
@@ -37,11 +37,11 @@ def sizes(
     return check_sizes(derived, samples, mode)
 
 
-def test_enough_samples_need_no_notice() -> None:
+def test_no_notice_for_enough_samples() -> None:
     assert sizes(8, 2) == []
 
 
-def test_a_batch_larger_than_the_dataset_is_reported() -> None:
+def test_warns_if_batch_exceeds_dataset() -> None:
     ((level, text),) = sizes(7, 2, gradient_accumulation_steps=2)
     assert level == "warning"
     for part in (
@@ -54,7 +54,7 @@ def test_a_batch_larger_than_the_dataset_is_reported() -> None:
     assert "padding only" not in text
 
 
-def test_replicas_without_samples_are_reported() -> None:
+def test_warns_about_replicas_without_samples() -> None:
     ((_, text),) = sizes(1, 2)
     assert "the only training sample" in text
     assert "1 replica of 2 gets padding only" in text
@@ -62,12 +62,12 @@ def test_replicas_without_samples_are_reported() -> None:
     assert "5 replicas of 8 get padding only; 3 replicas would" in text
 
 
-def test_no_sample_at_all() -> None:
+def test_rejects_empty_dataset() -> None:
     with pytest.raises(ConfigError, match="no training sample"):
         sizes(0, 2)
 
 
-def test_one_row_with_the_defaults_and_a_split(
+def test_dry_run_with_one_row_and_validation_split(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     args = [
@@ -96,9 +96,9 @@ def train(folder: Path, mode: str, num_ranks: int, *args: str) -> Path:
 
 
 @pytest.mark.soak
-def test_one_sample_on_two_ranks_is_one_sample_on_one(tmp_path: Path) -> None:
-    alone, pair = train(tmp_path, "single", 1), train(tmp_path, "ddp", 2)
-    assert losses(pair) == pytest.approx(losses(alone), rel=1e-4)
+def test_one_sample_on_two_ranks_matches_single_rank(tmp_path: Path) -> None:
+    single, pair = train(tmp_path, "single", 1), train(tmp_path, "ddp", 2)
+    assert losses(pair) == pytest.approx(losses(single), rel=1e-4)
     assert losses(pair)[-1] < losses(pair)[0]
     assert report(pair)["world_size"] == 2
     assert report(pair)["samples_seen"] == 3
@@ -109,6 +109,6 @@ def test_one_sample_on_two_ranks_is_one_sample_on_one(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3", "tensor", "pipeline", "deepspeed"])
-def test_one_sample_under_every_mode(tmp_path: Path, mode: str) -> None:
-    alone, pair = train(tmp_path, "single", 1), train(tmp_path, mode, 2)
-    assert losses(pair) == pytest.approx(losses(alone), rel=1e-4)
+def test_one_sample_matches_single_rank_in_every_mode(tmp_path: Path, mode: str) -> None:
+    single, pair = train(tmp_path, "single", 1), train(tmp_path, mode, 2)
+    assert losses(pair) == pytest.approx(losses(single), rel=1e-4)

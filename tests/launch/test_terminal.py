@@ -1,4 +1,4 @@
-"""What a terminal does to a run: it is closed, its reader goes away."""
+"""Test runs whose terminal or output pipe is closed, and output without a terminal."""
 
 import os
 import signal
@@ -12,17 +12,17 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.soak
-def test_a_closed_terminal_commits_a_checkpoint(tmp_path: Path) -> None:
+def test_sighup_saves_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(*MICRO, f"output_dir={folder}", "max_steps=400", start_new_session=True)
     wait_for_step(folder, 2, process)
-    everyone = psutil.Process(process.pid).children(recursive=True)
-    # The kernel tells the whole process group, then the shell tells it once more.
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    # The kernel signals the whole process group, and then the shell signals it again.
     os.killpg(process.pid, signal.SIGHUP)
     os.killpg(process.pid, signal.SIGHUP)
     process.communicate(timeout=120)
     assert process.returncode == 143
-    assert psutil.wait_procs(everyone, timeout=6)[1] == []
+    assert psutil.wait_procs(descendants, timeout=6)[1] == []
     result = report(folder)
     assert result["status"] == "stopped"
     assert (folder / "checkpoints" / f"step-{result['steps']:08d}").is_dir()
@@ -30,7 +30,7 @@ def test_a_closed_terminal_commits_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("lines", [0, 8])
-def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path, lines: int) -> None:
+def test_closed_output_pipe_does_not_stop_run(tmp_path: Path, lines: int) -> None:
     folder = tmp_path / "run"
     process = start(*MICRO, f"output_dir={folder}", "max_steps=3", "parallel.num_gpus=1")
     assert process.stdout is not None
@@ -44,9 +44,9 @@ def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path, lines: in
 
 
 @pytest.mark.soak
-def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
+def test_plain_output_without_terminal(tmp_path: Path) -> None:
     done = train(tmp_path / "run", "max_steps=3", "parallel.num_gpus=1", "--json")
     assert "\x1b" not in done.stderr
     assert "\r" not in done.stderr
-    assert "step 3/3" in done.stderr  # --json moves no text: it is on standard error as ever
+    assert "step 3/3" in done.stderr  # --json does not change the log on standard error
     assert done.stdout.startswith("{")

@@ -1,4 +1,4 @@
-"""A task of a few numbers, with dropout, whose steps take ``task_args.step_s`` seconds at least."""
+"""A tiny task with dropout whose steps take at least ``task_args.step_s`` seconds."""
 
 import time
 
@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 
-#: Words of a config that trains it.
+#: Arguments of a run that trains it.
 SLOW = (f"task={__file__}:Slow", "model=few-numbers", "dataset=of-the-task", "parallel.device=cpu")
 
 

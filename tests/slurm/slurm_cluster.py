@@ -1,8 +1,8 @@
-"""A real Slurm of two nodes on this machine: munged, slurmctld and two slurmd of the system's
-packages, in a folder of its own.
+"""Run a real Slurm cluster of two nodes on this machine: munged, slurmctld and two slurmd of the
+system's packages, with all files in a temporary folder.
 
-From a shell, for trying things out: ``python tests/slurm/slurm_cluster.py`` starts it, prints what
-to export, and stops it at Ctrl-C.
+For manual use, ``python tests/slurm/slurm_cluster.py`` starts the cluster, prints the variable to
+export, and stops the cluster at Ctrl-C.
 """
 
 import contextlib
@@ -41,8 +41,7 @@ ClusterName=paceline
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 AuthType=auth/munge
-# A job that goes back into the queue waits for so many seconds (default: 120), for its old
-# credentials must have run out.
+# A requeued job waits until its old credentials have expired, by default 120 seconds.
 AuthInfo=socket={folder}/munge.sock,cred_expire=5
 SlurmUser=root
 SlurmdUser=root
@@ -78,7 +77,7 @@ CgroupPlugin={plugin}
 
 
 def missing_requirement() -> str | None:
-    """Why there can be no Slurm here; None where there can."""
+    """Return why this machine cannot run Slurm, or None if it can."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)} not installed (apt-get install slurm-wlm munge)"
@@ -87,15 +86,19 @@ def missing_requirement() -> str | None:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Slurm that runs. ``environment``: what its commands need; ``daemons``: the process of each,
-    slurmd by its node."""
+    """A running Slurm cluster.
+
+    Args:
+        environment: environment variables for Slurm's commands.
+        daemons: the process of each daemon by name; that of a slurmd by its node.
+    """
 
     folder: Path
     environment: dict[str, str]
     daemons: dict[str, subprocess.Popen[bytes]]
 
     def __call__(self, *command: str) -> str:
-        """Run a command of Slurm; what it printed."""
+        """Run a Slurm command; return its output."""
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=60
         )
@@ -103,13 +106,14 @@ class Cluster:
         return done.stdout
 
     def job(self, number: int) -> dict[str, str]:
-        """The fields of a job, as `scontrol show job` has them."""
+        """Return the fields of a job from `scontrol show job`."""
         return dict(
             re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", "--oneliner", str(number)))
         )
 
     def wait_for(self, number: int, *states: str, timeout_s: float = 120.0) -> dict[str, str]:
-        """Until the job is in one of these states. Fails where it ends in another."""
+        """Wait until the job is in one of these states; return its fields. Fail if it ends in
+        another state."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             result = self.job(number)
@@ -118,41 +122,41 @@ class Cluster:
             assert result["JobState"] not in _ENDED, f"{result}{self.logs()}"
             time.sleep(0.2)
         raise AssertionError(
-            f"job {number} did not come to {states}: {self.job(number)}{self.logs()}"
+            f"job {number} did not reach {states}: {self.job(number)}{self.logs()}"
         )
 
     def start(self, name: str, command: list[str]) -> None:
-        """Start a daemon; its log is in the folder."""
+        """Start a daemon that logs to the cluster's folder."""
         with (self.folder / f"{name}-output.log").open("ab") as out:
             self.daemons[name] = subprocess.Popen(
                 command, env=self.environment, stdout=out, stderr=out, start_new_session=True
             )
 
     def lose_node(self, node: str) -> None:
-        """The node loses power: all of its processes end at once. Slurm gets to know it now, not
-        after its SlurmdTimeout."""
+        """Kill all processes of a node at once, as a power failure would, and mark it as down in
+        Slurm instead of waiting for SlurmdTimeout."""
         tasks = [
             process
             for process in psutil.process_iter()
             if _environment(process).get("SLURMD_NODENAME") == node
         ]
         parents = [process.parent() for process in tasks]
-        keepers = [
+        step_daemons = [
             process for process in parents if process is not None and process.name() == "slurmstepd"
         ]
-        for process in (psutil.Process(self.daemons[node].pid), *keepers, *tasks):
+        for process in (psutil.Process(self.daemons[node].pid), *step_daemons, *tasks):
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.daemons[node].wait()
         self("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
     def boot_node(self, node: str) -> None:
-        """It is back, with none of its processes."""
+        """Start a lost node again."""
         self.start(node, ["slurmd", "-D", "-N", node])
         self("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
     def logs(self) -> str:
-        """The ends of all logs of Slurm's own."""
+        """Return the ends of all of Slurm's logs."""
         logs = sorted(self.folder.glob("*.log"))
         return "".join(
             f"\n--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs
@@ -160,9 +164,9 @@ class Cluster:
 
 
 @contextmanager
-def slurm_cluster() -> Iterator[Cluster]:
-    """Start it, and stop all of it afterwards, jobs included. Leaves nothing."""
-    # short: a socket's path has 107 characters at most
+def start_slurm_cluster() -> Iterator[Cluster]:
+    """Start a cluster; at the end, stop it with its jobs and remove its files."""
+    # A short path, because the path of a socket is limited to 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     ports = _free_ports(3)
     host = socket.gethostname().partition(".")[0]
@@ -189,14 +193,14 @@ def slurm_cluster() -> Iterator[Cluster]:
         cluster.start("slurmctld", ["slurmctld", "-D"])
         for node in NODES:
             cluster.start(node, ["slurmd", "-D", "-N", node])
-        _wait_until(cluster, lambda: _idle(cluster) == len(NODES))
+        _wait_until(cluster, lambda: _count_idle_nodes(cluster) == len(NODES))
         yield cluster
     finally:
         _stop(cluster)
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _idle(cluster: Cluster) -> int:
+def _count_idle_nodes(cluster: Cluster) -> int:
     command = ["sinfo", "--noheader", "--Node", "--partition=low", "--states=idle", "--format=%N"]
     done = subprocess.run(
         command, env=cluster.environment, capture_output=True, text=True, timeout=60
@@ -204,9 +208,9 @@ def _idle(cluster: Cluster) -> int:
     return len(done.stdout.split())
 
 
-def _wait_until(cluster: Cluster, ready) -> None:
+def _wait_until(cluster: Cluster, is_ready) -> None:
     deadline = time.monotonic() + _START_TIMEOUT_S
-    while not ready():
+    while not is_ready():
         assert time.monotonic() < deadline, f"Slurm did not start{cluster.logs()}"
         time.sleep(0.1)
 
@@ -214,7 +218,7 @@ def _wait_until(cluster: Cluster, ready) -> None:
 def _stop(cluster: Cluster) -> None:
     daemons = list(cluster.daemons.values())
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        _end_jobs(cluster)
+        _cancel_jobs(cluster)
     for daemon in reversed(daemons):
         daemon.terminate()
     for daemon in reversed(daemons):
@@ -223,14 +227,14 @@ def _stop(cluster: Cluster) -> None:
         except subprocess.TimeoutExpired:
             daemon.kill()
             daemon.wait()
-    left = [process for process in psutil.process_iter() if _is_of(process, cluster)]
-    for process in left:
+    leftovers = [process for process in psutil.process_iter() if _belongs_to(process, cluster)]
+    for process in leftovers:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    psutil.wait_procs(left, timeout=10)
+    psutil.wait_procs(leftovers, timeout=10)
 
 
-def _end_jobs(cluster: Cluster) -> None:
+def _cancel_jobs(cluster: Cluster) -> None:
     def slurm(*command: str) -> str:
         return subprocess.run(
             command, env=cluster.environment, capture_output=True, text=True, timeout=10
@@ -250,9 +254,9 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
-def _is_of(process: psutil.Process, cluster: Cluster) -> bool:
-    """A process of a job of this cluster; or the keeper of a step, which wipes its environment but
-    has a log here."""
+def _belongs_to(process: psutil.Process, cluster: Cluster) -> bool:
+    """Return whether the process belongs to a job of this cluster, or is its slurmstepd, which
+    clears its environment but has a log file in the cluster's folder."""
     try:
         if process.environ().get("SLURM_CONF") == cluster.environment["SLURM_CONF"]:
             return True
@@ -274,8 +278,8 @@ def _free_ports(count: int) -> list[int]:
 if __name__ == "__main__":
     reason = missing_requirement()
     if reason is not None:
-        raise SystemExit(f"no Slurm here: {reason}")
-    with slurm_cluster() as running:
+        raise SystemExit(f"cannot run Slurm on this machine: {reason}")
+    with start_slurm_cluster() as running:
         print(f"export SLURM_CONF={running.environment['SLURM_CONF']}", flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             signal.pause()

@@ -1,5 +1,7 @@
-"""`paceline slurm` on a real Slurm: two nodes train one job, Slurm stops it in its several ways; it
-ends with the same bits."""
+"""Test `paceline slurm` on a real Slurm cluster of two nodes.
+
+Slurm stops the job in several ways; the run must end with bitwise the same weights as without.
+"""
 
 import contextlib
 import os
@@ -10,16 +12,16 @@ import psutil
 import pytest
 from commands import MICRO, digest, events, report, run
 from slow_task import SLOW
-from slurm_cluster import slurm_cluster
+from slurm_cluster import start_slurm_cluster
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.slurm]
 
-# Loader processes, adapters with dropout, saves in the middle of an epoch.
+# Loader workers, LoRA adapters with dropout, and saves within an epoch.
 ARGS = (
     *MICRO, "lora.enable=true", "lora.dropout=0.1", "dataloader_num_workers=1", "warmup_steps=3",
     "parallel.collective_timeout_s=60", "max_steps=24", "save_steps=4",
 )  # fmt: skip
-# Steps of 0.1 s at least.
+# Each step takes at least 0.1 s.
 _SLOW = (
     *SLOW, "parallel.mode=ddp", "dataloader_num_workers=1", "warmup_steps=3",
     "parallel.collective_timeout_s=60", "save_steps=0",
@@ -27,42 +29,43 @@ _SLOW = (
 )  # fmt: skip
 BRIEF = (*_SLOW, "max_steps=120")
 SAVING = (*(arg for arg in BRIEF if not arg.startswith("save_steps")), "save_steps=10")
-LONG = (*_SLOW, "max_steps=400")  # Slurm looks at time limits every 30 s
-# Sums come out the same to the last bit where as many threads make them: a rank alone on its node
-# would take two.
+LONG = (*_SLOW, "max_steps=400")  # Slurm checks time limits every 30 s
+# Floating-point sums are only reproducible with the same number of threads. By default, a single
+# rank on a node would use two.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
 def cluster():
-    with slurm_cluster() as running:
+    with start_slurm_cluster() as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Runs of two ranks on this machine without Slurm, by their words."""
-    made = {}
+def reference_digest(tmp_path_factory):
+    """Return a function that maps settings to the digest of a cached run of two ranks without
+    Slurm."""
+    digests = {}
 
     def make(args):
-        if args not in made:
-            folder = tmp_path_factory.mktemp("undisturbed") / "run"
-            quick = [arg for arg in args if not arg.startswith("task_args.step_s")]
+        if args not in digests:
+            folder = tmp_path_factory.mktemp("reference") / "run"
+            fast_args = [arg for arg in args if not arg.startswith("task_args.step_s")]
             run(
-                *quick,
+                *fast_args,
                 f"output_dir={folder}",
                 "parallel.num_gpus=2",
                 env={**os.environ, **ONE_THREAD},
             )
-            made[args] = digest(folder)
+            digests[args] = digest(folder)
             shutil.rmtree(folder)
-        return made[args]
+        return digests[args]
 
     return make
 
 
 def submit(cluster, folder, args, *options):
-    """Write the script and hand it to Slurm; the job's number."""
+    """Submit the job with `paceline slurm --submit`; return its ID."""
     run_args = (*args, f"output_dir={folder / 'run'}", "parallel.num_gpus=1")
     options = options or ("--time", "30")
     workdir = folder / "a folder"
@@ -75,7 +78,7 @@ def submit(cluster, folder, args, *options):
     return int(done.stdout.split("job ")[1].partition(";")[0])
 
 
-def log_of(folder, number):
+def read_log(folder, number):
     path = folder / "a folder" / f"two-{number}.log"
     return path.read_text() if path.exists() else ""
 
@@ -90,7 +93,7 @@ def wait_for_step(cluster, folder, number, step, timeout_s=120.0):
             return
         time.sleep(0.05)
     raise AssertionError(
-        f"step {step} was not reached: {log_of(folder, number)[-3000:]}{cluster.logs()}"
+        f"step {step} was not reached: {read_log(folder, number)[-3000:]}{cluster.logs()}"
     )
 
 
@@ -99,12 +102,12 @@ def wait_for_end(cluster, folder, number, timeout_s=240.0):
         return cluster.wait_for(number, "COMPLETED", timeout_s=timeout_s)
     except AssertionError as error:
         raise AssertionError(
-            f"{error}\n--- the job's log\n{log_of(folder, number)[-6000:]}"
+            f"{error}\n--- the job's log\n{read_log(folder, number)[-6000:]}"
         ) from None
 
 
 def attempts(folder):
-    """(step gone on from, steps made) of each start."""
+    """Return (step resumed from, last step) of each attempt."""
     result = []
     for event in map(dict, all_events(folder)):
         if event["type"] == "run_start":
@@ -122,29 +125,29 @@ def all_events(folder):
 
 
 @pytest.mark.soak
-def test_two_nodes_train_one_job(cluster, undisturbed, tmp_path):
+def test_job_on_two_nodes(cluster, reference_digest, tmp_path):
     number = submit(cluster, tmp_path, ARGS)
     wait_for_end(cluster, tmp_path, number)
     assert report(tmp_path / "run")["world_size"] == 2  # one rank a node
-    assert digest(tmp_path / "run") == undisturbed(ARGS)
+    assert digest(tmp_path / "run") == reference_digest(ARGS)
 
 
 @pytest.mark.soak
-def test_put_back_into_the_queue_by_hand(cluster, undisturbed, tmp_path):
+def test_requeue_loses_no_step(cluster, reference_digest, tmp_path):
     number = submit(cluster, tmp_path, BRIEF)
     wait_for_step(cluster, tmp_path, number, 20)
     cluster("scontrol", "requeue", str(number))
     result = wait_for_end(cluster, tmp_path, number)
     assert result["Restarts"] == "1"
-    assert digest(tmp_path / "run") == undisturbed(BRIEF)
+    assert digest(tmp_path / "run") == reference_digest(BRIEF)
     first, second = attempts(tmp_path)
     assert second[0] == first[1], "a step was lost"
 
 
 @pytest.mark.soak
-def test_a_job_of_higher_priority_takes_the_nodes(cluster, undisturbed, tmp_path):
-    """Slurm's pre-emption: SIGTERM, then some seconds of grace in which the step is finished and a
-    checkpoint written."""
+def test_preemption_loses_no_step(cluster, reference_digest, tmp_path):
+    """Slurm preempts the job with SIGTERM and a grace period, in which the run finishes its step
+    and writes a checkpoint."""
     number = submit(cluster, tmp_path, BRIEF)
     wait_for_step(cluster, tmp_path, number, 20)
     other = cluster(
@@ -158,31 +161,31 @@ def test_a_job_of_higher_priority_takes_the_nodes(cluster, undisturbed, tmp_path
     )
     cluster.wait_for(int(other), "COMPLETED")
     wait_for_end(cluster, tmp_path, number)
-    assert digest(tmp_path / "run") == undisturbed(BRIEF)
+    assert digest(tmp_path / "run") == reference_digest(BRIEF)
     first, second = attempts(tmp_path)
     assert second[0] == first[1], "a step was lost"
-    assert "goes back into the queue" in log_of(tmp_path, number)
+    assert "goes back into the queue" in read_log(tmp_path, number)
 
 
 @pytest.mark.soak
-def test_the_time_limit_comes(cluster, undisturbed, tmp_path):
+def test_time_limit_loses_no_step(cluster, reference_digest, tmp_path):
     number = submit(cluster, tmp_path, LONG)
     wait_for_step(cluster, tmp_path, number, 20)
     hours, minutes, _ = cluster.job(number)["RunTime"].split(":")
-    # minutes after the start: within the 120 s of the signal's lead
-    soon = int(hours) * 60 + int(minutes) + 2
-    cluster("scontrol", "update", f"JobId={number}", f"TimeLimit={soon}")
+    # The new limit is less than 120 s away, the time before the limit at which Slurm sends SIGTERM.
+    limit_min = int(hours) * 60 + int(minutes) + 2
+    cluster("scontrol", "update", f"JobId={number}", f"TimeLimit={limit_min}")
     cluster.wait_for(number, "PENDING")
     cluster("scontrol", "update", f"JobId={number}", "TimeLimit=30")
     wait_for_end(cluster, tmp_path, number)
-    assert digest(tmp_path / "run") == undisturbed(LONG)
+    assert digest(tmp_path / "run") == reference_digest(LONG)
     first, second = attempts(tmp_path)
     assert second[0] == first[1], "a step was lost"
-    assert "goes back into the queue" in log_of(tmp_path, number)
+    assert "goes back into the queue" in read_log(tmp_path, number)
 
 
-def commands_of(number, node):
-    """The command that srun started on a node, and the processes of its ranks."""
+def find_processes(number, node):
+    """Return the command that srun has started on a node, and the processes of its ranks."""
     result = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -198,38 +201,38 @@ def commands_of(number, node):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("node", [0, 1], ids=["first", "second"])
-def test_the_command_of_a_node_is_killed(cluster, undisturbed, tmp_path, node):
-    """The node is not lost: the batch script puts the job back into the queue. The first node is
-    the rendezvous endpoint."""
+def test_killed_command_requeues_job(cluster, reference_digest, tmp_path, node):
+    """The node itself is not lost, so the batch script requeues the job. The first node is the
+    rendezvous endpoint."""
     number = submit(cluster, tmp_path, SAVING)
     wait_for_step(cluster, tmp_path, number, 25)
-    killed = commands_of(number, node)
-    assert killed
-    for process in killed:
+    victims = find_processes(number, node)
+    assert victims
+    for process in victims:
         with contextlib.suppress(psutil.Error):
             process.kill()
     cluster.wait_for(number, "PENDING", timeout_s=180)
-    log = log_of(tmp_path, number)
+    log = read_log(tmp_path, number)
     assert "killed on a node by signal 9 (time 1 of 3 without a new checkpoint)" in log
     result = wait_for_end(cluster, tmp_path, number)
     assert result["Restarts"] == "1"
-    assert digest(tmp_path / "run") == undisturbed(SAVING)
+    assert digest(tmp_path / "run") == reference_digest(SAVING)
     *_, last = attempts(tmp_path)
     assert last[0] >= 20, "it resumed from a checkpoint"
 
 
 @pytest.fixture
-def own_cluster():
-    """For a test that ends daemons and starts others."""
-    with slurm_cluster() as running:
+def separate_cluster():
+    """Start a cluster for a test that stops and starts daemons."""
+    with start_slurm_cluster() as running:
         yield running
 
 
 @pytest.mark.soak
-def test_the_first_node_is_lost(own_cluster, undisturbed, tmp_path):
-    """With the node its batch script and the rendezvous endpoint are gone: Slurm puts the job back
-    into the queue."""
-    cluster = own_cluster
+def test_lost_first_node_requeues_job(separate_cluster, reference_digest, tmp_path):
+    """The batch script and the rendezvous endpoint are lost with the node, so Slurm requeues the
+    job."""
+    cluster = separate_cluster
     number = submit(cluster, tmp_path, SAVING)
     wait_for_step(cluster, tmp_path, number, 25)
     cluster.lose_node("n1")
@@ -237,13 +240,13 @@ def test_the_first_node_is_lost(own_cluster, undisturbed, tmp_path):
     cluster.boot_node("n1")
     result = wait_for_end(cluster, tmp_path, number)
     assert result["Restarts"] == "1"
-    assert digest(tmp_path / "run") == undisturbed(SAVING)
+    assert digest(tmp_path / "run") == reference_digest(SAVING)
     *_, last = attempts(tmp_path)
     assert last[0] >= 20, "it resumed from a checkpoint"
 
 
 @pytest.mark.soak
-def test_a_config_error_is_not_tried_again(cluster, tmp_path):
+def test_config_error_is_not_requeued(cluster, tmp_path):
     args = (
         "model=builtin:qwen2-micro",
         "dataset=missing.jsonl",
@@ -255,10 +258,10 @@ def test_a_config_error_is_not_tried_again(cluster, tmp_path):
         cluster.wait_for(number, "COMPLETED")
     result = cluster.job(number)
     assert (result["JobState"], result["ExitCode"], result["Restarts"]) == ("FAILED", "2:0", "0")
-    assert "missing.jsonl" in log_of(tmp_path, number)
+    assert "missing.jsonl" in read_log(tmp_path, number)
 
 
-def test_a_job_that_slurm_refuses(cluster, tmp_path):
+def test_rejected_submission_is_an_error(cluster, tmp_path):
     args = (
         "--nodes",
         "2",
