@@ -180,7 +180,7 @@ def test_hung_rank_is_shown_and_second_stop_ends_run(form, panel):
     run = panel.folder / "stuck"
     pid = json.loads((run / "heartbeats.json").read_text())["ranks"][1]["pid"]
     os.kill(pid, signal.SIGSTOP)
-    expect(now.nth(1)).to_contain_text("process is stopped", timeout=LONG_MS)
+    expect(now.nth(1)).to_contain_text("process is suspended", timeout=LONG_MS)
     expect(now.nth(1)).to_contain_text("no progress for", timeout=LONG_MS)
     expect(now.nth(0)).to_contain_text("waiting for", timeout=LONG_MS)
     for label in ("Stop", "End now"):
