@@ -43,7 +43,7 @@ browser: setup
 test: browser  ## Run the tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-# Torch's build for CUDA is large: make test-lowest LOWEST_ARGS='torch==2.11.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu'
+# Torch's build for CUDA is large: make test-lowest LOWEST_ARGS='torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu'
 LOWEST := build/lowest
 # The generated pages follow from the version of pydantic that constraints.txt names.
 LOWEST_TESTS := --ignore=tests/config/test_config_docs.py tests/config tests/distributed/test_torch_compat.py tests/models/test_builtin.py tests/models/test_trace.py \

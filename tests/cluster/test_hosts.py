@@ -141,7 +141,7 @@ def test_elastic_run_shrinks_and_grows(reference_run, tmp_path):
     )
 
 
-def wait_for(condition, process, timeout_s=60.0):
+def wait_for(condition, process, timeout_s=150.0):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[1]

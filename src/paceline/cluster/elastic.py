@@ -136,20 +136,19 @@ class HostAgent:
                         f"the run at {endpoint} has already ended: hosts can no longer join it"
                     )
                 if type(error).__name__ == "RendezvousTimeoutError":
+                    # Elastic has closed the rendezvous, so this host cannot enter it again.
                     if has_run(AgentFolder(folder)):
-                        return self._timed_out(
-                            self.config.recovery.rejoin_timeout_s, False, last_error
-                        )
-                else:
-                    logger.warning(
-                        "lost the connection to the rendezvous at %s (%s). The ranks of this host"
-                        " were stopped; it tries to join again",
-                        endpoint,
-                        last_error,
-                        extra=CONSOLE_ONLY,
-                    )
-                    if time.monotonic() - entered_at > _KEEP_ALIVE_S * _KEEP_ALIVE_ATTEMPTS:
-                        started_at, is_first, attempt = time.monotonic(), False, 0
+                        limit_s, is_first = self.config.recovery.rejoin_timeout_s, False
+                    return self._timed_out(limit_s, is_first, last_error)
+                logger.warning(
+                    "lost the connection to the rendezvous at %s (%s). The ranks of this host"
+                    " were stopped; it tries to join again",
+                    endpoint,
+                    last_error,
+                    extra=CONSOLE_ONLY,
+                )
+                if time.monotonic() - entered_at > _KEEP_ALIVE_S * _KEEP_ALIVE_ATTEMPTS:
+                    started_at, is_first, attempt = time.monotonic(), False, 0
             time.sleep(_BACK_OFF_S[min(attempt, len(_BACK_OFF_S) - 1)])
             attempt += 1
 

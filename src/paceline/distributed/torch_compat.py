@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from paceline.core.errors import ConfigError
 
-SUPPORTED = "torch>=2.11,<2.14"
+SUPPORTED = "torch>=2.13,<2.14"
 _MISSING = object()
 
 
@@ -65,8 +65,7 @@ def hook_collectives(
     future = _find(torch, "_C.Future")
     work_wait, future_wait = _find(dist, "Work.wait"), _find(future, "wait")
     for name in functions:
-        if hasattr(dist, name):
-            setattr(dist, name, wrap_function(name, getattr(dist, name)))
+        setattr(dist, name, wrap_function(name, getattr(dist, name)))
     dist.Work.wait = wrap_wait(work_wait, True)  # type: ignore[method-assign]
     future.wait = wrap_wait(future_wait, False)
     _is_hooked = True

@@ -152,7 +152,7 @@ _COUNTERS: dict[str, tuple[str, Callable[[Arguments], int]]] = {
     ),
     "send": ("send", lambda call: argument(call, 0, "tensor").nbytes),
 }
-#: New name of the same function since torch 2.13, which FSDP calls.
+#: Another name of the same function, which FSDP calls.
 _COUNTERS["all_gather_single"] = _COUNTERS["all_gather_into_tensor"]
 _COUNTERS["reduce_scatter_single"] = _COUNTERS["reduce_scatter_tensor"]
 

@@ -191,12 +191,8 @@ class FSDPSharding:
         root = units[-1]
         root.set_reshard_after_backward(not self.keeps_weights)
         self._frees_in_backward = not self.keeps_weights
-        # The parameters that a batch uses may differ between ranks. torch before 2.12 has no option
-        # for this: a block that the last micro-batch does not use is left out of the last backward.
-        # There, gradients are therefore all-reduced over the replicas in every backward.
-        self._defers_all_reduce = hasattr(root, "set_reduce_scatter_unused_params")
-        if self._defers_all_reduce:
-            root.set_reduce_scatter_unused_params(True)
+        # The parameters that a batch uses may differ between ranks.
+        root.set_reduce_scatter_unused_params(True)
         return units
 
     def _make_mesh(self) -> DeviceMesh:
@@ -254,7 +250,7 @@ class FSDPSharding:
             self.units[-1].set_reshard_after_backward(frees)
             self._frees_in_backward = frees
         if self.copies.size > 1:
-            self.units[-1].set_requires_all_reduce(is_last or not self._defers_all_reduce)
+            self.units[-1].set_requires_all_reduce(is_last)
 
     def end_step(self) -> None:
         """Free gathered weights and set the gradients of :attr:`pieces` to the sums over all ranks.
