@@ -75,18 +75,9 @@ def losses_by_step(folder: Path) -> list[float]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-@pytest.mark.parametrize(
-    "modes",
-    [
-        ["ddp", "zero3"],
-        pytest.param(
-            ["ddp", "zero3", "tensor", "pipeline", "single", "deepspeed", "zero1"],
-            marks=pytest.mark.soak,
-        ),
-    ],
-    ids=["two", "seven"],
-)
-def test_resume_through_chain_of_strategies(tmp_path: Path, modes: list[str]) -> None:
+@pytest.mark.soak
+def test_resume_through_chain_of_strategies(tmp_path: Path) -> None:
+    modes = ["ddp", "zero3", "tensor", "pipeline", "single", "deepspeed", "zero1"]
     expected = train_uninterrupted(tmp_path / "uninterrupted", 2 * len(modes))
     result = train_chain(tmp_path / "chain", modes, 2)
     assert result == pytest.approx(expected, rel=1e-5)

@@ -22,17 +22,14 @@ def read_samples(folder: Path) -> list[dict[str, Any]]:
     return events(folder, "sample")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "args",
     [
         ("parallel.mode=ddp", "parallel.num_gpus=2", *LORA),
-        pytest.param(
-            ("parallel.mode=zero3", "parallel.num_gpus=2", *LORA), marks=pytest.mark.soak
-        ),  # all ranks take part in the forward pass
-        pytest.param(
-            ("parallel.mode=diloco", "parallel.num_gpus=2", "local_sgd.sync_every=4"),
-            marks=pytest.mark.soak,
-        ),
+        # all ranks take part in the forward pass
+        ("parallel.mode=zero3", "parallel.num_gpus=2", *LORA),
+        ("parallel.mode=diloco", "parallel.num_gpus=2", "local_sgd.sync_every=4"),
     ],
     ids=["ddp", "zero3", "diloco"],
 )
