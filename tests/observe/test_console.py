@@ -187,7 +187,7 @@ def test_evaluations_checkpoints_and_notices_are_always_printed():
         == text.count("warning: example")
         == 10
     )
-    assert "loss 1.2500, accuracy 0.5000, over 99, in 0.10 s" in text
+    assert "loss 1.2500, accuracy 0.5000, over 99 targets, in 0.10 s" in text
     assert "2.0 KiB" in text
 
 

@@ -92,7 +92,7 @@ def _eval(event: EvalEvent) -> tuple[str, str]:
     parts = [f"evaluation at step {count(event.get('step'))}: loss {loss(event.get('loss'))}"]
     parts += [f"{name} {loss(value)}" for name, value in (event.get("metrics") or {}).items()]
     if event.get("count") is not None:
-        parts.append(f"over {count(event['count'])}")
+        parts.append(f"over {counted(event['count'], 'target')}")
     if event.get("wall_s") is not None:
         parts.append(f"in {duration(event['wall_s'])}")
     return INFO, ", ".join(parts)

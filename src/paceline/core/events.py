@@ -347,6 +347,9 @@ class MemoryEvent(_Logged, total=False):
 
 
 class EvalEvent(_Logged, total=False):
+    """Loss and metrics over the evaluation set. ``count``: number of targets that they are averaged
+    over, which are label tokens, images or clicks."""
+
     type: Literal["eval"]
     step: int
     loss: float
