@@ -65,6 +65,7 @@ def test_changing_world_size_keeps_losses(tmp_path: Path, kind: str) -> None:
     assert last["epochs"] == reference["epochs"]
 
 
+@pytest.mark.soak
 def test_rejects_more_replicas_than_samples(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     args = (*ARGS, "train_args.max_steps=2", "per_device_train_batch_size=1", "parallel.mode=ddp")

@@ -37,13 +37,8 @@ def test_examples_cover_every_tool() -> None:
     assert {path.stem for path in CONFIGS.glob("*.yaml")} == set(NOTICES)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "axolotl_lora" else pytest.param(name, marks=pytest.mark.soak)
-        for name in sorted(NOTICES)
-    ],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(NOTICES))
 def test_config_of_other_tool_trains(tmp_path: Path, name: str) -> None:
     rows = [
         {"instruction": f"Add {n} and {n}.", "input": "", "output": f"It is {2 * n}."}

@@ -113,10 +113,8 @@ def test_max_restarts_0_reports_rank_and_same_command_resumes(reference_digest, 
     assert report(folder)["restarts"] == 1
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 143)],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_resume_after_signal_loses_no_step(reference_digest, tmp_path, number, code):
     folder = tmp_path / "run"
     process = start_run(folder)

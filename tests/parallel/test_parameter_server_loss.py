@@ -218,10 +218,8 @@ def test_losing_a_server_or_all_workers_ends_the_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("victim", "role"),
-    [pytest.param(1, "a worker", marks=pytest.mark.soak), (3, "a server of the tables")],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("victim", "role"), [(1, "a worker"), (3, "a server of the tables")])
 def test_killed_rank_ends_the_run_by_default(tmp_path: Path, victim: int, role: str) -> None:
     args = ["parallel.mode=parameter_server", f"task_args.pids={tmp_path}/pids"]
     kills = f'task_args.kills=["{victim} by 1 at 3"]'
