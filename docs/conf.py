@@ -20,6 +20,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # `Attributes:` beside the members that autodoc lists
 html_theme = "furo"
 html_title = f"Paceline {release}"
 html_search_language = "en-zh"
