@@ -106,7 +106,7 @@ def test_max_restarts_0_reports_rank_and_same_command_resumes(reference_digest, 
     assert process.returncode == 1
     assert "rank 0 (process" in output
     assert "was killed by SIGKILL" in output
-    assert "give the same command again" in output
+    assert "run the same command again" in output
     assert events(folder, "run_end")[-1]["status"] == "failed"
     train(folder, *ARGS)
     assert digest(folder) == reference_digest
