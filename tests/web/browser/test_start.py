@@ -44,7 +44,7 @@ def test_form_and_yaml_stay_in_sync(form):
     yaml = form.locator("#yaml")
     expect(field(form, "train_args.max_steps")).to_have_value("6")
     field(form, "train_args.learning_rate").fill("1e-3")
-    expect(yaml).to_have_value(re.compile(r"# the smallest\n[\s\S]*  learning_rate: 1e-3\n"))
+    expect(yaml).to_have_value(re.compile(r"# the smallest model\n[\s\S]*  learning_rate: 1e-3\n"))
     field(form, "lora.enable").check()
     field(form, "train_args.packing").evaluate("node => node.closest('details').open = true")
     field(form, "train_args.packing").select_option("false")
@@ -111,7 +111,7 @@ def test_start_run_then_chat_and_export(form, panel):
     run = panel.folder / "mine"
     assert len(events(run, "step")) == 6
     assert (
-        (run / "panel.yaml").read_text().startswith("model: builtin:qwen2-micro  # the smallest\n")
+        (run / "panel.yaml").read_text().startswith("model: builtin:qwen2-micro  # the smallest model\n")
     )
 
     form.locator("#chat").click()
