@@ -300,7 +300,9 @@ def _prefork_fork_server() -> None:
     spawn = multiprocessing.util.spawnv_passfds
 
     def start(path: Any, args: list[Any], passfds: list[int]) -> int:
-        if not (connections and "multiprocessing.forkserver import main" in str(args[-1])):
+        is_server = "multiprocessing.forkserver import main" in str(args[-1])
+        # torch reads this variable when it is imported, which has happened here.
+        if not connections or not is_server or "TORCH_CPP_LOG_LEVEL" in os.environ:
             return spawn(path, args, passfds)
         # An exec would keep the environment and the set of ignored signals.
         ignored = [

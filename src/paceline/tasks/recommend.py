@@ -209,15 +209,13 @@ class RecommendTask(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the binary cross entropy in nats, summed over the rows."""
-        return self.evaluate(model, batch)["loss"]
+        return _logits_and_loss(model, batch)[1]
 
     def evaluate(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Return the sum ``loss`` and the values per row ``score`` (the logit), ``label`` and, if
         known, ``chance`` (the true click probability)."""
-        labels = batch["label"]
-        logits = model(batch["dense"], batch["ids"], batch["starts"]).float()
-        loss = functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
-        results = {"loss": loss, "score": logits, "label": labels}
+        logits, loss = _logits_and_loss(model, batch)
+        results = {"loss": loss, "score": logits, "label": batch["label"]}
         if "chance" in batch:
             results["chance"] = batch["chance"]
         return results
@@ -289,6 +287,13 @@ class RecommendTask(Task):
 
 def _is_table(name: str) -> bool:
     return name.startswith("tables.")
+
+
+def _logits_and_loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits [N] and their binary cross entropy, summed over the rows."""
+    logits = model(batch["dense"], batch["ids"], batch["starts"]).float()
+    loss = functional.binary_cross_entropy_with_logits(logits, batch["label"], reduction="sum")
+    return logits, loss
 
 
 def _split(handle: RecommendData) -> tuple[ClickLog, ClickLog | None]:
