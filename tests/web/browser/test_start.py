@@ -110,9 +110,8 @@ def test_start_run_then_chat_and_export(form, panel):
     expect(form.locator(".run-head .badge-done")).to_be_visible(timeout=LONG_MS)
     run = panel.folder / "mine"
     assert len(events(run, "step")) == 6
-    assert (
-        (run / "panel.yaml").read_text().startswith("model: builtin:qwen2-micro  # the smallest model\n")
-    )
+    first_line = (run / "panel.yaml").read_text().splitlines()[0]
+    assert first_line == "model: builtin:qwen2-micro  # the smallest model"
 
     form.locator("#chat").click()
     form.locator(".choice label", has_text="Both").click()
