@@ -76,7 +76,8 @@ def report(output_dir: Path) -> dict[str, Any]:
 
 def events(output_dir: Path, kind: str) -> list[dict[str, Any]]:
     """Return the events of one type from the event log."""
-    lines = (output_dir / "events.jsonl").read_text().splitlines()
+    # without a last line that is being written
+    *lines, _incomplete = (output_dir / "events.jsonl").read_text().split("\n")
     return [event for event in map(json.loads, lines) if event["type"] == kind]
 
 
