@@ -16,6 +16,7 @@ import psutil
 import pytest
 from machine_lock import lock_machine
 from not_run import NOT_RUN, record_not_run
+from simulation_cache import compile_shared
 from slurm_cluster import missing_requirement
 
 # Set before any import of a library that reads these variables. All tests share the cache, so that
@@ -145,6 +146,15 @@ def pytest_terminal_summary(
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(_CACHE, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def compiled_shim(pytestconfig: pytest.Config) -> None:
+    """Compile the shim of simulated CUDA, unless an earlier session has compiled it."""
+    from paceline.simulation.cuda import SHIM
+    from paceline.simulation.native import build_library
+
+    compile_shared(pytestconfig, lambda: build_library(SHIM))
 
 
 @pytest.fixture(autouse=True)

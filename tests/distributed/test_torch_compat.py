@@ -23,6 +23,7 @@ EXCEPTIONS = {
     "parallel/pipeline/schedule.py",  # implements the stage of torch's pipeline schedules
     "parallel/deepspeed/package.py",
     "models/attention.py",
+    "simulation/cuda.py",  # replaces functions of torch.cuda that the CPU build lacks
 }
 #: Documented names with a leading underscore.
 DOCUMENTED = {"_exit", "_current_frames", "_fields", "_asdict", "_replace"}

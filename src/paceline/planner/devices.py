@@ -29,6 +29,8 @@ class Device:
     """A kind of device.
 
     Args:
+        compute_capability: NVIDIA's version of the device's instruction set, such as (9, 0); None
+            for other makers.
         memory_bytes: as sold (80 GB = 80e9 bytes).
         bfloat16_flops_s, float16_flops_s, tf32_flops_s, float32_flops_s: operations per second of
             dense matrix products; None if the device has no units for the type. ``float32`` is
@@ -41,6 +43,7 @@ class Device:
     """
 
     name: str
+    compute_capability: tuple[int, int] | None
     memory_bytes: int
     bfloat16_flops_s: float | None
     float16_flops_s: float | None
@@ -77,8 +80,11 @@ def _device(row: dict[str, Any]) -> Device:
     def rate(key: str) -> float | None:
         return None if row[key] is None else row[key] * _T
 
+    capability = row["compute_capability"]
+    major, _, minor = (capability or "").partition(".")
     return Device(
         name=row["name"],
+        compute_capability=(int(major), int(minor)) if capability else None,
         memory_bytes=round(row["memory_gb"] * _GB),
         bfloat16_flops_s=rate("bf16_tflops"),
         float16_flops_s=rate("fp16_tflops"),

@@ -1,0 +1,78 @@
+"""Compile C++ sources against the installed torch, once per source and release."""
+
+import os
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+from paceline.core.errors import ConfigError, first_line
+from paceline.core.files import cache_dir
+from paceline.data.cache import build_once, key_of
+
+_INCLUDES = ("include", "include/torch/csrc/api/include")
+_ERROR_CHARS = 2000
+
+
+class SimulationError(ConfigError):
+    """CUDA cannot be simulated with this machine's compiler or torch."""
+
+
+def build_library(source: Path) -> Path:
+    """Return the shared library compiled from a C++ source, from the cache if it has been compiled
+    before. It takes 10 to 40 s to compile one. If several processes call this, one compiles and
+    the others wait.
+
+    Raises:
+        SimulationError: there is no compiler, torch's headers are missing, or it fails.
+        ConfigError: the cache folder is not writable.
+    """
+    compiler, name = _compiler(), f"{source.stem}.so"
+    folder = cache_dir() / "simulation"
+    folder /= key_of([source.read_text(encoding="utf-8"), torch.__version__, compiler])
+    build_once(folder, name, lambda staging: _compile(compiler, source, staging / name))
+    return folder / name
+
+
+def _compiler() -> list[str]:
+    """Return the command of the C++ compiler: ``$CXX``, or the first that is installed."""
+    if os.environ.get("CXX"):
+        return shlex.split(os.environ["CXX"])
+    for name in ("g++", "clang++"):
+        if shutil.which(name):
+            return [name]
+    raise SimulationError(
+        "simulated CUDA needs a C++ compiler, and none was found",
+        allowed="g++ or clang++ with C++20",
+        fix="install one (Debian and Ubuntu: `apt-get install g++`), or set CXX",
+    )
+
+
+def _compile(compiler: list[str], source: Path, target: Path) -> None:
+    root = Path(torch.__file__).parent
+    if not (root / "include" / "ATen" / "ATen.h").is_file():
+        raise SimulationError(
+            f"simulated CUDA needs the C++ headers of torch, which {root} does not have",
+            fix="install torch with pip; its wheels have the headers",
+        )
+    command = [
+        *compiler,
+        *("-O1", "-std=c++20", "-shared", "-fPIC", "-D_GLIBCXX_USE_CXX11_ABI=1"),
+        *(f"-I{root / include}" for include in _INCLUDES),
+        *(str(source), "-o", str(target), f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu"),
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise SimulationError(
+            f"the C++ compiler `{shlex.join(compiler)}` cannot be started: {first_line(error)}",
+            fix="set CXX to the command of a C++ compiler",
+        ) from error
+    if done.returncode:
+        raise SimulationError(
+            f"`{shlex.join(compiler)}` cannot compile {source.name} against torch"
+            f" {torch.__version__}: {done.stderr.strip()[-_ERROR_CHARS:]}",
+            allowed="g++ or clang++ with C++20",
+        )

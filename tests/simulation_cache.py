@@ -1,0 +1,32 @@
+"""Compile the libraries of simulated CUDA once for all workers of pytest-xdist and for all
+sessions, in pytest's cache folder."""
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.core.files import cache_dir
+
+
+def compile_shared(config: pytest.Config, compile_sources: Callable[[], object]) -> None:
+    """Call ``compile_sources`` with the shared cache. Skips the test if CUDA cannot be simulated
+    here, but never in CI."""
+    from paceline.simulation.native import SimulationError
+
+    assert config.cache is not None
+    shared = config.cache.mkdir("simulation")
+    link = cache_dir() / "simulation"
+    if not link.exists():
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(shared, target_is_directory=True)
+    with open(Path(shared) / "lock", "a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            compile_sources()
+        except SimulationError as error:
+            if os.environ.get("CI"):
+                raise
+            pytest.skip(str(error))
