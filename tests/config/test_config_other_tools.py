@@ -103,7 +103,8 @@ def test_reads_or_reports_each_key_of_other_tools(path: Path) -> None:
         ("group_by_length: true", "warning", "has no effect"),
         ("use_dora: true", "warning", "plain LoRA"),
         ("optimizer: adamw_8bit", "warning", "float32"),
-        ("flash_attention: true", "warning", "speed and memory differ"),
+        ("flash_attention: true", "info", "if device and precision allow it"),
+        ("xformers_attention: true", "warning", "speed and memory differ"),
         ("template: qwen", "info", "chat_template: qwen"),
         ("template: something_else", "warning", "the tokenizer's own is used"),
         ("env: {A: 1, B: 2}", "warning", "A, B"),
@@ -162,7 +163,7 @@ def test_notices_are_unique(load: Load) -> None:
 
 # Keys that change the result or the memory of training in other tools, and that Paceline ignores.
 WARNING_KEYS = """
-flash_attention xformers_attention use_liger_kernel enable_liger_kernel liger_rope cut_cross_entropy
+xformers_attention use_liger_kernel enable_liger_kernel liger_rope cut_cross_entropy
 lora_mlp_kernel use_unsloth torch_compile tf32 sample_packing packing neat_packing packing_strategy
 eval_packing early_stopping_patience early_stopping_steps load_best_model_at_end neftune_noise_alpha
 label_smoothing_factor interleave_probs mix_strategy dataset_weights load_in_4bit load_in_8bit
@@ -187,7 +188,6 @@ def test_ignored_key_that_changes_training_is_a_warning(load: Load, key: str) ->
     "text",
     [
         "flash_attn: auto",
-        "attn_implementation: sdpa",
         "attn_impl: sdpa",
         "sdp_attention: true",
         "tuner_backend: peft",

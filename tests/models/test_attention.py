@@ -11,7 +11,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from paceline.models.language import choose_packing
+from paceline.config.schema import Config
+from paceline.data.collate import segment_inputs
+from paceline.models.packing import choose_packing
 
 SIZES = {
     "hidden_size": 32,
@@ -20,7 +22,12 @@ SIZES = {
     "num_attention_heads": 4,
     "vocab_size": 97,
 }
-LENGTHS = (9, 1, 14, 5)
+LENGTHS = (9, 1, 14, 5, 9, 5, 9)
+CONFIG = Config(model="m", dataset="d")
+
+
+def chosen_rows(model):
+    return choose_packing(model, torch.device("cpu"), CONFIG).rows
 
 
 def make_models():
@@ -50,12 +57,12 @@ def test_packed_logits_and_gradients_match_separate_samples(name, model):
     separate.square().sum().backward()
     expected = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
     model.zero_grad()
-    assert choose_packing(model, torch.device("cpu")) == "segments"
+    assert chosen_rows(model) == "segments"
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).unsqueeze(0)
     packed = model(
         input_ids=torch.cat(samples, dim=1),
         position_ids=positions,
-        segment_lengths=LENGTHS,
+        **segment_inputs(LENGTHS),
         use_cache=False,
     ).logits
     torch.testing.assert_close(packed, separate, rtol=1e-4, atol=1e-5)
@@ -68,13 +75,13 @@ def test_eager_attention_is_packed_by_positions():
     model = Qwen2ForCausalLM(
         Qwen2Config(**SIZES, num_key_value_heads=2, attn_implementation="eager")
     )
-    assert choose_packing(model, torch.device("cpu")) == "positions"
+    assert chosen_rows(model) == "positions"
     assert model.config._attn_implementation == "eager"
 
 
 def test_saved_config_does_not_name_custom_attention(tmp_path):
     model = Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2))
-    assert choose_packing(model, torch.device("cpu")) == "segments"
+    assert chosen_rows(model) == "segments"
     model.save_pretrained(tmp_path)
     assert "paceline" not in (tmp_path / "config.json").read_text()
 
@@ -86,7 +93,7 @@ def test_state_space_model_is_not_packed():
     model = MambaForCausalLM(
         MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4)
     )
-    assert choose_packing(model, torch.device("cpu")) == "none"
+    assert chosen_rows(model) == "none"
 
 
 def test_chunked_attention_is_not_packed():
@@ -104,4 +111,4 @@ def test_chunked_attention_is_not_packed():
             **sizes, attention_chunk_size=64, pad_token_id=0, bos_token_id=0, eos_token_id=0
         )
     )
-    assert choose_packing(model, torch.device("cpu")) == "none"
+    assert chosen_rows(model) == "none"

@@ -18,9 +18,13 @@ class _Logged(TypedDict, total=False):
 
 
 class ModelFigures(TypedDict, total=False):
+    """``attention`` is the attention implementation of a transformers model, or the kernel that
+    computes packed rows."""
+
     name: str
     parameters: int
     trainable_parameters: int
+    attention: str | None
 
 
 class MeshRank(TypedDict, total=False):

@@ -14,6 +14,17 @@ import torch
 from paceline.data.text.token_dataset import TokenSample
 
 
+class SegmentInputs(TypedDict):
+    """The lengths of the samples of a packed row, as :mod:`paceline.models.attention` needs them.
+
+    They are computed on the host with the batch, so that attention does not wait for the device.
+    """
+
+    segment_lengths: tuple[int, ...]
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+
+
 class TokenBatch(TypedDict, total=False):
     """The result of :func:`collate_packed` and :func:`collate_padded`."""
 
@@ -23,6 +34,8 @@ class TokenBatch(TypedDict, total=False):
     keep: torch.Tensor
     targets: torch.Tensor
     segment_lengths: tuple[int, ...]
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
     num_labels: int
     num_tokens: int
 
@@ -34,7 +47,8 @@ def collate_packed(samples: Sequence[TokenSample]) -> TokenBatch:
     Returns:
         input_ids, position_ids: int64 [1, tokens]; keep: int64 [labels], positions whose next token
             carries loss;
-        targets: int64 [labels]; segment_lengths: tokens of each sample; num_labels, num_tokens:
+        targets: int64 [labels]; segment_lengths: tokens of each sample; cu_seqlens: their
+            cumulative sum, int32 [samples + 1]; max_seqlen: the longest; num_labels, num_tokens:
             int.
     """
     ids = np.concatenate([sample["input_ids"] for sample in samples]).astype(np.int64)
@@ -44,14 +58,27 @@ def collate_packed(samples: Sequence[TokenSample]) -> TokenBatch:
     mask = np.concatenate([sample["labels_mask"] for sample in samples]).copy()
     mask[positions == 0] = False  # no token precedes the first one
     targets = np.flatnonzero(mask)
+    segments = segment_inputs([len(sample["input_ids"]) for sample in samples])
     return {
         "input_ids": torch.from_numpy(ids).unsqueeze(0),
         "position_ids": torch.from_numpy(positions).unsqueeze(0),
         "keep": torch.from_numpy(targets - 1),
         "targets": torch.from_numpy(ids[targets]),
-        "segment_lengths": tuple(len(sample["input_ids"]) for sample in samples),
+        "segment_lengths": segments["segment_lengths"],
+        "cu_seqlens": segments["cu_seqlens"],
+        "max_seqlen": segments["max_seqlen"],
         "num_labels": len(targets),
         "num_tokens": len(ids),
+    }
+
+
+def segment_inputs(lengths: Sequence[int], device: torch.device | str = "cpu") -> SegmentInputs:
+    """Return the inputs of a model with packed rows that describe the samples of a row."""
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
+    return {
+        "segment_lengths": tuple(lengths),
+        "cu_seqlens": torch.from_numpy(ends).to(device),
+        "max_seqlen": max(lengths),
     }
 
 

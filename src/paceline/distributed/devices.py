@@ -62,6 +62,18 @@ def accelerators() -> tuple[str | None, list[str]]:
     return current.type, names
 
 
+def gpu_capability(device_type: str, count: int) -> tuple[int, int] | None:
+    """Return the lowest compute capability of the first ``count`` NVIDIA GPUs, or None on other
+    devices."""
+    if device_type != "cuda":
+        return None
+    import torch
+
+    if torch.version.hip:
+        return None
+    return min(torch.cuda.get_device_capability(index) for index in range(count))
+
+
 def choose_devices(parallel: Parallel, num_launched: int | None = None) -> Devices:
     """Choose the devices of this host for a config.
 

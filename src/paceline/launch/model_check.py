@@ -124,6 +124,7 @@ def _cache_file(config: Config, layout: ParallelLayout) -> Path | None:
     settings = [
         config.train_args.max_length,
         config.train_args.gradient_checkpointing,
+        config.train_args.attn_implementation,
         config.parallel.tensor_plan,
         [layout.axes.pipeline, config.parallel.pipeline_schedule, config.parallel.stages_per_rank],
         layout.axes.tensor,

@@ -34,6 +34,7 @@ from paceline.core.run_dir import RunDir
 from paceline.distributed.devices import (
     choose_devices,
     cpu_cores,
+    gpu_capability,
     with_precision,
     without_idle_offload,
 )
@@ -51,6 +52,7 @@ from paceline.launch.resume import (
     checkpoint_to_resume,
     fetch_latest,
 )
+from paceline.models.kernels.attention_choice import check_attention
 from paceline.observe.console import derived_lines
 from paceline.parallel.balance import equal_notice
 from paceline.parallel.compression.cost import compression_notice
@@ -316,6 +318,7 @@ def prepare_host(loaded: Loaded, outer: RankEnv | None) -> PreparedHost:
         logger.warning("%s: %s; %s", check.name, check.value, check.advice)
     config, precision = with_precision(config, devices.type, devices.names[: devices.count])
     logger.info(precision)
+    check_attention(config, devices.type, gpu_capability(devices.type, devices.count))
     return PreparedHost(replace(loaded, config=config), devices)
 
 

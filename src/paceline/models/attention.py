@@ -2,14 +2,45 @@
 samples.
 
 With position_ids alone, transformers masks the full row, so the cost grows with the square of the
-row's length. Here it grows with the square of each sample's length, and no mask is built.
+row's length. Here it grows with the square of each sample's length, and no mask is built. On GPUs,
+a fused kernel computes all samples in one call
+(:mod:`paceline.models.kernels.attention_choice`). Elsewhere, samples of equal length are computed
+in one call of scaled_dot_product_attention.
 """
 
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch.nn import functional
+
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.distributed.devices import gpu_capability
+from paceline.models.json_config import first_number
+from paceline.models.kernels.attention_choice import (
+    SDPA,
+    VARLEN,
+    AttentionSetup,
+    fused_kernel,
+    installed_packages,
+)
 
 NAME = "paceline_packed"
+#: Attribute of a model with :func:`packed_attention`: the name of the attention it had before.
+_BEFORE = "_attention_before_packing"
+#: Names of the dropout rate of attention weights in configs of transformers.
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout")
+#: torch's fused kernel requires head sizes that are multiples of this number.
+_HEAD_MULTIPLE = 8
+_LOW = (torch.bfloat16, torch.float16)
+
+#: Queries, keys and values.
+_States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def packed_attention(
@@ -21,7 +52,11 @@ def packed_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     segment_lengths: tuple[int, ...] | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    kernel: str = SDPA,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within each segment of a row, as an attention function of
@@ -32,7 +67,11 @@ def packed_attention(
             head_size].
         attention_mask: must be None.
         segment_lengths: number of tokens of each sample, in order; their sum is ``tokens``.
+        cu_seqlens: their cumulative sum, int32 [samples + 1], on the device of the queries.
+        max_seqlen: the longest of them.
         sliding_window: number of tokens that a token attends to, including itself.
+        kernel: name of the fused kernel. It is not used for tensors that it does not support, such
+            as float32 outside of autocast.
 
     Returns:
         ([1, tokens, heads, head_size], None).
@@ -41,33 +80,165 @@ def packed_attention(
         NotImplementedError: the model requires an unsupported feature (a mask, soft-capped logits,
             sinks); the caller then uses the model's own attention.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    features = ("softcap", "s_aux", "position_bias")
-    used = [name for name in features if kwargs.get(name) is not None]
+    dtype = _compute_dtype(query)
+    fused = fused_kernel(kernel) if query.device.type == "cuda" and dtype in _LOW else None
+    if fused is not None and dropout > 0 and not fused.has_dropout:
+        fused = None
+    features = {name: kwargs.get(name) for name in ("s_aux", "position_bias")}
+    if fused is None or not fused.has_softcap:
+        features["softcap"] = softcap
+    used = [name for name, feature in features.items() if feature is not None]
     if segment_lengths is None or attention_mask is not None or used or query.shape[0] != 1:
         raise NotImplementedError(
             "packed attention requires segment lengths, and supports neither a mask nor"
             f" {', '.join(features)}"
         )
-    outputs = []
-    parts = zip(
-        *(tensor.split(segment_lengths, dim=2) for tensor in (query, key, value)), strict=True
+    if fused is None or cu_seqlens is None or max_seqlen is None:
+        states = (query, key, value)
+        result = _by_length(module, states, segment_lengths, dropout, scaling, sliding_window)
+        return result, None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    compute: _Compute
+    if kernel == VARLEN:
+        compute = partial(
+            _varlen,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            scale=scale,
+            window=sliding_window,
+        )
+    else:
+        compute = partial(
+            _flash_attn,
+            kernel=kernel,
+            dropout=dropout,
+            softmax_scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            cu_seq_lens_q=cu_seqlens,
+            cu_seq_lens_k=cu_seqlens,
+            max_length_q=max_seqlen,
+            max_length_k=max_seqlen,
+        )
+    return _with_equal_heads(compute, query.to(dtype), key.to(dtype), value.to(dtype)), None
+
+
+def _compute_dtype(query: torch.Tensor) -> torch.dtype:
+    """Return the data type in which autocast computes matrix products, or that of the queries
+    outside of autocast. Rotary embeddings return float32 under autocast."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+def _with_equal_heads(
+    compute: _Compute, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Call a fused kernel with [tokens, heads, head_size]. Queries, keys and values are padded with
+    zeros to the same head size, a multiple of 8; in multi-head latent attention, values are
+    narrower than keys. Padding changes no score and no result."""
+    width = value.shape[-1]
+    size = max(query.shape[-1], width)
+    size += -size % _HEAD_MULTIPLE
+    query, key, value = (
+        functional.pad(tensor, [0, size - tensor.shape[-1]]) if tensor.shape[-1] != size else tensor
+        for tensor in (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     )
-    for length, (queries, keys, values) in zip(segment_lengths, parts, strict=True):
+    return compute(query, key, value)[..., :width].unsqueeze(0)
+
+
+def _varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    # The window of the kernel does not count the token itself; -1: unlimited.
+    left = -1 if window is None or window >= max_seqlen else window - 1
+    result: torch.Tensor = varlen_attn(  # type: ignore[assignment]  # a tuple with return_aux
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        scale=scale,
+        window_size=(left, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return result
+
+
+def _flash_attn(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, kernel: str, **options: Any
+) -> torch.Tensor:
+    from transformers import modeling_flash_attention_utils
+
+    result: torch.Tensor = modeling_flash_attention_utils._flash_attention_forward(
+        query.unsqueeze(0),
+        key.unsqueeze(0),
+        value.unsqueeze(0),
+        None,
+        query_length=query.shape[0],
+        is_causal=True,
+        attn_implementation=kernel,
+        **options,
+    )
+    return result.squeeze(0)
+
+
+def _by_length(
+    module: torch.nn.Module,
+    states: _States,
+    lengths: tuple[int, ...],
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Compute attention with one call for all samples of the same length. Return [1, tokens, heads,
+    head_size]."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def attend(length: int, states: Sequence[torch.Tensor]) -> torch.Tensor:
+        query, key, value = states
         window = _window_mask(length, sliding_window, query.device)
         output, _ = sdpa_attention_forward(
             module,
-            queries,
-            keys,
-            values,
+            query,
+            key,
+            value,
             window,
             dropout=dropout,
             scaling=scaling,
             is_causal=window is None,
         )
-        outputs.append(output)
-    return torch.cat(outputs, dim=1), None
+        return output
+
+    count = len(lengths)
+    # With dropout, each sample is computed alone, so that its dropout mask does not depend on the
+    # lengths of the others.
+    if len(set(lengths)) == 1 and (count == 1 or not dropout):
+        rows = [tensor.squeeze(0).unflatten(1, (count, -1)).transpose(0, 1) for tensor in states]
+        return attend(lengths[0], rows).flatten(0, 1).unsqueeze(0)
+    groups: dict[int, list[int]] = {}
+    for number, length in enumerate(lengths):
+        groups.setdefault(number if dropout else length, []).append(number)
+    parts = [tensor.split(lengths, dim=2) for tensor in states]
+    outputs: dict[int, torch.Tensor] = {}
+    for numbers in groups.values():
+        if len(numbers) == 1:
+            rows = [part[numbers[0]] for part in parts]
+        else:
+            rows = [torch.cat([part[number] for number in numbers]) for part in parts]
+        results = attend(lengths[numbers[0]], rows).split(1)
+        outputs.update(zip(numbers, results, strict=True))
+    return torch.cat([outputs[number] for number in range(count)], dim=1)
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
@@ -87,9 +258,25 @@ def attention_of(model: Any) -> str | None:
     return getattr(getattr(model, "config", None), "_attn_implementation", None)
 
 
-def install(model: Any) -> str | None:
-    """Switch a transformers model that uses torch's scaled_dot_product_attention to
-    :func:`packed_attention`.
+def kernel_of(model: Any) -> str | None:
+    """Return the name of the attention of a transformers model; with :func:`packed_attention`, that
+    of its kernel."""
+    name = attention_of(model)
+    if name != NAME:
+        return name
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    packed: Any = ALL_ATTENTION_FUNCTIONS[NAME]
+    return str(packed.keywords["kernel"])
+
+
+def install(model: Any, kernel: str = SDPA) -> str | None:
+    """Switch a transformers model to :func:`packed_attention`.
+
+    Args:
+        kernel: the kernel; with :data:`SDPA` and :data:`VARLEN`, only models that use torch's
+            scaled_dot_product_attention are switched, because others need features that these
+            kernels do not have.
 
     Returns:
         The name of the attention it used before, or None if nothing was changed.
@@ -97,8 +284,110 @@ def install(model: Any) -> str | None:
     from transformers import AttentionInterface
 
     before = attention_of(model)
-    if before != "sdpa" or not hasattr(model, "set_attn_implementation"):
+    own = (SDPA,) if kernel in (SDPA, VARLEN) else (SDPA, "eager")
+    if before not in own or not hasattr(model, "set_attn_implementation"):
         return None
-    AttentionInterface.register(NAME, packed_attention)
+    AttentionInterface.register(NAME, partial(packed_attention, kernel=kernel))
     model.set_attn_implementation(NAME)
-    return str(before)
+    setattr(model, _BEFORE, before)
+    return before
+
+
+def uninstall(model: Any) -> None:
+    """Give a model the attention that it had before :func:`install`."""
+    model.set_attn_implementation(getattr(model, _BEFORE))
+
+
+@contextmanager
+def without_packing(model: Any) -> Iterator[None]:
+    """Replace the attention for packed rows within the block, because it does not support a KV
+    cache."""
+    is_packed = attention_of(model) == NAME
+    if is_packed:
+        uninstall(model)
+    try:
+        yield
+    finally:
+        if is_packed:
+            model.set_attn_implementation(NAME)
+
+
+# -- the choice of a kernel
+
+
+def attention_setup(config: Config, model: Any, device_type: str) -> AttentionSetup:
+    """Return what the choice of a kernel depends on, for a transformers model in this process."""
+    fields = model.config.get_text_config().to_dict()
+    number = partial(first_number, fields)
+    heads = number("num_attention_heads", "n_head", "n_heads")
+    hidden = number("hidden_size", "n_embd", "d_model")
+    head_size = number("qk_head_dim", "head_dim")
+    if head_size is None and heads and hidden:
+        head_size = hidden // heads
+    installed = installed_packages()
+    if device_type == "cuda" and _has_varlen():
+        installed |= {VARLEN}
+    return AttentionSetup(
+        device_type,
+        config.train_args.mixed_dtype or "float32",
+        gpu_capability(device_type, 1),
+        installed,
+        head_size,
+        any(isinstance(fields.get(name), float) and fields[name] > 0 for name in _DROPOUTS),
+    )
+
+
+@cache
+def _has_varlen() -> bool:
+    """Return whether this build of torch has :func:`varlen_attn` with grouped keys and values, and
+    with a window."""
+    from torch.nn.attention import varlen
+
+    arguments = inspect.signature(varlen.varlen_attn).parameters
+    return (
+        {"enable_gqa", "window_size"} <= arguments.keys()
+        and torch.backends.cuda.is_flash_attention_available()
+        and not torch.version.hip
+    )
+
+
+def own_attention(config: Config) -> dict[str, str]:
+    """Return the argument with which transformers loads a model. Flash attention, which needs the
+    model on a GPU, is installed later."""
+    requested = config.train_args.attn_implementation
+    if requested == "auto" or fused_kernel(requested):
+        return {}
+    return {"attn_implementation": requested}
+
+
+def install_requested(model: Any, config: Config) -> None:
+    """Give a model that does not use :func:`packed_attention` the flash attention that the config
+    requests, for padded rows."""
+    requested = config.train_args.attn_implementation
+    if fused_kernel(requested) and attention_of(model) != NAME:
+        try:
+            model.set_attn_implementation(requested)
+        except (ValueError, ImportError) as error:
+            raise unsupported_attention(config) from error
+
+
+def check_model_attention(config: Config, model: Any) -> None:
+    """Raise ConfigError if a model does not have the requested attention."""
+    requested = config.train_args.attn_implementation
+    if requested == "auto":
+        return
+    if fused_kernel(requested):
+        is_supported = bool(getattr(model, "_supports_flash_attn", False))
+    else:
+        is_supported = attention_of(model) == requested
+    if not is_supported:
+        raise unsupported_attention(config)
+
+
+def unsupported_attention(config: Config) -> ConfigError:
+    return ConfigError(
+        f"`train_args.attn_implementation: {config.train_args.attn_implementation}` is not"
+        f" supported with `model: {config.model}`",
+        allowed="auto, eager, and what transformers supports for this model",
+        fix="set `train_args.attn_implementation: auto`",
+    )

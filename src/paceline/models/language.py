@@ -1,4 +1,4 @@
-"""Load and save Hugging Face causal language models, and choose how samples are packed."""
+"""Load and save Hugging Face causal language models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, first_line
 from paceline.core.hub import go_offline_if_unreachable
 from paceline.models import qwen
-from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.hub_configs import (
     config_folder,
@@ -27,7 +26,6 @@ from paceline.models.positions import check_length
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
     from torch import nn
 
 _DOWNLOAD = "download the model where there is a network and set `model=/path/to/folder`"
@@ -45,6 +43,8 @@ def load_language_model(config: Config) -> nn.Module:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from paceline.models import attention
+
     name = str(Path(resolve_model(config.model)).expanduser())
     go_offline_if_unreachable(name)
     if (original := qwen_folder(name)) is not None:
@@ -55,9 +55,15 @@ def load_language_model(config: Config) -> nn.Module:
     try:
         model_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(
-            name, config=model_config, dtype=dtype, trust_remote_code=config.trust_remote_code
+            name,
+            config=model_config,
+            dtype=dtype,
+            trust_remote_code=config.trust_remote_code,
+            **attention.own_attention(config),
         )
     except (OSError, ValueError, ImportError) as error:
+        if _is_about_attention(config, error):
+            raise attention.unsupported_attention(config) from error
         raise ConfigError(
             f"`model: {config.model}` cannot be loaded: {first_line(error)}",
             allowed=(
@@ -67,6 +73,7 @@ def load_language_model(config: Config) -> nn.Module:
             fix=_DOWNLOAD,
         ) from error
     check_length(config, model.config.to_dict())
+    attention.check_model_attention(config, model)
     model.config.use_cache = False
     if not config.lora.enable:
         return model
@@ -85,6 +92,7 @@ def language_model_on_meta(config: Config) -> nn.Module:
     import torch
     from transformers import AutoModelForCausalLM
 
+    from paceline.models import attention
     from paceline.models.lora import add_adapters
 
     args = config.train_args
@@ -98,12 +106,16 @@ def language_model_on_meta(config: Config) -> nn.Module:
                     model_config,
                     dtype=low if config.lora.enable else torch.float32,
                     trust_remote_code=config.trust_remote_code,
+                    **attention.own_attention(config),
                 )
+                attention.check_model_attention(config, model)
                 if config.lora.enable:
                     model = add_adapters(model, config, read_weights=False)
         except ConfigError:
             raise
         except Exception as error:  # transformers raises many types for an inconsistent config.json
+            if _is_about_attention(config, error):
+                raise attention.unsupported_attention(config) from error
             raise ConfigError(
                 f"`model: {config.model}` cannot be built from its config.json:"
                 f" {first_line(error)}",
@@ -118,6 +130,11 @@ def language_model_on_meta(config: Config) -> nn.Module:
                 ),
             ) from error
     return model  # type: ignore[no-any-return]
+
+
+def _is_about_attention(config: Config, error: Exception) -> bool:
+    """Return whether transformers rejects the attention that the config requests."""
+    return config.train_args.attn_implementation != "auto" and "attention" in str(error).lower()
 
 
 def _config_of(name: str, trust_remote_code: bool) -> Any:
@@ -274,66 +291,3 @@ def copy_tokenizer(source: str, folder: Path) -> None:
         for file in path.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
-
-
-def choose_packing(model: Any, device: torch.device) -> str:
-    """Choose how samples share a row, and switch the model to the attention that this requires.
-
-    Runs two short samples separately and in one row, and compares the logits. Architectures that
-    mix samples (state-space models, older attention implementations) are trained with padding.
-
-    Returns:
-        "segments" (attention within each sample only), "positions" (the model's own attention, with
-        samples separated by position_ids), or "none".
-    """
-    import torch
-
-    from paceline.models import attention
-
-    base = base_model(model)
-    numbers = base.config.get_text_config()
-    if getattr(numbers, "attention_chunk_size", None):
-        # Attention chunks are counted from the start of the row, which two short samples would not
-        # reveal.
-        return "none"
-    vocabulary = int(getattr(numbers, "vocab_size", 0))
-    generator = torch.Generator().manual_seed(0)
-    lengths = (7, 5)
-    ids = [
-        torch.randint(0, max(vocabulary, 2), (1, length), generator=generator).to(device)
-        for length in lengths
-    ]
-    row = torch.cat(ids, dim=1)
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths]).unsqueeze(0)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            alone = torch.cat(
-                [model(input_ids=tokens, use_cache=False).logits for tokens in ids], dim=1
-            ).float()
-            before = attention.install(base)
-            if before is not None:
-                if _agrees(
-                    model, alone, input_ids=row, position_ids=positions, segment_lengths=lengths
-                ):
-                    return "segments"
-                base.set_attn_implementation(before)
-            return (
-                "positions"
-                if _agrees(model, alone, input_ids=row, position_ids=positions)
-                else "none"
-            )
-    finally:
-        model.train(was_training)
-
-
-def _agrees(model: Any, expected: torch.Tensor, **inputs: Any) -> bool:
-    import torch
-
-    try:
-        result = model(**inputs, use_cache=False).logits.float()
-    except (TypeError, ValueError, RuntimeError, NotImplementedError):
-        return False
-    tolerance = 1e-4 if next(model.parameters()).dtype == torch.float32 else 5e-2
-    return bool((result - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1.0))

@@ -19,7 +19,7 @@ from paceline.core.log import log_notices
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
 from paceline.data.order import SampleOrder
-from paceline.models.attention import attention_of
+from paceline.models.attention import attention_of, kernel_of
 from paceline.models.blocks import base_model
 from paceline.models.shape.activations import Activations, dims_of, language_activations
 from paceline.models.shape.record import ModelShape
@@ -131,6 +131,7 @@ def emit_run_start(
                 "name": config.model,
                 "parameters": sum(param.numel for param in info.shape.parameters),
                 "trainable_parameters": sum(param.numel for param in info.shape.trained),
+                "attention": kernel_of(base_model(info.model)),
             },
             "data": info.data_counts,
             "versions": _versions(),

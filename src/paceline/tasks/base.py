@@ -29,6 +29,7 @@ _LANGUAGE_ARGS = (
     "max_length",
     "truncation_strategy",
     "packing",
+    "attn_implementation",
     "train_on_inputs",
     "train_on_turns",
 )
@@ -126,6 +127,9 @@ class Task:
         )
 
     # -- on every rank
+    #: Type of device that the run trains on. Set before ``setup`` is called, when the model may
+    #: still be on the CPU.
+    device_type = "cpu"
     #: Set before ``build_datasets`` is called on a rank.
     prepared: Prepared | None = None
 

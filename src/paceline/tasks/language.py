@@ -10,16 +10,17 @@ from torch.nn import functional
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
-from paceline.data.collate import TokenBatch, collate_packed, collate_padded
+from paceline.data.collate import SegmentInputs, TokenBatch, collate_packed, collate_padded
 from paceline.data.sources.resolve import check_hub_sources
 from paceline.data.text.prepare import prepare_tokens
 from paceline.data.text.templates import save_template
 from paceline.data.text.token_dataset import TokenDataset, TokenSample
-from paceline.models import language
+from paceline.models import attention, language
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.files import check_files, check_hub
 from paceline.models.lora import adapter_notices
+from paceline.models.packing import choose_packing
 from paceline.models.qwen import CONVERTED_KEY, module_notice
 from paceline.tasks.base import Notice, Prepared, Task
 
@@ -86,12 +87,18 @@ class LanguageTask(Task):
             notices.append(("info", text))
             if self.config.lora.enable and (text := module_notice(self.config)):
                 notices.append(("info", text))
+        reason = "rows are padded"
         if self.packed:
-            notices.append(self._choose_rows(model))
+            device = next(model.parameters()).device
+            choice = choose_packing(model, device, self.config, self.device_type)
+            notices.append(self._choose_rows(choice.rows))
+            reason = choice.reason
+        attention.install_requested(base, self.config)
+        if (kernel := attention.kernel_of(base)) is not None:
+            notices.append(("info", f"attention: {kernel} ({reason})"))
         return notices
 
-    def _choose_rows(self, model: Any) -> Notice:
-        packing = language.choose_packing(model, next(model.parameters()).device)
+    def _choose_rows(self, packing: str) -> Notice:
         if packing != "none":
             self._passes_segments = packing == "segments"
             text = (
@@ -127,7 +134,7 @@ class LanguageTask(Task):
         """Return the cross entropy in nats, summed over the tokens with loss."""
         names = ["input_ids", "attention_mask", "position_ids"]
         if self._passes_segments:
-            names.append("segment_lengths")
+            names += SegmentInputs.__annotations__
         inputs = {name: value for name, value in batch.items() if name in names}
         keep = batch["keep"]
         if self.picks_logits:

@@ -8,8 +8,6 @@ each prompt together.
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,7 +228,7 @@ class SampleGenerator(Callback):
             with (
                 torch.no_grad(),
                 self.precision.autocast(),
-                _without_packing(self.model),
+                attention.without_packing(base_model(self.model)),
                 uncounted(),
             ):
                 for number, prompt in enumerate(self._prompts):
@@ -294,18 +292,3 @@ class SampleGenerator(Callback):
             ids.update(answers.ids)
         error = next((answers.error for answers in reported if answers.error is not None), None)
         return _Answers(ids, any(answers.cut for answers in reported), error)
-
-
-@contextmanager
-def _without_packing(model: Any) -> Iterator[None]:
-    """Replace the attention for packed rows within the block, because it does not support a KV
-    cache."""
-    base: Any = base_model(model)
-    is_packed = attention.attention_of(base) == attention.NAME
-    if is_packed:
-        base.set_attn_implementation("sdpa")  # what `attention.install` replaced
-    try:
-        yield
-    finally:
-        if is_packed:
-            base.set_attn_implementation(attention.NAME)

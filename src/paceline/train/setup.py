@@ -266,6 +266,7 @@ def build_components(
     _quiet_libraries(spec.config, comm.device.type)
     task = load_task(spec.config)
     task.prepared = spec.data
+    task.device_type = comm.device.type
     strategy = make_strategy(spec.layout.strategy, spec.config, comm)
     with model_init_context(strategy):
         model = _build_model(task, spec.config)

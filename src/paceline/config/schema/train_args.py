@@ -103,6 +103,23 @@ class TrainArgs(Section):
             " a check at startup."
         ),
     )
+    attn_implementation: Literal[
+        "auto",
+        "sdpa",
+        "eager",
+        "flex_attention",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flash_attention_4",
+    ] = Field(
+        "auto",
+        description=(
+            "Attention of language models, named as in transformers. `auto`: the model's default,"
+            " usually `sdpa`; for packed rows on GPUs, a fused kernel in one call: torch's"
+            " `varlen_attn`, or flash-attn if it is installed. `flash_attention_N` requires the"
+            " package, a GPU and 16-bit precision."
+        ),
+    )
     train_on_inputs: bool = Field(
         False, description="Compute the loss on prompts too, not only on answers."
     )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import first_line
-from paceline.data.collate import find_tensors
+from paceline.data.collate import find_tensors, segment_inputs
 from paceline.distributed import torch_compat
 from paceline.distributed.torch_compat import TorchDispatchMode
 from paceline.models import attention
@@ -147,7 +147,7 @@ class _Recorder(TorchDispatchMode):
         self._depth -= 1
 
 
-def made_up_inputs(model: nn.Module) -> dict[str, torch.Tensor | tuple[int, ...] | bool] | None:
+def made_up_inputs(model: nn.Module) -> dict[str, object] | None:
     """Return a few tokens or one image as inputs for a Hugging Face model, or None for other
     models, whose inputs are unknown."""
     config = getattr(model, "config", None)
@@ -157,15 +157,13 @@ def made_up_inputs(model: nn.Module) -> dict[str, torch.Tensor | tuple[int, ...]
         return None
     arguments = inspect.signature(base.forward).parameters
     if "input_ids" in arguments and "decoder_input_ids" not in arguments:
-        inputs: dict[str, torch.Tensor | tuple[int, ...] | bool] = {
+        inputs: dict[str, object] = {
             "input_ids": torch.zeros((1, 2), dtype=torch.int64, device=first.device)
         }
         # Packed attention requires the lengths of the samples.
         if attention.attention_of(base) == attention.NAME:
-            inputs |= {
-                "position_ids": torch.arange(2, device=first.device).unsqueeze(0),
-                "segment_lengths": (2,),
-            }
+            inputs["position_ids"] = torch.arange(2, device=first.device).unsqueeze(0)
+            inputs |= segment_inputs((2,), first.device)
         return inputs | ({"use_cache": False} if "use_cache" in arguments else {})
     size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", 3)
     if "pixel_values" in arguments and isinstance(size, int):

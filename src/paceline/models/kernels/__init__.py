@@ -1,0 +1,1 @@
+"""Kernels that replace parts of a model."""

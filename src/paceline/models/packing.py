@@ -1,0 +1,101 @@
+"""Choose how samples share a row, by a test on the model."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.config.schema import Config
+from paceline.data.collate import segment_inputs
+from paceline.models import attention
+from paceline.models.blocks import base_model
+from paceline.models.kernels.attention_choice import SDPA, choose_attention
+
+
+@dataclass(frozen=True)
+class PackingChoice:
+    """How samples share a row.
+
+    Args:
+        rows: "segments" (attention within each sample only), "positions" (the model's own
+            attention, with samples separated by position_ids), or "none" (padded rows).
+        reason: why the attention was chosen.
+    """
+
+    rows: str
+    reason: str
+
+
+def choose_packing(
+    model: Any, device: torch.device, config: Config, device_type: str = "cpu"
+) -> PackingChoice:
+    """Choose how samples share a row, and switch the model to the attention that this requires.
+
+    Runs two short samples separately and in one row, and compares the logits. Architectures that
+    mix samples (state-space models, older attention implementations) are trained with padding.
+
+    Args:
+        device: device of the model, which may still be the CPU.
+        device_type: type of device that the run trains on.
+    """
+    base = base_model(model)
+    numbers = base.config.get_text_config()
+    if getattr(numbers, "attention_chunk_size", None):
+        # Attention chunks are counted from the start of the row, which two short samples would not
+        # reveal.
+        return PackingChoice("none", "the model computes attention in chunks")
+    requested = config.train_args.attn_implementation
+    choice = choose_attention(requested, attention.attention_setup(config, base, device_type))
+    vocabulary = int(getattr(numbers, "vocab_size", 0))
+    generator = torch.Generator().manual_seed(0)
+    lengths = (7, 5)
+    ids = [
+        torch.randint(0, max(vocabulary, 2), (1, length), generator=generator).to(device)
+        for length in lengths
+    ]
+    row: dict[str, Any] = {
+        "input_ids": torch.cat(ids, dim=1),
+        "position_ids": torch.cat(
+            [torch.arange(length, device=device) for length in lengths]
+        ).unsqueeze(0),
+    }
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), _autocast(config, device, choice.kernel):
+            alone = torch.cat(
+                [model(input_ids=tokens, use_cache=False).logits for tokens in ids], dim=1
+            ).float()
+            segments = segment_inputs(lengths, device)
+            for kernel in dict.fromkeys((choice.kernel, SDPA)):
+                if attention.install(base, kernel) is None:
+                    continue
+                if _agrees(model, alone, **row, **segments):
+                    reason = choice.reason
+                    if kernel != choice.kernel:
+                        reason = f"{choice.kernel} does not compute this model's attention"
+                    return PackingChoice("segments", reason)
+                attention.uninstall(base)
+            rows = "positions" if _agrees(model, alone, **row) else "none"
+            return PackingChoice(rows, "the model's own attention")
+    finally:
+        model.train(was_training)
+
+
+def _autocast(config: Config, device: torch.device, kernel: str) -> AbstractContextManager[Any]:
+    """Return autocast for a fused kernel, which does not compute in float32."""
+    if kernel == SDPA or device.type == "cpu":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=getattr(torch, str(config.train_args.mixed_dtype)))
+
+
+def _agrees(model: Any, expected: torch.Tensor, **inputs: Any) -> bool:
+    try:
+        result = model(**inputs, use_cache=False).logits
+    except (TypeError, ValueError, RuntimeError, NotImplementedError):
+        return False
+    is_exact = result.dtype == torch.float32 and next(model.parameters()).dtype == torch.float32
+    tolerance = 1e-4 if is_exact else 5e-2
+    limit = tolerance * expected.abs().max().clamp(min=1.0)
+    return bool((result.float() - expected).abs().max() <= limit)
