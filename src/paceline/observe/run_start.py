@@ -21,6 +21,7 @@ from paceline.core.run_dir import RunDir
 from paceline.data.order import SampleOrder
 from paceline.models.attention import attention_of, kernel_of
 from paceline.models.blocks import base_model
+from paceline.models.kernels.attention_choice import SDPA
 from paceline.models.shape.activations import Activations, dims_of, language_activations
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.base import Strategy
@@ -225,6 +226,7 @@ def _activations(info: RunInfo) -> Activations | None:
         mask_bytes=4 if info.strategy.world.device.type == "cpu" else 1,
         fused_attention=attention_of(base) != "eager",
         longest=min(tokens, train_args.max_length),
+        joined=kernel_of(base) == SDPA,
     )
 
 

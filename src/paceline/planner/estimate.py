@@ -9,6 +9,7 @@ from paceline.core.errors import ConfigError
 from paceline.core.files import human_bytes
 from paceline.core.formatting import counted
 from paceline.models.builtin import resolve_model
+from paceline.models.kernels.attention_choice import joins_samples
 from paceline.models.shape.activations import language_activations, language_flops
 from paceline.models.shape.record import ModelShape
 from paceline.parallel.cost import Cost, Workload
@@ -99,6 +100,7 @@ def workload(
         mask_bytes=4 if is_cpu else 1,
         fused_attention=profile.fused_attention,
         longest=min(batch.fullest, config.train_args.max_length),
+        joined=joins_samples(config, "cpu" if is_cpu else "cuda"),
     )
     blocks = activations.blocks if len(profile.shape.blocks) == activations.layers else ()
     return replace(work, activation_bytes=activations.total, block_activation_bytes=blocks)

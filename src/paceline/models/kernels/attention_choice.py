@@ -140,13 +140,11 @@ def installed_packages() -> frozenset[str]:
 
 def joins_samples(config: Config, device_type: str) -> bool:
     """Return whether the results of the samples of a packed row are joined by a copy, because they
-    are not computed in one call. For estimates before the device is known exactly."""
+    are not computed in one call. For estimates, before the device is known exactly."""
     args = config.train_args
-    setup = AttentionSetup(
-        device_type, args.mixed_dtype or "float32", installed=installed_packages() | {VARLEN}
-    )
-    is_packed = args.packing is not False
-    return is_packed and choose_attention(args.attn_implementation, setup).kernel == SDPA
+    installed = installed_packages() | {VARLEN}
+    setup = AttentionSetup(device_type, args.mixed_dtype or "float32", installed=installed)
+    return choose_attention(args.attn_implementation, setup).kernel == SDPA
 
 
 def check_attention(

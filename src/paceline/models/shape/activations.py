@@ -161,6 +161,7 @@ def language_activations(
     mask_bytes: int = 1,
     fused_attention: bool = True,
     longest: float = 0.0,
+    joined: bool = True,
 ) -> Activations:
     """Estimate the activation memory of a micro-batch of ``tokens`` tokens, of which ``labels``
     have a loss.
@@ -171,6 +172,8 @@ def language_activations(
         fused_attention: whether attention is computed without storing its scores.
         longest: number of tokens of the longest sample, which determines the size of attention
             scores.
+        joined: whether the results of the samples of a packed row are joined by a copy, because
+            they are not computed in one call.
     """
     args = config.train_args
     low = 2 if args.mixed_dtype else _FLOAT32
@@ -183,7 +186,7 @@ def language_activations(
     inputs = 0 if frozen else low * dims.hidden * (2 if low == _FLOAT32 else 5 if dims.gated else 4)
     # queries, keys, values, result; row sums
     attention: float = low * (2 * dims.queries + 2 * dims.keys) + _FLOAT32 * dims.heads
-    if args.packing is not False:
+    if joined and args.packing is not False:
         attention += low * dims.queries  # the samples' results, joined
     if dims.normed_queries:
         attention += _norm(dims.queries + dims.keys, frozen)
