@@ -47,6 +47,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {**LLAMA, "sliding_window": 16}),
     "mixtral": ("mixtral", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2": ("qwen2", LLAMA),
+    "qwen2_window": (
+        "qwen2",
+        {**LLAMA, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    ),
     "qwen2_moe": (
         "qwen2_moe",
         {**LLAMA, **EXPERTS, "shared_expert_intermediate_size": 24, "decoder_sparse_step": 1},
@@ -54,8 +58,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 8}),
     "qwen3_moe": ("qwen3_moe", {**LLAMA, **EXPERTS, "head_dim": 8, "mlp_only_layers": [1]}),
     "gemma": ("gemma", {**LLAMA, "head_dim": 8, "num_key_value_heads": 1}),
-    "gemma2": ("gemma2", {**LLAMA, "head_dim": 8}),
-    "gemma3_text": ("gemma3_text", {**LLAMA, "head_dim": 8}),
+    "gemma2": ("gemma2", {**LLAMA, "head_dim": 8, "sliding_window": 16}),
+    "gemma3_text": ("gemma3_text", {**LLAMA, "head_dim": 8, "sliding_window": 16}),
     "phi": ("phi", {**LLAMA, "num_key_value_heads": 4}),
     "phi3": ("phi3", LLAMA),
     "gpt2": ("gpt2", GPT2),
