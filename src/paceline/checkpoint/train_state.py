@@ -10,6 +10,7 @@ from paceline.checkpoint.transfer import OpenCheckpoint
 from paceline.core.errors import ConfigError
 from paceline.data.order import SampleOrder
 from paceline.models.shape.record import ModelShape
+from paceline.models.weights import final_dtype
 from paceline.parallel.base import Strategy
 from paceline.parallel.loss_scale import LossScaler
 from paceline.parallel.save_load import load_state, state_shards
@@ -49,15 +50,17 @@ def frozen_digest(model: nn.Module) -> str | None:
     """Return a digest of the frozen parameters, which a checkpoint does not contain: the SHA-256 of
     their names, dtypes, shapes and some of their elements. None if all parameters are trained."""
     frozen = sorted(
-        (name, parameter.detach())
+        (name, parameter)
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad
     )
     digest = hashlib.sha256()
     for name, values in frozen:
-        digest.update(f"{name} {values.dtype} {list(values.shape)}\n".encode())
+        dtype = final_dtype(values)
+        digest.update(f"{name} {dtype} {list(values.shape)}\n".encode())
         if not values.is_meta and values.numel():
-            sample = values.reshape(-1)[:: max(1, values.numel() // _NUM_SAMPLED)]
+            flat = values.detach().reshape(-1)
+            sample = flat[:: max(1, values.numel() // _NUM_SAMPLED)].to(dtype)
             digest.update(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest() if frozen else None
 

@@ -37,6 +37,8 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from paceline.models.weights import load_pretrained
+
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
     folder = model_folder(run)
@@ -48,7 +50,7 @@ def load_model(run: Path, dtype: str = "auto") -> tuple[Any, Any]:
             json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
         )
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(str(base), dtype=dtype)
+        model: Any = load_pretrained(AutoModelForCausalLM, str(base), dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError) as error:
         raise ConfigError(

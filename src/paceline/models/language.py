@@ -34,8 +34,9 @@ _DOWNLOAD = "download the model where there is a network and set `model=/path/to
 def load_language_model(config: Config) -> nn.Module:
     """Load the model to train, on the CPU.
 
-    Weights are float32. With LoRA and mixed precision, the frozen weights have the compute dtype,
-    and the added adapters are float32.
+    Weights are float32, unless their conversion is deferred (see :mod:`paceline.models.weights`).
+    With LoRA and mixed precision, the frozen weights have the compute dtype, and the added adapters
+    are float32.
 
     Raises:
         ConfigError: the model cannot be loaded, or frozen weights are not finite in float16.
@@ -44,6 +45,7 @@ def load_language_model(config: Config) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from paceline.models import attention
+    from paceline.models.weights import load_pretrained
 
     name = str(Path(resolve_model(config.model)).expanduser())
     go_offline_if_unreachable(name)
@@ -54,7 +56,8 @@ def load_language_model(config: Config) -> nn.Module:
     dtype = low if config.lora.enable else torch.float32
     try:
         model_config = AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = load_pretrained(
+            AutoModelForCausalLM,
             name,
             config=model_config,
             dtype=dtype,
@@ -76,7 +79,7 @@ def load_language_model(config: Config) -> nn.Module:
     attention.check_model_attention(config, model)
     model.config.use_cache = False
     if not config.lora.enable:
-        return model
+        return model  # type: ignore[no-any-return]
     check_finite(model, config)
     from paceline.models.lora import add_adapters
 

@@ -224,8 +224,11 @@ def load_image_model(config: Config, form: ImageForm, classes: list[str]) -> nn.
     import torch
     from transformers import AutoModelForImageClassification
 
+    from paceline.models.weights import load_pretrained
+
     try:
-        model: nn.Module = AutoModelForImageClassification.from_pretrained(
+        model: nn.Module = load_pretrained(
+            AutoModelForImageClassification,
             _local(config.model),
             num_labels=len(classes),
             id2label=dict(enumerate(classes)),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline.distributed.communicator import Communicator
+from paceline.models.weights import deferred_conversion
 from paceline.parallel.base import Strategy
 from paceline.parallel.comm_profile import CommProfile, StrategyMetrics
 from paceline.parallel.state import StateReader, TensorShard, local_tensor
@@ -88,10 +89,6 @@ class HasServerRanks(Protocol):
     def has_data(self) -> bool:
         """False on a rank that has no share of the batch."""
 
-    def model_init_context(self) -> AbstractContextManager[None]:
-        """Return a context in which the task builds its model without the tensors that do not fit
-        on this rank."""
-
     def close(self) -> None:
         """Close all connections except those of the process group. A collective, called once at the
         end of a successful run."""
@@ -111,9 +108,21 @@ def reports_loss(strategy: Strategy) -> bool:
     return place["tensor"] == 0 and place["pipeline"] == strategy.world.axes.pipeline - 1
 
 
+@runtime_checkable
+class HoldsPartOfModel(Protocol):
+    """A strategy in which a rank holds a part of the model."""
+
+    def model_init_context(self) -> AbstractContextManager[None]:
+        """Return a context in which the task builds its model without using memory for tensors that
+        do not fit on this rank."""
+
+
 def model_init_context(strategy: Strategy) -> AbstractContextManager[None]:
     """Return the context in which the task builds its model on this rank."""
-    return strategy.model_init_context() if isinstance(strategy, HasServerRanks) else nullcontext()
+    if isinstance(strategy, HoldsPartOfModel):
+        return strategy.model_init_context()
+    # The weights are converted on the accelerator, to which they are copied one at a time.
+    return nullcontext() if strategy.world.device.type == "cpu" else deferred_conversion()
 
 
 def close_servers(strategy: Strategy) -> None:

@@ -44,6 +44,7 @@ from paceline.health.anomalies import AnomalyDetector
 from paceline.health.loss_spikes import LossSpikeDetector
 from paceline.health.watchdog import Watchdog
 from paceline.models.shape.outline import Probe, outline
+from paceline.models.weights import converted_weights, move_model
 from paceline.observe.comm_advisor import CommAdvisor, make_advisor
 from paceline.observe.device_stats import DeviceMonitor
 from paceline.observe.metrics import StepMetrics
@@ -280,8 +281,9 @@ def build_components(
         )
     if strategy.rank0_has_full_model:
         # Otherwise it stays on the CPU until it is split: it may not fit on one device.
-        model.to(comm.device)
-    notices = task.setup(model)
+        move_model(model, comm.device)
+    with converted_weights(model):
+        notices = task.setup(model)
     datasets = task.build_datasets()
     if isinstance(task, UserTask) and spec.resume_from is None:
         from paceline.tasks.additivity import check_additive  # not imported for built-in tasks
@@ -294,7 +296,8 @@ def build_components(
         # The loss of one sample shows which tensors the stages must send to each other.
         probe = Probe(lambda model: task.loss(model, task.collate([datasets[0][0]])), rows=1)
     strategy.probe = None if probe is None else probe.run
-    shape, decayed = outline(model, spec.config, probe), matrices_of(model)
+    with converted_weights(model):
+        shape, decayed = outline(model, spec.config, probe), matrices_of(model)
     digest = frozen_digest(model)
     placed = strategy.setup(model)
     notices += strategy.notices

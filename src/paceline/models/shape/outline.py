@@ -15,6 +15,7 @@ from paceline.models.blocks import base_model, evaluation_mode, find_blocks, tie
 from paceline.models.shape.record import ModelShape, TensorShape
 from paceline.models.shape.trace import on_meta, trace_model
 from paceline.models.tensor_plan.plan import find_tensor_plan
+from paceline.models.weights import final_dtype
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ def outline(model: nn.Module, config: Config, probe: Probe | None = None) -> Mod
     return ModelShape(
         parameters=tuple(
             TensorShape(
-                name, tuple(parameter.shape), parameter.element_size(), parameter.requires_grad
+                name,
+                tuple(parameter.shape),
+                final_dtype(parameter).itemsize,
+                parameter.requires_grad,
             )
             for name, parameter in model.named_parameters()
         ),

@@ -19,6 +19,7 @@ from paceline.parallel.base import (
 from paceline.parallel.comm_profile import CommProfile, CommTimes
 from paceline.parallel.compression.reducer import make_buckets
 from paceline.parallel.gradients import changing_buffers, clip_to, reduce_in_backward
+from paceline.parallel.initial_weights import sync_weights
 from paceline.parallel.save_load import trained_state
 from paceline.parallel.state import TensorShard, frozen_parts
 
@@ -34,7 +35,7 @@ class DDPStrategy(Strategy):
     def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
         self.trained = trained_parameters(model)
-        self.world.broadcast([*model.parameters(), *model.buffers()])
+        sync_weights(model, self.world)
         self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
         self.buckets, self.reducer = make_buckets(self, self.trained, self.world)
         return model

@@ -50,6 +50,7 @@ from paceline.parallel.deepspeed.package import (
 )
 from paceline.parallel.fsdp.check import offload_needs_accelerator
 from paceline.parallel.gradients import changing_buffers
+from paceline.parallel.initial_weights import sync_weights
 from paceline.parallel.state import TensorShard, low_dtype, storage_bytes
 
 
@@ -88,7 +89,7 @@ class DeepSpeedStrategy(Strategy):
         self.trained = trained_parameters(model)
         self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
         with uncounted():
-            self.world.broadcast([*model.parameters(), *model.buffers()])
+            sync_weights(model, self.world)
         return model
 
     def setup_optimizer(self, build: OptimizerFactory) -> torch.optim.Optimizer:

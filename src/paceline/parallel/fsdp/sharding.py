@@ -22,10 +22,12 @@ from paceline.core.errors import ConfigError
 from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.models.blocks import BATCH_NORMS, find_blocks
+from paceline.models.weights import convert_weights, final_dtype
 from paceline.parallel.base import persistent_buffers, trained_parameters
 from paceline.parallel.ddp.buckets import squared_norm_of
 from paceline.parallel.fsdp.cost import shard_dim
 from paceline.parallel.gradients import batch_norm_parameters, changing_buffers
+from paceline.parallel.initial_weights import sync_weights
 from paceline.parallel.state import TensorShard, local_tensor, storage_bytes
 
 _MESSAGE_BYTES = 64 << 20
@@ -115,7 +117,7 @@ class FSDPSharding:
         #: Peak bytes of gathered weights between a forward and its backward, in stage 2.
         self.gathered_bytes = 0
         _check_dtypes(model)
-        self.replicas.broadcast([*model.parameters(), *model.buffers()])
+        sync_weights(model, self.replicas)
         self.changing_buffers = changing_buffers(model) if self.replicas.size > 1 else []
         self._persistent = list(persistent_buffers(model))
         self._shapes = {
@@ -128,6 +130,7 @@ class FSDPSharding:
             for parameter in model.parameters()
             if parameter.dim() == 0 or (self.keeps_weights and not parameter.requires_grad)
         }
+        convert_weights(self._unmanaged)
         for parameter in self._unmanaged:  # FSDP moves the others
             # FSDP would gather a float32 weight in low precision, so it is stored in low precision.
             is_low = (
@@ -182,6 +185,8 @@ class FSDPSharding:
         )
         units: list[FSDPModule] = []
         for module in [*_separate(self.model, [*norms, *modules], self._unmanaged), self.model]:
+            # The weights of one unit at a time are in memory in full.
+            convert_weights(module.parameters())
             shard(module, mp_policy=unchanged if module in norms else mixed)
             assert isinstance(module, FSDPModule)
             # Gradients are summed, not averaged: the loss is already divided by the global count.
@@ -335,7 +340,7 @@ def _group(comm: Communicator) -> dist.ProcessGroup:
 
 
 def _check_dtypes(model: nn.Module) -> None:
-    dtypes = {parameter.dtype for parameter in trained_parameters(model).values()}
+    dtypes = {final_dtype(parameter) for parameter in trained_parameters(model).values()}
     if len(dtypes) > 1:
         names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise ConfigError(

@@ -1,12 +1,14 @@
 """`zero2` and `zero3`: shard weights, gradients and optimizer state with torch's FSDP2."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
 from paceline.config.schema import Config
 from paceline.distributed.communicator import Communicator
+from paceline.models.weights import deferred_conversion
 from paceline.parallel.base import (
     MicroStep,
     Strategy,
@@ -41,6 +43,9 @@ class FSDPStrategy(Strategy):
     ) -> None:
         super().__init__(config, world)
         self.reshard_after_forward = reshard_after_forward
+
+    def model_init_context(self) -> AbstractContextManager[None]:
+        return deferred_conversion()
 
     def setup(self, model: nn.Module) -> nn.Module:
         self.sharding = FSDPSharding(

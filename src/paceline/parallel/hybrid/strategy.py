@@ -9,6 +9,7 @@ parameters, smaller than before. Sharding before splitting would produce wrong g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from paceline.core.errors import RunError
 from paceline.distributed.communicator import Communicator
 from paceline.models.tensor_plan.plan import find_tensor_plan
 from paceline.models.tensor_plan.style import Range
+from paceline.models.weights import deferred_conversion, move_model
 from paceline.parallel.base import (
     MicroStep,
     OptimizerStep,
@@ -32,6 +34,7 @@ from paceline.parallel.compression.reducer import make_buckets
 from paceline.parallel.ddp.buckets import GradientBuckets, squared_norm_of
 from paceline.parallel.ddp.reducer import GradientReducer
 from paceline.parallel.gradients import accumulate, changing_buffers, clip_to
+from paceline.parallel.initial_weights import sync_weights
 from paceline.parallel.protocols import EvalFn, reports_loss
 from paceline.parallel.save_load import trained_state
 from paceline.parallel.state import TensorShard, frozen_parts, low_dtype
@@ -57,6 +60,9 @@ class HybridStrategy(Strategy):
         self.reducer: GradientReducer | None = None
 
     # -- setup
+    def model_init_context(self) -> AbstractContextManager[None]:
+        return deferred_conversion()
+
     def setup(self, model: nn.Module) -> nn.Module:
         axes = self.world.axes
         for names in (
@@ -68,7 +74,7 @@ class HybridStrategy(Strategy):
             ("shard", "tensor", "pipeline"),
         ):
             self.world.subgroup(*names)  # every rank makes its groups in this order
-        self.world.broadcast([*model.parameters(), *model.buffers()])
+        sync_weights(model, self.world)
         plan = None
         if axes.tensor > 1:
             plan = find_tensor_plan(model, self.config.parallel.tensor_plan)
@@ -100,7 +106,7 @@ class HybridStrategy(Strategy):
                 self.pipeline.replica_group = self.world.subgroup("shard")
             self.trained = self.sharding.trained
         else:
-            model.to(self.world.device)
+            move_model(model, self.world.device)
             self.trained = trained_parameters(model)
             self.changing_buffers = changing_buffers(model) if axes.data > 1 else []
             self.buckets, self.reducer = make_buckets(

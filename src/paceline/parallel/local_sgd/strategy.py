@@ -28,6 +28,7 @@ from paceline.parallel.base import (
 from paceline.parallel.comm_profile import CommProfile, CommTimes, StrategyMetrics
 from paceline.parallel.ddp.buckets import GradientBuckets
 from paceline.parallel.gradients import changing_buffers, clip_to, reduce_in_backward
+from paceline.parallel.initial_weights import sync_weights
 from paceline.parallel.local_sgd.cost import mean_bytes
 from paceline.parallel.local_sgd.schedule import SyncSchedule, fragment_range, num_workers, share
 from paceline.parallel.local_sgd.sync import FlatParams, GroupMean, PendingSync
@@ -82,7 +83,7 @@ class LocalSGDBase(Strategy):
         self.trained = trained_parameters(model)
         for parameter in self.trained.values():
             parameter.data = parameter.data.contiguous()
-        self.world.broadcast([*model.parameters(), *model.buffers()])
+        sync_weights(model, self.world)
         self._make_groups()
         self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
         cap_bytes = int(self.config.parallel.bucket_cap_mb * 2**20)

@@ -18,6 +18,7 @@ from torch import nn
 from paceline.core.errors import RunError
 from paceline.data.collate import find_tensors, map_tensors
 from paceline.models.blocks import wrap_forward
+from paceline.models.weights import final_dtype
 from paceline.parallel.pipeline.stages import StagePlan
 
 
@@ -187,12 +188,14 @@ def placeholder(like: torch.Tensor, device: torch.device | None = None) -> torch
     """Return a tensor with the shape of ``like`` that takes no memory. It contains NaN, so that
     results computed from it are detected, or zeros for integer dtypes."""
     value = float("nan") if like.is_floating_point() else 0
-    return torch.full((), value, dtype=like.dtype, device=device or like.device).expand(like.shape)
+    return torch.full((), value, dtype=final_dtype(like), device=device or like.device).expand(
+        like.shape
+    )
 
 
 def _replace_by_placeholder(module: nn.Module, leaf: str, parameter: torch.Tensor) -> None:
     delattr(module, leaf)
-    setattr(module, leaf, placeholder(parameter.detach()))
+    setattr(module, leaf, placeholder(parameter))
 
 
 def drop(model: nn.Module, division: StagePlan, local_stages: list[int]) -> None:
@@ -224,4 +227,4 @@ def _hidden(*inputs: object) -> torch.Tensor:
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="meta")
+    return torch.empty_like(tensor, dtype=final_dtype(tensor), device="meta")

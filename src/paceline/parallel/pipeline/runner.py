@@ -19,6 +19,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.models.blocks import evaluation_mode, find_blocks, tied_names
 from paceline.models.shape.trace import Trace
+from paceline.models.weights import converted_weights
 from paceline.parallel.base import MicroStep
 from paceline.parallel.pipeline.check import check_blocks
 from paceline.parallel.pipeline.partition import PartitionedModel, drop, partition_error
@@ -74,7 +75,8 @@ class PipelineRunner:
         #: Called before each backward with (stage, whether it is the stage's last of the step).
         self.before_backward: Callable[[int, bool], None] = lambda stage, is_last: None
         blocks = find_blocks(model)
-        forms, trace = check_blocks(model, blocks, run)
+        with converted_weights(model):
+            forms, trace = check_blocks(model, blocks, run)
         settings = config.parallel
         self.schedule = settings.pipeline_schedule
         num_stages = comm.size * num_chunks(self.schedule, settings.stages_per_rank)

@@ -38,6 +38,7 @@ from paceline.models.tensor_plan.style import (
     parse_style,
     ranges,
 )
+from paceline.models.weights import final_dtype
 from paceline.parallel.tensor.heads import divide_heads
 from paceline.parallel.tensor.ops import (
     gather_features,
@@ -210,7 +211,7 @@ class TensorParallelizer:
         # torch.cat copies, also a single part
         values = torch.cat(
             [full.detach().narrow(dim, rows.start, rows.length) for rows in local], dim
-        )
+        ).to(final_dtype(full))
         parameter = nn.Parameter(values, requires_grad=full.requires_grad)
         self._slices[id(parameter)] = TensorSlice(dim, local, tuple(full.shape))
         setattr(module, key, parameter)

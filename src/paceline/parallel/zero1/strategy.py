@@ -23,6 +23,7 @@ from paceline.parallel.gradients import (
     clip_to,
     reduce_in_backward,
 )
+from paceline.parallel.initial_weights import sync_weights
 from paceline.parallel.state import TensorShard, low_dtype
 from paceline.parallel.zero1.buckets import ShardedBuckets
 
@@ -42,7 +43,7 @@ class Zero1Strategy(Strategy):
     def setup(self, model: nn.Module) -> nn.Module:
         self.model = model
         self.trained = trained_parameters(model)
-        self.world.broadcast([*model.parameters(), *model.buffers()])
+        sync_weights(model, self.world)
         self.changing_buffers = changing_buffers(model) if self.world.size > 1 else []
         self.buckets = ShardedBuckets(
             self.trained,

@@ -1,0 +1,214 @@
+"""Load pretrained weights so that the ranks of a host share them.
+
+Safetensors files are mapped into memory. A weight whose stored dtype is the requested one is used
+in place: its pages are in the page cache, once per host, however many ranks map them. A rank that
+writes to a mapped page gets a private copy of it; the file never changes.
+
+A strategy that keeps only a part of the weights on each rank loads them in
+:func:`deferred_conversion`. Weights then stay in the files' dtype, and :func:`convert_weights`
+copies them in float32 once it is known which of them the rank needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from paceline.models.blocks import find_blocks
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+#: Attributes of parameters: whether it was read from the model's files; dtype to convert it to.
+_FROM_FILES, _DTYPE = "paceline_from_files", "paceline_dtype"
+#: Stored dtypes whose conversion can wait, because float32 represents their values exactly.
+_LOW_DTYPES = (torch.float16, torch.bfloat16)
+
+_defers: ContextVar[bool] = ContextVar("defers", default=False)
+
+
+# -- load
+@contextmanager
+def deferred_conversion() -> Iterator[None]:
+    """Within the block, :func:`load_pretrained` leaves weights that become float32 in the dtype of
+    their files."""
+    token = _defers.set(True)
+    try:
+        yield
+    finally:
+        _defers.reset(token)
+
+
+def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
+    """Return ``auto_class.from_pretrained(name, **options)``, in which parameters are marked that
+    were read from the model's files.
+
+    In :func:`deferred_conversion`, they may have the dtype of their files.
+    """
+    model = None
+    if _defers.get() and options.get("dtype") == torch.float32 and "config" in options:
+        model, info = _load_unconverted(name, **options)
+    if model is None:
+        model, info = auto_class.from_pretrained(name, output_loading_info=True, **options)
+    absent = {*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])}
+    for key, parameter in model.named_parameters():
+        if key not in absent:
+            setattr(parameter, _FROM_FILES, True)
+    return model
+
+
+def is_from_files(parameter: torch.Tensor) -> bool:
+    """Return whether the values of a parameter were read from the model's files."""
+    return getattr(parameter, _FROM_FILES, False)
+
+
+class _MappedWeight:
+    """A tensor in a safetensors file, with the two operations that transformers applies to the
+    slices of a file. :meth:`to` does not convert the values."""
+
+    def __init__(self, content: Any, requested: set[torch.dtype | None]) -> None:
+        self._content = content
+        self._requested = requested
+
+    def __getitem__(self, _: object) -> _MappedWeight:
+        return self
+
+    def to(self, device: object = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+        tensor: torch.Tensor = self._content[...]
+        self._requested.add(dtype)
+        return tensor if tensor.dtype in _LOW_DTYPES else tensor.to(dtype=dtype)
+
+
+def _load_unconverted(name: str, config: PretrainedConfig, **options: Any) -> tuple[Any, Any]:
+    """Load a model whose parameters have the dtype of its files and are marked with that of
+    ``options``. Return (None, None) if transformers would do more than convert and rename them."""
+    from safetensors import safe_open
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    trust_remote_code = options.pop("trust_remote_code", False)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    files = safetensors_files(name)
+    if (
+        not files
+        or getattr(model_class, "config_class", None) is not type(config)
+        or getattr(config, "auto_map", None)
+        or getattr(config, "quantization_config", None)
+        or getattr(config, "transformers_weights", None)
+        or getattr(type(config), "extra_files", ())
+    ):
+        return None, None
+    requested: set[torch.dtype | None] = set()
+    with ExitStack() as stack:
+        weights = {}
+        for file in files:
+            reader = stack.enter_context(safe_open(str(file), framework="pt"))
+            for key in reader.keys():  # noqa: SIM118  (not a dictionary)
+                weights[key] = _MappedWeight(reader.get_slice(key), requested)
+        model, info = model_class.from_pretrained(
+            None, config=config, state_dict=weights, output_loading_info=True, **options
+        )
+    dtype = options["dtype"]
+    if requested - {dtype}:
+        return None, None  # some weights keep another dtype
+    model.config.name_or_path = model.name_or_path = name
+    if model.can_generate():  # skipped by transformers if it is given weights instead of a name
+        model.adjust_generation_fn(
+            None, True, None, name, None, False, None, False, None, "main", "", trust_remote_code
+        )
+    absent = {*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])}
+    for key, parameter in model.named_parameters():
+        if key not in absent and parameter.dtype in _LOW_DTYPES:
+            setattr(parameter, _DTYPE, dtype)
+    stored = model.state_dict().keys() - absent
+    for key, buffer in model.named_buffers():
+        if key in stored and buffer.dtype in _LOW_DTYPES:
+            buffer.data = buffer.data.to(dtype)
+    return model, info
+
+
+def safetensors_files(name: str) -> list[Path]:
+    """Return the safetensors files of a model's folder or hub ID, which are downloaded if
+    necessary. The list is empty if it has none."""
+    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+    for file_name in ("model.safetensors", "model.safetensors.index.json"):
+        path = cached_file(name, file_name, _raise_exceptions_for_missing_entries=False)
+        if path is not None:
+            if file_name.endswith(".safetensors"):
+                return [Path(path)]
+            return [Path(file) for file in get_checkpoint_shard_files(name, path)[0]]
+    return []
+
+
+# -- convert
+def final_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype that a parameter has in training."""
+    dtype: torch.dtype = getattr(parameter, _DTYPE, parameter.dtype)
+    return dtype
+
+
+def convert_weights(parameters: Iterable[torch.Tensor], device: torch.device | None = None) -> None:
+    """Convert weights whose conversion was deferred, in place.
+
+    Args:
+        device: device to which they are moved before they are converted.
+    """
+    for parameter in parameters:
+        if hasattr(parameter, _DTYPE):
+            parameter.data = parameter.data.to(device).to(final_dtype(parameter))
+            delattr(parameter, _DTYPE)
+
+
+def move_model(model: nn.Module, device: torch.device) -> None:
+    """Move a model to ``device``, tensor by tensor, and convert its weights there."""
+    convert_weights(model.parameters(), device)
+    model.to(device)
+
+
+@contextmanager
+def converted_weights(model: nn.Module) -> Iterator[None]:
+    """Within the block, forward passes see converted weights. Those of the model's blocks are
+    converted while the block runs, so that they are not in memory all at once."""
+    deferred = {
+        parameter: parameter.data for parameter in model.parameters() if hasattr(parameter, _DTYPE)
+    }
+    if not deferred:
+        yield
+        return
+    blocks = [block for _, block in find_blocks(model)]
+    inside = {module for block in blocks for module in block.modules()}
+    outside = {
+        parameter
+        for module in model.modules()
+        if module not in inside
+        for parameter in module.parameters(recurse=False)
+    }
+
+    def convert(parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter in deferred:
+                parameter.data = deferred[parameter].to(final_dtype(parameter))
+
+    def restore(parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter in deferred:
+                parameter.data = deferred[parameter]
+
+    with ExitStack() as stack:
+        stack.callback(restore, deferred)
+        convert(outside)
+        for block in blocks:
+            local = [parameter for parameter in block.parameters() if parameter not in outside]
+            before = block.register_forward_pre_hook(lambda *_, local=local: convert(local))
+            after = block.register_forward_hook(
+                lambda *_, local=local: restore(local), always_call=True
+            )
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        yield
