@@ -244,6 +244,27 @@ def test_rejects_missing_weights_and_invalid_model_config(
     assert_paragraph(expect_error("model=./broken"), "broken", "config.json")
 
 
+def test_rejects_incomplete_weight_files(workdir: Path, expect_error: ExpectError) -> None:
+    model = workdir / "model"
+    shutil.copytree(resolve_model("builtin:qwen2-micro"), model)
+    file = model / "model.safetensors"
+    content = file.read_bytes()
+    for damaged, part in (
+        (content[:-100], f"{len(content) - 100:,} bytes instead of {len(content):,}"),
+        (content[:1000], "truncated"),
+        (content[:8] + b"x" + content[9:], "unreadable header"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+    ):
+        file.write_bytes(damaged)
+        assert_paragraph(expect_error("model=./model"), "model.safetensors", part, "again")
+    file.rename(model / "model-00001-of-00002.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "x.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_paragraph(
+        expect_error("model=./model"), "1 of its 2 weight files are missing: x.safetensors"
+    )
+
+
 def test_rejects_missing_adapter(workdir: Path, expect_error: ExpectError) -> None:
     assert_paragraph(
         expect_error("lora.enable=true", "lora.adapter=./nowhere"),

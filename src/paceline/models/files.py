@@ -15,13 +15,15 @@ _WEIGHTS = (
     "pytorch_model*.bin",
     "pytorch_model.bin.index.json",
 )
+#: Entry of a safetensors header that is not a tensor.
+_METADATA = "__metadata__"
 
 
 def check_files(config: Config) -> None:
     """Check the local folders of ``model`` and ``lora.adapter``.
 
     Raises:
-        ConfigError: a folder does not exist, has invalid JSON, or has no weights.
+        ConfigError: a folder does not exist, has invalid JSON, or has no or incomplete weights.
     """
     name = config.model
     folder = Path(name).expanduser()
@@ -108,6 +110,64 @@ def _check_model(folder: Path) -> None:
             ),
             fix="copy the weights too; in a repository cloned with git, run `git lfs pull`",
         )
+    check_weights(folder, f"`model: {folder}`")
+
+
+def check_weights(folder: Path, key: str) -> None:
+    """Check that the safetensors files of a folder are complete, from their headers.
+
+    Args:
+        key: config key and its value, for the message.
+
+    Raises:
+        ConfigError: a file is missing, truncated or not a safetensors file.
+    """
+    files = {file.name for file in folder.glob("*.safetensors")}
+    index = folder / "model.safetensors.index.json"
+    if "model.safetensors" in files:
+        files = {"model.safetensors"}
+    elif index.is_file():
+        shards = _read_object(index, key).get("weight_map")
+        names = set(map(str, shards.values())) if isinstance(shards, dict) else set()
+        if missing := sorted(names - files):
+            raise ConfigError(
+                f"{key}: {len(missing)} of its {len(names)} weight files are missing:"
+                f" {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}",
+                fix=f"copy all files that {index.name} lists",
+            )
+        files = names
+    for name in sorted(files):
+        if reason := _damage(folder / name):
+            raise ConfigError(
+                f"{key}: its weights cannot be read: {name} {reason}",
+                allowed="complete safetensors files",
+                fix="copy or download the file again",
+            )
+
+
+def _damage(file: Path) -> str | None:
+    """Return what is wrong with a safetensors file, or None. The values are not read.
+
+    The file starts with the size of its header (8 bytes, little endian) and the header, a JSON
+    object with the range of bytes of each tensor.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        start = content.read(8)
+        if start == b"version ":
+            return "is a pointer of git-lfs: run `git lfs pull`"
+        header_size = int.from_bytes(start, "little")
+        if size < 8 or header_size > size - 8:
+            return f"is truncated or not a safetensors file ({size:,} bytes)"
+        try:
+            header = json.loads(content.read(header_size))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != _METADATA]
+            expected = 8 + header_size + max(ends, default=0)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            return "has an unreadable header"
+    if size != expected:
+        return f"has {size:,} bytes instead of {expected:,}"
+    return None
 
 
 def _listing(folder: Path) -> str:
@@ -140,6 +200,7 @@ def _check_adapter(config: Config) -> None:
                 ),
             )
         _read_object(folder / "adapter_config.json", f"`lora.adapter: {name}`")
+        check_weights(folder, f"`lora.adapter: {name}`")
 
 
 def _read_object(file: Path, key: str) -> JsonObject:
