@@ -10,7 +10,7 @@ FREE_KEYS = (
     "train_args.save_steps", "train_args.save_total_limit", "train_args.async_save",
     "train_args.eval_steps", "train_args.per_device_eval_batch_size", "evaluation.",
     "train_args.dataloader_num_workers", "train_args.dataloader_prefetch_factor",
-    "train_args.dataloader_pin_memory", "train_args.gradient_checkpointing",
+    "train_args.dataloader_pin_memory", "train_args.gradient_checkpointing", "train_args.profile",
     "train_args.per_device_train_batch_size", "train_args.gradient_accumulation_steps",
     "recovery.max_restarts", "recovery.save_interval_s", "recovery.on_save_error",
     "recovery.rejoin_timeout_s", "recovery.watchdog", "recovery.hang_warning_s",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config.fields import FREE, SECTIONS, SOURCE_KEYS
+from paceline.config.fields import MAPPINGS, SECTIONS, SOURCE_KEYS
 from paceline.config.yaml_read import KeyPath, YamlValue, kind_of
 
 FILE, OVERRIDE = 0, 1
@@ -107,7 +107,8 @@ def split_key(key: str) -> tuple[str, ...]:
     """Split ``lora.rank`` into (lora, rank). A key is not split unless its first part is a section
     or another key with nested keys."""
     first = key.split(".")[0]
-    has_nested_keys = first in (*SECTIONS, *FREE, *SOURCE_KEYS) or f"train_args.{first}" in FREE
+    nested = (*SECTIONS, *MAPPINGS, *SOURCE_KEYS)
+    has_nested_keys = first in nested or f"train_args.{first}" in nested
     return tuple(key.split(".")) if has_nested_keys else (key,)
 
 

@@ -31,8 +31,6 @@ SECTIONS: dict[str, type[Section]] = {
 }
 #: Dotted key → field, for every key of the schema.
 KEYS = _keys()
-#: Keys whose value is a free mapping.
-FREE = tuple(key for key, info in KEYS.items() if get_origin(info.annotation) is dict)
 SOURCE_KEYS = ("dataset", "val_dataset")
 
 
@@ -48,6 +46,20 @@ def _parts(annotation: Any, metadata: list[Any] | None = None) -> list[tuple[Any
     if origin in (Union, types.UnionType):
         return [part for member in get_args(annotation) for part in _parts(member, metadata)]
     return [(annotation, metadata)]
+
+
+def _takes_mapping(info: FieldInfo) -> bool:
+    """Return whether the value is a free mapping, or a mapping with known keys."""
+    kinds = [kind for kind, _ in _parts(info.annotation)]
+    return get_origin(info.annotation) is dict or any(_is_section(kind) for kind in kinds)
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Section)
+
+
+#: Keys whose value is a mapping, so that overrides may set a key of it.
+MAPPINGS = tuple(key for key, info in KEYS.items() if _takes_mapping(info))
 
 
 def literals(info: FieldInfo) -> list[str]:
@@ -79,6 +91,7 @@ class Wording:
     simple: dict[object, str]
     list_of: str
     mapping: str
+    mapping_with: str
     source: str
     ranged: str
     bounds: dict[str, str]
@@ -99,6 +112,7 @@ ENGLISH = Wording(
     },
     list_of="a list of {}",
     mapping="a mapping",
+    mapping_with="a mapping with {}",
     source=f"a mapping with {_SOURCE_KEYS}",
     ranged="{kind} of {bounds}",
     bounds={"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"},
@@ -117,6 +131,7 @@ CHINESE = Wording(
     },
     list_of="由{}组成的列表",
     mapping="映射",
+    mapping_with="含 {} 的映射",
     source="[数据源映射](#数据源)",
     ranged="{bounds}的{kind}",
     bounds={"ge": "不小于 {} ", "gt": "大于 {} ", "le": "不大于 {} ", "lt": "小于 {} "},
@@ -146,6 +161,11 @@ def _describe(kind: Any, metadata: list[Any], wording: Wording) -> str:
         return wording.mapping
     if kind is DatasetSource:
         return wording.source
+    if _is_section(kind):
+        keys = [
+            f"`{name}` ({describe(field, wording)})" for name, field in kind.model_fields.items()
+        ]
+        return wording.mapping_with.format(", ".join(keys))
     text = wording.simple.get(kind, str(kind))
     bounds = _bounds(metadata, wording) if kind in (int, float) else ""
     return wording.ranged.format(kind=text, bounds=bounds) if bounds else text

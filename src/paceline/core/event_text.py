@@ -134,6 +134,11 @@ _DESCRIPTIONS: dict[str, _Describe] = {
     "eval": _eval,
     "checkpoint": _checkpoint,
     "sample": lambda event: (INFO, f"samples generated at step {count(event.get('step'))}"),
+    "profile": lambda event: (
+        INFO,
+        f"profile of steps {count(event.get('first_step'))} to {count(event.get('step'))}:"
+        f" {event['traces'][0]} and others in this folder; open them at https://ui.perfetto.dev",
+    ),
     "memory": lambda event: (INFO, f"memory measured on {ranks(len(event['ranks']))}"),
 }
 #: Levels of events that have a text, other than info.

@@ -75,6 +75,15 @@ class DataFigures(TypedDict, total=False):
     excluded_turns: int
 
 
+class PeakRate(TypedDict):
+    """Dense matrix operations per second of a device in the precision of the run, and where the
+    figure is from."""
+
+    device: str
+    flops_s: float
+    source: str
+
+
 class RunStartEvent(_Logged, total=False):
     """An attempt starts. ``config`` is the resolved config; ``launcher`` is the process ID of the
     launcher."""
@@ -88,6 +97,7 @@ class RunStartEvent(_Logged, total=False):
     mesh: Mesh
     predicted: Prediction
     device: str
+    peak: PeakRate | None
     precision: str
     strategy: str
     model: ModelFigures
@@ -312,6 +322,10 @@ class StepFigures(_Logged, total=False):
 
     Attributes:
         tokens: number of tokens of the global batch.
+        flops_per_device_s: FLOPs of the model per second and device, without recomputation; known
+            for language models.
+        mfu: model FLOPs utilization, which is ``flops_per_device_s`` divided by the device's
+            ``peak`` in the ``run_start`` event.
         traffic: bytes per step and collective, sent by the rank that sends most, as an algorithm
             with optimal bandwidth sends them. If traffic is periodic (``local_sgd``, ``diloco``),
             the mean over the last complete period, or None before the first.
@@ -323,6 +337,8 @@ class StepFigures(_Logged, total=False):
     tokens: int | None
     samples: int
     step_time_s: float
+    flops_per_device_s: float | None
+    mfu: float | None
     data_wait_s: float
     comm_wait_s: float | None
     memory_bytes: list[int]
@@ -392,6 +408,18 @@ class CheckpointEvent(_Logged, total=False):
     error: str
 
 
+class ProfileEvent(_Logged, total=False):
+    """The profiler recorded the steps from ``first_step`` to ``step``. ``traces`` and
+    ``memory_snapshots`` are the files of the ranks, in rank order, relative to the folder of the
+    run on the host of each rank."""
+
+    type: Literal["profile"]
+    first_step: int
+    step: int
+    traces: list[str]
+    memory_snapshots: list[str]
+
+
 class RunEndEvent(_Logged, total=False):
     """The run ended. ``status`` is done, stopped or failed; ``wall_s`` counts from the start of the
     command; ``network`` comments on the time that communication took, if that is worth a
@@ -424,5 +452,6 @@ Event = (
     | EvalEvent
     | SampleEvent
     | CheckpointEvent
+    | ProfileEvent
     | RunEndEvent
 )

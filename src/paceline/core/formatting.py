@@ -6,7 +6,7 @@ from functools import wraps
 from itertools import groupby, pairwise
 from typing import Any
 
-from paceline.core.events import DataFigures, StepEvent
+from paceline.core.events import DataFigures, PeakRate, StepEvent
 from paceline.core.files import human_bytes
 
 
@@ -221,6 +221,22 @@ def throughput(step: StepEvent, global_batch_size: Any = None) -> tuple[float | 
         count = finite(global_batch_size)
     seconds = finite(step.get("step_time_s"))
     return (count / seconds if count is not None and seconds else None), unit
+
+
+def flops(rate: Any, utilization: Any = None) -> str | None:
+    """Format FLOPs per second and the model FLOPs utilization: ``312.4 TFLOP/s (MFU 31.6 %)``.
+    None if the rate is unknown."""
+    flops_s, share = finite(rate), finite(utilization)
+    if flops_s is None:
+        return None
+    unit, scale = ("TFLOP/s", 1e12) if flops_s >= 1e11 else ("GFLOP/s", 1e9)
+    text = f"{flops_s / scale:.1f} {unit}"
+    return text if share is None else f"{text} (MFU {100 * share:.1f} %)"
+
+
+def peak_line(peak: PeakRate) -> str:
+    """Describe a peak rate: ``989.0 TFLOP/s, H100-SXM5-80GB (source: …)``."""
+    return f"{flops(peak['flops_s'])}, {peak['device']} (source: {peak['source']})"
 
 
 def data_line(data: DataFigures) -> str:

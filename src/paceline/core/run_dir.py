@@ -56,6 +56,10 @@ class RunDir:
         return self.root / "heartbeats.json"
 
     @property
+    def profile(self) -> Path:
+        return self.root / "profile"
+
+    @property
     def report(self) -> Path:
         return self.root / "report.json"
 

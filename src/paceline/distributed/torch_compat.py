@@ -146,6 +146,18 @@ def foreach_norm(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[to
     return _foreach("_foreach_norm", norm, tensors, args=(2,), dtype=dtype)
 
 
+# -- memory
+def record_memory_history() -> None:
+    """Record the allocations of CUDA devices from now on, with stack traces."""
+    _find(torch, "cuda.memory._record_memory_history")(max_entries=100_000)
+
+
+def dump_memory_history(path: str) -> None:
+    """Write the recorded allocations to a file, and stop recording."""
+    _find(torch, "cuda.memory._dump_snapshot")(path)
+    _find(torch, "cuda.memory._record_memory_history")(enabled=None)
+
+
 # -- tensors, operations, optimizers
 def tensor_version(tensor: torch.Tensor) -> int:
     """Return the version counter of a tensor, which increases with each in-place change."""

@@ -29,6 +29,7 @@ from paceline.core.errors import (
     ReportedError,
 )
 from paceline.core.events import Fault
+from paceline.core.formatting import counted
 from paceline.core.log import CONSOLE_ONLY, log_notices
 from paceline.core.run_dir import RunDir
 from paceline.distributed.devices import (
@@ -57,6 +58,8 @@ from paceline.observe.console import derived_lines
 from paceline.parallel.balance import equal_notice
 from paceline.parallel.compression.cost import compression_notice
 from paceline.parallel.registry import ParallelLayout, check_steps, get_spec, mode_of
+from paceline.planner.choose import device_memory
+from paceline.planner.devices import peak_rate
 from paceline.tasks import load_task
 from paceline.tasks.base import Prepared, Task
 from paceline.train.run_spec import RunSpec
@@ -169,7 +172,10 @@ def prepare_run(
         global_batch_size = leader.global_batch_size
     derived = _resolve_sizes(task, config, layout, data, global_batch_size)
     resume_from = leader.resume_from if leader is not None else None if path is None else str(path)
-    spec = RunSpec(config, derived, data, layout, device_type, started_at, resume_from)
+    peak = None
+    if devices is not None and devices.type != "cpu":
+        peak = peak_rate(devices.names[0], device_memory(), config.train_args.mixed_dtype)
+    spec = RunSpec(config, derived, data, layout, device_type, started_at, resume_from, peak)
     finished = None
     if path is not None and meta is not None:
         finished = check_resume(spec, path, meta, allow_config_change)
@@ -215,6 +221,13 @@ def _resolve_sizes(
     unbalanced = equal_notice(config, derived)
     log_notices(logger, [] if unbalanced is None else [unbalanced])
     check_steps(layout.strategy, config, derived.steps)
+    profile = config.train_args.profile
+    if profile is not None and profile.last_step > derived.steps:
+        raise ConfigError(
+            f"`train_args.profile`: step {profile.last_step} is to be recorded, and the run has"
+            f" {counted(derived.steps, 'step')}",
+            fix="lower `profile.start_step` or `profile.num_steps`",
+        )
     if config.train_args.lr_scheduler_kwargs:
         from paceline.train.optimizer import check_schedule
 

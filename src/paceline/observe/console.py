@@ -42,6 +42,7 @@ _STYLES = {
     "balance": "cyan",
     "eval": "cyan",
     "checkpoint": "dim",
+    "profile": "cyan",
 }
 
 
@@ -182,6 +183,9 @@ def start_lines(event: RunStartEvent) -> list[tuple[str, str]]:
     lines.append(("parallel", f"{event.get('strategy')}, {ranks}, {event.get('device')}"))
     if event.get("precision"):
         lines.append(("precision", str(event["precision"])))
+    peak = event.get("peak")
+    if peak:
+        lines.append(("peak", formatting.peak_line(peak)))
     if event.get("data"):
         lines.append(("data", formatting.data_line(event["data"])))
     lines += derived_lines(event.get("derived") or {})

@@ -13,6 +13,7 @@ from paceline.distributed.communicator import Communicator
 from paceline.distributed.progress import PROGRESS
 from paceline.distributed.traffic import KINDS, uncounted
 from paceline.observe.device_stats import UNKNOWN, DeviceMonitor, device_figures
+from paceline.observe.throughput import ModelFlops
 
 #: Phases of a step that are measured on each rank. The other parts of a step are waiting for other
 #: ranks (communication) and the rest.
@@ -34,6 +35,7 @@ class StepMetrics:
         serves: whether this rank only serves requests of other ranks, at any time, so that its
             traffic is counted between two gathers instead of within its steps.
         devices: monitor of this rank's accelerator, or None.
+        flops: the FLOPs of the model, or None if they are unknown.
 
     Attributes:
         last_step_s: duration of the last step in seconds, on the host.
@@ -52,11 +54,13 @@ class StepMetrics:
         traffic_period: int = 1,
         serves: bool = False,
         devices: DeviceMonitor | None = None,
+        flops: ModelFlops | None = None,
     ) -> None:
         self.world = world
         self.traffic_period = traffic_period
         self.serves = serves
         self.devices = devices
+        self.flops = flops
         self.started_at = started_at
         self.has_tokens = has_tokens
         self.time_to_first_step_s: float | None = None
@@ -157,7 +161,8 @@ class StepMetrics:
                 self.train_counts[index] += value
             self.train_s += self._window_s
             self.train_steps += self._steps
-        _, tokens, samples = counts
+        labels, tokens, samples = counts
+        flops_per_device_s = self._flops_per_device_s(labels, tokens, self._window_s)
         figures: StepFigures = {
             # Divide by the sum of the ranks' counts, which excludes ranks that were lost during
             # these steps.
@@ -166,6 +171,8 @@ class StepMetrics:
             "tokens": round(tokens / steps) if self.has_tokens else None,
             "samples": round(samples / steps),
             "step_time_s": self._window_s / steps,
+            "flops_per_device_s": flops_per_device_s,
+            "mfu": self.utilization(flops_per_device_s),
             "data_wait_s": max(row[1] for row in table) / steps,
             "comm_wait_s": max(row[2] for row in table) / steps if self.world.size > 1 else None,
             "memory_bytes": [int(row[3]) for row in table],
@@ -217,6 +224,23 @@ class StepMetrics:
     @property
     def samples_per_second(self) -> float | None:
         return self.train_counts[2] / self.train_s if self.train_s > 0 else None
+
+    @property
+    def flops_per_device_s(self) -> float | None:
+        """Model FLOPs per second and device in the steps after the first; None if unknown."""
+        labels, tokens, _ = self.train_counts
+        return self._flops_per_device_s(labels, tokens, self.train_s)
+
+    def utilization(self, flops_per_device_s: float | None) -> float | None:
+        """Return the model FLOPs utilization, from 0 to 1; None if unknown."""
+        if self.flops is None or flops_per_device_s is None:
+            return None
+        return self.flops.utilization(flops_per_device_s)
+
+    def _flops_per_device_s(self, labels: float, tokens: float, seconds: float) -> float | None:
+        if self.flops is None or seconds <= 0:
+            return None
+        return self.flops.per_device(labels, tokens) / seconds
 
     @property
     def usual_traffic(self) -> int | None:

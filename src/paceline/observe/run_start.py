@@ -14,7 +14,7 @@ from torch import nn
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
 from paceline.core.event_log import EventLog
-from paceline.core.events import DataFigures, Fault, Mesh, MeshRank, Prediction
+from paceline.core.events import DataFigures, Fault, Mesh, MeshRank, PeakRate, Prediction
 from paceline.core.log import log_notices
 from paceline.core.processes import host_name
 from paceline.core.run_dir import RunDir
@@ -98,6 +98,7 @@ def emit_run_start(
     resumed: tuple[str, int] | None,
     failure: Fault | None,
     launcher_pid: int | None,
+    peak: PeakRate | None,
     launcher_notices: Sequence[tuple[str, str]],
     notices: Sequence[tuple[str, str]],
 ) -> None:
@@ -109,6 +110,7 @@ def emit_run_start(
         resumed: the checkpoint from which the run is resumed and its step, or None.
         failure: the fields of the ``fault`` event, if a failure ended the previous attempt.
         launcher_pid: process ID of the launcher.
+        peak: the peak rate of a device; None if unknown.
         launcher_notices: (level, text) of the messages that the launcher has already printed.
         notices: (level, text) of the messages that have not been printed yet.
     """
@@ -126,6 +128,7 @@ def emit_run_start(
             "mesh": mesh,
             "predicted": _predicted(info, 0 if resumed is None else resumed[1]),
             "device": str(info.strategy.world.device.type),
+            "peak": peak,
             "precision": config.train_args.precision,
             "strategy": info.strategy.name,
             "model": {

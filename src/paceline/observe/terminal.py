@@ -83,6 +83,9 @@ class Progress:
             fields.append(("dim", f"lr {formatting.rate(step['learning_rate'])}", 4))
         if rate is not None:
             fields.append(("", f"{formatting.short_count(rate)} {unit}", 2))
+        flops = formatting.flops(step.get("flops_per_device_s"), step.get("mfu"))
+        if flops is not None:
+            fields.append(("dim", flops, 8))
         if memory:
             fields.append(("dim", f"mem {formatting.size(memory)}", 3))
         if self.start.get("world_size"):

@@ -215,7 +215,7 @@ def pick(
     plain = layout(config.parallel, num_devices, "ddp" if num_devices > 1 else "single")
     is_cpu = (device_type or _device_type(config)) == "cpu"
     memory = device_memory_bytes or (
-        available_memory() // num_devices if is_cpu else _device_memory()
+        available_memory() // num_devices if is_cpu else device_memory()
     )
     rough = upper_bound(config)
     if rough is not None and memory and rough <= _ROOMY * memory:
@@ -271,7 +271,7 @@ def local_machine(
     from paceline.distributed.devices import accelerators
 
     kind, names = accelerators()
-    memory = memory_bytes or _device_memory()
+    memory = memory_bytes or device_memory()
     name = names[0] if names else (kind or "accelerator")
     if not memory:
         raise ConfigError(
@@ -310,7 +310,7 @@ def _device_type(config: Config) -> str:
     return accelerators()[0] or "cpu"
 
 
-def _device_memory() -> int:
+def device_memory() -> int:
     """Return the bytes of this host's smallest accelerator; 0 if it does not report them."""
     import torch
 

@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from paceline.core.errors import ConfigError
+from paceline.core.events import PeakRate
 
 _GB, _T = 10**9, 10**12
 #: Drivers report between 94 % (memory reserved for error correction) and 108 % (GB sold as GiB) of
@@ -139,6 +140,16 @@ def recognize(driver_name: str, memory_bytes: int) -> Device | None:
         return None
     closest = _closest(rows, memory_bytes)
     return closest if [row.memory_bytes for row in rows].count(closest.memory_bytes) == 1 else None
+
+
+def peak_rate(driver_name: str, memory_bytes: int, dtype: str | None) -> PeakRate | None:
+    """Return the peak rate of a device in ``dtype`` (see :meth:`Device.flops_s`); None if it is not
+    in the table."""
+    device = recognize(driver_name, memory_bytes)
+    flops_s = None if device is None else device.flops_s(dtype)
+    if device is None or flops_s is None:
+        return None
+    return {"device": device.name, "flops_s": flops_s, "source": device.source}
 
 
 def _has_memory(row: Device, memory_bytes: int) -> bool:

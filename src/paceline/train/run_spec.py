@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.config.derive import ResolvedValues
 from paceline.config.schema import Config
-from paceline.core.events import Fault
+from paceline.core.events import Fault, PeakRate
 from paceline.core.log import Notice
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ class RunSpec:
 
     Args:
         data: the data that the task prepared.
+        peak: peak rate of this host's devices in the run's precision; None if unknown.
         started_at: start time of the command, in seconds since the epoch.
         resume_from: path of the checkpoint to resume from, or None.
         notices: notices that the launcher has logged, for the event log.
@@ -40,6 +41,7 @@ class RunSpec:
     device_type: str
     started_at: float
     resume_from: str | None = None
+    peak: PeakRate | None = None
     notices: list[Notice] = field(default_factory=list)
     launcher_pid: int | None = None
     failure: Fault | None = None

@@ -51,6 +51,7 @@ from paceline.observe.metrics import StepMetrics
 from paceline.observe.report.build import build_report
 from paceline.observe.report.html import write_reports
 from paceline.observe.run_start import RunInfo, emit_run_start
+from paceline.observe.throughput import mean_peak, model_flops
 from paceline.parallel.base import make_strategy
 from paceline.parallel.protocols import (
     close_servers,
@@ -74,6 +75,7 @@ from paceline.train.final_model import save_model_folder
 from paceline.train.mixed_devices import check_mixed_devices, mixed_devices_notices
 from paceline.train.optimizer import Schedule, build_optimizer, matrices_of
 from paceline.train.precision import Precision, check_same_precision, checkpoint_activations
+from paceline.train.profiler import StepProfiler
 from paceline.train.rank_loss import event_listeners
 from paceline.train.run_spec import RunSpec
 from paceline.train.sampling import SampleGenerator
@@ -213,6 +215,9 @@ def _monitoring(trainer: Trainer, advisor: CommAdvisor | None) -> list[Callback]
         trainer.balancer,
         samples,
     ]
+    profile = spec.config.train_args.profile
+    if profile is not None:
+        callbacks.append(StepProfiler(profile, trainer.ctx))
     return callbacks if advisor is None else [*callbacks, CommAdvice(advisor)]
 
 
@@ -367,6 +372,9 @@ def build_trainer(
     """Build the trainer, load the checkpoint that the run resumes from, and emit the events of a
     start. A collective."""
     settings, strategy, events = spec.config.recovery, components.strategy, ctx.events
+    peaks = ctx.comm.gather_objects(spec.peak)[: spec.layout.axes.size]
+    peak, lengths = mean_peak(peaks), getattr(data.train_dataset, "lengths", None)
+    num_devices = spec.layout.axes.size
     metrics = StepMetrics(
         ctx.comm,
         # When the command was started or, after a restart, when the failure was detected.
@@ -375,6 +383,7 @@ def build_trainer(
         traffic_period(strategy),
         serves=not has_data(strategy),
         devices=DeviceMonitor(ctx.device),
+        flops=model_flops(components.model, spec.config, lengths, num_devices, peak),
     )
     args = spec.config.train_args
     checkpoints = CheckpointManager(
@@ -405,6 +414,7 @@ def build_trainer(
         resumed=None if path is None else (path, state.first_step),
         failure=spec.failure,
         launcher_pid=spec.launcher_pid,
+        peak=peak,
         launcher_notices=spec.notices,
         notices=[*notices, *resume_notices, *mixed_devices_notices(ctx.comm)],
     )

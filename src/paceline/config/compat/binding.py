@@ -20,7 +20,7 @@ from paceline.config.compat.keys import (
     named_method,
 )
 from paceline.config.entries import ConfigEntry, Problem, quoted_names
-from paceline.config.fields import FREE, KEYS, SECTIONS, SOURCE_KEYS
+from paceline.config.fields import KEYS, MAPPINGS, SECTIONS, SOURCE_KEYS
 from paceline.core.errors import nearest
 
 _MAX_SHOWN = 4
@@ -76,7 +76,7 @@ def _native(entry: ConfigEntry) -> str | None:
     if entry.section == "train_args":
         candidates.append(entry.name)
     for target in candidates:
-        if target in KEYS and (not rest or target in FREE or target in SOURCE_KEYS):
+        if target in KEYS and (not rest or target in MAPPINGS or target in SOURCE_KEYS):
             return ".".join((target, *rest))
     return None
 

@@ -8,7 +8,7 @@ from paceline.config.compat.binding import KeyBinding, unknown_key
 from paceline.config.compat.conversion import Notice, UnsupportedValue, is_off
 from paceline.config.compat.keys import DATA_KEYS, Alias, alias_tables, named_method, tool_names
 from paceline.config.entries import FILE, OVERRIDE, ConfigEntry, Problem, short
-from paceline.config.fields import FREE, KEYS, takes_none
+from paceline.config.fields import KEYS, MAPPINGS, takes_none
 
 #: The value of a key that an override resets to its default.
 RESET: Any = object()
@@ -124,7 +124,7 @@ class Merge:
         """Record an assignment. A free mapping is split by key, so that overrides merge into
         it."""
         target, value = assignment.target, assignment.value
-        is_free = any(target == key or target.startswith(f"{key}.") for key in FREE)
+        is_free = any(target == key or target.startswith(f"{key}.") for key in MAPPINGS)
         if is_free and isinstance(value, dict) and value:
             parts = [
                 Assignment(f"{target}.{key}", item, assignment.entry, assignment.weak)

@@ -64,6 +64,21 @@ def warmup_steps(value: Any) -> Conversion:
     return Conversion({"train_args.warmup_steps": value})
 
 
+def profiler_steps(value: Any) -> Conversion:
+    """Convert axolotl's number of steps to profile, which it counts from the first step on."""
+    if is_off(value):
+        return Conversion()
+    weak: dict[str, YamlValue] = {"train_args.profile.start_step": 1}
+    return Conversion({"train_args.profile.num_steps": value}, weak)
+
+
+def profiler_start(value: Any) -> Conversion:
+    """Convert axolotl's first step to profile, which is counted from 0."""
+    if is_off(value) or not isinstance(value, int):
+        return Conversion()
+    return Conversion({"train_args.profile.start_step": value + 1})
+
+
 def ratio(value: Any) -> Conversion:
     """Convert a fraction of the rows (below 1) or a number of rows."""
     is_count = isinstance(value, float) and value >= 1 and value == int(value)

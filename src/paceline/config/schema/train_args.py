@@ -11,6 +11,19 @@ from paceline.config.schema.base import Auto, Section
 ShareOfSteps = Annotated[float, Field(gt=0, lt=1)]
 
 
+class Profile(Section):
+    """Which steps torch's profiler records."""
+
+    start_step: int = Field(
+        10, ge=1, description="First step to record; the first steps of a run are not typical."
+    )
+    num_steps: int = Field(3, ge=1, le=100, description="Number of steps to record.")
+
+    @property
+    def last_step(self) -> int:
+        return self.start_step + self.num_steps - 1
+
+
 class TrainArgs(Section):
     """Training hyperparameters, named as in transformers' TrainingArguments."""
 
@@ -176,6 +189,13 @@ class TrainArgs(Section):
     )
     dataloader_pin_memory: bool = Field(
         True, description="Use page-locked batches for faster copies to a GPU."
+    )
+    profile: Profile | None = Field(
+        None,
+        description=(
+            "Record these steps with torch's profiler: each rank writes a Chrome trace and, on"
+            " CUDA, a memory snapshot into the folder `profile` of the run."
+        ),
     )
 
     @field_validator("max_steps", mode="before")

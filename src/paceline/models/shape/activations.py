@@ -208,7 +208,13 @@ def language_activations(
 
 
 def language_flops(
-    dims: LanguageDims, config: Config, tokens: float, labels: float, sample_tokens: float
+    dims: LanguageDims,
+    config: Config,
+    tokens: float,
+    labels: float,
+    sample_tokens: float,
+    *,
+    with_recomputation: bool = True,
 ) -> float:
     """Estimate the FLOPs of forward and backward over a micro-batch.
 
@@ -223,9 +229,10 @@ def language_flops(
         tokens: number of tokens in the micro-batch.
         labels: number of tokens that the head processes.
         sample_tokens: number of tokens in a sample.
+        with_recomputation: whether to count the forward pass that activation checkpointing repeats.
     """
     weights = dims.attention_weights + dims.experts_per_token * dims.expert_weights
-    again = 1 if config.train_args.gradient_checkpointing else 0
+    again = 1 if config.train_args.gradient_checkpointing and with_recomputation else 0
     passes = (2 if config.lora.enable else 3) + again
     attention = 4 * dims.queries * sample_tokens / 2 * (3 + again)
     head = 2 * dims.hidden * dims.vocabulary * (2 if config.lora.enable else 3)

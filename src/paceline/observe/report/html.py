@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.core import formatting
 from paceline.core.event_log import effective_events, effective_steps, read_events
@@ -15,6 +15,7 @@ from paceline.core.events import (
     DataFigures,
     Event,
     NoticeEvent,
+    ProfileEvent,
     RunStartEvent,
 )
 from paceline.core.files import write_atomic, write_json_atomic
@@ -47,7 +48,7 @@ def render_report(
     evals = [event for event in effective_events(events) if event["type"] == "eval"]
     attempts = _attempts(events, str(report.get("status")))
     resumed_from = [attempt.first_step for attempt in attempts if attempt.first_step]
-    data = report.get("data") or {}
+    data, peak = report.get("data") or {}, report.get("peak")
     output_dir = start.get("output_dir") or config.get("output_dir") or "run"
     page = {
         "name": Path(str(output_dir)).name or "run",
@@ -64,6 +65,7 @@ def render_report(
             if part
         ),
         "cards": _cards(report, start),
+        "peak": peak and formatting.peak_line(peak),
         "plots": draw_plots(steps, evals, start, resumed_from),
         "data": _data_rows(data or start.get("data") or {}, data.get("skipped_batches")),
         "predictions": _predictions(report),
@@ -71,6 +73,7 @@ def render_report(
         "certificate": certificate and certificate_page(certificate),
         "ranks": rank_table(steps),
         "memory": memory_table(events, start),
+        "profiles": [_profile(event) for event in events if event["type"] == "profile"],
         "notices": [
             _notice(event)
             for event in events
@@ -139,6 +142,8 @@ def _cards(report: Report, start: RunStartEvent) -> list[dict[str, str]]:
          f"from {fmt.loss(get('first_train_loss'))}"),
         ("Evaluation loss", fmt.loss(get("final_eval_loss")), metrics or "at the last evaluation"),
         ("Throughput", fmt.short_count(rate), unit),
+        ("Compute rate", fmt.flops(get("flops_per_device_s"), get("mfu")) or fmt.UNKNOWN,
+         "per device, without recomputation"),
         ("First step", fmt.duration(get("time_to_first_step_s")),
          "after the last restart" if get("restarts") else "after the command"),
         ("Wall time", fmt.duration(get("wall_s")), ""),
@@ -216,6 +221,27 @@ def _notice(event: NoticeEvent | CheckpointEvent) -> dict[str, str]:
         step = formatting.count(event.get("step"))
         text = f"checkpoint at step {step} failed: {event['error']}"
     return {"level": level, "text": text, "time": _utc("%H:%M:%S", event) or ""}
+
+
+class _ProfileFiles(NamedTuple):
+    """The links of a profile: (name, path relative to the folder of the run)."""
+
+    steps: str
+    files: list[tuple[str, str]]
+
+
+def _profile(event: ProfileEvent) -> _ProfileFiles:
+    first, last = event.get("first_step"), event.get("step")
+    files = []
+    for label, paths in (
+        ("rank", event.get("traces", [])),
+        ("memory of rank", event.get("memory_snapshots", [])),
+    ):
+        # only the name, because the log may come from somebody else
+        files += [
+            (f"{label} {rank}", f"profile/{Path(path).name}") for rank, path in enumerate(paths)
+        ]
+    return _ProfileFiles(f"{formatting.count(first)} to {formatting.count(last)}", files)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from typing import TypedDict
 
 from pydantic import JsonValue
 
-from paceline.core.events import DataFigures, WorkerLostEvent
+from paceline.core.events import DataFigures, PeakRate, WorkerLostEvent
 
 
 class Predicted(TypedDict):
@@ -63,6 +63,9 @@ class Report(_AlwaysReported, total=False):
     ``link`` and ``staleness`` depend on the strategy; ``balance`` has the shares of the ranks."""
 
     samples_per_second: float | None
+    flops_per_device_s: float | None
+    mfu: float | None
+    peak: PeakRate | None
     final_eval_metrics: dict[str, float] | None
     communication: dict[str, JsonValue]
     link: dict[str, JsonValue]

@@ -15,6 +15,8 @@ SERIES = {
     "grad_norm": "",
     "tokens_per_second": "1/s",
     "samples_per_second": "1/s",
+    "flops_per_device_s": "FLOP/s, per device",
+    "mfu": "",
     "step_time_s": "s",
     "memory_bytes": "bytes, of the fullest rank",
     "data_wait_s": "s",
@@ -31,7 +33,7 @@ ROW = np.dtype(
     ]
 )
 _CHUNK_ROWS = 1 << 15
-#: 1,048,576 rows of 76 bytes: 76 MiB. Of a longer run, every second, fourth, … step is kept.
+#: 1,048,576 rows of 80 bytes: 80 MiB. Of a longer run, every second, fourth, … step is kept.
 MAX_ROWS = 1 << 20
 _MAX_STEP = 1 << 53
 _MAX_FLOAT = 10**300
@@ -148,6 +150,8 @@ def step_row(
         _figure(event.get("grad_norm")),
         tokens / seconds if seconds > 0 else np.nan,
         samples / seconds if seconds > 0 else np.nan,
+        _figure(event.get("flops_per_device_s")),
+        _figure(event.get("mfu")),
         seconds,
         _max_memory(event.get("memory_bytes")),
         _figure(event.get("data_wait_s")),

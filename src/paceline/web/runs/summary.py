@@ -47,6 +47,7 @@ class RunFigures(TypedDict):
     model: str | None
     task: str | None
     tokens_per_second: float | None
+    mfu: float | None
     wall_s: float | None
     eta_s: float | None
     restarts: int | None
@@ -206,6 +207,7 @@ class RunSummary:
             "model": as_text(model.get("name") or config.get("model")),
             "task": as_text(config.get("task")),
             "tokens_per_second": finite(report.get("tokens_per_second")) or tokens_per_second,
+            "mfu": finite(report.get("mfu") or newest.get("mfu")),
             "wall_s": wall_s,
             "eta_s": None,
             "restarts": restarts,

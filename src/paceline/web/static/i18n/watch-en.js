@@ -72,6 +72,14 @@ export const en = {
   "m.tokens_per_second": "Throughput",
   "m.tokens_per_second.is": "Tokens of a step divided by its time, for all ranks together.",
   "m.tokens_per_second.unit": "tokens/s",
+  "m.flops_per_device_s": "Compute rate",
+  "m.flops_per_device_s.is":
+    "Floating-point operations of the model per second and device, without those that activation checkpointing repeats.",
+  "m.flops_per_device_s.unit": "per device",
+  "m.mfu": "MFU",
+  "m.mfu.is":
+    "Model FLOPs utilization: the compute rate divided by the peak rate of the device, which the report names.",
+  "m.mfu.unit": "share of the peak rate",
   "m.step_time_s": "Step time",
   "m.step_time_s.is":
     "Time per step, and how long the slowest rank waited for data and for communication.",
@@ -405,6 +413,7 @@ export const en = {
   "c.final_train_loss": "Training loss",
   "c.final_eval_loss": "Evaluation loss",
   "c.tokens_per_second": "Tokens/s",
+  "c.mfu": "MFU",
   "c.steps": "Steps",
   "c.train_tokens": "Tokens",
   "c.wall_s": "Wall time",
@@ -417,6 +426,7 @@ export const en = {
   "c.final_train_loss.is": "Training loss of the last step. Lower is better.",
   "c.final_eval_loss.is": "Loss of the last evaluation. Lower is better.",
   "c.tokens_per_second.is": "Mean over the run without its first step.",
+  "c.mfu.is": "Model FLOPs utilization: the share of the device's peak rate. Higher is better.",
   "c.train_tokens.is": "Tokens processed, without padding.",
   "c.wall_s.is": "From the command to the end of the run.",
   "c.time_to_first_step_s.is":

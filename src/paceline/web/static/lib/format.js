@@ -87,6 +87,12 @@ export function duration(value_s) {
 /** Format a throughput: 2.37k tokens/s. */
 export const rate = (value) => (isKnown(value) ? `${short(value)} ${t("unit.tokens_s")}` : NONE);
 
+/** Format FLOPs per second: 312 TFLOP/s. */
+export function flops(value) {
+  if (!isKnown(value)) return NONE;
+  return value >= 1e11 ? `${digits(value / 1e12)} TFLOP/s` : `${digits(value / 1e9)} GFLOP/s`;
+}
+
 /** Format a share as a percentage: 12.5 %. */
 export const percent = (share) => (isKnown(share) ? `${digits(share * 100)} %` : NONE);
 

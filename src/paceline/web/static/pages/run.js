@@ -246,7 +246,10 @@ function drawHeader(header, store, ctx) {
           ? t("run.at_step", { step: format.count(run.evals.at(-1).step) })
           : t("run.no_eval"),
       ),
-      figure("f.rate", format.short(run.tokens_per_second), t("unit.tokens_s")),
+      figure("f.rate", format.short(run.tokens_per_second), [
+        t("unit.tokens_s"),
+        run.mfu && `MFU ${format.percent(run.mfu)}`,
+      ].filter(Boolean).join(" · ")),
       figure(
         "f.world",
         run.world_size ? t("runs.ranks", { n: run.world_size }) : format.NONE,

@@ -55,6 +55,12 @@ const FIGURES = [
     better: 1,
   },
   {
+    name: "mfu",
+    getValue: (run) => run.report?.mfu ?? run.mfu,
+    show: format.percent,
+    better: 1,
+  },
+  {
     name: "wall_s",
     getValue: (run) => run.report?.wall_s ?? run.wall_s,
     show: format.duration,

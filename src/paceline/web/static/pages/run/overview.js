@@ -14,6 +14,8 @@ const METRICS = [
   { name: "learning_rate", color: "--s3", format: format.digits, min: 0 },
   { name: "grad_norm", color: "--s4", format: format.digits, min: 0 },
   { name: "tokens_per_second", color: "--s1", format: format.short, min: 0 },
+  { name: "flops_per_device_s", color: "--s6", format: format.flops, min: 0 },
+  { name: "mfu", color: "--s7", format: format.percent, min: 0 },
   {
     name: "step_time_s",
     color: "--s2",

@@ -7,6 +7,8 @@ export const SERIES_NAMES = [
   "learning_rate",
   "grad_norm",
   "tokens_per_second",
+  "flops_per_device_s",
+  "mfu",
   "step_time_s",
   "memory_bytes",
   "data_wait_s",
