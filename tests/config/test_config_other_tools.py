@@ -10,7 +10,7 @@ import pytest
 from paceline.config.compat.keys import alias_tables, ignored_tables
 from paceline.config.fields import KEYS
 from paceline.config.load import Loaded, load_config
-from paceline.config.schema.train_args import TrainArgs
+from paceline.config.schema.train_args import Profile, TrainArgs
 from paceline.config.yaml_read import parse_yaml
 
 TABLES = alias_tables()
@@ -201,3 +201,10 @@ def test_ignored_key_that_changes_training_is_a_warning(load: Load, key: str) ->
 )
 def test_ignored_key_without_consequence_is_info(load: Load, text: str) -> None:
     assert {level for level, _ in load(BASE + text).notices} == {"info"}
+
+
+def test_profiled_steps_of_axolotl_are_counted_from_1(load: Callable[[str], Loaded]) -> None:
+    loaded = load(BASE + "profiler_steps: 5\n")
+    assert loaded.config.train_args.profile == Profile(start_step=1, num_steps=5)
+    loaded = load(BASE + "profiler_steps_start: 7\nprofiler_steps: 5\n")
+    assert loaded.config.train_args.profile == Profile(start_step=8, num_steps=5)

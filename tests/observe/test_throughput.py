@@ -39,15 +39,18 @@ def test_recomputation_is_not_counted(model: torch.nn.Module) -> None:
     args = (np.array([10]), 1, None)
     plain = model_flops(model, _config(), *args)
     again = model_flops(model, _config(train_args={"gradient_checkpointing": True}), *args)
-    assert plain is not None and again is not None
+    assert plain is not None
+    assert again is not None
     assert plain.per_device(10, 10) == again.per_device(10, 10)
 
 
 def test_utilization_is_share_of_peak(model: torch.nn.Module) -> None:
     flops = model_flops(model, _config(), np.array([10]), 1, A10)
-    assert flops is not None and flops.utilization(2.5e8) == 0.25
+    assert flops is not None
+    assert flops.utilization(2.5e8) == 0.25
     unknown = model_flops(model, _config(), np.array([10]), 1, None)
-    assert unknown is not None and unknown.utilization(2.5e8) is None
+    assert unknown is not None
+    assert unknown.utilization(2.5e8) is None
 
 
 def test_flops_are_unknown_for_other_models() -> None:
@@ -64,6 +67,9 @@ def test_peak_is_mean_over_devices() -> None:
 def test_peak_is_that_of_the_precision() -> None:
     half = peak_rate("NVIDIA A100-SXM4-80GB", 85_000_000_000, "bfloat16")
     full = peak_rate("NVIDIA A100-SXM4-80GB", 85_000_000_000, None)
-    assert half is not None and half["flops_s"] == 312e12 and "datasheet" in half["source"]
-    assert full is not None and full["flops_s"] == 19.5e12
+    assert half is not None
+    assert half["flops_s"] == 312e12
+    assert "datasheet" in half["source"]
+    assert full is not None
+    assert full["flops_s"] == 19.5e12
     assert peak_rate("NVIDIA Unknown 9000", 10**10, None) is None
