@@ -98,6 +98,26 @@ def test_estimated_activations_match_autograd(lora: bool, bf16: bool, recompute:
     assert estimate.total > estimate.saved
 
 
+def test_liger_kernels_save_fewer_activations() -> None:
+    dims = dims_of(WIDTHS)
+    assert dims is not None
+    plain, liger = (
+        language_activations(
+            dims,
+            Config(
+                model="m",
+                dataset="d",
+                train_args={"use_liger_kernel": use_liger, "precision": "bf16-mixed"},
+            ),
+            tokens=1,
+            labels=0,
+        ).block
+        for use_liger in (False, True)
+    )
+    # Two norms save one float32 copy less, and the MLP does not save the activation of its gate.
+    assert plain - liger == 2 * 4 * 128 + 2 * 352
+
+
 def test_estimated_flops_match_flop_counter() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -125,6 +125,7 @@ def _cache_file(config: Config, layout: ParallelLayout) -> Path | None:
         config.train_args.max_length,
         config.train_args.gradient_checkpointing,
         config.train_args.attn_implementation,
+        config.train_args.use_liger_kernel,
         config.parallel.tensor_plan,
         [layout.axes.pipeline, config.parallel.pipeline_schedule, config.parallel.stages_per_rank],
         layout.axes.tensor,

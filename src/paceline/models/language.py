@@ -21,6 +21,7 @@ from paceline.models.hub_configs import (
     read_config,
     read_raw_config,
 )
+from paceline.models.kernels.liger import install_liger
 from paceline.models.positions import check_length
 
 if TYPE_CHECKING:
@@ -77,6 +78,8 @@ def load_language_model(config: Config) -> nn.Module:
         ) from error
     check_length(config, model.config.to_dict())
     attention.check_model_attention(config, model)
+    if config.train_args.use_liger_kernel:
+        install_liger(model, config)
     model.config.use_cache = False
     if not config.lora.enable:
         return model  # type: ignore[no-any-return]
@@ -112,6 +115,8 @@ def language_model_on_meta(config: Config) -> nn.Module:
                     **attention.own_attention(config),
                 )
                 attention.check_model_attention(config, model)
+                if config.train_args.use_liger_kernel:
+                    install_liger(model, config)
                 if config.lora.enable:
                     model = add_adapters(model, config, read_weights=False)
         except ConfigError:

@@ -30,6 +30,7 @@ _LANGUAGE_ARGS = (
     "truncation_strategy",
     "packing",
     "attn_implementation",
+    "use_liger_kernel",
     "train_on_inputs",
     "train_on_turns",
 )

@@ -133,6 +133,14 @@ class TrainArgs(Section):
             " package, a GPU and 16-bit precision."
         ),
     )
+    use_liger_kernel: bool = Field(
+        False,
+        description=(
+            "Replace norms, gated MLPs and rotary embeddings of language models by the Triton"
+            " kernels of liger-kernel (extra `liger`), which store fewer activations. The loss is"
+            " not replaced. GPUs only."
+        ),
+    )
     train_on_inputs: bool = Field(
         False, description="Compute the loss on prompts too, not only on answers."
     )

@@ -181,7 +181,9 @@ def language_activations(
     # Autocast leaves the residual stream in float32; with frozen weights in low precision it is in
     # low precision too.
     stream = low if frozen else _FLOAT32
-    norm = _norm(dims.hidden, frozen)
+    # Liger's kernel saves the input of a norm as it is.
+    liger = args.use_liger_kernel
+    norm = stream * dims.hidden if liger else _norm(dims.hidden, frozen)
     # Inputs of the projections: in float32 one copy for all of them; autocast casts one for each.
     inputs = 0 if frozen else low * dims.hidden * (2 if low == _FLOAT32 else 5 if dims.gated else 4)
     # queries, keys, values, result; row sums
@@ -189,12 +191,15 @@ def language_activations(
     if joined and args.packing is not False:
         attention += low * dims.queries  # the samples' results, joined
     if dims.normed_queries:
-        attention += _norm(dims.queries + dims.keys, frozen)
+        width = dims.queries + dims.keys
+        attention += low * width if liger else _norm(width, frozen)
     if not fused_attention:
         # Scores after the softmax, and a copy of them in the dtype of the inputs.
         attention += dims.heads * longest * 2 * low
     wide = dims.feed_forward * dims.experts_per_token
     inner = (3 if frozen else 4) if dims.gated else (1 if frozen else 2)
+    if dims.gated and liger:
+        inner -= 1  # the activation of the gate is computed again in backward
     layer: float = 2 * norm + inputs + attention + low * inner * wide
     if frozen:
         layer += _adapters(dims, config, low, mask_bytes)
