@@ -37,6 +37,13 @@ def add_arguments(parser: OptionParser) -> None:
         metavar="NAME",
         help="device to plan for (default: this machine's devices)",
     )
+    parser.add_argument(
+        "--simulate",
+        action="store_true",
+        help="also simulate two steps of the configured mode (else of the chosen one) on fake"
+        " tensors: memory by kind, messages, FLOPs and the least time; needs the CPU build of torch"
+        " and a C++ compiler",
+    )
     parser.example = "paceline plan examples/demo.yaml --world-size 8 --device-memory 80GB"
 
 
@@ -47,13 +54,24 @@ def run(args: Namespace) -> int:
     loaded = load_fitted_config(args)
     print_notices(loaded.notices)
     plan = make_plan(loaded.config, args.world_size, args.device_memory, args.device)
+    simulation = None
+    if args.simulate:
+        from paceline.simulation.run import simulate_plan
+
+        simulation = simulate_plan(plan)
     if args.json:
-        print(json.dumps(plan.as_dict(), indent=2))
+        content = plan.as_dict() | ({} if simulation is None else simulation.as_dict())
+        print(json.dumps(content, indent=2))
     else:
         from rich.console import Console
 
         from paceline.planner.table import plan_table
 
         width = None if sys.stdout.isatty() else _WIDTH
-        Console(width=width, highlight=False, soft_wrap=False).print(plan_table(plan))
+        console = Console(width=width, highlight=False, soft_wrap=False)
+        console.print(plan_table(plan))
+        if simulation is not None:
+            from paceline.simulation.table import simulation_table
+
+            console.print(simulation_table(simulation, plan.machine))
     return EXIT_DONE

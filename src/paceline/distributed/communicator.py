@@ -83,6 +83,8 @@ class Communicator:
 
     #: The process group existed before the run, and its creator closes it.
     has_adopted_group = False
+    #: The other ranks exist: not in a simulation, in which one process is one rank of many.
+    has_peers = True
 
     @property
     def traffic(self) -> Traffic:
@@ -151,7 +153,7 @@ class Communicator:
             group = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
             if self.rank in ranks:
                 env = replace(self.env, rank=ranks.index(self.rank), world_size=len(members))
-                local = Communicator(env, self.device, self.axes, group, members, waits)
+                local = type(self)(env, self.device, self.axes, group, members, waits)
         return local
 
     def all_reduce(

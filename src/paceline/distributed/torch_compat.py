@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 from paceline.core.errors import ConfigError
@@ -168,6 +169,11 @@ def storage_id(tensor: torch.Tensor) -> int:
     """Return a number that identifies the tensor's storage, even on the meta device, which has no
     addresses. The number may be reused once the storage has been freed."""
     return _find(tensor.untyped_storage(), "_cdata")  # type: ignore[no-any-return]
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has values: not if it is on the meta device or a fake tensor."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def is_mutable_op(op: Any) -> bool:

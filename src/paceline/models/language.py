@@ -27,6 +27,7 @@ from paceline.models.positions import check_length
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
     from torch import nn
 
 _DOWNLOAD = "download the model where there is a network and set `model=/path/to/folder`"
@@ -89,8 +90,11 @@ def load_language_model(config: Config) -> nn.Module:
     return add_adapters(model, config)
 
 
-def language_model_on_meta(config: Config) -> nn.Module:
+def language_model_on_meta(config: Config, device: str | torch.device = "meta") -> nn.Module:
     """Build the model of :func:`load_language_model` on the meta device, from its config.json.
+
+    Args:
+        device: another device; for fake tensors, which have no values either.
 
     Raises:
         ConfigError: there is no config.json, or transformers does not support the model.
@@ -107,7 +111,7 @@ def language_model_on_meta(config: Config) -> nn.Module:
     with _quiet():
         try:
             model_config = _config_of(name, config.trust_remote_code)
-            with torch.device("meta"):
+            with torch.device(device):
                 model: Any = AutoModelForCausalLM.from_config(
                     model_config,
                     dtype=low if config.lora.enable else torch.float32,

@@ -34,6 +34,7 @@ class MicroBatchProfile:
         fullest: tokens of the longest samples that can share one; what memory must hold.
         label_share: share of the tokens that have a loss.
         sample: mean number of tokens of a sample.
+        lengths: tokens of each sample of the fullest micro-batch.
         known: counted in the data; else every sample has ``max_length`` tokens, all with loss.
     """
 
@@ -43,6 +44,7 @@ class MicroBatchProfile:
     sample: float = 1.0
     known: bool = True
     has_tokens: bool = True
+    lengths: tuple[int, ...] = ()
 
     def text(self) -> str:
         """Return the note in the plan."""
@@ -71,14 +73,20 @@ def micro_batch(config: Config) -> MicroBatchProfile:
     cached = cached_lengths(config, task, resolve_model)
     if cached is None or len(cached[0]) == 0:
         longest = float(size * args.max_length)
-        return MicroBatchProfile(longest, longest, sample=args.max_length, known=False)
+        rows = (args.max_length,) * size
+        return MicroBatchProfile(
+            longest, longest, sample=args.max_length, known=False, lengths=rows
+        )
     lengths, labels = cached
     size = min(size, len(lengths))
     mean = float(lengths.mean())
     longest_samples = sorted(lengths.tolist())[-size:]
     is_packed = args.packing is not False
     fullest = float(sum(longest_samples) if is_packed else size * longest_samples[-1])
-    return MicroBatchProfile(mean * size, fullest, float(labels.sum() / lengths.sum()), mean)
+    label_share = float(labels.sum() / lengths.sum())
+    return MicroBatchProfile(
+        mean * size, fullest, label_share, mean, lengths=tuple(longest_samples)
+    )
 
 
 def workload(

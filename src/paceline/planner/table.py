@@ -76,8 +76,8 @@ def _configured(plan: Plan) -> list[str]:
     cost = "; ".join(smallest.costs)
     if mode.step_time_s is not None and smallest.mode.step_time_s is not None:
         cost += (
-            f"; {_seconds(smallest.mode.step_time_s)} per step instead of"
-            f" {_seconds(mode.step_time_s)}"
+            f"; {short_time(smallest.mode.step_time_s)} per step instead of"
+            f" {short_time(mode.step_time_s)}"
         )
     before, after = mode.cost.traffic_per_step, smallest.traffic_bytes_per_step
     if after != before:
@@ -146,15 +146,15 @@ def _row(plan: Plan, mode: ModeEstimate) -> list[str]:
             if len(mode.name) <= _MODE_WIDTH
             else mode.name.replace(" × ", "×").replace("pipeline", "pipe")
         ),
-        *(_short(size) for size in sizes),
-        ("≤" if cost.traffic_is_bound else "") + _short(cost.traffic_per_step),
-        "?" if mode.step_time_s is None else _seconds(mode.step_time_s),
+        *(short_size(size) for size in sizes),
+        ("≤" if cost.traffic_is_bound else "") + short_size(cost.traffic_per_step),
+        "?" if mode.step_time_s is None else short_time(mode.step_time_s),
         "?" if mode.step_time_s is None else short_count(mode.per_second),
         verdict,
     ]
 
 
-def _short(size_bytes: float) -> str:
+def short_size(size_bytes: float) -> str:
     """Return a size of at most six characters, in powers of two: ``13.2G``."""
     for unit in ("", "K", "M", "G"):
         if abs(size_bytes) < 1000:
@@ -164,7 +164,7 @@ def _short(size_bytes: float) -> str:
     return f"{size_bytes:.1f}T"
 
 
-def _seconds(seconds: float) -> str:
+def short_time(seconds: float) -> str:
     """Return a time of at most seven characters: ``12 ms``, ``1.3 s``, ``24 min``, ``3.1 h``."""
     for limit, unit, size in ((1.0, "ms", 1e-3), (99.5, "s", 1.0), (5970.0, "min", 60.0)):
         if seconds < limit:

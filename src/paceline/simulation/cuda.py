@@ -99,8 +99,9 @@ def _check_torch() -> None:
             f"torch {torch.__version__} is a GPU build, and devices can be simulated only with the"
             " CPU build",
             fix=(
-                "use an environment with the CPU build: `pip install torch --index-url"
-                " https://download.pytorch.org/whl/cpu`"
+                "install Paceline in another environment with the CPU build (`pip install torch"
+                " --index-url https://download.pytorch.org/whl/cpu`); for `paceline plan"
+                " --simulate`, set PACELINE_SIMULATION_PYTHON to its `python`"
             ),
         )
     if not Requirement(SUPPORTED).specifier.contains(torch.__version__, prereleases=True):

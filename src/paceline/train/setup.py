@@ -22,6 +22,7 @@ from paceline.checkpoint.remote import CheckpointStore
 from paceline.checkpoint.saver import CheckpointManager
 from paceline.checkpoint.train_state import check_same_model, frozen_digest
 from paceline.checkpoint.transfer import open_checkpoint, transfer_notices
+from paceline.config.derive import ResolvedValues
 from paceline.config.load import to_yaml
 from paceline.config.schema import Config
 from paceline.core.errors import Outcome, PacelineError, RunError
@@ -52,7 +53,7 @@ from paceline.observe.report.build import build_report
 from paceline.observe.report.html import write_reports
 from paceline.observe.run_start import RunInfo, emit_run_start
 from paceline.observe.throughput import mean_peak, model_flops
-from paceline.parallel.base import make_strategy
+from paceline.parallel.base import Strategy, make_strategy
 from paceline.parallel.protocols import (
     close_servers,
     has_data,
@@ -269,7 +270,7 @@ def build_components(
     Returns:
         The components, the data pipeline, and notices as (level, text).
     """
-    _quiet_libraries(spec.config, comm.device.type)
+    quiet_libraries(spec.config, comm.device.type)
     task = load_task(spec.config)
     task.prepared = spec.data
     task.device_type = comm.device.type
@@ -301,22 +302,37 @@ def build_components(
         # The loss of one sample shows which tensors the stages must send to each other.
         probe = Probe(lambda model: task.loss(model, task.collate([datasets[0][0]])), rows=1)
     strategy.probe = None if probe is None else probe.run
-    with converted_weights(model):
-        shape, decayed = outline(model, spec.config, probe), matrices_of(model)
     digest = frozen_digest(model)
-    placed = strategy.setup(model)
+    components = distribute(task, model, strategy, spec.config, spec.derived, probe, digest)
     notices += strategy.notices
-    args = spec.config.train_args
+    return components, _build_data(spec, components, *datasets), notices
+
+
+def distribute(
+    task: Task,
+    model: nn.Module,
+    strategy: Strategy,
+    config: Config,
+    derived: ResolvedValues,
+    probe: Probe | None = None,
+    digest: str | None = None,
+) -> TrainComponents:
+    """Distribute the model over the ranks, and build the optimizer. A collective.
+
+    Args:
+        digest: digest of the frozen weights.
+    """
+    with converted_weights(model):
+        shape, decayed = outline(model, config, probe), matrices_of(model)
+    placed = strategy.setup(model)
+    args = config.train_args
     optimizer = strategy.setup_optimizer(
-        lambda named: build_optimizer(args, spec.derived.learning_rate, named, decayed)
+        lambda named: build_optimizer(args, derived.learning_rate, named, decayed)
     )
     precision = Precision(args, strategy.world)
     strategy.scaler = precision.scaler
-    schedule = Schedule(optimizer, args, spec.derived)
-    components = TrainComponents(
-        task, placed, shape, strategy, optimizer, schedule, precision, digest
-    )
-    return components, _build_data(spec, components, *datasets), notices
+    schedule = Schedule(optimizer, args, derived)
+    return TrainComponents(task, placed, shape, strategy, optimizer, schedule, precision, digest)
 
 
 def _build_data(
@@ -455,7 +471,8 @@ def _run_info(
     )
 
 
-def _quiet_libraries(config: Config, device_type: str) -> None:
+def quiet_libraries(config: Config, device_type: str) -> None:
+    """Suppress messages of libraries that users cannot act on."""
     if device_type == "cpu":
         # transformers imports DeepSpeed if it is installed, which would search for accelerators and
         # print that it found none.

@@ -205,7 +205,8 @@ class FSDPSharding:
         device_type, shard_group = self.shards.device.type, _group(self.shards)
         if self.copies.size == 1:
             return DeviceMesh.from_group(shard_group, device_type, mesh_dim_names=("shard",))
-        ranks = torch.tensor(self.replicas.ranks).view(self.copies.size, self.shards.size)
+        members, size = self.replicas.ranks, self.shards.size
+        ranks = [members[start : start + size] for start in range(0, len(members), size)]
         return DeviceMesh.from_group(
             [_group(self.copies), shard_group],
             device_type,

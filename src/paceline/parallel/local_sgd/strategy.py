@@ -114,11 +114,11 @@ class LocalSGDBase(Strategy):
             text = "machines have different numbers of ranks, so each rank is a worker"
             self.notices.append(("warning", text))
         axes = ParallelDims(data=self.workers, shard=world.size // self.workers)
-        groups = Communicator(world.env, world.device, axes, world.group, world.ranks, world.waits)
+        groups = type(world)(world.env, world.device, axes, world.group, world.ranks, world.waits)
         self.intra_group, self.inter_group = groups.subgroup("shard"), groups.subgroup("data")
         if self.schedule.delay and self.inter_group.size == world.size > 1:
             # Pending synchronizations must not block the collectives of the steps.
-            self.inter_group = Communicator(
+            self.inter_group = type(world)(
                 world.env, world.device, axes, dist.new_group(world.ranks), world.ranks, world.waits
             )
 

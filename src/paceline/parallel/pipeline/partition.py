@@ -126,8 +126,8 @@ class PartitionedModel:
         return self.forms[number](passed)
 
     # -- running
-    def probe(self, call: Callable[[], object]) -> tuple[int, ...]:
-        """Return the shape of the first block's input, by a forward that ends there.
+    def probe(self, call: Callable[[], object]) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return shape and dtype of the first block's input, by a forward that ends there.
 
         It is the same on every rank of the pipeline.
         """
@@ -135,7 +135,7 @@ class PartitionedModel:
         hidden = self._run(call, None, probing=True)
         if not isinstance(hidden, torch.Tensor):
             raise partition_error("the forward runs no block")
-        return tuple(hidden.shape)
+        return tuple(hidden.shape), hidden.dtype
 
     def run(self, stage: int, call: Callable[[], Any], received: torch.Tensor | None) -> Any:
         """Return the hidden states after ``stage``, or the result of ``call`` on the last stage.

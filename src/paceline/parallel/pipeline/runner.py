@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.config.schema import Config
+from paceline.distributed import torch_compat
 from paceline.distributed.communicator import Communicator
 from paceline.distributed.traffic import uncounted
 from paceline.models.blocks import evaluation_mode, find_blocks, tied_names
@@ -200,7 +201,8 @@ class PipelineRunner:
 
     def _run_stage(self, stage: int, number: int, received: torch.Tensor | None) -> torch.Tensor:
         out: torch.Tensor = self.partitioned.run(stage, partial(self._loss, number), received)
-        if stage not in self._checked and isinstance(out, torch.Tensor):
+        has_values = isinstance(out, torch.Tensor) and torch_compat.has_values(out)
+        if has_values and stage not in self._checked:
             self._checked.add(stage)
             self._check_leak(stage, received, out)
         return out
@@ -229,10 +231,13 @@ class PipelineRunner:
         (:attr:`replica_group`), all replicas run as many of these forwards.
         """
         with torch.no_grad():
-            before = [
+            inputs = [
                 self.partitioned.probe(partial(self._loss, number))
                 for number in range(num_micro_batches)
             ]
+        before = [shape for shape, _ in inputs]
+        if not self.comm.has_peers:  # then the blocks are assumed to keep shape and dtype
+            return [(hidden,) * (self.division.num_stages - 1) for hidden in inputs]
         if not self._known:
             self._learn_shapes(before[0], 0)
         new = {

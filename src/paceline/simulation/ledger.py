@@ -1,0 +1,271 @@
+"""Record what a simulated step allocates, sends and computes."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from paceline.planner.devices import BFLOAT16, Device
+from paceline.simulation.records import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARY,
+    MemoryByKind,
+)
+
+#: CUDA's caching allocator rounds sizes up to a multiple of this.
+_ALLOCATION_BYTES = 512
+#: Operations that neither read nor write the elements of a tensor.
+_WITHOUT_WORK = frozenset(
+    {
+        "view", "t", "transpose", "detach", "_unsafe_view", "expand", "as_strided", "select",
+        "slice", "split", "unbind", "permute", "squeeze", "unsqueeze", "alias", "split_with_sizes",
+        "empty", "empty_like", "empty_strided", "chunk", "device", "new_empty", "chunk_cat",
+        "lift_fresh", "new_empty_strided", "unflatten",
+    }
+)  # fmt: skip
+#: Operation of torch → the name of its collective.
+_COLLECTIVES = {
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "send": "send",
+    "recv_": "receive",
+}
+BUILD, FORWARD, BACKWARD = "build", "forward", "backward"
+#: After backward, and after the update of the weights.
+UPDATE, SYNCHRONIZE = "update", "synchronize"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Messages, operations and their least time.
+
+    Args:
+        messages: collective → number and bytes.
+        compute_s: the sum over operations of the time of the arithmetic or of the memory traffic,
+            whichever is longer, at the rates of the device.
+        link_s: the time of all messages at the rate of the links, if collectives use rings.
+    """
+
+    messages: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    flops: float = 0
+    compute_s: float = 0
+    link_s: float = 0
+
+    def plus(self, other: Work, factor: float = 1) -> Work:
+        """Return this work and ``factor`` times the other."""
+        messages = dict(self.messages)
+        for name, (count, size) in other.messages.items():
+            before = messages.get(name, (0, 0))
+            messages[name] = before[0] + factor * count, before[1] + factor * size
+        return Work(
+            messages,
+            self.flops + factor * other.flops,
+            self.compute_s + factor * other.compute_s,
+            self.link_s + factor * other.link_s,
+        )
+
+
+class Ledger(TorchDispatchMode):
+    """Records allocations, messages and operations on fake tensors of one device type.
+
+    Enter it inside FakeTensorMode, around everything from building the model on. Memory is a log of
+    (bytes, storage), so the kinds at the peak are known even of storages that are named only
+    later.
+    """
+
+    def __init__(self, device: Device, link_bytes_s: float, device_type: str = "cuda") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device, self.link_bytes_s, self.device_type = device, link_bytes_s, device_type
+        self.phase = BUILD
+        #: The work of each phase since it was last cleared.
+        self.work: defaultdict[str, Work] = defaultdict(Work)
+        # (bytes: + or -; number of the storage; phase)
+        self._log: list[tuple[int, int, str]] = []
+        self._kinds: list[str] = []  # by number of the storage
+        self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int]
+        self._numbers = weakref.WeakKeyDictionary()
+        self._sizes: dict[int, int] = {}
+        self._computes_shapes = 0
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Record what happens within the block as part of ``phase``."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    # -- memory
+    def name(self, kind: str, tensors: Iterable[object]) -> None:
+        """Set the kind of the tensors' storages, whatever they were taken for."""
+        for storage in self._storages(list(tensors)):
+            self._kinds[self._see(storage, kind)] = kind
+
+    def peak(self) -> MemoryByKind:
+        """Return the bytes of each kind at the peak of the steps."""
+        now = most = at = 0
+        for index, (change, _, phase) in enumerate(self._log, 1):
+            now += change
+            if now > most and phase != BUILD:
+                most, at = now, index
+        kinds: Counter[str] = Counter()
+        for change, number, _ in self._log[:at]:
+            kinds[self._kinds[number]] += change
+        return MemoryByKind(
+            parameters=kinds[PARAMETERS],
+            gradients=kinds[GRADIENTS],
+            optimizer=kinds[OPTIMIZER],
+            activations=kinds[ACTIVATIONS],
+            temporary=kinds[TEMPORARY],
+            communication=kinds[COMMUNICATION],
+        )
+
+    def _storages(self, value: object) -> Iterator[torch.UntypedStorage]:
+        for leaf in tree_leaves(value):
+            if not isinstance(leaf, torch.Tensor) or leaf.device.type != self.device_type:
+                continue
+            if is_traceable_wrapper_subclass(leaf):  # such as a DTensor: what it contains
+                names, _ = leaf.__tensor_flatten__()
+                yield from self._storages([getattr(leaf, name) for name in names])
+            else:
+                yield leaf.untyped_storage()
+
+    def _see(self, storage: torch.UntypedStorage, kind: str) -> int:
+        """Record the current size of a storage; return its number."""
+        number = self._numbers.get(storage)
+        if number is None:
+            number = self._numbers[storage] = len(self._kinds)
+            self._kinds.append(kind)
+            # The Python object of a storage exists as long as the storage.
+            weakref.finalize(storage, self._resize, number, 0)
+        self._resize(number, -(-storage.size() // _ALLOCATION_BYTES) * _ALLOCATION_BYTES)
+        return number
+
+    def _resize(self, number: int, size: int) -> None:
+        change = size - self._sizes.get(number, 0)
+        if change:
+            self._log.append((change, number, self.phase))
+        self._sizes[number] = size
+
+    # -- the mode
+    def __enter__(self) -> Self:
+        self._resize_storage = plain_resize = torch.UntypedStorage.resize_
+        self._propagate = plain = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        # FSDP frees and allocates its buffers by resizing them.
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = plain_resize(storage, size)
+            if storage in self._numbers:
+                self._see(storage, TEMPORARY)
+            return result
+
+        # DTensor computes shapes with fake tensors of the full size in the mode that is active.
+        def propagate(*args: Any, **kwargs: Any) -> Any:
+            self._computes_shapes += 1
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self._computes_shapes -= 1
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize_storage  # type: ignore[method-assign]
+        ShardingPropagator._propagate_tensor_meta_non_cached = self._propagate  # type: ignore[method-assign]
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # called again with the local tensors
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            out = args[0]  # the kernel for fake tensors would make a copy
+        else:
+            out = func(*args, **kwargs)
+        if self._computes_shapes:
+            return out
+        is_collective = func in collective_ops
+        name = func._overloadpacket.__name__
+        kind = COMMUNICATION if is_collective else self._kind_now()
+        for storage in self._storages(out):
+            self._see(storage, kind)
+        if is_collective:
+            if func not in sync_ops:
+                self._count_message(func, args, out)
+        elif name == "split_with_sizes_copy" and "out" in kwargs:  # FSDP's gathered weights
+            self.name(COMMUNICATION, kwargs["out"])
+        elif name not in _WITHOUT_WORK and not func.is_view:
+            self._count_work(func, args, kwargs, out)
+        return out
+
+    def _kind_now(self) -> str:
+        # with gradients, backward recomputes activations
+        is_recomputing = self.phase == BACKWARD and torch.is_grad_enabled()
+        return ACTIVATIONS if self.phase == FORWARD or is_recomputing else TEMPORARY
+
+    def _count_message(self, func: Any, args: Any, out: Any) -> None:
+        name = _COLLECTIVES.get(func._overloadpacket.__name__, func._overloadpacket.__name__)
+        if name == "receive":
+            return
+        tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)]
+        buffers = [tensor for tensor in tensors if tensor.device.type == self.device_type]
+        size = max((tensor.nbytes for tensor in buffers), default=0)
+        if name in ("all_gather", "reduce_scatter"):
+            self.name(COMMUNICATION, [max(buffers, key=lambda buffer: buffer.nbytes)])
+        ranks = CollectiveOp.get_process_group(func, args).size()
+        sent = size if name == "send" else size * (ranks - 1) / ranks
+        rounds = 2 if name == "all_reduce" else 1  # around the ring
+        self._add(Work({name: (1, size)}, link_s=rounds * sent / self.link_bytes_s))
+
+    def _count_work(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        results = [
+            leaf
+            for leaf in tree_leaves(out)
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self.device_type
+        ]
+        if not results:
+            return
+        count = flop_registry.get(func._overloadpacket)
+        flops = 0 if count is None else count(*args, **kwargs, out_val=out)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        moved = sum(tensor.nbytes for tensor in (*inputs, *results))
+        is_float32 = results[0].dtype == torch.float32
+        rate = self.device.flops_s(None if is_float32 else BFLOAT16) or self.device.float32_flops_s
+        seconds = max(flops / rate, moved / self.device.memory_bandwidth_bytes_s)
+        self._add(Work(flops=flops, compute_s=seconds))
+
+    def _add(self, work: Work) -> None:
+        self.work[self.phase] = self.work[self.phase].plus(work)

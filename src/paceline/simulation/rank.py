@@ -1,0 +1,248 @@
+"""Simulate two training steps of one rank: Paceline's own strategy, optimizer, precision and loss,
+on tensors without values."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from paceline.config.derive import derive
+from paceline.config.schema import Config
+from paceline.core.event_log import EventLog
+from paceline.data.collate import TokenBatch, collate_packed, collate_padded, map_tensors
+from paceline.data.text.token_dataset import TokenSample
+from paceline.distributed.communicator import Communicator
+from paceline.distributed.environment import RankEnv
+from paceline.distributed.mesh import ParallelDims
+from paceline.health.anomalies import AnomalyDetector, UpdateDecision
+from paceline.models.language import language_model_on_meta
+from paceline.parallel.base import make_strategy, optimizer_tensors
+from paceline.parallel.local_sgd.strategy import LocalSGDBase
+from paceline.parallel.protocols import traffic_period, unscale_grads
+from paceline.planner.devices import find_device
+from paceline.simulation.ledger import BACKWARD, FORWARD, SYNCHRONIZE, UPDATE, Ledger, Work
+from paceline.simulation.records import (
+    DEVICES_PER_HOST,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    Messages,
+    RankJob,
+    RankReport,
+)
+from paceline.tasks.language import LanguageTask
+from paceline.train.precision import checkpoint_activations
+from paceline.train.setup import distribute, quiet_libraries
+from paceline.train.state import TrainComponents
+
+T = TypeVar("T")
+
+#: Micro-batches that are simulated without a pipeline: the first, one in the middle, and the last.
+_MICRO_BATCHES = 3
+
+
+class SimulatedCommunicator(Communicator):
+    """The collectives of a rank whose group has no other processes: they return at once, and every
+    rank has this rank's values."""
+
+    has_peers = False
+
+    def sum(self, *values: float) -> list[float]:
+        return [value * self.size for value in values]
+
+    def broadcast_object(self, value: T) -> T:
+        return value
+
+    def gather_objects(self, value: T) -> list[T]:
+        return [value] * self.size
+
+    def gather_numbers(self, value: float) -> list[float]:
+        return [value] * self.size
+
+
+def simulate_rank(job: RankJob) -> RankReport:
+    """Build the model and the strategy of a rank, make two steps, and report the second one; the
+    peak of memory is that of both.
+
+    Raises:
+        ConfigError: the strategy cannot distribute the model.
+    """
+    config = Config.model_validate(job.config)
+    axes = ParallelDims(**job.axes)
+    device, _ = find_device(job.device)
+    ledger = Ledger(device, job.link_bytes_s)
+    with _process_group(job.rank, axes) as world, FakeTensorMode(), ledger:
+        components, batch = _build(job, config, world)
+        rank = SimulatedRank(components, config, batch, ledger)
+        rank.run()
+        return rank.report(job.rank)
+
+
+@contextmanager
+def _process_group(rank: int, axes: ParallelDims) -> Iterator[Communicator]:
+    """Be one rank of a process group whose other ranks do not exist."""
+    local = min(axes.size, DEVICES_PER_HOST)
+    env = RankEnv(rank, axes.size, rank % local, local)
+    from_group = DeviceMesh.from_group
+
+    def real_mesh(*args: Any, **kwargs: Any) -> DeviceMesh:
+        with unset_fake_temporarily():  # a mesh reads its small tensors
+            return from_group(*args, **kwargs)
+
+    # The kernels for fake tensors are independent of the build.
+    torch.backends.cuda.is_flash_attention_available = lambda: True
+    torch.accelerator.set_device_index(env.local_rank)
+    dist.init_process_group("fake", rank=rank, world_size=axes.size, store=FakeStore())
+    DeviceMesh.from_group = real_mesh  # type: ignore[method-assign]
+    try:
+        yield SimulatedCommunicator(env, torch.device("cuda", env.local_rank), axes)
+    finally:
+        DeviceMesh.from_group = from_group  # type: ignore[method-assign]
+        dist.destroy_process_group()
+
+
+def _build(job: RankJob, config: Config, world: Communicator) -> tuple[TrainComponents, TokenBatch]:
+    quiet_libraries(config, "cpu")  # nothing may search for real devices
+    task = LanguageTask(config)
+    task.device_type = world.device.type
+    model: Any = language_model_on_meta(config, world.device)
+    model.config.use_cache = False
+    if config.train_args.gradient_checkpointing:
+        checkpoint_activations(model)
+    strategy = make_strategy(job.strategy, config, world)
+    task.setup(model)
+    axes = world.axes
+    derived = derive(
+        config,
+        world_size=axes.size,
+        num_train=1 << 40,
+        num_eval=0,
+        default_learning_rate=task.default_learning_rate,
+        replicas=axes.replicas,
+    )
+    components = distribute(task, model, strategy, config, derived)
+    components.model.train()
+    with unset_fake_temporarily():
+        batch = _micro_batch(job.lengths, job.label_share, packed=task.packed)
+    to_device = partial(_fake_on, device=world.device)
+    return components, map_tensors(batch, to_device)
+
+
+def _fake_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _micro_batch(lengths: Sequence[int], label_share: float, packed: bool) -> TokenBatch:
+    """Return a micro-batch of samples of these lengths whose last tokens have a loss."""
+    import numpy as np
+
+    samples = []
+    for length in lengths:
+        mask = np.zeros(length, dtype=bool)
+        mask[length - round(length * label_share) :] = True
+        samples.append(TokenSample(input_ids=np.ones(length, dtype=np.int64), labels_mask=mask))
+    return collate_packed(samples) if packed else collate_padded(samples, 0)
+
+
+class SimulatedRank:
+    """A rank with everything that its steps need."""
+
+    def __init__(
+        self, components: TrainComponents, config: Config, batch: TokenBatch, ledger: Ledger
+    ) -> None:
+        self.components, self.strategy = components, components.strategy
+        self.config, self.batch, self.ledger = config, batch, ledger
+        args = config.train_args
+        self.accumulation = args.gradient_accumulation_steps
+        self.num_micro_batches = self.accumulation
+        if self.strategy.world.axes.pipeline == 1:
+            self.num_micro_batches = min(self.accumulation, _MICRO_BATCHES)
+        self.anomalies = AnomalyDetector(
+            config.recovery, self.strategy, components.precision.scaler, EventLog(None)
+        )
+        self.work = Work()  # of a step
+        self._started: list[Work] = []  # before each micro-batch
+
+    def run(self) -> None:
+        """Make two steps: the first creates the optimizer's state. Between two synchronizations of
+        independent workers, the other steps of the period only do what follows the update."""
+        ledger, period = self.ledger, traffic_period(self.strategy)
+        if isinstance(self.strategy, LocalSGDBase) and self.strategy.in_warmup:
+            self.strategy.steps_done = self.strategy.schedule.warmup - 1
+            self.strategy.optimizer_step(lambda _: False)
+        self._step(0)
+        ledger.work.clear()
+        for _ in range(1, period):
+            with ledger.during(SYNCHRONIZE):
+                self.strategy.optimizer_step(lambda _: False)
+        self._started = []
+        self._step(1)
+        self.work = ledger.work[UPDATE].plus(self._computed())
+        self.work = self.work.plus(ledger.work[SYNCHRONIZE], 1 / period)
+        if self.num_micro_batches < self.accumulation:
+            middle = self._started[2].plus(self._started[1], -1)
+            self.work = self.work.plus(middle, self.accumulation - self.num_micro_batches)
+
+    def _computed(self) -> Work:
+        return self.ledger.work[FORWARD].plus(self.ledger.work[BACKWARD])
+
+    def _step(self, number: int) -> None:
+        """Make a step as :meth:`paceline.train.trainer.Trainer.step` does."""
+        parts, strategy, ledger = self.components, self.strategy, self.ledger
+        with ledger.during(FORWARD):
+            strategy.forward_backward(self._micro_step, self.num_micro_batches)
+        with ledger.during(UPDATE):
+            self._name_state()
+            unscale_grads(strategy)
+            norm = strategy.clip_grad_norm(self.config.train_args.max_grad_norm)
+            parts.lr_schedule.set_step(number)
+            decision = self.anomalies.decide(norm)
+            strategy.optimizer_step(partial(self._update, decision))
+        self._name_state()
+
+    def _update(self, decision: UpdateDecision, optimizer: torch.optim.Optimizer) -> bool:
+        updated = self.components.precision.step(optimizer, decision)
+        self.ledger.phase = SYNCHRONIZE
+        return updated
+
+    def _micro_step(self, number: int, model: torch.nn.Module) -> torch.Tensor:
+        parts, ledger = self.components, self.ledger
+        ledger.phase = FORWARD
+        self._started.append(self._computed())
+        with parts.precision.autocast():
+            loss = parts.task.loss(model, self.batch)
+        ledger.phase = BACKWARD
+        return parts.precision.scale(loss / torch.ones((), device=loss.device))
+
+    def _name_state(self) -> None:
+        """Tell the ledger which tensors are the state of the training."""
+        parts, ledger = self.components, self.ledger
+        updated = [each for group in parts.optimizer.param_groups for each in group["params"]]
+        parameters = [*parts.model.parameters(), *parts.model.buffers(), *updated]
+        optimizer = optimizer_tensors(parts.optimizer)
+        gradients = [each.grad for each in parameters if getattr(each, "grad", None) is not None]
+        ledger.name(OPTIMIZER, self.strategy.memory_tensors())
+        ledger.name(PARAMETERS, parameters)
+        ledger.name(GRADIENTS, gradients)
+        ledger.name(OPTIMIZER, optimizer)
+
+    def report(self, rank: int) -> RankReport:
+        """Return the report of the second step."""
+        memory, work = self.ledger.peak(), self.work
+        return RankReport(
+            rank=rank,
+            peak_memory_bytes=sum(size for size in memory.values() if isinstance(size, int)),
+            memory_bytes=memory,
+            messages=[
+                Messages(collective=name, count=count, bytes=round(size))
+                for name, (count, size) in sorted(work.messages.items())
+            ],
+            flops=round(work.flops),
+            time_floor_s=max(work.compute_s, work.link_s),
+        )

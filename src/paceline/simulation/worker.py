@@ -1,0 +1,72 @@
+"""The process that simulates ranks: reads one job per line from standard input, and writes one
+result per line to standard output, both as JSON.
+
+It needs the CPU build of torch, which :mod:`paceline.simulation.cuda` changes for the whole
+process.
+"""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.packages import unused_packages
+from paceline.config.schema import Config
+from paceline.core.errors import PacelineError, first_line
+from paceline.planner.devices import find_device
+from paceline.simulation.records import DEVICES_PER_HOST, RankJob
+
+if TYPE_CHECKING:
+    from paceline.simulation.records import RankReport
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Simulate the ranks of the jobs. A rank that cannot be simulated has a result with
+    ``error``."""
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print to standard output
+    warnings.simplefilter("ignore")
+    for line in sys.stdin:
+        json.dump(_result(json.loads(line)), results)
+        print(file=results, flush=True)
+
+
+def _result(fields: Mapping[str, Any]) -> "dict[str, RankReport] | dict[str, str]":
+    from paceline.simulation.cuda import simulate_cuda
+
+    job = RankJob(**fields)
+    for name in unused_packages(Config.model_validate(job.config)):
+        # so that `import` and `find_spec` report that there is no such module
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    try:
+        # Before any other module of torch asks for the accelerator.
+        simulate_cuda(find_device(job.device)[0], DEVICES_PER_HOST)
+        from paceline.simulation.rank import simulate_rank
+
+        return {"report": simulate_rank(job)}
+    except PacelineError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        logger.debug("rank %d cannot be simulated", job.rank, exc_info=True)
+        text = f"{type(error).__name__}: {first_line(error)}"
+        if isinstance(error, _errors_of_values()):
+            text = f"a step reads values of tensors, which the simulation does not have ({text})"
+        return {"error": text}
+
+
+def _errors_of_values() -> tuple[type[Exception], ...]:
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
+
+    return DataDependentOutputException, DynamicOutputShapeException
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""A worker that simulates training as common tools do it instead of with Paceline's settings: the
+logits of all tokens, gradients summed in float32 by FSDP, weights of tensor parallelism in bfloat16
+with gradients that are freed after each step. Started by test_published.py."""
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.parallel.ddp.buckets import squared_norm_of
+from paceline.parallel.fsdp import sharding
+from paceline.parallel.hybrid import strategy as hybrid
+from paceline.simulation import rank, worker
+from paceline.tasks.language import LanguageTask
+
+
+def full_loss(task: LanguageTask, model: Any, batch: Any) -> Any:
+    """Return the loss of transformers, which computes all logits."""
+    return model(input_ids=batch["input_ids"], labels=batch["input_ids"], use_cache=False).loss
+
+
+class SeparateGradients:
+    """Gradients that are all-reduced one by one after backward."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], _: int, world: Any, __: Any) -> None:
+        self.parameters, self.world = list(parameters), world
+
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        return [each.grad for each in self.parameters if each.grad is not None]
+
+    def zero(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def start_reducing(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        for gradient in self.flats:
+            self.world.wait(self.world.all_reduce(gradient))
+
+    def local_sum(self) -> torch.Tensor:
+        return self.parameters[0].new_zeros(())
+
+    def norm(self) -> torch.Tensor:
+        return squared_norm_of(self.flats, self.world.device).sqrt().float()
+
+    def scale(self, factor: torch.Tensor) -> None:
+        for gradient in self.flats:
+            gradient.mul_(factor.to(gradient.dtype))
+
+
+def use_plain_settings(with_tensor_parallelism: bool) -> None:
+    LanguageTask.loss = full_loss  # type: ignore[method-assign]
+    LanguageTask.setup = lambda task, model: []  # type: ignore[method-assign]
+    sharding.reduce_dtype = lambda low, replicas: torch.float32 if low else None
+    if with_tensor_parallelism:
+        build = rank.language_model_on_meta
+        rank.language_model_on_meta = lambda config, device: build(config, device).bfloat16()
+        hybrid.make_buckets = lambda strategy, trained, group: (
+            SeparateGradients(trained.values(), 0, group, None),
+            None,
+        )
+
+
+if __name__ == "__main__":
+    use_plain_settings(with_tensor_parallelism="tensor 4" in sys.argv)
+    worker.main()

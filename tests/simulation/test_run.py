@@ -1,0 +1,127 @@
+"""Test `paceline plan --simulate`: memory, messages and FLOPs of simulated ranks, and what cannot
+be simulated. The simulated ranks are in processes of their own."""
+
+import json
+from typing import Any
+
+import pytest
+
+from paceline.cli import main
+from paceline.config.schema import Config
+from paceline.core.errors import ConfigError
+from paceline.parallel.registry import layout
+from paceline.planner.devices import find_device
+from paceline.planner.estimate import micro_batch
+from paceline.planner.hardware import named_machine
+from paceline.simulation import run
+from paceline.simulation.records import RankReport, verdict_of
+
+MICRO = "builtin:qwen2-micro"
+H100 = find_device("H100-SXM")[0]
+
+
+def job(world_size: int, rank: int = 0, **keys: Any) -> run.RankJob:
+    keys = {"train_args": {"precision": "bf16-mixed", "max_length": 128}} | keys
+    config = Config(model=MICRO, dataset="none.jsonl", **keys)
+    machine = named_machine(H100, None, world_size, "bfloat16")
+    return run.job_of(
+        config, layout(config.parallel, world_size), micro_batch(config), machine, rank
+    )
+
+
+def sent(report: RankReport) -> dict[str, int]:
+    return {message["collective"]: message["bytes"] for message in report["messages"]}
+
+
+def plan(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    keys = [f"model={MICRO}", "dataset=none.jsonl", "max_length=128", *args]
+    device = [] if "--device" in args else ["--device", "H100-SXM"]
+    assert main(["plan", *keys, "--world-size", "4", *device, "--simulate", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("compiled_shim")
+def test_plan_simulates_three_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    result = plan(capsys, "parallel.mode=zero3")
+    simulated, parameters = result["simulated"], result["parameters"]
+    assert result["simulated_reason"] is None
+    assert [rank["rank"] for rank in simulated["ranks"]] == [0, 2, 3]
+    assert simulated["verdict"] == "fits"
+    for rank in simulated["ranks"]:
+        assert rank["peak_memory_bytes"] == sum(rank["memory_bytes"].values())
+        # a shard of the weights and of both moments, in allocations of 512 bytes
+        assert rank["memory_bytes"]["parameters"] == pytest.approx(parameters, rel=0.1)
+        assert rank["memory_bytes"]["optimizer"] == pytest.approx(2 * parameters, rel=0.2)
+        # weights for forward and for backward, and gradients once, in bfloat16
+        assert sent(rank)["all_gather"] == pytest.approx(4 * parameters, rel=0.01)
+        assert sent(rank)["reduce_scatter"] == pytest.approx(2 * parameters, rel=0.01)
+        assert rank["time_floor_s"] > 0
+    peaks = [rank["peak_memory_bytes"] for rank in simulated["ranks"]]
+    assert simulated["peak_memory_bytes"] == max(peaks)
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["parallel.mode=deepspeed"], "`parallel.mode: deepspeed` is not simulated"),
+        (["parallel.mode=dp"], "`parallel.mode: dp` is not simulated"),
+        (["parallel.mode=parameter_server"], "parameter_server"),
+        (["parallel.mode=tensor", "parallel.tensor=3"], "does not make 4 ranks"),
+        (["parallel.mode=ddp", "compression.method=topk"], "`compression` is not simulated"),
+    ],
+)
+def test_gives_the_reason_if_a_run_is_not_simulated(
+    capsys: pytest.CaptureFixture[str], args: list[str], reason: str
+) -> None:
+    result = plan(capsys, *args)
+    assert result["simulated"] is None
+    assert reason in result["simulated_reason"]
+
+
+def test_verdict_leaves_room_for_what_the_allocator_reserves() -> None:
+    assert [verdict_of(peak, 123) for peak in (99, 101, 123, 124)] == [
+        "fits",
+        "unsure",
+        "unsure",
+        "does_not_fit",
+    ]
+
+
+def test_reports_an_interpreter_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(run.PYTHON_VARIABLE, "/none/python")
+    with pytest.raises(ConfigError, match="`/none/python` cannot be started"):
+        run.run_jobs([job(1)])
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("compiled_shim")
+def test_simulates_every_strategy() -> None:
+    micro_batches = {"precision": "bf16-mixed", "max_length": 128, "gradient_accumulation_steps": 8}
+    single, ddp, accumulated, zero1, tensor, first, last, local = run.run_jobs(
+        [
+            job(1),
+            job(4, parallel={"mode": "ddp"}),
+            job(4, parallel={"mode": "ddp"}, train_args=micro_batches),
+            job(4, parallel={"mode": "zero1"}),
+            job(4, parallel={"tensor": 2, "data": 2}),
+            job(2, parallel={"mode": "pipeline"}, train_args=micro_batches),
+            job(2, 1, parallel={"mode": "pipeline"}, train_args=micro_batches),
+            job(4, parallel={"mode": "local_sgd"}, local_sgd={"sync_every": 10}),
+        ]
+    )
+    assert single["messages"] == []
+    gradients = ddp["memory_bytes"]["gradients"]
+    assert gradients == single["memory_bytes"]["gradients"]
+    assert sent(ddp)["all_reduce"] == pytest.approx(gradients, rel=0.01)
+    # every micro-batch is counted; the gradients are reduced once
+    assert accumulated["flops"] == 8 * ddp["flops"]
+    assert sent(accumulated) == sent(ddp)
+    assert zero1["memory_bytes"]["optimizer"] < ddp["memory_bytes"]["optimizer"] / 3
+    assert sent(zero1)["all_gather"] == sent(zero1)["reduce_scatter"]
+    assert sent(tensor)["all_reduce"] > 0
+    assert tensor["flops"] < ddp["flops"]
+    # hidden states of each micro-batch, and their gradients
+    assert sent(first)["send"] >= 8 * 128 * 64 * 4
+    assert sent(last)["send"] >= 8 * 128 * 64 * 4
+    # the parameters are averaged every 10 steps
+    assert sent(local)["all_reduce"] == pytest.approx(gradients / 10, rel=0.01)
