@@ -422,16 +422,22 @@ def evaluate_trials(
 
 
 def train_families(
-    names: list[str], modes: list[str], folder: Path, steps: int = 3
+    names: list[str], modes: list[str], folder: Path, steps: int = 3, **settings: Any
 ) -> dict[str, dict[str, str]]:
     """Train the families with each mode on one pair of ranks. Return {family: {mode: "ok" or a
-    reason}}; the mode "packed" states whether the samples were packed or padded."""
+    reason}}; the mode "packed" states whether the samples were packed or padded.
+
+    Args:
+        settings: further sections of the config.
+    """
     from ranks import run_ranks
 
     trials, rejected = {}, {}
     for name in names:
         make_model(name, folder)
-        trials[name], rejected[name] = make_trials(name, folder, [*modes, PADDED], steps)
+        trials[name], rejected[name] = make_trials(
+            name, folder, [*modes, PADDED], steps, **settings
+        )
     table = run_ranks(run_trials, 2, trials, steps, str(folder), timeout_s=100.0 * len(names))
     results: dict[str, dict[str, str]] = {}
     for name, verdicts in evaluate_trials(table, trials).items():

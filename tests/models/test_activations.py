@@ -118,6 +118,31 @@ def test_liger_kernels_save_fewer_activations() -> None:
     assert plain - liger == 2 * 4 * 128 + 2 * 352
 
 
+def test_loss_in_chunks_needs_less_memory() -> None:
+    """The estimate for a large vocabulary: the logits of one chunk, and the gradient of the head,
+    unless it is frozen."""
+    dims = dims_of({**WIDTHS, "vocab_size": 150_000})
+    assert dims is not None
+    tokens, chunk = 4096, 384
+    estimates = {}
+    for lora in (False, True):
+        for size in ("auto", 0):
+            config = Config(
+                model="m",
+                dataset="d",
+                lora={"enable": lora},
+                train_args={"precision": "32", "loss_chunk_size": size},
+            )
+            estimates[lora, size] = language_activations(dims, config, tokens, tokens)
+    assert estimates[False, 0].logits == 3 * 4 * 150_000 * tokens
+    kept = 4 * 128 * (150_000 + tokens)
+    assert estimates[False, "auto"].logits == 4 * 150_000 * chunk + kept
+    assert estimates[False, "auto"].logits_saved == kept
+    assert estimates[True, "auto"].logits == 4 * 150_000 * chunk + 4 * 128 * tokens
+    saved = estimates[False, 0].total - estimates[False, "auto"].total
+    assert saved == estimates[False, 0].logits - estimates[False, "auto"].logits
+
+
 def test_estimated_flops_match_flop_counter() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -19,6 +19,8 @@ from paceline.models import attention, language
 from paceline.models.blocks import base_model
 from paceline.models.builtin import resolve_model
 from paceline.models.files import check_files, check_hub
+from paceline.models.head.chunked_loss import ChunkedLoss, LogitTransform, chunked_loss
+from paceline.models.head.transform import find_transform, output_head
 from paceline.models.lora import adapter_notices
 from paceline.models.packing import choose_packing
 from paceline.models.qwen import CONVERTED_KEY, module_notice
@@ -41,6 +43,9 @@ class LanguageTask(Task):
         self.packed = config.train_args.packing is not False
         self.picks_logits = True
         self._passes_segments = False
+        # What the model does to its logits; None if the loss is not computed in chunks.
+        self._transform: LogitTransform | None = None
+        self._chunk_tokens = 0
 
     def check(self) -> None:
         check_files(self.config)
@@ -87,6 +92,7 @@ class LanguageTask(Task):
             notices.append(("info", text))
             if self.config.lora.enable and (text := module_notice(self.config)):
                 notices.append(("info", text))
+        notices += self._choose_loss(model, base)
         reason = "rows are padded"
         if self.packed:
             device = next(model.parameters()).device
@@ -97,6 +103,27 @@ class LanguageTask(Task):
         if (kernel := attention.kernel_of(base)) is not None:
             notices.append(("info", f"attention: {kernel} ({reason})"))
         return notices
+
+    def _choose_loss(self, model: Any, base: Any) -> list[Notice]:
+        """Choose between the loss of all tokens at once and that of chunks, by a test on the
+        model. The result depends on the config and the model only, as do the chunks, so that
+        every strategy adds in the same order."""
+        args = self.config.train_args
+        vocabulary = int(getattr(base.config.get_text_config(), "vocab_size", 0))
+        chunk_tokens = args.loss_chunk_tokens(vocabulary)
+        rows = max(args.per_device_train_batch_size, args.per_device_eval_batch_size or 0)
+        if chunk_tokens is None or rows * args.max_length <= chunk_tokens:
+            return []
+        self._chunk_tokens = chunk_tokens
+        transform = find_transform(model, next(model.parameters()).device)
+        if isinstance(transform, LogitTransform):
+            self._transform = transform
+            return []
+        text = (
+            "loss: computed from the logits of all tokens of a micro-batch, which takes more"
+            f" memory; it cannot be computed in chunks with this model: {transform}"
+        )
+        return [("warning", text)]
 
     def _choose_rows(self, packing: str) -> Notice:
         if packing != "none":
@@ -135,14 +162,23 @@ class LanguageTask(Task):
         names = ["input_ids", "attention_mask", "position_ids"]
         if self._passes_segments:
             names += SegmentInputs.__annotations__
-        inputs = {name: value for name, value in batch.items() if name in names}
-        keep = batch["keep"]
+        inputs: dict[str, Any] = {name: value for name, value in batch.items() if name in names}
+        inputs["use_cache"] = False
+        keep, targets = batch["keep"], batch["targets"]
         if self.picks_logits:
-            logits = model(**inputs, use_cache=False, logits_to_keep=keep).logits
-        else:
-            logits = model(**inputs, use_cache=False).logits[:, keep]
+            inputs["logits_to_keep"] = keep
+        if self._transform is not None and targets.numel() > self._chunk_tokens:
+            selected = None if self.picks_logits else keep
+            loss = ChunkedLoss(
+                output_head(model), self._transform, targets, selected, self._chunk_tokens
+            )
+            with chunked_loss(loss):
+                return loss.result(model(**inputs).logits)
+        logits = model(**inputs).logits
+        if not self.picks_logits:
+            logits = logits[:, keep]
         return functional.cross_entropy(
-            logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction="sum"
+            logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
         )
 
     def save_model(self, model: Any, folder: Path) -> None:

@@ -10,6 +10,10 @@ from paceline.config.schema.base import Auto, Section
 #: `logging_steps`.
 ShareOfSteps = Annotated[float, Field(gt=0, lt=1)]
 
+#: Size of the logits of a chunk of the loss, in float32. With smaller chunks, the gradient of the
+#: head's weight is read and written more often, which takes longer.
+_CHUNK_BYTES = 256 << 20
+
 
 class Profile(Section):
     """Which steps torch's profiler records."""
@@ -141,6 +145,14 @@ class TrainArgs(Section):
             " not replaced. GPUs only."
         ),
     )
+    loss_chunk_size: Auto | Annotated[int, Field(ge=0)] = Field(
+        "auto",
+        description=(
+            "Tokens whose logits are in memory at the same time (language models). `auto`: as"
+            " many as take 256 MiB in float32, 384 with a vocabulary of 152,000. 0: all of the"
+            " micro-batch."
+        ),
+    )
     train_on_inputs: bool = Field(
         False, description="Compute the loss on prompts too, not only on answers."
     )
@@ -220,6 +232,16 @@ class TrainArgs(Section):
     @classmethod
     def _number_is_text(cls, value: object) -> object:
         return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    def loss_chunk_tokens(self, vocabulary: int) -> int | None:
+        """Return the number of tokens per chunk of the loss, or None for all at once.
+
+        It does not depend on the devices, so that all strategies and numbers of ranks add in the
+        same order.
+        """
+        if self.loss_chunk_size != "auto":
+            return self.loss_chunk_size or None
+        return max(64, _CHUNK_BYTES // (4 * max(vocabulary, 1)) // 64 * 64)
 
     @property
     def mixed_dtype(self) -> Literal["bfloat16", "float16"] | None:

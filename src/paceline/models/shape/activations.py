@@ -125,14 +125,17 @@ class Activations:
         block: saved by each block from its forward pass to its backward pass.
         recomputed: needed to recompute one block; 0 without activation checkpointing.
         ends: saved by the layers outside the blocks: the last norm and the head.
-        logits: the head's output and two gradients of it in float32, at the start of backward, when
-            all other activations still exist.
+        logits: needed for the loss, when all other activations exist: the head's output and two
+            gradients of it in float32. If the loss is computed in chunks: those of a chunk, and the
+            gradients of the head's weight and input.
+        logits_saved: the part of ``logits`` that is kept until backward.
     """
 
     block: float
     recomputed: float
     ends: float
     logits: float
+    logits_saved: float
     layers: int
 
     @property
@@ -143,9 +146,8 @@ class Activations:
 
     @property
     def saved(self) -> int:
-        """Memory that is kept from forward to backward. Of the logits, that is only the
-        log-probabilities."""
-        return round(self.layers * self.block + self.ends + self.logits / 3)
+        """Memory that is kept from forward to backward."""
+        return round(self.layers * self.block + self.ends + self.logits_saved)
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -208,8 +210,17 @@ def language_activations(
     )
     head_input = 0 if frozen else low * dims.hidden * labels
     ends = norm * tokens + head_input
-    logits = 3 * _FLOAT32 * dims.vocabulary * labels
-    return Activations(block * tokens, recomputed * tokens, ends, logits, dims.layers)
+    chunk = args.loss_chunk_tokens(dims.vocabulary)
+    if chunk is None or labels <= chunk:
+        logits_saved: float = _FLOAT32 * dims.vocabulary * labels  # log-probabilities
+        logits = 3 * logits_saved
+    else:
+        # The gradients that the loss has already computed.
+        logits_saved = _FLOAT32 * dims.hidden * (labels + (0 if frozen else dims.vocabulary))
+        # A chunk in float32 and, for matrix products, in the dtype of the inputs.
+        per_logit = _FLOAT32 + (low if low != _FLOAT32 else 0)
+        logits = logits_saved + per_logit * dims.vocabulary * chunk
+    return Activations(block * tokens, recomputed * tokens, ends, logits, logits_saved, dims.layers)
 
 
 def language_flops(

@@ -1,0 +1,1 @@
+"""The output head of a language model and the loss that is computed in it."""

@@ -1,0 +1,324 @@
+"""Compute the cross entropy of a language model's head for a few tokens at a time.
+
+The logits of all tokens of a micro-batch, in float32, are often the largest tensor of a step:
+4,096 tokens of a vocabulary of 150,000 are 2.5 GB, of which the loss needs three copies. Here the
+logits of a chunk of tokens exist until their part of the loss and its gradients are computed, as in
+Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training" (2024), section 3.2, and in
+``torch.nn.functional.linear_cross_entropy``. That function has no autocast, no adapters and no
+loss scaling, and computes linear layers only; the head here may be any module.
+
+The loss is computed in the forward pass of the head's module (:func:`chunked_loss`), where a
+strategy has gathered its weights, and the model runs as usual around it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from paceline.models.blocks import wrap_forward
+
+#: Target of a token without loss.
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class LogitTransform:
+    """What a model does to the head's output: ``cap · tanh(scale · x / cap)``, or ``scale · x``
+    without a cap."""
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the function of ``logits``; the argument itself if it is the identity."""
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+    def slope(self, transformed: torch.Tensor) -> torch.Tensor | None:
+        """Return the derivative at the given results without its factor ``scale``, or None if it is
+        1 everywhere."""
+        if self.cap is None:
+            return None
+        return 1 - (transformed / self.cap).square_()
+
+
+@dataclass
+class ChunkedLoss:
+    """A computation of the loss in the forward pass of a head.
+
+    Args:
+        head: the module that computes the logits.
+        transform: what the model does to the logits.
+        targets: token ids [rows, tokens] or [tokens]; :data:`IGNORED` has no loss.
+        keep: positions whose hidden states have a target, if the model passes all of them to the
+            head; else None.
+        chunk_tokens: number of tokens per chunk.
+    """
+
+    head: nn.Module
+    transform: LogitTransform
+    targets: torch.Tensor
+    keep: torch.Tensor | None
+    chunk_tokens: int
+    #: The sum of the losses, once the head has run.
+    total: torch.Tensor | None = field(default=None, init=False)
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The trained parameters of the head."""
+        return [weight for weight in self.head.parameters() if weight.requires_grad]
+
+    def run(self, forward: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute the loss in place of the head's ``forward``.
+
+        Returns:
+            Zeros [..., 1] in the place of the logits. They depend on the loss: its backward runs
+            after the hooks that a strategy has registered on the model's output.
+        """
+        if self.keep is not None:
+            hidden = hidden[:, self.keep]
+        flat = hidden.flatten(0, -2)
+        job = _Job(self, forward, flat.device.type, autocast_dtype(flat.device.type))
+        zeros = hidden.new_zeros((*hidden.shape[:-1], 1))
+        if not torch.is_grad_enabled():
+            self.total = job.losses(flat)
+            return zeros
+        results: tuple[torch.Tensor, torch.Tensor]
+        results = _ChunkedFunction.apply(flat, zeros, job, *self.weights)  # type: ignore[no-untyped-call]
+        self.total, zeros = results
+        return zeros
+
+    def result(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the losses.
+
+        Args:
+            logits: what the model returned as logits.
+        """
+        assert self.total is not None, "the model did not call its head"
+        return self.total + logits.float().sum()
+
+
+@contextmanager
+def chunked_loss(loss: ChunkedLoss) -> Iterator[ChunkedLoss]:
+    """Make the head compute ``loss`` instead of logits within the block.
+
+    The replacement is outside of whatever a strategy has put around the head's forward, such as
+    the collectives of tensor parallelism: they run once for each chunk.
+    """
+    restore = wrap_forward(loss.head, loss.run)
+    try:
+        yield loss
+    finally:
+        restore()
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype of autocast, or None if it is off."""
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The loop over the chunks of one micro-batch."""
+
+    loss: ChunkedLoss
+    forward: Any
+    device_type: str
+    low_dtype: torch.dtype | None
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether gradients are computed in the backward pass: those in float16 must be multiplied
+        by the loss scale before they are rounded, and only the backward pass has it."""
+        weight = next(self.loss.head.parameters(), None)
+        stored = None if weight is None else weight.dtype
+        return torch.float16 in (self.low_dtype, stored)
+
+    def chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        targets = self.loss.targets.reshape(-1)
+        for begin in range(0, len(hidden), self.loss.chunk_tokens):
+            rows = slice(begin, begin + self.loss.chunk_tokens)
+            yield rows, hidden[rows], targets[rows]
+
+    def losses(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the losses, without gradients."""
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        with torch.no_grad():
+            for _, x, targets in self.chunks(hidden):
+                logits = self._float_logits(self.forward(x.unsqueeze(0)).squeeze(0))
+                total += _softmax_(logits, targets)
+        return total
+
+    def gradients(
+        self, hidden: torch.Tensor, weights: Sequence[torch.Tensor], scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
+        """Compute the loss and its gradients in float32.
+
+        Args:
+            hidden: inputs of the head [tokens, width].
+            weights: trained parameters of the head.
+            scale: factor of the gradients, or None.
+
+        Returns:
+            The sum of the losses, the gradient of ``hidden`` (None if it has none) and those of
+            ``weights``.
+        """
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+        inputs = torch.empty_like(hidden, dtype=torch.float32) if hidden.requires_grad else None
+        head: Any = self.loss.head
+        is_plain = type(head) is nn.Linear and _function_of(self.forward) is nn.Linear.forward
+        with torch.autocast(
+            self.device_type, dtype=self.low_dtype, enabled=self.low_dtype is not None
+        ):
+            if is_plain:  # one cast for all chunks
+                values = _cast(head.weight.detach(), self.low_dtype)
+                bias = None if head.bias is None else _cast(head.bias.detach(), self.low_dtype)
+            for rows, x, targets in self.chunks(hidden.detach()):
+                into = None if inputs is None else inputs[rows]
+                if is_plain:
+                    x = _cast(x, self.low_dtype)
+                    total += self._linear_gradients(x, targets, values, bias, into, sums, scale)
+                else:
+                    total += self._module_gradients(x, targets, weights, into, sums, scale)
+        return total, inputs, sums
+
+    def _linear_gradients(
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        inputs: torch.Tensor | None,
+        sums: list[torch.Tensor],
+        scale: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Add the gradients of a chunk for a linear layer, if possible without a copy of the
+        weight's; return its loss.
+
+        Args:
+            inputs: receives the gradient of ``x``.
+            sums: of the trained parameters: the weight [vocabulary, width], the bias [vocabulary].
+        """
+        gradient = self._float_logits(functional.linear(x, weight, bias))
+        loss = self._gradient_(gradient, targets, scale)
+        low = gradient.to(x.dtype)
+        if inputs is not None:
+            inputs.copy_(low @ weight)
+        for total in sums:
+            if total.dim() == 1:
+                total += gradient.sum(0)
+            elif low.dtype == total.dtype:
+                total.addmm_(low.t(), x)
+            elif total.is_cuda:
+                torch.addmm(total, low.t(), x, out_dtype=total.dtype, out=total)
+            else:
+                total += low.t() @ x
+        return loss
+
+    def _module_gradients(
+        self,
+        x: torch.Tensor,
+        targets: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        inputs: torch.Tensor | None,
+        sums: list[torch.Tensor],
+        scale: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Add the gradients of a chunk for any head (an adapter, a split layer); return its
+        loss."""
+        with torch.enable_grad():
+            x = x.unsqueeze(0).requires_grad_(inputs is not None)
+            output = self.forward(x)
+        logits = self._float_logits(output.detach().squeeze(0))
+        loss = self._gradient_(logits, targets, scale)
+        wanted = [*weights] if inputs is None else [x, *weights]
+        gradient = logits.to(output.dtype).unsqueeze(0)
+        gradients = [*torch.autograd.grad(output, wanted, gradient, materialize_grads=True)]
+        if inputs is not None:
+            inputs.copy_(gradients.pop(0).squeeze(0))
+        for total, part in zip(sums, gradients, strict=True):
+            total += part
+        return loss
+
+    def _float_logits(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the transformed logits in float32, which may be changed in place."""
+        return self.loss.transform.apply(output.to(torch.float32))
+
+    def _gradient_(
+        self, logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Replace logits by the gradient with respect to the head's output; return the loss."""
+        transform = self.loss.transform
+        slope = transform.slope(logits)
+        loss = _softmax_(logits, targets)
+        has_loss = (targets != IGNORED).unsqueeze(1)
+        picked = targets.clamp(min=0).unsqueeze(1)
+        logits.scatter_add_(1, picked, logits.new_full(picked.shape, -1.0))
+        factor = transform.scale if scale is None else scale * transform.scale
+        logits.mul_(has_loss * factor)
+        if slope is not None:
+            logits.mul_(slope)
+        return loss
+
+
+class _ChunkedFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, zeros: torch.Tensor, job: _Job, *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.job = job
+        ctx.dtypes = [hidden.dtype, *(weight.dtype for weight in weights)]
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(zeros)
+        if job.recomputes:
+            ctx.save_for_backward(hidden)
+            return job.losses(hidden), zeros
+        total, inputs, sums = job.gradients(hidden, weights, None)
+        ctx.gradients = [inputs, *sums]
+        return total, zeros
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None, _: Any) -> tuple[torch.Tensor | None, ...]:
+        assert grad is not None, "the gradient of the loss is missing"
+        if ctx.job.recomputes:
+            (hidden,) = ctx.saved_tensors
+            _, inputs, sums = ctx.job.gradients(hidden, ctx.job.loss.weights, grad)
+            gradients = [inputs, *sums]
+        else:
+            if ctx.gradients is None:
+                raise RuntimeError("the gradients of a chunked loss can be used only once")
+            gradients = [each if each is None else each.mul_(grad) for each in ctx.gradients]
+            ctx.gradients = None
+        hidden_gradient, *others = (
+            None if each is None else each.to(dtype)
+            for each, dtype in zip(gradients, ctx.dtypes, strict=True)
+        )
+        return hidden_gradient, None, None, *others
+
+
+def _softmax_(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Replace logits [tokens, vocabulary] by probabilities; return the sum of the losses."""
+    highest = logits.amax(1, keepdim=True)
+    picked = logits.gather(1, targets.clamp(min=0).unsqueeze(1))
+    sums = logits.sub_(highest).exp_().sum(1, keepdim=True)
+    losses = sums.log() + highest - picked
+    logits.div_(sums)
+    return losses.squeeze(1).masked_fill(targets == IGNORED, 0.0).sum()
+
+
+def _function_of(method: Any) -> Any:
+    """Return the function of a bound method; None for what a strategy puts around a forward."""
+    return getattr(method, "__func__", None)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None else tensor.to(dtype)

@@ -1,0 +1,220 @@
+"""The loss in chunks equals the loss of all logits, in value and gradients, and never has them all
+in memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, NOISE, TOKENS
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from paceline.models.head.chunked_loss import IGNORED, ChunkedLoss, LogitTransform, chunked_loss
+from paceline.models.head.transform import find_transform, output_head
+
+VOCABULARY, CHUNK = 211, 5
+CPU = torch.device("cpu")
+#: Families that change their logits after the head.
+CHANGED = {
+    "gemma2": LogitTransform(cap=30.0),
+    "recurrent_gemma": LogitTransform(cap=30.0),
+    "cohere": LogitTransform(scale=0.0625),
+    "cohere2": LogitTransform(scale=0.0625),
+    "granite_scaled": LogitTransform(scale=0.125),
+}
+WITH_SCALE = {"granite_scaled": ("granite", {**FAMILIES["granite"][1], "logits_scaling": 8.0})}
+
+
+def make_model(name: str, **changes: Any) -> Any:
+    """Return a tiny model with logits large enough that a soft cap matters."""
+    kind, numbers = (FAMILIES | WITH_SCALE)[name]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind, **{**TOKENS, **numbers, "vocab_size": VOCABULARY, **changes}
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * NOISE)
+        output_head(model).weight.mul_(20)
+    return model.eval()
+
+
+def make_batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return token ids [2, 12], positions with loss in any row, and their targets [2, positions]
+    of which one has no loss."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (2, 12), generator=generator)
+    keep = torch.tensor([0, 1, 3, 4, 7, 8, 9])
+    targets = ids[:, keep + 1].clone()
+    targets[1, 2] = IGNORED
+    return ids, keep, targets
+
+
+def gradients_of(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def full_loss(model: Any) -> torch.Tensor:
+    ids, keep, targets = make_batch()
+    logits = model(input_ids=ids, use_cache=False).logits[:, keep]
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"
+    )
+
+
+def loss_in_chunks(model: Any, transform: Any) -> torch.Tensor:
+    assert isinstance(transform, LogitTransform), transform
+    ids, keep, targets = make_batch()
+    loss = ChunkedLoss(output_head(model), transform, targets, keep, CHUNK)
+    with chunked_loss(loss):
+        return loss.result(model(input_ids=ids, use_cache=False).logits)
+
+
+def assert_equal(model: Any, rel: float = 1e-6, gradient_rel: float = 1e-5) -> None:
+    transform = find_transform(model, CPU)
+    expected, actual = full_loss(model), loss_in_chunks(model, transform)
+    assert actual.item() == pytest.approx(expected.item(), rel=rel)
+    left, right = gradients_of(model, actual), gradients_of(model, expected)
+    assert set(left) == set(right) != set()
+    scale = max(float(gradient.abs().max()) for gradient in right.values())
+    for name, gradient in left.items():
+        assert gradient.dtype == right[name].dtype
+        difference = float((gradient - right[name]).abs().max())
+        assert difference <= gradient_rel * float(right[name].abs().max()) + 1e-7 * scale, name
+    with torch.no_grad():
+        assert float(loss_in_chunks(model, transform)) == pytest.approx(expected.item(), rel=rel)
+
+
+FAST = ["qwen2", "gpt2", "phi", "gemma2", "granite_scaled", "cohere", "mamba", "opt_350m"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in FAST else [pytest.mark.soak])
+        for name in [*FAMILIES, *WITH_SCALE]
+    ],
+)
+def test_family_has_equal_loss_and_gradients(name: str) -> None:
+    # The forward of RWKV changes its weights in evaluation mode.
+    model = make_model(name).train(name == "rwkv")
+    assert find_transform(model, CPU) == CHANGED.get(name, LogitTransform())
+    assert_equal(model)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"]},
+    ],
+    ids=["adapted", "saved", "frozen"],
+)
+def test_adapters_on_the_head(adapter: dict[str, Any]) -> None:
+    model: Any = get_peft_model(make_model("llama"), LoraConfig(**adapter))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    assert_equal(model)
+
+
+def test_tied_embeddings() -> None:
+    assert_equal(make_model("qwen2", tie_word_embeddings=True))
+
+
+def test_autocast() -> None:
+    model = make_model("phi")  # its head has a bias
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal(model, rel=1e-3, gradient_rel=3e-2)
+
+
+@pytest.mark.parametrize("name", ["phi", "gemma2"])
+def test_float16_gradients_are_scaled_before_they_are_rounded(name: str) -> None:
+    """Most gradients of the logits are below the smallest float16 number here, unless they are
+    multiplied by the loss scale."""
+    model, factor = make_model(name), 1e-7
+    reference = gradients_of(model, full_loss(model) * factor)
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_in_chunks(model, find_transform(model, CPU))
+    scaled = gradients_of(model, loss * factor * 2.0**16)
+    head = next(key for key in reference if key.startswith(("lm_head", "model.embed")))
+    for key in (head, next(key for key in reference if "norm" in key)):
+        error = (scaled[key] / 2.0**16 - reference[key]).norm() / reference[key].norm()
+        assert float(error) < 0.05, key
+
+
+def test_gradients_of_a_chunked_loss_are_used_once() -> None:
+    model = make_model("llama")
+    loss = loss_in_chunks(model, LogitTransform())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="only once"):
+        loss.backward()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the size of the largest result of an operation with the vocabulary as a dimension,
+    other than the weights' gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_output = isinstance(result, torch.Tensor) and result.shape[-1:] == (VOCABULARY,)
+        if is_output and result.is_contiguous():  # not a transposed weight
+            self.rows = max(self.rows, result.numel() // VOCABULARY)
+        return result
+
+
+@pytest.mark.parametrize("name", ["opt", "gemma2"])
+def test_no_tensor_has_the_logits_of_all_tokens(name: str) -> None:
+    model = make_model(name, hidden_size=32, word_embed_proj_dim=4)
+    for parameter in output_head(model).parameters():  # its gradient has the vocabulary, too
+        parameter.requires_grad_(False)
+    transform = find_transform(model, CPU)
+    with LargestTensor() as full:
+        full_loss(model).backward()
+    with LargestTensor() as chunked:
+        loss_in_chunks(model, transform).backward()
+    assert full.rows >= 14
+    assert chunked.rows == CHUNK
+
+
+class TwiceCalled(nn.Module):
+    """A model whose logits are not an elementwise function of its head's output."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.inner, self.change = make_model("llama"), change
+        self.config = self.inner.config
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.inner.lm_head  # type: ignore[no-any-return]
+
+    def forward(self, **inputs: Any) -> Any:
+        output = self.inner(**inputs)
+        if self.change == "twice":
+            output.logits = output.logits + self.inner(**inputs).logits
+        elif self.change == "cut":
+            output.logits = output.logits[..., :-3]
+        else:
+            output.logits = output.logits + torch.arange(VOCABULARY)
+        return output
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [("twice", "2 times"), ("cut", "shape|another way"), ("bias", "another way")],
+)
+def test_other_models_keep_all_logits(change: str, reason: str) -> None:
+    result = find_transform(TwiceCalled(change), CPU)
+    assert isinstance(result, str)
+    assert any(part in result for part in reason.split("|"))
