@@ -13,7 +13,11 @@ from paceline.cli import main
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
 from paceline.models.builtin import resolve_model
-from paceline.planner.choose import candidates, pick
+from paceline.models.files import read_header
+from paceline.planner.choose import all_modes, candidates, pick
+from paceline.planner.estimate import micro_batch
+from paceline.planner.hardware import cpu_machine
+from paceline.planner.model_profile import describe
 from paceline.planner.upper_bound import stored_parameters, upper_bound
 
 MICRO = "builtin:qwen2-micro"
@@ -280,6 +284,30 @@ def test_reports_if_no_mode_fits(tmp_path: Path) -> None:
     layout, reason = pick(trained, 1, int(1.3 * state))
     assert layout.strategy == "single"
     assert "may not fit" in reason
+
+
+def test_cpu_ranks_share_frozen_weights() -> None:
+    """Frozen weights in the dtype of the model's files are in memory once per host."""
+    adapted = config(lora={"enable": True}, parallel={"device": "cpu"})
+    frozen = sum(
+        entry["data_offsets"][1] - entry["data_offsets"][0]
+        for entry in read_header(Path(resolve_model(MICRO)) / "model.safetensors")[0].values()
+    )
+
+    def planned(precision: str, mode: str) -> int:
+        args = adapted.train_args.model_copy(update={"precision": precision})
+        profile = describe(adapted.model_copy(update={"train_args": args}))
+        machine = cpu_machine(4, None, measure=False, memory_bytes=1 << 30)
+        modes = all_modes(adapted, profile, micro_batch(adapted), machine)
+        report = next(each for each in modes if each.name == mode).as_dict()["memory_bytes"]
+        assert report["parameters"] is not None
+        return report["parameters"]
+
+    shared, converted = planned("32", "ddp"), planned("bf16-mixed", "ddp")
+    adapters = planned("bf16-mixed", "ddp") - frozen // 2
+    assert shared == frozen // 4 + adapters
+    assert converted > shared  # each rank converts them to bfloat16
+    assert planned("32", "zero3") == pytest.approx((frozen + adapters) / 4, rel=0.1)
 
 
 def test_counts_parameters_from_safetensors_headers(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Check the files of a model before a run starts, without importing libraries."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError
@@ -15,8 +17,10 @@ _WEIGHTS = (
     "pytorch_model*.bin",
     "pytorch_model.bin.index.json",
 )
-#: Entry of a safetensors header that is not a tensor.
-_METADATA = "__metadata__"
+#: Names of dtypes in safetensors files.
+_STORED_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+#: Weights of a single expert.
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def check_files(config: Config) -> None:
@@ -146,28 +150,62 @@ def check_weights(folder: Path, key: str) -> None:
 
 
 def _damage(file: Path) -> str | None:
-    """Return what is wrong with a safetensors file, or None. The values are not read.
-
-    The file starts with the size of its header (8 bytes, little endian) and the header, a JSON
-    object with the range of bytes of each tensor.
-    """
+    """Return what is wrong with a safetensors file, or None. The values are not read."""
+    try:
+        header, start = read_header(file)
+        expected = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, TypeError, LookupError) as error:
+        return (
+            str(error) if isinstance(error, IncompleteHeaderError) else "has an unreadable header"
+        )
     size = file.stat().st_size
+    return None if size == expected else f"has {size:,} bytes instead of {expected:,}"
+
+
+class IncompleteHeaderError(ValueError):
+    """A file has no complete safetensors header. The message says what it is instead."""
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """Read the header of a safetensors file: the dtype, shape and range of bytes of each tensor.
+
+    The file starts with the size of the header (8 bytes, little endian) and the header in JSON.
+
+    Returns:
+        The entries by tensor name, and the position of the first byte after the header.
+
+    Raises:
+        ValueError: the header cannot be read.
+    """
     with file.open("rb") as content:
-        start = content.read(8)
+        size, start = file.stat().st_size, content.read(8)
         if start == b"version ":
-            return "is a pointer of git-lfs: run `git lfs pull`"
+            raise IncompleteHeaderError("is a pointer of git-lfs: run `git lfs pull`")
         header_size = int.from_bytes(start, "little")
         if size < 8 or header_size > size - 8:
-            return f"is truncated or not a safetensors file ({size:,} bytes)"
-        try:
-            header = json.loads(content.read(header_size))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != _METADATA]
-            expected = 8 + header_size + max(ends, default=0)
-        except (ValueError, TypeError, LookupError, AttributeError):
-            return "has an unreadable header"
-    if size != expected:
-        return f"has {size:,} bytes instead of {expected:,}"
-    return None
+            raise IncompleteHeaderError(f"is truncated or not a safetensors file ({size:,} bytes)")
+        header = json.loads(content.read(header_size))
+    if not isinstance(header, dict):
+        raise ValueError("expected an object")
+    header.pop("__metadata__", None)
+    return header, 8 + header_size
+
+
+def mapped_bytes(folder: Path, dtype: str) -> int:
+    """Return the size of the weights that the ranks of a host share, because the folder's files
+    store them as the model uses them: in ``dtype`` (such as ``bfloat16``), and not as one tensor
+    per expert, which transformers merges. 0 if a file cannot be read."""
+    total = 0
+    try:
+        for file in folder.glob("model*.safetensors"):
+            total += sum(
+                entry["data_offsets"][1] - entry["data_offsets"][0]
+                for name, entry in read_header(file)[0].items()
+                if entry["dtype"] == _STORED_DTYPES.get(dtype) and not _EXPERT.search(name)
+            )
+    except (OSError, ValueError, TypeError, LookupError):
+        return 0
+    return total
 
 
 def _listing(folder: Path) -> str:

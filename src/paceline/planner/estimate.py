@@ -18,6 +18,8 @@ from paceline.parallel.registry import layout as make_layout
 from paceline.planner.hardware import Machine
 from paceline.planner.model_profile import ModelProfile
 
+#: Strategies in which every rank uses all frozen weights in place.
+_MAPS_FROZEN_WEIGHTS = ("ddp", "zero1", "zero2", "local_sgd", "diloco")
 #: Share of a device's memory that an estimate may fill. The rest is for the driver, fragmentation,
 #: and what the activation model leaves out.
 USABLE = 0.9
@@ -166,6 +168,7 @@ class ModeEstimate:
         name: for users: ``zero3``, ``data 2 × tensor 2``, ``deepspeed stage 1``.
         settings: the keys of the section ``parallel`` that select it.
         cost: None if this run is not possible with the layout, because of ``reason``.
+        shared_bytes: bytes of frozen weights that this rank shares with others, less its part.
         weight_copies: bytes of the low-precision copies of float32 weights that autocast retains
             from forward to backward.
         step_time_s: estimated; None if the device's rates are not known.
@@ -180,13 +183,16 @@ class ModeEstimate:
     reason: str
     cost: Cost | None = None
     weight_copies: int = 0
+    shared_bytes: int = 0
     step_time_s: float | None = None
     per_second: float = 0.0
     global_batch_size: int = 0
 
     @property
     def total(self) -> int:
-        return 0 if self.cost is None else self.cost.total + self.weight_copies
+        if self.cost is None:
+            return 0
+        return self.cost.total + self.weight_copies - self.shared_bytes
 
     def as_dict(self) -> ModeReport:
         cost = self.cost
@@ -194,7 +200,7 @@ class ModeEstimate:
             mode=self.name,
             fits=self.fits,
             memory_bytes=MemoryReport(
-                parameters=None if cost is None else cost.parameters,
+                parameters=None if cost is None else cost.parameters - self.shared_bytes,
                 gradients=None if cost is None else cost.gradients,
                 optimizer=None if cost is None else cost.optimizer,
                 activations=None if cost is None else cost.activations + self.weight_copies,
@@ -246,8 +252,10 @@ def estimate(
     )
     samples = replicas * work.micro_batches * config.train_args.per_device_train_batch_size
     shown_step_s = step_s if machine.rates_known else None
+    shared = _shared_bytes(layout, profile, machine)
+    rate = samples / step_s
     mode = ModeEstimate(
-        name, layout, settings, True, "", cost, copies, shown_step_s, samples / step_s, samples
+        name, layout, settings, True, "", cost, copies, shared, shown_step_s, rate, samples
     )
     usable = USABLE * machine.memory_bytes
     if mode.total <= usable:
@@ -291,6 +299,14 @@ def step_time(
     # waits for the traffic.
     overlaps = axes.replicas > 1 and axes.tensor == axes.pipeline == 1 and layout.num_processes > 1
     return compute + max(0.0, traffic - (_OVERLAPPED * compute if overlaps else 0.0))
+
+
+def _shared_bytes(layout: ParallelLayout, profile: ModelProfile, machine: Machine) -> int:
+    """Return the bytes of the frozen weights that a CPU rank does not use itself, because the ranks
+    of the host map the same files."""
+    if not machine.is_cpu or layout.strategy not in _MAPS_FROZEN_WEIGHTS:
+        return 0
+    return profile.mapped_bytes - profile.mapped_bytes // machine.count
 
 
 def _weight_copies(shape: ModelShape, layout: ParallelLayout, cost: Cost) -> int:

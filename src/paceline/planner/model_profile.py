@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.schema import Config
 from paceline.core.errors import ConfigError, first_line
+from paceline.models.builtin import resolve_model
+from paceline.models.hub_configs import config_folder
 from paceline.models.shape.activations import LanguageDims, dims_of
-from paceline.models.shape.record import ModelShape
+from paceline.models.shape.record import ModelShape, total_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +29,7 @@ class ModelProfile:
         activation_bytes, flops: of one micro-batch, from the trial; 0 if the trial was not
             possible. Unused with ``dims``.
         fused_attention: the model stores no attention scores.
+        mapped_bytes: bytes of frozen weights that are used in the pages of the model's files.
     """
 
     shape: ModelShape
@@ -34,6 +37,7 @@ class ModelProfile:
     activation_bytes: int = 0
     flops: float = 0.0
     fused_attention: bool = True
+    mapped_bytes: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -66,7 +70,24 @@ def _language(config: Config) -> ModelProfile:
     if dims is None:
         notes = ("the activations and operations of this model are not known and left out",)
     fused = attention_of(base) != "eager"
-    return ModelProfile(outline(model, config), dims, fused_attention=fused, notes=notes)
+    shape = outline(model, config)
+    return ModelProfile(
+        shape,
+        dims,
+        fused_attention=fused,
+        mapped_bytes=_mapped_bytes(shape, config),
+        notes=notes,
+    )
+
+
+def _mapped_bytes(shape: ModelShape, config: Config) -> int:
+    from paceline.models.files import mapped_bytes
+
+    folder = config_folder(resolve_model(config.model))
+    if folder is None or not config.lora.enable:
+        return 0
+    frozen = shape.parameter_bytes - total_bytes(shape.trained)
+    return min(mapped_bytes(folder, config.train_args.mixed_dtype or "float32"), frozen)
 
 
 def _check_folder(config: Config) -> None:
@@ -76,7 +97,7 @@ def _check_folder(config: Config) -> None:
     try:
         check_files(config)
     except ConfigError as error:
-        if "has no weights" not in error.what:
+        if not any(text in error.what for text in ("has no weights", "weight files are missing")):
             raise
 
 

@@ -129,7 +129,7 @@ def _row(plan: Plan, mode: ModeEstimate) -> list[str]:
     cost = mode.cost
     mark = "→ " if mode is plan.choice.chosen else "* " if mode is plan.configured else "  "
     sizes = (
-        cost.parameters,
+        cost.parameters - mode.shared_bytes,
         cost.gradients,
         cost.optimizer,
         cost.activations + mode.weight_copies,

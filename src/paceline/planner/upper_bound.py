@@ -1,7 +1,6 @@
 """An upper bound on the memory of a rank under ``ddp``, from files alone: no model is built, and
 torch is not imported."""
 
-import json
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -9,11 +8,9 @@ from pathlib import Path
 from paceline.config.derive import optimizer_bytes_per_element
 from paceline.config.schema import Config
 from paceline.models.builtin import resolve_model
+from paceline.models.files import read_header
 from paceline.models.hub_configs import config_folder, read_config
 from paceline.models.shape.activations import LanguageDims, dims_of, language_activations
-
-#: Headers of safetensors files larger than this are not read: none is.
-_HEADER_BYTES = 100 << 20
 
 
 def upper_bound(config: Config) -> int | None:
@@ -104,18 +101,11 @@ def _recommender(config: Config) -> int | None:
 def stored_parameters(folder: Path) -> int | None:
     """Count the numbers in a folder's safetensors files by their headers; None without such files,
     or if one cannot be read."""
-    files = sorted(folder.glob("model*.safetensors"))
     total = 0
     try:
-        for file in files:
-            with open(file, "rb") as handle:
-                size = int.from_bytes(handle.read(8), "little")
-                if not 0 < size <= _HEADER_BYTES:
-                    return None
-                header = json.loads(handle.read(size))
-            for name, tensor in header.items():
-                if name != "__metadata__":
-                    total += math.prod(int(length) for length in tensor["shape"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        for file in folder.glob("model*.safetensors"):
+            for tensor in read_header(file)[0].values():
+                total += math.prod(int(length) for length in tensor["shape"])
+    except (OSError, ValueError, LookupError, TypeError):
         return None
     return total or None
