@@ -154,10 +154,10 @@ def _damage(file: Path) -> str | None:
     try:
         header, start = read_header(file)
         expected = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (ValueError, TypeError, LookupError) as error:
-        return (
-            str(error) if isinstance(error, IncompleteHeaderError) else "has an unreadable header"
-        )
+    except IncompleteHeaderError as error:
+        return str(error)
+    except (ValueError, TypeError, LookupError):
+        return "has an unreadable header"
     size = file.stat().st_size
     return None if size == expected else f"has {size:,} bytes instead of {expected:,}"
 
