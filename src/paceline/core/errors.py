@@ -81,6 +81,18 @@ class FaultError(RunError):
         self.ranks = None if ranks is None else list(ranks)
 
 
+class OutOfMemory(RunError):
+    """A rank could not allocate memory. A restart would fail in the same way.
+
+    Args:
+        needed_bytes: memory in use and the size of the failed allocation.
+    """
+
+    def __init__(self, what: str, needed_bytes: int = 0) -> None:
+        super().__init__(what)
+        self.needed_bytes = needed_bytes
+
+
 class ReportedError(RunError):
     """A failure that a rank has already described in one paragraph, with the exit code of its
     process.

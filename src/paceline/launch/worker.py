@@ -20,6 +20,7 @@ from paceline.core.errors import (
     FaultError,
     MismatchError,
     Outcome,
+    OutOfMemory,
     PacelineError,
     SaveError,
     failed_outcome,
@@ -29,6 +30,7 @@ from paceline.core.log import configure_logging, mute_console
 from paceline.core.processes import end_with_launcher
 from paceline.core.stop import StopFlag
 from paceline.distributed.environment import RankEnv, from_environment
+from paceline.launch.out_of_memory import explain
 from paceline.train.setup import run_rank
 
 STOP_FILE = "stop"
@@ -111,6 +113,8 @@ def run_guarded(spec: Any, env: RankEnv, stop: StopFlag, run: RunRank | None = N
         outcome = (run or run_rank)(spec, env, stop)
     except PacelineError as error:
         failed = _failed(env, error.exit_code, error.paragraph(), isinstance(error, FaultError))
+        if isinstance(error, OutOfMemory):
+            return _failed(env, error.exit_code, explain(error, spec), False)
         blamed = getattr(error, "ranks", None)
         return {
             **failed,

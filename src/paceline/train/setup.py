@@ -49,6 +49,7 @@ from paceline.models.weights import converted_weights, move_model
 from paceline.observe.comm_advisor import CommAdvisor, make_advisor
 from paceline.observe.device_stats import DeviceMonitor
 from paceline.observe.metrics import StepMetrics
+from paceline.observe.out_of_memory import is_out_of_memory, out_of_memory
 from paceline.observe.report.build import build_report
 from paceline.observe.report.html import write_reports
 from paceline.observe.run_start import RunInfo, emit_run_start
@@ -159,10 +160,13 @@ def _run(trainer: Trainer) -> Outcome:
     with trainer.checkpoints:  # waits for the last save, however the training ends
         try:
             status = trainer.train()
-        except BaseException:
+        except BaseException as error:
             # With Paceline's launcher the process exits at once, so nothing needs to be freed.
             if spec.launcher_pid is None:
                 trainer.data.close()
+            if is_out_of_memory(error):
+                parts = trainer.components
+                raise out_of_memory(error, parts.strategy, parts.model) from error
             raise
         trainer.data.close()
         ctx.progress.enter("saving")

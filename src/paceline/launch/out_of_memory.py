@@ -1,0 +1,56 @@
+"""Compare a rank that ran out of memory with its plan, and find the smallest change that fits."""
+
+from dataclasses import replace
+
+from paceline.core.errors import ConfigError, OutOfMemory
+from paceline.core.files import human_bytes
+from paceline.planner.advice import advise
+from paceline.planner.choose import local_machine
+from paceline.planner.estimate import estimate, micro_batch
+from paceline.planner.model_profile import describe
+from paceline.train.run_spec import RunSpec
+
+
+def explain(error: OutOfMemory, spec: RunSpec) -> str:
+    """Return the message for the user: what filled the device, what was predicted, what to do."""
+    try:
+        predicted, fix = _plan(error, spec)
+    except ConfigError:  # the model cannot be described without building it
+        predicted, fix = "", ""
+    args = spec.config.train_args
+    if not fix:
+        fix = (
+            f"lower `per_device_train_batch_size` (now {args.per_device_train_batch_size}) and"
+            " raise `gradient_accumulation_steps` by the same factor (the result stays the same)"
+        )
+        if spec.config.task in ("sft", "pretrain"):
+            fix += f", or lower `max_length` (now {args.max_length})"
+    return f"{error.what}.{predicted} To fix: {fix}."
+
+
+def _plan(error: OutOfMemory, spec: RunSpec) -> tuple[str, str]:
+    config, layout = spec.config, spec.layout
+    is_cpu = spec.device_type == "cpu"
+    profile, batch = describe(config), micro_batch(config)
+    machine = local_machine(layout.num_processes, is_cpu, config.train_args.mixed_dtype)
+    mode = estimate(layout, config, profile, batch, machine)
+    if mode.cost is None or not mode.total:
+        return "", ""
+    cost = mode.cost
+    parts = {
+        "parameters": cost.parameters,
+        "gradients": cost.gradients,
+        "optimizer": cost.optimizer,
+        "activations": cost.activations,
+    }
+    listed = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in parts.items() if size)
+    predicted = f" The plan predicted {human_bytes(mode.total)}: {listed}."
+    # The change must fit even if the run needs more than predicted by the same factor as now.
+    factor = max(1.0, error.needed_bytes / mode.total)
+    limited = replace(machine, memory_bytes=round(machine.memory_bytes / factor))
+    smallest = advise(config, profile, batch, limited, mode).smallest
+    if smallest is None:
+        return predicted, ""
+    needed = human_bytes(smallest.mode.total)
+    costs = "; ".join(smallest.costs)
+    return predicted, f"set `{smallest.text}` ({needed} predicted; {costs})"
